@@ -1,0 +1,87 @@
+"""What the step-time benchmark compares, as data: one row for each way to run the same model."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The benchmarked GPT and its global batch; every row does the same arithmetic.
+
+    Attributes:
+        layers: blocks.
+        width: features of a token.
+        length: tokens in a sequence.
+        vocabulary: number of different tokens.
+        batch: sequences in a global batch.
+    """
+
+    layers: int = 4
+    width: int = 256
+    length: int = 128
+    vocabulary: int = 4096
+    batch: int = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """One way to run the model.
+
+    Attributes:
+        name: what the table shows.
+        runner: `plain`, `mirrored`, `kdist` or `jax`: see `step_worker.py`.
+        axes: mesh axes and their sizes, in order; empty for a single device.
+        sizes: what is run.
+    """
+
+    name: str
+    runner: str
+    axes: tuple[tuple[str, int], ...] = ()
+    sizes: Sizes = Sizes()
+
+    @property
+    def devices(self) -> int:
+        """Devices of the mesh."""
+        product = 1
+        for _, size in self.axes:
+            product *= size
+        return product
+
+
+PLAIN = Configuration("plain Keras, 1 device", "plain")
+STEP_ROWS = (
+    PLAIN,
+    Configuration("MirroredStrategy, 8 replicas", "mirrored", (("data", 8),)),
+    Configuration("kdist, data 8", "kdist", (("data", 8),)),
+    Configuration("kdist, data 2 x model 2", "kdist", (("data", 2), ("model", 2))),
+    Configuration("kdist, data 2 x model 4", "kdist", (("data", 2), ("model", 4))),
+)
+JAX_ROWS = (
+    Configuration("Keras on JAX, 1 device", "jax"),
+    Configuration("Keras on JAX, data 8", "jax", (("data", 8),)),
+    Configuration("Keras on JAX, data 2 x model 2", "jax", (("data", 2), ("model", 2))),
+    Configuration("Keras on JAX, data 2 x model 4", "jax", (("data", 2), ("model", 4))),
+)
+
+
+def growth_rows(sizes: Sizes) -> tuple[Configuration, ...]:
+    """Rows that show how the first step's time grows, with depth and with replicas."""
+    depths = tuple(
+        Configuration(
+            f"kdist, data 2 x model 2, {layers} layers",
+            "kdist",
+            (("data", 2), ("model", 2)),
+            dataclasses.replace(sizes, layers=layers),
+        )
+        for layers in (2, 4, 8)
+    )
+    replicas = tuple(
+        Configuration(f"kdist, data {count}", "kdist", (("data", count),), sizes)
+        for count in (1, 2, 4, 8)
+    )
+    return depths + replicas
+
+
+def from_json(record: dict) -> Configuration:
+    """Reads back what `dataclasses.asdict` made of a configuration."""
+    axes = tuple((str(name), int(size)) for name, size in record["axes"])
+    return Configuration(record["name"], record["runner"], axes, Sizes(**record["sizes"]))

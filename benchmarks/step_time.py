@@ -1,0 +1,238 @@
+"""Measures training steps of the same GPT, run in different ways on one machine.
+
+    sh run.sh bench                  plain Keras, MirroredStrategy, kdist
+    sh run.sh bench --with-jax       and Keras on JAX, in an environment of its own
+
+Each configuration is a process of its own and stays alive; the rounds go through all of them in
+turn (A B C A B C), so what slows the machine for a while slows every row. Shown are medians: they
+compare rows of one run, and say nothing about another machine. Results go to benchmarks/results/ as
+JSON.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+from step_worker import MARK
+
+import step_configurations as rows
+
+HERE = Path(__file__).resolve().parent
+CHECKOUT = HERE.parent
+console = Console(stderr=True)
+
+
+class Worker:
+    """A process that runs one configuration; see `step_worker.py`."""
+
+    def __init__(self, configuration: rows.Configuration, python: str):
+        self.configuration = configuration
+        self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - see close()
+        path = [str(CHECKOUT / "examples"), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(part for part in path if part),
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+        }
+        record = json.dumps(dataclasses.asdict(configuration))
+        self.process = subprocess.Popen(
+            [python, str(HERE / "step_worker.py"), record],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=environment,
+        )
+        self.first = self._answer()
+
+    def steps(self, count: int) -> list[float]:
+        """Runs steps; returns the seconds of each."""
+        assert self.process.stdin is not None
+        print(count, file=self.process.stdin, flush=True)
+        return self._answer()["steps_s"]
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.log.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+        code = self.process.wait()
+        self.log.seek(0)
+        tail = self.log.read().decode(errors="replace").strip().splitlines()[-15:]
+        raise RuntimeError(
+            f"{self.configuration.name}: the process ended with status {code}\n" + "\n".join(tail)
+        )
+
+
+def measure(
+    configurations: Sequence[rows.Configuration], pythons: dict[str, str], rounds: int, steps: int
+) -> list[dict[str, Any]]:
+    """Runs configurations in interleaved rounds.
+
+    A configuration that fails is reported and left out of the rounds; the others go on.
+
+    Returns:
+        A record for each configuration: `name`, `first_step_s`, `setup_s`, `steps_s` (all rounds),
+        or `error`.
+    """
+    records: list[dict[str, Any]] = [dataclasses.asdict(row) for row in configurations]
+    workers: list[tuple[dict[str, Any], Worker]] = []
+    try:
+        for record, row in zip(records, configurations, strict=True):
+            with console.status(f"{row.name}: first step"):
+                try:
+                    worker = Worker(row, pythons.get(row.runner, sys.executable))
+                except RuntimeError as error:
+                    record["error"] = str(error)
+                    console.print(f"[red]{row.name}: failed[/red]\n{error}", highlight=False)
+                    continue
+            record |= worker.first | {"steps_s": []}
+            workers.append((record, worker))
+            console.print(f"{row.name}: first step {worker.first['first_step_s']:.1f} s")
+        for index in range(rounds):
+            for record, worker in workers:
+                with console.status(f"round {index + 1} of {rounds}: {record['name']}"):
+                    record["steps_s"] += worker.steps(steps)
+    finally:
+        for _, worker in workers:
+            worker.close()
+    return records
+
+
+def jax_python(folder: Path) -> str:
+    """Returns the Python of an environment with Keras on JAX, made in `folder` if need be."""
+    python = folder / "bin" / "python"
+    done = folder / "installed"
+    if not done.exists():
+        with console.status(f"installing JAX into {folder}"):
+            venv.create(folder, with_pip=True, clear=True)
+            constraints = ["--constraint", str(CHECKOUT / "constraints.txt")]
+            packages = ["jax", "keras", "numpy"]
+            subprocess.run(
+                [str(python), "-m", "pip", "install", "--quiet", *constraints, *packages],
+                check=True,
+            )
+        done.touch()
+    return str(python)
+
+
+def step_table(records: list[dict[str, Any]]) -> Table:
+    """Makes the table of step times; ratios are to the first row."""
+    table = Table(title="training step, same model and global batch")
+    table.add_column("configuration", no_wrap=True)
+    for column in ("first step, s", "median step, s", "to plain", "first loss"):
+        table.add_column(column, justify="right")
+    base = statistics.median(records[0]["steps_s"]) if records[0].get("steps_s") else float("nan")
+    for record in records:
+        if "error" in record:
+            table.add_row(record["name"], "failed", "", "", "")
+            continue
+        step = statistics.median(record["steps_s"]) if record["steps_s"] else float("nan")
+        cells = (f"{record['first_step_s']:.1f}", f"{step:.3f}", f"{step / base:.2f}")
+        table.add_row(record["name"], *cells, f"{record['first_loss']:.4f}")
+    return table
+
+
+def growth_table(records: list[dict[str, Any]]) -> Table:
+    """Makes the table of first-step times."""
+    table = Table(title="first step (tracing and compiling included)")
+    table.add_column("configuration", no_wrap=True)
+    table.add_column("first step, s", justify="right")
+    for record in records:
+        first = record.get("first_step_s")
+        table.add_row(record["name"], "failed" if first is None else f"{first:.1f}")
+    return table
+
+
+def _flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    default = rows.Sizes()
+    flags.DEFINE_integer("rounds", 5, "interleaved rounds", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer(
+        "steps", 3, "steps of a configuration in a round", lower_bound=1, flag_values=values
+    )
+    flags.DEFINE_bool("with_jax", False, "add the rows of Keras on JAX", flag_values=values)
+    flags.DEFINE_string(
+        "jax_venv", str(CHECKOUT / ".venv-jax"), "JAX's environment", flag_values=values
+    )
+    flags.DEFINE_bool("growth", True, "measure how the first step grows", flag_values=values)
+    flags.DEFINE_string(
+        "only", "", "run rows whose name has this text, and plain", flag_values=values
+    )
+    flags.DEFINE_string("out", "", "JSON file to write", flag_values=values)
+    for field in dataclasses.fields(rows.Sizes):
+        value = getattr(default, field.name)
+        flags.DEFINE_integer(field.name, value, "size", lower_bound=1, flag_values=values)
+    return values
+
+
+def main(argv: Sequence[str]) -> dict[str, Any]:
+    """Runs the benchmark; returns what the JSON file holds."""
+    args = _flags()
+    # Dashes are accepted for underscores, as in --with-jax.
+    argv = [a if not a.startswith("--") else _underscored(a) for a in argv]
+    if {"--help", "-h"} & set(argv):
+        print(f"{__doc__}\nFlags:{args.get_help()}")
+        return {}
+    args(argv)
+    chosen_sizes: dict[str, Any] = {
+        field.name: args[field.name].value for field in dataclasses.fields(rows.Sizes)
+    }
+    sizes = rows.Sizes(**chosen_sizes)
+    chosen = rows.STEP_ROWS + (rows.JAX_ROWS if args.with_jax else ())
+    chosen = tuple(row for row in chosen if row is rows.PLAIN or args.only in row.name)
+    chosen = tuple(dataclasses.replace(row, sizes=sizes) for row in chosen)
+    pythons = {"jax": jax_python(Path(args.jax_venv))} if args.with_jax else {}
+
+    steps = measure(chosen, pythons, args.rounds, args.steps)
+    Console().print(step_table(steps))
+    growth: list[dict[str, Any]] = []
+    if args.growth:
+        for row in rows.growth_rows(sizes):
+            growth += measure([row], pythons, 0, 0)
+        Console().print(growth_table(growth))
+    result = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": {"cores": os.cpu_count(), "system": platform.platform()},
+        "rounds": args.rounds,
+        "steps_in_a_round": args.steps,
+        "step_rows": steps,
+        "growth_rows": growth,
+    }
+    out = Path(args.out or HERE / "results" / f"step_time_{time.strftime('%Y%m%d_%H%M%S')}.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    console.print(f"written: {out}")
+    return result
+
+
+def _underscored(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+if __name__ == "__main__":
+    main(sys.argv)

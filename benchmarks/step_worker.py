@@ -1,0 +1,150 @@
+"""One configuration of the step-time benchmark, in a process of its own.
+
+Started by `step_time.py` with the configuration as JSON. It answers on standard output, one line of
+JSON after the mark `@step `: first the seconds of the first step, then, for each line "n" that it
+reads, the seconds of n further steps.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import step_configurations as rows
+
+MARK = "@step "
+Step = Callable[[], float]
+
+
+def main() -> None:
+    """Serves the configuration named by the first argument until standard input closes."""
+    configuration = rows.from_json(json.loads(sys.argv[1]))
+    started = time.perf_counter()
+    step = RUNNERS[configuration.runner](configuration)
+    ready = time.perf_counter()
+    loss = step()
+    answer(
+        setup_s=ready - started,
+        first_step_s=time.perf_counter() - ready,
+        first_loss=loss,
+    )
+    for line in sys.stdin:
+        seconds = []
+        for _ in range(int(line)):
+            start = time.perf_counter()
+            loss = step()
+            seconds.append(time.perf_counter() - start)
+        answer(steps_s=seconds, loss=loss)
+
+
+def answer(**record: Any) -> None:
+    """Sends a record to the parent."""
+    print(MARK + json.dumps(record), flush=True)
+
+
+def plain(configuration: rows.Configuration) -> Step:
+    """Keras on TensorFlow, one device, none of kdist."""
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    return compiled(build(configuration.sizes), configuration.sizes)
+
+
+def mirrored(configuration: rows.Configuration) -> Step:
+    """`tf.distribute.MirroredStrategy` over logical CPU devices."""
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    import tensorflow as tf
+
+    count = configuration.devices
+    device = tf.config.list_physical_devices("CPU")[0]
+    logical = [tf.config.LogicalDeviceConfiguration()] * count
+    tf.config.set_logical_device_configuration(device, logical)
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(count)])
+    with strategy.scope():
+        model = build(configuration.sizes)
+        # XLA refuses variables of other devices, so Keras's automatic choice must not turn it on.
+        return compiled(model, configuration.sizes, jit_compile=False)
+
+
+def with_kdist(configuration: rows.Configuration) -> Step:
+    """Kdist over logical CPU devices."""
+    import kdist
+
+    kdist.init(cpu_devices=8)
+    axes: dict[str, Any] = dict(configuration.axes)
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=layout_of(configuration))
+    model = kdist.parallelize(build(configuration.sizes), config)
+    return compiled(model, configuration.sizes)
+
+
+def jax(configuration: rows.Configuration) -> Step:
+    """Keras on JAX, through `keras.distribution`, over host devices."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    import keras
+    from keras import distribution
+
+    if configuration.axes:
+        names, sizes = zip(*configuration.axes, strict=True)
+        devices = distribution.list_devices()[: configuration.devices]
+        mesh = distribution.DeviceMesh(sizes, list(names), devices)
+        layouts = distribution.LayoutMap(mesh)
+        for pattern, layout in layout_of(configuration).items():
+            layouts[pattern] = layout
+        distribution.set_distribution(
+            distribution.ModelParallel(layout_map=layouts, batch_dim_name="data")
+            if "model" in names
+            else distribution.DataParallel(device_mesh=mesh)
+        )
+    assert keras.backend.backend() == "jax"
+    return compiled(build(configuration.sizes), configuration.sizes)
+
+
+RUNNERS: dict[str, Callable[[rows.Configuration], Step]] = {
+    "plain": plain,
+    "mirrored": mirrored,
+    "kdist": with_kdist,
+    "jax": jax,
+}
+
+
+def build(sizes: rows.Sizes) -> Any:
+    """Builds the same model for every row."""
+    import keras
+
+    import gpt_model
+
+    keras.utils.set_random_seed(0)
+    heads = max(1, sizes.width // 64)
+    return gpt_model.build(
+        gpt_model.GPTSizes(sizes.vocabulary, sizes.length, sizes.width, sizes.layers, heads)
+    )
+
+
+def layout_of(configuration: rows.Configuration) -> dict[str, tuple[str | None, ...]]:
+    """Returns the model's layouts, or none where the mesh has no axis `model`."""
+    import gpt_model
+
+    return gpt_model.layout_map() if "model" in dict(configuration.axes) else {}
+
+
+def compiled(model: Any, sizes: rows.Sizes, **options: Any) -> Step:
+    """Compiles a model and returns a function that runs one training step and returns the loss."""
+    import keras
+    import numpy as np
+
+    model.compile(
+        optimizer=keras.optimizers.Adam(),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        **options,
+    )
+    rng = np.random.default_rng(0)
+    shape = (sizes.batch, sizes.length)
+    x, y = (rng.integers(0, sizes.vocabulary, shape, dtype=np.int32) for _ in range(2))
+    # The loss as a number: the step has really finished when the clock stops.
+    return lambda: float(np.asarray(model.train_on_batch(x, y)))
+
+
+if __name__ == "__main__":
+    main()

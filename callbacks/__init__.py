@@ -1,0 +1,1 @@
+"""Training callbacks of kdist, imported as `kdist.callbacks`."""

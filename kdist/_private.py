@@ -1,0 +1,169 @@
+"""Every use of Keras internals that the engine needs, in one place.
+
+Keras has no public way to do these things in 3.15; `tests/test_private.py` fails by name when one
+of them moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import backend as keras_backend
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
+from keras.src.trainers.compile_utils import CompileLoss
+
+__all__ = [
+    "TensorFlowTrainer",
+    "add_loss_values",
+    "apply_mask",
+    "compiled_losses",
+    "get_mask",
+    "replaced_losses",
+    "set_mask",
+    "squeeze_or_expand_to_same_rank",
+]
+
+
+def get_mask(tensor: Any) -> Any:
+    """The Keras mask that travels on a tensor, or None."""
+    return keras_backend.get_keras_mask(tensor)
+
+
+def set_mask(tensor: Any, mask: Any) -> None:
+    """Attaches a Keras mask to a tensor."""
+    keras_backend.set_keras_mask(tensor, mask)
+
+
+def current_value(variable: keras.Variable) -> Any:
+    """The value that the running `StatelessScope` maps a variable to, or None outside of one."""
+    scope = get_stateless_scope()
+    return None if scope is None else scope.get_current_value(variable)
+
+
+def add_loss_values(scope: keras.StatelessScope) -> list[Any]:
+    """What `add_loss` and activity regularizers collected in a scope."""
+    return list(scope.losses)
+
+
+@contextlib.contextmanager
+def override_losses(model: keras.Model, values: Sequence[Any]) -> Iterator[None]:
+    """Makes `model.losses` read as `values` (used where the whole batch's loss is computed)."""
+    before = model._losses_override
+    model._losses_override = list(values)
+    try:
+        yield
+    finally:
+        model._losses_override = before
+
+
+def regularization_losses(model: keras.Model) -> list[Any]:
+    """Weight regularization penalties, one per regularized variable, in the running scope."""
+    return model._get_regularization_losses()
+
+
+def compiled_losses(model: keras.Model) -> list[CompileLoss.Loss]:
+    """The flat list of (path, loss, weight, name) of a built `CompileLoss`; empty without one."""
+    compiled = model._compile_loss
+    return list(compiled._flat_losses) if compiled is not None else []
+
+
+def loss_trackers(model: keras.Model) -> list[keras.metrics.Metric]:
+    """The per-output loss metrics, one per compiled loss if there is more than one."""
+    compiled = model._compile_loss
+    return list(compiled.metrics) if compiled is not None else []
+
+
+@contextlib.contextmanager
+def replaced_losses(model: keras.Model, losses: Sequence[Any]) -> Iterator[None]:
+    """Swaps the compiled losses, and silences their trackers, for the time of one trace."""
+    compiled = model._compile_loss
+    if compiled is None:
+        yield
+        return
+    before, trackers = compiled._flat_losses, compiled._metrics
+    compiled._flat_losses = [
+        entry._replace(loss=loss) for entry, loss in zip(before, losses, strict=True)
+    ]
+    compiled._metrics = [None] * len(before)
+    try:
+        yield
+    finally:
+        compiled._flat_losses, compiled._metrics = before, trackers
+
+
+def build_from_specs(model: keras.Model, specs: Any) -> None:
+    """Builds layers, metrics, losses and the optimizer from the specs of one batch."""
+    model._symbolic_build(data_batch=specs)
+
+
+def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
+    """The metric behind `logs["loss"]`."""
+    return model._loss_tracker
+
+
+def compiled_metrics(model: keras.Model) -> keras.metrics.Metric | None:
+    """The `CompileMetrics` container, or None."""
+    return model._compile_metrics
+
+
+def tf_variable(variable: keras.Variable) -> tf.Variable:
+    """The `tf.Variable` behind a Keras variable."""
+    return variable._value
+
+
+def set_tf_variable(variable: keras.Variable, value: tf.Variable | None) -> None:
+    """Replaces (or drops) the `tf.Variable` behind a Keras variable."""
+    variable._value = value
+
+
+def autocast(variable: keras.Variable, value: Any) -> Any:
+    """Applies the running autocast scope, as `Variable.value` does."""
+    return variable._maybe_autocast(value)
+
+
+def rename(variable: keras.Variable, like: keras.Variable) -> None:
+    """Gives a local variable the path of its logical one (weight-decay rules, Muon need it)."""
+    variable._path = like.path
+    variable._name = like.name
+
+
+def adopt_learning_rate(optimizer: Any, source: Any) -> None:
+    """Makes `optimizer` read the learning rate (variable or schedule) of `source`."""
+    object.__setattr__(optimizer, "_learning_rate", source._learning_rate)
+
+
+def iterations_variable(optimizer: Any) -> keras.Variable:
+    """The raw step counter (micro-steps under gradient accumulation)."""
+    return optimizer._iterations
+
+
+def accumulator(optimizer: Any, variable: keras.Variable) -> keras.Variable | None:
+    """The gradient accumulator of a variable, or None without accumulation."""
+    if not optimizer.gradient_accumulation_steps:
+        return None
+    return optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
+
+
+def weight_decay_rules(optimizer: Any) -> tuple[set, Any]:
+    """What `exclude_from_weight_decay` stored: (variable keys, compiled name pattern)."""
+    return (
+        getattr(optimizer, "_exclude_from_weight_decay", set()),
+        getattr(optimizer, "_exclude_from_weight_decay_pattern", None),
+    )
+
+
+def set_weight_decay_rules(optimizer: Any, keys: set, pattern: Any) -> None:
+    """Carries `exclude_from_weight_decay` over to another optimizer."""
+    optimizer._exclude_from_weight_decay = keys
+    optimizer._exclude_from_weight_decay_pattern = pattern
+
+
+def variable_key(optimizer: Any, variable: keras.Variable) -> Any:
+    """The key under which an optimizer knows a variable."""
+    return optimizer._var_key(variable)

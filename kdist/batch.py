@@ -1,0 +1,114 @@
+"""Splitting a global batch over the replicas, and joining what they return.
+
+Every replica gets a contiguous run of rows; sizes differ by at most one, the first replicas taking
+the extra rows. A batch smaller than the replica count leaves some replicas without rows: they get
+a copy of the last row as a stand-in, and a count of 0, so that shapes stay legal while nothing
+they compute counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitBatch:
+    """A global batch cut over the replicas.
+
+    Attributes:
+        whole: The (x, y, sample_weight) that was cut.
+        parts: One (x, y, sample_weight) per replica.
+        counts: Rows that count, one scalar int32 tensor per replica.
+        size: Rows of the global batch, scalar int32 tensor.
+        static_size: The same if it is known while tracing, else None.
+    """
+
+    whole: tuple[Any, Any, Any]
+    parts: list[tuple[Any, Any, Any]]
+    counts: list[tf.Tensor]
+    size: tf.Tensor
+    static_size: int | None
+
+
+def part_bounds(size: int, replicas: int) -> list[tuple[int, int]]:
+    """Half-open row ranges of the replicas.
+
+    >>> part_bounds(13, 8)[:6]
+    [(0, 2), (2, 4), (4, 6), (6, 8), (8, 10), (10, 11)]
+    """
+    quotient, extra = divmod(size, replicas)
+    starts = [r * quotient + min(r, extra) for r in range(replicas + 1)]
+    return list(zip(starts[:-1], starts[1:]))
+
+
+def leading(data: Any) -> Any:
+    """The first tensor of a structure: its leading dim is the batch."""
+    return next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
+
+
+def split(x: Any, y: Any, sample_weight: Any, replicas: int) -> SplitBatch:
+    """Cuts a global batch into one part per replica.
+
+    Args:
+        x: Structure of tensors with a common leading batch dim.
+        y: The same, or None.
+        sample_weight: The same, or None.
+        replicas: Number of parts.
+
+    Returns:
+        A `SplitBatch`. Parts have a static batch size only where all have the same one.
+    """
+    first = leading(x)
+    static = first.shape[0]
+    size = tf.shape(first)[0] if static is None else tf.constant(static, tf.int32)
+    whole = (x, y, sample_weight)
+    if replicas == 1:
+        return SplitBatch(whole, [whole], [size], size, static)
+    if static is not None and static % replicas == 0:
+        step = static // replicas
+        bounds = [(r * step, (r + 1) * step) for r in range(replicas)]
+        counts = [tf.constant(step, tf.int32)] * replicas
+        parts = [_take(whole, a, b) for a, b in bounds]
+        return SplitBatch(whole, parts, counts, size, static)
+    quotient, extra = size // replicas, size % replicas
+    parts, counts = [], []
+    for r in range(replicas):
+        begin = r * quotient + tf.minimum(r, extra)
+        count = quotient + tf.cast(r < extra, tf.int32)
+        end = tf.maximum(begin + count, 1)
+        parts.append(_take(whole, tf.where(count > 0, begin, end - 1), end))
+        counts.append(count)
+    return SplitBatch(whole, parts, counts, size, static)
+
+
+def _take(data: Any, begin: Any, end: Any) -> Any:
+    """Rows [begin, end) of every leaf."""
+
+    def rows(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if isinstance(leaf, tf.SparseTensor):
+            rest = leaf.dense_shape[1:]
+            start = tf.concat([[tf.cast(begin, tf.int64)], tf.zeros_like(rest)], 0)
+            extent = tf.concat([[tf.cast(end - begin, tf.int64)], rest], 0)
+            return tf.sparse.slice(leaf, start, extent)
+        return leaf[begin:end]
+
+    return keras.tree.map_structure(rows, data)
+
+
+def join(parts: list[Any], counts: list[tf.Tensor]) -> Any:
+    """Concatenates the replicas' outputs, in order, leaving stand-in rows out."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def concat(*leaves: Any) -> Any:
+        if isinstance(leaves[0], tf.SparseTensor):
+            return tf.sparse.concat(axis=0, sp_inputs=list(leaves))
+        return tf.concat([leaf[:n] for leaf, n in zip(leaves, counts)], axis=0)
+
+    return keras.tree.map_structure(concat, *parts)

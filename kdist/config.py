@@ -1,0 +1,85 @@
+"""The configuration that `kdist.parallelize` takes: a frozen dataclass, validated once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kdist.layout import read_layout_map
+from kdist.mesh import Topology
+
+import keras
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How a model is trained on many devices.
+
+    Raises:
+        ValueError: if a field is of another type or has a value that is not listed, and for
+            everything that `Topology.from_mesh` and `read_layout_map` refuse. What depends on the
+            model (patterns without a variable, shapes) is checked by `kdist.parallelize`.
+
+    Example:
+    ```python
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(data=2, model=2),
+        layout_map={".*up/kernel": (None, "model"), ".*down/kernel": ("model", None)},
+    )
+    print(config)
+    ```
+    """
+
+    mesh: keras.distribution.DeviceMesh
+    """The devices and their axes: `data` (or `batch`) for replicas, any other axis to cut tensors.
+    See `kdist.mesh`."""
+
+    layout_map: Mapping[str, Any] | None = None
+    """Regex of a variable's path to its layout: a dict of tuples such as `(None, "model")` or
+    `keras.distribution.TensorLayout`s, or a `keras.distribution.LayoutMap`. None: every weight
+    that no `kdist.shard` declares is whole on every device."""
+
+    enable_alltoall: bool = False
+    """Whether a re-layout that moves a cut from one dim of a tensor to another may use the
+    all-to-all collective. Otherwise the tensor is made whole and cut again."""
+
+    loss_from_layers: Literal["mean", "sum"] = "mean"
+    """How values that layers give to `add_loss` are combined over replicas. `"mean"`: weighted by
+    each replica's number of examples, right for values that are means over examples, which
+    includes Keras's activity regularizers. `"sum"`: added, right for sums over examples."""
+
+    def __post_init__(self) -> None:
+        topology = self.topology
+        read_layout_map(self.layout_map, topology)
+        if isinstance(self.layout_map, dict):
+            # The user's dict may change later, unchecked.
+            object.__setattr__(self, "layout_map", dict(self.layout_map))
+        if not isinstance(self.enable_alltoall, bool):
+            raise ValueError(
+                "enable_alltoall is True or False. "
+                f"Received: enable_alltoall={self.enable_alltoall!r}"
+            )
+        if self.loss_from_layers not in ("mean", "sum"):
+            raise ValueError(
+                "loss_from_layers is 'mean' (values that layers give to add_loss are means over "
+                "examples) or 'sum' (they are sums). "
+                f"Received: loss_from_layers={self.loss_from_layers!r}"
+            )
+
+    @property
+    def topology(self) -> Topology:
+        """The mesh as the engine sees it: replicas, inner axes, slices."""
+        return Topology.from_mesh(self.mesh)
+
+    def __str__(self) -> str:
+        topology = self.topology
+        patterns = read_layout_map(self.layout_map, topology)
+        width = max(map(len, patterns), default=0)
+        lines = ["ParallelConfig"]
+        lines += [f"  {line}" for line in str(topology).splitlines()]
+        lines.append(
+            f"  layout_map: {len(patterns)} patterns" if patterns else "  layout_map: none"
+        )
+        lines += [f"    {pattern:<{width}}  {dims}" for pattern, dims in patterns.items()]
+        lines.append(f"  enable_alltoall: {self.enable_alltoall}")
+        lines.append(f"  loss_from_layers: {self.loss_from_layers}")
+        return "\n".join(lines)

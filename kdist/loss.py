@@ -1,0 +1,145 @@
+"""What makes the distributed loss the single-device loss: how much each replica's mean counts.
+
+Keras averages each compiled loss over the values it has: over a replica's values, in a replica.
+The whole batch's loss is their weighted mean, L = sum_r (c_r / sum_q c_q) * L_r, where c counts
+what Keras divides by: rows; with a mask, valid positions; with "mean_with_sample_weight", the
+weights. Loss terms with reduction "sum" add up. So every replica runs Keras's own loss code, and
+only one number per term and replica, the *share* c_r / sum c, has to be agreed on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from kdist import _private
+
+MEAN_REDUCTIONS = ("sum_over_batch_size", "mean")
+
+
+@dataclasses.dataclass(frozen=True)
+class TermKind:
+    """How one compiled loss combines over replicas.
+
+    Attributes:
+        name: Name of the loss.
+        summed: True if replicas' values add up (reduction "sum").
+        weight_mean: True for reduction "mean_with_sample_weight".
+    """
+
+    name: str
+    summed: bool
+    weight_mean: bool
+
+
+def term_kinds(model: keras.Model) -> list[TermKind]:
+    """One `TermKind` per compiled loss.
+
+    Raises:
+        ValueError: A loss has no reduction, so that "the" loss is not a scalar.
+    """
+    kinds = []
+    for _, loss, _, name in _private.compiled_losses(model):
+        reduction = loss.reduction
+        if reduction is None or reduction == "none":
+            raise ValueError(
+                "A compiled loss must reduce to a scalar to be combined over replicas. Use "
+                "reduction='sum_over_batch_size' or 'sum'. "
+                f"Received: loss={name!r} with reduction={reduction!r}"
+            )
+        kinds.append(TermKind(name, reduction == "sum", reduction == "mean_with_sample_weight"))
+    return kinds
+
+
+class SharedLoss:
+    """Stands for one compiled loss during a trace: Keras's value times the replica's share.
+
+    Records whether the term's count depends on the data (a mask, or weights), in which case the
+    shares are found by a `CountedLoss` pass first.
+    """
+
+    def __init__(self, loss: keras.Loss, kind: TermKind, share: Any) -> None:
+        self.loss, self.kind, self.share = loss, kind, share
+        self.value: Any = None
+        self.counts_by_data = False
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        masks: list[Any] = []
+        with _recording_call(self.loss, masks):
+            value = self.loss(y_true, y_pred, sample_weight)
+        masked = _private.get_mask(y_pred) is not None or any(m is not None for m in masks)
+        weighted = self.kind.weight_mean and (masked or sample_weight is not None)
+        self.counts_by_data = not self.kind.summed and (masked or weighted)
+        self.value = value if self.kind.summed else value * ops.cast(self.share, value.dtype)
+        return self.value
+
+
+class CountedLoss:
+    """Stands for one compiled loss during the counting pass: records what Keras divides by."""
+
+    def __init__(self, loss: keras.Loss, kind: TermKind, rows: Any) -> None:
+        self.loss, self.kind, self.rows = loss, kind, rows
+        self.count: Any = None
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        dtype = self.loss.dtype
+        masks: list[Any] = []
+        with _recording_call(self.loss, masks):
+            value = self.loss(y_true, y_pred, sample_weight)
+        found = [m for m in (_private.get_mask(y_pred), *masks) if m is not None]
+        mask = None
+        for m in found:
+            mask = m if mask is None else ops.logical_and(mask, m)
+        rows = ops.cast(self.rows, "float64")
+        if self.kind.weight_mean and (mask is not None or sample_weight is not None):
+            if sample_weight is not None:
+                sample_weight = ops.convert_to_tensor(sample_weight, dtype=dtype)
+            merged = _private.apply_mask(
+                sample_weight, mask, dtype=dtype, reduction=self.loss.reduction
+            )
+            count = ops.sum(merged)
+        elif mask is not None:
+            count = ops.sum(ops.cast(mask, dtype))
+        else:
+            count = rows
+        count = ops.cast(count, "float64")
+        self.count = ops.where(rows > 0, count, ops.zeros_like(count))
+        return value
+
+
+class _recording_call:
+    """While active, records the Keras masks that a loss object's `call` puts on its values."""
+
+    def __init__(self, loss: keras.Loss, masks: list[Any]) -> None:
+        self.loss, self.masks = loss, masks
+
+    def __enter__(self) -> None:
+        inner = self.loss.call
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            values = inner(*args, **kwargs)
+            self.masks.append(_private.get_mask(values))
+            return values
+
+        self.loss.call = call
+
+    def __exit__(self, *exc: Any) -> None:
+        del self.loss.__dict__["call"]
+
+
+def shares_from_counts(counts: Sequence[Any]) -> list[Any]:
+    """Each replica's share of every term: count over the sum of counts, 0 where that is 0.
+
+    Args:
+        counts: Per replica, a float64 tensor of shape (terms,).
+
+    Returns:
+        Per replica, a float64 tensor of shape (terms,).
+    """
+    total = tf.add_n([tf.identity(c) for c in counts])
+    return [tf.math.divide_no_nan(c, total) for c in counts]

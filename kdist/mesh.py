@@ -1,0 +1,384 @@
+"""Meshes: named axes over devices, and the slices that kdist cuts them into.
+
+A `keras.distribution.DeviceMesh` is what the user gives. `Topology` is what the engine reads: which
+axis carries the replicas (`data`, or Keras's own name for it, `batch`), which axes are *inner*
+(everything else: they cut tensors inside one replica), and which devices form each slice.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+# The two names of the axis that carries replicas: the field's, and keras.distribution's default.
+DATA_NAMES = ("data", "batch")
+# Words that DTensor uses in layouts; an axis of that name would be read as the word.
+_RESERVED = ("unsharded", "match", "any")
+_DEVICE = re.compile(
+    r"/?(?:job:(?P<job>[\w-]+)/)?(?:replica:\d+/)?(?:task:(?P<task>\d+)/)?"
+    r"(?:process:(?P<process>\d+)/)?(?:device:)?(?P<kind>[A-Za-z_]+):(?P<index>\d+)"
+)
+_SHOWN_SLICES = 16
+
+
+@dataclass(frozen=True, order=True)
+class Device:
+    """One device, read from any of the spellings that TensorFlow and Keras use.
+
+    Attributes:
+        process: (job, task), `("localhost", 0)` for a name without a process.
+        kind: device type in upper case, such as `"CPU"`.
+        index: number of the device inside its process.
+    """
+
+    process: tuple[str, int]
+    kind: str
+    index: int
+
+    @classmethod
+    def parse(cls, name: str) -> "Device":
+        """Reads a device name.
+
+        Args:
+            name: `"cpu:0"`, `"/device:CPU:0"`, `"/job:worker/task:1/device:CPU:0"` or
+                `"process:1/cpu:0"`.
+
+        Returns:
+            The device.
+
+        Raises:
+            ValueError: if the name has another form.
+        """
+        match = _DEVICE.fullmatch(str(name))
+        if match is None:
+            raise ValueError(
+                "A device is written 'cpu:0', '/device:CPU:0' or "
+                "'/job:worker/task:1/device:CPU:0'. "
+                f"Received: device={str(name)!r}"
+            )
+        if match["process"] is not None:
+            process = ("process", int(match["process"]))
+        else:
+            process = (match["job"] or "localhost", int(match["task"] or 0))
+        return cls(process, match["kind"].upper(), int(match["index"]))
+
+    @property
+    def name(self) -> str:
+        """The TensorFlow device string, without a process part for the local process."""
+        local = f"/device:{self.kind}:{self.index}"
+        job, task = self.process
+        return local if self.process == ("localhost", 0) else f"/job:{job}/task:{task}{local}"
+
+    def __str__(self) -> str:
+        return self.name.removeprefix("/device:")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The devices that hold one replica of the model, cut over the inner axes.
+
+    Attributes:
+        index: coordinate on the data axis, 0 where the mesh has none.
+        devices: TensorFlow device strings such as `"/device:CPU:3"`, one per inner coordinate,
+            row-major over the inner axes in the order of the mesh.
+    """
+
+    index: int
+    devices: tuple[str, ...]
+
+
+def mesh(*, devices: Sequence[str] | None = None, **axes: int) -> keras.distribution.DeviceMesh:
+    """Makes a device mesh from named axes.
+
+    The axes are row-major in the order they are written: neighbours on the last axis are
+    neighbours in the device list, so put the axis that communicates most last.
+
+    Args:
+        devices: device names such as `"cpu:0"`, one per mesh position. Defaults to the first
+            devices of this process, GPUs where there are any, else CPUs.
+        **axes: size of each axis. `data` (or `batch`) carries replicas; every other name is an
+            inner axis.
+
+    Returns:
+        A `keras.distribution.DeviceMesh`.
+
+    Raises:
+        ValueError: for no axes, a size that is not an integer of at least 1, more positions than
+            devices, duplicate or unknown devices, or anything else that `Topology.from_mesh`
+            refuses.
+
+    Example:
+    ```python
+    kdist.init(cpu_devices=8)
+    mesh = kdist.mesh(data=2, model=4)
+    mesh.shape  # (2, 4)
+    ```
+    """
+    _check_axes(tuple(axes), tuple(axes.values()))
+    needed = math.prod(axes.values())
+    if devices is None:
+        names = _first_devices(needed, axes)
+    elif isinstance(devices, str) or len(devices) != needed:
+        given = "one string" if isinstance(devices, str) else f"{len(devices)}"
+        raise ValueError(
+            f"A mesh of {_by(axes)} has {needed} positions and needs as many device names; "
+            f"{given} given. Received: devices={devices!r}, axes={axes}"
+        )
+    else:
+        names = [str(name) for name in devices]
+    result = keras.distribution.DeviceMesh(tuple(axes.values()), tuple(axes), names)
+    Topology.from_mesh(result)  # refuses here what training would refuse later
+    return result
+
+
+def _first_devices(count: int, axes: dict[str, int]) -> list[str]:
+    """Returns the names of the first `count` devices, GPUs before CPUs."""
+    kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
+    found = [Device.parse(device.name) for device in tf.config.list_logical_devices(kind)]
+    if count > len(found):
+        fix = f"Call kdist.init(cpu_devices={count}) first"
+        if kind == "GPU":
+            fix += " and name the CPUs with devices=[...]"
+        raise ValueError(
+            f"A mesh of {_by(axes)} needs {count} devices and there are {len(found)} {kind} "
+            f"devices. {fix}, or make an axis smaller. Received: axes={axes}"
+        )
+    return [f"{d.kind.lower()}:{d.index}" for d in found[:count]]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A mesh as the engine sees it: replicas, inner axes, slices. Build it with `from_mesh`.
+
+    Attributes:
+        axis_names: names of the mesh's axes, in its order.
+        shape: their sizes.
+        data_axis: the axis that carries replicas, `"data"` or `"batch"`; None where there is none.
+        inner_axes: (name, size) of every other axis, in the mesh's order.
+        slices: one per replica, in the order of the data axis.
+    """
+
+    axis_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    data_axis: str | None
+    inner_axes: tuple[tuple[str, int], ...]
+    slices: tuple[Slice, ...]
+
+    @classmethod
+    def from_mesh(
+        cls,
+        device_mesh: keras.distribution.DeviceMesh,
+        available: Sequence[str] | None = None,
+    ) -> "Topology":
+        """Reads and checks a mesh.
+
+        Args:
+            device_mesh: the mesh; its axes are row-major over its devices.
+            available: names of the devices that exist. Defaults to TensorFlow's logical devices,
+                which starts TensorFlow's runtime (call `kdist.init` before).
+
+        Returns:
+            The topology.
+
+        Raises:
+            ValueError: if the argument is not a `DeviceMesh`; for both `data` and `batch`, a
+                duplicate axis, a `pipe` axis of more than one stage, an inner axis that leaves a
+                process, duplicate or unknown devices, or more devices than exist.
+
+        Example:
+        ```python
+        topology = Topology.from_mesh(kdist.mesh(data=2, model=2))
+        topology.slices[1].devices  # ("/device:CPU:2", "/device:CPU:3")
+        ```
+        """
+        if not isinstance(device_mesh, keras.distribution.DeviceMesh):
+            raise ValueError(
+                "A mesh is a keras.distribution.DeviceMesh, as kdist.mesh(data=2, model=2) makes. "
+                f"Received: mesh={device_mesh!r}"
+            )
+        axis_names, shape = tuple(device_mesh.axis_names), tuple(device_mesh.shape)
+        data_axis = _check_axes(axis_names, shape)
+        shape = tuple(int(size) for size in shape)
+        devices = [Device.parse(name) for name in device_mesh.devices.flatten()]
+        _check_devices_distinct(devices)
+        processes = list(dict.fromkeys(device.process for device in devices))
+        owner = [processes.index(device.process) for device in devices]
+        check_inner_axes_local(axis_names, shape, data_axis, owner)
+        if available is None:
+            available = [device.name for device in tf.config.list_logical_devices()]
+        _check_devices_exist(devices, [Device.parse(name) for name in available])
+
+        grid = np.array([device.name for device in devices], dtype=object).reshape(shape)
+        if data_axis is not None:
+            grid = np.moveaxis(grid, axis_names.index(data_axis), 0)
+            rows = grid.reshape(grid.shape[0], -1).tolist()
+        else:
+            rows = [grid.flatten().tolist()]
+        inner = [pair for pair in zip(axis_names, shape, strict=True) if pair[0] != data_axis]
+        slices = tuple(Slice(index, tuple(row)) for index, row in enumerate(rows))
+        return cls(axis_names, shape, data_axis, tuple(inner), slices)
+
+    @property
+    def data_size(self) -> int:
+        """Number of replicas, at least 1."""
+        return len(self.slices)
+
+    @property
+    def inner_size(self) -> int:
+        """Number of devices of one slice, at least 1."""
+        return len(self.slices[0].devices)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Every device string, slice after slice."""
+        return tuple(device for piece in self.slices for device in piece.devices)
+
+    def canonical(self, name: str) -> str:
+        """Returns the mesh's own name of an axis; `data` and `batch` stand for each other.
+
+        Raises:
+            ValueError: if the mesh has no such axis.
+        """
+        if name in self.axis_names:
+            return name
+        if name in DATA_NAMES and self.data_axis is not None:
+            return self.data_axis
+        raise ValueError(
+            f"The mesh has no axis {name!r}. Use one of its axes, or add that axis to the mesh: "
+            f"{self.describe_axes()}. Received: axis={name!r}"
+        )
+
+    def axis_size(self, name: str) -> int:
+        """Returns the size of an axis.
+
+        Raises:
+            ValueError: if the mesh has no such axis.
+        """
+        return self.shape[self.axis_names.index(self.canonical(name))]
+
+    def describe_axes(self) -> str:
+        """Returns the axes and their sizes on one line, such as `data=2, model=4`."""
+        return ", ".join(f"{n}={s}" for n, s in zip(self.axis_names, self.shape, strict=True))
+
+    def __str__(self) -> str:
+        head = (
+            f"mesh {self.describe_axes()}: {len(self.devices)} devices, "
+            f"{self.data_size} slices of {self.inner_size}"
+        )
+        lines = [head, "slice  devices"]
+        for piece in self.slices[:_SHOWN_SLICES]:
+            names = " ".join(str(Device.parse(name)) for name in piece.devices)
+            lines.append(f"{piece.index:>5}  {names}")
+        if len(self.slices) > _SHOWN_SLICES:
+            lines.append(f"  ...  {len(self.slices) - _SHOWN_SLICES} more")
+        return "\n".join(lines)
+
+
+def check_inner_axes_local(
+    axis_names: Sequence[str],
+    shape: Sequence[int],
+    data_axis: str | None,
+    processes: Sequence[int],
+) -> None:
+    """Checks that no inner axis leaves a process: a slice lives inside one.
+
+    DTensor meshes across processes hang where a peer is slow or missing, so kdist communicates
+    between processes itself, over the data axis only.
+
+    Args:
+        axis_names: the mesh's axes.
+        shape: their sizes.
+        data_axis: the axis that may cross processes, or None.
+        processes: process index of each device, row-major over the axes.
+
+    Raises:
+        ValueError: naming the first inner axis along which the process changes.
+    """
+    grid = np.asarray(processes).reshape(tuple(shape))
+    for position, name in enumerate(axis_names):
+        if name == data_axis:
+            continue
+        if np.any(grid != np.take(grid, [0], axis=position)):
+            raise ValueError(
+                f"Axis {name!r} of size {shape[position]} spans several processes; an inner axis "
+                "must stay inside one process, only the data axis may cross. Put the devices of a "
+                "process next to each other on the inner axes, or make this axis smaller. "
+                f"Received: processes of the devices={grid.tolist()}"
+            )
+
+
+def _check_axes(axis_names: tuple[str, ...], shape: tuple[int, ...]) -> str | None:
+    """Checks names and sizes; returns the name of the data axis."""
+    received = f"Received: axes={dict(zip(axis_names, shape, strict=True))}"
+    if not axis_names:
+        raise ValueError(
+            "A mesh needs at least one axis, such as kdist.mesh(data=2). Received: axes={}"
+        )
+    if len(set(axis_names)) != len(axis_names):
+        raise ValueError(f"The axes of a mesh have distinct names. Received: {axis_names}")
+    for name, size in zip(axis_names, shape, strict=True):
+        if not isinstance(name, str) or not name.isidentifier() or name in _RESERVED:
+            raise ValueError(
+                f"An axis name is a Python identifier other than {_RESERVED}. "
+                f"Received: axis name={name!r}"
+            )
+        whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
+        if not whole or size < 1:
+            raise ValueError(
+                f"The size of axis {name!r} must be an integer of at least 1. {received}"
+            )
+    if "pipe" in axis_names and shape[axis_names.index("pipe")] > 1:
+        raise ValueError(
+            "A `pipe` axis of more than one stage is not supported yet (pipeline parallelism is a "
+            f"coming feature). Use pipe=1 or leave the axis out. {received}"
+        )
+    names = [name for name in axis_names if name in DATA_NAMES]
+    if len(names) > 1:
+        raise ValueError(
+            "`data` and `batch` are two names of the one axis that carries replicas: keep one. "
+            f"{received}"
+        )
+    return names[0] if names else None
+
+
+def _check_devices_distinct(devices: Sequence[Device]) -> None:
+    """Checks that no device stands twice in a mesh and that all are of one type."""
+    repeated = sorted(str(device) for device, count in Counter(devices).items() if count > 1)
+    if repeated:
+        raise ValueError(
+            f"Each device may stand once in a mesh; {', '.join(repeated)} stands more than once. "
+            f"Received: devices={[str(device) for device in devices]}"
+        )
+    kinds = sorted({device.kind for device in devices})
+    if len(kinds) > 1:
+        raise ValueError(
+            f"The devices of a mesh are of one type; this mesh mixes {' and '.join(kinds)}. "
+            f"Received: devices={[str(device) for device in devices]}"
+        )
+
+
+def _check_devices_exist(devices: Sequence[Device], available: Sequence[Device]) -> None:
+    """Checks that a mesh names only devices that exist."""
+    kind = devices[0].kind
+    known = sorted(device for device in available if device.kind == kind)
+    existing = set(known)
+    unknown = [str(device) for device in devices if device not in existing]
+    if not unknown:
+        return
+    fix = f"Call kdist.init(cpu_devices={len(devices)}) before anything else, or use fewer devices"
+    if len(devices) > len(known):
+        rule = f"The mesh has {len(devices)} devices and there are {len(known)} of type {kind}"
+    else:
+        rule = f"The mesh names devices that do not exist: {', '.join(unknown)}"
+        fix = f"Use the names of these: {', '.join(map(str, known))}"
+    raise ValueError(f"{rule}. {fix}. Received: devices={[str(device) for device in devices]}")
+
+
+def _by(axes: dict[str, int]) -> str:
+    """Returns axes as `data=2 x model=4`, for messages."""
+    return " x ".join(f"{name}={size}" for name, size in axes.items())

@@ -1,0 +1,219 @@
+"""Local optimizers: one Keras optimizer per device, over the variables that device updates.
+
+The optimizer that the user compiled stays the logical one: its learning rate is shared by all, and
+its slot variables become views of the local ones, so that `optimizer.variables`, saving, loading
+and callbacks see whole tensors in Keras's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist import _private
+from kdist.placement import Index, covers
+from kdist.variables import assemble, become_view
+
+ELEMENTWISE = (
+    "SGD",
+    "RMSprop",
+    "Adam",
+    "AdamW",
+    "Adadelta",
+    "Adagrad",
+    "Adamax",
+    "Nadam",
+    "Ftrl",
+    "Lion",
+    "ScheduleFreeAdamW",
+)
+"""Keras optimizers whose update of an element looks at that element alone."""
+
+
+def leaf_optimizers(
+    optimizer: Any, variables: Sequence[keras.Variable]
+) -> list[tuple[Any, list[int]]]:
+    """The optimizers that do math, each with the positions of the variables it updates.
+
+    One entry for an ordinary optimizer; one per member for a `MultiOptimizer`.
+    """
+    if not isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return [(optimizer, list(range(len(variables))))]
+    groups: list[tuple[Any, list[int]]] = [(leaf, []) for leaf in optimizer.optimizers]
+    for i, variable in enumerate(variables):
+        key = _private.variable_key(optimizer, variable)
+        groups[optimizer._var_to_optimizer_idx[key]][1].append(i)
+    return [group for group in groups if group[1]]
+
+
+def needs_whole(optimizer: Any, variable: keras.Variable) -> bool:
+    """True if the update of `variable` must see the whole tensor, not a shard of it.
+
+    So for optimizers that use norms, factors or matrix products of the tensor (Lamb, Adafactor,
+    Muon, and any class Keras does not ship), for per-variable `clipnorm`, and for constraints.
+    """
+    name = type(optimizer).__name__
+    shipped = type(optimizer) is getattr(keras.optimizers, name, None)
+    elementwise = shipped and name in ELEMENTWISE
+    return not elementwise or bool(optimizer.clipnorm) or variable.constraint is not None
+
+
+def clone(optimizer: Any) -> Any:
+    """A fresh optimizer with the same settings that reads the same learning rate.
+
+    `get_config` leaves out `exclude_from_weight_decay` and cannot express every schedule, so both
+    are carried over directly.
+    """
+    shared = optimizer._learning_rate
+    object.__setattr__(optimizer, "_learning_rate", keras.Variable(0.0, name="learning_rate"))
+    try:
+        config = optimizer.get_config()
+    finally:
+        object.__setattr__(optimizer, "_learning_rate", shared)
+    copy = type(optimizer).from_config(config)
+    _private.adopt_learning_rate(copy, optimizer)
+    return copy
+
+
+class LocalOptimizer:
+    """A device's optimizer and the local variables it updates.
+
+    Attributes:
+        device: TensorFlow device string.
+        optimizer: The Keras optimizer that lives there.
+        positions: Position of each unit in the update plan.
+        variables: The local Keras variable of each unit.
+    """
+
+    def __init__(
+        self,
+        logical: Any,
+        device: str,
+        positions: list[int],
+        variables: list[keras.Variable],
+        logical_variables: list[keras.Variable],
+    ) -> None:
+        self.device = device
+        self.positions = positions
+        self.variables = variables
+        self.optimizer = clone(logical)
+        with tf.device(device):
+            self._carry_weight_decay_rules(logical, logical_variables)
+            self.optimizer.build(variables)
+
+    def _carry_weight_decay_rules(self, logical: Any, whole: list[keras.Variable]) -> None:
+        keys, pattern = _private.weight_decay_rules(logical)
+        mine = {
+            _private.variable_key(self.optimizer, local)
+            for local, variable in zip(self.variables, whole)
+            if _private.variable_key(logical, variable) in keys
+        }
+        _private.set_weight_decay_rules(self.optimizer, mine, pattern)
+
+    def iterations(self) -> keras.Variable:
+        """The raw step counter of this device."""
+        return _private.iterations_variable(self.optimizer)
+
+
+class SlotParts:
+    """Backing of a logical optimizer variable: local variables that tile it, or copies of it."""
+
+    def __init__(
+        self, shape: tuple[int, ...], parts: Sequence[tuple[str, Index | None, keras.Variable]]
+    ) -> None:
+        self.shape = shape
+        self.parts = list(parts)
+
+    def whole(self) -> Any:
+        """The whole value."""
+        if self.parts[0][1] is None:
+            return tf.convert_to_tensor(self.parts[0][2].value)
+        return assemble([(index, local.value) for _, index, local in self.parts])
+
+    def assign(self, value: Any) -> None:
+        """Writes the whole value to every part."""
+        for device, index, local in self.parts:
+            with tf.device(device):
+                part = value if index is None or covers(index, self.shape) else value[index]
+                local.assign(tf.cast(part, local.dtype))
+
+
+def families(optimizer: Any, count: int) -> dict[str, list]:
+    """Per-variable state of an optimizer: attribute name -> one variable (or None) per variable."""
+    trainable = {id(v) for v in getattr(optimizer, "_trainable_variables", [])}
+    found = {}
+    for name, value in vars(optimizer).items():
+        if name in ("_variables", "_trainable_variables") or not isinstance(value, list):
+            continue
+        slots = [v for v in value if isinstance(v, keras.Variable)]
+        complete = all(v is None or isinstance(v, keras.Variable) for v in value)
+        if len(value) == count and slots and complete and id(slots[0]) not in trainable:
+            found[name] = list(value)
+    return found
+
+
+def scalars(optimizer: Any) -> dict[str, keras.Variable]:
+    """State of an optimizer that belongs to no variable (step counter, Nadam's product)."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, keras.Variable) and name != "_learning_rate"
+    }
+
+
+def link_slots(
+    logical: Any,
+    local: Sequence[LocalOptimizer],
+    units: Sequence[tuple[int, Index | None]],
+    count: int,
+) -> None:
+    """Turns the logical optimizer's variables into views of the local ones, keeping their values.
+
+    Args:
+        logical: A built optimizer.
+        local: Its local optimizers.
+        units: Per update unit, the position of its variable in the logical optimizer's list, and
+            the part of it that the unit updates (None for all of it).
+        count: Number of variables the logical optimizer was built on.
+
+    Raises:
+        RuntimeError: A variable of the optimizer is neither per-variable state nor a scalar, so
+            that it cannot be mapped.
+    """
+    views: dict[int, tuple[keras.Variable, list]] = {}
+
+    def add(variable: keras.Variable, device: str, index: Index | None, part: Any) -> None:
+        views.setdefault(id(variable), (variable, []))[1].append((device, index, part))
+
+    whole_families = families(logical, count)
+    for one in local:
+        mine = families(one.optimizer, len(one.variables))
+        for name, slots in whole_families.items():
+            for j, position in enumerate(one.positions):
+                v, index = units[position]
+                if slots[v] is not None and mine[name][j] is not None:
+                    add(slots[v], one.device, index, mine[name][j])
+        own = scalars(one.optimizer)
+        for name, variable in scalars(logical).items():
+            add(variable, one.device, None, own[name])
+    shared = {id(logical._learning_rate)}
+    for variable in logical.variables:
+        if id(variable) not in views and id(variable) not in shared:
+            raise RuntimeError(
+                "kdist maps optimizer state by attributes that hold one variable per parameter, "
+                "or one scalar variable. Make it so, or use one of Keras's optimizers. "
+                f"Received: {type(logical).__name__} with variable {variable.path!r}"
+            )
+    for variable, parts in views.values():
+        value = tf.convert_to_tensor(variable.value)
+        backing = SlotParts(tuple(variable.shape), _distinct(parts))
+        backing.assign(value)
+        become_view(variable, backing, None)
+
+
+def _distinct(parts: list) -> list:
+    """Whole-variable parts are written everywhere but read once; shards tile, so all are kept."""
+    return sorted(parts, key=lambda p: tuple(s.start for s in p[1]) if p[1] is not None else ())

@@ -1,0 +1,264 @@
+"""The distributed update: reduce gradients to their owners, update there, send values back.
+
+Runs inside one `tf.function` over all local devices. Communication is `add_n` on the owner's
+device and an assignment on each holder's: 2.4 to 8 times cheaper in one process than collective
+ops, differentiable, and unable to deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from kdist import _private
+from kdist.mesh import Topology
+from kdist.optimizer.local import (
+    LocalOptimizer,
+    leaf_optimizers,
+    link_slots,
+    needs_whole,
+)
+from kdist.placement import Coordinate, UpdateUnit, assign_owners, covers
+from kdist.variables import Stored, make_local
+
+GradientAt = Callable[[int, UpdateUnit], Any]
+"""(trainable variable, unit) -> gradient of the unit's part, summed over replicas."""
+
+
+class DistributedUpdate:
+    """Applies globally reduced gradients with the user's optimizer.
+
+    Args:
+        optimizer: The compiled, built optimizer.
+        entries: `Stored` of each trainable variable, in the model's order.
+        topology: The mesh.
+    """
+
+    def __init__(self, optimizer: Any, entries: Sequence[Stored], topology: Topology) -> None:
+        self.topology = topology
+        self.entries = list(entries)
+        self.logical = optimizer
+        self.loss_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        self.inner = optimizer.inner_optimizer if self.loss_scaled else optimizer
+        variables = [entry.variable for entry in entries]
+        self._refuse_overwritten(variables)
+        self.groups = leaf_optimizers(self.inner, variables)
+        whole = [False] * len(entries)
+        for leaf, members in self.groups:
+            for v in members:
+                whole[v] = needs_whole(leaf, variables[v])
+        self.units = assign_owners([e.placement for e in entries], whole, topology)
+        self.unit_variables = [self._unit_variable(unit) for unit in self.units]
+        self.local: list[list[LocalOptimizer]] = [
+            self._build_local(leaf, members) for leaf, members in self.groups
+        ]
+        self._override_finalize(optimizer)
+
+    @staticmethod
+    def _refuse_overwritten(variables: Sequence[keras.Variable]) -> None:
+        for v in variables:
+            if v.overwrite_with_gradient:
+                raise ValueError(
+                    "Variables that are overwritten by their gradient (float8 training) cannot be "
+                    "summed over replicas. Use mixed_bfloat16 instead. "
+                    f"Received: variable={v.path!r}"
+                )
+
+    def _unit_variable(self, unit: UpdateUnit) -> keras.Variable:
+        """The local variable that the optimizer updates for a unit.
+
+        The owner's own shard, or, for an update that needs the whole of a cut tensor, a whole
+        copy kept on the owner.
+        """
+        entry = self.entries[unit.variable]
+        if unit.shard is not None:
+            local = entry.locals[unit.owner]
+        else:
+            device = entry.device(unit.owner)
+            with tf.device(device):
+                local = make_local(entry.variable, tf.identity(entry.whole()))
+            entry.masters.append((device, local))
+        if entry.variable.constraint is not None:
+            local.constraint = entry.variable.constraint
+        return local
+
+    def _build_local(self, leaf: Any, members: list[int]) -> list[LocalOptimizer]:
+        by_owner: dict[Coordinate, list[int]] = {}
+        for n, unit in enumerate(self.units):
+            if unit.variable in members:
+                by_owner.setdefault(unit.owner, []).append(n)
+        local = [
+            LocalOptimizer(
+                leaf,
+                self.topology.slices[s].devices[k],
+                numbers,
+                [self.unit_variables[n] for n in numbers],
+                [self.entries[self.units[n].variable].variable for n in numbers],
+            )
+            for (s, k), numbers in sorted(by_owner.items())
+        ]
+        where = {v: i for i, v in enumerate(members)}
+        spans = [
+            (where.get(u.variable, -1), self._index(u) if u.shard is not None else None)
+            for u in self.units
+        ]
+        link_slots(leaf, local, spans, len(members))
+        return local
+
+    def _index(self, unit: UpdateUnit) -> Any:
+        placement = self.entries[unit.variable].placement
+        assert unit.shard is not None
+        index = placement.shards[unit.shard].index
+        return None if covers(index, placement.shape) else index
+
+    def _override_finalize(self, optimizer: Any) -> None:
+        """Writing EMA averages back goes through the logical variables, to reach every copy."""
+
+        def overwrite(leaf: Any) -> Callable[[Any], None]:
+            def write(variables: Sequence[keras.Variable]) -> None:
+                averages = leaf._model_variables_moving_average
+                for variable, average in zip(variables, averages):
+                    if average is not None:
+                        variable.assign(average)
+
+            return write
+
+        for leaf, _ in self.groups:
+            object.__setattr__(
+                leaf, "_overwrite_model_variables_with_average_value", overwrite(leaf)
+            )
+
+    def scale(self) -> Any:
+        """What the loss is multiplied by before differentiation, or None for 1."""
+        if self.loss_scaled:
+            return tf.convert_to_tensor(self.logical.dynamic_scale.value)
+        return self.inner.loss_scale_factor
+
+    def apply(self, gradient_at: GradientAt, connected: Sequence[int]) -> None:
+        """Updates every parameter, everywhere.
+
+        Args:
+            gradient_at: Gives a unit's reduced gradient, computed on the device in scope.
+            connected: Positions of the trainable variables that have a gradient.
+        """
+        live = set(connected)
+        gradients: dict[int, Any] = {}
+        for n, unit in enumerate(self.units):
+            if unit.variable in live:
+                with tf.device(self._device(unit)):
+                    gradients[n] = gradient_at(unit.variable, unit)
+        if not self.loss_scaled:
+            self._apply(gradients)
+            return
+        finite = self._all_finite(gradients)
+        tf.cond(finite, lambda: self._apply_unscaled(gradients), self._skip)
+
+    def _device(self, unit: UpdateUnit) -> str:
+        s, k = unit.owner
+        return self.topology.slices[s].devices[k]
+
+    def _all_finite(self, gradients: dict[int, Any]) -> Any:
+        """One overflow anywhere makes it False everywhere."""
+        flags = []
+        for n, gradient in gradients.items():
+            with tf.device(self._device(self.units[n])):
+                flags.append(tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(gradient))))
+        return tf.reduce_all(tf.stack(flags))
+
+    def _apply_unscaled(self, gradients: dict[int, Any]) -> None:
+        scale = self.logical.dynamic_scale
+        unscaled = {}
+        for n, gradient in gradients.items():
+            with tf.device(self._device(self.units[n])):
+                unscaled[n] = ops.divide(gradient, scale)
+        self._apply(unscaled)
+
+        def upscale() -> None:
+            self.logical.step_counter.assign(0)
+            self.logical.dynamic_scale.assign(ops.multiply(self.logical.dynamic_scale, 2.0))
+
+        def increment() -> None:
+            self.logical.step_counter.assign_add(1)
+
+        last = ops.equal(self.logical.step_counter, self.logical.dynamic_growth_steps - 1)
+        ops.cond(last, upscale, increment)
+
+    def _skip(self) -> None:
+        self.logical.step_counter.assign(0)
+        self.logical.dynamic_scale.assign(ops.multiply(self.logical.dynamic_scale, 0.5))
+
+    def _apply(self, gradients: dict[int, Any]) -> None:
+        for (leaf, _), local in zip(self.groups, self.local):
+            self._clip_globally(leaf, local, gradients)
+            for one in local:
+                live = [
+                    (n, v) for n, v in zip(one.positions, one.variables) if n in gradients
+                ]
+                with tf.device(one.device):
+                    if live:
+                        one.optimizer.apply([gradients[n] for n, _ in live], [v for _, v in live])
+                    else:
+                        one.iterations().assign_add(1)
+        if self.inner not in [leaf for leaf, _ in self.groups]:
+            self.inner._iterations.assign_add(1)
+        overwritten = any(leaf.use_ema for leaf, _ in self.groups)
+        self._broadcast(range(len(self.units)) if overwritten else gradients)
+
+    def _clip_globally(
+        self, leaf: Any, local: Sequence[LocalOptimizer], gradients: dict[int, Any]
+    ) -> None:
+        """Gives each local optimizer the norm of the whole gradient to clip by."""
+        if not (leaf.global_clipnorm and leaf.global_clipnorm > 0):
+            return
+        squares = []
+        for one in local:
+            with tf.device(one.device):
+                for n, variable in zip(one.positions, one.variables):
+                    if n in gradients:
+                        gradient = self._update_gradient(leaf, one, variable, gradients[n])
+                        squares.append(ops.sum(ops.square(gradient)))
+        norm = ops.sqrt(ops.sum(ops.stack(squares)))
+        clip = leaf.global_clipnorm
+        factor = clip * ops.minimum(1.0 / norm, 1.0 / clip) + (norm - norm)
+        for one in local:
+            object.__setattr__(
+                one.optimizer,
+                "_clip_gradients",
+                lambda gs: [g if g is None else g * ops.cast(factor, g.dtype) for g in gs],
+            )
+
+    @staticmethod
+    def _update_gradient(
+        leaf: Any, one: LocalOptimizer, variable: keras.Variable, gradient: Any
+    ) -> Any:
+        """The gradient that the optimizer clips: unscaled, with what was accumulated."""
+        if leaf.loss_scale_factor is not None:
+            gradient = gradient / leaf.loss_scale_factor
+        accumulated = _private.accumulator(one.optimizer, variable)
+        if accumulated is None:
+            return gradient
+        return (gradient + accumulated) / leaf.gradient_accumulation_steps
+
+    def _broadcast(self, numbers: Any) -> None:
+        """Sends each updated part to its other holders."""
+        for n in numbers:
+            unit, source = self.units[n], self.unit_variables[n]
+            entry = self.entries[unit.variable]
+            with tf.device(self._device(unit)):
+                value = tf.convert_to_tensor(source.value)
+            for at, local in entry.locals.items():
+                if local is source:
+                    continue
+                shard = entry.placement.table[at[0]][at[1]]
+                if unit.shard is not None and unit.shard != shard:
+                    continue
+                part = value
+                if unit.shard is None:
+                    with tf.device(self._device(unit)):
+                        part = value[entry.placement.shards[shard].index]
+                with tf.device(entry.device(at)):
+                    local.assign(part)

@@ -1,0 +1,274 @@
+"""`parallelize`: turns a Keras model into one that trains over a mesh, staying the same object.
+
+Only this one model's methods that build the train, test and predict functions are replaced, on the
+instance; everything else (saving, cloning, `get_layer`, summary) is Keras's own code on Keras's own
+class.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist import _private
+from kdist.config import ParallelConfig
+from kdist.metrics import overrides
+from kdist.optimizer.update import DistributedUpdate
+from kdist.plain import PlainRunner
+from kdist.program import Program
+from kdist.step import Step
+from kdist.store import ModelLayouts, place_weights, placements
+from kdist.variables import Stored, materialised
+
+ATTRIBUTE = "_kdist"
+
+
+def parallelize(model: keras.Model, config: ParallelConfig) -> keras.Model:
+    """Makes a model train, evaluate and predict over a mesh, through plain Keras calls.
+
+    Args:
+        model: Any Keras model. If it is built, its weights are placed now, and wrong layouts are
+            errors now; otherwise on first use.
+        config: The mesh, the layouts and the rest.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: For what the layouts do not allow on this model.
+
+    Example:
+        >>> mesh = kdist.mesh(data=2, model=2)
+        >>> config = kdist.ParallelConfig(mesh=mesh, layout_map={"up/kernel": (None, "model")})
+        >>> model = kdist.parallelize(build_model(), config)
+        >>> model.compile("adam", "mse")
+        >>> model.fit(x, y)
+    """
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            f"`parallelize` takes a keras.Model. Wrap layers in one. Received: model={model!r}"
+        )
+    if not isinstance(config, ParallelConfig):
+        raise ValueError(
+            "`parallelize` takes a kdist.ParallelConfig(mesh=..., ...). "
+            f"Received: config={config!r}"
+        )
+    if parallel_of(model) is not None:
+        raise ValueError(
+            "The model is parallelized already. Build a new one to change the mesh. "
+            f"Received: model={model.name!r}"
+        )
+    Parallel(model, config).install()
+    return model
+
+
+def parallel_of(model: keras.Model) -> Parallel | None:
+    """What kdist attached to a model, or None."""
+    return model.__dict__.get(ATTRIBUTE)
+
+
+def attached(model: keras.Model) -> Parallel:
+    """What kdist attached to a model.
+
+    Raises:
+        ValueError: The model was not parallelized.
+    """
+    parallel = parallel_of(model)
+    if parallel is None:
+        raise ValueError(
+            "The model is a plain Keras model. Pass it through kdist.parallelize(model, config) "
+            f"first. Received: model={model!r}"
+        )
+    return parallel
+
+
+class Parallel:
+    """kdist's side of one model: its placed weights and its compiled steps.
+
+    Attributes:
+        model: The Keras model.
+        config: What `parallelize` was given.
+        topology: The mesh.
+        entries: Local variables behind each weight, by identity of the weight.
+    """
+
+    def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
+        self.model = model
+        self.config = config
+        self.topology = config.topology
+        self.entries: dict[int, Stored] = {}
+        self.layouts: ModelLayouts | None = None
+        self.jit_compile: bool | str = "auto"
+        self._step: Step | None = None
+
+    def install(self) -> None:
+        """Attaches to the model and replaces the methods that make its functions."""
+        model = self.model
+        object.__setattr__(model, ATTRIBUTE, self)
+        for name in (
+            "compile",
+            "make_train_function",
+            "make_test_function",
+            "make_predict_function",
+            "export",
+        ):
+            object.__setattr__(model, name, getattr(self, name))
+        if model.compiled:
+            self._reset(bool(model.jit_compile))
+        if model.built and all(layer.built for layer in model._flatten_layers()):
+            self.place()
+
+    def place(self) -> None:
+        """Resolves the layouts and moves the weights to their devices, once."""
+        if self.layouts is None:
+            self.layouts = ModelLayouts(self.model, self.config)
+            self.entries = place_weights(
+                placements(self.model, self.layouts, self.topology), self.topology
+            )
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """`keras.Model.compile`; `jit_compile` then applies to kdist's programs.
+
+        "auto" means no XLA: see the README's table.
+        """
+        wanted = kwargs.get("jit_compile", "auto")
+        kwargs["jit_compile"] = False
+        type(self.model).compile(self.model, *args, **kwargs)
+        config = self.model._compile_config.config
+        if "jit_compile" in config:
+            config["jit_compile"] = wanted
+        self._reset(wanted)
+
+    def _reset(self, jit_compile: bool | str) -> None:
+        self.jit_compile = jit_compile
+        self.model.jit_compile = False
+        self._step = None
+        self.model.train_function = None
+        self.model.test_function = None
+        self.model.predict_function = None
+
+    def make_train_function(self, force: bool = False) -> None:
+        """See `keras.Model.make_train_function`."""
+        self._refuse_override("train_step")
+        self._make("train_function", force, lambda step: step.train, training=True)
+
+    def make_test_function(self, force: bool = False) -> None:
+        """See `keras.Model.make_test_function`."""
+        self._refuse_override("test_step")
+        self._make("test_function", force, lambda step: step.test)
+
+    def make_predict_function(self, force: bool = False) -> None:
+        """See `keras.Model.make_predict_function`."""
+        self._refuse_override("predict_step")
+        if self.model.predict_function is not None and not force:
+            return
+        state: dict[str, Callable] = {}
+
+        def predict(batches: list[Any]) -> Any:
+            if not state:
+                one = self.step(batches[0]).predict
+                state["one"] = (
+                    one
+                    if self.model.run_eagerly
+                    else tf.function(one, autograph=False, reduce_retracing=True)
+                )
+            outputs = [state["one"](batch) for batch in batches]
+            if len(outputs) == 1:
+                return outputs[0]
+            return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+
+        self.model.predict_function = predict
+
+    def _refuse_override(self, method: str) -> None:
+        if overrides(self.model, method):
+            raise ValueError(
+                f"A model with its own `{method}` decides itself what a step is, which kdist "
+                "cannot distribute. Override `compute_loss` or `compute_metrics` instead, or "
+                "write the loop with kdist.gradients(model, x, y), kdist.apply_gradients(model, "
+                "gradients) and kdist.reduce(...): see examples/custom_loop.py. "
+                f"Received: model of type {type(self.model).__name__}"
+            )
+
+    def _make(
+        self, attribute: str, force: bool, pick: Callable[[Step], Callable], training: bool = False
+    ) -> None:
+        if getattr(self.model, attribute) is not None and not force:
+            return
+        state: dict[str, Callable] = {}
+
+        def function(iterator: Any) -> Any:
+            if not state:
+                iterator, example = peek(iterator)
+                step = self.step(example, training)
+                state["inner"] = self.model._make_function(pick(step))
+            return state["inner"](iterator)
+
+        setattr(self.model, attribute, function)
+
+    def step(self, example: Any, training: bool = False) -> Step:
+        """The steps of the compiled model, built on first use.
+
+        Args:
+            example: A batch, or the specs of one: (x, y, sample_weight).
+            training: Whether the optimizer is needed.
+        """
+        if self._step is None:
+            self._build(example)
+            self.place()
+            program = Program(self.model, self.config.loss_from_layers == "mean")
+            entries = [self.entries[id(v)] for v in program.state.trainable]
+            runner = PlainRunner(
+                program,
+                entries,
+                self.topology,
+                jit_compile=self.jit_compile is True,
+                eager=self.model.run_eagerly,
+            )
+            self._step = Step(self.model, program, runner, None, self.topology)
+        if training and self._step.update is None:
+            optimizer = self.model.optimizer
+            if not optimizer.built:
+                optimizer.build(self.model.trainable_variables)
+            self._step.update = DistributedUpdate(optimizer, self._step.runner.entries, self.topology)
+        return self._step
+
+    def _build(self, example: Any) -> None:
+        """Creates the variables of layers, metrics and losses that do not exist yet."""
+        data = keras.tree.map_structure(_as_spec, example)
+        if self.model.compiled:
+            _private.build_from_specs(self.model, data)
+        elif not self.model.built:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+            keras.backend.compute_output_spec(self.model, x)
+
+    def export(self, *args: Any, **kwargs: Any) -> Any:
+        """`keras.Model.export`, with the weights gathered into plain variables meanwhile."""
+        with materialised([entry.variable for entry in self.entries.values()]):
+            return type(self.model).export(self.model, *args, **kwargs)
+
+
+def _as_spec(leaf: Any) -> Any:
+    """A symbolic stand-in for a tensor, array or tensor spec; None for absent data."""
+    if leaf is None or isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec):
+        return None
+    if not hasattr(leaf, "shape"):
+        leaf = tf.convert_to_tensor(leaf)
+    dtype = keras.backend.standardize_dtype(leaf.dtype)
+    return keras.KerasTensor(tuple(leaf.shape), dtype)
+
+
+def peek(iterator: Any) -> tuple[Any, Any]:
+    """Looks at what an iterator yields without losing it.
+
+    Returns:
+        The iterator to use from now on, and a batch or its specs.
+    """
+    if isinstance(iterator, tf.data.Iterator):
+        return iterator, iterator.element_spec
+    iterator = iter(iterator)
+    first = next(iterator)
+    return itertools.chain([first], iterator), first

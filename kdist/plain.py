@@ -1,0 +1,227 @@
+"""Running programs on plain devices: each slice computes on its first device, on whole weights.
+
+Where a slice is one device (no inner axis), this is all there is, and the whole step is one graph.
+Where it has several, weights stay cut at rest, are gathered for compute, and gradients are cut
+again: the path for models that DTensor cannot expand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.batch import SplitBatch
+from kdist.loss import shares_from_counts
+from kdist.mesh import Topology
+from kdist.placement import UpdateUnit, covers
+from kdist.program import Program
+from kdist.state import carried_for
+from kdist.variables import Stored
+
+
+class PlainRunner:
+    """Runs a model's programs on one device per slice.
+
+    Args:
+        program: The pure functions.
+        entries: `Stored` of each trainable variable.
+        topology: The mesh.
+        jit_compile: Compile each program with XLA.
+        eager: Run op by op, for debugging.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        entries: Sequence[Stored],
+        topology: Topology,
+        *,
+        jit_compile: bool = False,
+        eager: bool = False,
+    ) -> None:
+        self.program = program
+        self.entries = list(entries)
+        self.topology = topology
+        self.eager = eager
+        self._gradients = self._function(program.loss_and_gradients, jit_compile)
+        self._loss = self._function(program.loss, jit_compile)
+        self._counts = self._function(program.counts, False)
+        self._forward = self._function(self._outputs, jit_compile)
+        self._collect = self._function(program.collect, jit_compile)
+        self._pull = self._function(program.cotangent_gradients, jit_compile)
+
+    @property
+    def devices(self) -> list[str]:
+        """The device on which each slice computes."""
+        return [one.devices[0] for one in self.topology.slices]
+
+    def _function(self, fn: Callable, jit_compile: bool) -> Callable:
+        """One trace for all replicas, kept as one node each in the step's graph.
+
+        Without inlining, first steps do not grow with the replicas: grappler and the placer see
+        the program once (measured for a 4-layer GPT and 8 replicas: 5.6 s against 8.3 s inlined).
+        """
+        if self.eager:
+            return fn
+        if jit_compile:
+            return tf.function(fn, autograph=False, reduce_retracing=True, jit_compile=True)
+        return tf.function(
+            fn,
+            autograph=False,
+            reduce_retracing=True,
+            experimental_attributes={"_noinline": True},
+        )
+
+    def _inputs(self, replica: int) -> tuple[list[Any], list[Any]]:
+        """Parameters and carried state of a replica, on its device."""
+        params = [entry.whole_at(replica) for entry in self.entries]
+        return params, carried_for(self.program.state, replica)
+
+    def gradients(self, batch: SplitBatch, scale: Any) -> list[dict[str, Any]]:
+        """Loss and gradients of every slice; see `Program.loss_and_gradients`."""
+        scale = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
+        return self._run(self._gradients, batch, True, (scale,))
+
+    def losses(self, batch: SplitBatch) -> list[dict[str, Any]]:
+        """Loss and outputs of every slice, in inference mode."""
+        return self._run(self._loss, batch, False, (False,))
+
+    def _run(
+        self, function: Callable, batch: SplitBatch, training: bool, extra: tuple
+    ) -> list[dict[str, Any]]:
+        inputs = []
+        for r, device in enumerate(self.devices):
+            with tf.device(device):
+                inputs.append(self._inputs(r))
+        rows = row_shares(batch)
+        firsts = [tf.constant(float(r == 0), tf.float64) for r in range(len(inputs))]
+        shares = [self._broadcast_rows(share) for share in rows]
+        if self._needs_counts(function, inputs[0], batch, shares[0], rows[0], firsts[0], extra):
+            shares = shares_from_counts(self._count(inputs, batch, training))
+        results = []
+        for r, device in enumerate(self.devices):
+            with tf.device(device):
+                results.append(
+                    function(*inputs[r], batch.parts[r], shares[r], rows[r], firsts[r], *extra)
+                )
+        return results
+
+    def _broadcast_rows(self, share: Any) -> Any:
+        return tf.fill([len(self.program.kinds)], share)
+
+    def _needs_counts(self, function: Callable, inputs: tuple, batch: SplitBatch, *rest: Any) -> bool:
+        """Whether shares depend on masks or weights: known once the program is traced."""
+        if len(batch.parts) == 1 or not self.program.kinds:
+            return False
+        if self.eager:
+            return True
+        *values, extra = rest
+        function.get_concrete_function(*inputs, batch.parts[0], *values, *extra)  # type: ignore[attr-defined]
+        return self.program.traced.counts_by_data
+
+    def _count(self, inputs: list, batch: SplitBatch, training: bool) -> list[Any]:
+        counts = []
+        for r, device in enumerate(self.devices):
+            with tf.device(device):
+                counts.append(
+                    self._counts(*inputs[r], batch.parts[r], batch.counts[r], training)
+                )
+        return counts
+
+    def _outputs(self, params: list[Any], carried: list[Any], x: Any) -> Any:
+        outputs, _ = self.program.forward(params, carried, x, training=False)
+        return outputs
+
+    def outputs(self, batch: SplitBatch) -> list[Any]:
+        """Inference-mode outputs of every slice."""
+        results = []
+        for r, device in enumerate(self.devices):
+            with tf.device(device):
+                results.append(self._forward(*self._inputs(r), batch.parts[r][0]))
+        return results
+
+    def training_results(self, batch: SplitBatch, training: bool = True) -> list[dict[str, Any]]:
+        """Outputs and collected losses of every slice, without a loss."""
+        results = []
+        for r, device in enumerate(self.devices):
+            with tf.device(device):
+                results.append(
+                    self._collect(*self._inputs(r), batch.parts[r][0], training)
+                )
+        return results
+
+    def pull_back(
+        self,
+        batch: SplitBatch,
+        results: Sequence[dict[str, Any]],
+        cotangents: Sequence[Sequence[Any]],
+        added: Sequence[Any],
+        penalties: Sequence[Any],
+    ) -> list[dict[str, Any]]:
+        """Adds each slice's gradients to `results`, given those of its outputs.
+
+        Args:
+            batch: The batch.
+            results: From `training_results`.
+            cotangents: Per slice, the gradient of each flat output (None: unused).
+            added: Gradient of each combined `add_loss` value (None: unused).
+            penalties: Gradient of each weight penalty (None: unused).
+        """
+        shares = row_shares(batch)
+        pulled = []
+        for r, device in enumerate(self.devices):
+            share = shares[r] if self.program.add_loss_mean else tf.constant(1.0, tf.float64)
+            once = float(r == 0)
+            with tf.device(device):
+                extra = [None if d is None else d * tf.cast(share, d.dtype) for d in added]
+                extra += [None if d is None else d * tf.cast(once, d.dtype) for d in penalties]
+                gradients = self._pull(
+                    *self._inputs(r), batch.parts[r][0], list(cotangents[r]), extra
+                )
+            terms: list[Any] = []
+            pulled.append({**results[r], "gradients": gradients, "terms": terms})
+        return pulled
+
+    def gradient_at(self, results: Sequence[Sequence[Any]]) -> Callable[[int, UpdateUnit], Any]:
+        """How the update reads gradients: the unit's part of each replica's, summed.
+
+        Args:
+            results: Per slice, the gradients of the connected variables.
+        """
+        where = {v: j for j, v in enumerate(self.program.traced.connected)}
+
+        def reduced(variable: int, unit: UpdateUnit) -> Any:
+            placement = self.entries[variable].placement
+            parts = []
+            for device, gradients in zip(self.devices, results):
+                gradient = gradients[where[variable]]
+                if unit.shard is not None:
+                    index = placement.shards[unit.shard].index
+                    if not covers(index, placement.shape):
+                        with tf.device(device):
+                            gradient = tf.convert_to_tensor(gradient)[index]
+                parts.append(gradient)
+            return add_gradients(parts)
+
+        return reduced
+
+
+def row_shares(batch: SplitBatch) -> list[Any]:
+    """Each replica's share of the rows, float64."""
+    size = tf.cast(batch.size, tf.float64)
+    return [tf.math.divide_no_nan(tf.cast(count, tf.float64), size) for count in batch.counts]
+
+
+def add_gradients(parts: Sequence[Any]) -> Any:
+    """Sum of replicas' gradients; embedding gradients stay sparse, rows one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    if all(isinstance(p, tf.IndexedSlices) for p in parts):
+        return tf.IndexedSlices(
+            tf.concat([p.values for p in parts], 0),
+            tf.concat([p.indices for p in parts], 0),
+            parts[0].dense_shape,
+        )
+    return tf.add_n([tf.convert_to_tensor(p) for p in parts])

@@ -1,0 +1,290 @@
+"""The pure functions of a model: what every slice runs, with all state coming in and going out.
+
+A program never reads or writes a variable. Parameters, statistics, seeds and layer-owned metrics
+are arguments; updated state is returned. One Python trace serves every replica, plain devices and
+DTensor meshes alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from kdist import _private
+from kdist.loss import CountedLoss, SharedLoss, TermKind, term_kinds
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelState:
+    """The variables of a model, by what happens to them in a step.
+
+    Attributes:
+        trainable: Updated by the optimizer from gradients.
+        fixed: Other weights: frozen ones, and statistics that the forward pass may update.
+        seeds: States of seed generators.
+        metrics: Variables of metrics that layers or the model own.
+    """
+
+    trainable: tuple[keras.Variable, ...]
+    fixed: tuple[keras.Variable, ...]
+    seeds: tuple[keras.Variable, ...]
+    metrics: tuple[keras.Variable, ...]
+
+    @classmethod
+    def of(cls, model: keras.Model) -> ModelState:
+        """Sorts the variables of a built model."""
+        trainable = model.trainable_variables
+        known = {id(v) for v in trainable}
+        weights = {id(v) for v in model.weights}
+        fixed, seeds = [], []
+        for v in model.variables:
+            if id(v) not in known:
+                known.add(id(v))
+                (fixed if id(v) in weights else seeds).append(v)
+        metrics: list[keras.Variable] = []
+        for metric in model.metrics:
+            own = (_private.loss_tracker(model), _private.compiled_metrics(model))
+            if metric in own or metric in _private.loss_trackers(model):
+                continue
+            metrics.extend(v for v in metric.variables if id(v) not in known)
+            known.update(id(v) for v in metric.variables)
+        return cls(tuple(trainable), tuple(fixed), tuple(seeds), tuple(metrics))
+
+    @property
+    def carried(self) -> tuple[keras.Variable, ...]:
+        """Non-trainable state in the order in which programs take and return it."""
+        return self.fixed + self.seeds + self.metrics
+
+
+@dataclasses.dataclass
+class Traced:
+    """What tracing a program taught: facts that do not depend on values."""
+
+    connected: list[int] = dataclasses.field(default_factory=list)
+    """Positions of trainable variables that get a gradient."""
+    updated: list[int] = dataclasses.field(default_factory=list)
+    """Positions in `ModelState.carried` that the forward pass writes."""
+    counts_by_data: bool = False
+    """Some loss term counts by a mask or weights, so shares need the counting pass."""
+
+
+class Program:
+    """The pure functions of one model.
+
+    Args:
+        model: A built Keras model.
+        add_loss_mean: True if values given to `add_loss` are means over examples.
+    """
+
+    def __init__(self, model: keras.Model, add_loss_mean: bool) -> None:
+        self.model = model
+        self.add_loss_mean = add_loss_mean
+        self.state = ModelState.of(model)
+        self.kinds: list[TermKind] = term_kinds(model)
+        self.traced = Traced()
+
+    def forward(
+        self, params: Sequence[Any], carried: Sequence[Any], x: Any, training: bool
+    ) -> tuple[Any, keras.StatelessScope]:
+        """Calls the model on values instead of variables.
+
+        Returns:
+            The outputs, and the scope that holds updated state and collected losses.
+        """
+        scope = self._scope(params, carried)
+        with scope:
+            outputs = self._call(x, training)
+        return outputs, scope
+
+    def loss_and_gradients(
+        self,
+        params: list[Any],
+        carried: list[Any],
+        data: tuple[Any, Any, Any],
+        shares: Any,
+        rows_share: Any,
+        first: Any,
+        scale: Any,
+    ) -> dict[str, Any]:
+        """One replica's share of the loss, and its gradients.
+
+        Args:
+            params: Values of the trainable variables.
+            carried: Values of `ModelState.carried`.
+            data: (x, y, sample_weight) of this replica.
+            shares: float64 (terms,): the replica's share of each compiled loss.
+            rows_share: float64 scalar: the replica's share of the rows.
+            first: float64 scalar: 1 on the first replica, else 0; weight penalties count once.
+            scale: float32 scalar that multiplies the loss before differentiation.
+
+        Returns:
+            Dict of `loss` (this replica's part of the sum), `terms` (its part of each compiled
+            loss), `gradients` (of the connected variables), `updated` (new values of the state
+            that was written), `outputs`, `masks`.
+        """
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(params)
+            result = self.loss(params, carried, data, shares, rows_share, first, training=True)
+            target = result["loss"] * tf.cast(scale, result["loss"].dtype)
+        found = tape.gradient(target, params)
+        self.traced.connected = [i for i, g in enumerate(found) if g is not None]
+        result["gradients"] = [g for g in found if g is not None]
+        return result
+
+    def loss(
+        self,
+        params: list[Any],
+        carried: list[Any],
+        data: tuple[Any, Any, Any],
+        shares: Any,
+        rows_share: Any,
+        first: Any,
+        training: bool,
+    ) -> dict[str, Any]:
+        """The forward pass and this replica's part of the loss; see `loss_and_gradients`."""
+        x, y, sample_weight = data
+        scope = self._scope(params, carried)
+        with scope:
+            outputs = self._call(x, training)
+            terms = [
+                SharedLoss(loss, kind, shares[k])
+                for k, (loss, kind) in enumerate(zip(self._losses(), self.kinds))
+            ]
+            values = []
+            if terms:
+                with _private.replaced_losses(self.model, terms):
+                    values.append(self.model._compile_loss(y, outputs, sample_weight))
+            values += self._extra_losses(scope, rows_share, first)
+        if not values:
+            raise ValueError(
+                "There is no loss to minimise. Pass `loss=` to `compile()`, or call `add_loss` in "
+                f"a layer. Received: model={self.model.name!r}"
+            )
+        self.traced.counts_by_data = any(t.counts_by_data for t in terms)
+        total = values[0] if len(values) == 1 else ops.sum(ops.stack(values))
+        return {
+            "loss": total,
+            "terms": [t.value for t in terms],
+            "updated": self._collect_updates(scope),
+            "outputs": outputs,
+            "masks": self._masks(outputs),
+        }
+
+    def counts(
+        self, params: list[Any], carried: list[Any], data: tuple[Any, Any, Any], rows: Any,
+        training: bool,
+    ) -> Any:
+        """What Keras divides each compiled loss by on this replica: float64 (terms,).
+
+        Only masks survive from the forward pass; TensorFlow prunes the rest of it.
+        """
+        x, y, sample_weight = data
+        with self._scope(params, carried):
+            outputs = self._call(x, training)
+            terms = [CountedLoss(e, kind, rows) for e, kind in zip(self._losses(), self.kinds)]
+            with _private.replaced_losses(self.model, terms):
+                self.model._compile_loss(y, outputs, sample_weight)
+        return tf.stack([t.count for t in terms])
+
+    def cotangent_gradients(
+        self,
+        params: list[Any],
+        carried: list[Any],
+        x: Any,
+        cotangents: Sequence[Any],
+        extra: Sequence[Any],
+    ) -> list[Any]:
+        """Vector-Jacobian product: gradients given those of the outputs.
+
+        Args:
+            params: Values of the trainable variables.
+            carried: Values of `ModelState.carried`, as the forward pass got them.
+            x: Inputs of this replica.
+            cotangents: Gradient of the loss with respect to each flat output.
+            extra: The same for each value that `add_loss` collected, then each weight penalty.
+
+        Returns:
+            Gradients of the connected variables.
+        """
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(params)
+            scope = self._scope(params, carried)
+            with scope:
+                outputs = keras.tree.flatten(self._call(x, True))
+                collected = _private.add_loss_values(scope)
+                collected += _private.regularization_losses(self.model)
+            pairs = [(o, c) for o, c in zip(outputs, cotangents) if c is not None]
+            pairs += [(o, c) for o, c in zip(collected, extra) if c is not None]
+            sums = [tf.reduce_sum(o * tf.cast(c, o.dtype)) for o, c in pairs]
+            target = tf.add_n([tf.cast(s, sums[0].dtype) for s in sums])
+        found = tape.gradient(target, params)
+        self.traced.connected = [i for i, g in enumerate(found) if g is not None]
+        return [g for g in found if g is not None]
+
+    def collect(
+        self, params: list[Any], carried: list[Any], x: Any, training: bool
+    ) -> dict[str, Any]:
+        """The forward pass with everything it collects, and no loss."""
+        scope = self._scope(params, carried)
+        with scope:
+            outputs = self._call(x, training)
+            penalties = _private.regularization_losses(self.model)
+        return {
+            "outputs": outputs,
+            "masks": self._masks(outputs),
+            "added": [ops.sum(value) for value in _private.add_loss_values(scope)],
+            "penalties": penalties,
+            "terms": [],
+            "updated": self._collect_updates(scope),
+        }
+
+    def _scope(self, params: Sequence[Any], carried: Sequence[Any]) -> keras.StatelessScope:
+        mapping = [*zip(self.state.trainable, params), *zip(self.state.carried, carried)]
+        scope = keras.StatelessScope(mapping, collect_losses=True)
+        scope.kdist_given = [scope.get_current_value(v) for v in self.state.carried]
+        return scope
+
+    def _call(self, x: Any, training: bool) -> Any:
+        if self.model._call_has_training_arg:
+            return self.model(x, training=training)
+        return self.model(x)
+
+    def _losses(self) -> list[Any]:
+        return [entry.loss for entry in _private.compiled_losses(self.model)]
+
+    def _extra_losses(self, scope: keras.StatelessScope, rows_share: Any, first: Any) -> list[Any]:
+        """`add_loss` values by the share of rows (or summed), weight penalties once."""
+        extra = []
+        for value in _private.add_loss_values(scope):
+            value = ops.sum(value)
+            if self.add_loss_mean:
+                value = value * ops.cast(rows_share, value.dtype)
+            extra.append(ops.cast(value, keras.config.floatx()))
+        for value in _private.regularization_losses(self.model):
+            extra.append(ops.cast(ops.sum(value) * ops.cast(first, value.dtype), keras.config.floatx()))
+        return extra
+
+    def _collect_updates(self, scope: keras.StatelessScope) -> list[Any]:
+        """New values of the state that the forward pass wrote."""
+        new = [scope.get_current_value(v) for v in self.state.carried]
+        pairs = zip(new, scope.kdist_given)
+        self.traced.updated = [i for i, (now, given) in enumerate(pairs) if now is not given]
+        return [new[i] for i in self.traced.updated]
+
+    @staticmethod
+    def _masks(outputs: Any) -> list[Any]:
+        """The Keras mask of each flat output that carries one, with its position implied."""
+        return [_private.get_mask(o) for o in keras.tree.flatten(outputs)]
+
+
+def attach_masks(outputs: Any, masks: Sequence[Any]) -> Any:
+    """Puts the masks that a program returned back on its outputs, and returns these."""
+    for leaf, mask in zip(keras.tree.flatten(outputs), masks):
+        if mask is not None:
+            _private.set_mask(leaf, mask)
+    return outputs

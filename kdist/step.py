@@ -1,0 +1,138 @@
+"""The train, test and predict steps: a loop over declared work, the same for every mesh.
+
+A step splits the global batch over the slices, has a runner compute each slice's loss and
+gradients, lets the distributed update reduce and apply them, and combines state, metrics and logs
+so that they equal a single-device run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist import metrics, whole_loss
+from kdist.batch import SplitBatch, join, split
+from kdist.mesh import Topology
+from kdist.optimizer.update import DistributedUpdate
+from kdist.program import Program
+from kdist.state import combine
+
+
+class Step:
+    """The steps of one compiled model.
+
+    Args:
+        model: The compiled, built model.
+        program: Its pure functions.
+        runner: Computes per slice (see `kdist.plain.PlainRunner`).
+        update: Applies gradients; None for a model that is only evaluated.
+        topology: The mesh.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        program: Program,
+        runner: Any,
+        update: DistributedUpdate | None,
+        topology: Topology,
+    ) -> None:
+        self.model = model
+        self.program = program
+        self.runner = runner
+        self.update = update
+        self.topology = topology
+        self.custom_loss = metrics.overrides(model, "compute_loss")
+
+    def train(self, data: Any) -> dict[str, Any]:
+        """One training step on a global batch; returns the logs."""
+        batch = self.split(data)
+        if self.custom_loss:
+            results, loss = whole_loss.gradients(self.model, self.runner, batch, self._scale())
+        else:
+            results = self.runner.gradients(batch, self._scale())
+            loss = self._total(results, "loss")
+        return self.finish_training(batch, results, loss)
+
+    def finish_training(
+        self, batch: SplitBatch, results: Sequence[dict[str, Any]], loss: Any
+    ) -> dict[str, Any]:
+        """Everything after the slices' compute: update, state, metrics."""
+        self.apply_results(results)
+        traced = self.program.traced
+        combine(self.program.state, traced.updated, [r["updated"] for r in results], batch)
+        return self._logs(batch, results, loss)
+
+    def apply_results(self, results: Sequence[dict[str, Any]]) -> None:
+        """Reduces the slices' gradients and updates the parameters."""
+        connected = self.program.traced.connected
+        if not connected:
+            raise ValueError(
+                "No trainable weight gets a gradient from the loss. Check that the loss depends "
+                "on the outputs of trainable layers. "
+                f"Received: model={self.model.name!r} with "
+                f"{len(self.program.state.trainable)} trainable weights"
+            )
+        assert self.update is not None
+        self.update.apply(
+            self.runner.gradient_at([r["gradients"] for r in results]), connected
+        )
+
+    def test(self, data: Any) -> dict[str, Any]:
+        """One evaluation step on a global batch; returns the logs."""
+        batch = self.split(data)
+        if self.custom_loss:
+            results, loss = whole_loss.losses(self.model, self.runner, batch)
+        else:
+            results = self.runner.losses(batch)
+            loss = self._total(results, "loss")
+        return self.finish_testing(batch, results, loss)
+
+    def finish_testing(
+        self, batch: SplitBatch, results: Sequence[dict[str, Any]], loss: Any
+    ) -> dict[str, Any]:
+        """State and metrics after evaluation."""
+        state, traced = self.program.state, self.program.traced
+        kept = [j for j, i in enumerate(traced.updated) if i >= len(state.fixed)]
+        positions = [traced.updated[j] for j in kept]
+        combine(state, positions, [[r["updated"][j] for j in kept] for r in results], batch)
+        return self._logs(batch, results, loss)
+
+    def predict(self, data: Any) -> Any:
+        """Outputs for a global batch, rows in order."""
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        batch = split(x, None, None, self.topology.data_size)
+        return join(self.runner.outputs(batch), batch.counts)
+
+    def split(self, data: Any) -> SplitBatch:
+        """Cuts what the data pipeline yields over the slices."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        return split(x, y, sample_weight, self.topology.data_size)
+
+    def _scale(self) -> Any:
+        assert self.update is not None
+        return self.update.scale()
+
+    def _total(self, results: Sequence[dict[str, Any]], key: str) -> Any:
+        parts = [r[key] for r in results]
+        return parts[0] if len(parts) == 1 else tf.add_n(parts)
+
+    def _logs(self, batch: SplitBatch, results: Sequence[dict[str, Any]], loss: Any) -> dict:
+        count = len(results[0]["terms"])
+        terms = [
+            results[0]["terms"][k]
+            if len(results) == 1
+            else tf.add_n([r["terms"][k] for r in results])
+            for k in range(count)
+        ]
+        metrics.track_loss(self.model, batch, loss, terms)
+        return metrics.update_metrics(
+            self.model,
+            batch,
+            [r["outputs"] for r in results],
+            [r["masks"] for r in results],
+            self.runner.devices,
+        )

@@ -1,0 +1,105 @@
+"""Placing a model's weights on a mesh: from layout map and declarations to local variables."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist.config import ParallelConfig
+from kdist.declare import ResolvedShard, declarations, resolve_declaration
+from kdist.dims import Dims
+from kdist.layout import WeightLayout, match_pattern, resolve_layouts
+from kdist.mesh import Topology
+from kdist.placement import Placement, place
+from kdist.variables import Stored, distribute, stored
+
+
+class ModelLayouts:
+    """The resolved layouts of a built model.
+
+    Attributes:
+        weights: Layout of each weight, by identity of the variable.
+        layers: What `kdist.shard` declared, resolved, with its layer.
+        outputs: Layout of the output of layers that an activation pattern matches.
+    """
+
+    def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
+        topology = config.topology
+        pairs = [(v.path, tuple(v.shape)) for v in model.weights]
+        by_path, patterns = resolve_layouts(pairs, config.layout_map, topology)
+        self.weights: dict[int, WeightLayout] = {id(v): by_path[v.path] for v in model.weights}
+        self.layers: list[tuple[keras.layers.Layer, ResolvedShard]] = [
+            (layer, resolve_declaration(layer, declared, topology))
+            for layer, declared in declarations(model)
+        ]
+        for layer, resolved in self.layers:
+            self._add_declared(layer, resolved)
+        self.outputs = _match_outputs(model, patterns)
+
+    def _add_declared(self, layer: keras.layers.Layer, resolved: ResolvedShard) -> None:
+        for variable in layer.weights:
+            layout = resolved.weights.get(variable.path)
+            if layout is None:
+                continue
+            mapped = self.weights[id(variable)]
+            if not mapped.is_replicated and mapped != layout:
+                raise ValueError(
+                    f"The weight {variable.path!r} is cut by the layout map and, differently, by "
+                    f"kdist.shard on layer {layer.name!r}. Keep one of them. Received: layout_map "
+                    f"gives {mapped.dims}, shard gives {layout.dims}"
+                )
+            self.weights[id(variable)] = layout
+
+
+def _match_outputs(
+    model: keras.Model, patterns: dict[str, Dims]
+) -> list[tuple[keras.layers.Layer, Dims]]:
+    """Layers whose `<path>/output` an activation pattern of the layout map matches."""
+    found, used = [], set()
+    for layer in model._flatten_layers(include_self=False):
+        pattern = match_pattern(patterns, f"{layer.path}/output")
+        if pattern is not None:
+            used.add(pattern)
+            found.append((layer, patterns[pattern]))
+    unused = [p for p in patterns if p not in used]
+    if unused:
+        warnings.warn(
+            f"These activation patterns of the layout map match no layer's output: {unused}",
+            stacklevel=2,
+        )
+    return found
+
+
+def placements(
+    model: keras.Model, layouts: ModelLayouts, topology: Topology
+) -> list[tuple[keras.Variable, Placement]]:
+    """Where each weight of the model goes."""
+    placed = []
+    for variable in model.weights:
+        layout = layouts.weights[id(variable)]
+        itemsize = tf.as_dtype(variable.dtype).size
+        placed.append((variable, place(variable.path, variable.shape, itemsize, layout, topology)))
+    return placed
+
+
+def place_weights(
+    placed: list[tuple[keras.Variable, Placement]], topology: Topology
+) -> dict[int, Stored]:
+    """Moves the weights to their devices; those that are there already stay.
+
+    Raises:
+        ValueError: A weight belongs to a model that was parallelized over another mesh.
+    """
+    entries: dict[int, Stored] = {}
+    for variable, placement in placed:
+        entry: Any = stored(variable)
+        if entry is not None and (entry.topology != topology or entry.placement != placement):
+            raise ValueError(
+                "A weight can live on one mesh only. Build a new model, and load the weights of "
+                f"this one into it, to change the mesh or layout. Received: {variable.path!r}"
+            )
+        entries[id(variable)] = entry or distribute(variable, placement, topology)
+    return entries

@@ -1,0 +1,261 @@
+"""Where a Keras variable's bytes live: per-device local variables behind one logical variable.
+
+The logical variable stays the object that the model holds. Outside a step it reads as its whole
+value, assembled from the shards at that moment, and an assignment reaches every copy: so
+`get_weights`, `save`, `model(x)` in the user's own `tf.function` and callbacks see and write the
+truth. Nothing is patched in Keras: the one instance gets a subclass of its own class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist import _private
+from kdist.mesh import Topology
+from kdist.placement import Coordinate, Index, Placement, covers
+
+ATTRIBUTE = "_kdist_stored"
+KEY = "_kdist_key"
+"""The identity under which optimizers know the variable; stays when its bytes move."""
+
+
+def assemble(parts: Sequence[tuple[Index, Any]]) -> Any:
+    """Joins disjoint parts that tile a box into one tensor.
+
+    Args:
+        parts: (index, tensor) pairs.
+
+    Returns:
+        The tensor of the whole box, on the device in scope.
+    """
+    if len(parts) == 1:
+        return parts[0][1]
+    rank = len(parts[0][0])
+    for dim in range(rank):
+        starts = sorted({index[dim].start for index, _ in parts})
+        if len(starts) > 1:
+            groups = [[p for p in parts if p[0][dim].start == start] for start in starts]
+            return tf.concat([assemble(group) for group in groups], axis=dim)
+    raise ValueError(f"Parts must be disjoint. Received: {[index for index, _ in parts]}")
+
+
+class Stored:
+    """The local copies and shards behind one logical variable.
+
+    Attributes:
+        variable: The logical variable.
+        placement: Its cut.
+        locals: Local Keras variable per (slice, inner) coordinate.
+        masters: Whole copies kept by optimizers that must see the whole tensor.
+    """
+
+    def __init__(self, variable: keras.Variable, placement: Placement, topology: Topology) -> None:
+        self.variable = variable
+        self.placement = placement
+        self.topology = topology
+        self.masters: list[tuple[str, keras.Variable]] = []
+        self.locals: dict[Coordinate, keras.Variable] = {}
+        original = _private.tf_variable(variable)
+        whole = tf.convert_to_tensor(original)
+        for s, one in enumerate(topology.slices):
+            for k, device in enumerate(one.devices):
+                self.locals[s, k] = self._make_local(original, whole, (s, k), device)
+
+    def _make_local(
+        self, original: tf.Variable, whole: tf.Tensor, at: Coordinate, device: str
+    ) -> keras.Variable:
+        shard = self.placement.shard_at(at)
+        with tf.device(device):
+            if covers(shard.index, self.placement.shape):
+                reuse = type(original).__name__ == "ResourceVariable" and same_device(
+                    original.device, device
+                )
+                value = original if reuse else tf.identity(whole)
+            else:
+                value = tf.identity(whole[shard.index])
+            return make_local(self.variable, value)
+
+    @property
+    def primary(self) -> keras.Variable:
+        """The local variable of the first coordinate."""
+        return self.locals[0, 0]
+
+    def device(self, at: Coordinate) -> str:
+        """The TensorFlow device of a coordinate."""
+        return self.topology.slices[at[0]].devices[at[1]]
+
+    def whole(self) -> Any:
+        """The whole value, assembled from one copy of each shard."""
+        shards = self.placement.shards
+        return assemble([(s.index, self.locals[s.holders[0]].value) for s in shards])
+
+    def used_at(self, at: Coordinate) -> Any:
+        """What compute sees at a coordinate: its shard, made whole over the data axis."""
+        placement = self.placement
+        if placement.data_dim is None:
+            return tf.convert_to_tensor(self.locals[at].value)
+        parts = {}
+        for s in range(len(placement.table)):
+            shard = placement.shard_at((s, at[1]))
+            parts[placement.table[s][at[1]]] = (shard.index, self.locals[s, at[1]].value)
+        return assemble(list(parts.values()))
+
+    def whole_at(self, s: int) -> Any:
+        """The whole value, gathered from slice `s` (and, if sliced over data, its peers)."""
+        parts: dict[tuple, tuple[Index, Any]] = {}
+        for k in range(self.topology.inner_size):
+            index = self.placement.inner_index(k)
+            key = tuple(i.start for i in index)
+            if key not in parts:
+                parts[key] = (index, self.used_at((s, k)))
+        return assemble(list(parts.values()))
+
+    def assign(self, value: Any) -> None:
+        """Writes the whole value to every copy of every shard."""
+        value = tf.cast(value, self.variable.dtype)
+        for at, local in self.locals.items():
+            with tf.device(self.device(at)):
+                self._write(local, value, self.placement.shard_at(at).index)
+        for device, local in self.masters:
+            with tf.device(device):
+                local.assign(value)
+
+    def _write(self, local: keras.Variable, value: Any, index: Index) -> None:
+        local.assign(value if covers(index, self.placement.shape) else value[index])
+
+
+def make_local(variable: keras.Variable, value: Any) -> keras.Variable:
+    """A local Keras variable on the device in scope, known by its logical variable's path."""
+    local = keras.Variable(
+        value,
+        dtype=keras.backend.standardize_dtype(variable.dtype),
+        trainable=variable.trainable,
+        name=variable.name,
+    )
+    _private.rename(local, variable)
+    if variable.overwrite_with_gradient:
+        local.overwrite_with_gradient = True
+    return local
+
+
+def same_device(a: str, b: str) -> bool:
+    """True when two device strings name the same type and index."""
+    x, y = tf.DeviceSpec.from_string(a), tf.DeviceSpec.from_string(b)
+    return (x.device_type, x.device_index) == (y.device_type, y.device_index)
+
+
+def stored(variable: keras.Variable) -> Stored | None:
+    """The local copies of a variable, or None if kdist has not taken it over."""
+    return variable.__dict__.get(ATTRIBUTE)
+
+
+def distribute(variable: keras.Variable, placement: Placement, topology: Topology) -> Stored:
+    """Takes a variable over: makes its local copies and turns it into their whole view.
+
+    Args:
+        variable: A built Keras variable.
+        placement: Where its parts go.
+        topology: The mesh.
+
+    Returns:
+        The local copies.
+    """
+    entry = Stored(variable, placement, topology)
+    become_view(variable, entry, entry.primary if placement.is_whole else None)
+    return entry
+
+
+def become_view(variable: keras.Variable, backing: Any, whole: keras.Variable | None) -> None:
+    """Makes a variable read from, and write to, `backing`.
+
+    Args:
+        variable: The logical variable; may be a view already.
+        backing: Has `whole()` and `assign(value)`.
+        whole: A local variable that holds the whole value, to be read directly, or None.
+    """
+    attributes = variable.__dict__
+    key = attributes.get(KEY) or _private.tf_variable(variable)._unique_id
+    tensor = None
+    if whole is not None:
+        tensor = _private.tf_variable(whole)
+        tensor._unique_id = key
+    _private.set_tf_variable(variable, tensor)
+    if ATTRIBUTE not in attributes:
+        variable.__class__ = _view_class(type(variable))
+    object.__setattr__(variable, ATTRIBUTE, backing)
+    object.__setattr__(variable, KEY, key)
+
+
+def release(variable: keras.Variable) -> None:
+    """Turns a variable taken over by kdist back into a plain one with its present value."""
+    entry = variable.__dict__.pop(ATTRIBUTE)
+    whole = tf.Variable(entry.whole(), trainable=variable.trainable, name=variable.name)
+    whole._unique_id = variable.__dict__.pop(KEY)
+    _private.set_tf_variable(variable, whole)
+    variable.__class__ = type(variable).__mro__[1]
+
+
+@functools.cache
+def _view_class(base: type) -> type:
+    """The subclass of a variable class whose instances read and write their local copies."""
+
+    def value(self: Any) -> Any:
+        mapped = _private.current_value(self)
+        if mapped is not None:
+            return _private.autocast(self, mapped)
+        tensor = _private.tf_variable(self)
+        if tensor is None:
+            tensor = self.__dict__[ATTRIBUTE].whole()
+            tensor._unique_id = self.__dict__[KEY]
+        return _private.autocast(self, tensor)
+
+    def _direct_assign(self: Any, new: Any) -> None:
+        self.__dict__[ATTRIBUTE].assign(new)
+
+    def _serialize_to_tensors(self: Any) -> dict[str, Any]:
+        return {"VARIABLE_VALUE": tf.convert_to_tensor(self.value)}
+
+    def _restore_from_tensors(self: Any, restored: dict[str, Any]) -> Any:
+        self.assign(restored["VARIABLE_VALUE"])
+        return self.value
+
+    def __deepcopy__(self: Any, memo: dict) -> keras.Variable:
+        return keras.Variable(
+            tf.convert_to_tensor(self.value), trainable=self.trainable, name=self.name
+        )
+
+    body = {
+        "value": property(value),
+        "_direct_assign": _direct_assign,
+        "_serialize_to_tensors": _serialize_to_tensors,
+        "_restore_from_tensors": _restore_from_tensors,
+        "__deepcopy__": __deepcopy__,
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+    }
+    return type(base.__name__, (base,), body)
+
+
+@contextlib.contextmanager
+def materialised(variables: Sequence[keras.Variable]) -> Iterator[None]:
+    """Meanwhile, gives each logical variable a plain `tf.Variable` with its whole value.
+
+    For code that must see real variables, such as SavedModel export. Writes are not kept.
+    """
+    backings = [(v, v.__dict__[ATTRIBUTE], _private.tf_variable(v)) for v in variables]
+    for variable, _, _ in backings:
+        release(variable)
+    try:
+        yield
+    finally:
+        for variable, backing, tensor in backings:
+            key = _private.tf_variable(variable)._unique_id
+            become_view(variable, backing, None)
+            object.__setattr__(variable, KEY, key)
+            _private.set_tf_variable(variable, tensor)

@@ -1,0 +1,51 @@
+"""What every test gets: eight logical CPU devices, a seed, and a clean Keras.
+
+Eight CPU devices come from one processor, so the suite needs no accelerator. With several
+processes (pytest-xdist) each keeps to one thread per operation.
+"""
+
+import gc
+import os
+import zlib
+from collections.abc import Iterator
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
+
+import kdist
+
+import keras
+import pytest
+
+kdist.init(cpu_devices=8)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run the tests marked `long` too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The default expression is in pyproject.toml; an expression of the user's own stays.
+    if config.getoption("--long") and config.option.markexpr == "not long":
+        config.option.markexpr = ""
+
+
+@pytest.fixture(autouse=True)
+def clean_keras(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Seeds from the test's name, so that order and selection change nothing; restores globals."""
+    keras.utils.set_random_seed(zlib.crc32(request.node.nodeid.encode()) % 2**31)
+    policy, floatx = keras.config.dtype_policy(), keras.config.floatx()
+    yield
+    keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(policy)
+    keras.backend.clear_session()
+    gc.collect()
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Makes float64 the dtype of new layers and losses, for comparisons down to rounding."""
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield

@@ -1,0 +1,1 @@
+"""The equivalence suite: kdist trains to the same numbers as one plain device."""

@@ -1,0 +1,307 @@
+"""Trains the same model twice, plain and parallel, and compares everything that can be observed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from .features import Feature
+from .outcome import TOLERANCES, Outcome, Tolerance, check
+from .reference import reference_parts
+from .zoo import Case, Layout
+
+REPLICA_AXES = ("data", "batch")
+SEED = 1234
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that two runs of a comparison share.
+
+    Attributes:
+        case: The model and its data.
+        mesh_axes: Mesh axis -> size, for engines that have a mesh.
+        optimizer: Makes an optimizer; features' options are passed by keyword.
+        batch_size: Examples per global batch; the last batch of an epoch may be smaller.
+        samples: Examples of the data set.
+        epochs: Passes over the data.
+        features: What else changes the loss, the gradient or the update.
+        dtype: "float64", "float32" or a mixed policy.
+        layout_map: Pattern -> axes; None takes the case's, where the mesh has a `model` axis.
+        config: Further options of `kdist.ParallelConfig`.
+        source: "numpy" arrays or a `tf.data` "dataset".
+    """
+
+    case: Case
+    mesh_axes: Mapping[str, int]
+    optimizer: Callable[..., keras.optimizers.Optimizer]
+    batch_size: int = 8
+    samples: int = 16
+    epochs: int = 2
+    features: Sequence[Feature] = ()
+    dtype: str = "float64"
+    layout_map: Mapping[str, Layout] | None = None
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    source: str = "numpy"
+
+    @property
+    def replicas(self) -> int:
+        """How many parts a global batch is split into."""
+        sizes = [size for axis, size in self.mesh_axes.items() if axis in REPLICA_AXES]
+        return int(np.prod(sizes)) if sizes else 1
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]:
+        """The layouts that the parallel run uses."""
+        if self.layout_map is not None:
+            return self.layout_map
+        return self.case.layout_map if self.mesh_axes.get("model", 1) > 1 else {}
+
+    @property
+    def title(self) -> str:
+        """One line that names the run."""
+        mesh = "x".join(f"{axis}{size}" for axis, size in self.mesh_axes.items())
+        names = "+".join(feature.name for feature in self.features) or "none"
+        return f"{self.case.name} on {mesh or 'one device'}, {names}, {self.dtype}"
+
+
+Engine = Callable[[keras.Model, Run], keras.Model]
+
+
+def _plain(model: keras.Model, run: Run) -> keras.Model:
+    return model
+
+
+def _parts(model: keras.Model, run: Run) -> keras.Model:
+    return reference_parts(model, run.replicas)
+
+
+def _equal_parts(model: keras.Model, run: Run) -> keras.Model:
+    return reference_parts(model, run.replicas, weighting="equal")
+
+
+def _reference(model: keras.Model, run: Run) -> keras.Model:
+    return ENGINES[reference_engine(run)](model, run)
+
+
+def _kdist(model: keras.Model, run: Run) -> keras.Model:
+    import kdist
+
+    options = dict(run.config)
+    if run.layouts:
+        options["layout_map"] = dict(run.layouts)
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**run.mesh_axes), **options)
+    parallel = kdist.parallelize(model, config)
+    assert parallel is model, "parallelize must return the model object that it was given"
+    return parallel
+
+
+ENGINES: Mapping[str, Engine] = {
+    "plain": _plain,
+    "parts": _parts,
+    "equal_parts": _equal_parts,
+    "reference": _reference,
+    "kdist": _kdist,
+}
+
+
+@contextlib.contextmanager
+def precision(dtype: str) -> Iterator[None]:
+    """Sets Keras's float type and dtype policy, and puts the old ones back."""
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx(dtype if dtype in ("float64", "float32") else "float32")
+    keras.config.set_dtype_policy(dtype)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)
+
+
+def build(case: Case) -> keras.Model:
+    """A fresh model with the same names and weights on every call.
+
+    Constant tensors (zero biases, unit scales) get noise: a bias that is lost, doubled or put on the
+    wrong slice shows only when it is not zero.
+    """
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(SEED)
+    model = case.build()
+    rng = np.random.default_rng(SEED)
+    weights = model.get_weights()
+    trainable = {id(variable) for variable in model.trainable_variables}
+    for i, variable in enumerate(model.weights):
+        if id(variable) in trainable and np.ptp(weights[i]) == 0:
+            weights[i] = weights[i] + 0.1 * rng.normal(size=weights[i].shape)
+    model.set_weights(weights)
+    return model
+
+
+class _BatchLosses(keras.callbacks.Callback):
+    """Records the running loss after each batch: an error early in an epoch stays visible."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        self.losses.append(float((logs or {})["loss"]))
+
+
+def make_optimizer(run: Run, model: keras.Model) -> keras.optimizers.Optimizer:
+    """The run's optimizer, with the options and edits of its features."""
+    options: dict[str, Any] = {}
+    for feature in run.features:
+        options.update(feature.optimizer)
+    optimizer = run.optimizer(**options)
+    for feature in run.features:
+        feature.edit_optimizer(optimizer, model)
+    return optimizer
+
+
+def _reduction(run: Run) -> str:
+    chosen = {feature.reduction for feature in run.features} - {"sum_over_batch_size"}
+    if len(chosen) > 1:
+        raise ValueError(f"features ask for several reductions. Received: {sorted(chosen)}")
+    return chosen.pop() if chosen else "sum_over_batch_size"
+
+
+def compiled(run: Run, engine: str) -> keras.Model:
+    """Builds, edits, places and compiles the run's model."""
+    model = build(run.case)
+    for feature in run.features:
+        feature.edit(model)
+    optimizer = make_optimizer(run, model)
+    model = ENGINES[engine](model, run)
+    options: dict[str, Any] = {
+        "loss": run.case.loss(_reduction(run)),
+        "metrics": run.case.metrics(),
+        "loss_weights": run.case.loss_weights,
+    }
+    for feature in run.features:
+        options.update(feature.compile(run.case))
+    if hasattr(model, "_parts"):
+        options["run_eagerly"] = True
+    model.compile(optimizer=optimizer, **options)
+    return model
+
+
+def _rate(optimizer: keras.optimizers.Optimizer) -> float:
+    inner = getattr(optimizer, "optimizers", None)
+    if inner is not None:
+        return max(_rate(item) for item in inner)
+    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+
+
+def _named(variables: Sequence[Any], numbered: bool) -> dict[str, np.ndarray]:
+    # Values go through the Keras variable, as a user reads them.
+    return {
+        f"{i}/{v.path}" if numbered else v.path: np.array(keras.ops.convert_to_numpy(v))
+        for i, v in enumerate(variables)
+    }
+
+
+def _numbers(logs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(value, "float64") for name, value in logs.items()}
+
+
+def _inputs(run: Run, with_weights: bool) -> tuple[Any, Any, Any]:
+    x, y, weight = run.case.data(SEED, run.samples)
+    return x, y, weight if with_weights else None
+
+
+def train(run: Run, engine: str) -> Outcome:
+    """Trains, evaluates and predicts once.
+
+    Args:
+        run: What to train.
+        engine: One of `ENGINES`.
+
+    Returns:
+        Everything observable afterwards.
+    """
+    with precision(run.dtype):
+        model = compiled(run, engine)
+        rate = _rate(model.optimizer)
+        weighted = any(feature.sample_weight for feature in run.features)
+        x, y, weight = _inputs(run, weighted)
+        fit_options: dict[str, Any] = {}
+        for feature in run.features:
+            fit_options.update(feature.fit)
+        trace = _BatchLosses()
+        common: dict[str, Any] = {"verbose": 0}
+        if run.source == "dataset":
+            parts = (x, y) if weight is None else (x, y, weight)
+            data = (tf.data.Dataset.from_tensor_slices(parts).batch(run.batch_size),)
+        else:
+            data = (x, y)
+            common |= {"batch_size": run.batch_size, "sample_weight": weight}
+        shuffle = {} if run.source == "dataset" else {"shuffle": False}
+        log = model.fit(
+            *data, epochs=run.epochs, callbacks=[trace], **shuffle, **common, **fit_options
+        )
+        evaluation = model.evaluate(*data, return_dict=True, **common)
+        outputs = model.predict(x, batch_size=run.batch_size, verbose=0)
+        if not isinstance(outputs, dict):
+            outputs = {f"output {i}": v for i, v in enumerate(keras.tree.flatten(outputs))}
+        return Outcome(
+            history=_numbers({**log.history, "batch/loss": trace.losses}),
+            evaluation=_numbers(evaluation),
+            predictions=outputs,
+            weights=_named(model.weights, numbered=False),
+            slots=_named(model.optimizer.variables, numbered=True),
+            drift=rate * run.epochs * -(-run.samples // run.batch_size),
+        )
+
+
+def reference_engine(run: Run) -> str:
+    """ "parts" where the split itself is part of the mathematics, else "plain"."""
+    synchronized = any(feature.synchronized for feature in run.features)
+    splits = run.case.has_batchnorm and run.replicas > 1 and not synchronized
+    return "parts" if splits else "plain"
+
+
+def compare(
+    case: Case,
+    mesh_axes: Mapping[str, int],
+    *,
+    optimizer: Callable[..., keras.optimizers.Optimizer],
+    engine: str = "kdist",
+    reference: str | None = None,
+    tolerance: Tolerance | None = None,
+    **options: Any,
+) -> tuple[Outcome, Outcome]:
+    """Trains on one plain device and under `engine` from the same weights, and compares.
+
+    Args:
+        case: The model and its data.
+        mesh_axes: Mesh axis -> size, e.g. `{"data": 2, "model": 2}`.
+        optimizer: Makes an optimizer; takes the options of the features by keyword.
+        engine: The engine under test, one of `ENGINES`.
+        reference: Engine of the reference; None chooses by `reference_engine`.
+        tolerance: How far the runs may be apart; None takes that of the dtype.
+        **options: Further fields of `Run`.
+
+    Returns:
+        The outcomes of the reference and of the engine.
+
+    Raises:
+        EquivalenceError: When they differ, naming the worst tensor.
+    """
+    run = Run(case=case, mesh_axes=mesh_axes, optimizer=optimizer, **options)
+    expected = train(run, reference or reference_engine(run))
+    actual = train(run, engine)
+    check(
+        expected,
+        actual,
+        tolerance or TOLERANCES[run.dtype],
+        case.zero_gradient_paths,
+        title=f"{run.title} [{engine}]",
+    )
+    return expected, actual

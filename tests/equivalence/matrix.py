@@ -1,0 +1,42 @@
+"""Meshes, and a way to write a matrix of which a spread runs by default."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+MESHES: Mapping[str, Mapping[str, int]] = {
+    "data2": {"data": 2},
+    "data4": {"data": 4},
+    "data8": {"data": 8},
+    "model2": {"model": 2},
+    "model4": {"model": 4},
+    "data2_model2": {"data": 2, "model": 2},
+    "data2_model4": {"data": 2, "model": 4},
+}
+
+
+def spread(rows: Iterable[Sequence[Any]], default: Iterable[Sequence[Any]]) -> list[Any]:
+    """Parameters for `pytest.mark.parametrize`: rows outside `default` are marked long.
+
+    Raises:
+        ValueError: If a default row is not in the matrix (a renamed row must not vanish).
+    """
+    rows = [tuple(row) for row in rows]
+    chosen = {tuple(row) for row in default}
+    if not chosen <= set(rows):
+        raise ValueError(
+            f"default rows must be rows of the matrix. Received: {sorted(chosen - set(rows))}"
+        )
+    return [
+        pytest.param(*row, id="-".join(map(str, row)), marks=() if row in chosen else pytest.mark.long)
+        for row in rows
+    ]
+
+
+def product(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Every combination."""
+    return list(itertools.product(*factors))

@@ -1,0 +1,205 @@
+"""What a run leaves behind, and the check that two runs left the same.
+
+The yardstick of float64 is a relative 1e-9 of each tensor's own scale (its largest magnitude). Two
+correct programs differ by rounding, some 1e-15 of the terms that they add up, so 1e-9 leaves room
+for deep sums and cancellation and still sees one example in a billion counted wrong.
+
+A tensor far smaller than its kind (a bias that should stay zero, moved by rounding alone) has no
+scale of its own worth measuring by, so the allowance has a floor: 1e-12 of the largest tensor of
+the same kind, where weights, predictions and each kind of optimizer slot are kinds. Kinds matter:
+second moments are squares of gradients, and a floor taken from weights would hide them.
+
+Parameters whose true gradient is zero are the exception: an optimizer that normalises (Lion takes
+the sign) turns rounding into whole steps of the learning rate, in every implementation. The
+model's function does not depend on them, which the comparison of predictions confirms, so they are
+held to the distance that such steps can span.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+Arrays = Mapping[str, np.ndarray]
+EXAMPLES_SHOWN = 6
+
+
+class EquivalenceError(AssertionError):
+    """Two runs that must be equal are not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """How far two runs may be apart.
+
+    Attributes:
+        relative: Allowance relative to a tensor's largest magnitude.
+        floor: Allowance relative to the largest magnitude of the tensor's kind.
+        parts: The parts of an `Outcome` that are compared.
+    """
+
+    relative: float
+    floor: float
+    parts: tuple[str, ...] = ("history", "evaluation", "predictions", "weights", "slots")
+
+
+FLOAT64 = Tolerance(relative=1e-9, floor=1e-12)
+# After 20 steps in float32 only the loss has a bound that holds for every model.
+FLOAT32 = Tolerance(relative=1e-5, floor=1e-5, parts=("history",))
+# A mixed policy rounds every activation to 8 (bfloat16) or 11 (float16) bits, and sums in another order.
+HALF = Tolerance(relative=2e-2, floor=2e-2, parts=("history",))
+TOLERANCES: Mapping[str, Tolerance] = {
+    "float64": FLOAT64,
+    "float32": FLOAT32,
+    "mixed_float16": HALF,
+    "mixed_bfloat16": HALF,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Everything observable after training.
+
+    Attributes:
+        history: Name -> value per epoch and (`batch/...`) per batch.
+        evaluation: Name -> value of `evaluate`.
+        predictions: Output name -> array.
+        weights: Variable path -> array, in Keras's order.
+        slots: Optimizer variable path -> array, in Keras's order.
+        drift: How far rounding alone can move a parameter: learning rate times updates.
+    """
+
+    history: Arrays
+    evaluation: Arrays
+    predictions: Arrays
+    weights: Arrays
+    slots: Arrays
+    drift: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Mismatch:
+    """One tensor out of tolerance; `excess` is the difference over the allowance."""
+
+    name: str
+    text: str
+    excess: float
+
+
+def _kind(part: str, name: str) -> str:
+    # Slots are named `<optimizer>/<variable>_<slot>`; a count or a scale is a kind of its own.
+    return f"{part}:{name.rsplit('_', 1)[-1]}" if part == "slots" else f"{part}:"
+
+
+def _magnitude(array: np.ndarray) -> float:
+    values = np.abs(np.asarray(array, dtype="float64"))
+    values = values[np.isfinite(values)]
+    return float(values.max()) if values.size else 0.0
+
+
+def _drifts(name: str, patterns: Sequence[str]) -> bool:
+    flat = re.sub(r"\W", "_", name)
+    return any(re.search(re.sub(r"/", "_", pattern), flat) for pattern in patterns)
+
+
+def _compare_array(
+    name: str, expected: np.ndarray, actual: np.ndarray, allowed: float
+) -> Mismatch | None:
+    expected, actual = np.asarray(expected), np.asarray(actual)
+    if expected.shape != actual.shape:
+        return Mismatch(name, f"shape {actual.shape}, expected {expected.shape}", np.inf)
+    if expected.dtype != actual.dtype:
+        return Mismatch(name, f"dtype {actual.dtype}, expected {expected.dtype}", np.inf)
+    left, right = expected.astype("float64"), actual.astype("float64")
+    agree = (left == right) | (np.isnan(left) & np.isnan(right))
+    with np.errstate(invalid="ignore"):
+        error = np.where(agree, 0.0, np.abs(left - right))
+    error = np.where(np.isnan(error), np.inf, error)
+    worst = float(error.max()) if error.size else 0.0
+    if worst <= allowed:
+        return None
+    index = tuple(int(i) for i in np.unravel_index(int(error.argmax()), error.shape))
+    scale = _magnitude(expected)
+    text = (
+        f"off by {worst:.3e} (allowed {allowed:.3e}, scale {scale:.3e}, relative "
+        f"{worst / scale if scale else np.inf:.3e}) at {index}: expected "
+        f"{left[index]:.17g}, got {right[index]:.17g}; {int((error > allowed).sum())} of "
+        f"{error.size} entries off"
+    )
+    return Mismatch(name, text, worst / allowed if allowed else np.inf)
+
+
+def _mismatches(
+    part: str,
+    expected: Arrays,
+    actual: Arrays,
+    tolerance: Tolerance,
+    drift: float,
+    zero_gradient_paths: Sequence[str],
+) -> Iterator[Mismatch]:
+    if list(expected) != list(actual):
+        extra = [name for name in actual if name not in expected]
+        lost = [name for name in expected if name not in actual]
+        text = f"names or their order differ: missing {lost}, unexpected {extra}"
+        if not extra and not lost:
+            text += f": expected {list(expected)}, got {list(actual)}"
+        yield Mismatch(f"{part}", text, np.inf)
+    scales: dict[str, float] = {}
+    for name, array in expected.items():
+        kind = _kind(part, name)
+        scales[kind] = max(scales.get(kind, 0.0), _magnitude(array))
+    for name, array in expected.items():
+        if name not in actual:
+            continue
+        allowed = tolerance.relative * _magnitude(array)
+        allowed = max(allowed, tolerance.floor * scales[_kind(part, name)])
+        if part in ("weights", "slots") and _drifts(name, zero_gradient_paths):
+            # Both runs wander, each at most one learning rate per update.
+            allowed = max(allowed, 2.0 * drift)
+        found = _compare_array(f"{part}: {name}", array, actual[name], allowed)
+        if found is not None:
+            yield found
+
+
+def check(
+    expected: Outcome,
+    actual: Outcome,
+    tolerance: Tolerance = FLOAT64,
+    zero_gradient_paths: Sequence[str] = (),
+    title: str = "",
+) -> None:
+    """Raises when two runs differ.
+
+    Args:
+        expected: Outcome of the reference.
+        actual: Outcome of the run under test.
+        tolerance: How far they may be apart, and what is compared.
+        zero_gradient_paths: Patterns of parameters that only rounding moves.
+        title: What ran, for the message.
+
+    Raises:
+        EquivalenceError: Naming the worst tensors first, or a name that only one run has.
+    """
+    found = [
+        mismatch
+        for part in tolerance.parts
+        for mismatch in _mismatches(
+            part,
+            getattr(expected, part),
+            getattr(actual, part),
+            tolerance,
+            expected.drift,
+            zero_gradient_paths,
+        )
+    ]
+    if not found:
+        return
+    found.sort(key=lambda mismatch: -mismatch.excess)
+    lines = [f"{title or 'runs'}: {len(found)} tensors differ from the reference, worst first:"]
+    lines += [f"  {item.name}: {item.text}" for item in found[:EXAMPLES_SHOWN]]
+    if len(found) > EXAMPLES_SHOWN:
+        lines.append(f"  ... and {len(found) - EXAMPLES_SHOWN} more")
+    raise EquivalenceError("\n".join(lines))

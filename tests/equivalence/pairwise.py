@@ -1,0 +1,89 @@
+"""A small pairwise (all-pairs) covering generator.
+
+Every pair of values of two factors that some allowed row can hold appears in at least one row. The
+greedy idea is that of AETG (Cohen, Dalal, Fredman and Patton, 1997): build one row at a time around
+an uncovered pair, giving every other factor the value that covers the most uncovered pairs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def pairs_of(row: Mapping[str, Any]) -> set[Pair]:
+    """The pairs of (factor, value) that a (possibly partial) row holds."""
+    return set(itertools.combinations(row.items(), 2))
+
+
+def _complete(
+    partial: Row,
+    factors: Mapping[str, Sequence[Any]],
+    allowed: Callable[[Row], bool],
+    wanted: set[Pair],
+) -> Row | None:
+    """Extends `partial` to an allowed row, most uncovered pairs first; None when impossible."""
+    missing = [name for name in factors if name not in partial]
+    if not missing:
+        return {name: partial[name] for name in factors}
+    name = missing[0]
+
+    def gain(value: Any) -> int:
+        row = {**partial, name: value}
+        ordered = {n: row[n] for n in factors if n in row}
+        return len(pairs_of(ordered) & wanted)
+
+    for value in sorted(factors[name], key=gain, reverse=True):
+        row = {**partial, name: value}
+        if allowed(row):
+            done = _complete(row, factors, allowed, wanted)
+            if done is not None:
+                return done
+    return None
+
+
+def cover(
+    factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool] = lambda row: True
+) -> list[Row]:
+    """Rows that cover every feasible pair of values of two factors.
+
+    Args:
+        factors: Factor name -> its values (hashable).
+        allowed: Whether a row is legal. It is asked about partial rows too, and must judge only
+            the factors present.
+
+    Returns:
+        A list of rows, each a dict with every factor. Deterministic.
+
+    Example:
+        >>> rows = cover({"a": (0, 1), "b": (0, 1), "c": (0, 1)})
+        >>> len(rows) < 8
+        True
+    """
+    wanted: set[Pair] = set()
+    for (name_a, values_a), (name_b, values_b) in itertools.combinations(factors.items(), 2):
+        wanted |= {((name_a, a), (name_b, b)) for a in values_a for b in values_b}
+    order = [pair for pair in _ordered_pairs(factors)]
+    rows: list[Row] = []
+    for pair in order:
+        if pair not in wanted:
+            continue
+        partial = dict(pair)
+        row = _complete(partial, factors, allowed, wanted) if allowed(partial) else None
+        if row is None:
+            wanted.discard(pair)
+            continue
+        rows.append(row)
+        wanted -= pairs_of(row)
+    return rows
+
+
+def _ordered_pairs(factors: Mapping[str, Sequence[Any]]) -> list[Pair]:
+    pairs: list[Pair] = []
+    for (name_a, values_a), (name_b, values_b) in itertools.combinations(factors.items(), 2):
+        pairs.extend(((name_a, a), (name_b, b)) for a in values_a for b in values_b)
+    return pairs

@@ -1,0 +1,53 @@
+"""Each feature that changes a loss, a gradient or an update, alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from .features import BY_NAME as FEATURES
+from .harness import compare
+from .matrix import MESHES, spread
+from .optimizer_zoo import OPTIMIZERS
+from .zoo import BY_NAME, ZOO
+
+# Where a feature behaves differently from model to model, its long rows name the model.
+ROWS = [
+    (feature.name, case.name, mesh)
+    for feature in FEATURES.values()
+    for case in ZOO
+    for mesh in ("data4", "data2_model2")
+    if feature.fits(case) and case.name in ("mlp", "encoder", "resnet", "two_tower", "dlrm")
+]
+DEFAULT = [
+    ("sample_weight", "encoder", "data4"),
+    ("class_weight", "mlp", "data4"),
+    ("reduction_sum", "two_tower", "data4"),
+    ("mean_with_sample_weight", "mlp", "data4"),
+    ("add_loss", "mlp", "data4"),
+    ("kernel_regularizer", "mlp", "data2_model2"),
+    ("activity_regularizer", "mlp", "data4"),
+    ("constraint", "mlp", "data2_model2"),
+    ("frozen", "two_tower", "data4"),
+    ("synchronized_batchnorm", "resnet", "data4"),
+    ("gradient_accumulation", "mlp", "data4"),
+    ("global_clipnorm", "mlp", "data2_model2"),
+    ("clipnorm", "mlp", "data2_model2"),
+    ("ema_overwrite", "mlp", "data4"),
+    ("weight_decay_exclude", "mlp", "data4"),
+    ("schedule", "mlp", "data4"),
+    ("label_metrics", "mlp", "data4"),
+    ("binary_metrics", "dlrm", "data4"),
+    ("own_compute_loss", "mlp", "data4"),
+    ("own_compute_metrics", "mlp", "data4"),
+]
+
+
+@pytest.mark.parametrize(("feature", "name", "mesh"), spread(ROWS, DEFAULT))
+def test_feature_equals_one_device(feature: str, name: str, mesh: str, engine: str) -> None:
+    compare(
+        BY_NAME[name],
+        MESHES[mesh],
+        optimizer=OPTIMIZERS["adamw" if feature.startswith("weight_decay") else "adam"],
+        engine=engine,
+        features=(FEATURES[feature],),
+    )

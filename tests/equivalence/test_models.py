@@ -1,0 +1,47 @@
+"""Every kind of model, on every kind of mesh, equals one plain device."""
+
+from __future__ import annotations
+
+import pytest
+
+from .harness import compare
+from .matrix import MESHES, product, spread
+from .optimizer_zoo import OPTIMIZERS
+from .zoo import BY_NAME
+
+DEFAULT = [
+    ("mlp", "data2_model2"),
+    ("shared_mlp", "data4"),
+    ("gpt", "data2_model2"),
+    ("gpt_tied", "data2"),
+    ("encoder", "data4"),
+    ("encoder", "model2"),
+    ("resnet", "data2"),
+    ("lstm", "data2"),
+    ("lstm", "model2"),
+    ("two_tower", "data8"),
+    ("dlrm", "model4"),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh"), spread(product(BY_NAME, MESHES), DEFAULT))
+def test_model_on_mesh_equals_one_device(name: str, mesh: str, engine: str) -> None:
+    compare(BY_NAME[name], MESHES[mesh], optimizer=OPTIMIZERS["adam"], engine=engine)
+
+
+@pytest.mark.parametrize("source", ["numpy", "dataset"])
+def test_source_of_data_does_not_matter(source: str, engine: str) -> None:
+    compare(
+        BY_NAME["two_tower"],
+        {"data": 2},
+        optimizer=OPTIMIZERS["sgd_momentum"],
+        engine=engine,
+        source=source,
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BY_NAME)
+def test_axis_called_batch_is_the_data_axis(name: str, engine: str) -> None:
+    axes = {"batch": 2, "model": 2}
+    compare(BY_NAME[name], axes, optimizer=OPTIMIZERS["adam"], engine=engine)

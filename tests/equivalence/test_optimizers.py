@@ -1,0 +1,33 @@
+"""Every optimizer that Keras ships leaves the same weights and the same slots."""
+
+from __future__ import annotations
+
+import pytest
+
+from .harness import compare
+from .matrix import MESHES, product, spread
+from .optimizer_zoo import OPTIMIZERS, shipped
+from .zoo import BY_NAME
+
+DEFAULT = [
+    ("sgd_nesterov", "mlp", "data2"),
+    ("adam_amsgrad", "mlp", "data2"),
+    ("adafactor", "mlp", "data2_model2"),
+    ("lion", "mlp", "data2"),
+    ("lamb", "mlp", "data2_model2"),
+    ("muon", "mlp", "data2_model2"),
+    ("schedule_free_adamw", "mlp", "data2"),
+    ("loss_scale_sgd", "mlp", "data2"),
+    ("multi", "mlp", "data2"),
+]
+ROWS = product(OPTIMIZERS, ("mlp", "gpt_tied", "dlrm"), ("data2", "data2_model2", "model4"))
+
+
+@pytest.mark.parametrize(("optimizer", "name", "mesh"), spread(ROWS, DEFAULT))
+def test_optimizer_equals_one_device(optimizer: str, name: str, mesh: str, engine: str) -> None:
+    compare(BY_NAME[name], MESHES[mesh], optimizer=OPTIMIZERS[optimizer], engine=engine)
+
+
+def test_no_shipped_optimizer_is_left_out() -> None:
+    tested = {type(factory()).__name__ for factory in OPTIMIZERS.values()}
+    assert tested == shipped()

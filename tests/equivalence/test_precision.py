@@ -1,0 +1,116 @@
+"""float32, and mixed policies with their loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import keras
+import numpy as np
+import pytest
+
+from .harness import Run, compare, compiled, precision
+from .matrix import MESHES, product, spread
+from .optimizer_zoo import OPTIMIZERS
+from .zoo import BY_NAME
+
+ROWS = product(BY_NAME, ("data4", "data2_model2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), spread(ROWS, [("mlp", "data4"), ("gpt_tied", "data2_model2")])
+)
+def test_float32_loss_over_20_steps(name: str, mesh: str, engine: str) -> None:
+    compare(
+        BY_NAME[name],
+        MESHES[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        engine=engine,
+        dtype="float32",
+        samples=32,
+        epochs=5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "dtype"),
+    spread(
+        [(*row, dtype) for row in ROWS for dtype in ("mixed_float16", "mixed_bfloat16")],
+        [("mlp", "data4", "mixed_float16"), ("mlp", "data2_model2", "mixed_bfloat16")],
+    ),
+)
+def test_mixed_policy_loss(name: str, mesh: str, dtype: str, engine: str) -> None:
+    expected, actual = compare(
+        BY_NAME[name],
+        MESHES[mesh],
+        optimizer=OPTIMIZERS["sgd_momentum"],
+        engine=engine,
+        dtype=dtype,
+    )
+    # Weights stay float32, and counts and the loss scale are exact, however the rest is rounded.
+    for part in ("weights", "slots"):
+        left, right = getattr(expected, part), getattr(actual, part)
+        assert list(left) == list(right)
+        for path in left:
+            assert left[path].dtype == right[path].dtype, path
+            if path.endswith(("iteration", "step_counter", "dynamic_scale", "learning_rate")):
+                np.testing.assert_array_equal(left[path], right[path], err_msg=path)
+
+
+def _state(model: keras.Model) -> dict[str, np.ndarray]:
+    variables = [*model.weights, *model.optimizer.variables]
+    return {v.path: np.array(keras.ops.convert_to_numpy(v)) for v in variables}
+
+
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize("row", [0, 7])
+def test_one_overflow_anywhere_skips_the_step_everywhere(
+    axes: Mapping[str, int], row: int, engine: str
+) -> None:
+    run = Run(
+        case=BY_NAME["mlp"],
+        mesh_axes=axes,
+        optimizer=OPTIMIZERS["adam"],
+        dtype="mixed_float16",
+    )
+    with precision(run.dtype):
+        model = compiled(run, engine)
+        assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+        x, y, _ = run.case.data(0, 8)
+        model.train_on_batch(x, y)
+        before = _state(model)
+        broken = x.copy()
+        broken[row] = np.inf
+        model.train_on_batch(broken, y)
+        after = _state(model)
+        scales = [path for path in before if path.endswith("dynamic_scale")]
+        assert len(scales) == 1
+        assert after[scales[0]] == before[scales[0]] / 2
+        for path, value in before.items():
+            if not path.endswith(("dynamic_scale", "step_counter")):
+                np.testing.assert_array_equal(after[path], value, err_msg=path)
+        model.train_on_batch(x, y)
+        moved = _state(model)
+        assert (moved["up/kernel"] != after["up/kernel"]).any()
+        assert np.isfinite(moved["up/kernel"]).all()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_loss_scale_optimizer_around_sgd_skips_too(dtype: str, engine: str) -> None:
+    run = Run(
+        case=BY_NAME["mlp"],
+        mesh_axes={"data": 4},
+        optimizer=OPTIMIZERS["loss_scale_sgd"],
+        dtype=dtype,
+    )
+    with precision(dtype):
+        model = compiled(run, engine)
+        x, y, _ = run.case.data(0, 8)
+        model.train_on_batch(x, y)
+        before = _state(model)
+        x[5] = np.nan
+        model.train_on_batch(x, y)
+        after = _state(model)
+        for path, value in before.items():
+            if not path.endswith(("dynamic_scale", "step_counter")):
+                np.testing.assert_array_equal(after[path], value, err_msg=path)

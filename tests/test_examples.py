@@ -1,0 +1,122 @@
+"""The examples run at small sizes, learn, and show what their texts promise."""
+
+import re
+
+import click_through
+import digits_conv
+import hybrid_matmul
+import numpy as np
+import pytest
+import train_gpt
+
+import click_data
+import example_flags
+import text_data
+
+SMALL_GPT = ["--depth=1", "--width=32", "--heads=2", "--length=32", "--batch=16", "--megabytes=0.2"]
+UNIFORM = np.log(256)  # nats per byte of a model that knows nothing
+
+
+def run_gpt(*flags: str) -> float:
+    return train_gpt.main(["train_gpt", *SMALL_GPT, *flags])
+
+
+@pytest.mark.parametrize("mesh", ["data=2,model=2", "data=4", "model=2"])
+def test_train_gpt_learns_on_each_mesh(mesh, capsys):
+    loss = run_gpt(f"--mesh={mesh}", "--steps=40", "--sample=0")
+    # 3.5 nats is about what the frequencies of single bytes give; guessing gives 5.55.
+    assert loss < 4.0 < UNIFORM
+    out = capsys.readouterr().out
+    assert f"held-out loss: {loss:.3f}" in out
+    assert "tokens/s" in out
+
+
+def test_train_gpt_does_not_depend_on_the_mesh():
+    losses = [
+        run_gpt(f"--mesh={mesh}", "--steps=6", "--sample=0")
+        for mesh in ("data=1", "data=2,model=2")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-4)
+
+
+def test_train_gpt_writes_text(capsys):
+    run_gpt("--steps=2", "--sample=40")
+    samples = capsys.readouterr().out.split("tokens/s\n")[-1]
+    assert samples.strip().startswith("def ")
+
+
+def test_generate_is_repeatable_and_slides_past_the_window():
+    class Follows:
+        """Always continues with the next byte of the alphabet."""
+
+        input_shape = (None, 4)
+
+        def predict_on_batch(self, window):
+            return 100.0 * np.eye(256)[(window + 1) % 256]
+
+    text = train_gpt.generate(Follows(), [b"ab", b"m"], count=6, seed=1)
+    assert text == [b"abcdefgh", b"mnopqrs"]
+
+
+def test_text_is_split_by_file_and_the_same_every_time():
+    corpus, again = text_data.load(0.3), text_data.load(0.3)
+    assert len(corpus.train) > len(corpus.held_out) > 0
+    np.testing.assert_array_equal(corpus.train, again.train)
+    assert corpus.held_out.tobytes() not in corpus.train.tobytes()
+
+
+def test_targets_are_the_next_bytes():
+    x, y = text_data.windows(np.arange(50, dtype=np.uint8), 7, 5, np.random.default_rng(0))
+    assert x.shape == y.shape == (7, 5)
+    np.testing.assert_array_equal(x + 1, y)
+
+
+def test_a_window_longer_than_the_text_is_refused():
+    with pytest.raises(ValueError, match=r"needs a text of at least 11.*Received: text of 5 bytes"):
+        text_data.windows(np.zeros(5, np.uint8), 1, 10, np.random.default_rng(0))
+
+
+def test_click_through_learns(capsys):
+    flags = ["--rows=128", "--rows=64", "--rows=16", "--examples=12000", "--batch=64", "--epochs=1"]
+    auc = click_through.main(["click_through", *flags])
+    assert auc > 0.6
+    out = capsys.readouterr().out
+    assert "auc:" in out, "the progress bar shows the metric"
+    assert f"held-out AUC: {auc:.4f}" in out
+
+
+def test_clicks_use_the_rows_of_each_table():
+    clicks = click_data.make(2000, (32, 8), numbers=3, seed=0)
+    assert clicks.categories.max(axis=0).tolist() == [31, 7]
+    assert 0.2 < clicks.clicked.mean() < 0.8
+
+
+def test_digits_conv_learns():
+    assert digits_conv.main(["digits_conv", "--epochs=4", "--filters=8"]) > 0.85
+
+
+def test_hybrid_matmul_gathers_exactly_once(capsys):
+    loss = hybrid_matmul.main(["hybrid_matmul", "--epochs=2"])
+    assert loss < np.log(10)
+    report = capsys.readouterr().out.split("Epoch 1/")[0]
+    assert len(re.findall(r"\bgather\b|\ball-gather\b", report.lower())) == 1
+
+
+@pytest.mark.parametrize("text", ["data", "data=", "=2", "data=two", "data=2;model=2"])
+def test_a_mesh_that_cannot_be_read_is_refused(text):
+    with pytest.raises(ValueError, match="axis=size"):
+        example_flags.parse_mesh(text)
+
+
+def test_help_lists_the_flags(capsys):
+    with pytest.raises(SystemExit) as stop:
+        train_gpt.main(["train_gpt", "--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert "nats per byte" in out
+    assert "--mesh" in out
+
+
+def test_unknown_flags_are_refused():
+    with pytest.raises(SystemExit, match="meshes"):
+        digits_conv.main(["digits_conv", "--meshes=data=4"])
