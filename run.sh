@@ -31,8 +31,8 @@ find_python() {
             return
         fi
     done
-    fail "needs Python 3.11, 3.12 or 3.13. Put it on PATH, or name it: PYTHON=/path/to/python3 sh run.sh" \
-        "... Received: $(python3 --version 2>&1 || echo 'no python3')"
+    fail "needs Python 3.11, 3.12 or 3.13 on PATH, or named: PYTHON=/path/to/python3 sh run.sh." \
+        "Received: PYTHON=${PYTHON:-}, python3=$(python3 --version 2>&1 || echo none)"
 }
 
 # What the environment depends on: the pinned versions, the package's own metadata, where it lies.

@@ -4,7 +4,9 @@
     sh run.sh bench --with-jax       and Keras on JAX, in an environment of its own
 
 Each configuration is a process of its own and stays alive; the rounds go through all of them in
-turn (A B C A B C), so what slows the machine for a while slows every row. Shown are medians: they
+turn (A B C A B C), so what slows the machine for a while slows every row. The column
+"computing" counts the devices that computed: a time for a mesh of four of which two compute is
+not the time of that mesh. Shown are medians: they
 compare rows of one run, and say nothing about another machine. Results go to benchmarks/results/ as
 JSON.
 """
@@ -26,9 +28,9 @@ from typing import IO, Any
 from absl import flags
 from rich.console import Console
 from rich.table import Table
-from step_worker import MARK
 
 import step_configurations as rows
+from step_worker import MARK
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parent
@@ -38,7 +40,7 @@ console = Console(stderr=True)
 class Worker:
     """A process that runs one configuration; see `step_worker.py`."""
 
-    def __init__(self, configuration: rows.Configuration, python: str):
+    def __init__(self, configuration: rows.Configuration, python: str, *options: str):
         self.configuration = configuration
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - see close()
         path = [str(CHECKOUT / "examples"), os.environ.get("PYTHONPATH", "")]
@@ -48,7 +50,7 @@ class Worker:
         }
         record = json.dumps(dataclasses.asdict(configuration))
         self.process = subprocess.Popen(
-            [python, str(HERE / "step_worker.py"), record],
+            [python, str(HERE / "step_worker.py"), record, *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -122,6 +124,32 @@ def measure(
     return records
 
 
+def add_devices(
+    records: list[dict[str, Any]], configurations: Sequence[rows.Configuration]
+) -> None:
+    """Adds to each TensorFlow row `devices`: the numbers of those that computed."""
+    for record, row in zip(records, configurations, strict=True):
+        if row.runner == "jax" or "error" in record:
+            continue
+        with console.status(f"{row.name}: which devices compute"):
+            try:
+                worker = Worker(row, sys.executable, "--devices")
+            except RuntimeError as error:
+                record["error"] = str(error)
+                console.print(f"[red]{row.name}: failed[/red]\n{error}", highlight=False)
+                continue
+            record |= worker.first
+            worker.close()
+
+
+def computing(record: dict[str, Any]) -> str:
+    """Says how many of a row's devices compute, such as `"2 of 4"`; `"?"` where nobody looked."""
+    total = 1
+    for _, size in record["axes"]:
+        total *= size
+    return f"{len(record['devices'])} of {total}" if "devices" in record else "?"
+
+
 def jax_python(folder: Path) -> str:
     """Returns the Python of an environment with Keras on JAX, made in `folder` if need be."""
     python = folder / "bin" / "python"
@@ -143,15 +171,20 @@ def step_table(records: list[dict[str, Any]]) -> Table:
     """Makes the table of step times; ratios are to the first row."""
     table = Table(title="training step, same model and global batch")
     table.add_column("configuration", no_wrap=True)
-    for column in ("first step, s", "median step, s", "to plain", "first loss"):
+    for column in ("computing", "first step, s", "median step, s", "to plain", "loss"):
         table.add_column(column, justify="right")
     base = statistics.median(records[0]["steps_s"]) if records[0].get("steps_s") else float("nan")
     for record in records:
         if "error" in record:
-            table.add_row(record["name"], "failed", "", "", "")
+            table.add_row(record["name"], "", "failed", "", "", "")
             continue
         step = statistics.median(record["steps_s"]) if record["steps_s"] else float("nan")
-        cells = (f"{record['first_step_s']:.1f}", f"{step:.3f}", f"{step / base:.2f}")
+        cells = (
+            computing(record),
+            f"{record['first_step_s']:.1f}",
+            f"{step:.3f}",
+            f"{step / base:.2f}",
+        )
         table.add_row(record["name"], *cells, f"{record['first_loss']:.4f}")
     return table
 
@@ -208,6 +241,7 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
     pythons = {"jax": jax_python(Path(args.jax_venv))} if args.with_jax else {}
 
     steps = measure(chosen, pythons, args.rounds, args.steps)
+    add_devices(steps, chosen)
     Console().print(step_table(steps))
     growth: list[dict[str, Any]] = []
     if args.growth:
@@ -235,4 +269,7 @@ def _underscored(argument: str) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    results = main(sys.argv)
+    sys.exit(
+        any("error" in r for kind in ("step_rows", "growth_rows") for r in results.get(kind, ()))
+    )

@@ -2,7 +2,7 @@
 
 Started by `step_time.py` with the configuration as JSON. It answers on standard output, one line of
 JSON after the mark `@step `: first the seconds of the first step, then, for each line "n" that it
-reads, the seconds of n further steps.
+reads, the seconds of n further steps. With `--devices` it answers which devices computed, and ends.
 """
 
 import json
@@ -23,6 +23,12 @@ def main() -> None:
     configuration = rows.from_json(json.loads(sys.argv[1]))
     started = time.perf_counter()
     step = RUNNERS[configuration.runner](configuration)
+    if "--devices" in sys.argv[2:]:
+        # Watching slows the first step, so this is a process of its own that times nothing.
+        from compute_devices import compute_devices
+
+        answer(devices=sorted(compute_devices(step)))
+        return
     ready = time.perf_counter()
     loss = step()
     answer(
@@ -116,7 +122,7 @@ def build(sizes: rows.Sizes) -> Any:
     import gpt_model
 
     keras.utils.set_random_seed(0)
-    heads = max(1, sizes.width // 64)
+    heads = max(4, sizes.width // 64)  # the widest mesh cuts them by 4
     return gpt_model.build(
         gpt_model.GPTSizes(sizes.vocabulary, sizes.length, sizes.width, sizes.layers, heads)
     )

@@ -1,12 +1,38 @@
-"""kdist: hybrid-parallel training for Keras 3 on TensorFlow."""
-import os
-os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-import tensorflow as tf
+"""kdist: hybrid-parallel training for Keras 3 on the TensorFlow backend.
 
-from kdist.config import ParallelConfig
-from kdist.declare import shard
-from kdist.mesh import mesh
-from kdist.parallel import parallelize
+Example:
+    >>> import keras, kdist
+    >>> kdist.init(cpu_devices=8)
+    >>> mesh = kdist.mesh(data=2, model=2)
+    >>> config = kdist.ParallelConfig(mesh=mesh, layout_map={".*up/kernel": (None, "model")})
+    >>> model = kdist.parallelize(build_model(), config)
+    >>> model.compile("adam", "mse")
+    >>> model.fit(x, y)
+"""
 
-def init(cpu_devices=None):
-    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0],[tf.config.LogicalDeviceConfiguration()]*cpu_devices)
+# Before anything that imports TensorFlow or Keras; the order of these imports matters.
+from kdist._environment import init, prepare
+
+prepare()
+
+from kdist import callbacks, layers  # noqa: E402
+from kdist.config import ParallelConfig  # noqa: E402
+from kdist.declare import shard  # noqa: E402
+from kdist.loop import apply_gradients, gradients, reduce  # noqa: E402
+from kdist.mesh import mesh  # noqa: E402
+from kdist.parallel import parallelize  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ParallelConfig",
+    "apply_gradients",
+    "callbacks",
+    "gradients",
+    "init",
+    "layers",
+    "mesh",
+    "parallelize",
+    "reduce",
+    "shard",
+]

@@ -167,3 +167,8 @@ def set_weight_decay_rules(optimizer: Any, keys: set, pattern: Any) -> None:
 def variable_key(optimizer: Any, variable: keras.Variable) -> Any:
     """The key under which an optimizer knows a variable."""
     return optimizer._var_key(variable)
+
+
+def call_flat(concrete: Any, inputs: list[Any], captures: list[Any]) -> Any:
+    """Calls a concrete function with captures of the caller's choice (DTensors, on a mesh)."""
+    return concrete._call_flat(inputs, captures)

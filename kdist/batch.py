@@ -25,6 +25,7 @@ class SplitBatch:
         counts: Rows that count, one scalar int32 tensor per replica.
         size: Rows of the global batch, scalar int32 tensor.
         static_size: The same if it is known while tracing, else None.
+        full: True if it is known that every replica has rows.
     """
 
     whole: tuple[Any, Any, Any]
@@ -32,6 +33,7 @@ class SplitBatch:
     counts: list[tf.Tensor]
     size: tf.Tensor
     static_size: int | None
+    full: bool
 
 
 def part_bounds(size: int, replicas: int) -> list[tuple[int, int]]:
@@ -67,13 +69,15 @@ def split(x: Any, y: Any, sample_weight: Any, replicas: int) -> SplitBatch:
     size = tf.shape(first)[0] if static is None else tf.constant(static, tf.int32)
     whole = (x, y, sample_weight)
     if replicas == 1:
-        return SplitBatch(whole, [whole], [size], size, static)
-    if static is not None and static % replicas == 0:
+        return SplitBatch(whole, [whole], [size], size, static, True)
+    if static is not None and static > 0 and static % replicas == 0:
         step = static // replicas
         bounds = [(r * step, (r + 1) * step) for r in range(replicas)]
         counts = [tf.constant(step, tf.int32)] * replicas
         parts = [_take(whole, a, b) for a, b in bounds]
-        return SplitBatch(whole, parts, counts, size, static)
+        return SplitBatch(whole, parts, counts, size, static, True)
+    if static is not None and tf.executing_eagerly():
+        return _split_eagerly(whole, static, replicas)
     quotient, extra = size // replicas, size % replicas
     parts, counts = [], []
     for r in range(replicas):
@@ -82,7 +86,16 @@ def split(x: Any, y: Any, sample_weight: Any, replicas: int) -> SplitBatch:
         end = tf.maximum(begin + count, 1)
         parts.append(_take(whole, tf.where(count > 0, begin, end - 1), end))
         counts.append(count)
-    return SplitBatch(whole, parts, counts, size, static)
+    full = static is not None and static >= replicas
+    return SplitBatch(whole, parts, counts, size, static, full)
+
+
+def _split_eagerly(whole: Any, size: int, replicas: int) -> SplitBatch:
+    """`split` of a batch whose size is at hand."""
+    bounds = part_bounds(size, replicas)
+    parts = [_take(whole, a, b) if b > a else _take(whole, size - 1, size) for a, b in bounds]
+    counts = [tf.constant(b - a, tf.int32) for a, b in bounds]
+    return SplitBatch(whole, parts, counts, tf.constant(size), size, size >= replicas)
 
 
 def _take(data: Any, begin: Any, end: Any) -> Any:

@@ -96,7 +96,7 @@ def shard(
     if isinstance(target, keras.layers.Layer):
         operands = None if in_strategy is None else split_operands(in_strategy, "in_strategy")
         declaration = ShardDeclaration(operands, out, _check_weights(weights))
-        # Past Keras's tracker, which would wrap the dict and may be locked after build.
+        # Past the layer's own __setattr__ and Keras's tracker: a declaration is no state of it.
         object.__setattr__(target, _ATTRIBUTE, declaration)
         return target
     if not isinstance(target, keras.KerasTensor | tf.Tensor):

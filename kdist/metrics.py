@@ -69,7 +69,6 @@ def _chain(
 ) -> None:
     variables = container.variables
     state = [tf.convert_to_tensor(v.value) for v in variables]
-    whole_parts = batch.static_size is not None and batch.static_size >= len(outputs)
     for r, device in enumerate(devices):
         with tf.device(device):
             scope = keras.StatelessScope(list(zip(variables, state)))
@@ -78,7 +77,7 @@ def _chain(
                 predicted = attach_masks(outputs[r], masks[r])
                 container.update_state(y, predicted, sample_weight=sample_weight)
             new = [scope.get_current_value(v) for v in variables]
-            if not whole_parts:
+            if not batch.full:
                 used = batch.counts[r] > 0
                 new = [tf.where(used, a, b) for a, b in zip(new, state)]
         state = new

@@ -7,6 +7,7 @@ class.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,8 @@ from kdist.metrics import overrides
 from kdist.optimizer.update import DistributedUpdate
 from kdist.plain import PlainRunner
 from kdist.program import Program
+from kdist.spmd_runner import SpmdRunner
+from kdist.spmd_step import SpmdFunction, SpmdStep
 from kdist.step import Step
 from kdist.store import ModelLayouts, place_weights, placements
 from kdist.variables import Stored, materialised
@@ -94,6 +97,10 @@ class Parallel:
         config: What `parallelize` was given.
         topology: The mesh.
         entries: Local variables behind each weight, by identity of the weight.
+        layouts: The resolved layouts, once the model is built.
+        program: The model's pure functions, once compiled and used.
+        update: The distributed optimizer, once trained.
+        fallbacks: Why some function runs on gathered weights, if one does.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
@@ -103,7 +110,9 @@ class Parallel:
         self.entries: dict[int, Stored] = {}
         self.layouts: ModelLayouts | None = None
         self.jit_compile: bool | str = "auto"
-        self._step: Step | None = None
+        self.program: Program | None = None
+        self.update: DistributedUpdate | None = None
+        self.fallbacks: list[str] = []
 
     def install(self) -> None:
         """Attaches to the model and replaces the methods that make its functions."""
@@ -146,7 +155,9 @@ class Parallel:
     def _reset(self, jit_compile: bool | str) -> None:
         self.jit_compile = jit_compile
         self.model.jit_compile = False
-        self._step = None
+        self.program = self.update = None
+        self.__dict__.pop("plain_step", None)
+        self.__dict__.pop("spmd_step", None)
         self.model.train_function = None
         self.model.test_function = None
         self.model.predict_function = None
@@ -154,34 +165,17 @@ class Parallel:
     def make_train_function(self, force: bool = False) -> None:
         """See `keras.Model.make_train_function`."""
         self._refuse_override("train_step")
-        self._make("train_function", force, lambda step: step.train, training=True)
+        self._make("train", force)
 
     def make_test_function(self, force: bool = False) -> None:
         """See `keras.Model.make_test_function`."""
         self._refuse_override("test_step")
-        self._make("test_function", force, lambda step: step.test)
+        self._make("test", force)
 
     def make_predict_function(self, force: bool = False) -> None:
         """See `keras.Model.make_predict_function`."""
         self._refuse_override("predict_step")
-        if self.model.predict_function is not None and not force:
-            return
-        state: dict[str, Callable] = {}
-
-        def predict(batches: list[Any]) -> Any:
-            if not state:
-                one = self.step(batches[0]).predict
-                state["one"] = (
-                    one
-                    if self.model.run_eagerly
-                    else tf.function(one, autograph=False, reduce_retracing=True)
-                )
-            outputs = [state["one"](batch) for batch in batches]
-            if len(outputs) == 1:
-                return outputs[0]
-            return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
-
-        self.model.predict_function = predict
+        self._make("predict", force)
 
     def _refuse_override(self, method: str) -> None:
         if overrides(self.model, method):
@@ -193,48 +187,117 @@ class Parallel:
                 f"Received: model of type {type(self.model).__name__}"
             )
 
-    def _make(
-        self, attribute: str, force: bool, pick: Callable[[Step], Callable], training: bool = False
-    ) -> None:
+    def _make(self, kind: str, force: bool) -> None:
+        """Gives the model a function that builds the real one from the first batch it sees."""
+        attribute = f"{kind}_function"
         if getattr(self.model, attribute) is not None and not force:
             return
-        state: dict[str, Callable] = {}
+        made: dict[str, Callable] = {}
 
-        def function(iterator: Any) -> Any:
-            if not state:
-                iterator, example = peek(iterator)
-                step = self.step(example, training)
-                state["inner"] = self.model._make_function(pick(step))
-            return state["inner"](iterator)
+        def function(source: Any) -> Any:
+            if not made:
+                if kind == "predict":
+                    example = source[0]
+                else:
+                    source, example = peek(source)
+                made["inner"] = self._function(kind, example)
+            return made["inner"](source)
 
         setattr(self.model, attribute, function)
 
-    def step(self, example: Any, training: bool = False) -> Step:
-        """The steps of the compiled model, built on first use.
+    def _function(self, kind: str, example: Any) -> Callable:
+        """What Keras calls: `kind` is "train", "test" or "predict"."""
+        self._prepare(example, training=kind == "train")
+        if self.uses_spmd:
+            function = SpmdFunction(
+                getattr(self.spmd_step, kind),
+                lambda: getattr(self.plain_step, kind),
+                self.model,
+                self.fallbacks.append,
+            )
+            return function.predict if kind == "predict" else function
+        step = getattr(self.plain_step, kind)
+        if kind == "predict":
+            return predict_function(step, self.model.run_eagerly)
+        return self.model._make_function(step)
+
+    @property
+    def uses_spmd(self) -> bool:
+        """Whether slices are DTensor meshes: they have several devices, and no debugging."""
+        return self.topology.inner_size > 1 and not self.model.run_eagerly
+
+    def _prepare(self, example: Any, training: bool) -> None:
+        """Builds what the steps share, on first use.
 
         Args:
             example: A batch, or the specs of one: (x, y, sample_weight).
             training: Whether the optimizer is needed.
         """
-        if self._step is None:
+        if self.program is None:
             self._build(example)
             self.place()
-            program = Program(self.model, self.config.loss_from_layers == "mean")
-            entries = [self.entries[id(v)] for v in program.state.trainable]
-            runner = PlainRunner(
-                program,
-                entries,
-                self.topology,
-                jit_compile=self.jit_compile is True,
-                eager=self.model.run_eagerly,
-            )
-            self._step = Step(self.model, program, runner, None, self.topology)
-        if training and self._step.update is None:
+            if self.jit_compile is True and self.topology.inner_size > 1:
+                raise ValueError(
+                    "XLA cannot compile DTensor programs. Use jit_compile='auto' or False on a "
+                    "mesh with inner axes. "
+                    f"Received: jit_compile=True with inner axes {self.topology.inner_axes}"
+                )
+            self.program = Program(self.model, self.config.loss_from_layers == "mean")
+        if training and self.update is None:
             optimizer = self.model.optimizer
             if not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
-            self._step.update = DistributedUpdate(optimizer, self._step.runner.entries, self.topology)
-        return self._step
+            self.update = DistributedUpdate(optimizer, self._trainable(), self.topology)
+
+    def step_for(self, example: Any) -> Step:
+        """The steps behind the functions for custom loops.
+
+        Args:
+            example: A batch, to build from on first use; None if that has happened.
+
+        Raises:
+            ValueError: Nothing has been built, and there is no batch to build from.
+        """
+        if self.update is None:
+            if example is None:
+                raise ValueError(
+                    "Call kdist.gradients(model, x, y) before kdist.apply_gradients. "
+                    f"Received: model={self.model.name!r}, which has not trained yet"
+                )
+            self._prepare(example, training=True)
+        return self.spmd_step if self.uses_spmd and not self.fallbacks else self.plain_step
+
+    def _trainable(self) -> list[Stored]:
+        assert self.program is not None
+        return [self.entries[id(v)] for v in self.program.state.trainable]
+
+    @functools.cached_property
+    def plain_step(self) -> Step:
+        """Steps on one device per slice."""
+        assert self.program is not None
+        runner = PlainRunner(
+            self.program,
+            self._trainable(),
+            self.topology,
+            jit_compile=self.jit_compile is True,
+            eager=self.model.run_eagerly,
+        )
+        return Step(self, runner)
+
+    @functools.cached_property
+    def spmd_step(self) -> SpmdStep:
+        """Steps on one DTensor mesh per slice."""
+        assert self.program is not None and self.layouts is not None
+        container = _private.compiled_metrics(self.model)
+        runner = SpmdRunner(
+            self.program,
+            self._trainable(),
+            self.topology,
+            self.layouts,
+            alltoall=self.config.enable_alltoall,
+            want_outputs=container is not None or overrides(self.model, "compute_metrics"),
+        )
+        return SpmdStep(self, runner)
 
     def _build(self, example: Any) -> None:
         """Creates the variables of layers, metrics and losses that do not exist yet."""
@@ -249,6 +312,19 @@ class Parallel:
         """`keras.Model.export`, with the weights gathered into plain variables meanwhile."""
         with materialised([entry.variable for entry in self.entries.values()]):
             return type(self.model).export(self.model, *args, **kwargs)
+
+
+def predict_function(step: Callable, eager: bool) -> Callable:
+    """Keras's predict function over a step on plain devices."""
+    one = step if eager else tf.function(step, autograph=False, reduce_retracing=True)
+
+    def predict(batches: list[Any]) -> Any:
+        outputs = [one(batch) for batch in batches]
+        if len(outputs) == 1:
+            return outputs[0]
+        return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+
+    return predict
 
 
 def _as_spec(leaf: Any) -> Any:

@@ -98,7 +98,8 @@ class PlainRunner:
         rows = row_shares(batch)
         firsts = [tf.constant(float(r == 0), tf.float64) for r in range(len(inputs))]
         shares = [self._broadcast_rows(share) for share in rows]
-        if self._needs_counts(function, inputs[0], batch, shares[0], rows[0], firsts[0], extra):
+        values = (shares[0], rows[0], firsts[0], *extra)
+        if self._needs_counts(function, inputs[0], batch, training, values):
             shares = shares_from_counts(self._count(inputs, batch, training))
         results = []
         for r, device in enumerate(self.devices):
@@ -111,15 +112,16 @@ class PlainRunner:
     def _broadcast_rows(self, share: Any) -> Any:
         return tf.fill([len(self.program.kinds)], share)
 
-    def _needs_counts(self, function: Callable, inputs: tuple, batch: SplitBatch, *rest: Any) -> bool:
+    def _needs_counts(
+        self, function: Callable, inputs: tuple, batch: SplitBatch, training: bool, values: tuple
+    ) -> bool:
         """Whether shares depend on masks or weights: known once the program is traced."""
         if len(batch.parts) == 1 or not self.program.kinds:
             return False
         if self.eager:
             return True
-        *values, extra = rest
-        function.get_concrete_function(*inputs, batch.parts[0], *values, *extra)  # type: ignore[attr-defined]
-        return self.program.traced.counts_by_data
+        function.get_concrete_function(*inputs, batch.parts[0], *values)  # type: ignore[attr-defined]
+        return self.program.traced(training).counts_by_data
 
     def _count(self, inputs: list, batch: SplitBatch, training: bool) -> list[Any]:
         counts = []
@@ -190,7 +192,7 @@ class PlainRunner:
         Args:
             results: Per slice, the gradients of the connected variables.
         """
-        where = {v: j for j, v in enumerate(self.program.traced.connected)}
+        where = {v: j for j, v in enumerate(self.program.trained.connected)}
 
         def reduced(variable: int, unit: UpdateUnit) -> Any:
             placement = self.entries[variable].placement

@@ -86,7 +86,12 @@ class Program:
         self.add_loss_mean = add_loss_mean
         self.state = ModelState.of(model)
         self.kinds: list[TermKind] = term_kinds(model)
-        self.traced = Traced()
+        self.trained = Traced()
+        self.tested = Traced()
+
+    def traced(self, training: bool) -> Traced:
+        """What tracing the training, or the inference, pass taught."""
+        return self.trained if training else self.tested
 
     def forward(
         self, params: Sequence[Any], carried: Sequence[Any], x: Any, training: bool
@@ -132,7 +137,7 @@ class Program:
             result = self.loss(params, carried, data, shares, rows_share, first, training=True)
             target = result["loss"] * tf.cast(scale, result["loss"].dtype)
         found = tape.gradient(target, params)
-        self.traced.connected = [i for i, g in enumerate(found) if g is not None]
+        self.trained.connected = [i for i, g in enumerate(found) if g is not None]
         result["gradients"] = [g for g in found if g is not None]
         return result
 
@@ -165,12 +170,12 @@ class Program:
                 "There is no loss to minimise. Pass `loss=` to `compile()`, or call `add_loss` in "
                 f"a layer. Received: model={self.model.name!r}"
             )
-        self.traced.counts_by_data = any(t.counts_by_data for t in terms)
+        self.traced(training).counts_by_data = any(t.counts_by_data for t in terms)
         total = values[0] if len(values) == 1 else ops.sum(ops.stack(values))
         return {
             "loss": total,
             "terms": [t.value for t in terms],
-            "updated": self._collect_updates(scope),
+            "updated": self._collect_updates(scope, self.traced(training)),
             "outputs": outputs,
             "masks": self._masks(outputs),
         }
@@ -223,7 +228,7 @@ class Program:
             sums = [tf.reduce_sum(o * tf.cast(c, o.dtype)) for o, c in pairs]
             target = tf.add_n([tf.cast(s, sums[0].dtype) for s in sums])
         found = tape.gradient(target, params)
-        self.traced.connected = [i for i, g in enumerate(found) if g is not None]
+        self.trained.connected = [i for i, g in enumerate(found) if g is not None]
         return [g for g in found if g is not None]
 
     def collect(
@@ -240,7 +245,7 @@ class Program:
             "added": [ops.sum(value) for value in _private.add_loss_values(scope)],
             "penalties": penalties,
             "terms": [],
-            "updated": self._collect_updates(scope),
+            "updated": self._collect_updates(scope, self.traced(training)),
         }
 
     def _scope(self, params: Sequence[Any], carried: Sequence[Any]) -> keras.StatelessScope:
@@ -269,12 +274,12 @@ class Program:
             extra.append(ops.cast(ops.sum(value) * ops.cast(first, value.dtype), keras.config.floatx()))
         return extra
 
-    def _collect_updates(self, scope: keras.StatelessScope) -> list[Any]:
+    def _collect_updates(self, scope: keras.StatelessScope, traced: Traced) -> list[Any]:
         """New values of the state that the forward pass wrote."""
         new = [scope.get_current_value(v) for v in self.state.carried]
         pairs = zip(new, scope.kdist_given)
-        self.traced.updated = [i for i, (now, given) in enumerate(pairs) if now is not given]
-        return [new[i] for i in self.traced.updated]
+        traced.updated = [i for i, (now, given) in enumerate(pairs) if now is not given]
+        return [new[i] for i in traced.updated]
 
     @staticmethod
     def _masks(outputs: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from kdist import metrics, whole_loss
 from kdist.batch import SplitBatch, join, split
 from kdist.mesh import Topology
 from kdist.optimizer.update import DistributedUpdate
+from kdist.placement import UpdateUnit, covers
 from kdist.program import Program
 from kdist.state import combine
 
@@ -25,27 +26,22 @@ class Step:
     """The steps of one compiled model.
 
     Args:
-        model: The compiled, built model.
-        program: Its pure functions.
+        parallel: The model's compiled state: program, update, topology (see `kdist.parallel`).
         runner: Computes per slice (see `kdist.plain.PlainRunner`).
-        update: Applies gradients; None for a model that is only evaluated.
-        topology: The mesh.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        program: Program,
-        runner: Any,
-        update: DistributedUpdate | None,
-        topology: Topology,
-    ) -> None:
-        self.model = model
-        self.program = program
+    def __init__(self, parallel: Any, runner: Any) -> None:
+        self.parallel = parallel
+        self.model: keras.Model = parallel.model
+        self.program: Program = parallel.program
+        self.topology: Topology = parallel.topology
         self.runner = runner
-        self.update = update
-        self.topology = topology
-        self.custom_loss = metrics.overrides(model, "compute_loss")
+        self.custom_loss = metrics.overrides(self.model, "compute_loss")
+
+    @property
+    def update(self) -> DistributedUpdate:
+        """Applies gradients; there once the model trains."""
+        return self.parallel.update
 
     def train(self, data: Any) -> dict[str, Any]:
         """One training step on a global batch; returns the logs."""
@@ -62,13 +58,13 @@ class Step:
     ) -> dict[str, Any]:
         """Everything after the slices' compute: update, state, metrics."""
         self.apply_results(results)
-        traced = self.program.traced
+        traced = self.program.trained
         combine(self.program.state, traced.updated, [r["updated"] for r in results], batch)
         return self._logs(batch, results, loss)
 
     def apply_results(self, results: Sequence[dict[str, Any]]) -> None:
         """Reduces the slices' gradients and updates the parameters."""
-        connected = self.program.traced.connected
+        connected = self.program.trained.connected
         if not connected:
             raise ValueError(
                 "No trainable weight gets a gradient from the loss. Check that the loss depends "
@@ -76,10 +72,49 @@ class Step:
                 f"Received: model={self.model.name!r} with "
                 f"{len(self.program.state.trainable)} trainable weights"
             )
-        assert self.update is not None
         self.update.apply(
             self.runner.gradient_at([r["gradients"] for r in results]), connected
         )
+
+    def gradients(self, data: Any) -> tuple[Any, list[Any]]:
+        """Loss and whole gradients of a global batch, for the user's own loop."""
+        batch = self.split(data)
+        scale = self._scale()
+        if self.custom_loss:
+            results, loss = whole_loss.gradients(self.model, self.runner, batch, scale)
+        else:
+            results = self.runner.gradients(batch, scale)
+            loss = self._total(results, "loss")
+        return loss, self.finish_gradients(batch, results, scale)
+
+    def finish_gradients(
+        self, batch: SplitBatch, results: Sequence[dict[str, Any]], scale: Any
+    ) -> list[Any]:
+        """Combines state; returns one whole gradient, or None, per trainable variable."""
+        traced = self.program.trained
+        combine(self.program.state, traced.updated, [r["updated"] for r in results], batch)
+        reduced = self.runner.gradient_at([r["gradients"] for r in results])
+        whole: list[Any] = [None] * len(self.program.state.trainable)
+        for v in traced.connected:
+            gradient = tf.convert_to_tensor(reduced(v, UpdateUnit(v, None, (0, 0))))
+            whole[v] = gradient if scale is None else gradient / tf.cast(scale, gradient.dtype)
+        return whole
+
+    def apply_whole(self, gradients: Sequence[Any]) -> None:
+        """Updates the parameters from whole gradients."""
+        scale = self._scale()
+        entries = self.runner.entries
+
+        def part(variable: int, unit: UpdateUnit) -> Any:
+            gradient = gradients[variable]
+            if unit.shard is not None:
+                placement = entries[variable].placement
+                index = placement.shards[unit.shard].index
+                if not covers(index, placement.shape):
+                    gradient = gradient[index]
+            return gradient if scale is None else gradient * tf.cast(scale, gradient.dtype)
+
+        self.update.apply(part, [v for v, g in enumerate(gradients) if g is not None])
 
     def test(self, data: Any) -> dict[str, Any]:
         """One evaluation step on a global batch; returns the logs."""
@@ -95,7 +130,7 @@ class Step:
         self, batch: SplitBatch, results: Sequence[dict[str, Any]], loss: Any
     ) -> dict[str, Any]:
         """State and metrics after evaluation."""
-        state, traced = self.program.state, self.program.traced
+        state, traced = self.program.state, self.program.tested
         kept = [j for j, i in enumerate(traced.updated) if i >= len(state.fixed)]
         positions = [traced.updated[j] for j in kept]
         combine(state, positions, [[r["updated"][j] for j in kept] for r in results], batch)
@@ -113,7 +148,6 @@ class Step:
         return split(x, y, sample_weight, self.topology.data_size)
 
     def _scale(self) -> Any:
-        assert self.update is not None
         return self.update.scale()
 
     def _total(self, results: Sequence[dict[str, Any]], key: str) -> Any:

@@ -1,10 +1,10 @@
 import dataclasses
 
-import keras
-import pytest
-
 from kdist.config import ParallelConfig
 from kdist.mesh import Topology, mesh
+
+import keras
+import pytest
 
 
 def test_defaults():
@@ -117,4 +117,4 @@ def test_prints_readably():
         "  enable_alltoall: False",
         "  loss_from_layers: mean",
     ]
-    assert "  layout_map: no patterns" in str(ParallelConfig(mesh=mesh(data=2))).splitlines()
+    assert "  layout_map: none" in str(ParallelConfig(mesh=mesh(data=2))).splitlines()

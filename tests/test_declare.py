@@ -4,11 +4,6 @@ import pickle
 import sys
 import types
 
-import keras
-import numpy as np
-import pytest
-import tensorflow as tf
-
 import kdist
 from kdist.declare import (
     ResolvedShard,
@@ -20,6 +15,11 @@ from kdist.declare import (
 )
 from kdist.layers.relayout import Relayout
 from kdist.mesh import Topology
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
 
 layers = keras.layers
 
@@ -103,6 +103,16 @@ def test_a_later_change_of_the_users_dict_has_no_effect():
     assert declaration_of(layer).weights == {"kernel": (None, "model")}
 
 
+def test_the_layers_own_setattr_does_not_see_the_declaration():
+    class Closed(layers.Dense):
+        def __setattr__(self, name, value):
+            assert name != "_kdist_shard" and not isinstance(value, ShardDeclaration)
+            super().__setattr__(name, value)
+
+    layer = shard(Closed(8), weights={"kernel": (None, "model")})
+    assert declaration_of(layer) is not None
+
+
 def test_the_declaration_is_not_tracked():
     model = keras.Sequential([keras.Input((4,)), layers.Dense(8)])
     before = [len(model._flatten_layers()), len(model.variables)]
@@ -175,7 +185,7 @@ def test_save_and_load_drop_the_declaration(tmp_path):
 def test_copies_drop_the_declaration(copier):
     model = declared_model()
     copied = copier(model)
-    assert [v.path for v in copied.weights] == [v.path for v in model.weights]
+    assert [v.name for v in copied.weights] == [v.name for v in model.weights]
     assert declarations(copied) == []
 
 
@@ -285,8 +295,6 @@ def test_layers_without_a_kernel_have_inputs_only():
     a, b = keras.Input((4,)), keras.Input((4,))
     layer = layers.Add()
     layer([a, b])
-    shard(layer, in_strategy=((2, 1), (2, 2)), out_strategy=("data", None))
-    resolved = resolve(layer, data=2, seq=2, model=1) if False else None
     shard(layer, in_strategy=(("data", None), ("data", "model")))
     resolved = resolve(layer, data=2, model=2)
     assert resolved.inputs == (("data", None), ("data", "model"))
@@ -318,7 +326,11 @@ def test_a_path_wins_over_a_name_and_a_name_over_a_pattern():
     none = (None, None, None)
     shard(
         layer,
-        weights={".*kernel": none, "kernel": (None, "model", None), "query/kernel": ("model", None, None)},
+        weights={
+            ".*kernel": none,
+            "kernel": (None, "model", None),
+            "query/kernel": ("model", None, None),
+        },
     )
     with pytest.raises(ValueError, match=r"'\.\*kernel' applies to no weight"):
         resolve(layer, model=2)
@@ -329,6 +341,15 @@ def test_a_path_wins_over_a_name_and_a_name_over_a_pattern():
     assert resolved.weights["att/query/kernel"].dims == ("model", None, None)
     assert resolved.weights["att/value/kernel"].dims == (None, "model", None)
     assert resolved.weights["att/attention_output/kernel"].is_replicated
+
+
+def test_a_name_and_a_path_by_different_patterns():
+    layer = layers.MultiHeadAttention(4, 2, name="att")
+    layer.build((None, 5, 8), (None, 5, 8))
+    none = (None, None, None)
+    shard(layer, weights={"query/.*": none, "kern..": none})
+    with pytest.raises(ValueError, match=r"Several .*/query/kernel': \['kern..', 'query/\.\*'"):
+        resolve(layer, model=2)
 
 
 def test_a_whole_path_is_taken():
@@ -368,7 +389,7 @@ def test_the_kernel_declared_twice():
         ({"weights": {"kernel": ("model",)}}, "1 entries and the tensor 2 dims"),
         ({"weights": {"kernels": (None, "model")}}, r"'kernels' applies to no weight.*\['kernel'"),
         ({"weights": {"(": (None,)}}, "no regular expression"),
-        ({"weights": {"k.*": (None, None), ".*l": (None, None)}}, r"\['\.\*l', 'k\.\*'\]"),
+        ({"weights": {"k.*": (None, None), ".*l": (None, None)}}, r"\['k\.\*', '\.\*l'\]"),
     ],
 )
 def test_resolve_refuses(arguments, message):

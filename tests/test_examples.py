@@ -2,16 +2,21 @@
 
 import re
 
-import click_through
-import digits_conv
-import hybrid_matmul
+import kdist
+
+import keras
 import numpy as np
 import pytest
-import train_gpt
 
 import click_data
+import click_through
+import compute_devices
+import digits_conv
 import example_flags
+import gpt_model
+import hybrid_matmul
 import text_data
+import train_gpt
 
 SMALL_GPT = ["--depth=1", "--width=32", "--heads=2", "--length=32", "--batch=16", "--megabytes=0.2"]
 UNIFORM = np.log(256)  # nats per byte of a model that knows nothing
@@ -100,6 +105,35 @@ def test_hybrid_matmul_gathers_exactly_once(capsys):
     assert loss < np.log(10)
     report = capsys.readouterr().out.split("Epoch 1/")[0]
     assert len(re.findall(r"\bgather\b|\ball-gather\b", report.lower())) == 1
+
+
+def small_gpt() -> keras.Model:
+    return gpt_model.build(gpt_model.GPTSizes(256, 16, 32, depth=1, heads=4))
+
+
+def small_hybrid() -> keras.Model:
+    return hybrid_matmul.build(hidden=16)
+
+
+# Losses stay right when all work runs on one device, so these read what was executed.
+@pytest.mark.parametrize(
+    ("build", "axes", "layouts"),
+    [
+        (small_gpt, {"data": 4}, {}),
+        (small_gpt, {"data": 2, "model": 2}, gpt_model.layout_map()),
+        (small_hybrid, {"model": 4}, {}),
+    ],
+    ids=["gpt, data 4", "gpt, data 2 x model 2", "hybrid, model 4"],
+)
+def test_every_device_of_the_mesh_computes(build, axes, layouts):
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=layouts)
+    model = kdist.parallelize(build(), config)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer="sgd", loss=loss)
+    x = np.zeros((8, *model.input_shape[1:]), model.inputs[0].dtype)
+    y = np.zeros((8, *model.output_shape[1:-1]), np.int32)
+    found = compute_devices.compute_devices(lambda: model.train_on_batch(x, y))
+    assert found == set(range(4))
 
 
 @pytest.mark.parametrize("text", ["data", "data=", "=2", "data=two", "data=2;model=2"])

@@ -272,10 +272,14 @@ def test_slices_hold_each_device_once_at_its_coordinate(names, sizes, count):
     assert made.data_size * made.inner_size == total == len(made.devices)
     inner_shape = tuple(size for _, size in made.inner_axes)
     for piece in made.slices:
-        for flat, name in enumerate(piece.devices):
+        for flat, device in enumerate(piece.devices):
             coordinate = dict(
-                zip([n for n, _ in made.inner_axes], np.unravel_index(flat, inner_shape), strict=True)
+                zip(
+                    [n for n, _ in made.inner_axes],
+                    np.unravel_index(flat, inner_shape),
+                    strict=True,
+                )
             )
             coordinate["data"] = piece.index
             position = np.ravel_multi_index([coordinate[n] for n in axes], tuple(axes.values()))
-            assert name == f"/device:CPU:{position}"
+            assert device == f"/device:CPU:{position}"

@@ -113,7 +113,11 @@ class OwnLoss:
     """A model that overrides `compute_loss`: the compiled loss and a mean over the batch."""
 
     def compute_loss(
-        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None,
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
         training: bool = True,
     ) -> Any:
         loss = super().compute_loss(x, y, y_pred, sample_weight, training=training)
@@ -205,12 +209,12 @@ FEATURES: tuple[Feature, ...] = (
         optimizer={"use_ema": True, "ema_momentum": 0.6, "ema_overwrite_frequency": 3},
     ),
     Feature(name="weight_decay", optimizer={"weight_decay": 0.1}),
-    Feature(
-        name="weight_decay_exclude", optimizer={"weight_decay": 0.1}, edit_optimizer=_exclude
-    ),
+    Feature(name="weight_decay_exclude", optimizer={"weight_decay": 0.1}, edit_optimizer=_exclude),
     Feature(name="schedule", optimizer={"learning_rate": _schedule()}),
     Feature(name="loss_scale_factor", optimizer={"loss_scale_factor": 64.0}),
-    Feature(name="label_metrics", compile=_label_metrics, sample_weight=True, needs=_needs("labels")),
+    Feature(
+        name="label_metrics", compile=_label_metrics, sample_weight=True, needs=_needs("labels")
+    ),
     Feature(
         name="binary_metrics", compile=_binary_metrics, sample_weight=True, needs=_needs("binary")
     ),

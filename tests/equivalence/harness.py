@@ -33,7 +33,8 @@ class Run:
         epochs: Passes over the data.
         features: What else changes the loss, the gradient or the update.
         dtype: "float64", "float32" or a mixed policy.
-        layout_map: Pattern -> axes; None takes the case's, where the mesh has a `model` axis.
+        layout_map: Pattern -> axes, or a function from the mesh to a Keras `LayoutMap`; None takes
+            the case's, where the mesh has a `model` axis.
         config: Further options of `kdist.ParallelConfig`.
         source: "numpy" arrays or a `tf.data` "dataset".
     """
@@ -46,7 +47,7 @@ class Run:
     epochs: int = 2
     features: Sequence[Feature] = ()
     dtype: str = "float64"
-    layout_map: Mapping[str, Layout] | None = None
+    layout_map: Mapping[str, Layout] | Callable[[Any], Any] | None = None
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     source: str = "numpy"
 
@@ -57,7 +58,7 @@ class Run:
         return int(np.prod(sizes)) if sizes else 1
 
     @property
-    def layouts(self) -> Mapping[str, Layout]:
+    def layouts(self) -> Mapping[str, Layout] | Callable[[Any], Any]:
         """The layouts that the parallel run uses."""
         if self.layout_map is not None:
             return self.layout_map
@@ -93,10 +94,14 @@ def _reference(model: keras.Model, run: Run) -> keras.Model:
 def _kdist(model: keras.Model, run: Run) -> keras.Model:
     import kdist
 
+    mesh = kdist.mesh(**run.mesh_axes)
     options = dict(run.config)
-    if run.layouts:
-        options["layout_map"] = dict(run.layouts)
-    config = kdist.ParallelConfig(mesh=kdist.mesh(**run.mesh_axes), **options)
+    layouts = run.layouts
+    if callable(layouts):
+        options["layout_map"] = layouts(mesh)
+    elif layouts:
+        options["layout_map"] = dict(layouts)
+    config = kdist.ParallelConfig(mesh=mesh, **options)
     parallel = kdist.parallelize(model, config)
     assert parallel is model, "parallelize must return the model object that it was given"
     return parallel
@@ -127,8 +132,8 @@ def precision(dtype: str) -> Iterator[None]:
 def build(case: Case) -> keras.Model:
     """A fresh model with the same names and weights on every call.
 
-    Constant tensors (zero biases, unit scales) get noise: a bias that is lost, doubled or put on the
-    wrong slice shows only when it is not zero.
+    Constant tensors (zero biases, unit scales) get noise: a bias that is lost, doubled or put on
+    the wrong slice shows only when it is not zero.
     """
     keras.backend.clear_session()
     keras.utils.set_random_seed(SEED)
@@ -242,10 +247,8 @@ def train(run: Run, engine: str) -> Outcome:
         else:
             data = (x, y)
             common |= {"batch_size": run.batch_size, "sample_weight": weight}
-        shuffle = {} if run.source == "dataset" else {"shuffle": False}
-        log = model.fit(
-            *data, epochs=run.epochs, callbacks=[trace], **shuffle, **common, **fit_options
-        )
+        fit_options |= {"epochs": run.epochs, "callbacks": [trace], "shuffle": False}
+        log = model.fit(*data, **common, **fit_options)
         evaluation = model.evaluate(*data, return_dict=True, **common)
         outputs = model.predict(x, batch_size=run.batch_size, verbose=0)
         if not isinstance(outputs, dict):
@@ -261,7 +264,7 @@ def train(run: Run, engine: str) -> Outcome:
 
 
 def reference_engine(run: Run) -> str:
-    """ "parts" where the split itself is part of the mathematics, else "plain"."""
+    """Engine of the reference: "parts" where the split is part of the mathematics, or "plain"."""
     synchronized = any(feature.synchronized for feature in run.features)
     splits = run.case.has_batchnorm and run.replicas > 1 and not synchronized
     return "parts" if splits else "plain"

@@ -31,10 +31,11 @@ def spread(rows: Iterable[Sequence[Any]], default: Iterable[Sequence[Any]]) -> l
         raise ValueError(
             f"default rows must be rows of the matrix. Received: {sorted(chosen - set(rows))}"
         )
-    return [
-        pytest.param(*row, id="-".join(map(str, row)), marks=() if row in chosen else pytest.mark.long)
-        for row in rows
-    ]
+    found = []
+    for row in rows:
+        marks = () if row in chosen else (pytest.mark.long,)
+        found.append(pytest.param(*row, id="-".join(map(str, row)), marks=marks))
+    return found
 
 
 def product(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:

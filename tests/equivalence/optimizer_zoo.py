@@ -21,9 +21,7 @@ def _factory(cls: type, **defaults: Any) -> OptimizerFactory:
 def _loss_scaled(**options: Any) -> keras.optimizers.Optimizer:
     # The scale grows every second step, so that a run sees it change.
     inner = keras.optimizers.SGD(**{"learning_rate": 0.1, "momentum": 0.9, **options})
-    return keras.optimizers.LossScaleOptimizer(
-        inner, initial_scale=2.0**10, dynamic_growth_steps=2
-    )
+    return keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**10, dynamic_growth_steps=2)
 
 
 def _multi(**options: Any) -> keras.optimizers.Optimizer:

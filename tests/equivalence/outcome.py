@@ -49,7 +49,7 @@ class Tolerance:
 FLOAT64 = Tolerance(relative=1e-9, floor=1e-12)
 # After 20 steps in float32 only the loss has a bound that holds for every model.
 FLOAT32 = Tolerance(relative=1e-5, floor=1e-5, parts=("history",))
-# A mixed policy rounds every activation to 8 (bfloat16) or 11 (float16) bits, and sums in another order.
+# A mixed policy rounds every activation to 8 (bfloat16) or 11 (float16) bits.
 HALF = Tolerance(relative=2e-2, floor=2e-2, parts=("history",))
 TOLERANCES: Mapping[str, Tolerance] = {
     "float64": FLOAT64,

@@ -64,12 +64,9 @@ def cover(
         >>> len(rows) < 8
         True
     """
-    wanted: set[Pair] = set()
-    for (name_a, values_a), (name_b, values_b) in itertools.combinations(factors.items(), 2):
-        wanted |= {((name_a, a), (name_b, b)) for a in values_a for b in values_b}
-    order = [pair for pair in _ordered_pairs(factors)]
+    wanted = set(_ordered_pairs(factors))
     rows: list[Row] = []
-    for pair in order:
+    for pair in _ordered_pairs(factors):
         if pair not in wanted:
             continue
         partial = dict(pair)

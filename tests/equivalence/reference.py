@@ -1,8 +1,8 @@
 """One plain device that runs the same parts: the reference for models with BatchNormalization.
 
 A BatchNormalization layer with `synchronized=False` normalises each replica's part of the batch by
-that part's own statistics, so data parallelism is, on purpose, not the whole batch on one device. It
-is one device that runs every part in training mode from the same moving statistics, adds up the
+that part's own statistics, so data parallelism is, on purpose, not the whole batch on one device.
+It is one device that runs every part in training mode from the same moving statistics, adds up the
 parts' losses by their weight in the whole batch, applies one update, and takes the mean of the
 parts' moving statistics.
 
@@ -116,9 +116,7 @@ class _PartsMixin:
         return self.compute_metrics(x, y, y_pred, sample_weight=weight)
 
 
-def reference_parts(
-    model: keras.Model, parts: int, weighting: str = "examples"
-) -> keras.Model:
+def reference_parts(model: keras.Model, parts: int, weighting: str = "examples") -> keras.Model:
     """Makes `model.fit` train on contiguous parts of each batch, on one device.
 
     Compile the model with `run_eagerly=True`: sizes of parts must be known numbers.

@@ -1,8 +1,8 @@
 """Dropout: the right rate, one mask along inner axes, another on each replica, repeatable.
 
-No mask of a parallel run can equal a single device's, so the masks themselves are read. Each example
-owns a block of a weight vector; with a loss that sums the outputs and one SGD step of rate 1, a
-weight falls by its mask entry times `1 / keep`.
+No mask of a parallel run can equal a single device's, so the masks themselves are read. Each
+example owns a block of a weight vector; with a loss that sums the outputs and one SGD step of rate
+1, a weight falls by its mask entry times `1 / keep`.
 """
 
 from __future__ import annotations

@@ -121,9 +121,7 @@ class _Biased(keras.optimizers.SGD):
 
 def test_a_gradient_off_by_1e_8_is_caught() -> None:
     options = {"learning_rate": 0.1, "momentum": 0.9, "name": "sgd"}
-    run = Run(
-        case=BY_NAME["mlp"], mesh_axes={}, optimizer=lambda: keras.optimizers.SGD(**options)
-    )
+    run = Run(case=BY_NAME["mlp"], mesh_axes={}, optimizer=lambda: keras.optimizers.SGD(**options))
     wrong = dataclasses.replace(run, optimizer=lambda: _Biased(**options))
     with pytest.raises(EquivalenceError, match="up_kernel_momentum"):
         check(train(run, "plain"), train(wrong, "plain"))

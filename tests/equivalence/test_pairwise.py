@@ -21,9 +21,9 @@ FACTORS = {
 
 def allowed(row: Row) -> bool:
     """Whether plain Keras itself gives the combination a meaning."""
-    if "feature" in row and "name" in row:
-        if not FEATURES[row["feature"]].fits(BY_NAME[row["name"]]):
-            return False
+    chosen = "feature" in row and "name" in row
+    if chosen and not FEATURES[row["feature"]].fits(BY_NAME[row["name"]]):
+        return False
     wrapper = row.get("optimizer") in ("loss_scale_sgd", "multi")
     # LossScaleOptimizer and MultiOptimizer set their inner optimizers' loss scale themselves.
     return not (wrapper and row.get("feature") == "loss_scale_factor")

@@ -121,7 +121,7 @@ GIVEN = {
 }
 
 
-@_settings(4)
+@_settings(3)
 @hypothesis.given(**GIVEN)
 def test_random_models_equal_one_device(
     engine: str, net: Net, axes: dict[str, int], samples: int

@@ -32,9 +32,7 @@ DEFAULT = [
 
 
 @pytest.mark.parametrize(("name", "shape", "feature"), spread(ROWS, DEFAULT))
-def test_uneven_batches_equal_one_device(
-    name: str, shape: str, feature: str, engine: str
-) -> None:
+def test_uneven_batches_equal_one_device(name: str, shape: str, feature: str, engine: str) -> None:
     samples, batch_size, replicas = SHAPES[shape]
     compare(
         BY_NAME[name],

@@ -1,7 +1,7 @@
 """Small models, with data, that span what Keras users train.
 
-Every model is built from explicitly named layers, so that a layout pattern and a failure message can
-name a variable, and every width that a layout splits is divisible by 4, the widest `model` axis in
+Every model is built from explicitly named layers, so that a layout pattern and a failure message
+can name a variable. Every width that a layout splits is divisible by 4, the widest `model` axis in
 the suite. Everything runs in float64, where a difference between two correct programs is rounding
 (about 1e-15) and a difference made by a wrong program is not.
 """

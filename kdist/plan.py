@@ -1,0 +1,192 @@
+"""The plan: what a step will do, known before it runs and without touching a device.
+
+Bytes and counts here follow from layouts and the mesh alone; tests hold the executed graph and the
+buffers that exist to them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from kdist.mesh import Topology
+from kdist.placement import Placement, UpdateUnit
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """One kind of communication over the data axis, per step.
+
+    Attributes:
+        what: "reduce", "broadcast" or "gather".
+        axis: Name of the mesh axis.
+        messages: Tensors sent from one device to another.
+        nbytes: Their bytes.
+    """
+
+    what: str
+    axis: str
+    messages: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DevicePlan:
+    """What one device keeps and does.
+
+    Attributes:
+        device: TensorFlow device string.
+        parameter_bytes: Weights stored there.
+        updated_bytes: Of these, the bytes whose optimizer state and update are there.
+        updates: Number of update units.
+    """
+
+    device: str
+    parameter_bytes: int
+    updated_bytes: int
+    updates: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a training step will do on a mesh.
+
+    Attributes:
+        topology: The mesh.
+        weights: Placement of every weight of the model.
+        units: Who updates which part of which trainable weight.
+        trainable: Position in `weights` of each trainable weight, in the model's order.
+        notes: What the user should know: fallbacks, demoted axes.
+    """
+
+    topology: Topology
+    weights: tuple[Placement, ...]
+    units: tuple[UpdateUnit, ...]
+    trainable: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+
+    def unit_bytes(self, unit: UpdateUnit) -> int:
+        """Bytes that a unit updates."""
+        placement = self.weights[self.trainable[unit.variable]]
+        if unit.shard is None:
+            return placement.nbytes
+        return math.prod(placement.shards[unit.shard].shape) * placement.itemsize
+
+    def devices(self) -> list[DevicePlan]:
+        """Per device of the mesh, in order."""
+        plans = []
+        for s, one in enumerate(self.topology.slices):
+            for k, device in enumerate(one.devices):
+                stored = sum(
+                    math.prod(w.shard_at((s, k)).shape) * w.itemsize for w in self.weights
+                )
+                mine = [u for u in self.units if u.owner == (s, k)]
+                updated = sum(self.unit_bytes(u) for u in mine)
+                plans.append(DevicePlan(device, stored, updated, len(mine)))
+        return plans
+
+    def traffic(self) -> list[Traffic]:
+        """Communication over the data axis per step.
+
+        A gradient part goes from every slice to its owner, and the new value from there to every
+        other holder; together what a ring all-reduce would move. Weights stored sliced over data
+        are gathered before use instead, and nothing is broadcast.
+        """
+        axis = self.topology.data_axis or "-"
+        replicas = self.topology.data_size
+        messages = {"reduce": [0, 0], "broadcast": [0, 0], "gather": [0, 0]}
+
+        def add(what: str, count: int, nbytes: int) -> None:
+            messages[what][0] += count
+            messages[what][1] += count * nbytes
+
+        for unit in self.units:
+            placement = self.weights[self.trainable[unit.variable]]
+            size = self.unit_bytes(unit)
+            add("reduce", replicas - 1, size)
+            if unit.shard is not None:
+                add("broadcast", len(placement.shards[unit.shard].holders) - 1, size)
+            else:
+                for shard in placement.shards:
+                    part = math.prod(shard.shape) * placement.itemsize
+                    others = sum(c != unit.owner for c in shard.holders)
+                    add("broadcast", others, part)
+        for placement in self.weights:
+            if placement.data_dim is not None:
+                part = placement.nbytes // len(placement.shards)
+                add("gather", replicas * (replicas - 1) * self.topology.inner_size, part)
+        return [Traffic(k, axis, n, size) for k, (n, size) in messages.items() if n]
+
+    def summary(self, console: Console | None = None) -> None:
+        """Prints the plan as tables.
+
+        Args:
+            console: Where to print; standard output by default.
+        """
+        console = console or Console()
+        console.print(f"[bold]Plan[/bold]  {self.topology.describe_axes()}")
+        console.print(self._weights_table())
+        console.print(self._devices_table())
+        console.print(self._traffic_table())
+        for note in self.notes:
+            console.print(f"note: {note}")
+
+    def _weights_table(self) -> Table:
+        cut = [w for w in self.weights if not w.is_whole]
+        total, whole = len(self.weights), sum(w.is_whole for w in self.weights)
+        table = Table(title=f"weights: {total}, {whole} of them whole on every device")
+        for column in ("cut weight", "shape", "layout", "per device"):
+            table.add_column(column)
+        for w in cut:
+            shape = w.shards[0].shape
+            table.add_row(w.path, str(w.shape), str(w.layout.dims), str(shape))
+        return table
+
+    def _devices_table(self) -> Table:
+        table = Table(title="devices")
+        for column in ("device", "slice", "weights", "updates", "bytes updated"):
+            table.add_column(column, justify="left" if column == "device" else "right")
+        plans = iter(self.devices())
+        for one in self.topology.slices:
+            for _ in one.devices:
+                p = next(plans)
+                table.add_row(
+                    p.device,
+                    str(one.index),
+                    readable(p.parameter_bytes),
+                    str(p.updates),
+                    readable(p.updated_bytes),
+                )
+        return table
+
+    def _traffic_table(self) -> Table:
+        table = Table(title="communication outside of layers, per step")
+        for column in ("what", "axis", "messages", "bytes"):
+            table.add_column(column)
+        for t in self.traffic():
+            table.add_row(t.what, t.axis, str(t.messages), readable(t.nbytes))
+        return table
+
+
+def make_plan(
+    topology: Topology,
+    weights: Sequence[Placement],
+    trainable: Sequence[int],
+    units: Sequence[UpdateUnit],
+    notes: Sequence[str] = (),
+) -> Plan:
+    """Puts a plan together."""
+    return Plan(topology, tuple(weights), tuple(units), tuple(trainable), tuple(notes))
+
+
+def readable(nbytes: float) -> str:
+    """Bytes for people: 1536 is "1.5 KB" (1 KB = 1024 bytes)."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if nbytes < 1024 or unit == "GB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError

@@ -1,0 +1,427 @@
+"""Running programs over DTensor: each slice is one mesh of the inner axes.
+
+Weights stay plain per-device variables. A step reads them all in one `tf.function`, packs them
+into DTensors, calls the lowered program of each slice, and unpacks gradients and statistics into
+per-device tensors again. DTensor calls return before they are done, so the slices run at the same
+time without threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from kdist import _private, spmd
+from kdist.batch import SplitBatch
+from kdist.dims import Dims, inner_dims
+from kdist.hooks import declared_layouts
+from kdist.loss import shares_from_counts
+from kdist.mesh import Topology
+from kdist.placement import Placement, UpdateUnit, covers, relative
+from kdist.plain import row_shares
+from kdist.program import Program
+from kdist.state import replica_seed
+from kdist.store import ModelLayouts
+from kdist.variables import Stored, assemble, stored
+
+MAX_RANK = 8
+
+
+class CannotExpand(Exception):
+    """The program has an operation that DTensor cannot run; carries which one."""
+
+
+class Lowered:
+    """One pure function, called with DTensors on any slice.
+
+    Args:
+        function: `function(*inputs)` over structures of tensors.
+        layouts: Declared activation layouts.
+        topology: The mesh.
+        meshes: DTensor mesh of each slice.
+        alltoall: Whether re-layouts may use all-to-all.
+    """
+
+    def __init__(
+        self,
+        function: Callable,
+        layouts: ModelLayouts,
+        topology: Topology,
+        meshes: Sequence[dtensor.Mesh],
+        alltoall: bool,
+    ) -> None:
+        self.function = function
+        self.layouts = layouts
+        self.topology = topology
+        self.meshes = list(meshes)
+        self.alltoall = alltoall
+        self.traces: dict[Any, tf.types.experimental.ConcreteFunction] = {}
+        self.captures: dict[Any, list[Any]] = {}
+        self.facts: dict[Any, Any] = {}
+
+    def __call__(self, s: int, key: Any, inputs: Any) -> Any:
+        """Calls the function on slice `s`.
+
+        Args:
+            s: The slice.
+            key: Signature of the inputs: shapes, dtypes, structure.
+            inputs: Structure of DTensors on the slice's mesh.
+
+        Returns:
+            Structure of DTensors; not computed yet.
+        """
+        concrete = self._trace(s, key, inputs)
+        flat = [t for t in tf.nest.flatten(inputs, expand_composites=True) if t is not None]
+        with dtensor.default_mesh(self.meshes[s]):
+            try:
+                return _private.call_flat(concrete, flat, self._packed_captures(s, key, concrete))
+            except (tf.errors.OpError, ValueError) as error:
+                reason = spmd.explain(error)
+                if reason is None:
+                    raise
+                raise CannotExpand(reason) from error
+
+    def _trace(self, s: int, key: Any, inputs: Any) -> Any:
+        for at in ((key, None), (key, s)):
+            if at in self.traces:
+                return self.traces[at]
+        specs = tf.nest.map_structure(tensor_spec, inputs)
+        traced = tf.function(self.function, autograph=False)
+        with (
+            spmd.tracing(self.meshes[s], self.topology, alltoall=self.alltoall) as trace,
+            declared_layouts(self.layouts),
+        ):
+            concrete = traced.get_concrete_function(*specs)
+        bad = spmd.unsupported_ops(concrete.graph)
+        if bad:
+            raise CannotExpand(", ".join(f"{kind} ({name})" for kind, name in bad[:3]))
+        # Explicit layouts name a mesh: such a trace serves one slice only.
+        self.traces[key, s if trace.used else None] = concrete
+        return concrete
+
+    def _packed_captures(self, s: int, key: Any, concrete: Any) -> list[Any]:
+        if (key, s) not in self.captures:
+            packed = []
+            for tensor in concrete.captured_inputs:
+                if tensor.dtype == tf.resource:
+                    raise CannotExpand(
+                        "a variable that belongs to no layer of the model "
+                        f"({getattr(tensor, 'name', tensor)})"
+                    )
+                packed.append(spmd.replicate(tensor, self.meshes[s]))
+            self.captures[key, s] = packed
+        return self.captures[key, s]
+
+
+class SpmdRunner:
+    """Runs a model's programs on DTensor meshes; the counterpart of `PlainRunner`.
+
+    Args:
+        program: The pure functions.
+        entries: `Stored` of each trainable variable.
+        topology: The mesh.
+        layouts: The model's resolved layouts.
+        alltoall: Whether re-layouts may use all-to-all.
+        want_outputs: Whether training and test steps must return the model's outputs.
+        batch_axes: Inner axes that cut the batch of the inputs.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        entries: Sequence[Stored],
+        topology: Topology,
+        layouts: ModelLayouts,
+        *,
+        alltoall: bool,
+        want_outputs: bool,
+    ) -> None:
+        self.program = program
+        self.entries = list(entries)
+        self.topology = topology
+        self.layouts = layouts
+        self.want_outputs = want_outputs
+        self.meshes = [spmd.make_mesh(one.devices, topology) for one in topology.slices]
+        self.fixed = [stored(v) for v in program.state.fixed]
+        self._read = tf.function(self._read_all, autograph=False)
+        self._templates = [self._make_templates(mesh) for mesh in self.meshes]
+        self._gathered = gathered_positions(program, layouts)
+        make = lambda f: Lowered(f, layouts, topology, self.meshes, alltoall)  # noqa: E731
+        self._gradients = make(self._gradient_program)
+        self._losses = make(self._loss_program)
+        self._counts = make(self._count_program)
+        self._outputs = make(self._output_program)
+
+    @property
+    def devices(self) -> list[str]:
+        """The device on which each slice's outputs arrive."""
+        return [one.devices[0] for one in self.topology.slices]
+
+    # -- programs: run inside DTensor functions ------------------------------------------------
+
+    def _gradient_program(
+        self, params: Any, carried: Any, templates: Any, data: Any, *rest: Any
+    ) -> dict[str, Any]:
+        used = self._gather(params, templates)
+        result = self.program.loss_and_gradients(used, carried, data, *rest)
+        result["gradients"] = [
+            dtensor.relayout_like(tf.convert_to_tensor(g), params[i])
+            for i, g in zip(self.program.trained.connected, result["gradients"])
+        ]
+        return self._finish(result, carried, templates, True)
+
+    def _loss_program(
+        self, params: Any, carried: Any, templates: Any, data: Any, *rest: Any
+    ) -> dict[str, Any]:
+        used = self._gather(params, templates)
+        result = self.program.loss(used, carried, data, *rest, training=False)
+        return self._finish(result, carried, templates, False)
+
+    def _count_program(
+        self, params: Any, carried: Any, templates: Any, data: Any, rows: Any
+    ) -> Any:
+        used = self._gather(params, templates)
+        return self.program.counts(used, carried, data, rows, training=True)
+
+    def _output_program(self, params: Any, carried: Any, templates: Any, x: Any) -> Any:
+        used = self._gather(params, templates)
+        outputs, _ = self.program.forward(used, carried, x, training=False)
+        return keras.tree.map_structure(lambda t: self._whole(t, templates), outputs)
+
+    def _gather(self, params: Sequence[Any], templates: Sequence[Any]) -> list[Any]:
+        """Makes the weights whole that some layer's ops cannot take in parts."""
+        return [
+            self._whole(p, templates) if i in self._gathered else p for i, p in enumerate(params)
+        ]
+
+    @staticmethod
+    def _whole(tensor: Any, templates: Sequence[Any]) -> Any:
+        return dtensor.relayout_like(tensor, templates[tensor.shape.rank])
+
+    def _finish(
+        self, result: dict, carried: Sequence[Any], templates: Sequence[Any], training: bool
+    ) -> dict:
+        positions = self.program.traced(training).updated
+        result["updated"] = [
+            dtensor.relayout_like(value, carried[i])
+            for i, value in zip(positions, result["updated"])
+        ]
+        if self.want_outputs:
+            whole = lambda t: None if t is None else self._whole(t, templates)  # noqa: E731
+            result["outputs"] = keras.tree.map_structure(whole, result["outputs"])
+            result["masks"] = [whole(m) for m in result["masks"]]
+        else:
+            result["outputs"], result["masks"] = None, []
+        return result
+
+    # -- calls: eager --------------------------------------------------------------------------
+
+    def gradients(self, batch: SplitBatch, scale: Any) -> list[dict[str, Any]]:
+        """Loss and gradients of every slice; gradients and statistics as per-device lists."""
+        scale = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
+        return self._run(self._gradients, batch, (scale,))
+
+    def losses(self, batch: SplitBatch) -> list[dict[str, Any]]:
+        """Loss and outputs of every slice, in inference mode."""
+        return self._run(self._losses, batch, ())
+
+    def outputs(self, batch: SplitBatch) -> list[Any]:
+        """Inference-mode outputs of every slice."""
+        state = self._packed_state()
+        calls = []
+        for s in range(len(self.meshes)):
+            x = self._pack_data(batch.parts[s][0], s)
+            calls.append(self._outputs(s, signature(x), (*state[s], x)))
+        return [keras.tree.map_structure(first_component, one) for one in calls]
+
+    def _run(self, lowered: Lowered, batch: SplitBatch, extra: tuple) -> list[dict[str, Any]]:
+        state = self._packed_state()
+        parts = [self._pack_data(part, s) for s, part in enumerate(batch.parts)]
+        rows = row_shares(batch)
+        shares = self._shares(lowered, state, parts, batch, rows)
+        calls = []
+        for s, mesh in enumerate(self.meshes):
+            first = tf.constant(float(s == 0), tf.float64)
+            numbers = [spmd.replicate(t, mesh) for t in (shares[s], rows[s], first, *extra)]
+            inputs = (*state[s], parts[s], *numbers)
+            calls.append(lowered(s, signature(parts[s]), inputs))
+        return [self._unpacked(result) for result in calls]
+
+    def _shares(
+        self, lowered: Lowered, state: Any, parts: Any, batch: SplitBatch, rows: Sequence[Any]
+    ) -> list[Any]:
+        """Each slice's share of every loss term; see `kdist.loss`."""
+        shares = [tf.fill([len(self.program.kinds)], row) for row in rows]
+        if len(parts) == 1 or not self.program.kinds:
+            return shares
+        key = signature(parts[0])
+        if (key, "by_data") not in lowered.facts:
+            mesh = self.meshes[0]
+            numbers = [spmd.replicate(t, mesh) for t in (shares[0], rows[0], rows[0])]
+            if lowered is self._gradients:
+                numbers.append(spmd.replicate(tf.constant(1.0), mesh))
+            lowered._trace(0, key, (*state[0], parts[0], *numbers))
+            training = lowered is self._gradients
+            lowered.facts[key, "by_data"] = self.program.traced(training).counts_by_data
+        if not lowered.facts[key, "by_data"]:
+            return shares
+        counts = []
+        for s, mesh in enumerate(self.meshes):
+            inputs = (*state[s], parts[s], spmd.replicate(batch.counts[s], mesh))
+            counts.append(self._counts(s, signature(parts[s]), inputs))
+        return shares_from_counts([first_component(c) for c in counts])
+
+    def _unpacked(self, result: dict[str, Any]) -> dict[str, Any]:
+        out = keras.tree.map_structure(
+            first_component, {k: result[k] for k in ("loss", "terms", "outputs", "masks")}
+        )
+        out["gradients"] = [dtensor.unpack(g) for g in result.get("gradients", [])]
+        out["updated"] = [dtensor.unpack(u) for u in result["updated"]]
+        return out
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def _read_all(self) -> list[tuple[list, list]]:
+        """Per slice, per variable, the value on each device of the slice."""
+        everything = []
+        for s, one in enumerate(self.topology.slices):
+            params = [self._components(e, s, one.devices) for e in self.entries]
+            carried = [
+                self._components(e, s, one.devices) for e in self.fixed if e is not None
+            ]
+            for variable in self.program.state.seeds:
+                seed = replica_seed(tf.convert_to_tensor(variable.value), s)
+                carried.append(self._copies(seed, one.devices))
+            for variable in self.program.state.metrics:
+                carried.append(self._copies(tf.convert_to_tensor(variable.value), one.devices))
+            everything.append((params, carried))
+        return everything
+
+    def _components(self, entry: Stored, s: int, devices: Sequence[str]) -> list[Any]:
+        values = []
+        for k, device in enumerate(devices):
+            with tf.device(device):
+                values.append(tf.identity(entry.used_at((s, k))))
+        return values
+
+    @staticmethod
+    def _copies(value: Any, devices: Sequence[str]) -> list[Any]:
+        copies = []
+        for device in devices:
+            with tf.device(device):
+                copies.append(tf.identity(value))
+        return copies
+
+    def _packed_state(self) -> list[tuple[list, list, list]]:
+        packed = []
+        for s, (params, carried) in enumerate(self._read()):
+            mesh = self.meshes[s]
+            p = [
+                spmd.pack(v, self._layout(mesh, e.placement))
+                for v, e in zip(params, self.entries)
+            ]
+            c = []
+            for i, value in enumerate(carried):
+                if i < len(self.fixed):
+                    layout = self._layout(mesh, self.fixed[i].placement)
+                else:
+                    layout = dtensor.Layout.replicated(mesh, value[0].shape.rank)
+                c.append(spmd.pack(value, layout))
+            packed.append((p, c, self._templates[s]))
+        return packed
+
+    def _layout(self, mesh: dtensor.Mesh, placement: Placement) -> dtensor.Layout:
+        dims: Dims = inner_dims(placement.layout.dims, self.topology)
+        return spmd.layout_for(mesh, dims, self.topology)
+
+    def _pack_data(self, data: Any, s: int) -> Any:
+        mesh = self.meshes[s]
+        return keras.tree.map_structure(
+            lambda t: None if t is None else spmd.replicate(t, mesh), data
+        )
+
+    @staticmethod
+    def _make_templates(mesh: dtensor.Mesh) -> list[Any]:
+        """One replicated tensor per rank: what `relayout_like` takes a whole layout from."""
+        return [spmd.replicate(tf.zeros((1,) * rank), mesh) for rank in range(MAX_RANK)]
+
+    # -- what the update reads -----------------------------------------------------------------
+
+    def gradient_at(self, results: Sequence[Sequence[Any]]) -> Callable[[int, UpdateUnit], Any]:
+        """How the update reads gradients: the unit's part of each slice's, summed."""
+        where = {v: j for j, v in enumerate(self.program.trained.connected)}
+
+        def summed(variable: int, inner: int) -> Any:
+            return tf.add_n([slices[where[variable]][inner] for slices in results])
+
+        def reduced(variable: int, unit: UpdateUnit) -> Any:
+            placement = self.entries[variable].placement
+            if unit.shard is None:
+                return whole_of(placement, lambda k: summed(variable, k))
+            k = unit.owner[1]
+            index = placement.shards[unit.shard].index
+            base = placement.inner_index(k)
+            inside = relative(index, base)
+            if covers(inside, [b.stop - b.start for b in base]):
+                return summed(variable, k)
+            parts = []
+            for s, slices in enumerate(results):
+                with tf.device(self.topology.slices[s].devices[k]):
+                    parts.append(slices[where[variable]][k][inside])
+            return tf.add_n(parts)
+
+        return reduced
+
+    def updated_whole(self, updated: Sequence[Any], training: bool) -> list[Any]:
+        """Statistics as whole tensors, from what `_unpacked` made of them."""
+        values = []
+        for position, parts in zip(self.program.traced(training).updated, updated):
+            if position < len(self.fixed):
+                placement = self.fixed[position].placement
+                values.append(whole_of(placement, lambda k, parts=parts: parts[k]))
+            else:
+                values.append(parts[0])
+        return values
+
+
+def whole_of(placement: Placement, part: Callable[[int], Any]) -> Any:
+    """Assembles a tensor from the distinct parts that the inner coordinates of a slice hold."""
+    found: dict[tuple[int, ...], Any] = {}
+    for k in range(len(placement.table[0])):
+        index = placement.inner_index(k)
+        key = tuple(i.start for i in index)
+        if key not in found:
+            found[key] = (index, part(k))
+    return assemble(list(found.values()))
+
+
+def first_component(tensor: Any) -> Any:
+    """One copy of a replicated DTensor; None stays None."""
+    return None if tensor is None else dtensor.unpack(tensor)[0]
+
+
+def signature(data: Any) -> tuple:
+    """Hashable shapes and dtypes of a structure of tensors."""
+    leaves = tf.nest.flatten(data)
+    return tuple(None if t is None else (tuple(t.shape), t.dtype.name) for t in leaves)
+
+
+def gathered_positions(program: Program, layouts: ModelLayouts) -> frozenset[int]:
+    """Positions of trainable weights that their layer's ops cannot take in parts."""
+    position = {id(v): i for i, v in enumerate(program.state.trainable)}
+    found = set()
+    for layer in program.model._flatten_layers():
+        if isinstance(layer, spmd.GATHER_ON_READ):
+            for v in layer.trainable_weights:
+                if id(v) in position and not layouts.weights[id(v)].is_replicated:
+                    found.add(position[id(v)])
+    return frozenset(found)
+
+
+def tensor_spec(tensor: Any) -> Any:
+    """Spec of a tensor; None stays None."""
+    return None if tensor is None else tf.TensorSpec(tensor.shape, tensor.dtype)

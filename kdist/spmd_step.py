@@ -1,0 +1,203 @@
+"""Steps over DTensor slices: eager orchestration around two compiled parts.
+
+The slices' programs run as DTensor calls; everything after them (reduction over `data`, update,
+state, metrics) is one `tf.function` over the per-device tensors, the same code as for plain
+devices.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdist.batch import SplitBatch, join, split
+from kdist.spmd_runner import CannotExpand, SpmdRunner, signature
+from kdist.step import Step
+
+MAX_SHAPES = 8
+"""Shapes of a batch that get a DTensor program of their own; see `SpmdFunction`."""
+
+
+class SpmdStep(Step):
+    """The steps of one compiled model on DTensor slices; see `Step`."""
+
+    runner: SpmdRunner
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._finish_train = tf.function(self._finish_training, autograph=False)
+        self._finish_gradients = tf.function(self._whole_gradients, autograph=False)
+        self._apply_whole = tf.function(super().apply_whole, autograph=False)
+        self._finish_test = tf.function(self._finish_testing, autograph=False)
+
+    def train(self, data: Any, known_size: bool = True) -> dict[str, Any]:
+        """One training step on a global batch."""
+        batch = self.split(data)
+        results = self.runner.gradients(batch, self._scale())
+        return self._finish_train(as_nest(batch), full_parts(batch), known_size, results)
+
+    def test(self, data: Any, known_size: bool = True) -> dict[str, Any]:
+        """One evaluation step on a global batch."""
+        batch = self.split(data)
+        results = self.runner.losses(batch)
+        return self._finish_test(as_nest(batch), full_parts(batch), known_size, results)
+
+    def predict(self, data: Any, known_size: bool = True) -> Any:
+        """Outputs for a global batch, rows in order."""
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        batch = split(x, None, None, self.topology.data_size)
+        return join(self.runner.outputs(batch), batch.counts)
+
+    def gradients(self, data: Any) -> tuple[Any, list[Any]]:
+        """Loss and whole gradients of a global batch, for the user's own loop."""
+        batch = self.split(data)
+        scale = self._scale()
+        results = self.runner.gradients(batch, scale)
+        return self._finish_gradients(as_nest(batch), full_parts(batch), scale, results)
+
+    def apply_whole(self, gradients: Any) -> None:
+        """Updates the parameters from whole gradients."""
+        self._apply_whole(gradients)
+
+    def split(self, data: Any) -> SplitBatch:
+        """Cuts a batch of tensors or arrays over the slices."""
+        tensors = keras.tree.map_structure(
+            lambda t: None if t is None else tf.convert_to_tensor(t), data
+        )
+        return super().split(tensors)
+
+    def _finish_training(self, nest: Any, full: bool, known_size: bool, results: Any) -> Any:
+        batch = from_nest(nest, full, known_size)
+        for result in results:
+            result["updated"] = self.runner.updated_whole(result["updated"], True)
+        return self.finish_training(batch, results, self._total(results, "loss"))
+
+    def _whole_gradients(self, nest: Any, full: bool, scale: Any, results: Any) -> Any:
+        batch = from_nest(nest, full, False)
+        for result in results:
+            result["updated"] = self.runner.updated_whole(result["updated"], True)
+        return self._total(results, "loss"), self.finish_gradients(batch, results, scale)
+
+    def _finish_testing(self, nest: Any, full: bool, known_size: bool, results: Any) -> Any:
+        batch = from_nest(nest, full, known_size)
+        for result in results:
+            result["updated"] = self.runner.updated_whole(result["updated"], False)
+        return self.finish_testing(batch, results, self._total(results, "loss"))
+
+
+def as_nest(batch: SplitBatch) -> tuple:
+    """A `SplitBatch` as a structure of tensors; the whole batch and labels only."""
+    return batch.whole, [(y, w) for _, y, w in batch.parts], batch.counts, batch.size
+
+
+def full_parts(batch: SplitBatch) -> bool:
+    """True if no slice is without rows."""
+    assert batch.static_size is not None
+    return batch.static_size >= len(batch.parts)
+
+
+def from_nest(nest: tuple, full: bool, known_size: bool) -> SplitBatch:
+    """Back from `as_nest`, inside a trace.
+
+    `known_size` says whether single-device Keras would know the batch's size while tracing.
+    """
+    whole, labels, counts, size = nest
+    static = keras.tree.flatten(whole)[0].shape[0] if known_size else None
+    parts = [(None, y, w) for y, w in labels]
+    return SplitBatch(whole, parts, counts, size, static, full)
+
+
+class SpmdFunction:
+    """What Keras calls as the train, test or predict function of a model on DTensor slices.
+
+    Falls back, once and with a warning that says why, to plain devices with gathered weights:
+    for models with an operation that DTensor cannot run; and, so that the number of compilations
+    is bounded, for every further shape once `MAX_SHAPES` shapes have been compiled.
+
+    Args:
+        step: One of `SpmdStep`'s steps.
+        plain: Makes the same step on plain devices.
+        model: The model.
+        inspected: Told about the fallback: `inspected(reason)`.
+    """
+
+    def __init__(
+        self,
+        step: Callable,
+        plain: Callable[[], Callable],
+        model: keras.Model,
+        inspected: Callable[[str], None],
+    ) -> None:
+        self.step = step
+        self.model = model
+        self.inspected = inspected
+        self._make_plain = plain
+        self._plain: Callable | None = None
+        self._shapes: set[tuple] = set()
+        self._expandable = True
+
+    def on_batch(self, data: Any, known_size: bool = True) -> Any:
+        """Runs one step on a global batch."""
+        shape = signature(data)
+        if self._expandable and shape not in self._shapes and len(self._shapes) < MAX_SHAPES:
+            self._shapes.add(shape)
+        if self._expandable and shape in self._shapes:
+            try:
+                return self.step(data, known_size)
+            except CannotExpand as reason:
+                self._expandable = False
+                self._say(
+                    f"DTensor cannot run {reason}. The model runs on gathered weights instead: "
+                    "results are the same, weights stay cut at rest, but compute is not split "
+                    "over the inner axes."
+                )
+        elif self._plain is None:
+            self._say(
+                f"{MAX_SHAPES} shapes of a batch have been compiled; further ones run on gathered "
+                "weights, with one compilation for all. Pad or bucket sequences to at most "
+                f"{MAX_SHAPES} lengths to split their compute."
+            )
+        if self._plain is None:
+            plain = self._make_plain()
+            eager = self.model.run_eagerly
+            self._plain = plain if eager else tf.function(plain, reduce_retracing=True)
+        return self._plain(data)
+
+    def _say(self, reason: str) -> None:
+        warnings.warn(f"{self.model.name}: {reason}", stacklevel=3)
+        self.inspected(reason)
+
+    def __call__(self, iterator: Any) -> Any:
+        """Runs `steps_per_execution` steps; the contract of Keras's train function."""
+        known = True
+        if isinstance(iterator, tf.data.Iterator):
+            first = keras.tree.flatten(iterator.element_spec)[0]
+            known = first.shape.rank is not None and first.shape[0] is not None
+        logs = None
+        for _ in range(self.model.steps_per_execution):
+            try:
+                data = next(iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                if logs is None:
+                    raise StopIteration from None
+                break
+            logs = self.on_batch(without_optionals(data), known)
+        return logs
+
+    def predict(self, batches: list[Any]) -> Any:
+        """The contract of Keras's predict function."""
+        outputs = [self.on_batch(without_optionals(b)) for b in batches]
+        if len(outputs) == 1:
+            return outputs[0]
+        return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+
+
+def without_optionals(data: Any) -> Any:
+    """Absent data, which generators yield as empty optionals, as None."""
+    return keras.tree.map_structure(
+        lambda t: None if isinstance(t, tf.experimental.Optional) else t, data
+    )

@@ -1,0 +1,161 @@
+"""KerasHub's backbones and tasks, unmodified, with their own layout maps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from .features import Feature
+from .harness import Run, compare, compiled, precision, train
+from .matrix import spread
+from .optimizer_zoo import OPTIMIZERS
+from .outcome import FLOAT32, check
+from .zoo import Case, Data, Layout
+
+VOCABULARY = 32
+TOKENS = 8
+AXES = {"batch": 2, "model": 2}
+SIZES = {"vocabulary_size": VOCABULARY, "num_layers": 2, "hidden_dim": 16, "intermediate_dim": 32}
+
+
+def _llama() -> keras.Model:
+    backbone = keras_hub.models.LlamaBackbone(
+        num_query_heads=4, num_key_value_heads=2, dropout=0.0, **SIZES
+    )
+    return keras_hub.models.LlamaCausalLM(backbone=backbone, preprocessor=None)
+
+
+def _gpt2() -> keras.Model:
+    backbone = keras_hub.models.GPT2Backbone(
+        num_heads=4, dropout=0.0, max_sequence_length=TOKENS, **SIZES
+    )
+    return keras_hub.models.GPT2CausalLM(backbone=backbone, preprocessor=None)
+
+
+def _bert() -> keras.Model:
+    backbone = keras_hub.models.BertBackbone(
+        num_heads=4, dropout=0.0, max_sequence_length=TOKENS, **SIZES
+    )
+    return keras_hub.models.BertTextClassifier(
+        backbone=backbone, num_classes=4, preprocessor=None, dropout=0.0
+    )
+
+
+def _text(seed: int, samples: int) -> Data:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(1, VOCABULARY, (samples, TOKENS + 1)).astype("int32")
+    lengths = rng.integers(2, TOKENS + 1, samples)
+    mask = (np.arange(TOKENS)[None] < lengths[:, None]).astype("int32")
+    x = {"token_ids": tokens[:, :-1] * mask, "padding_mask": mask}
+    return x, tokens[:, 1:], mask.astype("float32")
+
+
+def _sentences(seed: int, samples: int) -> Data:
+    x, _, _ = _text(seed, samples)
+    rng = np.random.default_rng(seed)
+    x["segment_ids"] = rng.integers(0, 2, (samples, TOKENS)).astype("int32")
+    return x, rng.integers(0, 4, samples).astype("int32"), rng.uniform(0.1, 3, samples)
+
+
+ENCODER_LAYOUT: dict[str, Layout] = {
+    ".*self_attention(_layer)?/(query|key|value)/kernel": (None, "model", None),
+    ".*self_attention(_layer)?/attention_output/kernel": ("model", None, None),
+    ".*feedforward_intermediate_dense/kernel": (None, "model"),
+    ".*feedforward_output_dense/kernel": ("model", None),
+    "token_embedding/embeddings": ("model", None),
+}
+
+
+def _case(name: str, build: Callable[[], keras.Model], data: Callable[[int, int], Data]) -> Case:
+    return Case(
+        name=name,
+        build=build,
+        data=data,
+        loss=lambda reduction: keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction=reduction
+        ),
+        metrics=lambda: [],
+        layout_map=ENCODER_LAYOUT,
+        zero_gradient_paths=(".*/key/bias",),
+    )
+
+
+CASES = {
+    "llama": _case("llama", _llama, _text),
+    "gpt2": _case("gpt2", _gpt2, _text),
+    "bert": _case("bert", _bert, _sentences),
+}
+LAYOUTS: dict[str, Any] = {"llama": keras_hub.models.LlamaBackbone.get_layout_map}
+WEIGHTED = Feature(name="sample_weight", sample_weight=True)
+
+
+def _options(name: str) -> dict[str, Any]:
+    # GPT-2 and BERT ship no layout map: theirs is written here, by axis name.
+    return {
+        "optimizer": OPTIMIZERS["adam"],
+        "dtype": "float32",
+        "layout_map": LAYOUTS.get(name),
+        "features": (WEIGHTED,),
+        "epochs": 3,
+    }
+
+
+@pytest.mark.parametrize("name", spread([(name,) for name in CASES], [("llama",)]))
+def test_task_equals_one_device(name: str, engine: str) -> None:
+    compare(CASES[name], AXES, engine=engine, **_options(name))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CASES)
+def test_task_on_replicas_equals_one_device(name: str, engine: str) -> None:
+    options = {**_options(name), "layout_map": {}}
+    compare(CASES[name], {"batch": 4}, engine=engine, **options)
+
+
+def _generate(run: Run, engine: str) -> np.ndarray:
+    with precision(run.dtype):
+        model = compiled(run, engine)
+        model.compile(optimizer="adam", loss=run.case.loss("sum_over_batch_size"), sampler="greedy")
+        x, y, weight = run.case.data(0, 16)
+        model.fit(x, y, sample_weight=weight, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        prompt = {"token_ids": x["token_ids"].copy(), "padding_mask": x["padding_mask"].copy()}
+        prompt["token_ids"][:, 3:] = 0
+        prompt["padding_mask"][:, 3:] = 0
+        return np.array(model.generate(prompt, stop_token_ids=None)["token_ids"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_generate_after_training_gives_the_same_text(name: str, engine: str) -> None:
+    layouts = LAYOUTS.get(name)
+    run = Run(
+        case=CASES[name],
+        mesh_axes=AXES,
+        optimizer=OPTIMIZERS["adam"],
+        dtype="float32",
+        layout_map=layouts,
+    )
+    np.testing.assert_array_equal(_generate(run, "plain"), _generate(run, engine))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_lora_trains_only_its_own_weights(name: str, engine: str) -> None:
+    lora = Feature(name="lora", edit=lambda model: model.backbone.enable_lora(2))
+    run = Run(case=CASES[name], mesh_axes=AXES, **_options(name))
+    run = dataclasses.replace(run, features=(WEIGHTED, lora))
+    expected, actual = train(run, "plain"), train(run, engine)
+    check(expected, actual, FLOAT32, title=f"{run.title} [{engine}]")
+    start = compiled(run, "plain")
+    frozen = {v.path: np.array(v) for v in start.non_trainable_weights}
+    trained = {v.path: np.array(v) for v in start.trainable_weights}
+    assert any("lora" in path for path in trained)
+    for path, value in frozen.items():
+        np.testing.assert_array_equal(actual.weights[path], value, err_msg=path)
+    assert any((actual.weights[path] != value).any() for path, value in trained.items())
