@@ -5,7 +5,7 @@
 
 Each configuration is a process of its own and stays alive; the rounds go through all of them in
 turn (A B C A B C), so what slows the machine for a while slows every row. The column
-"computing" counts the devices that computed: a time for a mesh of four of which two compute is
+"used" counts the devices that computed: a time for a mesh of four of which two compute is
 not the time of that mesh. Shown are medians: they
 compare rows of one run, and say nothing about another machine. Results go to benchmarks/results/ as
 JSON.
@@ -171,7 +171,7 @@ def step_table(records: list[dict[str, Any]]) -> Table:
     """Makes the table of step times; ratios are to the first row."""
     table = Table(title="training step, same model and global batch")
     table.add_column("configuration", no_wrap=True)
-    for column in ("computing", "first step, s", "median step, s", "to plain", "loss"):
+    for column in ("used", "first, s", "step, s", "to plain", "loss"):
         table.add_column(column, justify="right")
     base = statistics.median(records[0]["steps_s"]) if records[0].get("steps_s") else float("nan")
     for record in records:

@@ -15,7 +15,7 @@ from typing import Any
 import step_configurations as rows
 
 MARK = "@step "
-Step = Callable[[], float]
+Step = Callable[[], tuple[float, float]]  # runs one step; returns its seconds and the loss
 
 
 def main() -> None:
@@ -29,20 +29,11 @@ def main() -> None:
 
         answer(devices=sorted(compute_devices(step)))
         return
-    ready = time.perf_counter()
-    loss = step()
-    answer(
-        setup_s=ready - started,
-        first_step_s=time.perf_counter() - ready,
-        first_loss=loss,
-    )
+    setup = time.perf_counter() - started
+    seconds, loss = step()
+    answer(setup_s=setup, first_step_s=seconds, first_loss=loss)
     for line in sys.stdin:
-        seconds = []
-        for _ in range(int(line)):
-            start = time.perf_counter()
-            loss = step()
-            seconds.append(time.perf_counter() - start)
-        answer(steps_s=seconds, loss=loss)
+        answer(steps_s=[step()[0] for _ in range(int(line))])
 
 
 def answer(**record: Any) -> None:
@@ -69,7 +60,37 @@ def mirrored(configuration: rows.Configuration) -> Step:
     with strategy.scope():
         model = build(configuration.sizes)
         # XLA refuses variables of other devices, so Keras's automatic choice must not turn it on.
-        return compiled(model, configuration.sizes, jit_compile=False)
+        compile_model(model, jit_compile=False)
+    return _fit_step(strategy, model, configuration)
+
+
+def _fit_step(strategy: Any, model: Any, configuration: rows.Configuration) -> Step:
+    # Not train_on_batch: under a strategy it hands the whole batch to every replica, so that eight
+    # replicas do eight times the work of the other rows, at the same loss. `fit` splits it.
+    import keras
+    import tensorflow as tf
+
+    sizes = configuration.sizes
+    dataset = tf.data.Dataset.from_tensor_slices(batch_of(sizes)).repeat()
+    dataset = dataset.batch(sizes.batch, drop_remainder=True)
+    share = next(iter(strategy.experimental_distribute_dataset(dataset)))[0].values[0].shape[0]
+    if share * configuration.devices != sizes.batch:
+        raise ValueError(f"A replica must get its part of the batch. Received: {share} sequences")
+
+    class Clock(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self.start = time.perf_counter()
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.result = time.perf_counter() - self.start, float(logs["loss"])
+
+    clock = Clock()
+
+    def step() -> tuple[float, float]:
+        model.fit(dataset, steps_per_epoch=1, verbose=0, callbacks=[clock])
+        return clock.result
+
+    return step
 
 
 def with_kdist(configuration: rows.Configuration) -> Step:
@@ -135,21 +156,38 @@ def layout_of(configuration: rows.Configuration) -> dict[str, tuple[str | None, 
     return gpt_model.layout_map() if "model" in dict(configuration.axes) else {}
 
 
-def compiled(model: Any, sizes: rows.Sizes, **options: Any) -> Step:
-    """Compiles a model and returns a function that runs one training step and returns the loss."""
+def compile_model(model: Any, **options: Any) -> None:
+    """Compiles a model the same way for every row."""
     import keras
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=keras.optimizers.Adam(), loss=loss, **options)
+
+
+def batch_of(sizes: rows.Sizes) -> tuple[Any, Any]:
+    """Returns the global batch that every row trains on: random tokens and targets."""
     import numpy as np
 
-    model.compile(
-        optimizer=keras.optimizers.Adam(),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        **options,
-    )
     rng = np.random.default_rng(0)
     shape = (sizes.batch, sizes.length)
     x, y = (rng.integers(0, sizes.vocabulary, shape, dtype=np.int32) for _ in range(2))
-    # The loss as a number: the step has really finished when the clock stops.
-    return lambda: float(np.asarray(model.train_on_batch(x, y)))
+    return x, y
+
+
+def compiled(model: Any, sizes: rows.Sizes) -> Step:
+    """Compiles a model and returns its step, by `train_on_batch`."""
+    import numpy as np
+
+    compile_model(model)
+    x, y = batch_of(sizes)
+
+    def step() -> tuple[float, float]:
+        start = time.perf_counter()
+        # The loss as a number: the step has really finished when the clock stops.
+        loss = float(np.asarray(model.train_on_batch(x, y)))
+        return time.perf_counter() - start, loss
+
+    return step
 
 
 if __name__ == "__main__":

@@ -76,13 +76,14 @@ class Collective:
 
 @dataclasses.dataclass
 class Recorder:
-    """Names of the programs that DTensor lowered while it recorded.
+    """The programs that DTensor lowered while it recorded.
 
     Attributes:
-        programs: names of the per-device functions; complete when the `record` block has ended.
+        programs: per-device functions by name, each with the bodies of its loops and branches;
+            complete when the `record` block has ended.
     """
 
-    programs: tuple[str, ...] = ()
+    programs: dict[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -90,7 +91,8 @@ def record() -> Iterator[Recorder]:
     """Notes which programs DTensor lowers within the block.
 
     DTensor lowers a function at its first call with given shapes and layouts: put that call into
-    the block. A later call lowers nothing, and nothing is recorded.
+    the block. A later call lowers nothing, and nothing is recorded. The `tf.function` must still
+    exist at the end of the block: its programs go with it.
 
     Example:
 
@@ -105,7 +107,8 @@ def record() -> Iterator[Recorder]:
     try:
         yield recorder
     finally:
-        recorder.programs = tuple(sorted(_private_dtensor.lowered_names() - before))
+        new = sorted(_private_dtensor.lowered_names() - before)
+        recorder.programs = {name: _with_bodies(name) for name in new}
 
 
 def collectives(
@@ -123,10 +126,10 @@ def collectives(
         One entry per collective node, program by program. The body of a loop counts once.
     """
     found: list[Collective] = []
-    for name in recorder.programs:
-        for definition in _with_bodies(name):
-            graph = _Graph(definition)
-            if graph.is_on(mesh):
+    for definitions in recorder.programs.values():
+        graphs = [_Graph(definition) for definition in definitions]
+        if any(graph.is_on(mesh) for graph in graphs):
+            for graph in graphs:
                 found.extend(graph.collectives(mesh, layers))
     return found
 
@@ -177,7 +180,6 @@ class _Graph:
 
     def __init__(self, definition: Any) -> None:
         self.nodes = {node.name: node for node in definition.node_def}
-        self._backward: dict[str, bool] = {}
 
     def is_on(self, mesh: dtensor.Mesh) -> bool:
         """Whether the function was lowered for a mesh."""
@@ -275,16 +277,28 @@ def layer_of(node: str, layers: Collection[str] = ()) -> str:
     if not layers:
         return "/".join(parts[:-1])
     for end in range(len(parts), 0, -1):
-        for path in layers:
-            wanted = path.split("/")
-            tail = parts[max(0, end - len(wanted)) : end]
-            if len(tail) == len(wanted) and all(map(_same_scope, tail, wanted)):
-                return path
+        matches = [(_match(parts[:end], path.split("/")), path) for path in layers if path]
+        best = max(matches, default=((0, 0), ""))
+        if best[0] > (0, 0):
+            return best[1]
     return ""
 
 
-def _same_scope(scope: str, name: str) -> bool:
-    return scope == name or _SUFFIX.sub("", scope) == name
+def _match(scopes: Sequence[str], names: Sequence[str]) -> tuple[int, int]:
+    """How well scopes end in a path: its length and its numbered scopes; (0, 0) if they do not.
+
+    Keras opens a layer's scope once before the layer runs, so TensorFlow numbers the scope of the
+    operations: `dense_1` is the layer `dense`, and is `dense_1` only if there is no `dense`.
+    """
+    if len(scopes) < len(names):
+        return (0, 0)
+    numbered = 0
+    for scope, name in zip(scopes[-len(names) :], names, strict=True):
+        if _SUFFIX.sub("", scope) == name and scope != name:
+            numbered += 1
+        elif scope != name:
+            return (0, 0)
+    return (len(names), numbered)
 
 
 def _with_bodies(name: str) -> Sequence[Any]:

@@ -128,7 +128,7 @@ class Parallel:
             object.__setattr__(model, name, getattr(self, name))
         if model.compiled:
             self._reset(bool(model.jit_compile))
-        if model.built and all(layer.built for layer in model._flatten_layers()):
+        if is_built(model):
             self.place()
 
     def place(self) -> None:
@@ -207,7 +207,7 @@ class Parallel:
 
     def _function(self, kind: str, example: Any) -> Callable:
         """What Keras calls: `kind` is "train", "test" or "predict"."""
-        self._prepare(example, training=kind == "train")
+        self._prepare(kind, example)
         if self.uses_spmd:
             function = SpmdFunction(
                 getattr(self.spmd_step, kind),
@@ -226,15 +226,15 @@ class Parallel:
         """Whether slices are DTensor meshes: they have several devices, and no debugging."""
         return self.topology.inner_size > 1 and not self.model.run_eagerly
 
-    def _prepare(self, example: Any, training: bool) -> None:
+    def _prepare(self, kind: str, example: Any) -> None:
         """Builds what the steps share, on first use.
 
         Args:
+            kind: "train", "test" or "predict".
             example: A batch, or the specs of one: (x, y, sample_weight).
-            training: Whether the optimizer is needed.
         """
+        self._build(kind, example)
         if self.program is None:
-            self._build(example)
             self.place()
             if self.jit_compile is True and self.topology.inner_size > 1:
                 raise ValueError(
@@ -243,7 +243,7 @@ class Parallel:
                     f"Received: jit_compile=True with inner axes {self.topology.inner_axes}"
                 )
             self.program = Program(self.model, self.config.loss_from_layers == "mean")
-        if training and self.update is None:
+        if kind == "train" and self.update is None:
             optimizer = self.model.optimizer
             if not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
@@ -264,7 +264,7 @@ class Parallel:
                     "Call kdist.gradients(model, x, y) before kdist.apply_gradients. "
                     f"Received: model={self.model.name!r}, which has not trained yet"
                 )
-            self._prepare(example, training=True)
+            self._prepare("train", example)
         return self.spmd_step if self.uses_spmd and not self.fallbacks else self.plain_step
 
     def _trainable(self) -> list[Stored]:
@@ -299,12 +299,12 @@ class Parallel:
         )
         return SpmdStep(self, runner)
 
-    def _build(self, example: Any) -> None:
+    def _build(self, kind: str, example: Any) -> None:
         """Creates the variables of layers, metrics and losses that do not exist yet."""
         data = keras.tree.map_structure(_as_spec, example)
-        if self.model.compiled:
+        if kind != "predict":
             _private.build_from_specs(self.model, data)
-        elif not self.model.built:
+        elif not is_built(self.model):
             x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
             keras.backend.compute_output_spec(self.model, x)
 
@@ -312,6 +312,11 @@ class Parallel:
         """`keras.Model.export`, with the weights gathered into plain variables meanwhile."""
         with materialised([entry.variable for entry in self.entries.values()]):
             return type(self.model).export(self.model, *args, **kwargs)
+
+
+def is_built(model: keras.Model) -> bool:
+    """Whether all variables of a model exist."""
+    return model.built and all(layer.built for layer in model._flatten_layers())
 
 
 def predict_function(step: Callable, eager: bool) -> Callable:

@@ -12,10 +12,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from kdist import sparse
 from kdist.batch import SplitBatch
 from kdist.loss import shares_from_counts
 from kdist.mesh import Topology
-from kdist.placement import UpdateUnit, covers
+from kdist.placement import Index, UpdateUnit, covers
 from kdist.program import Program
 from kdist.state import carried_for
 from kdist.variables import Stored
@@ -193,6 +194,7 @@ class PlainRunner:
             results: Per slice, the gradients of the connected variables.
         """
         where = {v: j for j, v in enumerate(self.program.trained.connected)}
+        rows = self.program.trained.rows
 
         def reduced(variable: int, unit: UpdateUnit) -> Any:
             placement = self.entries[variable].placement
@@ -201,13 +203,21 @@ class PlainRunner:
                 gradient = gradients[where[variable]]
                 if unit.shard is not None:
                     index = placement.shards[unit.shard].index
-                    if not covers(index, placement.shape):
-                        with tf.device(device):
-                            gradient = tf.convert_to_tensor(gradient)[index]
+                    with tf.device(device):
+                        gradient = part_of(gradient, index, placement.shape)
                 parts.append(gradient)
-            return add_gradients(parts)
+            return add_gradients(parts, rows.get(variable, True))
 
         return reduced
+
+
+def part_of(gradient: Any, index: Index, shape: Sequence[int]) -> Any:
+    """The part of a whole variable's gradient at `index`."""
+    if covers(index, shape):
+        return gradient
+    if sparse.is_sparse(gradient):
+        return sparse.restrict(gradient, index, shape)
+    return gradient[index]
 
 
 def row_shares(batch: SplitBatch) -> list[Any]:
@@ -216,14 +226,10 @@ def row_shares(batch: SplitBatch) -> list[Any]:
     return [tf.math.divide_no_nan(tf.cast(count, tf.float64), size) for count in batch.counts]
 
 
-def add_gradients(parts: Sequence[Any]) -> Any:
-    """Sum of replicas' gradients; embedding gradients stay sparse, rows one after the other."""
+def add_gradients(parts: Sequence[Any], by_batch: bool) -> Any:
+    """Sum of replicas' gradients; rows of embeddings stay rows (see `kdist.sparse`)."""
+    if all(sparse.is_sparse(p) for p in parts):
+        return sparse.add(parts, by_batch)
     if len(parts) == 1:
         return parts[0]
-    if all(isinstance(p, tf.IndexedSlices) for p in parts):
-        return tf.IndexedSlices(
-            tf.concat([p.values for p in parts], 0),
-            tf.concat([p.indices for p in parts], 0),
-            parts[0].dense_shape,
-        )
     return tf.add_n([tf.convert_to_tensor(p) for p in parts])

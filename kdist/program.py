@@ -8,14 +8,15 @@ DTensor meshes alike.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras import ops
 
-from kdist import _private
+from kdist import _private, sparse
 from kdist.loss import CountedLoss, SharedLoss, TermKind, term_kinds
 
 
@@ -67,6 +68,8 @@ class Traced:
 
     connected: list[int] = dataclasses.field(default_factory=list)
     """Positions of trainable variables that get a gradient."""
+    rows: dict[int, bool] = dataclasses.field(default_factory=dict)
+    """Trainable variables whose gradient is rows (see `kdist.sparse`): do they depend on the batch?"""
     updated: list[int] = dataclasses.field(default_factory=list)
     """Positions in `ModelState.carried` that the forward pass writes."""
     counts_by_data: bool = False
@@ -85,9 +88,13 @@ class Program:
         self.model = model
         self.add_loss_mean = add_loss_mean
         self.state = ModelState.of(model)
-        self.kinds: list[TermKind] = term_kinds(model)
         self.trained = Traced()
         self.tested = Traced()
+
+    @functools.cached_property
+    def kinds(self) -> list[TermKind]:
+        """How each compiled loss combines over replicas."""
+        return term_kinds(self.model)
 
     def traced(self, training: bool) -> Traced:
         """What tracing the training, or the inference, pass taught."""
@@ -115,6 +122,7 @@ class Program:
         rows_share: Any,
         first: Any,
         scale: Any,
+        view: Callable[[Any], Any] | None = None,
     ) -> dict[str, Any]:
         """One replica's share of the loss, and its gradients.
 
@@ -126,6 +134,7 @@ class Program:
             rows_share: float64 scalar: the replica's share of the rows.
             first: float64 scalar: 1 on the first replica, else 0; weight penalties count once.
             scale: float32 scalar that multiplies the loss before differentiation.
+            view: What the loss sees of the outputs; the outputs themselves by default.
 
         Returns:
             Dict of `loss` (this replica's part of the sum), `terms` (its part of each compiled
@@ -134,11 +143,12 @@ class Program:
         """
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(params)
-            result = self.loss(params, carried, data, shares, rows_share, first, training=True)
+            result = self.loss(
+                params, carried, data, shares, rows_share, first, training=True, view=view
+            )
             target = result["loss"] * tf.cast(scale, result["loss"].dtype)
         found = tape.gradient(target, params)
-        self.trained.connected = [i for i, g in enumerate(found) if g is not None]
-        result["gradients"] = [g for g in found if g is not None]
+        result["gradients"] = self._connected(found, data)
         return result
 
     def loss(
@@ -150,6 +160,7 @@ class Program:
         rows_share: Any,
         first: Any,
         training: bool,
+        view: Callable[[Any], Any] | None = None,
     ) -> dict[str, Any]:
         """The forward pass and this replica's part of the loss; see `loss_and_gradients`."""
         x, y, sample_weight = data
@@ -162,8 +173,9 @@ class Program:
             ]
             values = []
             if terms:
+                seen = outputs if view is None else view(outputs)
                 with _private.replaced_losses(self.model, terms):
-                    values.append(self.model._compile_loss(y, outputs, sample_weight))
+                    values.append(self.model._compile_loss(y, seen, sample_weight))
             values += self._extra_losses(scope, rows_share, first)
         if not values:
             raise ValueError(
@@ -228,8 +240,7 @@ class Program:
             sums = [tf.reduce_sum(o * tf.cast(c, o.dtype)) for o, c in pairs]
             target = tf.add_n([tf.cast(s, sums[0].dtype) for s in sums])
         found = tape.gradient(target, params)
-        self.trained.connected = [i for i, g in enumerate(found) if g is not None]
-        return [g for g in found if g is not None]
+        return self._connected(found, x)
 
     def collect(
         self, params: list[Any], carried: list[Any], x: Any, training: bool
@@ -247,6 +258,17 @@ class Program:
             "terms": [],
             "updated": self._collect_updates(scope, self.traced(training)),
         }
+
+    def _connected(self, found: Sequence[Any], data: Any) -> list[Any]:
+        """Gradients that exist; notes whose they are, and which rows depend on the batch."""
+        sources = [t for t in keras.tree.flatten(data) if t is not None]
+        self.trained.connected = [i for i, g in enumerate(found) if g is not None]
+        self.trained.rows = {
+            i: sparse.depends_on(g.indices, sources)
+            for i, g in enumerate(found)
+            if g is not None and sparse.is_sparse(g)
+        }
+        return [g for g in found if g is not None]
 
     def _scope(self, params: Sequence[Any], carried: Sequence[Any]) -> keras.StatelessScope:
         mapping = [*zip(self.state.trainable, params), *zip(self.state.carried, carried)]

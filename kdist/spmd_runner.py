@@ -15,14 +15,14 @@ import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from kdist import _private, spmd
+from kdist import _private, sparse, spmd
 from kdist.batch import SplitBatch
-from kdist.dims import Dims, inner_dims
+from kdist.dims import Dims, axes_of, inner_dims
 from kdist.hooks import declared_layouts
 from kdist.loss import shares_from_counts
 from kdist.mesh import Topology
-from kdist.placement import Placement, UpdateUnit, covers, relative
-from kdist.plain import row_shares
+from kdist.placement import Index, Placement, UpdateUnit, relative
+from kdist.plain import add_gradients, part_of, row_shares
 from kdist.program import Program
 from kdist.state import replica_seed
 from kdist.store import ModelLayouts
@@ -167,9 +167,10 @@ class SpmdRunner:
         self, params: Any, carried: Any, templates: Any, data: Any, *rest: Any
     ) -> dict[str, Any]:
         used = self._gather(params, templates)
-        result = self.program.loss_and_gradients(used, carried, data, *rest)
+        view = self._loss_view(templates)
+        result = self.program.loss_and_gradients(used, carried, data, *rest, view=view)
         result["gradients"] = [
-            dtensor.relayout_like(tf.convert_to_tensor(g), params[i])
+            self._laid_out(g, i, params, templates)
             for i, g in zip(self.program.trained.connected, result["gradients"])
         ]
         return self._finish(result, carried, templates, True)
@@ -178,7 +179,8 @@ class SpmdRunner:
         self, params: Any, carried: Any, templates: Any, data: Any, *rest: Any
     ) -> dict[str, Any]:
         used = self._gather(params, templates)
-        result = self.program.loss(used, carried, data, *rest, training=False)
+        view = self._loss_view(templates)
+        result = self.program.loss(used, carried, data, *rest, training=False, view=view)
         return self._finish(result, carried, templates, False)
 
     def _count_program(
@@ -191,6 +193,36 @@ class SpmdRunner:
         used = self._gather(params, templates)
         outputs, _ = self.program.forward(used, carried, x, training=False)
         return keras.tree.map_structure(lambda t: self._whole(t, templates), outputs)
+
+    def _loss_view(self, templates: Sequence[Any]) -> Callable[[Any], Any] | None:
+        """What a loss sees of the outputs: all of them where DTensor gets parts wrong.
+
+        Its sparse cross-entropy over cut classes is exact in float32 and float16, and silently
+        wrong in float64 and bfloat16.
+        """
+        if keras.config.floatx() in ("float32", "float16"):
+            return None
+
+        def whole(tensor: Any) -> Any:
+            seen = self._whole(tensor, templates)
+            if _private.get_mask(tensor) is not None:
+                _private.set_mask(seen, _private.get_mask(tensor))
+            return seen
+
+        return lambda outputs: keras.tree.map_structure(whole, outputs)
+
+    def _laid_out(self, gradient: Any, i: int, params: Sequence[Any], templates: Any) -> Any:
+        """A gradient in its parameter's layout; rows as (values, indices), cut by columns."""
+        if not sparse.is_sparse(gradient):
+            return dtensor.relayout_like(gradient, params[i])
+        placement = self.entries[i].placement
+        indices = self._whole(gradient.indices, templates)
+        if self._cut_by_rows(placement):
+            return self._whole(gradient.values, templates), indices
+        return dtensor.relayout_like(gradient.values, params[i]), indices
+
+    def _cut_by_rows(self, placement: Placement) -> bool:
+        return bool(axes_of(inner_dims(placement.layout.dims, self.topology)[0]))
 
     def _gather(self, params: Sequence[Any], templates: Sequence[Any]) -> list[Any]:
         """Makes the weights whole that some layer's ops cannot take in parts."""
@@ -279,7 +311,10 @@ class SpmdRunner:
         out = keras.tree.map_structure(
             first_component, {k: result[k] for k in ("loss", "terms", "outputs", "masks")}
         )
-        out["gradients"] = [dtensor.unpack(g) for g in result.get("gradients", [])]
+        out["gradients"] = [
+            list(zip(*map(dtensor.unpack, g))) if isinstance(g, tuple) else dtensor.unpack(g)
+            for g in result.get("gradients", [])
+        ]
         out["updated"] = [dtensor.unpack(u) for u in result["updated"]]
         return out
 
@@ -354,27 +389,69 @@ class SpmdRunner:
     def gradient_at(self, results: Sequence[Sequence[Any]]) -> Callable[[int, UpdateUnit], Any]:
         """How the update reads gradients: the unit's part of each slice's, summed."""
         where = {v: j for j, v in enumerate(self.program.trained.connected)}
+        rows = self.program.trained.rows
 
-        def summed(variable: int, inner: int) -> Any:
-            return tf.add_n([slices[where[variable]][inner] for slices in results])
-
-        def reduced(variable: int, unit: UpdateUnit) -> Any:
+        def at(variable: int, k: int, index: Index | None) -> Any:
+            """Sum over slices of what their inner coordinate `k` has of the part at `index`."""
             placement = self.entries[variable].placement
-            if unit.shard is None:
-                return whole_of(placement, lambda k: summed(variable, k))
-            k = unit.owner[1]
-            index = placement.shards[unit.shard].index
-            base = placement.inner_index(k)
-            inside = relative(index, base)
-            if covers(inside, [b.stop - b.start for b in base]):
-                return summed(variable, k)
             parts = []
             for s, slices in enumerate(results):
                 with tf.device(self.topology.slices[s].devices[k]):
-                    parts.append(slices[where[variable]][k][inside])
-            return tf.add_n(parts)
+                    part = self._as_gradient(slices[where[variable]][k], placement, k)
+                    if index is not None:
+                        base = self._base(variable, k)
+                        shape = [b.stop - b.start for b in base]
+                        part = part_of(part, relative(index, base), shape)
+                    parts.append(part)
+            return add_gradients(parts, rows.get(variable, True))
+
+        def reduced(variable: int, unit: UpdateUnit) -> Any:
+            placement = self.entries[variable].placement
+            if unit.shard is not None:
+                return at(variable, unit.owner[1], placement.shards[unit.shard].index)
+            if variable not in rows:
+                return whole_of(placement, lambda k: at(variable, k, None))
+            if self._cut_by_rows(placement):
+                return at(variable, 0, None)
+            return self._join_columns(placement, lambda k: at(variable, k, None))
 
         return reduced
+
+    def _base(self, variable: int, k: int) -> Index:
+        """The part of a variable that a gradient at inner coordinate `k` is of."""
+        placement = self.entries[variable].placement
+        index = placement.inner_index(k)
+        if variable in self.program.trained.rows:
+            # Rows are of the whole table, whatever rows of it the coordinate stores.
+            return (slice(0, placement.shape[0]), *index[1:])
+        return index
+
+    def _as_gradient(self, part: Any, placement: Placement, k: int) -> Any:
+        if not isinstance(part, tuple | list):
+            return part
+        values, indices = part
+        columns = [int(n) for n in values.shape[1:]]
+        shape = tf.constant([placement.shape[0], *columns], indices.dtype)
+        return tf.IndexedSlices(values, indices, shape)
+
+    @staticmethod
+    def _join_columns(placement: Placement, part: Callable[[int], Any]) -> Any:
+        """Rows of the whole table from rows of its column blocks."""
+        rows = part(0)
+        if len({tuple(i.start for i in placement.inner_index(k)) for k in range(
+            len(placement.table[0]))}) == 1:
+            return rows
+        whole = placement.shape[1:]
+        count = tf.shape(rows.values)[0]
+        blocks = {}
+        for k in range(len(placement.table[0])):
+            index = placement.inner_index(k)[1:]
+            blocks.setdefault(tuple(i.start for i in index), (index, k))
+        parts = [
+            ((slice(0, 1), *index), part(k).values) for index, k in blocks.values()
+        ]
+        values = tf.reshape(assemble(parts), [count, *whole])
+        return tf.IndexedSlices(values, rows.indices, tf.constant(placement.shape, rows.indices.dtype))
 
     def updated_whole(self, updated: Sequence[Any], training: bool) -> list[Any]:
         """Statistics as whole tensors, from what `_unpacked` made of them."""

@@ -228,7 +228,7 @@ class DistributedUpdate:
             object.__setattr__(
                 one.optimizer,
                 "_clip_gradients",
-                lambda gs: [g if g is None else g * ops.cast(factor, g.dtype) for g in gs],
+                lambda gs: [g if g is None else ops.multiply(g, ops.cast(factor, g.dtype)) for g in gs],
             )
 
     @staticmethod
@@ -237,11 +237,11 @@ class DistributedUpdate:
     ) -> Any:
         """The gradient that the optimizer clips: unscaled, with what was accumulated."""
         if leaf.loss_scale_factor is not None:
-            gradient = gradient / leaf.loss_scale_factor
+            gradient = ops.divide(gradient, leaf.loss_scale_factor)
         accumulated = _private.accumulator(one.optimizer, variable)
         if accumulated is None:
             return gradient
-        return (gradient + accumulated) / leaf.gradient_accumulation_steps
+        return ops.divide(ops.add(gradient, accumulated), leaf.gradient_accumulation_steps)
 
     def _broadcast(self, numbers: Any) -> None:
         """Sends each updated part to its other holders."""

@@ -151,7 +151,7 @@ def _label_metrics(case: Case) -> Options:
             keras.metrics.MeanIoU(
                 CLASSES, sparse_y_pred=False, sparse_y_true=True, name="mean_iou"
             ),
-            keras.metrics.SparseTopKCategoricalAccuracy(k=2, name="top2"),
+            keras.metrics.SparseCategoricalCrossentropy(from_logits=True, name="entropy"),
         ]
 
     return {"metrics": confusion(), "weighted_metrics": confusion()}

@@ -135,7 +135,10 @@ def build(case: Case) -> keras.Model:
     Constant tensors (zero biases, unit scales) get noise: a bias that is lost, doubled or put on
     the wrong slice shows only when it is not zero.
     """
+    policy = keras.config.dtype_policy()
     keras.backend.clear_session()
+    # `clear_session` also forgets the policy: a mixed one would silently become float32.
+    keras.config.set_dtype_policy(policy)
     keras.utils.set_random_seed(SEED)
     model = case.build()
     rng = np.random.default_rng(SEED)
@@ -194,6 +197,11 @@ def compiled(run: Run, engine: str) -> keras.Model:
     if hasattr(model, "_parts"):
         options["run_eagerly"] = True
     model.compile(optimizer=optimizer, **options)
+    if engine != "kdist" and isinstance(optimizer, keras.optimizers.ScheduleFreeAdamW):
+        # Built inside the train function, as `fit` does by itself, its momentum does not start at
+        # the weights as documented but at 0, and the first step throws the weights away.
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(model.trainable_variables)
     return model
 
 

@@ -147,6 +147,9 @@ def _mismatches(
         if not extra and not lost:
             text += f": expected {list(expected)}, got {list(actual)}"
         yield Mismatch(f"{part}", text, np.inf)
+    if len(expected) == len(actual) and not set(expected) <= set(actual):
+        # Other names, perhaps the same values: compare by position, so that the message tells.
+        actual = dict(zip(expected, actual.values(), strict=True))
     scales: dict[str, float] = {}
     for name, array in expected.items():
         kind = _kind(part, name)

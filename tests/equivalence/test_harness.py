@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from .features import BY_NAME as FEATURES
-from .harness import build, compare, precision
+from .harness import Run, build, compare, precision, train
 from .optimizer_zoo import OPTIMIZERS
 from .pairwise import cover
 from .reference import part_sizes, reference_parts
@@ -80,6 +80,23 @@ def test_parts_reject_what_they_do_not_know() -> None:
         reference_parts(model, 2, weighting="median")
     with pytest.raises(ValueError, match="parts=0"):
         reference_parts(model, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "mixed_float16", "mixed_bfloat16"])
+def test_precision_reaches_the_layers_and_ends(dtype: str) -> None:
+    before = keras.config.dtype_policy().name
+    with precision(dtype):
+        assert build(BY_NAME["mlp"]).layers[1].dtype_policy.name == dtype
+    assert keras.config.dtype_policy().name == before
+
+
+def test_reference_of_schedule_free_starts_from_the_weights() -> None:
+    # Plain Keras 3.15 loses the weights when `fit` builds this optimizer; the harness builds it.
+    run = Run(case=BY_NAME["mlp"], mesh_axes={}, optimizer=OPTIMIZERS["schedule_free_adamw"])
+    with precision("float64"):
+        start = build(run.case).get_layer("up").kernel.numpy()
+    moved = train(run, "plain").weights["up/kernel"] - start
+    assert 0 < np.abs(moved).max() < 0.1
 
 
 @pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)

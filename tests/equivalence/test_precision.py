@@ -76,6 +76,7 @@ def test_one_overflow_anywhere_skips_the_step_everywhere(
     )
     with precision(run.dtype):
         model = compiled(run, engine)
+        assert model.layers[1].compute_dtype == "float16"
         x, y, _ = run.case.data(0, 8)
         model.train_on_batch(x, y)
         before = _state(model)

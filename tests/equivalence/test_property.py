@@ -109,6 +109,7 @@ def _settings(examples: int) -> hypothesis.settings:
         max_examples=examples,
         deadline=None,
         derandomize=True,
+        database=None,
         print_blob=True,
         suppress_health_check=list(hypothesis.HealthCheck),
     )

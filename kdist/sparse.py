@@ -1,0 +1,85 @@
+"""Embedding gradients stay rows: what is looked up is what travels, never the whole table.
+
+A single device hands its optimizer one row per look-up. Keras's optimizers square and clip those
+rows one by one, duplicates included, so to equal a single device the optimizer must get the same
+rows: the replicas' rows one after the other where the look-up depends on the batch, and summed,
+row by row, where every replica looks up the same (positions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.placement import Index
+
+SHAPE_ONLY = frozenset({"Shape", "ShapeN", "Size", "Rank"})
+"""Operations that look at a tensor's shape and not at its values."""
+
+
+def is_sparse(gradient: Any) -> bool:
+    """True for a gradient made of rows."""
+    return isinstance(gradient, tf.IndexedSlices)
+
+
+def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
+    """Whether a tensor of a graph is computed from the values of any of `sources`.
+
+    Eager tensors do not know where they come from: then the answer is True.
+    """
+    if not hasattr(tensor, "graph"):
+        return True
+    wanted = {id(s) for s in sources}
+    seen: set[int] = set()
+    waiting = [tensor]
+    while waiting:
+        current = waiting.pop()
+        if id(current) in wanted:
+            return True
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        if current.op.type not in SHAPE_ONLY:
+            waiting.extend(current.op.inputs)
+    return False
+
+
+def add(parts: Sequence[tf.IndexedSlices], by_batch: bool) -> tf.IndexedSlices:
+    """Joins the replicas' rows.
+
+    Args:
+        parts: One per replica.
+        by_batch: Whether the look-ups depend on the batch; else all replicas looked up the same.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    shape = parts[0].dense_shape
+    if by_batch:
+        values = tf.concat([p.values for p in parts], 0)
+        return tf.IndexedSlices(values, tf.concat([p.indices for p in parts], 0), shape)
+    return tf.IndexedSlices(tf.add_n([p.values for p in parts]), parts[0].indices, shape)
+
+
+def restrict(gradient: tf.IndexedSlices, index: Index, shape: Sequence[int]) -> tf.IndexedSlices:
+    """The part of a gradient that falls on a part of its table.
+
+    Args:
+        gradient: Rows of the whole table, (n, *columns).
+        index: The part, relative to the whole.
+        shape: Shape of the whole table.
+
+    Returns:
+        Rows of the part, with indices relative to it.
+    """
+    values, indices = gradient.values, gradient.indices
+    rows, columns = index[0], index[1:]
+    if (rows.start, rows.stop) != (0, shape[0]):
+        inside = (indices >= rows.start) & (indices < rows.stop)
+        values = tf.boolean_mask(values, inside)
+        indices = tf.boolean_mask(indices, inside) - tf.cast(rows.start, indices.dtype)
+    if any((c.start, c.stop) != (0, n) for c, n in zip(columns, shape[1:])):
+        values = values[(slice(None), *columns)]
+    part = [i.stop - i.start for i in index]
+    return tf.IndexedSlices(values, indices, tf.constant(part, indices.dtype))
