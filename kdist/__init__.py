@@ -18,18 +18,23 @@ prepare()
 from kdist import callbacks, layers  # noqa: E402
 from kdist.config import ParallelConfig  # noqa: E402
 from kdist.declare import shard  # noqa: E402
+from kdist.inspection import Inspection, inspect  # noqa: E402
 from kdist.loop import apply_gradients, gradients, reduce  # noqa: E402
 from kdist.mesh import mesh  # noqa: E402
 from kdist.parallel import parallelize  # noqa: E402
+from kdist.plan import Plan  # noqa: E402
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Inspection",
     "ParallelConfig",
+    "Plan",
     "apply_gradients",
     "callbacks",
     "gradients",
     "init",
+    "inspect",
     "layers",
     "mesh",
     "parallelize",

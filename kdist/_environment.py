@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import sys
 
-import tensorflow as tf
-
 from kdist import _private_dtensor
+
+import tensorflow as tf
 
 COMBINER = "DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION"
 FALLBACK_PREFIX = "DTENSOR_ENABLE_REPLICATED_SPMD_AS_DEFAULT_TF."
@@ -56,7 +56,6 @@ def init(cpu_devices: int | None = None) -> None:
             started with another number of CPU devices. The same number again is fine.
 
     Example:
-
     ```python
     import kdist
 

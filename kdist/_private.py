@@ -172,3 +172,30 @@ def variable_key(optimizer: Any, variable: keras.Variable) -> Any:
 def call_flat(concrete: Any, inputs: list[Any], captures: list[Any]) -> Any:
     """Calls a concrete function with captures of the caller's choice (DTensors, on a mesh)."""
     return concrete._call_flat(inputs, captures)
+
+
+def is_view(variable: keras.Variable) -> bool:
+    """Whether no `tf.Variable` of its own is behind a Keras variable (see `kdist.variables`)."""
+    return variable._value is None
+
+
+def model_strategy(model: keras.Model) -> Any:
+    """The `tf.distribute.Strategy` in whose scope a model was built, or None."""
+    return model._distribute_strategy
+
+
+def set_model_strategy(model: keras.Model, strategy: Any) -> None:
+    """Replaces the strategy that Keras's trainer would use."""
+    model._distribute_strategy = strategy
+
+
+def set_optimizer_strategy(optimizer: Any, strategy: Any) -> None:
+    """Replaces the strategy that an optimizer would create variables with."""
+    optimizer._distribution_strategy = strategy
+
+
+def member_optimizer(optimizer: Any, variable: keras.Variable) -> Any:
+    """The member of a `MultiOptimizer` that updates a variable."""
+    if not optimizer.built:
+        return optimizer._optimizer_map(variable)
+    return optimizer.optimizers[optimizer._var_to_optimizer_idx[optimizer._var_key(variable)]]

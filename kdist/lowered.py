@@ -21,6 +21,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+from kdist import _private_dtensor
+
 import numpy as np
 import rich.box
 import rich.console
@@ -28,15 +30,7 @@ import rich.table
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from kdist import _private_dtensor
-
 _ADDED = re.compile(r"/DTensor(\w+?)Op(?:_|/|$)")
-_KIND_OF_NAME = {
-    "AllReduce": "all-reduce",
-    "AllGather": "all-gather",
-    "AllToAll": "all-to-all",
-    "ReduceScatter": "reduce-scatter",
-}
 _KIND_OF_OP = {
     "CollectiveReduceV2": "all-reduce",
     "CollectiveGatherV2": "all-gather",
@@ -95,7 +89,6 @@ def record() -> Iterator[Recorder]:
     exist at the end of the block: its programs go with it.
 
     Example:
-
     ```python
     with record() as recorder:
         program(x)
@@ -199,8 +192,8 @@ class _Graph:
 
     def _describe(self, node: Any, mesh: dtensor.Mesh, layers: Collection[str]) -> Collective:
         added = _ADDED.search(node.name)
-        kind = _KIND_OF_NAME.get(added.group(1)) if added else None
-        kind = kind or _KIND_OF_OP.get(node.op, "other")
+        gathers = added is not None and added.group(1) == "AllGather"
+        kind = "all-gather" if gathers else _KIND_OF_OP.get(node.op, "other")
         source = node
         if kind == "reduce-scatter":
             source = self._producer(node.input[0]) or node

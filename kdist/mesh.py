@@ -238,6 +238,21 @@ class Topology:
         """Every device string, slice after slice."""
         return tuple(device for piece in self.slices for device in piece.devices)
 
+    def with_data_inside(self) -> "Topology":
+        """The same mesh with its data axis as an inner axis: one slice over all devices.
+
+        For models whose layers compute over the whole batch (synchronized BatchNormalization).
+        """
+        if self.data_axis is None:
+            return self
+        inner = list(zip(self.axis_names, self.shape, strict=True))
+        place = self.axis_names.index(self.data_axis)
+        rows = np.array([piece.devices for piece in self.slices], dtype=object)
+        others = [size for name, size in inner if name != self.data_axis]
+        grid = np.moveaxis(rows.reshape((self.data_size, *others)), 0, place)
+        devices = Slice(0, tuple(grid.flatten().tolist()))
+        return Topology(self.axis_names, self.shape, None, tuple(inner), (devices,))
+
     def canonical(self, name: str) -> str:
         """Returns the mesh's own name of an axis; `data` and `batch` stand for each other.
 
@@ -246,8 +261,10 @@ class Topology:
         """
         if name in self.axis_names:
             return name
-        if name in DATA_NAMES and self.data_axis is not None:
-            return self.data_axis
+        if name in DATA_NAMES:
+            for other in DATA_NAMES:
+                if other in self.axis_names:
+                    return other
         raise ValueError(
             f"The mesh has no axis {name!r}. Use one of its axes, or add that axis to the mesh: "
             f"{self.describe_axes()}. Received: axis={name!r}"

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from kdist import _private
+from kdist import _private, strategy_scope
 from kdist.config import ParallelConfig
 from kdist.metrics import overrides
-from kdist.optimizer.update import DistributedUpdate
+from kdist.optimizer.update import DistributedUpdate, whole_updates
+from kdist.placement import assign_owners
 from kdist.plain import PlainRunner
+from kdist.plan import Plan, make_plan
 from kdist.program import Program
 from kdist.spmd_runner import SpmdRunner
 from kdist.spmd_step import SpmdFunction, SpmdStep
@@ -30,13 +33,14 @@ from kdist.variables import Stored, materialised
 ATTRIBUTE = "_kdist"
 
 
-def parallelize(model: keras.Model, config: ParallelConfig) -> keras.Model:
+def parallelize(model: keras.Model, config: ParallelConfig | None = None) -> keras.Model:
     """Makes a model train, evaluate and predict over a mesh, through plain Keras calls.
 
     Args:
         model: Any Keras model. If it is built, its weights are placed now, and wrong layouts are
             errors now; otherwise on first use.
-        config: The mesh, the layouts and the rest.
+        config: The mesh, the layouts and the rest. May be left out for a model built inside a
+            `tf.distribute.MirroredStrategy` scope, whose devices then are the data axis.
 
     Returns:
         The same object.
@@ -55,6 +59,9 @@ def parallelize(model: keras.Model, config: ParallelConfig) -> keras.Model:
         raise ValueError(
             f"`parallelize` takes a keras.Model. Wrap layers in one. Received: model={model!r}"
         )
+    strategy = strategy_scope.strategy_of(model)
+    if config is None and strategy is not None:
+        config = strategy_scope.config_from(strategy)
     if not isinstance(config, ParallelConfig):
         raise ValueError(
             "`parallelize` takes a kdist.ParallelConfig(mesh=..., ...). "
@@ -65,6 +72,8 @@ def parallelize(model: keras.Model, config: ParallelConfig) -> keras.Model:
             "The model is parallelized already. Build a new one to change the mesh. "
             f"Received: model={model.name!r}"
         )
+    if strategy is not None:
+        strategy_scope.check_devices(strategy, config.topology)
     Parallel(model, config).install()
     return model
 
@@ -101,6 +110,7 @@ class Parallel:
         program: The model's pure functions, once compiled and used.
         update: The distributed optimizer, once trained.
         fallbacks: Why some function runs on gathered weights, if one does.
+        batch_axis: The data axis where it is inside DTensor (see `Topology.with_data_inside`).
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
@@ -113,6 +123,8 @@ class Parallel:
         self.program: Program | None = None
         self.update: DistributedUpdate | None = None
         self.fallbacks: list[str] = []
+        self.batch_axis: str | None = None
+        self._spmd_runner: SpmdRunner | None = None
 
     def install(self) -> None:
         """Attaches to the model and replaces the methods that make its functions."""
@@ -124,20 +136,31 @@ class Parallel:
             "make_test_function",
             "make_predict_function",
             "export",
+            "plan",
         ):
             object.__setattr__(model, name, getattr(self, name))
         if model.compiled:
             self._reset(bool(model.jit_compile))
-        if is_built(model):
+        if is_built(model) and not tf.distribute.has_strategy():
             self.place()
 
     def place(self) -> None:
         """Resolves the layouts and moves the weights to their devices, once."""
         if self.layouts is None:
-            self.layouts = ModelLayouts(self.model, self.config)
+            strategy_scope.refuse_scope()
+            if self._synchronizes():
+                self.batch_axis = self.topology.data_axis
+                self.topology = self.topology.with_data_inside()
+            self.layouts = ModelLayouts(self.model, self.config, self.topology)
             self.entries = place_weights(
                 placements(self.model, self.layouts, self.topology), self.topology
             )
+
+    def _synchronizes(self) -> bool:
+        """Whether a layer computes over the whole batch, so that `data` must be inside DTensor."""
+        return self.topology.data_size > 1 and any(
+            getattr(layer, "synchronized", False) for layer in self.model._flatten_layers()
+        )
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`keras.Model.compile`; `jit_compile` then applies to kdist's programs.
@@ -156,6 +179,7 @@ class Parallel:
         self.jit_compile = jit_compile
         self.model.jit_compile = False
         self.program = self.update = None
+        self._spmd_runner = None
         self.__dict__.pop("plain_step", None)
         self.__dict__.pop("spmd_step", None)
         self.model.train_function = None
@@ -208,18 +232,28 @@ class Parallel:
     def _function(self, kind: str, example: Any) -> Callable:
         """What Keras calls: `kind` is "train", "test" or "predict"."""
         self._prepare(kind, example)
-        if self.uses_spmd:
+        if self.uses_spmd and kind != "predict" and overrides(self.model, "compute_loss"):
+            self._fall_back(
+                "an overridden compute_loss is computed over the whole batch, on gathered weights"
+            )
+        elif self.uses_spmd:
             function = SpmdFunction(
                 getattr(self.spmd_step, kind),
                 lambda: getattr(self.plain_step, kind),
                 self.model,
-                self.fallbacks.append,
+                self._fall_back,
             )
             return function.predict if kind == "predict" else function
         step = getattr(self.plain_step, kind)
         if kind == "predict":
             return predict_function(step, self.model.run_eagerly)
         return self.model._make_function(step)
+
+    def _fall_back(self, reason: str) -> None:
+        """Says, once, why something does not run over DTensor."""
+        if reason not in self.fallbacks:
+            self.fallbacks.append(reason)
+            warnings.warn(f"{self.model.name}: {reason}", stacklevel=4)
 
     @property
     def uses_spmd(self) -> bool:
@@ -233,6 +267,8 @@ class Parallel:
             kind: "train", "test" or "predict".
             example: A batch, or the specs of one: (x, y, sample_weight).
         """
+        strategy_scope.refuse_scope()
+        strategy_scope.detach(self.model)
         self._build(kind, example)
         if self.program is None:
             self.place()
@@ -245,8 +281,6 @@ class Parallel:
             self.program = Program(self.model, self.config.loss_from_layers == "mean")
         if kind == "train" and self.update is None:
             optimizer = self.model.optimizer
-            if not optimizer.built:
-                optimizer.build(self.model.trainable_variables)
             self.update = DistributedUpdate(optimizer, self._trainable(), self.topology)
 
     def step_for(self, example: Any) -> Step:
@@ -287,26 +321,69 @@ class Parallel:
     @functools.cached_property
     def spmd_step(self) -> SpmdStep:
         """Steps on one DTensor mesh per slice."""
-        assert self.program is not None and self.layouts is not None
-        container = _private.compiled_metrics(self.model)
-        runner = SpmdRunner(
-            self.program,
-            self._trainable(),
-            self.topology,
-            self.layouts,
-            alltoall=self.config.enable_alltoall,
-            want_outputs=container is not None or overrides(self.model, "compute_metrics"),
-        )
-        return SpmdStep(self, runner)
+        return SpmdStep(self, self.spmd_runner())
+
+    def spmd_runner(self) -> SpmdRunner:
+        """Runs the programs over DTensor; made on first use."""
+        if self._spmd_runner is None:
+            if self.program is None:
+                self.place()
+                self.program = Program(self.model, self.config.loss_from_layers == "mean")
+            assert self.layouts is not None
+            metrics = _private.compiled_metrics(self.model) if self.model.compiled else None
+            self._spmd_runner = SpmdRunner(
+                self.program,
+                self._trainable(),
+                self.topology,
+                self.layouts,
+                alltoall=self.config.enable_alltoall,
+                want_outputs=metrics is not None or overrides(self.model, "compute_metrics"),
+                batch_axis=self.batch_axis,
+            )
+        return self._spmd_runner
+
+    def plan(self) -> Plan:
+        """What a step will do; `print(model.plan())` or `model.plan().summary()`.
+
+        Raises:
+            ValueError: The model is not built, so that its weights are not known.
+        """
+        if self.layouts is None:
+            if not is_built(self.model):
+                raise ValueError(
+                    "A plan needs the model's weights. Build the model, or train a batch, first. "
+                    f"Received: model={self.model.name!r}"
+                )
+            self.place()
+        weights = [self.entries[id(v)].placement for v in self.model.weights]
+        position = {id(v): i for i, v in enumerate(self.model.weights)}
+        trainable = [position[id(v)] for v in self.model.trainable_variables]
+        optimizer = self.model.optimizer if self.model.compiled else None
+        placed = [weights[i] for i in trainable]
+        whole = whole_updates(optimizer, self.model.trainable_variables)
+        units = assign_owners(placed, whole, self.topology)
+        notes = list(self.fallbacks)
+        if self.batch_axis is not None:
+            notes.append(
+                f"a layer synchronizes over the whole batch: the {self.batch_axis!r} axis is "
+                "inside DTensor, as an inner axis that cuts the batch"
+            )
+        return make_plan(self.topology, weights, trainable, units, notes)
 
     def _build(self, kind: str, example: Any) -> None:
-        """Creates the variables of layers, metrics and losses that do not exist yet."""
+        """Creates the variables of layers, metrics, losses and the optimizer, if missing."""
         data = keras.tree.map_structure(_as_spec, example)
-        if kind != "predict":
-            _private.build_from_specs(self.model, data)
-        elif not is_built(self.model):
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        if not is_built(self.model):
             keras.backend.compute_output_spec(self.model, x)
+        if kind == "predict":
+            return
+        optimizer = self.model.optimizer
+        if optimizer is not None and not optimizer.built:
+            # As Keras does in its first step: the scope gives slots their paths.
+            with keras.name_scope(optimizer.name, caller=optimizer):
+                optimizer.build(self.model.trainable_variables)
+        _private.build_from_specs(self.model, data)
 
     def export(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.export`, with the weights gathered into plain variables meanwhile."""

@@ -15,13 +15,14 @@ import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from kdist import _private, sparse, spmd
+from kdist import _private, lowered, sparse, spmd
 from kdist.batch import SplitBatch
 from kdist.dims import Dims, axes_of, inner_dims
 from kdist.hooks import declared_layouts
+from kdist.lowered import Collective
 from kdist.loss import shares_from_counts
 from kdist.mesh import Topology
-from kdist.placement import Index, Placement, UpdateUnit, relative
+from kdist.placement import Index, Placement, UpdateUnit, coordinate_of, relative
 from kdist.plain import add_gradients, part_of, row_shares
 from kdist.program import Program
 from kdist.state import replica_seed
@@ -44,6 +45,7 @@ class Lowered:
         topology: The mesh.
         meshes: DTensor mesh of each slice.
         alltoall: Whether re-layouts may use all-to-all.
+        paths: Paths of the model's layers, to say which layer causes a collective.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class Lowered:
         topology: Topology,
         meshes: Sequence[dtensor.Mesh],
         alltoall: bool,
+        paths: Sequence[str],
     ) -> None:
         self.function = function
+        self.paths = list(paths)
         self.layouts = layouts
         self.topology = topology
         self.meshes = list(meshes)
@@ -62,6 +66,7 @@ class Lowered:
         self.traces: dict[Any, tf.types.experimental.ConcreteFunction] = {}
         self.captures: dict[Any, list[Any]] = {}
         self.facts: dict[Any, Any] = {}
+        self.recorded: list[Collective] = []
 
     def __call__(self, s: int, key: Any, inputs: Any) -> Any:
         """Calls the function on slice `s`.
@@ -76,14 +81,29 @@ class Lowered:
         """
         concrete = self._trace(s, key, inputs)
         flat = [t for t in tf.nest.flatten(inputs, expand_composites=True) if t is not None]
+        captures = self._packed_captures(s, key, concrete)
         with dtensor.default_mesh(self.meshes[s]):
             try:
-                return _private.call_flat(concrete, flat, self._packed_captures(s, key, concrete))
+                if s == 0 and key not in self.facts:
+                    return self._first_call(key, concrete, flat, captures)
+                return _private.call_flat(concrete, flat, captures)
             except (tf.errors.OpError, ValueError) as error:
                 reason = spmd.explain(error)
                 if reason is None:
                     raise
                 raise CannotExpand(reason) from error
+
+    def _first_call(self, key: Any, concrete: Any, flat: list, captures: list) -> Any:
+        """Calls, lowering on the way, and reads which collectives that made."""
+        with lowered.record() as recorder:
+            result = _private.call_flat(concrete, flat, captures)
+        found = lowered.collectives(recorder, self.meshes[0], self.paths)
+        if not self.alltoall:
+            lowered.check_no_all_to_all(found)
+        if not self.recorded:
+            self.recorded = found
+        self.facts[key] = True
+        return result
 
     def _trace(self, s: int, key: Any, inputs: Any) -> Any:
         for at in ((key, None), (key, s)):
@@ -127,7 +147,7 @@ class SpmdRunner:
         layouts: The model's resolved layouts.
         alltoall: Whether re-layouts may use all-to-all.
         want_outputs: Whether training and test steps must return the model's outputs.
-        batch_axes: Inner axes that cut the batch of the inputs.
+        batch_axis: Inner axis that cuts the batch of the inputs, if any.
     """
 
     def __init__(
@@ -139,22 +159,29 @@ class SpmdRunner:
         *,
         alltoall: bool,
         want_outputs: bool,
+        batch_axis: str | None = None,
     ) -> None:
         self.program = program
         self.entries = list(entries)
         self.topology = topology
         self.layouts = layouts
         self.want_outputs = want_outputs
+        self.batch_axis = batch_axis
         self.meshes = [spmd.make_mesh(one.devices, topology) for one in topology.slices]
         self.fixed = [stored(v) for v in program.state.fixed]
         self._read = tf.function(self._read_all, autograph=False)
         self._templates = [self._make_templates(mesh) for mesh in self.meshes]
         self._gathered = gathered_positions(program, layouts)
-        make = lambda f: Lowered(f, layouts, topology, self.meshes, alltoall)  # noqa: E731
+        paths = [layer.path for layer in program.model._flatten_layers(include_self=False)]
+
+        def make(function: Callable) -> Lowered:
+            return Lowered(function, layouts, topology, self.meshes, alltoall, paths)
+
         self._gradients = make(self._gradient_program)
         self._losses = make(self._loss_program)
         self._counts = make(self._count_program)
         self._outputs = make(self._output_program)
+        self._probe = make(self._probe_program)
 
     @property
     def devices(self) -> list[str]:
@@ -193,6 +220,14 @@ class SpmdRunner:
         used = self._gather(params, templates)
         outputs, _ = self.program.forward(used, carried, x, training=False)
         return keras.tree.map_structure(lambda t: self._whole(t, templates), outputs)
+
+    def _probe_program(self, params: Any, carried: Any, templates: Any, x: Any) -> list[Any]:
+        """A forward and backward pass without a loss, for `kdist.inspect`."""
+        used = self._gather(params, templates)
+        outputs = self.program.collect(used, carried, x, training=True)["outputs"]
+        ones = [tf.ones_like(o) for o in keras.tree.flatten(outputs)]
+        del outputs
+        return self.program.cotangent_gradients(used, carried, x, ones, ())
 
     def _loss_view(self, templates: Sequence[Any]) -> Callable[[Any], Any] | None:
         """What a loss sees of the outputs: all of them where DTensor gets parts wrong.
@@ -270,36 +305,36 @@ class SpmdRunner:
             calls.append(self._outputs(s, signature(x), (*state[s], x)))
         return [keras.tree.map_structure(first_component, one) for one in calls]
 
-    def _run(self, lowered: Lowered, batch: SplitBatch, extra: tuple) -> list[dict[str, Any]]:
+    def _run(self, program: Lowered, batch: SplitBatch, extra: tuple) -> list[dict[str, Any]]:
         state = self._packed_state()
         parts = [self._pack_data(part, s) for s, part in enumerate(batch.parts)]
         rows = row_shares(batch)
-        shares = self._shares(lowered, state, parts, batch, rows)
+        shares = self._shares(program, state, parts, batch, rows)
         calls = []
         for s, mesh in enumerate(self.meshes):
             first = tf.constant(float(s == 0), tf.float64)
             numbers = [spmd.replicate(t, mesh) for t in (shares[s], rows[s], first, *extra)]
             inputs = (*state[s], parts[s], *numbers)
-            calls.append(lowered(s, signature(parts[s]), inputs))
+            calls.append(program(s, signature(parts[s]), inputs))
         return [self._unpacked(result) for result in calls]
 
     def _shares(
-        self, lowered: Lowered, state: Any, parts: Any, batch: SplitBatch, rows: Sequence[Any]
+        self, program: Lowered, state: Any, parts: Any, batch: SplitBatch, rows: Sequence[Any]
     ) -> list[Any]:
         """Each slice's share of every loss term; see `kdist.loss`."""
         shares = [tf.fill([len(self.program.kinds)], row) for row in rows]
         if len(parts) == 1 or not self.program.kinds:
             return shares
         key = signature(parts[0])
-        if (key, "by_data") not in lowered.facts:
+        if (key, "by_data") not in program.facts:
             mesh = self.meshes[0]
             numbers = [spmd.replicate(t, mesh) for t in (shares[0], rows[0], rows[0])]
-            if lowered is self._gradients:
+            if program is self._gradients:
                 numbers.append(spmd.replicate(tf.constant(1.0), mesh))
-            lowered._trace(0, key, (*state[0], parts[0], *numbers))
-            training = lowered is self._gradients
-            lowered.facts[key, "by_data"] = self.program.traced(training).counts_by_data
-        if not lowered.facts[key, "by_data"]:
+            program._trace(0, key, (*state[0], parts[0], *numbers))
+            training = program is self._gradients
+            program.facts[key, "by_data"] = self.program.traced(training).counts_by_data
+        if not program.facts[key, "by_data"]:
             return shares
         counts = []
         for s, mesh in enumerate(self.meshes):
@@ -317,6 +352,19 @@ class SpmdRunner:
         ]
         out["updated"] = [dtensor.unpack(u) for u in result["updated"]]
         return out
+
+    def recorded(self) -> list[Collective]:
+        """Collectives of the lowered training program, or of what stands for it."""
+        return self._gradients.recorded or self._probe.recorded
+
+    def lower_without_loss(self, x: Any) -> None:
+        """Lowers a forward and backward pass on slice 0, to see its collectives."""
+        packed = self._pack_data(x, 0)
+        self._probe(0, signature(packed), (*self._packed_state()[0], packed))
+
+    def gathered_paths(self) -> list[str]:
+        """Weights that are made whole before use because an operation cannot take parts."""
+        return [self.entries[i].placement.path for i in sorted(self._gathered)]
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -374,10 +422,23 @@ class SpmdRunner:
         return spmd.layout_for(mesh, dims, self.topology)
 
     def _pack_data(self, data: Any, s: int) -> Any:
+        pack = lambda t: None if t is None else self._pack_leaf(t, s)  # noqa: E731
+        return keras.tree.map_structure(pack, data)
+
+    def _pack_leaf(self, tensor: Any, s: int) -> Any:
+        """Data of a slice on its devices: the batch cut over `batch_axis` where it divides."""
         mesh = self.meshes[s]
-        return keras.tree.map_structure(
-            lambda t: None if t is None else spmd.replicate(t, mesh), data
-        )
+        axis = self.batch_axis
+        tensor = tf.convert_to_tensor(tensor)
+        if axis is None or tensor.shape.rank == 0:
+            return spmd.replicate(tensor, mesh)
+        size = mesh.dim_size(axis)
+        if tensor.shape[0] % size:
+            return spmd.replicate(tensor, mesh)
+        pieces = tf.split(tensor, size)
+        coordinates = [coordinate_of(self.topology, 0, k)[axis] for k in range(mesh.size)]
+        dims = [axis] + [dtensor.UNSHARDED] * (tensor.shape.rank - 1)
+        return spmd.pack([pieces[c] for c in coordinates], dtensor.Layout(dims, mesh))
 
     @staticmethod
     def _make_templates(mesh: dtensor.Mesh) -> list[Any]:

@@ -7,7 +7,6 @@ devices.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -150,13 +149,13 @@ class SpmdFunction:
                 return self.step(data, known_size)
             except CannotExpand as reason:
                 self._expandable = False
-                self._say(
+                self.inspected(
                     f"DTensor cannot run {reason}. The model runs on gathered weights instead: "
                     "results are the same, weights stay cut at rest, but compute is not split "
                     "over the inner axes."
                 )
         elif self._plain is None:
-            self._say(
+            self.inspected(
                 f"{MAX_SHAPES} shapes of a batch have been compiled; further ones run on gathered "
                 "weights, with one compilation for all. Pad or bucket sequences to at most "
                 f"{MAX_SHAPES} lengths to split their compute."
@@ -166,10 +165,6 @@ class SpmdFunction:
             eager = self.model.run_eagerly
             self._plain = plain if eager else tf.function(plain, reduce_retracing=True)
         return self._plain(data)
-
-    def _say(self, reason: str) -> None:
-        warnings.warn(f"{self.model.name}: {reason}", stacklevel=3)
-        self.inspected(reason)
 
     def __call__(self, iterator: Any) -> Any:
         """Runs `steps_per_execution` steps; the contract of Keras's train function."""

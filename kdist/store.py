@@ -26,8 +26,9 @@ class ModelLayouts:
         outputs: Layout of the output of layers that an activation pattern matches.
     """
 
-    def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
-        topology = config.topology
+    def __init__(
+        self, model: keras.Model, config: ParallelConfig, topology: Topology
+    ) -> None:
         pairs = [(v.path, tuple(v.shape)) for v in model.weights]
         by_path, patterns = resolve_layouts(pairs, config.layout_map, topology)
         self.weights: dict[int, WeightLayout] = {id(v): by_path[v.path] for v in model.weights}

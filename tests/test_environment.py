@@ -49,7 +49,8 @@ def test_the_settings_work_after_tensorflow_has_started():
         import tensorflow as tf
         import keras
         cpu = tf.config.list_physical_devices("CPU")[0]
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+        two = [tf.config.LogicalDeviceConfiguration()] * 2
+        tf.config.set_logical_device_configuration(cpu, two)
         tf.constant(1.0) + 1.0
         from kdist import _environment
         _environment.prepare()

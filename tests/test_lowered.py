@@ -51,12 +51,12 @@ def two_matmuls(mesh):
 
 def forward(net, params, x, layout=None):
     """Runs the net; its second layer's input is laid out as declared."""
-    with keras.StatelessScope(zip(net.trainable_variables, params, strict=True)):
-        with keras.name_scope("net"):
-            hidden = net.get_layer("one")(x)
-            if layout is not None:
-                hidden = spmd.relayout(hidden, layout, alltoall=False)
-            return net.get_layer("two")(hidden)
+    scope = keras.StatelessScope(zip(net.trainable_variables, params, strict=True))
+    with scope, keras.name_scope("net"):
+        hidden = net.get_layer("one")(x)
+        if layout is not None:
+            hidden = spmd.relayout(hidden, layout, alltoall=False)
+        return net.get_layer("two")(hidden)
 
 
 def test_the_private_names_exist():

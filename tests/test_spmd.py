@@ -1,3 +1,4 @@
+import os
 import threading
 
 from kdist import lowered, spmd
@@ -140,6 +141,35 @@ def test_relayout_of_integers_and_bools():
         np.testing.assert_array_equal(
             np.concatenate([t.numpy() for t in dtensor.unpack(result)], 1), value
         )
+
+
+@pytest.mark.parametrize(
+    ("axes", "devices", "operation"),
+    [
+        ({"model": 4}, [0, 1, 2, 3], "CollectiveGatherV2"),
+        ({"model": 4}, [3, 1, 0, 2], "CollectiveReduceV2"),
+        ({"a": 2, "b": 2}, [0, 1, 2, 3], "CollectiveReduceV2"),
+    ],
+)
+def test_gathers_use_the_fast_operation_only_where_it_is_right(
+    axes, devices, operation, monkeypatch
+):
+    monkeypatch.setenv(spmd.GATHER_SWITCH, "1")
+    names = [f"cpu:{d}" for d in devices]
+    topology = Topology.from_mesh(make_device_mesh(**axes, devices=names))
+    mesh = spmd.make_mesh(topology.slices[0].devices, topology)
+    dims = (*axes, None)[:2]
+    program = tf.function(
+        lambda x: dtensor.relayout(x + 1.0, dtensor.Layout.replicated(mesh, 2)), autograph=False
+    )
+    with lowered.record() as recorder, spmd.lowering(mesh):
+        parts = [t.numpy() for t in dtensor.unpack(program(cut(X, mesh, dims)))]
+    for part in parts:
+        np.testing.assert_array_equal(part, X + 1)
+    nodes = [n for ds in recorder.programs.values() for d in ds for n in d.node_def]
+    assert {n.op for n in nodes if n.op.startswith("Collective")} == {operation}
+    assert {c.kind for c in lowered.collectives(recorder, mesh)} == {"all-gather"}
+    assert os.environ[spmd.GATHER_SWITCH] == "1"
 
 
 def test_without_a_trace_nothing_happens():

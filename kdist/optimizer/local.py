@@ -42,11 +42,11 @@ def leaf_optimizers(
     """
     if not isinstance(optimizer, keras.optimizers.MultiOptimizer):
         return [(optimizer, list(range(len(variables))))]
-    groups: list[tuple[Any, list[int]]] = [(leaf, []) for leaf in optimizer.optimizers]
+    groups: dict[int, tuple[Any, list[int]]] = {}
     for i, variable in enumerate(variables):
-        key = _private.variable_key(optimizer, variable)
-        groups[optimizer._var_to_optimizer_idx[key]][1].append(i)
-    return [group for group in groups if group[1]]
+        leaf = _private.member_optimizer(optimizer, variable)
+        groups.setdefault(id(leaf), (leaf, []))[1].append(i)
+    return list(groups.values())
 
 
 def needs_whole(optimizer: Any, variable: keras.Variable) -> bool:

@@ -29,6 +29,19 @@ GradientAt = Callable[[int, UpdateUnit], Any]
 """(trainable variable, unit) -> gradient of the unit's part, summed over replicas."""
 
 
+def whole_updates(optimizer: Any, variables: Sequence[keras.Variable]) -> list[bool]:
+    """Per variable, whether its update must see the whole tensor; see `needs_whole`."""
+    whole = [False] * len(variables)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    if optimizer is None:
+        return whole
+    for leaf, members in leaf_optimizers(optimizer, variables):
+        for v in members:
+            whole[v] = needs_whole(leaf, variables[v])
+    return whole
+
+
 class DistributedUpdate:
     """Applies globally reduced gradients with the user's optimizer.
 
@@ -47,10 +60,7 @@ class DistributedUpdate:
         variables = [entry.variable for entry in entries]
         self._refuse_overwritten(variables)
         self.groups = leaf_optimizers(self.inner, variables)
-        whole = [False] * len(entries)
-        for leaf, members in self.groups:
-            for v in members:
-                whole[v] = needs_whole(leaf, variables[v])
+        whole = whole_updates(optimizer, variables)
         self.units = assign_owners([e.placement for e in entries], whole, topology)
         self.unit_variables = [self._unit_variable(unit) for unit in self.units]
         self.local: list[list[LocalOptimizer]] = [
