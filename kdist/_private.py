@@ -199,3 +199,13 @@ def member_optimizer(optimizer: Any, variable: keras.Variable) -> Any:
     if not optimizer.built:
         return optimizer._optimizer_map(variable)
     return optimizer.optimizers[optimizer._var_to_optimizer_idx[optimizer._var_key(variable)]]
+
+
+def build_scope(optimizer: Any) -> Any:
+    """The name scope in which Keras's first step builds an optimizer: it gives slots their paths.
+
+    `apply` opens one; that of a `MultiOptimizer` does not.
+    """
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return contextlib.nullcontext()
+    return keras.name_scope(optimizer.name, caller=optimizer)

@@ -17,6 +17,14 @@ from kdist.dims import Dims
 from kdist.store import ModelLayouts
 
 
+WINDOWED = (
+    *spmd.GATHER_ON_READ[:4],
+    keras.layers.MaxPooling1D.__mro__[1],
+    keras.layers.AveragePooling1D.__mro__[1],
+)
+"""Convolutions and pooling: DTensor runs them on parts of the batch, not on parts of the rest."""
+
+
 @contextlib.contextmanager
 def declared_layouts(layouts: ModelLayouts) -> Iterator[None]:
     """Applies `kdist.shard` declarations and activation patterns within the block."""
@@ -27,13 +35,28 @@ def declared_layouts(layouts: ModelLayouts) -> Iterator[None]:
         _, inputs, _ = wanted.get(id(layer), (layer, (), None))
         wanted[id(layer)] = (layer, inputs, dims)
     hooked = [entry for entry in wanted.values() if any(entry[1]) or entry[2] is not None]
+    windowed = [layer for layer in layouts.model_layers if isinstance(layer, WINDOWED)]
+    changed = {id(layer): layer for layer in [*windowed, *(layer for layer, _, _ in hooked)]}
+    for layer in windowed if layouts.any_cut else ():
+        object.__setattr__(layer, "call", _channels_whole(layer.call))
     for layer, inputs, output in hooked:
         object.__setattr__(layer, "call", _laid_out(layer.call, inputs, output))
     try:
         yield
     finally:
-        for layer, _, _ in hooked:
-            object.__delattr__(layer, "call")
+        for layer in changed.values():
+            layer.__dict__.pop("call", None)
+
+
+def _channels_whole(call: Callable) -> Callable:
+    """`call` on values, and with gradients, that are cut by rows of the batch at most."""
+
+    def whole(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = keras.tree.map_structure(spmd.rows_only, inputs)
+        outputs = call(inputs, *args, **kwargs)
+        return keras.tree.map_structure(spmd.gradient_rows_only, outputs)
+
+    return whole
 
 
 def _laid_out(call: Callable, inputs: tuple[Dims | None, ...], output: Dims | None) -> Callable:

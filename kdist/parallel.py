@@ -130,6 +130,7 @@ class Parallel:
         """Attaches to the model and replaces the methods that make its functions."""
         model = self.model
         object.__setattr__(model, ATTRIBUTE, self)
+        _private.set_model_strategy(model, None)
         for name in (
             "compile",
             "make_train_function",
@@ -380,8 +381,7 @@ class Parallel:
             return
         optimizer = self.model.optimizer
         if optimizer is not None and not optimizer.built:
-            # As Keras does in its first step: the scope gives slots their paths.
-            with keras.name_scope(optimizer.name, caller=optimizer):
+            with _private.build_scope(optimizer):
                 optimizer.build(self.model.trainable_variables)
         _private.build_from_specs(self.model, data)
 

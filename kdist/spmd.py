@@ -251,6 +251,29 @@ def relayout(tensor: Any, layout: dtensor.Layout, alltoall: bool) -> Any:
     return moved(tensor)
 
 
+def rows_only(tensor: Any) -> Any:
+    """Makes every dim but the first whole; what cuts the first stays."""
+    trace = active()
+    rank = getattr(getattr(tensor, "shape", None), "rank", None)
+    if trace is None or not rank:
+        return tensor
+    trace.used = True
+    specs = [dtensor.MATCH] + [dtensor.UNSHARDED] * (rank - 1)
+    return dtensor.relayout(tensor, dtensor.Layout(specs, trace.mesh))
+
+
+def gradient_rows_only(tensor: Any) -> Any:
+    """The same tensor; `rows_only` applies to its gradient."""
+    if active() is None or not tensor.dtype.is_floating:
+        return tensor
+
+    @tf.custom_gradient
+    def same(value: Any) -> Any:
+        return tf.identity(value), rows_only
+
+    return same(tensor)
+
+
 def pack(parts: Sequence[tf.Tensor], layout: dtensor.Layout) -> tf.Tensor:
     """Makes a DTensor of eager per-device tensors, in the order of the mesh's devices.
 

@@ -29,7 +29,8 @@ from kdist.state import replica_seed
 from kdist.store import ModelLayouts
 from kdist.variables import Stored, assemble, stored
 
-MAX_RANK = 8
+PLAIN_RESULTS = ("loss", "terms", "outputs", "masks")
+"""What a step needs as whole tensors."""
 
 
 class CannotExpand(Exception):
@@ -84,8 +85,8 @@ class Lowered:
         captures = self._packed_captures(s, key, concrete)
         with dtensor.default_mesh(self.meshes[s]):
             try:
-                if s == 0 and key not in self.facts:
-                    return self._first_call(key, concrete, flat, captures)
+                if (key, s) not in self.facts:
+                    return self._first_call(s, key, concrete, flat, captures)
                 return _private.call_flat(concrete, flat, captures)
             except (tf.errors.OpError, ValueError) as error:
                 reason = spmd.explain(error)
@@ -93,16 +94,16 @@ class Lowered:
                     raise
                 raise CannotExpand(reason) from error
 
-    def _first_call(self, key: Any, concrete: Any, flat: list, captures: list) -> Any:
+    def _first_call(self, s: int, key: Any, concrete: Any, flat: list, captures: list) -> Any:
         """Calls, lowering on the way, and reads which collectives that made."""
-        with lowered.record() as recorder:
+        with lowered.record() as recorder, spmd.lowering(self.meshes[s]):
             result = _private.call_flat(concrete, flat, captures)
-        found = lowered.collectives(recorder, self.meshes[0], self.paths)
-        if not self.alltoall:
-            lowered.check_no_all_to_all(found)
-        if not self.recorded:
-            self.recorded = found
-        self.facts[key] = True
+        if s == 0:
+            found = lowered.collectives(recorder, self.meshes[0], self.paths)
+            if not self.alltoall:
+                lowered.check_no_all_to_all(found)
+            self.recorded = self.recorded or found
+        self.facts[key, s] = True
         return result
 
     def _trace(self, s: int, key: Any, inputs: Any) -> Any:
@@ -170,7 +171,6 @@ class SpmdRunner:
         self.meshes = [spmd.make_mesh(one.devices, topology) for one in topology.slices]
         self.fixed = [stored(v) for v in program.state.fixed]
         self._read = tf.function(self._read_all, autograph=False)
-        self._templates = [self._make_templates(mesh) for mesh in self.meshes]
         self._gathered = gathered_positions(program, layouts)
         paths = [layer.path for layer in program.model._flatten_layers(include_self=False)]
 
@@ -191,45 +191,45 @@ class SpmdRunner:
     # -- programs: run inside DTensor functions ------------------------------------------------
 
     def _gradient_program(
-        self, params: Any, carried: Any, templates: Any, data: Any, *rest: Any
+        self, params: Any, carried: Any, data: Any, *rest: Any
     ) -> dict[str, Any]:
-        used = self._gather(params, templates)
-        view = self._loss_view(templates)
+        used = self._gather(params)
+        view = self._loss_view()
         result = self.program.loss_and_gradients(used, carried, data, *rest, view=view)
         result["gradients"] = [
-            self._laid_out(g, i, params, templates)
+            self._laid_out(g, i, params)
             for i, g in zip(self.program.trained.connected, result["gradients"])
         ]
-        return self._finish(result, carried, templates, True)
+        return self._finish(result, carried, True)
 
     def _loss_program(
-        self, params: Any, carried: Any, templates: Any, data: Any, *rest: Any
+        self, params: Any, carried: Any, data: Any, *rest: Any
     ) -> dict[str, Any]:
-        used = self._gather(params, templates)
-        view = self._loss_view(templates)
+        used = self._gather(params)
+        view = self._loss_view()
         result = self.program.loss(used, carried, data, *rest, training=False, view=view)
-        return self._finish(result, carried, templates, False)
+        return self._finish(result, carried, False)
 
     def _count_program(
-        self, params: Any, carried: Any, templates: Any, data: Any, rows: Any
+        self, params: Any, carried: Any, data: Any, rows: Any
     ) -> Any:
-        used = self._gather(params, templates)
+        used = self._gather(params)
         return self.program.counts(used, carried, data, rows, training=True)
 
-    def _output_program(self, params: Any, carried: Any, templates: Any, x: Any) -> Any:
-        used = self._gather(params, templates)
+    def _output_program(self, params: Any, carried: Any, x: Any) -> Any:
+        used = self._gather(params)
         outputs, _ = self.program.forward(used, carried, x, training=False)
-        return keras.tree.map_structure(lambda t: self._whole(t, templates), outputs)
+        return outputs
 
-    def _probe_program(self, params: Any, carried: Any, templates: Any, x: Any) -> list[Any]:
+    def _probe_program(self, params: Any, carried: Any, x: Any) -> list[Any]:
         """A forward and backward pass without a loss, for `kdist.inspect`."""
-        used = self._gather(params, templates)
+        used = self._gather(params)
         outputs = self.program.collect(used, carried, x, training=True)["outputs"]
         ones = [tf.ones_like(o) for o in keras.tree.flatten(outputs)]
         del outputs
         return self.program.cotangent_gradients(used, carried, x, ones, ())
 
-    def _loss_view(self, templates: Sequence[Any]) -> Callable[[Any], Any] | None:
+    def _loss_view(self) -> Callable[[Any], Any] | None:
         """What a loss sees of the outputs: all of them where DTensor gets parts wrong.
 
         Its sparse cross-entropy over cut classes is exact in float32 and float16, and silently
@@ -239,49 +239,37 @@ class SpmdRunner:
             return None
 
         def whole(tensor: Any) -> Any:
-            seen = self._whole(tensor, templates)
+            seen = whole_in_program(tensor)
             if _private.get_mask(tensor) is not None:
                 _private.set_mask(seen, _private.get_mask(tensor))
             return seen
 
         return lambda outputs: keras.tree.map_structure(whole, outputs)
 
-    def _laid_out(self, gradient: Any, i: int, params: Sequence[Any], templates: Any) -> Any:
+    def _laid_out(self, gradient: Any, i: int, params: Sequence[Any]) -> Any:
         """A gradient in its parameter's layout; rows as (values, indices), cut by columns."""
         if not sparse.is_sparse(gradient):
             return dtensor.relayout_like(gradient, params[i])
         placement = self.entries[i].placement
-        indices = self._whole(gradient.indices, templates)
+        indices = whole_in_program(gradient.indices)
         if self._cut_by_rows(placement):
-            return self._whole(gradient.values, templates), indices
+            return whole_in_program(gradient.values), indices
         return dtensor.relayout_like(gradient.values, params[i]), indices
 
     def _cut_by_rows(self, placement: Placement) -> bool:
         return bool(axes_of(inner_dims(placement.layout.dims, self.topology)[0]))
 
-    def _gather(self, params: Sequence[Any], templates: Sequence[Any]) -> list[Any]:
+    def _gather(self, params: Sequence[Any]) -> list[Any]:
         """Makes the weights whole that some layer's ops cannot take in parts."""
-        return [
-            self._whole(p, templates) if i in self._gathered else p for i, p in enumerate(params)
-        ]
+        return [whole_in_program(p) if i in self._gathered else p for i, p in enumerate(params)]
 
-    @staticmethod
-    def _whole(tensor: Any, templates: Sequence[Any]) -> Any:
-        return dtensor.relayout_like(tensor, templates[tensor.shape.rank])
-
-    def _finish(
-        self, result: dict, carried: Sequence[Any], templates: Sequence[Any], training: bool
-    ) -> dict:
+    def _finish(self, result: dict, carried: Sequence[Any], training: bool) -> dict:
         positions = self.program.traced(training).updated
         result["updated"] = [
             dtensor.relayout_like(value, carried[i])
             for i, value in zip(positions, result["updated"])
         ]
-        if self.want_outputs:
-            whole = lambda t: None if t is None else self._whole(t, templates)  # noqa: E731
-            result["outputs"] = keras.tree.map_structure(whole, result["outputs"])
-            result["masks"] = [whole(m) for m in result["masks"]]
-        else:
+        if not self.want_outputs:
             result["outputs"], result["masks"] = None, []
         return result
 
@@ -303,7 +291,7 @@ class SpmdRunner:
         for s in range(len(self.meshes)):
             x = self._pack_data(batch.parts[s][0], s)
             calls.append(self._outputs(s, signature(x), (*state[s], x)))
-        return [keras.tree.map_structure(first_component, one) for one in calls]
+        return [keras.tree.map_structure(whole_value, one) for one in calls]
 
     def _run(self, program: Lowered, batch: SplitBatch, extra: tuple) -> list[dict[str, Any]]:
         state = self._packed_state()
@@ -340,12 +328,10 @@ class SpmdRunner:
         for s, mesh in enumerate(self.meshes):
             inputs = (*state[s], parts[s], spmd.replicate(batch.counts[s], mesh))
             counts.append(self._counts(s, signature(parts[s]), inputs))
-        return shares_from_counts([first_component(c) for c in counts])
+        return shares_from_counts([whole_value(c) for c in counts])
 
     def _unpacked(self, result: dict[str, Any]) -> dict[str, Any]:
-        out = keras.tree.map_structure(
-            first_component, {k: result[k] for k in ("loss", "terms", "outputs", "masks")}
-        )
+        out = {k: keras.tree.map_structure(whole_value, result[k]) for k in PLAIN_RESULTS}
         out["gradients"] = [
             list(zip(*map(dtensor.unpack, g))) if isinstance(g, tuple) else dtensor.unpack(g)
             for g in result.get("gradients", [])
@@ -399,7 +385,7 @@ class SpmdRunner:
                 copies.append(tf.identity(value))
         return copies
 
-    def _packed_state(self) -> list[tuple[list, list, list]]:
+    def _packed_state(self) -> list[tuple[list, list]]:
         packed = []
         for s, (params, carried) in enumerate(self._read()):
             mesh = self.meshes[s]
@@ -414,7 +400,7 @@ class SpmdRunner:
                 else:
                     layout = dtensor.Layout.replicated(mesh, value[0].shape.rank)
                 c.append(spmd.pack(value, layout))
-            packed.append((p, c, self._templates[s]))
+            packed.append((p, c))
         return packed
 
     def _layout(self, mesh: dtensor.Mesh, placement: Placement) -> dtensor.Layout:
@@ -439,11 +425,6 @@ class SpmdRunner:
         coordinates = [coordinate_of(self.topology, 0, k)[axis] for k in range(mesh.size)]
         dims = [axis] + [dtensor.UNSHARDED] * (tensor.shape.rank - 1)
         return spmd.pack([pieces[c] for c in coordinates], dtensor.Layout(dims, mesh))
-
-    @staticmethod
-    def _make_templates(mesh: dtensor.Mesh) -> list[Any]:
-        """One replicated tensor per rank: what `relayout_like` takes a whole layout from."""
-        return [spmd.replicate(tf.zeros((1,) * rank), mesh) for rank in range(MAX_RANK)]
 
     # -- what the update reads -----------------------------------------------------------------
 
@@ -537,9 +518,35 @@ def whole_of(placement: Placement, part: Callable[[int], Any]) -> Any:
     return assemble(list(found.values()))
 
 
-def first_component(tensor: Any) -> Any:
-    """One copy of a replicated DTensor; None stays None."""
-    return None if tensor is None else dtensor.unpack(tensor)[0]
+def whole_in_program(tensor: Any) -> Any:
+    """Makes a tensor whole on every device of the slice that is being traced."""
+    trace = spmd.active()
+    assert trace is not None
+    trace.used = True
+    return dtensor.relayout(tensor, dtensor.Layout.replicated(trace.mesh, tensor.shape.rank))
+
+
+def whole_value(tensor: Any) -> Any:
+    """The value of a DTensor as one plain tensor; None stays None.
+
+    Parts are fetched to the slice's first device, which alone needs them.
+    """
+    if tensor is None:
+        return None
+    layout = dtensor.fetch_layout(tensor)
+    parts = dtensor.unpack(tensor)
+    if layout.is_fully_replicated():
+        return parts[0]
+    found: dict[tuple[int, ...], tuple[Index, Any]] = {}
+    for part, where in zip(parts, layout.mesh.local_device_locations()):
+        index = []
+        for dim, size in enumerate(part.shape):
+            axis = layout.sharding_specs[dim]
+            start = 0 if axis == dtensor.UNSHARDED else where[axis] * size
+            index.append(slice(start, start + size))
+        found[tuple(i.start for i in index)] = (tuple(index), part)
+    with tf.device(parts[0].device):
+        return assemble(list(found.values()))
 
 
 def signature(data: Any) -> tuple:

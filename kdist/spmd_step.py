@@ -69,22 +69,23 @@ class SpmdStep(Step):
         )
         return super().split(tensors)
 
+    def _with_whole_state(self, results: Any, training: bool) -> list[dict[str, Any]]:
+        whole = self.runner.updated_whole
+        return [{**r, "updated": whole(r["updated"], training)} for r in results]
+
     def _finish_training(self, nest: Any, full: bool, known_size: bool, results: Any) -> Any:
         batch = from_nest(nest, full, known_size)
-        for result in results:
-            result["updated"] = self.runner.updated_whole(result["updated"], True)
+        results = self._with_whole_state(results, True)
         return self.finish_training(batch, results, self._total(results, "loss"))
 
     def _whole_gradients(self, nest: Any, full: bool, scale: Any, results: Any) -> Any:
         batch = from_nest(nest, full, False)
-        for result in results:
-            result["updated"] = self.runner.updated_whole(result["updated"], True)
+        results = self._with_whole_state(results, True)
         return self._total(results, "loss"), self.finish_gradients(batch, results, scale)
 
     def _finish_testing(self, nest: Any, full: bool, known_size: bool, results: Any) -> Any:
         batch = from_nest(nest, full, known_size)
-        for result in results:
-            result["updated"] = self.runner.updated_whole(result["updated"], False)
+        results = self._with_whole_state(results, False)
         return self.finish_testing(batch, results, self._total(results, "loss"))
 
 

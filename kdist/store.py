@@ -24,6 +24,8 @@ class ModelLayouts:
         weights: Layout of each weight, by identity of the variable.
         layers: What `kdist.shard` declared, resolved, with its layer.
         outputs: Layout of the output of layers that an activation pattern matches.
+        model_layers: Every layer of the model.
+        any_cut: Whether any weight is cut.
     """
 
     def __init__(
@@ -39,6 +41,8 @@ class ModelLayouts:
         for layer, resolved in self.layers:
             self._add_declared(layer, resolved)
         self.outputs = _match_outputs(model, patterns)
+        self.model_layers = model._flatten_layers()
+        self.any_cut = any(not layout.is_replicated for layout in self.weights.values())
 
     def _add_declared(self, layer: keras.layers.Layer, resolved: ResolvedShard) -> None:
         for variable in layer.weights:

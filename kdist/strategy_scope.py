@@ -72,8 +72,7 @@ def refuse_scope() -> None:
 
 
 def detach(model: keras.Model) -> None:
-    """Takes a model, its metrics and its optimizer out of the strategy they were made in."""
-    _private.set_model_strategy(model, None)
+    """Takes a model's state, metrics and optimizer out of the strategy they were made in."""
     variables = [v for v in model.variables if not _private.is_view(v)]
     for metric in model.metrics:
         variables.extend(metric.variables)
