@@ -376,7 +376,7 @@ class Parallel:
         data = keras.tree.map_structure(_as_spec, example)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         if not is_built(self.model):
-            keras.backend.compute_output_spec(self.model, x)
+            _private.keras_backend.compute_output_spec(self.model, x)
         if kind == "predict":
             return
         optimizer = self.model.optimizer

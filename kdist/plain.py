@@ -7,7 +7,8 @@ again: the path for models that DTensor cannot expand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +16,7 @@ import tensorflow as tf
 from kdist import sparse
 from kdist.batch import SplitBatch
 from kdist.loss import shares_from_counts
-from kdist.mesh import Topology
+from kdist.mesh import Device, Topology
 from kdist.placement import Index, UpdateUnit, covers
 from kdist.program import Program
 from kdist.state import carried_for
@@ -104,11 +105,31 @@ class PlainRunner:
             shares = shares_from_counts(self._count(inputs, batch, training))
         results = []
         for r, device in enumerate(self.devices):
-            with tf.device(device):
+            with tf.device(device), self._instantiated_cheaply():
                 results.append(
                     function(*inputs[r], batch.parts[r], shares[r], rows[r], firsts[r], *extra)
                 )
         return results
+
+    @contextlib.contextmanager
+    def _instantiated_cheaply(self) -> Iterator[None]:
+        """Leaves graph optimization of a program out where it would be repeated per replica.
+
+        TensorFlow optimizes a function anew for each device that calls it. On CPU that is most of
+        the first step and gains next to nothing in later ones (4-layer GPT, 8 replicas: 5.3 s
+        against 8.3 s; steps 1 to 2 % longer). On GPUs it chooses data formats, and stays.
+        """
+        cpu = all(Device.parse(d).kind == "CPU" for d in self.topology.devices)
+        if self.eager or len(self.devices) == 1 or not cpu:
+            yield
+            return
+        before = tf.config.optimizer.get_experimental_options()
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+        try:
+            yield
+        finally:
+            was = before.get("disable_meta_optimizer", False)
+            tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": was})
 
     def _broadcast_rows(self, share: Any) -> Any:
         return tf.fill([len(self.program.kinds)], share)

@@ -1,0 +1,3 @@
+from .parity import mlp
+def test_a():
+    assert mlp()
