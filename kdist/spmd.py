@@ -58,6 +58,8 @@ class Trace:
         topology: the whole mesh.
         alltoall: whether re-layouts may use all-to-all.
         used: whether a re-layout named this mesh, which ties the trace to this slice.
+        gather_first: whether gradients are made whole before they are cut like their parameters,
+            so that no all-to-all moves a cut from one dim to another.
         uncut: (shape, dims) of every declared layout that did not fit and was left (partly) uncut.
     """
 
@@ -65,6 +67,7 @@ class Trace:
     topology: Topology
     alltoall: bool
     used: bool = False
+    gather_first: bool = False
     uncut: list[tuple[tuple[int | None, ...], Dims]] = dataclasses.field(default_factory=list)
 
 

@@ -37,6 +37,10 @@ class CannotExpand(Exception):
     """The program has an operation that DTensor cannot run; carries which one."""
 
 
+class Retrace(Exception):
+    """The program must be traced again, with gradients gathered before they are cut."""
+
+
 class Lowered:
     """One pure function, called with DTensors on any slice.
 
@@ -68,6 +72,7 @@ class Lowered:
         self.captures: dict[Any, list[Any]] = {}
         self.facts: dict[Any, Any] = {}
         self.recorded: list[Collective] = []
+        self.gather_first = False
 
     def __call__(self, s: int, key: Any, inputs: Any) -> Any:
         """Calls the function on slice `s`.
@@ -80,6 +85,15 @@ class Lowered:
         Returns:
             Structure of DTensors; not computed yet.
         """
+        try:
+            return self._call(s, key, inputs)
+        except Retrace:
+            self.gather_first = True
+            self.traces.clear()
+            self.captures.clear()
+            return self._call(s, key, inputs)
+
+    def _call(self, s: int, key: Any, inputs: Any) -> Any:
         concrete = self._trace(s, key, inputs)
         flat = [t for t in tf.nest.flatten(inputs, expand_composites=True) if t is not None]
         captures = self._packed_captures(s, key, concrete)
@@ -101,10 +115,26 @@ class Lowered:
         if s == 0:
             found = lowered.collectives(recorder, self.meshes[0], self.paths)
             if not self.alltoall:
-                lowered.check_no_all_to_all(found)
+                self._refuse_alltoall(found)
             self.recorded = self.recorded or found
         self.facts[key, s] = True
         return result
+
+    def _refuse_alltoall(self, found: Sequence[Collective]) -> None:
+        """Operations may cause all-to-alls of their own; then first without, else not at all.
+
+        DTensor reads its switch once per process, so it cannot be told per model.
+        """
+        bad = [c for c in found if c.kind == "all-to-all"]
+        if not bad:
+            return
+        if not self.gather_first:
+            raise Retrace
+        raise CannotExpand(
+            f"operations of layer {bad[0].layer!r} without an all-to-all (their operands are cut "
+            "along different dims; lay them out alike with kdist.shard, or set "
+            "enable_alltoall=True)"
+        )
 
     def _trace(self, s: int, key: Any, inputs: Any) -> Any:
         for at in ((key, None), (key, s)):
@@ -116,6 +146,7 @@ class Lowered:
             spmd.tracing(self.meshes[s], self.topology, alltoall=self.alltoall) as trace,
             declared_layouts(self.layouts),
         ):
+            trace.gather_first = self.gather_first
             concrete = traced.get_concrete_function(*specs)
         bad = spmd.unsupported_ops(concrete.graph)
         if bad:
@@ -249,12 +280,12 @@ class SpmdRunner:
     def _laid_out(self, gradient: Any, i: int, params: Sequence[Any]) -> Any:
         """A gradient in its parameter's layout; rows as (values, indices), cut by columns."""
         if not sparse.is_sparse(gradient):
-            return dtensor.relayout_like(gradient, params[i])
+            return like(gradient, params[i])
         placement = self.entries[i].placement
         indices = whole_in_program(gradient.indices)
         if self._cut_by_rows(placement):
             return whole_in_program(gradient.values), indices
-        return dtensor.relayout_like(gradient.values, params[i]), indices
+        return like(gradient.values, params[i]), indices
 
     def _cut_by_rows(self, placement: Placement) -> bool:
         return bool(axes_of(inner_dims(placement.layout.dims, self.topology)[0]))
@@ -266,7 +297,7 @@ class SpmdRunner:
     def _finish(self, result: dict, carried: Sequence[Any], training: bool) -> dict:
         positions = self.program.traced(training).updated
         result["updated"] = [
-            dtensor.relayout_like(value, carried[i])
+            like(value, carried[i])
             for i, value in zip(positions, result["updated"])
         ]
         if not self.want_outputs:
@@ -524,6 +555,15 @@ def whole_in_program(tensor: Any) -> Any:
     assert trace is not None
     trace.used = True
     return dtensor.relayout(tensor, dtensor.Layout.replicated(trace.mesh, tensor.shape.rank))
+
+
+def like(tensor: Any, other: Any) -> Any:
+    """Lays a tensor out as another one is."""
+    trace = spmd.active()
+    assert trace is not None
+    if trace.gather_first:
+        tensor = whole_in_program(tensor)
+    return dtensor.relayout_like(tensor, other)
 
 
 def whole_value(tensor: Any) -> Any:

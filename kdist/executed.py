@@ -1,0 +1,262 @@
+"""Which device computed what, and what travelled, read from the graphs that TensorFlow executed.
+
+Losses stay right when all the work silently runs on the first device, and `op.device` of a traced
+graph is mostly empty. So this reads the *partition graphs*: after placement and optimisation
+TensorFlow cuts each function into one graph per device, where every node has its device and every
+transfer is a `_Send` node.
+
+A function that is kept as one node (`_noinline`) stays one call node there. Its body runs on the
+device of that call, but for nodes that name a device of their own; `ExecutedFunction.nodes` lists
+them so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from kdist import _private_executed
+from kdist.mesh import Device
+
+import tensorflow as tf
+
+_SENDS = ("_Send", "_HostSend")
+_MOVES = (*_SENDS, "_Recv", "_HostRecv")
+_CONTROL = "/ctrl/"
+_SPECIALIZED = "_specialized_for_"
+PRODUCTS = frozenset(
+    {
+        "MatMul",
+        "_MklMatMul",
+        "_FusedMatMul",
+        "_MklFusedMatMul",
+        "BatchMatMul",
+        "BatchMatMulV2",
+        "BatchMatMulV3",
+        "_MklBatchMatMul",
+        "_MklBatchMatMulV2",
+        "Einsum",
+        "Conv2D",
+        "_FusedConv2D",
+        "_MklConv2D",
+        "_MklFusedConv2D",
+        "_MklNativeConv2D",
+        "_MklNativeFusedConv2D",
+        "Conv2DBackpropInput",
+        "Conv2DBackpropFilter",
+        "_MklNativeConv2DBackpropInput",
+        "_MklNativeConv2DBackpropFilter",
+        "Conv3D",
+        "_MklNativeConv3D",
+    }
+)
+"""Operations that do the heavy work of a network: matrix products and convolutions."""
+ASSIGNMENTS = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
+"""Operations that write a variable."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """One executed operation.
+
+    Attributes:
+        name: Its name; in the body of a call, its name there.
+        op: Its type, such as "MatMul".
+        device: TensorFlow device string, such as "/device:CPU:3".
+        call: Name of the call node in whose body it runs, outermost first with slashes; empty
+            outside of calls.
+    """
+
+    name: str
+    op: str
+    device: str
+    call: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """One tensor sent from a device to another, or a control signal.
+
+    Attributes:
+        tensor: What is sent: name of the producing node, `name:k` for its output k > 0.
+        op: Type of the producing node.
+        source: Device it leaves.
+        target: Device it reaches.
+        dtype: Name of its dtype.
+        shape: Its shape, None where the graph does not tell.
+        control: True if it carries no value, only that something is done.
+    """
+
+    tensor: str
+    op: str
+    source: str
+    target: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    control: bool = False
+
+    @property
+    def node(self) -> str:
+        """Name of the producing node."""
+        return self.tensor.split(":")[0]
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of the tensor, None where its shape is not known; 0 of a control signal."""
+        if self.control:
+            return 0
+        if self.shape is None:
+            return None
+        return math.prod(self.shape) * tf.as_dtype(self.dtype).size
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecutedFunction:
+    """One function that ran, as TensorFlow executed it.
+
+    Attributes:
+        nodes: Its operations, those that only move tensors left out, with those of the bodies of
+            its calls.
+        transfers: What it sent between devices.
+    """
+
+    nodes: tuple[Node, ...]
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices on which it ran nodes, in order."""
+        return tuple(sorted({n.device for n in self.nodes}, key=Device.parse))
+
+    def count(self, ops: str | frozenset[str]) -> dict[str, int]:
+        """Number of nodes of some types (`PRODUCTS`, `ASSIGNMENTS`, or one type) per device."""
+        wanted = {ops} if isinstance(ops, str) else ops
+        return dict(Counter(n.device for n in self.nodes if n.op in wanted))
+
+    def sent(self) -> dict[tuple[str, str], int]:
+        """Number of tensors sent per pair of devices, without control signals."""
+        return dict(Counter((t.source, t.target) for t in self.transfers if not t.control))
+
+
+def watch(call: Callable[[], Any]) -> list[ExecutedFunction]:
+    """Runs something and reads the functions that ran for the first time.
+
+    Args:
+        call: Runs them, such as one training step. TensorFlow reports only functions whose first
+            call it watches: build and compile before, train not.
+
+    Returns:
+        One entry per function, in the order in which they ran; operations that ran eagerly are
+        functions of one node.
+
+    Example:
+        >>> functions = watch(lambda: model.train_on_batch(x, y))
+        >>> step = largest(functions)
+        >>> step.count(PRODUCTS)
+        {'/device:CPU:0': 4, '/device:CPU:1': 4}
+    """
+    return [_read(graphs) for graphs in _private_executed.function_graphs(call)]
+
+
+def largest(functions: list[ExecutedFunction]) -> ExecutedFunction:
+    """The function with the most nodes: of a training step, the step.
+
+    Raises:
+        ValueError: There is none, because all had run before they were watched.
+    """
+    if not functions:
+        raise ValueError(
+            "No function ran for the first time. Watch the first step of a compiled model: "
+            f"TensorFlow reports a function's first call only. Received: functions={functions}"
+        )
+    return max(functions, key=lambda f: len(f.nodes))
+
+
+def computing_devices(functions: list[ExecutedFunction]) -> set[str]:
+    """Devices that ran a matrix product or a convolution, in a body or outside of one."""
+    return {n.device for f in functions for n in f.nodes if n.op in PRODUCTS}
+
+
+def _read(graphs: Any) -> ExecutedFunction:
+    library = {
+        f.signature.name: f
+        for source in (graphs.pre_optimization_graph, graphs.post_optimization_graph)
+        for f in source.library.function
+    }
+    shapes = _Shapes(graphs)
+    nodes: list[Node] = []
+    transfers: list[Transfer] = []
+    for graph in graphs.partition_graphs:
+        ops = {node.name: node.op for node in graph.node}
+        for node in graph.node:
+            if node.op in _SENDS:
+                transfers.append(_transfer(node, ops, shapes))
+            elif node.op not in _MOVES:
+                nodes.extend(_with_body(node, _device(node.device), "", library))
+    return ExecutedFunction(tuple(nodes), tuple(transfers))
+
+
+def _device(name: str) -> str:
+    return Device.parse(name).name
+
+
+def _with_body(
+    node: Any, device: str, call: str, library: Mapping[str, Any]
+) -> Iterator[Node]:
+    """A node and, if it calls functions, what these run."""
+    yield Node(node.name, node.op, device, call)
+    inside = f"{call}/{node.name}" if call else node.name
+    for value in node.attr.values():
+        for function in (value.func, *value.list.func):
+            body = library.get(function.name.split(_SPECIALIZED)[0])
+            for inner in body.node_def if body is not None else ():
+                own = _device(inner.device) if inner.device else device
+                yield from _with_body(inner, own, inside, library)
+
+
+def _transfer(node: Any, ops: Mapping[str, str], shapes: _Shapes) -> Transfer:
+    tensor = node.attr["tensor_name"].s.decode()
+    # The name is `edge_<number>_<tensor>`; the input says the same, with its output number.
+    producer = node.input[0].lstrip("^")
+    control = _CONTROL in tensor or _CONTROL in producer
+    return Transfer(
+        tensor=producer,
+        op=ops.get(producer.split(":")[0], ""),
+        source=_device(node.attr["send_device"].s.decode()),
+        target=_device(node.attr["recv_device"].s.decode()),
+        dtype=tf.DType(node.attr["T"].type).name,
+        shape=() if control else shapes.of(producer),
+        control=control,
+    )
+
+
+class _Shapes:
+    """Shapes of the tensors of a function, inferred from its graphs, on first use."""
+
+    def __init__(self, graphs: Any) -> None:
+        self._definitions = [graphs.post_optimization_graph, graphs.pre_optimization_graph]
+        self._graphs: list[tf.Graph] | None = None
+
+    def of(self, tensor: str) -> tuple[int, ...] | None:
+        """Shape of `name` or `name:k`, None if it cannot be told."""
+        if self._graphs is None:
+            self._graphs = [_imported(d) for d in self._definitions]
+        name, _, output = tensor.partition(":")
+        for graph in self._graphs:
+            try:
+                found = graph.get_tensor_by_name(f"{name}:{output or 0}").shape
+            except (KeyError, ValueError):
+                continue
+            if found.is_fully_defined():
+                return tuple(found.as_list())
+        return None
+
+
+def _imported(definition: Any) -> tf.Graph:
+    graph = tf.Graph()
+    with graph.as_default():
+        tf.graph_util.import_graph_def(definition, name="")
+    return graph

@@ -1,0 +1,172 @@
+"""What each tensor of an executed training step is, so that every transfer can be accounted for.
+
+While a step is traced, the functions of the engine that make its parts are watched: each operation
+gets the name of the part in which it was made, and what the programs of the slices return is noted
+tensor by tensor. Nothing is added to the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kdist import executed, step
+from kdist.executed import ExecutedFunction, Transfer
+from kdist.optimizer.update import DistributedUpdate
+from kdist.parallel import attached
+
+import keras
+import tensorflow as tf
+
+_PARTS: tuple[tuple[Any, str, str], ...] = (
+    (step.Step, "split", "data"),
+    (DistributedUpdate, "apply", "update"),
+    (DistributedUpdate, "_broadcast", "value"),
+    (step.Step, "_logs", "metric"),
+    (step, "combine", "state"),
+)
+
+
+class Parts:
+    """The parts of the step that was traced last."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self.model = model
+        self.graph: Any = None
+        self.made_in: dict[str, str] = {}
+        self.results: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def note(self, tensor: Any, what: str) -> None:
+        """Remembers what a tensor of the step's graph is."""
+        for t in tf.nest.flatten(tensor, expand_composites=True):
+            if t is not None:
+                self.results.setdefault(_key(t), what)
+                if t.shape.is_fully_defined():
+                    self.shapes[_key(t)] = tuple(t.shape)
+
+    def explain(self, sent: Transfer) -> str:
+        """What a transfer is for; "unexplained: ..." if nobody knows."""
+        if sent.control:
+            return "control"
+        if sent.tensor in self.results:
+            return self.results[sent.tensor]
+        variable = self._variable_read_by(sent.node)
+        made_in = self.made_in.get(sent.node, "")
+        if variable in ("learning rate", "iterations"):
+            return variable
+        if made_in == "value" and variable == "weight":
+            return "value"
+        if made_in in ("data", "metric", "state"):
+            return made_in
+        return f"unexplained: {sent.tensor} ({sent.op}) made in {made_in or 'no part'!r}"
+
+    def table(self, function: ExecutedFunction) -> dict[str, int]:
+        """Number of transfers by what they are."""
+        return dict(Counter(self.explain(t) for t in function.transfers))
+
+    def nbytes(self, function: ExecutedFunction, what: str) -> int:
+        """Bytes of the transfers of one kind; every shape must be known."""
+        total = 0
+        for t in function.transfers:
+            if self.explain(t) == what:
+                shape = self.shapes.get(t.tensor, t.shape)
+                assert shape is not None, t
+                total += int(tf.TensorShape(shape).num_elements()) * tf.as_dtype(t.dtype).size
+        return total
+
+    def _variable_read_by(self, node: str) -> str:
+        try:
+            operation = self.graph.get_operation_by_name(node)
+        except KeyError:
+            return ""
+        if operation.type != "ReadVariableOp":
+            return ""
+        handle = _outermost(operation.inputs[0])
+        parallel = attached(self.model)
+        update = parallel.update
+        known: dict[str, list[Any]] = {
+            "learning rate": [self.model.optimizer._learning_rate],
+            "iterations": [one.iterations() for group in update.local for one in group],
+            "weight": [v for e in parallel.entries.values() for v in e.locals.values()]
+            + [v for e in parallel.entries.values() for _, v in e.masters],
+        }
+        for what, variables in known.items():
+            if any(v._value is not None and v._value.handle is handle for v in variables):
+                return what
+        return "another variable"
+
+
+def _key(tensor: Any) -> str:
+    """As `Transfer.tensor` writes it: the first output without its number."""
+    return str(tensor.name).removesuffix(":0")
+
+
+def _outermost(tensor: Any) -> Any:
+    """The tensor that nested functions captured."""
+    while not hasattr(tensor, "numpy") and hasattr(tensor, "graph"):
+        outer = [e for e, inner in getattr(tensor.graph, "captures", ()) if inner is tensor]
+        if not outer:
+            return tensor
+        tensor = outer[0]
+    return tensor
+
+
+@contextlib.contextmanager
+def recording(model: keras.Model) -> Iterator[Parts]:
+    """Notes the parts of the steps that are traced within the block."""
+    parts = Parts(model)
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in _PARTS]
+    finish = step.Step.finish_training
+    for (owner, name, label), (_, _, function) in zip(_PARTS, before, strict=True):
+        setattr(owner, name, _labelling(parts, label, function))
+    step.Step.finish_training = _noting(parts, finish)  # type: ignore[method-assign]
+    try:
+        yield parts
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)
+        step.Step.finish_training = finish  # type: ignore[method-assign]
+
+
+def _labelling(parts: Parts, label: str, function: Callable) -> Callable:
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if tf.executing_eagerly():
+            return function(*args, **kwargs)
+        graph = tf.compat.v1.get_default_graph()
+        start = len(graph.get_operations())
+        result = function(*args, **kwargs)
+        for operation in graph.get_operations()[start:]:
+            parts.made_in.setdefault(operation.name, label)
+        return result
+
+    return wrapped
+
+
+def _noting(parts: Parts, function: Callable) -> Callable:
+    """Notes what came from the slices before everything after them is traced."""
+
+    @functools.wraps(function)
+    def wrapped(self: Any, batch: Any, results: Any, loss: Any) -> Any:
+        parts.graph = tf.compat.v1.get_default_graph()
+        for result in results:
+            parts.note(result["gradients"], "gradient")
+            parts.note(result["loss"], "loss")
+            parts.note(result["terms"], "loss")
+            parts.note(result["outputs"], "outputs")
+            parts.note(result["updated"], "state")
+        parts.note([(y, w) for _, y, w in batch.parts], "data")
+        return function(self, batch, results, loss)
+
+    return wrapped
+
+
+def first_step(model: keras.Model, x: Any, y: Any) -> tuple[Parts, list[ExecutedFunction]]:
+    """Trains one batch, the model's first; returns its parts and everything it executed."""
+    with recording(model) as parts:
+        functions = executed.watch(lambda: model.train_on_batch(x, y))
+    return parts, functions
