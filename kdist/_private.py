@@ -138,6 +138,21 @@ def adopt_learning_rate(optimizer: Any, source: Any) -> None:
     object.__setattr__(optimizer, "_learning_rate", source._learning_rate)
 
 
+@contextlib.contextmanager
+def fixed_learning_rate(optimizer: Any) -> Iterator[None]:
+    """Meanwhile, an optimizer reads its learning rate variable's value as of now."""
+    shared = optimizer._learning_rate
+    if not isinstance(shared, keras.Variable):
+        yield
+        return
+    rate = tf.identity(shared.value)
+    object.__setattr__(optimizer, "_learning_rate", lambda: rate)
+    try:
+        yield
+    finally:
+        object.__setattr__(optimizer, "_learning_rate", shared)
+
+
 def iterations_variable(optimizer: Any) -> keras.Variable:
     """The raw step counter (micro-steps under gradient accumulation)."""
     return optimizer._iterations

@@ -21,7 +21,8 @@ def function_graphs(call: Callable[[], Any]) -> list[Any]:
     running.enable_run_metadata()
     try:
         call()
-        metadata = running.export_run_metadata()
     finally:
+        # After an error too: what is not exported would come with the next call's.
+        metadata = running.export_run_metadata()
         running.disable_run_metadata()
     return list(metadata.function_graphs)

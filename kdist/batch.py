@@ -121,7 +121,7 @@ def join(parts: list[Any], counts: list[tf.Tensor]) -> Any:
 
     def concat(*leaves: Any) -> Any:
         if isinstance(leaves[0], tf.SparseTensor):
-            return tf.sparse.concat(axis=0, sp_inputs=list(leaves))
+            return tf.sparse.concat(0, [_take(leaf, 0, n) for leaf, n in zip(leaves, counts)])
         return tf.concat([leaf[:n] for leaf, n in zip(leaves, counts)], axis=0)
 
     return keras.tree.map_structure(concat, *parts)

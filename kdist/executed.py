@@ -256,7 +256,12 @@ class _Shapes:
 
 
 def _imported(definition: Any) -> tf.Graph:
+    """The graph; of nodes with one name, which DTensor makes one of per device, the first."""
+    unique = tf.compat.v1.GraphDef()
+    unique.CopyFrom(definition)
+    del unique.node[:]
+    unique.node.extend({n.name: n for n in reversed(definition.node)}.values())
     graph = tf.Graph()
     with graph.as_default():
-        tf.graph_util.import_graph_def(definition, name="")
+        tf.graph_util.import_graph_def(unique, name="")
     return graph

@@ -255,26 +255,31 @@ def relayout(tensor: Any, layout: dtensor.Layout, alltoall: bool) -> Any:
 
 
 def rows_only(tensor: Any) -> Any:
-    """Makes every dim but the first whole; what cuts the first stays."""
-    trace = active()
-    rank = getattr(getattr(tensor, "shape", None), "rank", None)
-    if trace is None or not rank:
+    """Makes every dim but the first whole, of the gradient too; what cuts the first stays."""
+    if not _is_cuttable(tensor):
         return tensor
-    trace.used = True
-    specs = [dtensor.MATCH] + [dtensor.UNSHARDED] * (rank - 1)
-    return dtensor.relayout(tensor, dtensor.Layout(specs, trace.mesh))
+    if not tensor.dtype.is_floating:
+        return _rows_only(tensor)
+    return tf.custom_gradient(lambda value: (_rows_only(value), _rows_only))(tensor)
 
 
 def gradient_rows_only(tensor: Any) -> Any:
     """The same tensor; `rows_only` applies to its gradient."""
-    if active() is None or not tensor.dtype.is_floating:
+    if not _is_cuttable(tensor) or not tensor.dtype.is_floating:
         return tensor
+    return tf.custom_gradient(lambda value: (tf.identity(value), _rows_only))(tensor)
 
-    @tf.custom_gradient
-    def same(value: Any) -> Any:
-        return tf.identity(value), rows_only
 
-    return same(tensor)
+def _is_cuttable(tensor: Any) -> bool:
+    return active() is not None and bool(getattr(getattr(tensor, "shape", None), "rank", None))
+
+
+def _rows_only(tensor: Any) -> Any:
+    trace = active()
+    assert trace is not None
+    trace.used = True
+    specs = [dtensor.MATCH] + [dtensor.UNSHARDED] * (tensor.shape.rank - 1)
+    return dtensor.relayout(tensor, dtensor.Layout(specs, trace.mesh))
 
 
 def pack(parts: Sequence[tf.Tensor], layout: dtensor.Layout) -> tf.Tensor:

@@ -201,7 +201,7 @@ class SpmdRunner:
         self.batch_axis = batch_axis
         self.meshes = [spmd.make_mesh(one.devices, topology) for one in topology.slices]
         self.fixed = [stored(v) for v in program.state.fixed]
-        self._read = tf.function(self._read_all, autograph=False)
+        self._reader: Callable | None = None
         self._gathered = gathered_positions(program, layouts)
         paths = [layer.path for layer in program.model._flatten_layers(include_self=False)]
 
@@ -418,7 +418,10 @@ class SpmdRunner:
 
     def _packed_state(self) -> list[tuple[list, list]]:
         packed = []
-        for s, (params, carried) in enumerate(self._read()):
+        if self._reader is None:
+            # Not a tf.function: its results would pass device 0, which orders reads and writes.
+            self._reader = tf.compat.v1.wrap_function(self._read_all, [])
+        for s, (params, carried) in enumerate(self._reader()):
             mesh = self.meshes[s]
             p = [
                 spmd.pack(v, self._layout(mesh, e.placement))

@@ -99,8 +99,8 @@ class LocalOptimizer:
         self.device = device
         self.positions = positions
         self.variables = variables
-        self.optimizer = clone(logical)
         with tf.device(device):
+            self.optimizer = clone(logical)
             self._carry_weight_decay_rules(logical, logical_variables)
             self.optimizer.build(variables)
 
@@ -112,6 +112,14 @@ class LocalOptimizer:
             if _private.variable_key(logical, variable) in keys
         }
         _private.set_weight_decay_rules(self.optimizer, mine, pattern)
+
+    def apply(self, gradients: list[Any], variables: list[keras.Variable]) -> None:
+        """Updates variables of this device; call it in the device's scope.
+
+        The shared learning rate is fetched once. (Keras reads it anew for every variable.)
+        """
+        with _private.fixed_learning_rate(self.optimizer):
+            self.optimizer.apply(gradients, variables)
 
     def iterations(self) -> keras.Variable:
         """The raw step counter of this device."""

@@ -210,7 +210,7 @@ class DistributedUpdate:
                 ]
                 with tf.device(one.device):
                     if live:
-                        one.optimizer.apply([gradients[n] for n, _ in live], [v for _, v in live])
+                        one.apply([gradients[n] for n, _ in live], [v for _, v in live])
                     else:
                         one.iterations().assign_add(1)
         if self.inner not in [leaf for leaf, _ in self.groups]:
