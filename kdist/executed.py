@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -26,35 +27,13 @@ import tensorflow as tf
 _SENDS = ("_Send", "_HostSend")
 _MOVES = (*_SENDS, "_Recv", "_HostRecv")
 _CONTROL = "/ctrl/"
+_BACKWARD = "gradient_tape/"
 _SPECIALIZED = "_specialized_for_"
-PRODUCTS = frozenset(
-    {
-        "MatMul",
-        "_MklMatMul",
-        "_FusedMatMul",
-        "_MklFusedMatMul",
-        "BatchMatMul",
-        "BatchMatMulV2",
-        "BatchMatMulV3",
-        "_MklBatchMatMul",
-        "_MklBatchMatMulV2",
-        "Einsum",
-        "Conv2D",
-        "_FusedConv2D",
-        "_MklConv2D",
-        "_MklFusedConv2D",
-        "_MklNativeConv2D",
-        "_MklNativeFusedConv2D",
-        "Conv2DBackpropInput",
-        "Conv2DBackpropFilter",
-        "_MklNativeConv2DBackpropInput",
-        "_MklNativeConv2DBackpropFilter",
-        "Conv3D",
-        "_MklNativeConv3D",
-    }
-)
-"""Operations that do the heavy work of a network: matrix products and convolutions."""
-ASSIGNMENTS = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
+PRODUCTS = r"\w*(MatMul|Einsum|Conv[123][dD])\w*"
+"""Operations that do the heavy work of a network: matrix products and convolutions.
+
+A pattern, because TensorFlow fuses them and replaces them by those of oneDNN."""
+ASSIGNMENTS = r"Assign(Add|Sub)?VariableOp|ResourceScatter\w+|ResourceApply\w+"
 """Operations that write a variable."""
 
 
@@ -68,12 +47,19 @@ class Node:
         device: TensorFlow device string, such as "/device:CPU:3".
         call: Name of the call node in whose body it runs, outermost first with slashes; empty
             outside of calls.
+        shape: Shape of its first output, None where the graph does not tell.
     """
 
     name: str
     op: str
     device: str
     call: str = ""
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def backward(self) -> bool:
+        """Whether a gradient tape made it; TensorFlow keeps that in the name."""
+        return _BACKWARD in self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,10 +117,17 @@ class ExecutedFunction:
         """The devices on which it ran nodes, in order."""
         return tuple(sorted({n.device for n in self.nodes}, key=Device.parse))
 
-    def count(self, ops: str | frozenset[str]) -> dict[str, int]:
-        """Number of nodes of some types (`PRODUCTS`, `ASSIGNMENTS`, or one type) per device."""
-        wanted = {ops} if isinstance(ops, str) else ops
-        return dict(Counter(n.device for n in self.nodes if n.op in wanted))
+    def select(self, ops: str) -> list[Node]:
+        """Its nodes of some types.
+
+        Args:
+            ops: Regular expression for the whole type: `PRODUCTS`, `ASSIGNMENTS`, "MatMul".
+        """
+        return [n for n in self.nodes if re.fullmatch(ops, n.op)]
+
+    def count(self, ops: str) -> dict[str, int]:
+        """Number of nodes of some types per device; see `select`."""
+        return dict(Counter(n.device for n in self.select(ops)))
 
     def sent(self) -> dict[tuple[str, str], int]:
         """Number of tensors sent per pair of devices, without control signals."""
@@ -177,7 +170,7 @@ def largest(functions: list[ExecutedFunction]) -> ExecutedFunction:
 
 def computing_devices(functions: list[ExecutedFunction]) -> set[str]:
     """Devices that ran a matrix product or a convolution, in a body or outside of one."""
-    return {n.device for f in functions for n in f.nodes if n.op in PRODUCTS}
+    return {n.device for f in functions for n in f.select(PRODUCTS)}
 
 
 def _read(graphs: Any) -> ExecutedFunction:
@@ -207,7 +200,7 @@ def _with_body(
     node: Any, device: str, call: str, library: Mapping[str, Any]
 ) -> Iterator[Node]:
     """A node and, if it calls functions, what these run."""
-    yield Node(node.name, node.op, device, call)
+    yield Node(node.name, node.op, device, call, _first_shape(node))
     inside = f"{call}/{node.name}" if call else node.name
     for value in node.attr.values():
         for function in (value.func, *value.list.func):
@@ -215,6 +208,13 @@ def _with_body(
             for inner in body.node_def if body is not None else ():
                 own = _device(inner.device) if inner.device else device
                 yield from _with_body(inner, own, inside, library)
+
+
+def _first_shape(node: Any) -> tuple[int, ...] | None:
+    shapes = node.attr["_output_shapes"].list.shape if "_output_shapes" in node.attr else ()
+    if not shapes or shapes[0].unknown_rank or any(d.size < 0 for d in shapes[0].dim):
+        return None
+    return tuple(d.size for d in shapes[0].dim)
 
 
 def _transfer(node: Any, ops: Mapping[str, str], shapes: _Shapes) -> Transfer:

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from kdist import spmd
-from kdist.dims import Dims
+from kdist.dims import Dims, axes_of
 from kdist.store import ModelLayouts
 
 
@@ -36,15 +36,22 @@ def declared_layouts(layouts: ModelLayouts) -> Iterator[None]:
         wanted[id(layer)] = (layer, inputs, dims)
     hooked = [entry for entry in wanted.values() if any(entry[1]) or entry[2] is not None]
     windowed = [layer for layer in layouts.model_layers if isinstance(layer, WINDOWED)]
-    changed = {id(layer): layer for layer in [*windowed, *(layer for layer, _, _ in hooked)]}
+    tables = [
+        (layer, _column_axis(layer, layouts))
+        for layer in layouts.model_layers
+        if isinstance(layer, keras.layers.Embedding) and layouts.any_cut
+    ]
+    changed = [*windowed, *(layer for layer, _, _ in hooked), *(layer for layer, _ in tables)]
     for layer in windowed if layouts.any_cut else ():
         object.__setattr__(layer, "call", _channels_whole(layer.call))
+    for layer, axis in tables:
+        object.__setattr__(layer, "call", _columns_pinned(layer.call, axis))
     for layer, inputs, output in hooked:
         object.__setattr__(layer, "call", _laid_out(layer.call, inputs, output))
     try:
         yield
     finally:
-        for layer in changed.values():
+        for layer in changed:
             layer.__dict__.pop("call", None)
 
 
@@ -57,6 +64,26 @@ def _channels_whole(call: Callable) -> Callable:
         return keras.tree.map_structure(spmd.gradient_rows_only, outputs)
 
     return whole
+
+
+def _column_axis(layer: keras.layers.Layer, layouts: ModelLayouts) -> str | None:
+    """The inner axis that cuts the columns of an embedding table, if one does."""
+    layout = layouts.weights[id(layer.weights[0])]
+    inner = axes_of(layout.inner(layouts.topology).dims[1])
+    return inner[0] if inner else None
+
+
+def _columns_pinned(call: Callable, axis: str | None) -> Callable:
+    """`call` of an embedding whose output is cut by columns as its table is.
+
+    Otherwise what reads the output decides its layout, and DTensor's look-up takes no other cut of
+    the columns than the table's.
+    """
+
+    def pinned(*args: Any, **kwargs: Any) -> Any:
+        return spmd.last_dim_cut(call(*args, **kwargs), axis)
+
+    return pinned
 
 
 def _laid_out(call: Callable, inputs: tuple[Dims | None, ...], output: Dims | None) -> Callable:

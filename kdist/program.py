@@ -261,7 +261,8 @@ class Program:
 
     def _connected(self, found: Sequence[Any], data: Any) -> list[Any]:
         """Gradients that exist; notes whose they are, and which rows depend on the batch."""
-        sources = [t for t in keras.tree.flatten(data) if t is not None]
+        leaves = tf.nest.flatten(data, expand_composites=True)
+        sources = [t for t in leaves if t is not None]
         self.trained.connected = [i for i, g in enumerate(found) if g is not None]
         self.trained.rows = {
             i: sparse.depends_on(g.indices, sources)

@@ -270,6 +270,17 @@ def gradient_rows_only(tensor: Any) -> Any:
     return tf.custom_gradient(lambda value: (tf.identity(value), _rows_only))(tensor)
 
 
+def last_dim_cut(tensor: Any, axis: str | None) -> Any:
+    """Cuts the last dim over an axis, if any; what cuts the first stays, the others are whole."""
+    trace = active()
+    if trace is None or tensor.shape.rank < 2:
+        return tensor
+    trace.used = True
+    last = axis or dtensor.UNSHARDED
+    specs = [dtensor.MATCH] + [dtensor.UNSHARDED] * (tensor.shape.rank - 2) + [last]
+    return dtensor.relayout(tensor, dtensor.Layout(specs, trace.mesh))
+
+
 def _is_cuttable(tensor: Any) -> bool:
     return active() is not None and bool(getattr(getattr(tensor, "shape", None), "rank", None))
 

@@ -21,6 +21,7 @@ class ModelLayouts:
     """The resolved layouts of a built model.
 
     Attributes:
+        topology: The mesh.
         weights: Layout of each weight, by identity of the variable.
         layers: What `kdist.shard` declared, resolved, with its layer.
         outputs: Layout of the output of layers that an activation pattern matches.
@@ -31,6 +32,7 @@ class ModelLayouts:
     def __init__(
         self, model: keras.Model, config: ParallelConfig, topology: Topology
     ) -> None:
+        self.topology = topology
         pairs = [(v.path, tuple(v.shape)) for v in model.weights]
         by_path, patterns = resolve_layouts(pairs, config.layout_map, topology)
         self.weights: dict[int, WeightLayout] = {id(v): by_path[v.path] for v in model.weights}

@@ -225,6 +225,10 @@ def _view_class(base: type) -> type:
         self.assign(restored["VARIABLE_VALUE"])
         return self.value
 
+    def _shared_name(self: Any) -> str:
+        # What tf.train.Checkpoint calls the variable; a value assembled from parts has no name.
+        return self.path
+
     def __deepcopy__(self: Any, memo: dict) -> keras.Variable:
         return keras.Variable(
             tf.convert_to_tensor(self.value), trainable=self.trainable, name=self.name
@@ -235,6 +239,7 @@ def _view_class(base: type) -> type:
         "_direct_assign": _direct_assign,
         "_serialize_to_tensors": _serialize_to_tensors,
         "_restore_from_tensors": _restore_from_tensors,
+        "_shared_name": property(_shared_name),
         "__deepcopy__": __deepcopy__,
         "__module__": base.__module__,
         "__doc__": base.__doc__,

@@ -8,7 +8,9 @@ tensor by tensor. Nothing is added to the graph.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +23,7 @@ from kdist.parallel import attached
 import keras
 import tensorflow as tf
 
+_CALL = re.compile(r"(Stateful)?PartitionedCall(_\d+)?")
 _PARTS: tuple[tuple[Any, str, str], ...] = (
     (step.Step, "split", "data"),
     (DistributedUpdate, "apply", "update"),
@@ -36,6 +39,7 @@ class Parts:
     def __init__(self, model: keras.Model) -> None:
         self.model = model
         self.graph: Any = None
+        """The traced step."""
         self.made_in: dict[str, str] = {}
         self.results: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -52,11 +56,13 @@ class Parts:
         """What a transfer is for; "unexplained: ..." if nobody knows."""
         if sent.control:
             return "control"
-        if sent.tensor in self.results:
-            return self.results[sent.tensor]
+        sent = self.inlined(sent)
+        known = self._kept_results()
+        if sent.tensor in known:
+            return known[sent.tensor]
         variable = self._variable_read_by(sent.node)
         made_in = self.made_in.get(sent.node, "")
-        if variable in ("learning rate", "iterations"):
+        if variable in ("learning rate", "iterations", "seed"):
             return variable
         if made_in == "value" and variable == "weight":
             return "value"
@@ -73,10 +79,29 @@ class Parts:
         total = 0
         for t in function.transfers:
             if self.explain(t) == what:
-                shape = self.shapes.get(t.tensor, t.shape)
+                shape = self.shapes.get(self.inlined(t).tensor, t.shape)
                 assert shape is not None, t
                 total += int(tf.TensorShape(shape).num_elements()) * tf.as_dtype(t.dtype).size
         return total
+
+    def _kept_results(self) -> dict[str, str]:
+        """`results`, as TensorFlow numbers them: outputs of a call that nobody needs are dropped."""
+        stack = [*self.graph.control_outputs, *(t.op for t in self.graph.outputs)]
+        needed: set[Any] = set()
+        while stack:
+            operation = stack.pop()
+            if operation not in needed:
+                needed.add(operation)
+                stack += [*operation.control_inputs, *(t.op for t in operation.inputs)]
+        renamed = {}
+        for name, what in self.results.items():
+            node, _, output = name.partition(":")
+            outputs = self.graph.get_operation_by_name(node).outputs
+            kept = [any(c in needed for c in t.consumers()) for t in outputs]
+            position = sum(kept[: int(output or 0)])
+            if kept[int(output or 0)]:
+                renamed[f"{node}:{position}" if position else node] = what
+        return renamed
 
     def _variable_read_by(self, node: str) -> str:
         try:
@@ -91,6 +116,7 @@ class Parts:
         known: dict[str, list[Any]] = {
             "learning rate": [self.model.optimizer._learning_rate],
             "iterations": [one.iterations() for group in update.local for one in group],
+            "seed": list(attached(self.model).program.state.seeds),
             "weight": [v for e in parallel.entries.values() for v in e.locals.values()]
             + [v for e in parallel.entries.values() for _, v in e.masters],
         }
@@ -98,6 +124,16 @@ class Parts:
             if any(v._value is not None and v._value.handle is handle for v in variables):
                 return what
         return "another variable"
+
+    def inlined(self, sent: Transfer) -> Transfer:
+        """A transfer of a function that was inlined into another, by its own names."""
+        name = sent.tensor
+        while name.split(":")[0] not in self.made_in and "/" in name:
+            prefix, rest = name.split("/", 1)
+            if not _CALL.fullmatch(prefix):
+                break
+            name = rest
+        return dataclasses.replace(sent, tensor=name)
 
 
 def _key(tensor: Any) -> str:

@@ -110,7 +110,9 @@ def test_early_stopping_restores_every_copy(models):
 
 def test_reduce_learning_rate_on_plateau(models):
     def make(name: str) -> Any:
-        return keras.callbacks.ReduceLROnPlateau("val_loss", mode="max", patience=1, factor=0.1)
+        return keras.callbacks.ReduceLROnPlateau(
+            "val_loss", min_delta=100, patience=1, factor=0.1
+        )
 
     fit_both(models, make, epochs=4)
     rates = [float(m.optimizer.learning_rate) for m in models]
