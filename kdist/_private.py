@@ -224,3 +224,9 @@ def build_scope(optimizer: Any) -> Any:
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         return contextlib.nullcontext()
     return keras.name_scope(optimizer.name, caller=optimizer)
+
+
+def swap_keras_variables(callback: keras.callbacks.SwapEMAWeights) -> None:
+    """Makes `SwapEMAWeights` take its backend-neutral branch, which assigns Keras variables."""
+    callback._tf_swap_variables = callback._backend_swap_variables
+    callback._tf_finalize_ema_values = callback._backend_finalize_ema_values

@@ -234,25 +234,22 @@ def _transfer(node: Any, ops: Mapping[str, str], shapes: _Shapes) -> Transfer:
 
 
 class _Shapes:
-    """Shapes of the tensors of a function, inferred from its graphs, on first use."""
+    """Shapes of the tensors of a function, inferred from its graph, on first use."""
 
     def __init__(self, graphs: Any) -> None:
-        self._definitions = [graphs.post_optimization_graph, graphs.pre_optimization_graph]
-        self._graphs: list[tf.Graph] | None = None
+        self._definition = graphs.post_optimization_graph
+        self._graph: tf.Graph | None = None
 
     def of(self, tensor: str) -> tuple[int, ...] | None:
         """Shape of `name` or `name:k`, None if it cannot be told."""
-        if self._graphs is None:
-            self._graphs = [_imported(d) for d in self._definitions]
+        if self._graph is None:
+            self._graph = _imported(self._definition)
         name, _, output = tensor.partition(":")
-        for graph in self._graphs:
-            try:
-                found = graph.get_tensor_by_name(f"{name}:{output or 0}").shape
-            except (KeyError, ValueError):
-                continue
-            if found.is_fully_defined():
-                return tuple(found.as_list())
-        return None
+        try:
+            found = self._graph.get_tensor_by_name(f"{name}:{output or 0}").shape
+        except (KeyError, ValueError):
+            return None
+        return tuple(found.as_list()) if found.is_fully_defined() else None
 
 
 def _imported(definition: Any) -> tf.Graph:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from kdist.batch import split
 from kdist.parallel import attached
 from kdist.plain import row_shares
+from kdist.spmd_runner import CannotExpand
 
 
 def gradients(
@@ -39,7 +40,12 @@ def gradients(
         >>> grads = [g if g is None else tf.clip_by_norm(g, 1.0) for g in grads]
         >>> kdist.apply_gradients(model, grads)
     """
-    return attached(model).step_for((x, y, sample_weight)).gradients((x, y, sample_weight))
+    parallel, data = attached(model), (x, y, sample_weight)
+    try:
+        return parallel.step_for(data).gradients(data)
+    except CannotExpand as reason:
+        parallel.fall_back(f"DTensor cannot run {reason}. The model runs on gathered weights instead.")
+        return parallel.plain_step.gradients(data)
 
 
 def apply_gradients(model: keras.Model, gradients: Sequence[Any]) -> None:

@@ -31,6 +31,7 @@ from kdist.store import ModelLayouts, place_weights, placements
 from kdist.variables import Stored, materialised
 
 ATTRIBUTE = "_kdist"
+WHOLE_LOSS = "an overridden compute_loss is computed over the whole batch, on gathered weights"
 
 
 def parallelize(model: keras.Model, config: ParallelConfig | None = None) -> keras.Model:
@@ -137,6 +138,9 @@ class Parallel:
             "make_test_function",
             "make_predict_function",
             "export",
+            "fit",
+            "evaluate",
+            "predict",
             "plan",
         ):
             object.__setattr__(model, name, getattr(self, name))
@@ -175,6 +179,21 @@ class Parallel:
         if "jit_compile" in config:
             config["jit_compile"] = wanted
         self._reset(wanted)
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """`keras.Model.fit`."""
+        adapt_callbacks(kwargs.get("callbacks"))
+        return type(self.model).fit(self.model, *args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """`keras.Model.evaluate`."""
+        adapt_callbacks(kwargs.get("callbacks"))
+        return type(self.model).evaluate(self.model, *args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """`keras.Model.predict`."""
+        adapt_callbacks(kwargs.get("callbacks"))
+        return type(self.model).predict(self.model, *args, **kwargs)
 
     def _reset(self, jit_compile: bool | str) -> None:
         self.jit_compile = jit_compile
@@ -234,15 +253,13 @@ class Parallel:
         """What Keras calls: `kind` is "train", "test" or "predict"."""
         self._prepare(kind, example)
         if self.uses_spmd and kind != "predict" and overrides(self.model, "compute_loss"):
-            self._fall_back(
-                "an overridden compute_loss is computed over the whole batch, on gathered weights"
-            )
+            self.fall_back(WHOLE_LOSS)
         elif self.uses_spmd:
             function = SpmdFunction(
                 getattr(self.spmd_step, kind),
                 lambda: getattr(self.plain_step, kind),
                 self.model,
-                self._fall_back,
+                self.fall_back,
             )
             return function.predict if kind == "predict" else function
         step = getattr(self.plain_step, kind)
@@ -250,7 +267,7 @@ class Parallel:
             return predict_function(step, self.model.run_eagerly)
         return self.model._make_function(step)
 
-    def _fall_back(self, reason: str) -> None:
+    def fall_back(self, reason: str) -> None:
         """Says, once, why something does not run over DTensor."""
         if reason not in self.fallbacks:
             self.fallbacks.append(reason)
@@ -291,8 +308,14 @@ class Parallel:
             example: A batch, to build from on first use; None if that has happened.
 
         Raises:
-            ValueError: Nothing has been built, and there is no batch to build from.
+            ValueError: The model has no optimizer; or nothing has been built, and there is no batch
+                to build from.
         """
+        if not self.model.compiled or self.model.optimizer is None:
+            raise ValueError(
+                "A loop needs the model's loss and optimizer. Call model.compile(optimizer=..., "
+                f"loss=...) first. Received: model={self.model.name!r}"
+            )
         if self.update is None:
             if example is None:
                 raise ValueError(
@@ -300,6 +323,8 @@ class Parallel:
                     f"Received: model={self.model.name!r}, which has not trained yet"
                 )
             self._prepare("train", example)
+        if self.uses_spmd and overrides(self.model, "compute_loss"):
+            self.fall_back(WHOLE_LOSS)
         return self.spmd_step if self.uses_spmd and not self.fallbacks else self.plain_step
 
     def _trainable(self) -> list[Stored]:
@@ -394,6 +419,17 @@ class Parallel:
 def is_built(model: keras.Model) -> bool:
     """Whether all variables of a model exist."""
     return model.built and all(layer.built for layer in model._flatten_layers())
+
+
+def adapt_callbacks(callbacks: Any) -> None:
+    """Makes callbacks that would write to TensorFlow's variables write to Keras's.
+
+    `SwapEMAWeights` does the former on this backend, and would reach one copy of each weight.
+    """
+    members = getattr(callbacks, "callbacks", callbacks)
+    for callback in members if isinstance(members, list | tuple) else [members]:
+        if isinstance(callback, keras.callbacks.SwapEMAWeights):
+            _private.swap_keras_variables(callback)
 
 
 def predict_function(step: Callable, eager: bool) -> Callable:

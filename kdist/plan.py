@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kdist.mesh import Topology
-from kdist.placement import Placement, UpdateUnit
+from kdist.placement import Coordinate, Placement, UpdateUnit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +93,9 @@ class Plan:
         """Communication over the data axis per step.
 
         A gradient part goes from every slice to its owner, and the new value from there to every
-        other holder; together what a ring all-reduce would move. Weights stored sliced over data
-        are gathered before use instead, and nothing is broadcast.
+        other holder; together what a ring all-reduce would move. An update that needs the whole of
+        a tensor gets its parts over the inner axes too. Weights stored sliced over data are
+        gathered before use instead, and nothing is broadcast.
         """
         axis = self.topology.data_axis or "-"
         replicas = self.topology.data_size
@@ -107,10 +108,12 @@ class Plan:
         for unit in self.units:
             placement = self.weights[self.trainable[unit.variable]]
             size = self.unit_bytes(unit)
-            add("reduce", replicas - 1, size)
             if unit.shard is not None:
+                add("reduce", replicas - 1, size)
                 add("broadcast", len(placement.shards[unit.shard].holders) - 1, size)
             else:
+                for source, nbytes in inner_parts(placement):
+                    add("reduce", source != unit.owner, nbytes)
                 for shard in placement.shards:
                     part = math.prod(shard.shape) * placement.itemsize
                     others = sum(c != unit.owner for c in shard.holders)
@@ -170,6 +173,25 @@ class Plan:
         for t in self.traffic():
             table.add_row(t.what, t.axis, str(t.messages), readable(t.nbytes))
         return table
+
+
+def inner_parts(placement: Placement) -> list[tuple[Coordinate, int]]:
+    """Which coordinates send the parts of a gradient that some device needs whole.
+
+    Returns:
+        Per slice and distinct part over the inner axes, the first coordinate that has it, and its
+        bytes.
+    """
+    parts = []
+    for s, numbers in enumerate(placement.table):
+        seen = set()
+        for k in range(len(numbers)):
+            index = placement.inner_index(k)
+            if (key := tuple(i.start for i in index)) not in seen:
+                seen.add(key)
+                nbytes = math.prod(i.stop - i.start for i in index) * placement.itemsize
+                parts.append(((s, k), nbytes))
+    return parts
 
 
 def make_plan(

@@ -167,7 +167,8 @@ def distribute(variable: keras.Variable, placement: Placement, topology: Topolog
         The local copies.
     """
     entry = Stored(variable, placement, topology)
-    become_view(variable, entry, entry.primary if placement.is_whole else None)
+    # With copies, a tf.Variable to write to would be one of them: then there is only the value.
+    become_view(variable, entry, entry.primary if len(entry.locals) == 1 else None)
     return entry
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kdist import executed, step
+from kdist import executed, plain, step
 from kdist.executed import ExecutedFunction, Transfer
 from kdist.optimizer.update import DistributedUpdate
 from kdist.parallel import attached
@@ -29,6 +29,8 @@ _PARTS: tuple[tuple[Any, str, str], ...] = (
     (DistributedUpdate, "apply", "update"),
     (DistributedUpdate, "_broadcast", "value"),
     (step.Step, "_logs", "metric"),
+    (plain, "row_shares", "share"),
+    (plain.PlainRunner, "_broadcast_rows", "share"),
     (step, "combine", "state"),
 )
 
@@ -57,16 +59,18 @@ class Parts:
         if sent.control:
             return "control"
         sent = self.inlined(sent)
-        known = self._kept_results()
+        known = self._kept_results
         if sent.tensor in known:
             return known[sent.tensor]
         variable = self._variable_read_by(sent.node)
         made_in = self.made_in.get(sent.node, "")
         if variable in ("learning rate", "iterations", "seed"):
             return variable
-        if made_in == "value" and variable == "weight":
-            return "value"
-        if made_in in ("data", "metric", "state"):
+        if variable == "weight":
+            return "value" if made_in == "value" else "gather"
+        if made_in in ("update", "value") and self._part_of(sent.node) is not None:
+            return str(self._part_of(sent.node))
+        if made_in in ("data", "metric", "share", "state"):
             return made_in
         return f"unexplained: {sent.tensor} ({sent.op}) made in {made_in or 'no part'!r}"
 
@@ -84,6 +88,7 @@ class Parts:
                 total += int(tf.TensorShape(shape).num_elements()) * tf.as_dtype(t.dtype).size
         return total
 
+    @functools.cached_property
     def _kept_results(self) -> dict[str, str]:
         """`results`, as TensorFlow numbers them: outputs of a call that nobody needs are dropped."""
         stack = [*self.graph.control_outputs, *(t.op for t in self.graph.outputs)]
@@ -124,6 +129,16 @@ class Parts:
             if any(v._value is not None and v._value.handle is handle for v in variables):
                 return what
         return "another variable"
+
+    def _part_of(self, node: str) -> str | None:
+        """What a slice of a tensor that travels is a part of: "gradient" or "value"."""
+        operation = self.graph.get_operation_by_name(node)
+        if operation.type != "StridedSlice":
+            return None
+        whole = operation.inputs[0]
+        if whole.op.type == "ReadVariableOp" and self._variable_read_by(whole.op.name) == "weight":
+            return "value"
+        return self.results.get(_key(whole))
 
     def inlined(self, sent: Transfer) -> Transfer:
         """A transfer of a function that was inlined into another, by its own names."""

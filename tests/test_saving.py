@@ -31,7 +31,7 @@ both_meshes = pytest.mark.parametrize("axes", MESHES, ids=["data", "inner"])
 
 
 def adam() -> keras.optimizers.Optimizer:
-    return keras.optimizers.Adam(0.01)
+    return keras.optimizers.Adam(0.01, name="adam")
 
 
 def fit(model: keras.Model, epochs: int = 1) -> Any:
@@ -59,6 +59,7 @@ def run_plain(program: str, folder: Path) -> None:
 
 LOAD = """
 import keras, numpy as np
+keras.config.set_floatx("float64")
 model = keras.models.load_model("model.keras")
 np.savez("loaded.npz", *model.get_weights(), *[v.numpy() for v in model.optimizer.variables])
 given = np.load("data.npz")

@@ -6,13 +6,9 @@ what fails then is the suite's own fault.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import pytest
-
-# KerasHub is an optional extra: without it there is nothing to collect.
-collect_ignore = [] if importlib.util.find_spec("keras_hub") else ["test_kerashub.py"]
 
 
 @pytest.fixture(scope="session")

@@ -221,6 +221,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(name="own_compute_loss", edit=lambda model: _swap_class(model, OwnLoss)),
     Feature(name="own_compute_metrics", edit=lambda model: _swap_class(model, OwnMetrics)),
     Feature(name="steps_per_execution", compile=lambda case: {"steps_per_execution": 2}),
+    Feature(name="three_steps_per_execution", compile=lambda case: {"steps_per_execution": 3}),
     Feature(name="run_eagerly", compile=lambda case: {"run_eagerly": True}),
 )
 BY_NAME: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}

@@ -36,6 +36,8 @@ class Run:
         layout_map: Pattern -> axes, or a function from the mesh to a Keras `LayoutMap`; None takes
             the case's, where the mesh has a `model` axis.
         config: Further options of `kdist.ParallelConfig`.
+        declare: Declares layouts on the built model with `kdist.shard`; kdist's run alone.
+        compile: Options of `compile` for kdist's run alone: how it computes, not what.
         source: "numpy" arrays or a `tf.data` "dataset".
     """
 
@@ -49,6 +51,8 @@ class Run:
     dtype: str = "float64"
     layout_map: Mapping[str, Layout] | Callable[[Any], Any] | None = None
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    declare: Callable[[keras.Model], None] | None = None
+    compile: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     source: str = "numpy"
 
     @property
@@ -101,6 +105,8 @@ def _kdist(model: keras.Model, run: Run) -> keras.Model:
         options["layout_map"] = layouts(mesh)
     elif layouts:
         options["layout_map"] = dict(layouts)
+    if run.declare is not None:
+        run.declare(model)
     config = kdist.ParallelConfig(mesh=mesh, **options)
     parallel = kdist.parallelize(model, config)
     assert parallel is model, "parallelize must return the model object that it was given"
@@ -196,6 +202,8 @@ def compiled(run: Run, engine: str) -> keras.Model:
         options.update(feature.compile(run.case))
     if hasattr(model, "_parts"):
         options["run_eagerly"] = True
+    if engine == "kdist":
+        options.update(run.compile)
     model.compile(optimizer=optimizer, **options)
     if engine != "kdist" and isinstance(optimizer, keras.optimizers.ScheduleFreeAdamW):
         # Built inside the train function, as `fit` does by itself, its momentum does not start at
@@ -259,16 +267,58 @@ def train(run: Run, engine: str) -> Outcome:
         log = model.fit(*data, **common, **fit_options)
         evaluation = model.evaluate(*data, return_dict=True, **common)
         outputs = model.predict(x, batch_size=run.batch_size, verbose=0)
-        if not isinstance(outputs, dict):
-            outputs = {f"output {i}": v for i, v in enumerate(keras.tree.flatten(outputs))}
-        return Outcome(
-            history=_numbers({**log.history, "batch/loss": trace.losses}),
-            evaluation=_numbers(evaluation),
-            predictions=outputs,
-            weights=_named(model.weights, numbered=False),
-            slots=_named(model.optimizer.variables, numbered=True),
-            drift=rate * run.epochs * -(-run.samples // run.batch_size),
-        )
+        history = {**log.history, "batch/loss": trace.losses}
+        steps = run.epochs * -(-run.samples // run.batch_size)
+        return _outcome(model, history, evaluation, outputs, drift=rate * steps)
+
+
+def _outcome(
+    model: keras.Model, history: Any, evaluation: Any, outputs: Any, *, drift: float
+) -> Outcome:
+    if not isinstance(outputs, dict):
+        outputs = {f"output {i}": v for i, v in enumerate(keras.tree.flatten(outputs))}
+    return Outcome(
+        history=_numbers(history),
+        evaluation=_numbers(evaluation),
+        predictions=outputs,
+        weights=_named(model.weights, numbered=False),
+        slots=_named(model.optimizer.variables, numbered=True),
+        drift=drift,
+    )
+
+
+def train_batches(run: Run, engine: str, sizes: Sequence[int]) -> Outcome:
+    """Trains, evaluates and predicts batch by batch, with `train_on_batch` and its relatives.
+
+    Args:
+        run: What to train; `batch_size`, `samples` and `epochs` have no meaning here.
+        engine: One of `ENGINES`.
+        sizes: Examples of each batch.
+
+    Returns:
+        Everything observable afterwards; `history` holds the logs of every batch.
+    """
+    with precision(run.dtype):
+        model = compiled(run, engine)
+        rate = _rate(model.optimizer)
+        weighted = any(feature.sample_weight for feature in run.features)
+        history: dict[str, list[float]] = {}
+        for number, size in enumerate(sizes):
+            x, y, weight = run.case.data(SEED + number, size)
+            weight = weight if weighted else None
+            logs = model.train_on_batch(x, y, sample_weight=weight, return_dict=True)
+            for name, value in logs.items():
+                history.setdefault(name, []).append(value)
+        model.reset_metrics()
+        evaluation = {}
+        for size in sorted(set(sizes)):
+            x, y, weight = run.case.data(SEED, size)
+            weight = weight if weighted else None
+            logs = model.test_on_batch(x, y, sample_weight=weight, return_dict=True)
+            evaluation.update({f"{name} of {size}": value for name, value in logs.items()})
+        x, _, _ = run.case.data(SEED, max(sizes))
+        outputs = model.predict_on_batch(x)
+        return _outcome(model, history, evaluation, outputs, drift=rate * len(sizes))
 
 
 def reference_engine(run: Run) -> str:

@@ -40,8 +40,11 @@ def test_source_of_data_does_not_matter(source: str, engine: str) -> None:
     )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", BY_NAME)
-def test_axis_called_batch_is_the_data_axis(name: str, engine: str) -> None:
-    axes = {"batch": 2, "model": 2}
-    compare(BY_NAME[name], axes, optimizer=OPTIMIZERS["adam"], engine=engine)
+BATCH_MESHES = {"batch2": {"batch": 2}, "batch2_model2": {"batch": 2, "model": 2}}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), spread(product(BY_NAME, BATCH_MESHES), [("mlp", "batch2")])
+)
+def test_axis_called_batch_is_the_data_axis(name: str, mesh: str, engine: str) -> None:
+    compare(BY_NAME[name], BATCH_MESHES[mesh], optimizer=OPTIMIZERS["adam"], engine=engine)
