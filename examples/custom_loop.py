@@ -63,9 +63,7 @@ def main(argv: Sequence[str]) -> float:
             print(f"step {step:4d}  loss {float(loss):.4f}")
 
     predicted = model.predict(x, verbose=0)
-    error = float(
-        kdist.reduce(model, lambda a, b: tf.reduce_mean(tf.abs(a - b)), predicted, y)
-    )
+    error = float(kdist.reduce(model, lambda a, b: tf.reduce_mean(tf.abs(a - b)), predicted, y))
     print(f"mean absolute error {error:.4f}, {left_out} steps left out")
     return error
 

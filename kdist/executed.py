@@ -196,9 +196,7 @@ def _device(name: str) -> str:
     return Device.parse(name).name
 
 
-def _with_body(
-    node: Any, device: str, call: str, library: Mapping[str, Any]
-) -> Iterator[Node]:
+def _with_body(node: Any, device: str, call: str, library: Mapping[str, Any]) -> Iterator[Node]:
     """A node and, if it calls functions, what these run."""
     yield Node(node.name, node.op, device, call, _first_shape(node))
     inside = f"{call}/{node.name}" if call else node.name

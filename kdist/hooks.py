@@ -10,12 +10,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
-
 from kdist import spmd
 from kdist.dims import Dims, axes_of
 from kdist.store import ModelLayouts
 
+import keras
 
 WINDOWED = (
     *spmd.GATHER_ON_READ[:4],

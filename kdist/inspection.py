@@ -7,15 +7,15 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from kdist.lowered import Collective, format_table
+from kdist.parallel import Parallel, attached
+from kdist.plan import Plan, readable
+
 import keras
 import rich.box
 import rich.console
 import rich.table
 import tensorflow as tf
-
-from kdist.lowered import Collective, format_table
-from kdist.parallel import Parallel, attached
-from kdist.plan import Plan, readable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +69,7 @@ class Inspection:
         parts.append(_memory_table(self.memory))
         parts.append("between replicas, per step")
         for t in self.plan.traffic():
-            parts.append(
-                f"  {t.what} over {t.axis}: {t.messages} messages, {readable(t.nbytes)}"
-            )
+            parts.append(f"  {t.what} over {t.axis}: {t.messages} messages, {readable(t.nbytes)}")
         parts.extend(f"gathered before use: {path}" for path in self.gathered)
         parts.extend(f"not over DTensor: {reason}" for reason in self.fallbacks)
         return "\n".join(parts)

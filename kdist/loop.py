@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
-import tensorflow as tf
-
 from kdist.batch import split
 from kdist.parallel import attached
 from kdist.plain import row_shares
-from kdist.spmd_runner import CannotExpand
+from kdist.spmd_call import CannotExpand
+
+import keras
+import tensorflow as tf
 
 
 def gradients(
@@ -44,7 +44,9 @@ def gradients(
     try:
         return parallel.step_for(data).gradients(data)
     except CannotExpand as reason:
-        parallel.fall_back(f"DTensor cannot run {reason}. The model runs on gathered weights instead.")
+        parallel.fall_back(
+            f"DTensor cannot run {reason}. The model runs on gathered weights instead."
+        )
         return parallel.plain_step.gradients(data)
 
 
@@ -90,7 +92,9 @@ def reduce(model: keras.Model, function: Callable, *data: Any, op: str = "mean")
     topology = attached(model).topology
     tensors = keras.tree.map_structure(tf.convert_to_tensor, list(data))
     batch = split(tensors, None, None, topology.data_size)
-    weights = row_shares(batch) if op == "mean" else [tf.cast(n > 0, tf.float64) for n in batch.counts]
+    weights = (
+        row_shares(batch) if op == "mean" else [tf.cast(n > 0, tf.float64) for n in batch.counts]
+    )
     results = []
     for one, (rows, _, _), weight in zip(topology.slices, batch.parts, weights):
         with tf.device(one.devices[0]):

@@ -13,11 +13,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from kdist import _private
+
 import keras
 import tensorflow as tf
 from keras import ops
-
-from kdist import _private
 
 MEAN_REDUCTIONS = ("sum_over_batch_size", "mean")
 
@@ -56,15 +56,22 @@ def term_kinds(model: keras.Model) -> list[TermKind]:
     return kinds
 
 
+def has_rows(rows_share: Any) -> Any:
+    """1 for a replica with rows, 0 for one that computes on a stand-in; in the share's dtype."""
+    return ops.cast(rows_share > 0, rows_share.dtype)
+
+
 class SharedLoss:
     """Stands for one compiled loss during a trace: Keras's value times the replica's share.
 
-    Records whether the term's count depends on the data (a mask, or weights), in which case the
-    shares are found by a `CountedLoss` pass first.
+    A sum counts fully, but on a replica without rows (see `kdist.batch`) not at all. Records
+    whether the term's count depends on the data (a mask, or weights), in which case the shares are
+    found by a `CountedLoss` pass first.
     """
 
-    def __init__(self, loss: keras.Loss, kind: TermKind, share: Any) -> None:
-        self.loss, self.kind, self.share = loss, kind, share
+    def __init__(self, loss: keras.Loss, kind: TermKind, share: Any, rows_share: Any) -> None:
+        self.loss, self.kind = loss, kind
+        self.weight = has_rows(rows_share) if kind.summed else share
         self.value: Any = None
         self.counts_by_data = False
 
@@ -75,7 +82,7 @@ class SharedLoss:
         masked = _private.get_mask(y_pred) is not None or any(m is not None for m in masks)
         weighted = self.kind.weight_mean and (masked or sample_weight is not None)
         self.counts_by_data = not self.kind.summed and (masked or weighted)
-        self.value = value if self.kind.summed else value * ops.cast(self.share, value.dtype)
+        self.value = value * ops.cast(self.weight, value.dtype)
         return self.value
 
 

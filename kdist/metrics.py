@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import keras
-import tensorflow as tf
-
 from kdist import _private
 from kdist.batch import SplitBatch, join
 from kdist.program import attach_masks
+
+import keras
+import tensorflow as tf
 
 
 def overrides(model: keras.Model, method: str) -> bool:
@@ -85,9 +85,7 @@ def _chain(
         variable.assign(value)
 
 
-def track_loss(
-    model: keras.Model, batch: SplitBatch, loss: Any, terms: Sequence[Any]
-) -> None:
+def track_loss(model: keras.Model, batch: SplitBatch, loss: Any, terms: Sequence[Any]) -> None:
     """Updates `loss`, and the per-output losses if there are several, as Keras does."""
     rows = batch.size
     _private.loss_tracker(model).update_state(loss, sample_weight=rows)

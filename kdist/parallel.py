@@ -13,9 +13,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import keras
-import tensorflow as tf
-
 from kdist import _private, strategy_scope
 from kdist.config import ParallelConfig
 from kdist.metrics import overrides
@@ -29,6 +26,9 @@ from kdist.spmd_step import SpmdFunction, SpmdStep
 from kdist.step import Step
 from kdist.store import ModelLayouts, place_weights, placements
 from kdist.variables import Stored, materialised
+
+import keras
+import tensorflow as tf
 
 ATTRIBUTE = "_kdist"
 WHOLE_LOSS = "an overridden compute_loss is computed over the whole batch, on gathered weights"

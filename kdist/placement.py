@@ -93,9 +93,7 @@ def place(
             index = layout.slice_of(shape, topology, coordinate_of(topology, s, k))
             holders.setdefault(tuple((i.start, i.stop) for i in index), []).append((s, k))
     keys = sorted(holders)
-    shards = tuple(
-        Shard(tuple(slice(a, b) for a, b in key), tuple(holders[key])) for key in keys
-    )
+    shards = tuple(Shard(tuple(slice(a, b) for a, b in key), tuple(holders[key])) for key in keys)
     number = {c: n for n, shard in enumerate(shards) for c in shard.holders}
     table = tuple(
         tuple(number[s, k] for k in range(topology.inner_size)) for s in range(topology.data_size)

@@ -11,16 +11,16 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import tensorflow as tf
-
 from kdist import sparse
 from kdist.batch import SplitBatch
-from kdist.loss import shares_from_counts
+from kdist.loss import has_rows, shares_from_counts
 from kdist.mesh import Device, Topology
 from kdist.placement import Index, UpdateUnit, covers
 from kdist.program import Program
 from kdist.state import carried_for
 from kdist.variables import Stored
+
+import tensorflow as tf
 
 
 class PlainRunner:
@@ -149,9 +149,7 @@ class PlainRunner:
         counts = []
         for r, device in enumerate(self.devices):
             with tf.device(device):
-                counts.append(
-                    self._counts(*inputs[r], batch.parts[r], batch.counts[r], training)
-                )
+                counts.append(self._counts(*inputs[r], batch.parts[r], batch.counts[r], training))
         return counts
 
     def _outputs(self, params: list[Any], carried: list[Any], x: Any) -> Any:
@@ -171,9 +169,7 @@ class PlainRunner:
         results = []
         for r, device in enumerate(self.devices):
             with tf.device(device):
-                results.append(
-                    self._collect(*self._inputs(r), batch.parts[r][0], training)
-                )
+                results.append(self._collect(*self._inputs(r), batch.parts[r][0], training))
         return results
 
     def pull_back(
@@ -193,13 +189,12 @@ class PlainRunner:
             added: Gradient of each combined `add_loss` value (None: unused).
             penalties: Gradient of each weight penalty (None: unused).
         """
-        shares = row_shares(batch)
+        weights = layer_weights(batch, self.program.add_loss_mean)
         pulled = []
         for r, device in enumerate(self.devices):
-            share = shares[r] if self.program.add_loss_mean else tf.constant(1.0, tf.float64)
             once = float(r == 0)
             with tf.device(device):
-                extra = [None if d is None else d * tf.cast(share, d.dtype) for d in added]
+                extra = [None if d is None else d * tf.cast(weights[r], d.dtype) for d in added]
                 extra += [None if d is None else d * tf.cast(once, d.dtype) for d in penalties]
                 gradients = self._pull(
                     *self._inputs(r), batch.parts[r][0], list(cotangents[r]), extra
@@ -245,6 +240,12 @@ def row_shares(batch: SplitBatch) -> list[Any]:
     """Each replica's share of the rows, float64."""
     size = tf.cast(batch.size, tf.float64)
     return [tf.math.divide_no_nan(tf.cast(count, tf.float64), size) for count in batch.counts]
+
+
+def layer_weights(batch: SplitBatch, mean: bool) -> list[Any]:
+    """What each replica's `add_loss` values count: its share of the rows, or 1 if it has any."""
+    shares = row_shares(batch)
+    return shares if mean else [has_rows(share) for share in shares]
 
 
 def add_gradients(parts: Sequence[Any], by_batch: bool) -> Any:

@@ -10,11 +10,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-
 from kdist.mesh import Topology
 from kdist.placement import Coordinate, Placement, UpdateUnit
+
+from rich.console import Console
+from rich.table import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +81,7 @@ class Plan:
         plans = []
         for s, one in enumerate(self.topology.slices):
             for k, device in enumerate(one.devices):
-                stored = sum(
-                    math.prod(w.shard_at((s, k)).shape) * w.itemsize for w in self.weights
-                )
+                stored = sum(math.prod(w.shard_at((s, k)).shape) * w.itemsize for w in self.weights)
                 mine = [u for u in self.units if u.owner == (s, k)]
                 updated = sum(self.unit_bytes(u) for u in mine)
                 plans.append(DevicePlan(device, stored, updated, len(mine)))

@@ -12,12 +12,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kdist import _private, sparse
+from kdist.loss import CountedLoss, SharedLoss, TermKind, has_rows, term_kinds
+
 import keras
 import tensorflow as tf
 from keras import ops
-
-from kdist import _private, sparse
-from kdist.loss import CountedLoss, SharedLoss, TermKind, term_kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Program:
         with scope:
             outputs = self._call(x, training)
             terms = [
-                SharedLoss(loss, kind, shares[k])
+                SharedLoss(loss, kind, shares[k], rows_share)
                 for k, (loss, kind) in enumerate(zip(self._losses(), self.kinds))
             ]
             values = []
@@ -193,7 +193,11 @@ class Program:
         }
 
     def counts(
-        self, params: list[Any], carried: list[Any], data: tuple[Any, Any, Any], rows: Any,
+        self,
+        params: list[Any],
+        carried: list[Any],
+        data: tuple[Any, Any, Any],
+        rows: Any,
         training: bool,
     ) -> Any:
         """What Keras divides each compiled loss by on this replica: float64 (terms,).
@@ -286,15 +290,17 @@ class Program:
         return [entry.loss for entry in _private.compiled_losses(self.model)]
 
     def _extra_losses(self, scope: keras.StatelessScope, rows_share: Any, first: Any) -> list[Any]:
-        """`add_loss` values by the share of rows (or summed), weight penalties once."""
+        """`add_loss` values by the share of rows (or summed, where there are rows), penalties once."""
         extra = []
         for value in _private.add_loss_values(scope):
+            weight = rows_share if self.add_loss_mean else has_rows(rows_share)
             value = ops.sum(value)
-            if self.add_loss_mean:
-                value = value * ops.cast(rows_share, value.dtype)
+            value = value * ops.cast(weight, value.dtype)
             extra.append(ops.cast(value, keras.config.floatx()))
         for value in _private.regularization_losses(self.model):
-            extra.append(ops.cast(ops.sum(value) * ops.cast(first, value.dtype), keras.config.floatx()))
+            extra.append(
+                ops.cast(ops.sum(value) * ops.cast(first, value.dtype), keras.config.floatx())
+            )
         return extra
 
     def _collect_updates(self, scope: keras.StatelessScope, traced: Traced) -> list[Any]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
-
 from kdist.placement import Index
+
+import tensorflow as tf
 
 SHAPE_ONLY = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 """Operations that look at a tensor's shape and not at its values."""

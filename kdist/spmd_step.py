@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kdist.batch import SplitBatch, join, split
+from kdist.spmd_call import CannotExpand, signature
+from kdist.spmd_runner import SpmdRunner
+from kdist.step import Step
+
 import keras
 import tensorflow as tf
-
-from kdist.batch import SplitBatch, join, split
-from kdist.spmd_runner import CannotExpand, SpmdRunner, signature
-from kdist.step import Step
 
 MAX_SHAPES = 8
 """Shapes of a batch that get a DTensor program of their own; see `SpmdFunction`."""

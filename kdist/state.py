@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
-
 from kdist.batch import SplitBatch
 from kdist.program import ModelState
 from kdist.variables import stored
+
+import tensorflow as tf
 
 SEED_STRIDE = 0x9E3779B1
 """Odd, so that replicas' seeds differ for any replica count below 2**32 (Weyl sequence)."""

@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import keras
-import tensorflow as tf
-
 from kdist import metrics, whole_loss
 from kdist.batch import SplitBatch, join, split
 from kdist.mesh import Topology
@@ -20,6 +17,9 @@ from kdist.optimizer.update import DistributedUpdate
 from kdist.placement import UpdateUnit, covers
 from kdist.program import Program
 from kdist.state import combine
+
+import keras
+import tensorflow as tf
 
 
 class Step:
@@ -72,9 +72,7 @@ class Step:
                 f"Received: model={self.model.name!r} with "
                 f"{len(self.program.state.trainable)} trainable weights"
             )
-        self.update.apply(
-            self.runner.gradient_at([r["gradients"] for r in results]), connected
-        )
+        self.update.apply(self.runner.gradient_at([r["gradients"] for r in results]), connected)
 
     def gradients(self, data: Any) -> tuple[Any, list[Any]]:
         """Loss and whole gradients of a global batch, for the user's own loop."""

@@ -5,9 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import keras
-import tensorflow as tf
-
 from kdist.config import ParallelConfig
 from kdist.declare import ResolvedShard, declarations, resolve_declaration
 from kdist.dims import Dims
@@ -15,6 +12,9 @@ from kdist.layout import WeightLayout, match_pattern, resolve_layouts
 from kdist.mesh import Topology
 from kdist.placement import Placement, place
 from kdist.variables import Stored, distribute, stored
+
+import keras
+import tensorflow as tf
 
 
 class ModelLayouts:
@@ -29,9 +29,7 @@ class ModelLayouts:
         any_cut: Whether any weight is cut.
     """
 
-    def __init__(
-        self, model: keras.Model, config: ParallelConfig, topology: Topology
-    ) -> None:
+    def __init__(self, model: keras.Model, config: ParallelConfig, topology: Topology) -> None:
         self.topology = topology
         pairs = [(v.path, tuple(v.shape)) for v in model.weights]
         by_path, patterns = resolve_layouts(pairs, config.layout_map, topology)

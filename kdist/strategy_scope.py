@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
-import tensorflow as tf
-
 from kdist import _private
 from kdist.config import ParallelConfig
 from kdist.mesh import Topology, mesh
+
+import keras
+import tensorflow as tf
 
 
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:

@@ -13,12 +13,12 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import keras
-import tensorflow as tf
-
 from kdist import _private
 from kdist.mesh import Topology
 from kdist.placement import Coordinate, Index, Placement, covers
+
+import keras
+import tensorflow as tf
 
 ATTRIBUTE = "_kdist_stored"
 KEY = "_kdist_key"

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
-import tensorflow as tf
-
 from kdist import _private
 from kdist.batch import SplitBatch, join
 from kdist.metrics import join_masks
-from kdist.plain import PlainRunner, row_shares
+from kdist.plain import PlainRunner, layer_weights
 from kdist.program import attach_masks
+
+import keras
+import tensorflow as tf
 
 
 def gradients(
@@ -58,11 +58,10 @@ def losses(
 
 def _extra(runner: PlainRunner, batch: SplitBatch, results: list) -> tuple[list, list]:
     """`add_loss` values combined over replicas, and weight penalties."""
-    shares = row_shares(batch)
+    weights = layer_weights(batch, runner.program.add_loss_mean)
     added = []
     for values in zip(*[r["added"] for r in results]):
-        if runner.program.add_loss_mean:
-            values = [v * tf.cast(s, v.dtype) for v, s in zip(values, shares)]
+        values = [v * tf.cast(w, v.dtype) for v, w in zip(values, weights)]
         added.append(tf.add_n(list(values)))
     return added, list(results[0]["penalties"])
 

@@ -83,10 +83,16 @@ class Parts:
         total = 0
         for t in function.transfers:
             if self.explain(t) == what:
-                shape = self.shapes.get(self.inlined(t).tensor, t.shape)
-                assert shape is not None, t
-                total += int(tf.TensorShape(shape).num_elements()) * tf.as_dtype(t.dtype).size
+                total += self._shape(self.inlined(t)).num_elements() * tf.as_dtype(t.dtype).size
         return total
+
+    def _shape(self, sent: Transfer) -> tf.TensorShape:
+        """From the trace, which knows the shapes of what calls return; or as executed."""
+        shape = self.shapes.get(sent.tensor, sent.shape)
+        if shape is None:
+            name = sent.tensor if ":" in sent.tensor else f"{sent.tensor}:0"
+            shape = self.graph.get_tensor_by_name(name).shape
+        return tf.TensorShape(shape)
 
     @functools.cached_property
     def _kept_results(self) -> dict[str, str]:

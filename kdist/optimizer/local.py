@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import keras
-import tensorflow as tf
-
 from kdist import _private
 from kdist.placement import Index, covers
 from kdist.variables import assemble, become_view
+
+import keras
+import tensorflow as tf
 
 ELEMENTWISE = (
     "SGD",

@@ -10,10 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
-import tensorflow as tf
-from keras import ops
-
 from kdist import _private
 from kdist.mesh import Topology
 from kdist.optimizer.local import (
@@ -24,6 +20,10 @@ from kdist.optimizer.local import (
 )
 from kdist.placement import Coordinate, UpdateUnit, assign_owners, covers
 from kdist.variables import Stored, make_local
+
+import keras
+import tensorflow as tf
+from keras import ops
 
 GradientAt = Callable[[int, UpdateUnit], Any]
 """(trainable variable, unit) -> gradient of the unit's part, summed over replicas."""
@@ -205,9 +205,7 @@ class DistributedUpdate:
         for (leaf, _), local in zip(self.groups, self.local):
             self._clip_globally(leaf, local, gradients)
             for one in local:
-                live = [
-                    (n, v) for n, v in zip(one.positions, one.variables) if n in gradients
-                ]
+                live = [(n, v) for n, v in zip(one.positions, one.variables) if n in gradients]
                 with tf.device(one.device):
                     if live:
                         one.apply([gradients[n] for n, _ in live], [v for _, v in live])
@@ -238,7 +236,9 @@ class DistributedUpdate:
             object.__setattr__(
                 one.optimizer,
                 "_clip_gradients",
-                lambda gs: [g if g is None else ops.multiply(g, ops.cast(factor, g.dtype)) for g in gs],
+                lambda gs: [
+                    g if g is None else ops.multiply(g, ops.cast(factor, g.dtype)) for g in gs
+                ],
             )
 
     @staticmethod

@@ -1,0 +1,167 @@
+"""The programs of a model as DTensor runs them: layouts of what comes in and goes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kdist import _private, sparse, spmd
+from kdist.dims import axes_of, inner_dims
+from kdist.mesh import Topology
+from kdist.placement import Placement
+from kdist.program import Program
+from kdist.store import ModelLayouts
+from kdist.variables import Stored
+
+import keras
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+
+class SpmdPrograms:
+    """Pure functions over DTensors; counterparts of those of `Program`.
+
+    Args:
+        program: The model's pure functions.
+        entries: `Stored` of each trainable variable.
+        topology: The mesh.
+        layouts: The model's resolved layouts.
+        want_outputs: Whether training and test steps must return the model's outputs.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        entries: Sequence[Stored],
+        topology: Topology,
+        layouts: ModelLayouts,
+        want_outputs: bool,
+    ) -> None:
+        self.program = program
+        self.placements = [entry.placement for entry in entries]
+        self.topology = topology
+        self.want_outputs = want_outputs
+        whole_readers = [
+            layer for layer in layouts.model_layers if isinstance(layer, spmd.GATHER_ON_READ)
+        ]
+        needed = {id(v) for layer in whole_readers for v in layer.weights}
+        cut = {key for key in needed if not layouts.weights[key].is_replicated}
+        self.gathered_params = positions(program.state.trainable, cut)
+        self.gathered_carried = positions(program.state.carried, cut)
+
+    def gradients(
+        self, params: Any, carried: Any, data: Any, shares: Any, rows: Any, first: Any, scale: Any
+    ) -> dict[str, Any]:
+        """See `Program.loss_and_gradients`; gradients come in their parameters' layouts."""
+        used, state = self._gather(params, carried)
+        view = self._loss_view()
+        result = self.program.loss_and_gradients(
+            used, state, data, shares, rows, first, scale, view=view
+        )
+        result["gradients"] = [
+            self._laid_out(g, i, params)
+            for i, g in zip(self.program.trained.connected, result["gradients"])
+        ]
+        return self._finish(result, carried, True)
+
+    def losses(
+        self, params: Any, carried: Any, data: Any, shares: Any, rows: Any, first: Any
+    ) -> dict[str, Any]:
+        """See `Program.loss`, in inference mode."""
+        used, state = self._gather(params, carried)
+        view = self._loss_view()
+        result = self.program.loss(
+            used, state, data, shares, rows, first, training=False, view=view
+        )
+        return self._finish(result, carried, False)
+
+    def counts(self, params: Any, carried: Any, data: Any, rows: Any) -> Any:
+        """See `Program.counts`."""
+        used, state = self._gather(params, carried)
+        return self.program.counts(used, state, data, rows, training=True)
+
+    def outputs(self, params: Any, carried: Any, x: Any) -> Any:
+        """Inference-mode outputs, in whatever layout they have."""
+        used, state = self._gather(params, carried)
+        outputs, _ = self.program.forward(used, state, x, training=False)
+        return outputs
+
+    def probe(self, params: Any, carried: Any, x: Any) -> list[Any]:
+        """A forward and backward pass without a loss, for `kdist.inspect`."""
+        used, state = self._gather(params, carried)
+        outputs = self.program.collect(used, state, x, training=True)["outputs"]
+        ones = [tf.ones_like(o) for o in keras.tree.flatten(outputs)]
+        return self.program.cotangent_gradients(used, state, x, ones, ())
+
+    def _loss_view(self) -> Callable[[Any], Any] | None:
+        """What a loss sees of the outputs: all of them where DTensor gets parts wrong.
+
+        Its sparse cross-entropy over cut classes is exact in float32 and float16, and silently
+        wrong in float64 and bfloat16.
+        """
+        if keras.config.floatx() in ("float32", "float16"):
+            return None
+
+        def whole(tensor: Any) -> Any:
+            seen = whole_in_program(tensor)
+            if _private.get_mask(tensor) is not None:
+                _private.set_mask(seen, _private.get_mask(tensor))
+            return seen
+
+        return lambda outputs: keras.tree.map_structure(whole, outputs)
+
+    def _laid_out(self, gradient: Any, i: int, params: Sequence[Any]) -> Any:
+        """A gradient in its parameter's layout; rows as (values, indices), cut by columns."""
+        if not sparse.is_sparse(gradient):
+            return like(gradient, params[i])
+        placement = self.placements[i]
+        indices = whole_in_program(gradient.indices)
+        if cut_by_rows(placement, self.topology):
+            return whole_in_program(gradient.values), indices
+        return like(gradient.values, params[i]), indices
+
+    def _gather(self, params: Sequence[Any], carried: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Makes the weights whole that some layer's operations cannot take in parts."""
+        used = [
+            whole_in_program(p) if i in self.gathered_params else p for i, p in enumerate(params)
+        ]
+        state = [
+            whole_in_program(c) if i in self.gathered_carried else c for i, c in enumerate(carried)
+        ]
+        return used, state
+
+    def _finish(self, result: dict, carried: Sequence[Any], training: bool) -> dict:
+        positions = self.program.traced(training).updated
+        result["updated"] = [
+            like(value, carried[i]) for i, value in zip(positions, result["updated"])
+        ]
+        if not self.want_outputs:
+            result["outputs"], result["masks"] = None, []
+        return result
+
+
+def positions(variables: Sequence[keras.Variable], chosen: set[int]) -> frozenset[int]:
+    """Positions of the variables whose identity is among `chosen`."""
+    return frozenset(i for i, v in enumerate(variables) if id(v) in chosen)
+
+
+def cut_by_rows(placement: Placement, topology: Topology) -> bool:
+    """Whether an inner axis cuts dim 0 of a variable."""
+    return bool(axes_of(inner_dims(placement.layout.dims, topology)[0]))
+
+
+def whole_in_program(tensor: Any) -> Any:
+    """Makes a tensor whole on every device of the slice that is being traced."""
+    trace = spmd.active()
+    assert trace is not None
+    trace.used = True
+    return dtensor.relayout(tensor, dtensor.Layout.replicated(trace.mesh, tensor.shape.rank))
+
+
+def like(tensor: Any, other: Any) -> Any:
+    """Lays a tensor out as another one is."""
+    trace = spmd.active()
+    assert trace is not None
+    if trace.gather_first:
+        tensor = whole_in_program(tensor)
+    return dtensor.relayout_like(tensor, other)

@@ -1,0 +1,133 @@
+"""What comes out of DTensor programs: gradients for the update, statistics, outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kdist.mesh import Topology
+from kdist.placement import Index, Placement, UpdateUnit, relative
+from kdist.plain import add_gradients, part_of
+from kdist.program import Traced
+from kdist.spmd_program import cut_by_rows
+from kdist.variables import assemble
+
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+
+class SliceGradients:
+    """Reads the slices' gradients as the update asks for them: a unit's part, summed.
+
+    Args:
+        results: Per slice, per connected variable, its gradient on each device of the slice;
+            rows of embeddings as (values, indices).
+        traced: What tracing the training program taught.
+        placements: Of every trainable variable.
+        topology: The mesh.
+    """
+
+    def __init__(
+        self,
+        results: Sequence[Sequence[Any]],
+        traced: Traced,
+        placements: Sequence[Placement],
+        topology: Topology,
+    ) -> None:
+        self.results = results
+        self.rows = traced.rows
+        self.where = {v: j for j, v in enumerate(traced.connected)}
+        self.placements = list(placements)
+        self.topology = topology
+
+    def __call__(self, variable: int, unit: UpdateUnit) -> Any:
+        """The unit's part of each slice's gradient, summed."""
+        placement = self.placements[variable]
+        if unit.shard is not None:
+            return self._at(variable, unit.owner[1], placement.shards[unit.shard].index)
+        if variable not in self.rows:
+            return whole_of(placement, lambda k: self._at(variable, k, None))
+        if cut_by_rows(placement, self.topology):
+            return self._at(variable, 0, None)
+        return join_columns(placement, lambda k: self._at(variable, k, None))
+
+    def _at(self, variable: int, k: int, index: Index | None) -> Any:
+        """Sum over slices of what inner coordinate `k` has of the part at `index`."""
+        placement = self.placements[variable]
+        parts = []
+        for one, gradients in zip(self.topology.slices, self.results):
+            with tf.device(one.devices[k]):
+                part = as_gradient(gradients[self.where[variable]][k], placement)
+                if index is not None:
+                    base = self._base(variable, k)
+                    shape = [b.stop - b.start for b in base]
+                    part = part_of(part, relative(index, base), shape)
+                parts.append(part)
+        return add_gradients(parts, self.rows.get(variable, True))
+
+    def _base(self, variable: int, k: int) -> Index:
+        """The part of a variable that a gradient at inner coordinate `k` is of."""
+        placement = self.placements[variable]
+        index = placement.inner_index(k)
+        if variable in self.rows:
+            # Rows are of the whole table, whatever rows of it the coordinate stores.
+            return (slice(0, placement.shape[0]), *index[1:])
+        return index
+
+
+def as_gradient(part: Any, placement: Placement) -> Any:
+    """(values, indices) as rows of the whole table; anything else as it is."""
+    if not isinstance(part, tuple | list):
+        return part
+    values, indices = part
+    columns = [int(n) for n in values.shape[1:]]
+    shape = tf.constant([placement.shape[0], *columns], indices.dtype)
+    return tf.IndexedSlices(values, indices, shape)
+
+
+def whole_of(placement: Placement, part: Callable[[int], Any]) -> Any:
+    """Assembles a tensor from the distinct parts that the inner coordinates of a slice hold."""
+    return assemble([(index, part(k)) for index, k in distinct_parts(placement)])
+
+
+def join_columns(placement: Placement, part: Callable[[int], Any]) -> Any:
+    """Rows of the whole table from rows of its column blocks."""
+    blocks = distinct_parts(placement)
+    rows = part(blocks[0][1])
+    if len(blocks) == 1:
+        return rows
+    parts = [((slice(0, 1), *index[1:]), part(k).values) for index, k in blocks]
+    shape = tf.constant(placement.shape, rows.indices.dtype)
+    return tf.IndexedSlices(assemble(parts), rows.indices, shape)
+
+
+def distinct_parts(placement: Placement) -> list[tuple[Index, int]]:
+    """The different parts that inner coordinates compute on, each with its first coordinate."""
+    found: dict[tuple[int, ...], tuple[Index, int]] = {}
+    for k in range(len(placement.table[0])):
+        index = placement.inner_index(k)
+        found.setdefault(tuple(i.start for i in index), (index, k))
+    return list(found.values())
+
+
+def whole_value(tensor: Any) -> Any:
+    """The value of a DTensor as one plain tensor; None stays None.
+
+    Parts are fetched to the slice's first device, which alone needs them.
+    """
+    if tensor is None:
+        return None
+    layout = dtensor.fetch_layout(tensor)
+    parts = dtensor.unpack(tensor)
+    if layout.is_fully_replicated():
+        return parts[0]
+    found: dict[tuple[int, ...], tuple[Index, Any]] = {}
+    for part, where in zip(parts, layout.mesh.local_device_locations()):
+        index = []
+        for dim, size in enumerate(part.shape):
+            axis = layout.sharding_specs[dim]
+            start = 0 if axis == dtensor.UNSHARDED else where[axis] * size
+            index.append(slice(start, start + size))
+        found[tuple(i.start for i in index)] = (tuple(index), part)
+    with tf.device(parts[0].device):
+        return assemble(list(found.values()))
