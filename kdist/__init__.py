@@ -15,7 +15,7 @@ from kdist._environment import init, prepare
 
 prepare()
 
-from kdist import callbacks, layers  # noqa: E402
+from kdist import callbacks, layers  # type: ignore[attr-defined]  # noqa: E402
 from kdist.config import ParallelConfig  # noqa: E402
 from kdist.declare import shard  # noqa: E402
 from kdist.inspection import Inspection, inspect  # noqa: E402

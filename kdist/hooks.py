@@ -10,14 +10,14 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kdist import spmd
+from kdist import spmd, spmd_limits
 from kdist.dims import Dims, axes_of
 from kdist.store import ModelLayouts
 
 import keras
 
 WINDOWED = (
-    *spmd.GATHER_ON_READ[:4],
+    *spmd_limits.GATHER_ON_READ[:4],
     keras.layers.MaxPooling1D.__mro__[1],
     keras.layers.AveragePooling1D.__mro__[1],
 )

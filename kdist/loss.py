@@ -76,6 +76,7 @@ class SharedLoss:
         self.counts_by_data = False
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        """Keras's value on this replica, times the replica's share."""
         masks: list[Any] = []
         with _recording_call(self.loss, masks):
             value = self.loss(y_true, y_pred, sample_weight)
@@ -94,6 +95,7 @@ class CountedLoss:
         self.count: Any = None
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        """Keras's value; the count is kept in `count`."""
         dtype = self.loss.dtype
         masks: list[Any] = []
         with _recording_call(self.loss, masks):

@@ -8,13 +8,13 @@ class.
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 from kdist import _private, strategy_scope
 from kdist.config import ParallelConfig
+from kdist.contract import adapt_callbacks, as_spec, is_built, peek, predict_function
 from kdist.metrics import overrides
 from kdist.optimizer.update import DistributedUpdate, whole_updates
 from kdist.placement import assign_owners
@@ -398,7 +398,7 @@ class Parallel:
 
     def _build(self, kind: str, example: Any) -> None:
         """Creates the variables of layers, metrics, losses and the optimizer, if missing."""
-        data = keras.tree.map_structure(_as_spec, example)
+        data = keras.tree.map_structure(as_spec, example)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         if not is_built(self.model):
             _private.keras_backend.compute_output_spec(self.model, x)
@@ -414,55 +414,3 @@ class Parallel:
         """`keras.Model.export`, with the weights gathered into plain variables meanwhile."""
         with materialised([entry.variable for entry in self.entries.values()]):
             return type(self.model).export(self.model, *args, **kwargs)
-
-
-def is_built(model: keras.Model) -> bool:
-    """Whether all variables of a model exist."""
-    return model.built and all(layer.built for layer in model._flatten_layers())
-
-
-def adapt_callbacks(callbacks: Any) -> None:
-    """Makes callbacks that would write to TensorFlow's variables write to Keras's.
-
-    `SwapEMAWeights` does the former on this backend, and would reach one copy of each weight.
-    """
-    members = getattr(callbacks, "callbacks", callbacks)
-    for callback in members if isinstance(members, list | tuple) else [members]:
-        if isinstance(callback, keras.callbacks.SwapEMAWeights):
-            _private.swap_keras_variables(callback)
-
-
-def predict_function(step: Callable, eager: bool) -> Callable:
-    """Keras's predict function over a step on plain devices."""
-    one = step if eager else tf.function(step, autograph=False, reduce_retracing=True)
-
-    def predict(batches: list[Any]) -> Any:
-        outputs = [one(batch) for batch in batches]
-        if len(outputs) == 1:
-            return outputs[0]
-        return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
-
-    return predict
-
-
-def _as_spec(leaf: Any) -> Any:
-    """A symbolic stand-in for a tensor, array or tensor spec; None for absent data."""
-    if leaf is None or isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec):
-        return None
-    if not hasattr(leaf, "shape"):
-        leaf = tf.convert_to_tensor(leaf)
-    dtype = keras.backend.standardize_dtype(leaf.dtype)
-    return keras.KerasTensor(tuple(leaf.shape), dtype)
-
-
-def peek(iterator: Any) -> tuple[Any, Any]:
-    """Looks at what an iterator yields without losing it.
-
-    Returns:
-        The iterator to use from now on, and a batch or its specs.
-    """
-    if isinstance(iterator, tf.data.Iterator):
-        return iterator, iterator.element_spec
-    iterator = iter(iterator)
-    first = next(iterator)
-    return itertools.chain([first], iterator), first

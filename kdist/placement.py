@@ -152,10 +152,10 @@ def assign_owners(
                 work.append((size, v, n, shard.holders))
     load = dict.fromkeys(every, 0)
     units = []
-    for size, v, n, candidates in sorted(work, key=lambda w: (-w[0], w[1], w[2] or 0)):
+    for size, v, part, candidates in sorted(work, key=lambda w: (-w[0], w[1], w[2] or 0)):
         owner = min(candidates, key=lambda c: (load[c], c))
         load[owner] += size
-        units.append(UpdateUnit(v, n, owner))
+        units.append(UpdateUnit(v, part, owner))
     return tuple(sorted(units, key=lambda u: (u.variable, -1 if u.shard is None else u.shard)))
 
 

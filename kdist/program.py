@@ -42,7 +42,8 @@ class ModelState:
         trainable = model.trainable_variables
         known = {id(v) for v in trainable}
         weights = {id(v) for v in model.weights}
-        fixed, seeds = [], []
+        fixed: list[keras.Variable] = []
+        seeds: list[keras.Variable] = []
         for v in model.variables:
             if id(v) not in known:
                 known.add(id(v))
@@ -69,7 +70,7 @@ class Traced:
     connected: list[int] = dataclasses.field(default_factory=list)
     """Positions of trainable variables that get a gradient."""
     rows: dict[int, bool] = dataclasses.field(default_factory=dict)
-    """Trainable variables whose gradient is rows (see `kdist.sparse`): do they depend on the batch?"""
+    """Trainable variables whose gradient is rows (`kdist.sparse`): do they depend on the batch?"""
     updated: list[int] = dataclasses.field(default_factory=list)
     """Positions in `ModelState.carried` that the forward pass writes."""
     counts_by_data: bool = False
@@ -290,7 +291,7 @@ class Program:
         return [entry.loss for entry in _private.compiled_losses(self.model)]
 
     def _extra_losses(self, scope: keras.StatelessScope, rows_share: Any, first: Any) -> list[Any]:
-        """`add_loss` values by the share of rows (or summed, where there are rows), penalties once."""
+        """`add_loss` values by the share of rows (or summed where there are), penalties once."""
         extra = []
         for value in _private.add_loss_values(scope):
             weight = rows_share if self.add_loss_mean else has_rows(rows_share)

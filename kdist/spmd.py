@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,35 +17,11 @@ from kdist import _private_dtensor
 from kdist.dims import Dims, axes_of, cut_of, inner_dims
 from kdist.mesh import Device, Topology
 
-import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 ALLTOALL_SWITCH = "DTENSOR_USE_ALL_TO_ALL_RELAYOUT"
 GATHER_SWITCH = "LOWER_DTENSOR_GATHER_TO_COLLECTIVE_GATHER_V2"
-
-# Layers whose operations DTensor cannot run on a part of a weight: convolutions want whole
-# filters (depthwise ones fail only when they run, which breaks the process), recurrent cells split
-# their kernels along the cut dim. Their weights are gathered where they are read; relayout's
-# gradient cuts the gradient again. Dense, EinsumDense, Embedding, attention and every
-# normalization layer run on parts.
-GATHER_ON_READ: tuple[type, ...] = (
-    keras.layers.Conv1D,
-    keras.layers.Conv2D,
-    keras.layers.Conv3D,
-    keras.layers.Conv1DTranspose,
-    keras.layers.Conv2DTranspose,
-    keras.layers.Conv3DTranspose,
-    keras.layers.DepthwiseConv1D,
-    keras.layers.DepthwiseConv2D,
-    keras.layers.SeparableConv1D,
-    keras.layers.SeparableConv2D,
-    keras.layers.BatchNormalization,
-    keras.layers.RNN,
-    keras.layers.LSTMCell,
-    keras.layers.GRUCell,
-    keras.layers.SimpleRNNCell,
-)
 
 
 @dataclasses.dataclass
@@ -369,73 +344,3 @@ def read(handle: Any, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
         dtype: its dtype.
     """
     return tf.ensure_shape(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype), shape)
-
-
-# -- what DTensor cannot run --------------------------------------------------------------------
-
-# Operations after which DTensor ends the process, or fails while it runs, which breaks DTensor for
-# the rest of the process. Found by running every layer and 60 operations of Keras forward and
-# backward; see `tests/test_spmd.py`.
-_FATAL = {
-    # The backward pass of a loop that reads a computed list: recurrent layers, scan, map.
-    "TensorListElementShape",
-    # The backward pass of `cond` branches that keep intermediate values.
-    "OptionalFromValue",
-    "OptionalGetValue",
-    "OptionalNone",
-    # They run Python, which has no DTensors.
-    "PyFunc",
-    "PyFuncStateless",
-    "EagerPyFunc",
-}
-_CURRENT = re.compile(r'see current operation: (?:%[^=]*= )?"tf\.(\w+)"')
-_QUOTED = re.compile(r"'tf\.(\w+)' op")
-_LOWERING = re.compile(r"(?:^|\n|: )error: (.*)|\berror: (.*)")
-
-
-def unsupported_ops(graph: tf.Graph) -> list[tuple[str, str]]:
-    """Operations of a traced program that DTensor must not even be tried on.
-
-    Args:
-        graph: graph of a concrete function; bodies of its loops and branches are looked at too.
-
-    Returns:
-        (operation type, operation name), in graph order. Empty for a program that may be tried.
-    """
-    definition = graph.as_graph_def()
-    nodes = list(definition.node)
-    for function in definition.library.function:
-        nodes.extend(function.node_def)
-    return [(node.op, node.name) for node in nodes if _is_fatal(node)]
-
-
-def _is_fatal(node: Any) -> bool:
-    if node.op in _FATAL:
-        return True
-    # The backward pass of `x[None]`. Without a new axis, this operation works.
-    return node.op == "StridedSliceGrad" and node.attr["new_axis_mask"].i != 0
-
-
-def explain(error: BaseException) -> str | None:
-    """Says which operation DTensor could not lower.
-
-    DTensor raises these errors before anything runs: the mesh, and DTensor, can be used further,
-    and the same program can run plainly. An error of a *running* program is another matter: it
-    leaves DTensor broken, its next use ends the process.
-
-    Args:
-        error: what the call of a program raised.
-
-    Returns:
-        Operation and reason on one line; None if the error is not one of these.
-    """
-    text = str(error)
-    if "{{node" in text or "{{function_node" in text:
-        return None
-    if "see current operation" not in text and "tensorflow/dtensor/" not in text:
-        return None
-    operation = _CURRENT.search(text) or _QUOTED.search(text)
-    found = _LOWERING.search(text)
-    reason = next((g for g in found.groups() if g), "") if found else text.split("\n")[0]
-    name = operation.group(1) if operation else "an operation"
-    return f"{name}: {reason.strip()}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist import _private, lowered, spmd
+from kdist import _private, lowered, spmd, spmd_limits
 from kdist.hooks import declared_layouts
 from kdist.lowered import Collective
 from kdist.mesh import Topology
@@ -85,7 +85,7 @@ class Lowered:
                     return self._first_call(s, key, concrete, flat, captures)
                 return _private.call_flat(concrete, flat, captures)
             except (tf.errors.OpError, ValueError) as error:
-                reason = spmd.explain(error)
+                reason = spmd_limits.explain(error)
                 if reason is None:
                     raise
                 raise CannotExpand(reason) from error
@@ -135,7 +135,7 @@ class Lowered:
         ):
             trace.gather_first = self.gather_first
             concrete = traced.get_concrete_function(*specs)
-        bad = spmd.unsupported_ops(concrete.graph)
+        bad = spmd_limits.unsupported_ops(concrete.graph)
         if bad:
             raise CannotExpand(", ".join(f"{kind} ({name})" for kind, name in bad[:3]))
         # Explicit layouts name a mesh: such a trace serves one slice only.

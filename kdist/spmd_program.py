@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist import _private, sparse, spmd
+from kdist import _private, sparse, spmd, spmd_limits
 from kdist.dims import axes_of, inner_dims
 from kdist.mesh import Topology
 from kdist.placement import Placement
@@ -41,8 +41,8 @@ class SpmdPrograms:
         self.placements = [entry.placement for entry in entries]
         self.topology = topology
         self.want_outputs = want_outputs
-        whole_readers = [
-            layer for layer in layouts.model_layers if isinstance(layer, spmd.GATHER_ON_READ)
+        whole_readers: list[Any] = [
+            layer for layer in layouts.model_layers if isinstance(layer, spmd_limits.GATHER_ON_READ)
         ]
         needed = {id(v) for layer in whole_readers for v in layer.weights}
         cut = {key for key in needed if not layouts.weights[key].is_replicated}

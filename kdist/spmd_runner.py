@@ -63,7 +63,9 @@ class SpmdRunner:
         self.meshes = [spmd.make_mesh(one.devices, topology) for one in topology.slices]
         self.inputs = SliceInputs(program.state, entries, topology, self.meshes, batch_axis)
         self.programs = SpmdPrograms(program, entries, topology, layouts, want_outputs)
-        paths = [layer.path for layer in layouts.model_layers if layer is not program.model]
+        paths = [
+            layer.path or layer.name for layer in layouts.model_layers if layer is not program.model
+        ]
 
         def make(function: Callable) -> Lowered:
             return Lowered(function, layouts, topology, self.meshes, alltoall, paths)

@@ -188,7 +188,8 @@ def become_view(variable: keras.Variable, backing: Any, whole: keras.Variable | 
         tensor._unique_id = key
     _private.set_tf_variable(variable, tensor)
     if ATTRIBUTE not in attributes:
-        variable.__class__ = _view_class(type(variable))
+        base: Any = type(variable)
+        variable.__class__ = _view_class(base)
     object.__setattr__(variable, ATTRIBUTE, backing)
     object.__setattr__(variable, KEY, key)
 

@@ -61,8 +61,7 @@ def _extra(runner: PlainRunner, batch: SplitBatch, results: list) -> tuple[list,
     weights = layer_weights(batch, runner.program.add_loss_mean)
     added = []
     for values in zip(*[r["added"] for r in results]):
-        values = [v * tf.cast(w, v.dtype) for v, w in zip(values, weights)]
-        added.append(tf.add_n(list(values)))
+        added.append(tf.add_n([v * tf.cast(w, v.dtype) for v, w in zip(values, weights)]))
     return added, list(results[0]["penalties"])
 
 

@@ -1,7 +1,7 @@
 import os
 import threading
 
-from kdist import lowered, spmd
+from kdist import lowered, spmd, spmd_limits
 from kdist.mesh import Topology
 from kdist.mesh import mesh as make_device_mesh
 
@@ -297,7 +297,7 @@ def test_layers_on_cut_weights_equal_plain(name):
     layer, x = make(), data()
     layer.build(x.shape)
     variables = layer.trainable_variables
-    gathered = isinstance(layer, spmd.GATHER_ON_READ)
+    gathered = isinstance(layer, spmd_limits.GATHER_ON_READ)
     assert gathered == (name in GATHERED)
     values = [np.random.randn(*v.shape).astype("float32") / 3 for v in variables]
     expected = loss_and_gradients(layer, variables, [tf.constant(v) for v in values], x)
@@ -388,7 +388,7 @@ def test_operations_that_dtensor_must_not_try_are_found_before(name):
     mesh, _ = inner_mesh(model=2)
     program, params, x = traced_program(operation, mesh)
     graph = program.get_concrete_function(params, tf.constant(x)).graph
-    found = {kind for kind, _ in spmd.unsupported_ops(graph)}
+    found = {kind for kind, _ in spmd_limits.unsupported_ops(graph)}
     if expected is not None:
         assert expected in found
         return
@@ -412,7 +412,7 @@ def test_a_recurrent_loop_is_found_where_its_input_needs_a_gradient(after_dense)
     )
     params = [v.value.read_value() for v in variables]
     graph = program.get_concrete_function(params, tf.zeros((4, 5, 8))).graph
-    found = {kind for kind, _ in spmd.unsupported_ops(graph)}
+    found = {kind for kind, _ in spmd_limits.unsupported_ops(graph)}
     assert found == ({"TensorListElementShape"} if after_dense else set())
 
 
@@ -424,7 +424,7 @@ def test_a_failed_lowering_is_explained_and_leaves_the_mesh_working():
     for _ in range(3):
         with pytest.raises(Exception) as caught, dtensor.default_mesh(mesh):  # noqa: PT011
             program(x, filters)
-        reason = spmd.explain(caught.value)
+        reason = spmd_limits.explain(caught.value)
         assert reason is not None and reason.startswith("Conv2D: "), reason
         assert "\n" not in reason
         result, _ = kinds(mesh, lambda x: x + 1.0, cut(X, mesh, ("model", None)))
@@ -432,6 +432,6 @@ def test_a_failed_lowering_is_explained_and_leaves_the_mesh_working():
 
 
 def test_other_errors_are_not_explained():
-    assert spmd.explain(ValueError("Shapes (2,) and (3,) are incompatible")) is None
+    assert spmd_limits.explain(ValueError("Shapes (2,) and (3,) are incompatible")) is None
     running = tf.errors.InvalidArgumentError(None, None, "{{function_node f}} tensorflow/dtensor/x")
-    assert spmd.explain(running) is None
+    assert spmd_limits.explain(running) is None

@@ -139,7 +139,8 @@ class SlotParts:
         """The whole value."""
         if self.parts[0][1] is None:
             return tf.convert_to_tensor(self.parts[0][2].value)
-        return assemble([(index, local.value) for _, index, local in self.parts])
+        cut = [(index, local.value) for _, index, local in self.parts if index is not None]
+        return assemble(cut)
 
     def assign(self, value: Any) -> None:
         """Writes the whole value to every part."""

@@ -79,6 +79,30 @@ def cover(
     return rows
 
 
+def spanning(rows: Sequence[Row], cost: Callable[[Row], float]) -> list[Row]:
+    """A cheap choice of rows in which every value of every factor appears at least once.
+
+    Greedy weighted set cover (Chvatal, 1979): again and again the row with the most new values for
+    its cost.
+
+    Args:
+        rows: Rows of `cover`.
+        cost: Relative cost of a row, positive.
+
+    Returns:
+        Some of the rows, in their order. Deterministic.
+    """
+    missing = {item for row in rows for item in row.items()}
+    chosen: list[int] = []
+    while missing:
+        best = max(
+            range(len(rows)), key=lambda i: len(missing & set(rows[i].items())) / cost(rows[i])
+        )
+        chosen.append(best)
+        missing -= set(rows[best].items())
+    return [rows[i] for i in sorted(chosen)]
+
+
 def _ordered_pairs(factors: Mapping[str, Sequence[Any]]) -> list[Pair]:
     pairs: list[Pair] = []
     for (name_a, values_a), (name_b, values_b) in itertools.combinations(factors.items(), 2):

@@ -21,12 +21,9 @@ ROWS = [
     if FEATURES[feature].fits(BY_NAME[name])
 ]
 DEFAULT = [
-    ("mlp", "13_by_8_on_4", "none"),
     ("mlp", "11_by_8_on_8", "add_loss"),
+    ("mlp", "3_by_8_on_4", "reduction_sum"),
     ("encoder", "13_by_8_on_4", "sample_weight"),
-    ("encoder", "11_by_8_on_8", "none"),
-    ("two_tower", "3_by_8_on_4", "none"),
-    ("resnet", "13_by_8_on_4", "none"),
     ("resnet", "11_by_8_on_8", "none"),
 ]
 
