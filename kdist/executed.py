@@ -256,6 +256,9 @@ def _imported(definition: Any) -> tf.Graph:
     unique.CopyFrom(definition)
     del unique.node[:]
     unique.node.extend({n.name: n for n in reversed(definition.node)}.values())
+    for node in unique.node:
+        # What optimisation left of it need not be true any more.
+        node.attr.pop("_output_shapes", None)
     graph = tf.Graph()
     with graph.as_default():
         tf.graph_util.import_graph_def(unique, name="")

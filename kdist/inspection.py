@@ -112,7 +112,11 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
 
 
 def _zeros(model: keras.Model, rows: int) -> Any:
-    inputs = getattr(model, "input", None) if model.built else None
+    inputs = None
+    if isinstance(model, keras.Sequential) and model.inputs:
+        inputs = model.inputs[0]
+    elif isinstance(model, keras.Model) and model.built:
+        inputs = getattr(model, "input", None)
     shapes = [tuple(t.shape[1:]) for t in keras.tree.flatten(inputs)] if inputs is not None else []
     if not shapes or any(None in s for s in shapes):
         raise ValueError(

@@ -31,6 +31,18 @@ import keras
 import tensorflow as tf
 
 ATTRIBUTE = "_kdist"
+METHODS = (
+    "compile",
+    "make_train_function",
+    "make_test_function",
+    "make_predict_function",
+    "export",
+    "fit",
+    "evaluate",
+    "predict",
+    "plan",
+)
+"""What a parallel model has of its own, on the instance."""
 WHOLE_LOSS = "an overridden compute_loss is computed over the whole batch, on gathered weights"
 
 
@@ -130,24 +142,15 @@ class Parallel:
     def install(self) -> None:
         """Attaches to the model and replaces the methods that make its functions."""
         model = self.model
+        if is_built(model) and not tf.distribute.has_strategy():
+            # First, so that a model whose layouts are refused is left as it was.
+            self.place()
         object.__setattr__(model, ATTRIBUTE, self)
         _private.set_model_strategy(model, None)
-        for name in (
-            "compile",
-            "make_train_function",
-            "make_test_function",
-            "make_predict_function",
-            "export",
-            "fit",
-            "evaluate",
-            "predict",
-            "plan",
-        ):
+        for name in METHODS:
             object.__setattr__(model, name, getattr(self, name))
         if model.compiled:
             self._reset(bool(model.jit_compile))
-        if is_built(model) and not tf.distribute.has_strategy():
-            self.place()
 
     def place(self) -> None:
         """Resolves the layouts and moves the weights to their devices, once."""
@@ -297,7 +300,7 @@ class Parallel:
                     f"Received: jit_compile=True with inner axes {self.topology.inner_axes}"
                 )
             self.program = Program(self.model, self.config.loss_from_layers == "mean")
-        if kind == "train" and self.update is None:
+        if kind == "train" and self.update is None and self.program.state.trainable:
             optimizer = self.model.optimizer
             self.update = DistributedUpdate(optimizer, self._trainable(), self.topology)
 

@@ -7,6 +7,7 @@ so that they equal a single-device run.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ class Step:
 
     @property
     def update(self) -> DistributedUpdate:
-        """Applies gradients; there once the model trains."""
+        """Applies gradients; there once the model trains, if it has trainable weights."""
         return self.parallel.update
 
     def train(self, data: Any) -> dict[str, Any]:
@@ -65,6 +66,9 @@ class Step:
     def apply_results(self, results: Sequence[dict[str, Any]]) -> None:
         """Reduces the slices' gradients and updates the parameters."""
         connected = self.program.trained.connected
+        if not self.program.state.trainable:
+            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+            return
         if not connected:
             raise ValueError(
                 "No trainable weight gets a gradient from the loss. Check that the loss depends "
@@ -146,7 +150,7 @@ class Step:
         return split(x, y, sample_weight, self.topology.data_size)
 
     def _scale(self) -> Any:
-        return self.update.scale()
+        return None if self.update is None else self.update.scale()
 
     def _total(self, results: Sequence[dict[str, Any]], key: str) -> Any:
         parts = [r[key] for r in results]

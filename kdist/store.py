@@ -98,7 +98,6 @@ def place_weights(
     Raises:
         ValueError: A weight belongs to a model that was parallelized over another mesh.
     """
-    entries: dict[int, Stored] = {}
     for variable, placement in placed:
         entry: Any = stored(variable)
         if entry is not None and (entry.topology != topology or entry.placement != placement):
@@ -106,5 +105,7 @@ def place_weights(
                 "A weight can live on one mesh only. Build a new model, and load the weights of "
                 f"this one into it, to change the mesh or layout. Received: {variable.path!r}"
             )
-        entries[id(variable)] = entry or distribute(variable, placement, topology)
-    return entries
+    return {
+        id(variable): stored(variable) or distribute(variable, placement, topology)
+        for variable, placement in placed
+    }
