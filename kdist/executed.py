@@ -256,10 +256,17 @@ def _imported(definition: Any) -> tf.Graph:
     unique.CopyFrom(definition)
     del unique.node[:]
     unique.node.extend({n.name: n for n in reversed(definition.node)}.values())
-    for node in unique.node:
-        # What optimisation left of it need not be true any more.
-        node.attr.pop("_output_shapes", None)
+    try:
+        return _graph(unique)
+    except ValueError:
+        # Optimisation may leave shapes at nodes that are not true any more.
+        for node in unique.node:
+            node.attr.pop("_output_shapes", None)
+        return _graph(unique)
+
+
+def _graph(definition: Any) -> tf.Graph:
     graph = tf.Graph()
     with graph.as_default():
-        tf.graph_util.import_graph_def(unique, name="")
+        tf.graph_util.import_graph_def(definition, name="")
     return graph

@@ -71,8 +71,8 @@ class Lowered:
             return self._call(s, key, inputs)
         except Retrace:
             self.gather_first = True
-            self.traces.clear()
-            self.captures.clear()
+            for cache in (self.traces, self.captures, self.facts):
+                cache.clear()
             return self._call(s, key, inputs)
 
     def _call(self, s: int, key: Any, inputs: Any) -> Any:
@@ -134,6 +134,9 @@ class Lowered:
             declared_layouts(self.layouts),
         ):
             trace.gather_first = self.gather_first
+            # Directly at first: DTensor then leaves a tensor alone that has the layout already.
+            # `_refuse_alltoall` looks at what came of it.
+            trace.alltoall = self.alltoall or not self.gather_first
             concrete = traced.get_concrete_function(*specs)
         bad = spmd_limits.unsupported_ops(concrete.graph)
         if bad:

@@ -86,12 +86,19 @@ class SpmdPrograms:
         outputs, _ = self.program.forward(used, state, x, training=False)
         return outputs
 
-    def probe(self, params: Any, carried: Any, x: Any) -> list[Any]:
-        """A forward and backward pass without a loss, for `kdist.inspect`."""
+    def probe(self, params: Any, carried: Any, x: Any) -> tuple[Any, list[Any]]:
+        """A forward and backward pass without a loss, for `kdist.inspect`.
+
+        The outputs are results too: no gradient needs them, and what makes them would be dropped.
+        """
         used, state = self._gather(params, carried)
-        outputs = self.program.collect(used, state, x, training=True)["outputs"]
-        ones = [tf.ones_like(o) for o in keras.tree.flatten(outputs)]
-        return self.program.cotangent_gradients(used, state, x, ones, ())
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(used)
+            outputs, _ = self.program.forward(used, state, x, training=True)
+            floating = [o for o in keras.tree.flatten(outputs) if o.dtype.is_floating]
+            target = tf.add_n([tf.cast(tf.reduce_sum(o), tf.float32) for o in floating])
+        gradients = [tf.convert_to_tensor(g) for g in tape.gradient(target, used) if g is not None]
+        return outputs, gradients
 
     def _loss_view(self) -> Callable[[Any], Any] | None:
         """What a loss sees of the outputs: all of them where DTensor gets parts wrong.

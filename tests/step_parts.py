@@ -96,7 +96,7 @@ class Parts:
 
     @functools.cached_property
     def _kept_results(self) -> dict[str, str]:
-        """`results`, as TensorFlow numbers them: outputs of a call that nobody needs are dropped."""
+        """`results` as TensorFlow numbers them: it drops a call's outputs that nobody needs."""
         stack = [*self.graph.control_outputs, *(t.op for t in self.graph.outputs)]
         needed: set[Any] = set()
         while stack:

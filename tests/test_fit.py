@@ -1,4 +1,4 @@
-"""`fit`, `evaluate`, `predict` and their per-batch forms equal plain Keras, for every input form."""
+"""`fit`, `evaluate`, `predict` and their forms per batch equal plain Keras, for any input."""
 
 from __future__ import annotations
 
@@ -262,7 +262,8 @@ def test_dict_inputs_and_several_outputs(axes, source):
             return inputs, targets
         return tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(8)
 
-    fit_both(models, make, shuffle=False, epochs=2, **({"batch_size": 8} if source == "numpy" else {}))
+    batch = {"batch_size": 8} if source == "numpy" else {}
+    fit_both(models, make, shuffle=False, epochs=2, **batch)
     outputs = [m.predict(inputs, batch_size=8, verbose=0) for m in models]
     assert list(outputs[0]) == list(outputs[1])
     assert_close(*outputs)

@@ -160,7 +160,7 @@ def test_coordinates_are_those_of_the_devices(topology):
     seen = {}
     for s, k in every(topology):
         coordinate = coordinate_of(topology, s, k)
-        assert set(coordinate) == {a for a in topology.axis_names}
+        assert set(coordinate) == set(topology.axis_names)
         seen[tuple(sorted(coordinate.items()))] = topology.slices[s].devices[k]
     assert len(set(seen.values())) == len(seen) == topology.data_size * topology.inner_size
 

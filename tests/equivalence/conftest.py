@@ -7,6 +7,7 @@ what fails then is the suite's own fault.
 from __future__ import annotations
 
 import os
+
 import pytest
 
 

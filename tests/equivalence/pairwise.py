@@ -83,7 +83,7 @@ def spanning(rows: Sequence[Row], cost: Callable[[Row], float]) -> list[Row]:
     """A cheap choice of rows in which every value of every factor appears at least once.
 
     Greedy weighted set cover (Chvatal, 1979): again and again the row with the most new values for
-    its cost.
+    its cost; then rows that others made superfluous are dropped, dear ones first.
 
     Args:
         rows: Rows of `cover`.
@@ -100,6 +100,10 @@ def spanning(rows: Sequence[Row], cost: Callable[[Row], float]) -> list[Row]:
         )
         chosen.append(best)
         missing -= set(rows[best].items())
+    for i in sorted(chosen, key=lambda i: -cost(rows[i])):
+        others = {item for j in chosen if j != i for item in rows[j].items()}
+        if set(rows[i].items()) <= others:
+            chosen.remove(i)
     return [rows[i] for i in sorted(chosen)]
 
 

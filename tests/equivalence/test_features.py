@@ -18,15 +18,11 @@ ROWS = [
     for mesh in ("data4", "data2_model2")
     if feature.fits(case) and case.name in ("mlp", "encoder", "resnet", "two_tower", "dlrm")
 ]
-# What depends on the model or on a cut; test_pairwise has every feature once by default.
+# What must be whole, or counted once, on cut weights; test_pairwise has every feature by default.
 DEFAULT = [
-    ("sample_weight", "encoder", "data4"),
-    ("class_weight", "mlp", "data4"),
     ("kernel_regularizer", "mlp", "data2_model2"),
     ("constraint", "mlp", "data2_model2"),
     ("global_clipnorm", "mlp", "data2_model2"),
-    ("gradient_accumulation", "mlp", "data4"),
-    ("own_compute_loss", "mlp", "data4"),
 ]
 
 

@@ -39,23 +39,17 @@ def _hub() -> Any:
 
 
 def _llama() -> keras.Model:
-    backbone = _hub().LlamaBackbone(
-        num_query_heads=4, num_key_value_heads=2, dropout=0.0, **SIZES
-    )
+    backbone = _hub().LlamaBackbone(num_query_heads=4, num_key_value_heads=2, dropout=0.0, **SIZES)
     return _hub().LlamaCausalLM(backbone=backbone, preprocessor=None)
 
 
 def _gpt2() -> keras.Model:
-    backbone = _hub().GPT2Backbone(
-        num_heads=4, dropout=0.0, max_sequence_length=TOKENS, **SIZES
-    )
+    backbone = _hub().GPT2Backbone(num_heads=4, dropout=0.0, max_sequence_length=TOKENS, **SIZES)
     return _hub().GPT2CausalLM(backbone=backbone, preprocessor=None)
 
 
 def _bert() -> keras.Model:
-    backbone = _hub().BertBackbone(
-        num_heads=4, dropout=0.0, max_sequence_length=TOKENS, **SIZES
-    )
+    backbone = _hub().BertBackbone(num_heads=4, dropout=0.0, max_sequence_length=TOKENS, **SIZES)
     return _hub().BertTextClassifier(
         backbone=backbone, num_classes=4, preprocessor=None, dropout=0.0
     )

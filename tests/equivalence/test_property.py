@@ -122,7 +122,7 @@ GIVEN = {
 }
 
 
-@_settings(3)
+@_settings(2)
 @hypothesis.given(**GIVEN)
 def test_random_models_equal_one_device(
     engine: str, net: Net, axes: dict[str, int], samples: int

@@ -23,7 +23,6 @@ ROWS = [
 DEFAULT = [
     ("mlp", "11_by_8_on_8", "add_loss"),
     ("mlp", "3_by_8_on_4", "reduction_sum"),
-    ("encoder", "13_by_8_on_4", "sample_weight"),
     ("resnet", "11_by_8_on_8", "none"),
 ]
 

@@ -41,7 +41,7 @@ def test_xla_computes_the_same(name: str, mesh: str, engine: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    spread(product(BY_NAME, MESHES), [("two_tower", "data2"), ("mlp", "model2")]),
+    spread(product(BY_NAME, MESHES), [("mlp", "data2"), ("mlp", "model2")]),
 )
 def test_several_steps_per_execution(name: str, mesh: str, engine: str) -> None:
     # Seven batches, the last one smaller: executions of three, three and one.
@@ -107,12 +107,8 @@ def _declare_mlp_activations(model: keras.Model) -> None:
 
     up, down = model.get_layer("up"), model.get_layer("down")
     # The second operand of `in_strategy` is the kernel; a cut of its last dim takes the bias along.
-    kdist.shard(
-        up, in_strategy=((None, None), (None, "model")), out_strategy=(None, "model")
-    )
-    kdist.shard(
-        down, in_strategy=((None, "model"), ("model", None)), out_strategy=(None, None)
-    )
+    kdist.shard(up, in_strategy=((None, None), (None, "model")), out_strategy=(None, "model"))
+    kdist.shard(down, in_strategy=((None, "model"), ("model", None)), out_strategy=(None, None))
 
 
 def _declare_gpt(model: keras.Model) -> None:
@@ -147,7 +143,8 @@ def _layouts(run: Run) -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize(
-    ("declared", "mesh"), spread(product(DECLARATIONS, INNER_MESHES), [("mlp_activations", "model2")])
+    ("declared", "mesh"),
+    spread(product(DECLARATIONS, INNER_MESHES), [("mlp_activations", "model2")]),
 )
 def test_declarations_instead_of_a_layout_map(declared: str, mesh: str, engine: str) -> None:
     name, declare = DECLARATIONS[declared]
@@ -204,7 +201,7 @@ SLICED_MESHES = {
     ("name", "mesh", "optimizer"),
     spread(
         product(BY_NAME, SLICED_MESHES, ("adam", "lamb")),
-        [("gpt_tied", "data2", "adam"), ("mlp", "data2_model2", "adam")],
+        [("mlp", "data2", "adam"), ("mlp", "data2_model2", "adam")],
     ),
 )
 def test_weights_sliced_over_data(name: str, mesh: str, optimizer: str, engine: str) -> None:
