@@ -73,8 +73,9 @@ def test_checkpoint_of_the_full_model(models, tmp_path):
 
     fit_both(models, make)
     for epoch in (1, 3):
-        loaded = [keras.models.load_model(tmp_path / f"{n}-{epoch}.keras") for n in
-                  ("plain", "parallel")]
+        loaded = [
+            keras.models.load_model(tmp_path / f"{n}-{epoch}.keras") for n in ("plain", "parallel")
+        ]
         assert_same_weights(*loaded)
     again = [fit(model) for model in loaded]
     assert_same_history(*again)
@@ -110,9 +111,7 @@ def test_early_stopping_restores_every_copy(models):
 
 def test_reduce_learning_rate_on_plateau(models):
     def make(name: str) -> Any:
-        return keras.callbacks.ReduceLROnPlateau(
-            "val_loss", min_delta=100, patience=1, factor=0.1
-        )
+        return keras.callbacks.ReduceLROnPlateau("val_loss", min_delta=100, patience=1, factor=0.1)
 
     fit_both(models, make, epochs=4)
     rates = [float(m.optimizer.learning_rate) for m in models]
@@ -145,8 +144,10 @@ def test_tensor_board(models, tmp_path):
         )
 
     fit_both(models, make)
-    written = [sorted(p.parent.name for p in (tmp_path / n).rglob("events*")) for n in
-               ("plain", "parallel")]
+    written = [
+        sorted(p.parent.name for p in (tmp_path / n).rglob("events*"))
+        for n in ("plain", "parallel")
+    ]
     assert written[0] == written[1]
     assert set(written[1]) >= {"train", "validation"}
 
@@ -157,7 +158,12 @@ def test_terminate_on_nan(models):
     epochs = []
     for model in models:
         history = model.fit(
-            x, y, batch_size=8, shuffle=False, epochs=3, verbose=0,
+            x,
+            y,
+            batch_size=8,
+            shuffle=False,
+            epochs=3,
+            verbose=0,
             callbacks=[keras.callbacks.TerminateOnNaN()],
         )
         epochs.append(len(history.epoch))

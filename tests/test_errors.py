@@ -19,9 +19,7 @@ INNER = {"data": 2, "model": 2}
 
 def parallel(cuts: Any = None, axes: dict | None = None, **options: Any) -> keras.Model:
     mesh = kdist.mesh(**(axes or INNER))
-    return kdist.parallelize(
-        mlp(), kdist.ParallelConfig(mesh=mesh, layout_map=cuts, **options)
-    )
+    return kdist.parallelize(mlp(), kdist.ParallelConfig(mesh=mesh, layout_map=cuts, **options))
 
 
 # Each: what is wrong, and the words that must be in the message (rule, fix, value), in order.

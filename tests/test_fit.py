@@ -321,9 +321,7 @@ def test_unbuilt_models(axes, build):
     history = plain.fit(*data(), batch_size=8, shuffle=False, verbose=0)
     parallel = kdist.parallelize(build(), config(axes))
     compiled((parallel,))
-    assert_same_history(
-        history, parallel.fit(*data(), batch_size=8, shuffle=False, verbose=0)
-    )
+    assert_same_history(history, parallel.fit(*data(), batch_size=8, shuffle=False, verbose=0))
     assert_same_weights(plain, parallel)
 
 

@@ -141,9 +141,7 @@ def with_statistics() -> keras.Model:
 
 
 def test_statistics_move_on_and_weights_do_not():
-    parallel = kdist.parallelize(
-        with_statistics(), kdist.ParallelConfig(mesh=kdist.mesh(data=4))
-    )
+    parallel = kdist.parallelize(with_statistics(), kdist.ParallelConfig(mesh=kdist.mesh(data=4)))
     parallel.compile("sgd", "mse")
     x, y = data(8)
     moving = parallel.get_layer("norm").moving_mean.numpy()

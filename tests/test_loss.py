@@ -149,9 +149,7 @@ def fit_both(models: tuple, x: Any, y: Any, **options: Any) -> None:
     assert_same_history(*[m.fit(x, y, **settings) for m in models])
     assert_same_weights(*models)
     weight = options.get("sample_weight")
-    assert_close(
-        *[m.evaluate(x, y, sample_weight=weight, batch_size=5, verbose=0) for m in models]
-    )
+    assert_close(*[m.evaluate(x, y, sample_weight=weight, batch_size=5, verbose=0) for m in models])
 
 
 @float64

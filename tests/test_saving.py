@@ -52,7 +52,12 @@ def run_plain(program: str, folder: Path) -> None:
     environment = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", "HOME": str(folder)}
     done = subprocess.run(
         [sys.executable, "-c", program + guard],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 

@@ -162,9 +162,7 @@ def test_ragged_look_ups_equal_one_device():
                 self.table = self.add_weight(shape=(ROWS, COLUMNS), name="table")
 
             def call(self, inputs: Any) -> Any:
-                rows = tf.ragged.map_flat_values(
-                    lambda flat: tf.gather(self.table, flat), inputs
-                )
+                rows = tf.ragged.map_flat_values(lambda flat: tf.gather(self.table, flat), inputs)
                 return tf.reduce_sum(rows, axis=1)
 
         inputs = keras.Input((None,), dtype="int64", ragged=True)
