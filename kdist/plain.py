@@ -222,7 +222,7 @@ class PlainRunner:
                     with tf.device(device):
                         gradient = part_of(gradient, index, placement.shape)
                 parts.append(gradient)
-            return add_gradients(parts, rows.get(variable, True))
+            return add_gradients(parts, rows.get(variable, sparse.LookUp()))
 
         return reduced
 
@@ -248,10 +248,10 @@ def layer_weights(batch: SplitBatch, mean: bool) -> list[Any]:
     return shares if mean else [has_rows(share) for share in shares]
 
 
-def add_gradients(parts: Sequence[Any], by_batch: bool) -> Any:
+def add_gradients(parts: Sequence[Any], look_up: sparse.LookUp) -> Any:
     """Sum of replicas' gradients; rows of embeddings stay rows (see `kdist.sparse`)."""
     if all(sparse.is_sparse(p) for p in parts):
-        return sparse.add(parts, by_batch)
+        return sparse.add(parts, look_up.by_batch, look_up.merged)
     if len(parts) == 1:
         return parts[0]
     return tf.add_n([tf.convert_to_tensor(p) for p in parts])

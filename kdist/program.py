@@ -58,6 +58,11 @@ class ModelState:
         return cls(tuple(trainable), tuple(fixed), tuple(seeds), tuple(metrics))
 
     @property
+    def written(self) -> tuple[keras.Variable, ...]:
+        """All that a forward pass may write: `carried`, then the trainable variables."""
+        return self.carried + self.trainable
+
+    @property
     def carried(self) -> tuple[keras.Variable, ...]:
         """Non-trainable state in the order in which programs take and return it."""
         return self.fixed + self.seeds + self.metrics
@@ -69,12 +74,39 @@ class Traced:
 
     connected: list[int] = dataclasses.field(default_factory=list)
     """Positions of trainable variables that get a gradient."""
-    rows: dict[int, bool] = dataclasses.field(default_factory=dict)
-    """Trainable variables whose gradient is rows (`kdist.sparse`): do they depend on the batch?"""
+    rows: dict[int, sparse.LookUp] = dataclasses.field(default_factory=dict)
+    """Trainable variables whose gradient is rows, and how these are looked up."""
     updated: list[int] = dataclasses.field(default_factory=list)
-    """Positions in `ModelState.carried` that the forward pass writes."""
+    """Positions in `ModelState.written` that the forward pass writes."""
     counts_by_data: bool = False
     """Some loss term counts by a mask or weights, so shares need the counting pass."""
+
+
+class ForwardScope(keras.StatelessScope):
+    """The scope of a program's forward pass.
+
+    A layer may write a trainable variable in its call (SpectralNormalization does). On one device
+    the gradient is then taken at the written value, and does not flow through how it was computed:
+    so here.
+
+    Attributes:
+        given: The value that each variable came with, by identity.
+    """
+
+    def __init__(
+        self, mapping: Sequence[tuple[keras.Variable, Any]], trainable: Sequence[keras.Variable]
+    ) -> None:
+        super().__init__(mapping, collect_losses=True)
+        self.given = dict(self.state_mapping)
+        self._trainable = {id(v) for v in trainable}
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Notes the new value of a variable."""
+        variable, value = update
+        if id(variable) in self._trainable:
+            given = self.given[id(variable)]
+            value = tf.stop_gradient(value) + (given - tf.stop_gradient(given))
+        super().add_update((variable, value))
 
 
 class Program:
@@ -270,17 +302,15 @@ class Program:
         sources = [t for t in leaves if t is not None]
         self.trained.connected = [i for i, g in enumerate(found) if g is not None]
         self.trained.rows = {
-            i: sparse.depends_on(g.indices, sources)
+            i: sparse.look_up(g.indices, sources)
             for i, g in enumerate(found)
             if g is not None and sparse.is_sparse(g)
         }
         return [g for g in found if g is not None]
 
-    def _scope(self, params: Sequence[Any], carried: Sequence[Any]) -> keras.StatelessScope:
+    def _scope(self, params: Sequence[Any], carried: Sequence[Any]) -> ForwardScope:
         mapping = [*zip(self.state.trainable, params), *zip(self.state.carried, carried)]
-        scope = keras.StatelessScope(mapping, collect_losses=True)
-        scope.kdist_given = [scope.get_current_value(v) for v in self.state.carried]
-        return scope
+        return ForwardScope(mapping, self.state.trainable)
 
     def _call(self, x: Any, training: bool) -> Any:
         if self.model._call_has_training_arg:
@@ -304,12 +334,11 @@ class Program:
             )
         return extra
 
-    def _collect_updates(self, scope: keras.StatelessScope, traced: Traced) -> list[Any]:
-        """New values of the state that the forward pass wrote."""
-        new = [scope.get_current_value(v) for v in self.state.carried]
-        pairs = zip(new, scope.kdist_given)
+    def _collect_updates(self, scope: ForwardScope, traced: Traced) -> list[Any]:
+        """New values of the variables that the forward pass wrote."""
+        pairs = [(scope.get_current_value(v), scope.given[id(v)]) for v in self.state.written]
         traced.updated = [i for i, (now, given) in enumerate(pairs) if now is not given]
-        return [new[i] for i in traced.updated]
+        return [pairs[i][0] for i in traced.updated]
 
     @staticmethod
     def _masks(outputs: Any) -> list[Any]:

@@ -8,6 +8,7 @@ row by row, where every replica looks up the same (positions).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,35 @@ import tensorflow as tf
 
 SHAPE_ONLY = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 """Operations that look at a tensor's shape and not at its values."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LookUp:
+    """How the rows of replicas make up the rows of one device.
+
+    Attributes:
+        by_batch: The look-ups depend on the batch; else all replicas look up the same.
+        merged: Look-ups of the same row were merged before they were made
+            (`embedding_lookup_sparse`, sparse inputs), so the whole batch's are to be merged too.
+    """
+
+    by_batch: bool = True
+    merged: bool = False
+
+
+PASSED_ON = frozenset({"Cast", "Identity", "Reshape", "ConcatV2", "StopGradient"})
+"""Operations behind which indices still are the ones that a `Unique` gave."""
+
+
+def look_up(indices: Any, sources: Sequence[Any]) -> LookUp:
+    """Reads from a traced graph how a gradient's indices came about."""
+    return LookUp(depends_on(indices, sources), _is_merged(indices))
+
+
+def _is_merged(tensor: Any) -> bool:
+    while hasattr(tensor, "graph") and tensor.op.type in PASSED_ON and tensor.op.inputs:
+        tensor = tensor.op.inputs[0]
+    return hasattr(tensor, "graph") and tensor.op.type == "Unique"
 
 
 def is_sparse(gradient: Any) -> bool:
@@ -46,19 +76,26 @@ def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
     return False
 
 
-def add(parts: Sequence[tf.IndexedSlices], by_batch: bool) -> tf.IndexedSlices:
+def add(
+    parts: Sequence[tf.IndexedSlices], by_batch: bool, merged: bool = False
+) -> tf.IndexedSlices:
     """Joins the replicas' rows.
 
     Args:
         parts: One per replica.
-        by_batch: Whether the look-ups depend on the batch; else all replicas looked up the same.
+        by_batch: See `LookUp`.
+        merged: See `LookUp`.
     """
     if len(parts) == 1:
         return parts[0]
     shape = parts[0].dense_shape
     if by_batch:
         values = tf.concat([p.values for p in parts], 0)
-        return tf.IndexedSlices(values, tf.concat([p.indices for p in parts], 0), shape)
+        indices = tf.concat([p.indices for p in parts], 0)
+        if merged:
+            indices, where = tf.unique(indices)
+            values = tf.math.unsorted_segment_sum(values, where, tf.size(indices))
+        return tf.IndexedSlices(values, indices, shape)
     return tf.IndexedSlices(tf.add_n([p.values for p in parts]), parts[0].indices, shape)
 
 

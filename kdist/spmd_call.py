@@ -84,6 +84,9 @@ class Lowered:
                 if (key, s) not in self.facts:
                     return self._first_call(s, key, concrete, flat, captures)
                 return _private.call_flat(concrete, flat, captures)
+            except UnicodeDecodeError as error:
+                # TensorFlow's message quotes bytes that are no text; only lowering does that.
+                raise CannotExpand("an operation (its error cannot be read)") from error
             except (tf.errors.OpError, ValueError) as error:
                 reason = spmd_limits.explain(error)
                 if reason is None:

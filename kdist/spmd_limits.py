@@ -74,8 +74,11 @@ def unsupported_ops(graph: tf.Graph) -> list[tuple[str, str]]:
 def _is_fatal(node: Any) -> bool:
     if node.op in _FATAL:
         return True
-    # The backward pass of `x[None]`. Without a new axis, this operation works.
-    return node.op == "StridedSliceGrad" and node.attr["new_axis_mask"].i != 0
+    # `x[None]` where x is cut, and its backward pass. Masks, which layers like to index so, are
+    # whole; activations, which are floating, may be cut.
+    if node.op not in ("StridedSlice", "StridedSliceGrad") or not node.attr["new_axis_mask"].i:
+        return False
+    return node.op == "StridedSliceGrad" or tf.as_dtype(node.attr["T"].type).is_floating
 
 
 def explain(error: BaseException) -> str | None:

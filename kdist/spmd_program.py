@@ -62,7 +62,7 @@ class SpmdPrograms:
             self._laid_out(g, i, params)
             for i, g in zip(self.program.trained.connected, result["gradients"])
         ]
-        return self._finish(result, carried, True)
+        return self._finish(result, params, carried, True)
 
     def losses(
         self, params: Any, carried: Any, data: Any, shares: Any, rows: Any, first: Any
@@ -73,7 +73,7 @@ class SpmdPrograms:
         result = self.program.loss(
             used, state, data, shares, rows, first, training=False, view=view
         )
-        return self._finish(result, carried, False)
+        return self._finish(result, params, carried, False)
 
     def counts(self, params: Any, carried: Any, data: Any, rows: Any) -> Any:
         """See `Program.counts`."""
@@ -137,10 +137,13 @@ class SpmdPrograms:
         ]
         return used, state
 
-    def _finish(self, result: dict, carried: Sequence[Any], training: bool) -> dict:
+    def _finish(
+        self, result: dict, params: Sequence[Any], carried: Sequence[Any], training: bool
+    ) -> dict:
         positions = self.program.traced(training).updated
+        given = [*carried, *params]
         result["updated"] = [
-            like(value, carried[i]) for i, value in zip(positions, result["updated"])
+            like(value, given[i]) for i, value in zip(positions, result["updated"])
         ]
         if not self.want_outputs:
             result["outputs"], result["masks"] = None, []

@@ -9,6 +9,7 @@ from kdist.mesh import Topology
 from kdist.placement import Index, Placement, UpdateUnit, relative
 from kdist.plain import add_gradients, part_of
 from kdist.program import Traced
+from kdist.sparse import LookUp
 from kdist.spmd_program import cut_by_rows
 from kdist.variables import assemble
 
@@ -63,7 +64,7 @@ class SliceGradients:
                     shape = [b.stop - b.start for b in base]
                     part = part_of(part, relative(index, base), shape)
                 parts.append(part)
-        return add_gradients(parts, self.rows.get(variable, True))
+        return add_gradients(parts, self.rows.get(variable, LookUp()))
 
     def _base(self, variable: int, k: int) -> Index:
         """The part of a variable that a gradient at inner coordinate `k` is of."""

@@ -167,8 +167,10 @@ class SpmdRunner:
 
     def updated_whole(self, updated: Sequence[Any], training: bool) -> list[Any]:
         """Statistics as whole tensors, from what `_unpacked` made of them."""
-        fixed = self.inputs.fixed
+        placements = {i: entry.placement for i, entry in enumerate(self.inputs.fixed)}
+        after = len(self.program.state.carried)
+        placements |= {after + i: entry.placement for i, entry in enumerate(self.entries)}
         return [
-            whole_of(fixed[i].placement, parts.__getitem__) if i < len(fixed) else parts[0]
+            whole_of(placements[i], parts.__getitem__) if i in placements else parts[0]
             for i, parts in zip(self.program.traced(training).updated, updated)
         ]

@@ -58,11 +58,11 @@ def combine(
     metrics_from = seeds_from + len(state.seeds)
     used = [tf.cast(count > 0, tf.float64) for count in batch.counts]
     for j, position in enumerate(updated):
-        variable = state.carried[position]
+        variable = state.written[position]
         new = [replica[j] for replica in values]
         if len(new) == 1 or seeds_from <= position < metrics_from:
             variable.assign(new[0])
-        elif position >= metrics_from:
+        elif metrics_from <= position < len(state.carried):
             old = tf.convert_to_tensor(variable.value)
             added = [(n - old) * tf.cast(u, old.dtype) for n, u in zip(new, used)]
             variable.assign(old + tf.add_n(added))

@@ -58,9 +58,9 @@ class Step:
         self, batch: SplitBatch, results: Sequence[dict[str, Any]], loss: Any
     ) -> dict[str, Any]:
         """Everything after the slices' compute: update, state, metrics."""
-        self.apply_results(results)
         traced = self.program.trained
         combine(self.program.state, traced.updated, [r["updated"] for r in results], batch)
+        self.apply_results(results)
         return self._logs(batch, results, loss)
 
     def apply_results(self, results: Sequence[dict[str, Any]]) -> None:

@@ -54,6 +54,8 @@ class DistributedUpdate:
     def __init__(self, optimizer: Any, entries: Sequence[Stored], topology: Topology) -> None:
         self.topology = topology
         self.entries = list(entries)
+        for entry in self.entries:
+            entry.masters.clear()  # of an optimizer that was compiled before
         self.logical = optimizer
         self.loss_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         self.inner = optimizer.inner_optimizer if self.loss_scaled else optimizer
