@@ -20,6 +20,8 @@ import pytest
 
 kdist.init(cpu_devices=8)
 
+TESTS_RUN = pytest.StashKey[int]()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests marked `long` too")
@@ -53,7 +55,10 @@ def clean_keras(request: pytest.FixtureRequest) -> Iterator[None]:
     keras.config.set_floatx(floatx)
     keras.config.set_dtype_policy(policy)
     keras.backend.clear_session()
-    gc.collect()
+    # Collecting takes as long as a small test; models of a few tests fit into memory together.
+    request.config.stash[TESTS_RUN] = request.config.stash.get(TESTS_RUN, 0) + 1
+    if request.config.stash[TESTS_RUN] % 10 == 0:
+        gc.collect()
 
 
 @pytest.fixture
