@@ -85,7 +85,9 @@ class Lowered:
                     return self._first_call(s, key, concrete, flat, captures)
                 return _private.call_flat(concrete, flat, captures)
             except UnicodeDecodeError as error:
-                # TensorFlow's message quotes bytes that are no text; only lowering does that.
+                if (key, s) in self.facts:  # lowered before, so this is no lowering error
+                    raise
+                # TensorFlow's message quotes bytes that are no text.
                 raise CannotExpand("an operation (its error cannot be read)") from error
             except (tf.errors.OpError, ValueError) as error:
                 reason = spmd_limits.explain(error)

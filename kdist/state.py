@@ -50,7 +50,7 @@ def combine(
 
     Args:
         state: The model's variables.
-        updated: Positions in `state.carried` that changed.
+        updated: Positions in `state.written` that changed.
         values: New values, per replica, in the order of `updated`.
         batch: Tells which replicas had rows.
     """
