@@ -21,6 +21,8 @@ from kdist.declare import shard  # noqa: E402
 from kdist.inspection import Inspection, inspect  # noqa: E402
 from kdist.loop import apply_gradients, gradients, reduce  # noqa: E402
 from kdist.mesh import mesh  # noqa: E402
+from kdist.optimizer.config import OptimizerConfig  # noqa: E402
+from kdist.optimizer.sharded import ShardedOptimizer, set_parallel_optimizer  # noqa: E402
 from kdist.parallel import parallelize  # noqa: E402
 from kdist.plan import Plan  # noqa: E402
 
@@ -28,8 +30,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Inspection",
+    "OptimizerConfig",
     "ParallelConfig",
     "Plan",
+    "ShardedOptimizer",
     "apply_gradients",
     "callbacks",
     "gradients",
@@ -39,5 +43,6 @@ __all__ = [
     "mesh",
     "parallelize",
     "reduce",
+    "set_parallel_optimizer",
     "shard",
 ]

@@ -7,7 +7,8 @@ of them moves.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -16,6 +17,7 @@ from keras.src import backend as keras_backend
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
+from keras.src.optimizers import base_optimizer as keras_base_optimizer
 from keras.src.trainers.compile_utils import CompileLoss
 
 __all__ = [
@@ -230,3 +232,40 @@ def swap_keras_variables(callback: keras.callbacks.SwapEMAWeights) -> None:
     """Makes `SwapEMAWeights` take its backend-neutral branch, which assigns Keras variables."""
     callback._tf_swap_variables = callback._backend_swap_variables
     callback._tf_finalize_ema_values = callback._backend_finalize_ema_values
+
+
+def update_through_keras_variables(optimizer: Any, scatter: Callable) -> None:
+    """Makes one optimizer assign through `keras.Variable`, where Keras takes the `tf.Variable`.
+
+    For variables that are views (see `kdist.variables`): parts of one, or kept in another format.
+
+    Args:
+        optimizer: A Keras optimizer.
+        scatter: `scatter(variable, method, slices) -> bool`: tries to write rows; False if the
+            variable cannot take them.
+    """
+    base, own = keras_base_optimizer.BaseOptimizer, type(optimizer)
+
+    def through(name: str) -> Callable:
+        def assign(variable: Any, value: Any) -> None:
+            if not isinstance(variable, keras.Variable) or not is_view(variable):
+                getattr(own, name)(optimizer, variable, value)
+                return
+            value = tf.cast(value, variable.dtype)
+            method = {"assign": "scatter_update"}.get(name, name.replace("assign", "scatter"))
+            if isinstance(value, tf.IndexedSlices) and not scatter(variable, method, value):
+                value = tf.convert_to_tensor(value)
+            if not isinstance(value, tf.IndexedSlices):
+                getattr(variable, name)(value)
+
+        return assign
+
+    for name in ("assign", "assign_add", "assign_sub"):
+        object.__setattr__(optimizer, name, through(name))
+    for name in (
+        "_apply_weight_decay",
+        "_backend_update_step",
+        "_overwrite_model_variables_with_average_value",
+        "_backend_increment_gradient_accumulators",
+    ):
+        object.__setattr__(optimizer, name, functools.partial(getattr(base, name), optimizer))

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from kdist.layout import read_layout_map
 from kdist.mesh import Topology
+from kdist.optimizer.config import OptimizerConfig
 
 import keras
 
@@ -42,6 +43,10 @@ class ParallelConfig:
     """Whether a re-layout that moves a cut from one dim of a tensor to another may use the
     all-to-all collective. Otherwise the tensor is made whole and cut again."""
 
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer parallelism (ZeRO levels). A `kdist.ShardedOptimizer` given to `compile` says the
+    same for its model."""
+
     loss_from_layers: Literal["mean", "sum"] = "mean"
     """How values that layers give to `add_loss` are combined over replicas. `"mean"`: weighted by
     each replica's number of examples, right for values that are means over examples, which
@@ -57,6 +62,11 @@ class ParallelConfig:
             raise ValueError(
                 "enable_alltoall is True or False. "
                 f"Received: enable_alltoall={self.enable_alltoall!r}"
+            )
+        if not isinstance(self.optimizer, OptimizerConfig):
+            raise ValueError(
+                "optimizer is a kdist.OptimizerConfig(level=...). "
+                f"Received: optimizer={self.optimizer!r}"
             )
         if self.loss_from_layers not in ("mean", "sum"):
             raise ValueError(
@@ -81,5 +91,6 @@ class ParallelConfig:
         )
         lines += [f"    {pattern:<{width}}  {dims}" for pattern, dims in patterns.items()]
         lines.append(f"  enable_alltoall: {self.enable_alltoall}")
+        lines.append(f"  optimizer: {self.optimizer}")
         lines.append(f"  loss_from_layers: {self.loss_from_layers}")
         return "\n".join(lines)

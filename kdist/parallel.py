@@ -16,8 +16,10 @@ from kdist import _private, strategy_scope
 from kdist.config import ParallelConfig
 from kdist.contract import adapt_callbacks, as_spec, is_built, peek, predict_function
 from kdist.metrics import overrides
+from kdist.optimizer.config import OptimizerConfig
+from kdist.optimizer.partition import Spread, spread
+from kdist.optimizer.sharded import config_for, parallel_optimizer
 from kdist.optimizer.update import DistributedUpdate, whole_updates
-from kdist.placement import assign_owners
 from kdist.plain import PlainRunner
 from kdist.plan import Plan, make_plan
 from kdist.program import Program
@@ -25,7 +27,7 @@ from kdist.spmd_runner import SpmdRunner
 from kdist.spmd_step import SpmdFunction, SpmdStep
 from kdist.step import Step
 from kdist.store import ModelLayouts, place_weights, placements
-from kdist.variables import Stored, materialised
+from kdist.variables import Stored, materialised, replace
 
 import keras
 import tensorflow as tf
@@ -123,6 +125,7 @@ class Parallel:
         program: The model's pure functions, once compiled and used.
         update: The distributed optimizer, once trained.
         fallbacks: Why some function runs on gathered weights, if one does.
+        level: The level of optimizer parallelism that the weights are placed for.
         batch_axis: The data axis where it is inside DTensor (see `Topology.with_data_inside`).
     """
 
@@ -137,6 +140,7 @@ class Parallel:
         self.update: DistributedUpdate | None = None
         self.fallbacks: list[str] = []
         self.batch_axis: str | None = None
+        self.level = 0
         self._spmd_runner: SpmdRunner | None = None
 
     def install(self) -> None:
@@ -151,6 +155,7 @@ class Parallel:
             object.__setattr__(model, name, getattr(self, name))
         if model.compiled:
             self._reset(bool(model.jit_compile))
+            self._spread_parameters()
 
     def place(self) -> None:
         """Resolves the layouts and moves the weights to their devices, once."""
@@ -163,6 +168,37 @@ class Parallel:
             self.entries = place_weights(
                 placements(self.model, self.layouts, self.topology), self.topology
             )
+
+    def spread(self) -> Spread:
+        """How optimizer parallelism spreads the trainable parameters; the weights are placed."""
+        assert self.layouts is not None
+        variables = self.model.trainable_variables
+        optimizer = self.model.optimizer if self.model.compiled else None
+        placed = placements(self.model, self.layouts, self.topology)
+        by_layout = {id(v): placement for v, placement in placed}
+        return spread(
+            [by_layout[id(v)] for v in variables],
+            whole_updates(optimizer, variables),
+            parallel_optimizer.of(variables),
+            self.optimizer_config,
+            self.topology,
+        )
+
+    @property
+    def optimizer_config(self) -> OptimizerConfig:
+        """The settings of optimizer parallelism, from the configuration or the optimizer."""
+        optimizer = self.model.optimizer if self.model.compiled else None
+        return config_for(optimizer, self.config.optimizer)
+
+    def _spread_parameters(self) -> None:
+        """Moves parameters to where the compiled optimizer's level wants them."""
+        config = self.optimizer_config
+        if self.layouts is None or not self.model.compiled or config.level == 0 == self.level:
+            return
+        self.level = config.level
+        wanted = self.spread().placements
+        for variable, placement in zip(self.model.trainable_variables, wanted):
+            self.entries[id(variable)] = replace(self.entries[id(variable)], placement)
 
     def _synchronizes(self) -> bool:
         """Whether a layer computes over the whole batch, so that `data` must be inside DTensor."""
@@ -182,6 +218,7 @@ class Parallel:
         if "jit_compile" in config:
             config["jit_compile"] = wanted
         self._reset(wanted)
+        self._spread_parameters()
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.fit`."""
@@ -299,10 +336,12 @@ class Parallel:
                     "mesh with inner axes. "
                     f"Received: jit_compile=True with inner axes {self.topology.inner_axes}"
                 )
+            self._spread_parameters()
             self.program = Program(self.model, self.config.loss_from_layers == "mean")
         if kind == "train" and self.update is None and self.program.state.trainable:
             optimizer = self.model.optimizer
-            self.update = DistributedUpdate(optimizer, self._trainable(), self.topology)
+            units = self.spread().units
+            self.update = DistributedUpdate(optimizer, self._trainable(), self.topology, units)
 
     def step_for(self, example: Any) -> Step:
         """The steps behind the functions for custom loops.
@@ -387,17 +426,14 @@ class Parallel:
         weights = [self.entries[id(v)].placement for v in self.model.weights]
         position = {id(v): i for i, v in enumerate(self.model.weights)}
         trainable = [position[id(v)] for v in self.model.trainable_variables]
-        optimizer = self.model.optimizer if self.model.compiled else None
-        placed = [weights[i] for i in trainable]
-        whole = whole_updates(optimizer, self.model.trainable_variables)
-        units = assign_owners(placed, whole, self.topology)
+        spread = self.spread()
         notes = list(self.fallbacks)
         if self.batch_axis is not None:
             notes.append(
                 f"a layer synchronizes over the whole batch: the {self.batch_axis!r} axis is "
                 "inside DTensor, as an inner axis that cuts the batch"
             )
-        return make_plan(self.topology, weights, trainable, units, notes)
+        return make_plan(self.topology, weights, trainable, spread.units, notes, spread.decisions)
 
     def _build(self, kind: str, example: Any) -> None:
         """Creates the variables of layers, metrics, losses and the optimizer, if missing."""

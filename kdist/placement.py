@@ -43,8 +43,10 @@ class Placement:
         itemsize: Bytes per element.
         layout: The mesh axes that cut each dim.
         shards: The distinct parts, in row-major order of their start.
-        table: `table[slice][inner]` is the number of the shard stored there.
+        table: `table[slice][inner]` is the number of the shard that compute there uses.
         data_dim: The dim stored sliced over the data axis (ZeRO-3 for this weight), if any.
+        resident: The only slice that stores the variable; None if every slice does. Others get
+            it before use.
     """
 
     path: str
@@ -54,11 +56,17 @@ class Placement:
     shards: tuple[Shard, ...]
     table: tuple[tuple[int, ...], ...]
     data_dim: int | None = None
+    resident: int | None = None
 
     @property
     def is_whole(self) -> bool:
-        """True when every device keeps the whole variable."""
+        """True when the variable is not cut."""
         return len(self.shards) == 1
+
+    @property
+    def gathered(self) -> bool:
+        """True when a slice has to get parts from others before it computes."""
+        return self.data_dim is not None or self.resident is not None
 
     @property
     def nbytes(self) -> int:
@@ -66,8 +74,20 @@ class Placement:
         return math.prod(self.shape) * self.itemsize
 
     def shard_at(self, coordinate: Coordinate) -> Shard:
-        """The shard stored at a (slice, inner) coordinate."""
+        """The shard that compute at a (slice, inner) coordinate uses."""
         return self.shards[self.table[coordinate[0]][coordinate[1]]]
+
+    def source(self, coordinate: Coordinate) -> Coordinate:
+        """Where compute at a coordinate gets its shard from: itself, unless it stores none."""
+        if self.resident is None:
+            return coordinate
+        return self.resident, coordinate[1]
+
+    def stored_bytes(self, coordinate: Coordinate) -> int:
+        """Bytes of the variable that a coordinate stores."""
+        if self.source(coordinate) != coordinate:
+            return 0
+        return math.prod(self.shard_at(coordinate).shape) * self.itemsize
 
     def inner_index(self, inner: int) -> Index:
         """The part of the variable that compute sees at an inner coordinate.
@@ -83,9 +103,23 @@ class Placement:
 
 
 def place(
-    path: str, shape: Sequence[int], itemsize: int, layout: WeightLayout, topology: Topology
+    path: str,
+    shape: Sequence[int],
+    itemsize: int,
+    layout: WeightLayout,
+    topology: Topology,
+    resident: int | None = None,
 ) -> Placement:
-    """Cuts a variable by its layout and lists who holds each part."""
+    """Cuts a variable by its layout and lists who holds each part.
+
+    Args:
+        path: Keras path of the variable.
+        shape: Its whole shape.
+        itemsize: Bytes per element.
+        layout: The mesh axes that cut each dim.
+        topology: The mesh.
+        resident: The only slice to store it; every slice by default.
+    """
     shape = tuple(int(n) for n in shape)
     holders: dict[tuple[tuple[int, int], ...], list[Coordinate]] = {}
     for s in range(topology.data_size):
@@ -93,12 +127,19 @@ def place(
             index = layout.slice_of(shape, topology, coordinate_of(topology, s, k))
             holders.setdefault(tuple((i.start, i.stop) for i in index), []).append((s, k))
     keys = sorted(holders)
-    shards = tuple(Shard(tuple(slice(a, b) for a, b in key), tuple(holders[key])) for key in keys)
-    number = {c: n for n, shard in enumerate(shards) for c in shard.holders}
+    number = {c: n for n, key in enumerate(keys) for c in holders[key]}
+    shards = tuple(
+        Shard(
+            tuple(slice(a, b) for a, b in key),
+            tuple(c for c in holders[key] if resident in (None, c[0])),
+        )
+        for key in keys
+    )
     table = tuple(
         tuple(number[s, k] for k in range(topology.inner_size)) for s in range(topology.data_size)
     )
-    return Placement(path, shape, itemsize, layout, shards, table, layout.data_dim(topology))
+    data_dim = layout.data_dim(topology)
+    return Placement(path, shape, itemsize, layout, shards, table, data_dim, resident)
 
 
 def coordinate_of(topology: Topology, data: int, inner: int) -> dict[str, int]:
@@ -113,7 +154,7 @@ def coordinate_of(topology: Topology, data: int, inner: int) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateUnit:
-    """One optimizer update: a shard (or a whole variable) and the device that computes it."""
+    """One optimizer update: a part of a variable (or all of it) and the device that computes it."""
 
     variable: int
     """Position among the trainable variables."""
@@ -121,10 +162,27 @@ class UpdateUnit:
     """Number of the shard, or None for an update that needs the whole tensor."""
     owner: Coordinate
     """The (slice, inner) coordinate that keeps the optimizer state and computes the update."""
+    rows: tuple[int, int] | None = None
+    """Only these rows (start, stop of dim 0 of the variable) of the shard; None: all of it."""
+
+    def index(self, placement: Placement) -> Index:
+        """Which part of the whole variable the unit updates."""
+        if self.shard is None:
+            return tuple(slice(0, n) for n in placement.shape)
+        index = placement.shards[self.shard].index
+        return index if self.rows is None else (slice(*self.rows), *index[1:])
+
+    def nbytes(self, placement: Placement) -> int:
+        """Bytes of that part."""
+        shape = (i.stop - i.start for i in self.index(placement))
+        return math.prod(shape) * placement.itemsize
 
 
 def assign_owners(
-    placements: Sequence[Placement], whole: Sequence[bool], topology: Topology
+    placements: Sequence[Placement],
+    whole: Sequence[bool],
+    topology: Topology,
+    cut: Sequence[bool] | None = None,
 ) -> tuple[UpdateUnit, ...]:
     """Deals every update to exactly one device, balanced by bytes.
 
@@ -137,26 +195,51 @@ def assign_owners(
         placements: One per trainable variable.
         whole: Per variable, True if its optimizer must see the whole tensor.
         topology: The mesh.
+        cut: Per variable, True if the rows of its shards are dealt out over the slices, one part
+            each (`partition="slice"`); none by default. Their number must divide.
 
     Returns:
-        The units, ordered by variable, then shard.
+        The units, ordered by variable, shard, rows.
     """
-    work: list[tuple[int, int, int | None, tuple[Coordinate, ...]]] = []
+    work: list[tuple[int, UpdateUnit, tuple[Coordinate, ...]]] = []
     every = tuple((s, k) for s in range(topology.data_size) for k in range(topology.inner_size))
     for v, placement in enumerate(placements):
         if whole[v] and not placement.is_whole:
-            work.append((placement.nbytes, v, None, every))
-        else:
-            for n, shard in enumerate(placement.shards):
-                size = math.prod(shard.shape) * placement.itemsize
-                work.append((size, v, n, shard.holders))
+            unit = UpdateUnit(v, None, every[0])
+            near = tuple(c for c in every if placement.resident in (None, c[0]))
+            work.append((unit.nbytes(placement), unit, near))
+            continue
+        for n, shard in enumerate(placement.shards):
+            if cut is not None and cut[v]:
+                parts = _row_parts(v, n, shard, topology.data_size)
+            else:
+                parts = [(UpdateUnit(v, n, every[0]), shard.holders)]
+            work.extend((unit.nbytes(placement), unit, holders) for unit, holders in parts)
     load = dict.fromkeys(every, 0)
     units = []
-    for size, v, part, candidates in sorted(work, key=lambda w: (-w[0], w[1], w[2] or 0)):
+    for size, unit, candidates in sorted(work, key=lambda w: (-w[0], _order(w[1]))):
         owner = min(candidates, key=lambda c: (load[c], c))
         load[owner] += size
-        units.append(UpdateUnit(v, part, owner))
-    return tuple(sorted(units, key=lambda u: (u.variable, -1 if u.shard is None else u.shard)))
+        units.append(dataclasses.replace(unit, owner=owner))
+    return tuple(sorted(units, key=_order))
+
+
+def _row_parts(
+    variable: int, number: int, shard: Shard, replicas: int
+) -> list[tuple[UpdateUnit, tuple[Coordinate, ...]]]:
+    """A shard's rows, one part per slice, each with the coordinates of the slice that hold it."""
+    rows = shard.index[0]
+    size = (rows.stop - rows.start) // replicas
+    parts = []
+    for s in range(replicas):
+        span = (rows.start + s * size, rows.start + (s + 1) * size)
+        holders = tuple(c for c in shard.holders if c[0] == s)
+        parts.append((UpdateUnit(variable, number, holders[0], span), holders))
+    return parts
+
+
+def _order(unit: UpdateUnit) -> tuple[int, int, int]:
+    return unit.variable, -1 if unit.shard is None else unit.shard, (unit.rows or (0, 0))[0]
 
 
 def relative(index: Index, base: Index) -> Index:

@@ -219,9 +219,8 @@ class PlainRunner:
             for device, gradients in zip(self.devices, results):
                 gradient = gradients[where[variable]]
                 if unit.shard is not None:
-                    index = placement.shards[unit.shard].index
                     with tf.device(device):
-                        gradient = part_of(gradient, index, placement.shape)
+                        gradient = part_of(gradient, unit.index(placement), placement.shape)
                 parts.append(gradient)
             return add_gradients(parts, rows.get(variable, sparse.LookUp()))
 

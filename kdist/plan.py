@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 from kdist.mesh import Topology
+from kdist.optimizer.partition import Decision
 from kdist.placement import Coordinate, Placement, UpdateUnit
 
 from rich.console import Console
@@ -61,6 +62,7 @@ class Plan:
         units: Who updates which part of which trainable weight.
         trainable: Position in `weights` of each trainable weight, in the model's order.
         notes: What the user should know: fallbacks, demoted axes.
+        decisions: What optimizer parallelism does with each trainable weight.
     """
 
     topology: Topology
@@ -68,20 +70,18 @@ class Plan:
     units: tuple[UpdateUnit, ...]
     trainable: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    decisions: tuple[Decision, ...] = ()
 
     def unit_bytes(self, unit: UpdateUnit) -> int:
         """Bytes that a unit updates."""
-        placement = self.weights[self.trainable[unit.variable]]
-        if unit.shard is None:
-            return placement.nbytes
-        return math.prod(placement.shards[unit.shard].shape) * placement.itemsize
+        return unit.nbytes(self.weights[self.trainable[unit.variable]])
 
     def devices(self) -> list[DevicePlan]:
         """Per device of the mesh, in order."""
         plans = []
         for s, one in enumerate(self.topology.slices):
             for k, device in enumerate(one.devices):
-                stored = sum(math.prod(w.shard_at((s, k)).shape) * w.itemsize for w in self.weights)
+                stored = sum(w.stored_bytes((s, k)) for w in self.weights)
                 mine = [u for u in self.units if u.owner == (s, k)]
                 updated = sum(self.unit_bytes(u) for u in mine)
                 plans.append(DevicePlan(device, stored, updated, len(mine)))
@@ -117,6 +117,9 @@ class Plan:
                     others = sum(c != unit.owner for c in shard.holders)
                     add("broadcast", others, part)
         for placement in self.weights:
+            if placement.resident is not None:
+                for k in range(self.topology.inner_size):
+                    add("gather", replicas - 1, placement.stored_bytes((placement.resident, k)))
             if placement.data_dim is not None:
                 part = placement.nbytes // len(placement.shards)
                 add("gather", replicas * (replicas - 1) * self.topology.inner_size, part)
@@ -133,6 +136,8 @@ class Plan:
         console.print(self._weights_table())
         console.print(self._devices_table())
         console.print(self._traffic_table())
+        if any(d.how != "whole" for d in self.decisions):
+            console.print(self._spread_table())
         for note in self.notes:
             console.print(f"note: {note}")
 
@@ -162,6 +167,15 @@ class Plan:
                     str(p.updates),
                     readable(p.updated_bytes),
                 )
+        return table
+
+    def _spread_table(self) -> Table:
+        """Which parameters optimizer parallelism spreads, and why others stay whole."""
+        table = Table(title="optimizer parallelism")
+        for column in ("parameter", "how", "why"):
+            table.add_column(column)
+        for d in self.decisions:
+            table.add_row(d.path, d.how, d.reason)
         return table
 
     def _traffic_table(self) -> Table:
@@ -198,9 +212,12 @@ def make_plan(
     trainable: Sequence[int],
     units: Sequence[UpdateUnit],
     notes: Sequence[str] = (),
+    decisions: Sequence[Decision] = (),
 ) -> Plan:
     """Puts a plan together."""
-    return Plan(topology, tuple(weights), tuple(units), tuple(trainable), tuple(notes))
+    return Plan(
+        topology, tuple(weights), tuple(units), tuple(trainable), tuple(notes), tuple(decisions)
+    )
 
 
 def readable(nbytes: float) -> str:

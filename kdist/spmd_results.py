@@ -45,7 +45,7 @@ class SliceGradients:
         """The unit's part of each slice's gradient, summed."""
         placement = self.placements[variable]
         if unit.shard is not None:
-            return self._at(variable, unit.owner[1], placement.shards[unit.shard].index)
+            return self._at(variable, unit.owner[1], unit.index(placement))
         if variable not in self.rows:
             return whole_of(placement, lambda k: self._at(variable, k, None))
         if cut_by_rows(placement, self.topology):

@@ -111,7 +111,7 @@ class Step:
             gradient = gradients[variable]
             if unit.shard is not None:
                 placement = entries[variable].placement
-                index = placement.shards[unit.shard].index
+                index = unit.index(placement)
                 if not covers(index, placement.shape):
                     gradient = gradient[index]
             return gradient if scale is None else gradient * tf.cast(scale, gradient.dtype)

@@ -63,9 +63,8 @@ class Stored:
         self.locals: dict[Coordinate, keras.Variable] = {}
         original = _private.tf_variable(variable)
         whole = tf.convert_to_tensor(original)
-        for s, one in enumerate(topology.slices):
-            for k, device in enumerate(one.devices):
-                self.locals[s, k] = self._make_local(original, whole, (s, k), device)
+        for at in sorted(at for shard in placement.shards for at in shard.holders):
+            self.locals[at] = self._make_local(original, whole, at, self.device(at))
 
     def _make_local(
         self, original: tf.Variable, whole: tf.Tensor, at: Coordinate, device: str
@@ -81,11 +80,6 @@ class Stored:
                 value = tf.identity(whole[shard.index])
             return make_local(self.variable, value)
 
-    @property
-    def primary(self) -> keras.Variable:
-        """The local variable of the first coordinate."""
-        return self.locals[0, 0]
-
     def device(self, at: Coordinate) -> str:
         """The TensorFlow device of a coordinate."""
         return self.topology.slices[at[0]].devices[at[1]]
@@ -99,7 +93,9 @@ class Stored:
         """What compute sees at a coordinate: its shard, made whole over the data axis."""
         placement = self.placement
         if placement.data_dim is None:
-            return tf.convert_to_tensor(self.locals[at].value)
+            source = placement.source(at)
+            value = tf.convert_to_tensor(self.locals[source].value)
+            return value if source == at else tf.identity(value)
         parts = {}
         for s in range(len(placement.table)):
             shard = placement.shard_at((s, at[1]))
@@ -130,6 +126,49 @@ class Stored:
         local.assign(value if covers(index, self.placement.shape) else value[index])
 
 
+class Rows:
+    """Backing of a view on some rows of a local variable, which are read and written in place.
+
+    Args:
+        local: A plain local variable.
+        start: First row.
+        stop: Row after the last.
+    """
+
+    def __init__(self, local: keras.Variable, start: int, stop: int) -> None:
+        self.local = local
+        self.start, self.stop = start, stop
+
+    def whole(self) -> Any:
+        """The rows."""
+        return self.local.value[self.start : self.stop]
+
+    def assign(self, value: Any) -> None:
+        """Writes the rows."""
+        target = _private.tf_variable(self.local)
+        target[self.start : self.stop].assign(tf.cast(value, target.dtype))
+
+    def scatter(self, method: str, slices: tf.IndexedSlices) -> None:
+        """Calls a scatter method of the variable with indices relative to these rows."""
+        target = _private.tf_variable(self.local)
+        moved = slices.indices + tf.cast(self.start, slices.indices.dtype)
+        getattr(target, method)(tf.IndexedSlices(slices.values, moved))
+
+
+def rows_view(variable: keras.Variable, local: keras.Variable, rows: Index) -> keras.Variable:
+    """A variable that reads and writes rows of a local variable, on the device in scope.
+
+    Args:
+        variable: The logical variable, for its path.
+        local: The local variable that holds a shard of it.
+        rows: One slice, of dim 0 of the local variable.
+    """
+    (span,) = rows
+    view = make_local(variable, tf.zeros([span.stop - span.start, *local.shape[1:]], local.dtype))
+    become_view(view, Rows(local, span.start, span.stop), None)
+    return view
+
+
 def make_local(variable: keras.Variable, value: Any) -> keras.Variable:
     """A local Keras variable on the device in scope, known by its logical variable's path."""
     local = keras.Variable(
@@ -150,9 +189,14 @@ def same_device(a: str, b: str) -> bool:
     return (x.device_type, x.device_index) == (y.device_type, y.device_index)
 
 
+def backing_of(variable: keras.Variable) -> Any:
+    """What a view reads from and writes to, None for a variable that is not a view."""
+    return variable.__dict__.get(ATTRIBUTE)
+
+
 def stored(variable: keras.Variable) -> Stored | None:
     """The local copies of a variable, or None if kdist has not taken it over."""
-    return variable.__dict__.get(ATTRIBUTE)
+    return backing_of(variable)
 
 
 def distribute(variable: keras.Variable, placement: Placement, topology: Topology) -> Stored:
@@ -168,7 +212,8 @@ def distribute(variable: keras.Variable, placement: Placement, topology: Topolog
     """
     entry = Stored(variable, placement, topology)
     # With copies, a tf.Variable to write to would be one of them: then there is only the value.
-    become_view(variable, entry, entry.primary if len(entry.locals) == 1 else None)
+    only = next(iter(entry.locals.values())) if len(entry.locals) == 1 else None
+    become_view(variable, entry, only if placement.is_whole else None)
     return entry
 
 
@@ -201,6 +246,14 @@ def release(variable: keras.Variable) -> None:
     whole._unique_id = variable.__dict__.pop(KEY)
     _private.set_tf_variable(variable, whole)
     variable.__class__ = type(variable).__mro__[1]
+
+
+def replace(entry: Stored, placement: Placement) -> Stored:
+    """Moves a variable to another placement on the same mesh; returns what is behind it now."""
+    if entry.placement == placement:
+        return entry
+    release(entry.variable)
+    return distribute(entry.variable, placement, entry.topology)
 
 
 @functools.cache

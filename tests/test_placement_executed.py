@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import kdist
-from kdist import executed, plain, spmd_runner
+from kdist import executed, parallel, plain, spmd_runner
 from kdist.batch import SplitBatch
 from kdist.executed import ASSIGNMENTS, PRODUCTS, ExecutedFunction
 from kdist.mesh import Topology
 from kdist.optimizer import update as update_module
 from kdist.parallel import attached
-from kdist.placement import UpdateUnit
 from kdist.step import Step
 
 import keras
@@ -377,15 +376,14 @@ def test_work_on_the_first_device_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_moved_update_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = update_module.assign_owners
+    update = parallel.DistributedUpdate
 
-    def moved(*args: Any) -> tuple[UpdateUnit, ...]:
-        units = list(planned(*args))
+    def moved(optimizer: Any, entries: Any, topology: Any, units: Any) -> Any:
         owner = ((units[0].owner[0] + 1) % 4, 0)
-        units[0] = UpdateUnit(units[0].variable, units[0].shard, owner)
-        return tuple(units)
+        first = dataclasses.replace(units[0], owner=owner)
+        return update(optimizer, entries, topology, (first, *units[1:]))
 
-    monkeypatch.setattr(update_module, "assign_owners", moved)
+    monkeypatch.setattr(parallel, "DistributedUpdate", moved)
     assert_only(check_updates, trained({"data": 4}))
 
 

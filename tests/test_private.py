@@ -9,6 +9,7 @@ import inspect
 from pathlib import Path
 
 from kdist import _private
+from kdist.variables import rows_view
 
 import keras
 import numpy as np
@@ -397,3 +398,25 @@ def test_swap_keras_variables():
     assert_close(weights, optimizer._model_variables_moving_average)
     callback._finalize_ema_values()
     assert_close(averages, optimizer._model_variables_moving_average)
+
+
+def test_update_through_keras_variables():
+    local = keras.Variable(np.zeros((4, 2)), name="kernel")
+    view = rows_view(local, local, (slice(2, 4),))
+    rows = []
+
+    def scatter(variable, method, slices):
+        rows.append(method)
+        return False
+
+    for optimizer in (
+        keras.optimizers.AdamW(0.1, weight_decay=0.1, gradient_accumulation_steps=1),
+        keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=1),
+    ):
+        _private.update_through_keras_variables(optimizer, scatter)
+        optimizer.build([view])
+        optimizer.apply([tf.ones((2, 2))], [view])
+    assert (local.numpy()[:2] == 0).all()
+    assert (local.numpy()[2:] < 0).all()
+    optimizer.apply([tf.IndexedSlices(tf.ones((1, 2)), [0], [2, 2])], [view])
+    assert "scatter_sub" in rows

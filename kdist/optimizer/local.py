@@ -12,7 +12,7 @@ from typing import Any
 
 from kdist import _private
 from kdist.placement import Index, covers
-from kdist.variables import assemble, become_view
+from kdist.variables import Rows, assemble, backing_of, become_view
 
 import keras
 import tensorflow as tf
@@ -102,6 +102,8 @@ class LocalOptimizer:
         with tf.device(device):
             self.optimizer = clone(logical)
             self._carry_weight_decay_rules(logical, logical_variables)
+            if any(_private.is_view(v) for v in variables):
+                _private.update_through_keras_variables(self.optimizer, scatter_rows)
             self.optimizer.build(variables)
 
     def _carry_weight_decay_rules(self, logical: Any, whole: list[keras.Variable]) -> None:
@@ -124,6 +126,15 @@ class LocalOptimizer:
     def iterations(self) -> keras.Variable:
         """The raw step counter of this device."""
         return _private.iterations_variable(self.optimizer)
+
+
+def scatter_rows(variable: keras.Variable, method: str, slices: tf.IndexedSlices) -> bool:
+    """Writes rows to a view on rows; False if the variable is another kind of view."""
+    backing = backing_of(variable)
+    if not isinstance(backing, Rows):
+        return False
+    backing.scatter(method, slices)
+    return True
 
 
 class SlotParts:

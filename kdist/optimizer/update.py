@@ -18,8 +18,9 @@ from kdist.optimizer.local import (
     link_slots,
     needs_whole,
 )
-from kdist.placement import Coordinate, UpdateUnit, assign_owners, covers
-from kdist.variables import Stored, make_local
+from kdist.optimizer.wrappers import unwrap
+from kdist.placement import Coordinate, Index, UpdateUnit, covers, relative
+from kdist.variables import Rows, Stored, make_local, rows_view
 
 import keras
 import tensorflow as tf
@@ -32,11 +33,9 @@ GradientAt = Callable[[int, UpdateUnit], Any]
 def whole_updates(optimizer: Any, variables: Sequence[keras.Variable]) -> list[bool]:
     """Per variable, whether its update must see the whole tensor; see `needs_whole`."""
     whole = [False] * len(variables)
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer
     if optimizer is None:
         return whole
-    for leaf, members in leaf_optimizers(optimizer, variables):
+    for leaf, members in leaf_optimizers(unwrap(optimizer).inner, variables):
         for v in members:
             whole[v] = needs_whole(leaf, variables[v])
     return whole
@@ -49,26 +48,32 @@ class DistributedUpdate:
         optimizer: The compiled, built optimizer.
         entries: `Stored` of each trainable variable, in the model's order.
         topology: The mesh.
+        units: Who updates which part.
     """
 
-    def __init__(self, optimizer: Any, entries: Sequence[Stored], topology: Topology) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        entries: Sequence[Stored],
+        topology: Topology,
+        units: Sequence[UpdateUnit],
+    ) -> None:
         self.topology = topology
         self.entries = list(entries)
         for entry in self.entries:
             entry.masters.clear()  # of an optimizer that was compiled before
-        self.logical = optimizer
-        self.loss_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        self.inner = optimizer.inner_optimizer if self.loss_scaled else optimizer
+        wrappers = unwrap(optimizer)
+        self.loss_scale = wrappers.loss_scale
+        self.inner = wrappers.inner
         variables = [entry.variable for entry in entries]
         self._refuse_overwritten(variables)
         self.groups = leaf_optimizers(self.inner, variables)
-        whole = whole_updates(optimizer, variables)
-        self.units = assign_owners([e.placement for e in entries], whole, topology)
+        self.units = tuple(units)
         self.unit_variables = [self._unit_variable(unit) for unit in self.units]
         self.local: list[list[LocalOptimizer]] = [
             self._build_local(leaf, members) for leaf, members in self.groups
         ]
-        self._override_finalize(optimizer)
+        self._override_finalize()
 
     @staticmethod
     def _refuse_overwritten(variables: Sequence[keras.Variable]) -> None:
@@ -83,12 +88,15 @@ class DistributedUpdate:
     def _unit_variable(self, unit: UpdateUnit) -> keras.Variable:
         """The local variable that the optimizer updates for a unit.
 
-        The owner's own shard, or, for an update that needs the whole of a cut tensor, a whole
-        copy kept on the owner.
+        The owner's own shard, or rows of it, or, for an update that needs the whole of a cut
+        tensor, a whole copy kept on the owner.
         """
         entry = self.entries[unit.variable]
         if unit.shard is not None:
             local = entry.locals[unit.owner]
+            if unit.rows is not None:
+                with tf.device(entry.device(unit.owner)):
+                    local = rows_view(entry.variable, local, self._own_rows(unit))
         else:
             device = entry.device(unit.owner)
             with tf.device(device):
@@ -114,20 +122,22 @@ class DistributedUpdate:
             for (s, k), numbers in sorted(by_owner.items())
         ]
         where = {v: i for i, v in enumerate(members)}
-        spans = [
-            (where.get(u.variable, -1), self._index(u) if u.shard is not None else None)
-            for u in self.units
-        ]
+        spans = [(where.get(u.variable, -1), self._index(u)) for u in self.units]
         link_slots(leaf, local, spans, len(members))
         return local
 
     def _index(self, unit: UpdateUnit) -> Any:
         placement = self.entries[unit.variable].placement
-        assert unit.shard is not None
-        index = placement.shards[unit.shard].index
+        index = unit.index(placement)
         return None if covers(index, placement.shape) else index
 
-    def _override_finalize(self, optimizer: Any) -> None:
+    def _own_rows(self, unit: UpdateUnit) -> Index:
+        """The unit's rows, counted inside its shard."""
+        assert unit.shard is not None
+        placement = self.entries[unit.variable].placement
+        return relative(unit.index(placement)[:1], placement.shards[unit.shard].index[:1])
+
+    def _override_finalize(self) -> None:
         """Writing EMA averages back goes through the logical variables, to reach every copy."""
 
         def overwrite(leaf: Any) -> Callable[[Any], None]:
@@ -146,8 +156,8 @@ class DistributedUpdate:
 
     def scale(self) -> Any:
         """What the loss is multiplied by before differentiation, or None for 1."""
-        if self.loss_scaled:
-            return tf.convert_to_tensor(self.logical.dynamic_scale.value)
+        if self.loss_scale is not None:
+            return tf.convert_to_tensor(self.loss_scale.dynamic_scale.value)
         return self.inner.loss_scale_factor
 
     def apply(self, gradient_at: GradientAt, connected: Sequence[int]) -> None:
@@ -163,7 +173,7 @@ class DistributedUpdate:
             if unit.variable in live:
                 with tf.device(self._device(unit)):
                     gradients[n] = gradient_at(unit.variable, unit)
-        if not self.loss_scaled:
+        if self.loss_scale is None:
             self._apply(gradients)
             return
         finite = self._all_finite(gradients)
@@ -182,7 +192,7 @@ class DistributedUpdate:
         return tf.reduce_all(tf.stack(flags))
 
     def _apply_unscaled(self, gradients: dict[int, Any]) -> None:
-        scale = self.logical.dynamic_scale
+        scale = self.loss_scale.dynamic_scale
         unscaled = {}
         for n, gradient in gradients.items():
             with tf.device(self._device(self.units[n])):
@@ -190,18 +200,18 @@ class DistributedUpdate:
         self._apply(unscaled)
 
         def upscale() -> None:
-            self.logical.step_counter.assign(0)
-            self.logical.dynamic_scale.assign(ops.multiply(self.logical.dynamic_scale, 2.0))
+            self.loss_scale.step_counter.assign(0)
+            self.loss_scale.dynamic_scale.assign(ops.multiply(self.loss_scale.dynamic_scale, 2.0))
 
         def increment() -> None:
-            self.logical.step_counter.assign_add(1)
+            self.loss_scale.step_counter.assign_add(1)
 
-        last = ops.equal(self.logical.step_counter, self.logical.dynamic_growth_steps - 1)
+        last = ops.equal(self.loss_scale.step_counter, self.loss_scale.dynamic_growth_steps - 1)
         ops.cond(last, upscale, increment)
 
     def _skip(self) -> None:
-        self.logical.step_counter.assign(0)
-        self.logical.dynamic_scale.assign(ops.multiply(self.logical.dynamic_scale, 0.5))
+        self.loss_scale.step_counter.assign(0)
+        self.loss_scale.dynamic_scale.assign(ops.multiply(self.loss_scale.dynamic_scale, 0.5))
 
     def _apply(self, gradients: dict[int, Any]) -> None:
         for (leaf, _), local in zip(self.groups, self.local):
@@ -263,14 +273,18 @@ class DistributedUpdate:
             with tf.device(self._device(unit)):
                 value = tf.convert_to_tensor(source.value)
             for at, local in entry.locals.items():
-                if local is source:
-                    continue
                 shard = entry.placement.table[at[0]][at[1]]
-                if unit.shard is not None and unit.shard != shard:
+                if local is source or (unit.shard is not None and unit.shard != shard):
                     continue
-                part = value
                 if unit.shard is None:
                     with tf.device(self._device(unit)):
                         part = value[entry.placement.shards[shard].index]
-                with tf.device(entry.device(at)):
-                    local.assign(part)
+                    with tf.device(entry.device(at)):
+                        local.assign(part)
+                elif unit.rows is None:
+                    with tf.device(entry.device(at)):
+                        local.assign(value)
+                elif at != unit.owner:
+                    (rows,) = self._own_rows(unit)
+                    with tf.device(entry.device(at)):
+                        Rows(local, rows.start, rows.stop).assign(value)

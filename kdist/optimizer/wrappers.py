@@ -1,0 +1,39 @@
+"""The wrappers that may lie around the optimizer that does the math."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kdist.optimizer.config import OptimizerConfig
+
+import keras
+
+
+@dataclasses.dataclass(frozen=True)
+class Unwrapped:
+    """An optimizer taken out of its wrappers.
+
+    Attributes:
+        inner: The optimizer that does the math; may be a `MultiOptimizer`.
+        loss_scale: The `LossScaleOptimizer` around it, if any.
+        config: What a `kdist.ShardedOptimizer` around it says, if there is one.
+    """
+
+    inner: Any
+    loss_scale: Any = None
+    config: OptimizerConfig | None = None
+
+
+def unwrap(optimizer: Any) -> Unwrapped:
+    """Takes loss scaling and `kdist.ShardedOptimizer` off, in whichever order they are."""
+    found = Unwrapped(optimizer)
+    while True:
+        if isinstance(found.inner, keras.optimizers.LossScaleOptimizer):
+            inner = found.inner.inner_optimizer
+            found = dataclasses.replace(found, inner=inner, loss_scale=found.inner)
+        elif isinstance(config := getattr(found.inner, "kdist_config", None), OptimizerConfig):
+            inner = found.inner.inner_optimizer
+            found = dataclasses.replace(found, inner=inner, config=config)
+        else:
+            return found

@@ -1,0 +1,89 @@
+"""Every optimizer at every level of optimizer parallelism equals one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .features import BY_NAME as FEATURES
+from .harness import compare
+from .matrix import MESHES, product, spread
+from .optimizer_zoo import OPTIMIZERS
+from .zoo import BY_NAME
+
+LEVELS = (1, 2, 3)
+MODELS = ("mlp", "gpt_tied", "dlrm")
+
+# One row per way to spread a parameter: rows, dealt out, tied tables, sparse rows.
+DEFAULT = [
+    ("adam", 1, "mlp", "data4"),
+    ("adamw", 3, "gpt_tied", "data4"),
+    ("muon", 3, "mlp", "data2_model2"),
+    ("sgd_momentum", 2, "dlrm", "data4"),
+]
+ROWS = product(OPTIMIZERS, LEVELS, MODELS, ("data4", "data2_model2"))
+
+COMPOSED = (
+    "gradient_accumulation",
+    "global_clipnorm",
+    "clipnorm",
+    "constraint",
+    "ema",
+    "ema_overwrite",
+    "weight_decay_exclude",
+)
+DEFAULT_COMPOSED = [
+    ("gradient_accumulation", 2, "data4"),
+    ("global_clipnorm", 3, "data2_model2"),
+    ("ema", 1, "data2_model2"),
+]
+
+
+def config(level: int, **options: Any) -> dict[str, Any]:
+    import kdist
+
+    # Every parameter, however small: these models have no big ones.
+    return {"optimizer": kdist.OptimizerConfig(level=level, threshold_kb=0, **options)}
+
+
+@pytest.mark.parametrize(("optimizer", "level", "name", "mesh"), spread(ROWS, DEFAULT))
+def test_level_equals_one_device(
+    optimizer: str, level: int, name: str, mesh: str, engine: str
+) -> None:
+    compare(
+        BY_NAME[name],
+        MESHES[mesh],
+        optimizer=OPTIMIZERS[optimizer],
+        engine=engine,
+        config=config(level),
+    )
+
+
+@pytest.mark.parametrize(
+    ("feature", "level", "mesh"),
+    spread(product(COMPOSED, LEVELS, ("data4", "data2_model2")), DEFAULT_COMPOSED),
+)
+def test_level_composes(feature: str, level: int, mesh: str, engine: str) -> None:
+    compare(
+        BY_NAME["mlp"],
+        MESHES[mesh],
+        optimizer=OPTIMIZERS["adamw"],
+        engine=engine,
+        features=[FEATURES[feature]],
+        config=config(level),
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("partition", ["slice", "parameter"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mesh", ["data2", "data8", "data2_model4"])
+def test_partition_equals_one_device(partition: Any, level: int, mesh: str, engine: str) -> None:
+    compare(
+        BY_NAME["gpt"],
+        MESHES[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        engine=engine,
+        config=config(level, partition=partition),
+    )
