@@ -1,0 +1,45 @@
+"""Pipeline parallelism: schedules, their proofs and charts, and how a model is cut into stages.
+
+Everything here is pure: no device is touched.
+"""
+
+from kdist.pipeline.chart import Chart
+from kdist.pipeline.communication import check_actions, stage_actions
+from kdist.pipeline.csv_file import read_csv, write_csv
+from kdist.pipeline.formulas import bubble_formula, live_formula
+from kdist.pipeline.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+)
+from kdist.pipeline.schedule import Schedule, get_schedule
+from kdist.pipeline.simulate import Costs, Simulation, simulate
+from kdist.pipeline.timeline import Event, Timeline, chrome_trace, write_trace
+from kdist.pipeline.validate import validate
+
+__all__ = [
+    "Backward",
+    "BackwardInput",
+    "BackwardWeight",
+    "Chart",
+    "Costs",
+    "Event",
+    "Forward",
+    "Instruction",
+    "Schedule",
+    "Simulation",
+    "Timeline",
+    "bubble_formula",
+    "check_actions",
+    "chrome_trace",
+    "get_schedule",
+    "live_formula",
+    "read_csv",
+    "simulate",
+    "stage_actions",
+    "validate",
+    "write_csv",
+    "write_trace",
+]

@@ -1,0 +1,219 @@
+"""Timelines as text, PNG and Chrome trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import rich.console
+import rich.text
+
+from kdist.pipeline.timeline import NAMES, Event, Timeline, chunk_letter, label, write_trace
+
+if TYPE_CHECKING:
+    from kdist.pipeline.simulate import Simulation
+
+COLORS = {
+    "forward": ("#4C78A8", "#9DBBDB"),
+    "backward": ("#E08A3C", "#F5C48F"),
+    "backward_input": ("#E08A3C", "#F5C48F"),
+    "backward_weight": ("#59915B", "#A9D0A6"),
+    "communication": ("#8C8C8C", "#8C8C8C"),
+    "idle": ("#EEF0F2", "#EEF0F2"),
+}
+"""Color of the first and of the last chunk, by kind."""
+
+_WIDTH = 100
+_IDLE = "·"
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """A timeline to look at: planned, from `Schedule.chart`, or executed.
+
+    Attributes:
+        timeline: What is drawn.
+        title: Above it.
+        caption: Below it.
+        seconds: Length of the timeline's unit of time in seconds, None if it has no unit (a plan).
+
+    Example:
+    ```python
+    from kdist.pipeline import get_schedule
+
+    chart = get_schedule("1f1b", stages=4, micro_batches=8).chart()
+    print(chart)  # plain text; rich.print(chart) in color
+    chart.save("plan.png")  # needs the extra `plot`: pip install "kdist[plot]"
+    chart.save("plan.json")  # for chrome://tracing or ui.perfetto.dev
+    ```
+    """
+
+    timeline: Timeline
+    title: str = "Pipeline"
+    caption: str = ""
+    seconds: float | None = None
+
+    @staticmethod
+    def of_simulation(simulation: Simulation) -> Chart:
+        """The chart of what a schedule would do."""
+        schedule = simulation.schedule
+        title = f"{schedule.name} · {schedule.num_stages} stages"
+        title += f" · {schedule.micro_batches} micro-batches"
+        title += f" · {schedule.chunks} chunks per stage" if schedule.chunks > 1 else ""
+        return Chart(simulation.timeline, title, simulation.caption())
+
+    @property
+    def chunks(self) -> int:
+        """Chunks per stage."""
+        return 1 + max(event.chunk for event in self.timeline.events)
+
+    def kinds(self) -> list[str]:
+        """The kinds of events in the chart, in the order of a legend; idle time last."""
+        found = {event.kind for event in self.timeline.events} | {"idle"}
+        return [kind for kind in NAMES if kind in found]
+
+    def text(self, width: int = _WIDTH) -> str:
+        """The chart as plain text, one line per stage.
+
+        Each cell begins with F (forward), B (backward), I (input gradient) or W (weight gradient)
+        and the micro-batch, then a letter for the chunk if there are several; dots are idle time.
+        Communication is not shown.
+
+        Args:
+            width: Characters per line. Where all cells fit they are drawn to scale with their
+                names; else names that do not fit are left out, and the shortest cells with them.
+        """
+        output = io.StringIO()
+        console = rich.console.Console(file=output, width=max(width, 10_000), no_color=True)
+        for line in self._lines(width):
+            console.print(line, soft_wrap=True)
+        return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __rich_console__(
+        self, console: rich.console.Console, options: rich.console.ConsoleOptions
+    ) -> Iterator[rich.text.Text]:
+        yield from self._lines(options.max_width)
+
+    def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
+        """Writes the chart to a file: `.png`, `.json` (Chrome trace) or `.txt`.
+
+        Args:
+            path: The file; its suffix says the format.
+
+        Returns:
+            The path.
+
+        Raises:
+            ValueError: if the suffix is another one.
+            ImportError: for PNG without matplotlib, which the extra `plot` installs.
+        """
+        path = pathlib.Path(path)
+        if path.suffix == ".png":
+            from kdist.pipeline.chart_png import save_png
+
+            save_png(self, path)
+        elif path.suffix == ".json":
+            # A plan has no unit; one unit per millisecond reads well.
+            write_trace(self.timeline, path, 1e-3 if self.seconds is None else self.seconds)
+        elif path.suffix == ".txt":
+            path.write_text(self.text() + "\n", encoding="utf-8")
+        else:
+            raise ValueError(
+                "A chart is saved as .png, .json (Chrome trace) or .txt. "
+                f"Received: path={str(path)!r}"
+            )
+        return path
+
+    def _lines(self, width: int) -> Iterator[rich.text.Text]:
+        timeline, chunks = self.timeline, self.chunks
+        yield rich.text.Text(self.title, style="bold")
+        names = [f"stage {stage} " for stage in range(timeline.num_stages)]
+        margin = max(map(len, names))
+        columns = _columns(timeline, chunks, width - margin)
+        for stage, name in enumerate(names):
+            line = rich.text.Text(name.ljust(margin))
+            line.append_text(_row(timeline, timeline.of_stage(stage), columns, chunks))
+            yield line
+        yield self._legend(chunks)
+        if self.caption:
+            yield rich.text.Text(self.caption)
+
+    def _legend(self, chunks: int) -> rich.text.Text:
+        line = rich.text.Text()
+        for kind in self.kinds():
+            if kind != "communication":
+                example = Event(kind=kind, stage=0, start=0, end=0, micro_batch=0)  # type: ignore[arg-type]
+                mark = _IDLE if kind == "idle" else label(example)[0]
+                line.append(f"{mark} {NAMES[kind]}", style=_style(kind, 0, 1))
+                line.append("  ")
+        if chunks > 1:
+            line.append(f"chunks a to {chunk_letter(chunks - 1)}")
+        return line
+
+
+def _columns(timeline: Timeline, chunks: int, room: int) -> int:
+    """Columns of the time axis: as many as the shortest cell needs for its name, if there is room."""
+    shortest: dict[int, float] = {}
+    for event in timeline.events:
+        if event.computes and event.end > event.start:
+            need = len(label(event, chunks)) + 1
+            length = float(event.end - event.start)
+            shortest[need] = min(length, shortest.get(need, length))
+    total = float(timeline.total)
+    if not shortest or not total:
+        return max(room, 1)
+    widest = max(shortest)
+    per_column = min(shortest.values()) / widest
+    # Whole cells per shortest event, so that equal costs are drawn as equal widths.
+    return max(1, min(round(total / per_column), room))
+
+
+def _row(
+    timeline: Timeline, events: tuple[Event, ...], columns: int, chunks: int
+) -> rich.text.Text:
+    scale = columns / float(timeline.total) if timeline.total else 0.0
+    line, now = rich.text.Text(), 0
+    for event in events:
+        begin = max(now, round(float(event.start - timeline.start) * scale))
+        end = max(begin, round(float(event.end - timeline.start) * scale))
+        line.append(_IDLE * (begin - now), style="dim")
+        line.append(_cell(event, end - begin, chunks), style=_style(event.kind, event.chunk, chunks))
+        now = end
+    line.append(_IDLE * (columns - now), style="dim")
+    return line
+
+
+def _cell(event: Event, width: int, chunks: int) -> str:
+    """A name in its span: in full with a space after it, cut to its letter, or the letter alone."""
+    name = label(event, chunks)
+    return name.ljust(width) if len(name) <= width else name[0] * width
+
+
+def _style(kind: str, chunk: int, chunks: int) -> str:
+    if kind == "idle":
+        return "dim"
+    return f"{text_color(kind, chunk, chunks)} on {shade(kind, chunk, chunks)}"
+
+
+def shade(kind: str, chunk: int, chunks: int) -> str:
+    """Fill color as #RRGGBB: later chunks are lighter."""
+    dark, light = (_rgb(color) for color in COLORS[kind])
+    t = chunk / (chunks - 1) if chunks > 1 else 0.0
+    return "#" + "".join(f"{round(a + (b - a) * t):02X}" for a, b in zip(dark, light))
+
+
+def text_color(kind: str, chunk: int, chunks: int) -> str:
+    """White or near black, whichever reads better on `shade`."""
+    red, green, blue = _rgb(shade(kind, chunk, chunks))
+    return "#FFFFFF" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else "#1F2328"
+
+
+def _rgb(color: str) -> tuple[int, int, int]:
+    return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)

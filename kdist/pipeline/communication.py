@@ -1,0 +1,185 @@
+"""What stages send each other, and an order of sends and receives that cannot deadlock.
+
+Only neighbouring stages talk, in a ring: stage s sends activations to stage s + 1 (from the last
+to the first between chunks) and gradients the other way.
+
+Two ways of sending. *Buffered*: a send returns at once, the message waits for its receiver; any
+schedule without a cycle runs (see `kdist.pipeline.dependencies`). *Rendezvous*: a send returns when
+the other side receives, as collectives across processes with a fixed order per device do. There the
+order matters: 1F1B that receives just before use and sends just after deadlocks, because one
+stage sends an activation while its neighbour sends a gradient. `stage_actions` avoids this: it
+runs the schedule in rounds, and writes each message down for the sender and the receiver at the same
+moment. So all lists are parts of one global order; the first message of that order that has not
+been exchanged always has both its sides ready for it, hence no stage waits for ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from kdist.pipeline.dependencies import Dependencies
+from kdist.pipeline.instructions import BackwardWeight, Forward, Instruction
+from kdist.pipeline.schedule import Schedule
+from kdist.pipeline.validate import validate
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """What one instruction makes and one on another stage uses.
+
+    Attributes:
+        source: The instruction that makes it.
+        target: The instruction that uses it.
+    """
+
+    source: Instruction
+    target: Instruction
+
+    @property
+    def content(self) -> str:
+        """"activation" on the way forward, "gradient" on the way back."""
+        return "activation" if isinstance(self.source, Forward) else "gradient"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.content} of micro-batch {self.source.micro_batch} from stage "
+            f"{self.source.stage} to stage {self.target.stage}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Send:
+    """A stage sends a message."""
+
+    message: Message
+
+    def __str__(self) -> str:
+        return f"send of the {self.message}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Receive:
+    """A stage receives a message."""
+
+    message: Message
+
+    def __str__(self) -> str:
+        return f"receive of the {self.message}"
+
+
+Action = Instruction | Send | Receive
+
+
+def incoming(schedule: Schedule) -> dict[Instruction, Message]:
+    """For each instruction that uses something of another stage, the message that brings it.
+
+    An instruction receives at most one message: a forward the activations, a backward the
+    gradients. With one stage there are none.
+    """
+    dependencies = Dependencies(schedule)
+    return {
+        one: Message(maker, one)
+        for one in schedule
+        for maker in dependencies.inputs(one)
+        if maker.stage != one.stage
+    }
+
+
+def stage_actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """Instructions, sends and receives of each stage, in an order that needs no buffers.
+
+    Args:
+        schedule: A schedule that `validate` accepts.
+
+    Returns:
+        One tuple per stage. The instructions keep their order.
+
+    Raises:
+        ValueError: if the schedule cannot run.
+
+    Example:
+    ```python
+    from kdist.pipeline import get_schedule, stage_actions
+
+    for action in stage_actions(get_schedule("1f1b", stages=2, micro_batches=2))[0]:
+        print(action)
+    ```
+    """
+    validate(schedule)
+    outgoing = {message.source: message for message in incoming(schedule).values()}
+    lists: list[list[Action]] = [[] for _ in schedule.stages]
+    rounds, _ = Dependencies(schedule).rounds()
+    for ready in rounds:
+        for one in ready:
+            lists[one.stage].append(one)
+        for one in ready:
+            if one in outgoing:
+                message = outgoing[one]
+                lists[one.stage].append(Send(message))
+                lists[message.target.stage].append(Receive(message))
+    return tuple(map(tuple, lists))
+
+
+def check_actions(actions: Sequence[Sequence[Action]]) -> None:
+    """Proves, by executing them, that lists of actions come to an end over channels without buffers.
+
+    A send and the receive of the same message happen together, when each is the next action of its
+    stage. An instruction of the lists runs when it is next; what it uses must have been received.
+
+    Args:
+        actions: One list per stage, such as those of `stage_actions`.
+
+    Raises:
+        ValueError: naming what each stage waits in, or the instruction that uses what its stage
+            has not received.
+    """
+    wanted = {a.message.target: a.message for row in actions for a in row if isinstance(a, Send)}
+    position = [0] * len(actions)
+    received: set[Message] = set()
+    moved = True
+    while moved:
+        moved = False
+        for stage, row in enumerate(actions):
+            while position[stage] < len(row) and _advance(stage, actions, position, received, wanted):
+                moved = True
+    waiting = [
+        f"stage {stage} waits in the {row[i]}"
+        for stage, (row, i) in enumerate(zip(actions, position))
+        if i < len(row)
+    ]
+    if waiting:
+        raise ValueError(
+            f"Deadlock without buffers: {'; '.join(waiting)}. Put a receive where its sender sends, "
+            "as kdist.pipeline.stage_actions does, or use buffered sends. "
+            f"Received: actions of {len(actions)} stages"
+        )
+
+
+def _advance(
+    stage: int,
+    actions: Sequence[Sequence[Action]],
+    position: list[int],
+    received: set[Message],
+    wanted: dict[Instruction, Message],
+) -> bool:
+    """Does the next action of a stage if it can be done, together with its other side."""
+    action = actions[stage][position[stage]]
+    if isinstance(action, Instruction):
+        message = None if isinstance(action, BackwardWeight) else wanted.get(action)
+        if message is not None and message not in received:
+            raise ValueError(
+                f"Stage {stage} runs the {action} before it receives the {message}. Put the "
+                f"receive before it. Received: actions of {len(actions)} stages"
+            )
+        position[stage] += 1
+        return True
+    message = action.message
+    other = message.target.stage if isinstance(action, Send) else message.source.stage
+    counterpart = Receive(message) if isinstance(action, Send) else Send(message)
+    if position[other] >= len(actions[other]) or actions[other][position[other]] != counterpart:
+        return False
+    received.add(message)
+    position[stage] += 1
+    position[other] += 1
+    return True

@@ -1,0 +1,95 @@
+"""The instructions of a pipeline schedule, and which of them feed which.
+
+A model cut into `p * v` parts runs on `p` *stages* with `v` *chunks* each: chunk `c` of stage `s` is
+*virtual stage* `c * p + s`, so that data goes round the stages `v` times. A schedule is the order
+in which each stage computes; what is sent and received follows from it, see
+`kdist.pipeline.communication`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Instruction:
+    """One computation of one stage. Use the subclasses.
+
+    Attributes:
+        stage: Index of the stage that computes, from 0.
+        micro_batch: Index of the micro-batch, from 0.
+        chunk: Which of the stage's chunks, from 0.
+
+    Raises:
+        ValueError: if an index is not an integer from 0 on.
+    """
+
+    stage: int
+    micro_batch: int
+    chunk: int = 0
+
+    letter: ClassVar[str] = ""
+    """How a cell of a CSV file or a chart names the kind."""
+
+    kind: ClassVar[str] = ""
+    """The kind in words, as in `kdist.pipeline.Event.kind`."""
+
+    def __post_init__(self) -> None:
+        for name in ("stage", "micro_batch", "chunk"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(
+                    f"{name} of an instruction is an integer from 0 on. Received: {name}={value!r}"
+                )
+
+    def virtual_stage(self, stages: int) -> int:
+        """Index of the part of the model that this computes, of `stages * chunks`."""
+        return self.chunk * stages + self.stage
+
+    def cell(self, stages: int) -> str:
+        """The compact text of a schedule file, such as "0F1": virtual stage, kind, micro-batch."""
+        return f"{self.virtual_stage(stages)}{self.letter}{self.micro_batch}"
+
+    def __str__(self) -> str:
+        chunk = f", chunk {self.chunk}" if self.chunk else ""
+        kind = self.kind.replace("_", " ")
+        return f"{kind} of micro-batch {self.micro_batch} on stage {self.stage}{chunk}"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Forward(Instruction):
+    """The forward pass; what the backward pass needs of it is kept."""
+
+    letter = "F"
+    kind = "forward"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Backward(Instruction):
+    """The whole backward pass: gradients of the inputs and of the weights."""
+
+    letter = "B"
+    kind = "backward"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class BackwardInput(Instruction):
+    """The half of the backward pass that the stage before waits for: gradients of the inputs."""
+
+    letter = "I"
+    kind = "backward_input"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class BackwardWeight(Instruction):
+    """The half of the backward pass that nobody waits for: gradients of the weights."""
+
+    letter = "W"
+    kind = "backward_weight"
+
+
+KINDS: dict[str, type[Instruction]] = {
+    kind.letter: kind for kind in (Forward, Backward, BackwardInput, BackwardWeight)
+}
+"""Instruction class by its letter."""
