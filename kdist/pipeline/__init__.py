@@ -7,6 +7,7 @@ from kdist.pipeline.chart import Chart
 from kdist.pipeline.communication import check_actions, stage_actions
 from kdist.pipeline.csv_file import read_csv, write_csv
 from kdist.pipeline.formulas import bubble_formula, live_formula
+from kdist.pipeline.graph import Graph, GraphNode
 from kdist.pipeline.instructions import (
     Backward,
     BackwardInput,
@@ -14,6 +15,7 @@ from kdist.pipeline.instructions import (
     Forward,
     Instruction,
 )
+from kdist.pipeline.partition import Partition, partition
 from kdist.pipeline.schedule import Schedule, get_schedule
 from kdist.pipeline.simulate import Costs, Simulation, simulate
 from kdist.pipeline.timeline import Event, Timeline, chrome_trace, write_trace
@@ -27,7 +29,10 @@ __all__ = [
     "Costs",
     "Event",
     "Forward",
+    "Graph",
+    "GraphNode",
     "Instruction",
+    "Partition",
     "Schedule",
     "Simulation",
     "Timeline",
@@ -36,6 +41,7 @@ __all__ = [
     "chrome_trace",
     "get_schedule",
     "live_formula",
+    "partition",
     "read_csv",
     "simulate",
     "stage_actions",

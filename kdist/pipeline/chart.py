@@ -6,13 +6,14 @@ import dataclasses
 import io
 import os
 import pathlib
+import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kdist.pipeline.timeline import NAMES, Event, Timeline, chunk_letter, label, write_trace
+
 import rich.console
 import rich.text
-
-from kdist.pipeline.timeline import NAMES, Event, Timeline, chunk_letter, label, write_trace
 
 if TYPE_CHECKING:
     from kdist.pipeline.simulate import Simulation
@@ -27,7 +28,7 @@ COLORS = {
 }
 """Color of the first and of the last chunk, by kind."""
 
-_WIDTH = 100
+_WIDTH = 120
 _IDLE = "·"
 
 
@@ -76,7 +77,7 @@ class Chart:
         found = {event.kind for event in self.timeline.events} | {"idle"}
         return [kind for kind in NAMES if kind in found]
 
-    def text(self, width: int = _WIDTH) -> str:
+    def text(self, width: int | None = None) -> str:
         """The chart as plain text, one line per stage.
 
         Each cell begins with F (forward), B (backward), I (input gradient) or W (weight gradient)
@@ -84,9 +85,11 @@ class Chart:
         Communication is not shown.
 
         Args:
-            width: Characters per line. Where all cells fit they are drawn to scale with their
-                names; else names that do not fit are left out, and the shortest cells with them.
+            width: Characters per line, None: the terminal's. Cells that are too narrow for their
+                name repeat its letter; the shortest ones may vanish in a long timeline.
         """
+        if width is None:
+            width = shutil.get_terminal_size(fallback=(_WIDTH, 24)).columns
         output = io.StringIO()
         console = rich.console.Console(file=output, width=max(width, 10_000), no_color=True)
         for line in self._lines(width):
@@ -159,7 +162,7 @@ class Chart:
 
 
 def _columns(timeline: Timeline, chunks: int, room: int) -> int:
-    """Columns of the time axis: as many as the shortest cell needs for its name, if there is room."""
+    """Columns of the time axis: what the shortest cell needs for its name, if there is room."""
     shortest: dict[int, float] = {}
     for event in timeline.events:
         if event.computes and event.end > event.start:
@@ -169,10 +172,11 @@ def _columns(timeline: Timeline, chunks: int, room: int) -> int:
     total = float(timeline.total)
     if not shortest or not total:
         return max(room, 1)
-    widest = max(shortest)
-    per_column = min(shortest.values()) / widest
-    # Whole cells per shortest event, so that equal costs are drawn as equal widths.
-    return max(1, min(round(total / per_column), room))
+    fits = int(room / total * min(shortest.values()))
+    if fits >= 1:
+        # Whole columns for the shortest cell, so that equal costs are drawn equally wide.
+        return max(1, round(total / min(shortest.values()) * min(fits, max(shortest))))
+    return max(1, room)
 
 
 def _row(
@@ -184,7 +188,9 @@ def _row(
         begin = max(now, round(float(event.start - timeline.start) * scale))
         end = max(begin, round(float(event.end - timeline.start) * scale))
         line.append(_IDLE * (begin - now), style="dim")
-        line.append(_cell(event, end - begin, chunks), style=_style(event.kind, event.chunk, chunks))
+        line.append(
+            _cell(event, end - begin, chunks), style=_style(event.kind, event.chunk, chunks)
+        )
         now = end
     line.append(_IDLE * (columns - now), style="dim")
     return line

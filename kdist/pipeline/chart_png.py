@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 _DPI = 160
 _ROW = 0.46
 _BAR = 0.78
-_MAX_WIDTH = 24.0
+_MAX_WIDTH = 36.0
+_TYPE_SIZES = (9.0, 7.5, 6.0, 5.0)
 _INK, _GRAY = "#1F2328", "#6E7781"
 
 
@@ -61,13 +62,16 @@ def _width(chart: Chart) -> float:
     """Inches: enough for the shortest bar's number, within limits."""
     lengths = [float(e.end - e.start) for e in chart.timeline.events if e.computes]
     shortest = min((length for length in lengths if length > 0), default=1.0)
-    digits = 1 + max(len(_number(e, chart.chunks)) for e in chart.timeline.events)
     bars = float(chart.timeline.total) / shortest
-    return max(7.5, min(_MAX_WIDTH, 1.1 + bars * 0.095 * digits))
+    return max(7.5, min(_MAX_WIDTH, 1.1 + bars * 0.095 * (1 + _digits(chart))))
 
 
-def _number(event: Event, chunks: int) -> str:
+def _number(event: Event) -> str:
     return "" if event.micro_batch is None else str(event.micro_batch)
+
+
+def _digits(chart: Chart) -> int:
+    return max(len(_number(event)) for event in chart.timeline.events)
 
 
 def _draw_rows(axes: Any, chart: Chart) -> None:
@@ -83,21 +87,28 @@ def _draw_rows(axes: Any, chart: Chart) -> None:
 
 
 def _draw_bar(axes: Any, chart: Chart, event: Event, inches: float) -> None:
-    from matplotlib.patches import Rectangle
-
     from kdist.pipeline.chart import shade, text_color
+
+    from matplotlib.patches import Rectangle
 
     start = float(event.start - chart.timeline.start)
     length = float(event.end - event.start)
     color = shade(event.kind, event.chunk, chart.chunks)
     axes.add_patch(
-        Rectangle((start, event.stage - _BAR / 2), length, _BAR, facecolor=color,
-                  edgecolor="white", linewidth=0.9)  # fmt: skip
+        Rectangle(
+            (start, event.stage - _BAR / 2),
+            length,
+            _BAR,
+            facecolor=color,
+            edgecolor="white",
+            linewidth=0.9,
+        )  # fmt: skip
     )
-    number = _number(event, chart.chunks)
-    room = length / float(chart.timeline.total) * inches
-    size = min(9.0, room / max(len(number), 1) * 72 / 0.75)
-    if number and size >= 4.5:
+    number = _number(event)
+    # As if all numbers had as many digits, so that equal bars have equal type.
+    points = length / float(chart.timeline.total) * inches * 72 / (0.75 * max(_digits(chart), 1))
+    size = next((s for s in _TYPE_SIZES if s <= points), None) if length else None
+    if number and size is not None:
         axes.text(start + length / 2, event.stage, number, ha="center", va="center_baseline",
                   fontsize=size, color=text_color(event.kind, event.chunk, chart.chunks))  # fmt: skip
 
@@ -138,10 +149,10 @@ def _readable_unit(seconds: float) -> tuple[float, str]:
 
 
 def _draw_legend(figure: Any, chart: Chart, corner: tuple[float, float]) -> None:
+    from kdist.pipeline.chart import shade
+
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
-
-    from kdist.pipeline.chart import shade
 
     handles: list[Any] = []
     for kind in chart.kinds():
@@ -151,7 +162,9 @@ def _draw_legend(figure: Any, chart: Chart, corner: tuple[float, float]) -> None
         elif kind == "communication":
             handles.append(Line2D([], [], color=_GRAY, linewidth=1, label=NAMES[kind]))
         else:
-            for chunk in range(chart.chunks):
+            # Of many chunks the first and the last: the shades between them lie in order.
+            count = chart.chunks
+            for chunk in range(count) if count <= 3 else (0, count - 1):
                 name = NAMES[kind] + (f", chunk {chunk}" if chart.chunks > 1 else "")
                 handles.append(Patch(facecolor=shade(kind, chunk, chart.chunks), label=name))
     figure.legend(

@@ -38,7 +38,7 @@ class Message:
 
     @property
     def content(self) -> str:
-        """"activation" on the way forward, "gradient" on the way back."""
+        """ "activation" on the way forward, "gradient" on the way back."""
         return "activation" if isinstance(self.source, Forward) else "gradient"
 
     def __str__(self) -> str:
@@ -141,7 +141,9 @@ def check_actions(actions: Sequence[Sequence[Action]]) -> None:
     while moved:
         moved = False
         for stage, row in enumerate(actions):
-            while position[stage] < len(row) and _advance(stage, actions, position, received, wanted):
+            while position[stage] < len(row) and _advance(
+                stage, actions, position, received, wanted
+            ):
                 moved = True
     waiting = [
         f"stage {stage} waits in the {row[i]}"

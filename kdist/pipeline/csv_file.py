@@ -75,9 +75,7 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
     return Schedule(name=path.stem, stages=stages)
 
 
-def _instruction(
-    cell: str, row: int, column: int, rows: int, path: pathlib.Path
-) -> Instruction:
+def _instruction(cell: str, row: int, column: int, rows: int, path: pathlib.Path) -> Instruction:
     where = f"row {row}, cell {column} of {path}"
     match = _CELL.fullmatch(cell)
     if match is None:

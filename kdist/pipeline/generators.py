@@ -29,9 +29,7 @@ def gpipe(stages: int, micro_batches: int, chunks: int = 1) -> Rows:
     """
     _only_one_chunk("gpipe", chunks)
     return tuple(
-        tuple(
-            kind(stage, batch) for kind in (Forward, Backward) for batch in range(micro_batches)
-        )
+        tuple(kind(stage, batch) for kind in (Forward, Backward) for batch in range(micro_batches))
         for stage in range(stages)
     )
 

@@ -8,10 +8,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-import rich.box
-import rich.console
-import rich.table
-
 from kdist.pipeline.communication import incoming
 from kdist.pipeline.dependencies import Dependencies
 from kdist.pipeline.formulas import formula_of
@@ -19,6 +15,10 @@ from kdist.pipeline.instructions import Forward, Instruction
 from kdist.pipeline.schedule import Schedule
 from kdist.pipeline.timeline import Event, Time, Timeline
 from kdist.pipeline.validate import validate
+
+import rich.box
+import rich.console
+import rich.table
 
 Cost = Time | Sequence[Time]
 
@@ -154,7 +154,7 @@ class Simulation:
         parts = [f"time {float(self.total):g}", f"bubble {float(self.bubble):.1%}"]
         formula = formula_of(self.schedule)
         if formula is not None:
-            parts[1] += f" (formula {float(formula):.1%})"
+            parts[1] += f" (formula for equal stages {float(formula):.1%})"
         live = self.peak_live
         same = len(set(live)) == 1
         parts.append(f"live activations {live[0] if same else ', '.join(map(str, live))}")

@@ -10,9 +10,7 @@ from fractions import Fraction
 from typing import Any, Literal, get_args
 
 Time = int | float | Fraction
-Kind = Literal[
-    "forward", "backward", "backward_input", "backward_weight", "communication", "idle"
-]
+Kind = Literal["forward", "backward", "backward_input", "backward_weight", "communication", "idle"]
 KINDS: tuple[str, ...] = get_args(Kind)
 LETTERS = {
     "forward": "F",
@@ -232,9 +230,7 @@ def _metadata(name: str, row: int, **arguments: Any) -> dict[str, Any]:
     return {"name": name, "ph": "M", "pid": 0, "tid": row, "args": arguments}
 
 
-def write_trace(
-    timeline: Timeline, path: str | os.PathLike[str], seconds: float = 1.0
-) -> None:
+def write_trace(timeline: Timeline, path: str | os.PathLike[str], seconds: float = 1.0) -> None:
     """Writes `chrome_trace` as a JSON file."""
     with open(path, "w", encoding="utf-8") as file:
         json.dump(chrome_trace(timeline, seconds), file)

@@ -120,7 +120,9 @@ def _exactly_once(schedule: Schedule, one: Instruction, times: int) -> None:
         return
     what = f"stage {one.stage} has {_named(schedule, one)}"
     if times:
-        twice = "" if isinstance(one, Forward) else ": its gradients would be counted more than once"
+        twice = (
+            "" if isinstance(one, Forward) else ": its gradients would be counted more than once"
+        )
         raise _wrong(schedule, f"{what} {times} times{twice}. Keep it once")
     stage = [other.cell(schedule.num_stages) for other in schedule.stages[one.stage]]
     raise _wrong(
@@ -191,9 +193,7 @@ def _why_stuck(dependencies: Dependencies, position: list[int]) -> str:
     seen: dict[Instruction, Instruction] = {}
     while head not in seen:
         awaited = next(
-            maker
-            for maker in dependencies.inputs(head)
-            if index[maker] >= position[maker.stage]
+            maker for maker in dependencies.inputs(head) if index[maker] >= position[maker.stage]
         )
         seen[head] = awaited
         head = schedule.stages[awaited.stage][position[awaited.stage]]
