@@ -17,6 +17,7 @@ from keras.src import backend as keras_backend
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
+from keras.src.models.functional import Functional
 from keras.src.optimizers import base_optimizer as keras_base_optimizer
 from keras.src.trainers.compile_utils import CompileLoss
 
@@ -269,3 +270,25 @@ def update_through_keras_variables(optimizer: Any, scatter: Callable) -> None:
         "_backend_increment_gradient_accumulators",
     ):
         object.__setattr__(optimizer, name, functools.partial(getattr(base, name), optimizer))
+
+
+def functional_of(model: Any) -> Any:
+    """The `Functional` that a Functional or built Sequential model runs, or None.
+
+    None also for models whose `call` is not Keras's own: their graph is not what they compute.
+    """
+    call = getattr(type(model), "call", None)
+    if isinstance(model, keras.Sequential):
+        return model._functional if call is keras.Sequential.call else None
+    return model if isinstance(model, Functional) and call is Functional.call else None
+
+
+def nodes_in_order(functional: Any) -> list[Any]:
+    """The nodes of a `Functional` in the order in which Keras runs them, without its inputs.
+
+    Each has an `operation`, `arguments` (with `args`, `kwargs`, `keras_tensors`, `fill_in`) and flat
+    `outputs`.
+    """
+    by_depth = functional._nodes_by_depth
+    nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
+    return [node for node in nodes if not node.is_input]
