@@ -35,15 +35,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def light_collections() -> Iterator[None]:
-    """Takes the objects of TensorFlow's import out of the garbage collections after each test.
+    """Takes the objects of TensorFlow's import out of the garbage collections after each test."""
+    collect()
+    yield
+    gc.unfreeze()
 
-    A collection then takes milliseconds instead of up to half a second, longer than many tests
-    take themselves.
+
+def collect() -> None:
+    """Collects garbage, and takes what is left out of later collections.
+
+    TensorFlow itself keeps some ten thousand objects of every model that was trained, for ever. A
+    collection looks at all that lives: after five hundred tests it would take a second, longer than
+    most tests take themselves.
     """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +60,11 @@ def clean_keras(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     keras.config.set_floatx(floatx)
     keras.config.set_dtype_policy(policy)
-    keras.backend.clear_session()
+    keras.utils.clear_session(free_memory=False)
     # Collecting takes as long as a small test; models of a few tests fit into memory together.
     request.config.stash[TESTS_RUN] = request.config.stash.get(TESTS_RUN, 0) + 1
     if request.config.stash[TESTS_RUN] % 10 == 0:
-        gc.collect()
+        collect()
 
 
 @pytest.fixture

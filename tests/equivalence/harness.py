@@ -142,7 +142,8 @@ def build(case: Case) -> keras.Model:
     the wrong slice shows only when it is not zero.
     """
     policy = keras.config.dtype_policy()
-    keras.backend.clear_session()
+    # Without its garbage collection, which would take longer than the small models themselves.
+    keras.utils.clear_session(free_memory=False)
     # `clear_session` also forgets the policy: a mixed one would silently become float32.
     keras.config.set_dtype_policy(policy)
     keras.utils.set_random_seed(SEED)
