@@ -292,3 +292,38 @@ def nodes_in_order(functional: Any) -> list[Any]:
     by_depth = functional._nodes_by_depth
     nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
     return [node for node in nodes if not node.is_input]
+
+
+def flat_layers(layer: keras.Layer) -> list[keras.Layer]:
+    """A layer and all layers inside it."""
+    return list(layer._flatten_layers())
+
+
+def pack_outputs(functional: Any, outputs: Sequence[Any]) -> Any:
+    """Flat outputs of a `Functional` in the structure that its `call` returns."""
+    packed = keras.tree.pack_sequence_as(functional._outputs_struct, list(outputs))
+    return packed
+
+
+@contextlib.contextmanager
+def interpreted(functional: Any, run: Callable) -> Iterator[None]:
+    """Meanwhile, a `Functional` computes its outputs by `run(functional, inputs, operation_fn)`.
+
+    Everything around (standardized inputs, masks, autocast, the model's own losses) stays Keras's.
+    """
+
+    def through_graph(
+        inputs: Any, operation_fn: Callable = lambda op: op, call_fn: Any = None
+    ) -> Any:
+        return run(functional, keras.tree.flatten(inputs), operation_fn)
+
+    object.__setattr__(functional, "_run_through_graph", through_graph)
+    try:
+        yield
+    finally:
+        object.__delattr__(functional, "_run_through_graph")
+
+
+def run_after(operation: tf.Operation, others: Sequence[tf.Operation]) -> None:
+    """Makes an operation of the graph being traced wait for others."""
+    operation._add_control_inputs([op for op in others if op is not operation])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist import _private, strategy_scope
@@ -23,6 +23,9 @@ from kdist.optimizer.update import DistributedUpdate, whole_updates
 from kdist.plain import PlainRunner
 from kdist.plan import Plan, make_plan
 from kdist.program import Program
+from kdist.segment import segment_limit
+from kdist.segmented import SegmentedProgram, as_node, cuttable
+from kdist.segmented_runner import SegmentedRunner
 from kdist.spmd_runner import SpmdRunner
 from kdist.spmd_step import SpmdFunction, SpmdStep
 from kdist.step import Step
@@ -337,11 +340,33 @@ class Parallel:
                     f"Received: jit_compile=True with inner axes {self.topology.inner_axes}"
                 )
             self._spread_parameters()
-            self.program = Program(self.model, self.config.loss_from_layers == "mean")
+            self.program = self._make_program()
         if kind == "train" and self.update is None and self.program.state.trainable:
             optimizer = self.model.optimizer
             units = self.spread().units
             self.update = DistributedUpdate(optimizer, self._trainable(), self.topology, units)
+
+    def _make_program(self) -> Program:
+        """The model's pure functions; in segments where that saves memory."""
+        mean = self.config.loss_from_layers == "mean"
+        reason = self.one_segment()
+        if self.optimizer_config.level < 2 or reason:
+            return Program(self.model, mean)
+        sizes = [e.placement.nbytes for e in self._entries_of(self.model.trainable_variables)]
+        wrap = functools.partial(as_node, jit_compile=self.jit_compile is True)
+        return SegmentedProgram(self.model, mean, segment_limit(sizes), wrap)
+
+    def one_segment(self) -> str:
+        """Why the model is one segment, "" if it can be cut."""
+        if self.topology.inner_size > 1:
+            return "slices are DTensor meshes: the model is one segment"
+        if self.model.run_eagerly:
+            return "run_eagerly: the model is one segment"
+        if overrides(self.model, "compute_loss"):
+            return "an overridden compute_loss: the model is one segment"
+        if not cuttable(self.model):
+            return "not a Functional or Sequential model: the model is one segment"
+        return ""
 
     def step_for(self, example: Any) -> Step:
         """The steps behind the functions for custom loops.
@@ -371,19 +396,29 @@ class Parallel:
 
     def _trainable(self) -> list[Stored]:
         assert self.program is not None
-        return [self.entries[id(v)] for v in self.program.state.trainable]
+        return self._entries_of(self.program.state.trainable)
+
+    def _entries_of(self, variables: Sequence[keras.Variable]) -> list[Stored]:
+        return [self.entries[id(v)] for v in variables]
 
     @functools.cached_property
     def plain_step(self) -> Step:
         """Steps on one device per slice."""
         assert self.program is not None
-        runner = PlainRunner(
-            self.program,
-            self._trainable(),
-            self.topology,
-            jit_compile=self.jit_compile is True,
-            eager=self.model.run_eagerly,
-        )
+        runner: PlainRunner
+        if isinstance(self.program, SegmentedProgram):
+            keep = self.optimizer_config.keep_gathered
+            runner = SegmentedRunner(
+                self.program, self._trainable(), self.topology, keep_gathered=keep
+            )
+        else:
+            runner = PlainRunner(
+                self.program,
+                self._trainable(),
+                self.topology,
+                jit_compile=self.jit_compile is True,
+                eager=self.model.run_eagerly,
+            )
         return Step(self, runner)
 
     @functools.cached_property
@@ -396,7 +431,7 @@ class Parallel:
         if self._spmd_runner is None:
             if self.program is None:
                 self.place()
-                self.program = Program(self.model, self.config.loss_from_layers == "mean")
+                self.program = self._make_program()
             assert self.layouts is not None
             metrics = _private.compiled_metrics(self.model) if self.model.compiled else None
             self._spmd_runner = SpmdRunner(
@@ -428,6 +463,8 @@ class Parallel:
         trainable = [position[id(v)] for v in self.model.trainable_variables]
         spread = self.spread()
         notes = list(self.fallbacks)
+        if spread.config.level >= 2 and (reason := self.one_segment()):
+            notes.append(reason)
         if self.batch_axis is not None:
             notes.append(
                 f"a layer synchronizes over the whole batch: the {self.batch_axis!r} axis is "

@@ -105,11 +105,15 @@ class PlainRunner:
             shares = shares_from_counts(self._count(inputs, batch, training))
         results = []
         for r, device in enumerate(self.devices):
-            with tf.device(device), self._instantiated_cheaply():
+            with tf.device(device), self._instantiated_cheaply(), self._replica(r):
                 results.append(
                     function(*inputs[r], batch.parts[r], shares[r], rows[r], firsts[r], *extra)
                 )
         return results
+
+    def _replica(self, r: int) -> contextlib.AbstractContextManager:
+        """Around everything that one replica computes."""
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _instantiated_cheaply(self) -> Iterator[None]:
@@ -149,7 +153,7 @@ class PlainRunner:
     def _count(self, inputs: list, batch: SplitBatch, training: bool) -> list[Any]:
         counts = []
         for r, device in enumerate(self.devices):
-            with tf.device(device):
+            with tf.device(device), self._replica(r):
                 counts.append(self._counts(*inputs[r], batch.parts[r], batch.counts[r], training))
         return counts
 
@@ -161,7 +165,7 @@ class PlainRunner:
         """Inference-mode outputs of every slice."""
         results = []
         for r, device in enumerate(self.devices):
-            with tf.device(device):
+            with tf.device(device), self._replica(r):
                 results.append(self._forward(*self._inputs(r), batch.parts[r][0]))
         return results
 
@@ -203,6 +207,9 @@ class PlainRunner:
             terms: list[Any] = []
             pulled.append({**results[r], "gradients": gradients, "terms": terms})
         return pulled
+
+    def order_backward(self) -> None:
+        """Orders what the update made against the backward pass; nothing to do here."""
 
     def gradient_at(self, results: Sequence[Sequence[Any]]) -> Callable[[int, UpdateUnit], Any]:
         """How the update reads gradients: the unit's part of each replica's, summed.

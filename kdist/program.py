@@ -100,6 +100,10 @@ class ForwardScope(keras.StatelessScope):
         self.given = dict(self.state_mapping)
         self._trainable = {id(v) for v in trainable}
 
+    def current(self, variable: keras.Variable) -> Any:
+        """The value that a variable has by now, None if it was neither given nor written."""
+        return self.state_mapping.get(id(variable))
+
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         """Notes the new value of a variable."""
         variable, value = update
@@ -123,6 +127,7 @@ class Program:
         self.state = ModelState.of(model)
         self.trained = Traced()
         self.tested = Traced()
+        self.flows: dict[int, Sequence[Any]] = {}
 
     @functools.cached_property
     def kinds(self) -> list[TermKind]:
@@ -175,14 +180,21 @@ class Program:
             that was written), `outputs`, `masks`.
         """
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(params)
+            self._watch(tape, params)
             result = self.loss(
                 params, carried, data, shares, rows_share, first, training=True, view=view
             )
             target = result["loss"] * tf.cast(scale, result["loss"].dtype)
-        found = tape.gradient(target, params)
+        found = self._differentiate(tape, target, params)
         result["gradients"] = self._connected(found, data)
         return result
+
+    def _watch(self, tape: tf.GradientTape, params: Sequence[Any]) -> None:
+        tape.watch(params)
+
+    def _differentiate(self, tape: tf.GradientTape, target: Any, params: Sequence[Any]) -> Any:
+        """Gradient (or None) of the target with respect to each parameter."""
+        return tape.gradient(target, params)
 
     def loss(
         self,
@@ -302,7 +314,7 @@ class Program:
         sources = [t for t in leaves if t is not None]
         self.trained.connected = [i for i, g in enumerate(found) if g is not None]
         self.trained.rows = {
-            i: sparse.look_up(g.indices, sources)
+            i: sparse.look_up(g.indices, sources, self.flows)
             for i, g in enumerate(found)
             if g is not None and sparse.is_sparse(g)
         }
@@ -336,7 +348,7 @@ class Program:
 
     def _collect_updates(self, scope: ForwardScope, traced: Traced) -> list[Any]:
         """New values of the variables that the forward pass wrote."""
-        pairs = [(scope.get_current_value(v), scope.given[id(v)]) for v in self.state.written]
+        pairs = [(scope.current(v), scope.given.get(id(v))) for v in self.state.written]
         traced.updated = [i for i, (now, given) in enumerate(pairs) if now is not given]
         return [pairs[i][0] for i in traced.updated]
 

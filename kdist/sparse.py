@@ -9,7 +9,7 @@ row by row, where every replica looks up the same (positions).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kdist.placement import Index
@@ -38,9 +38,13 @@ PASSED_ON = frozenset({"Cast", "Identity", "Reshape", "ConcatV2", "StopGradient"
 """Operations behind which indices still are the ones that a `Unique` gave."""
 
 
-def look_up(indices: Any, sources: Sequence[Any]) -> LookUp:
+Flows = Mapping[int, Sequence[Any]]
+"""By identity of a tensor that a function call made, the call's inputs whose values it depends on."""
+
+
+def look_up(indices: Any, sources: Sequence[Any], flows: Flows | None = None) -> LookUp:
     """Reads from a traced graph how a gradient's indices came about."""
-    return LookUp(depends_on(indices, sources), _is_merged(indices))
+    return LookUp(depends_on(indices, sources, flows), _is_merged(indices))
 
 
 def _is_merged(tensor: Any) -> bool:
@@ -54,10 +58,11 @@ def is_sparse(gradient: Any) -> bool:
     return isinstance(gradient, tf.IndexedSlices)
 
 
-def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
+def depends_on(tensor: Any, sources: Sequence[Any], flows: Flows | None = None) -> bool:
     """Whether a tensor of a graph is computed from the values of any of `sources`.
 
-    Eager tensors do not know where they come from: then the answer is True.
+    Eager tensors do not know where they come from: then the answer is True. What `flows` knows
+    about a tensor goes before what its operation takes.
     """
     if not hasattr(tensor, "graph"):
         return True
@@ -71,7 +76,9 @@ def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
         if id(current) in seen:
             continue
         seen.add(id(current))
-        if current.op.type not in SHAPE_ONLY:
+        if flows is not None and id(current) in flows:
+            waiting.extend(flows[id(current)])
+        elif current.op.type not in SHAPE_ONLY:
             waiting.extend(current.op.inputs)
     return False
 

@@ -160,6 +160,9 @@ class SpmdRunner:
         trainable = [state.trainable[i].path for i in sorted(self.programs.gathered_params)]
         return trainable + [state.carried[i].path for i in sorted(self.programs.gathered_carried)]
 
+    def order_backward(self) -> None:
+        """Nothing to order: slices' programs are done when the update is traced."""
+
     def gradient_at(self, results: Sequence[Sequence[Any]]) -> SliceGradients:
         """How the update reads gradients: the unit's part of each slice's, summed."""
         placements = [entry.placement for entry in self.entries]

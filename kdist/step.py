@@ -77,6 +77,7 @@ class Step:
                 f"{len(self.program.state.trainable)} trainable weights"
             )
         self.update.apply(self.runner.gradient_at([r["gradients"] for r in results]), connected)
+        self.runner.order_backward()
 
     def gradients(self, data: Any) -> tuple[Any, list[Any]]:
         """Loss and whole gradients of a global batch, for the user's own loop."""

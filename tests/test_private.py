@@ -410,7 +410,7 @@ def test_update_through_keras_variables():
         return False
 
     for optimizer in (
-        keras.optimizers.AdamW(0.1, weight_decay=0.1, gradient_accumulation_steps=1),
+        keras.optimizers.AdamW(0.1, weight_decay=0.1, gradient_accumulation_steps=2),
         keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=1),
     ):
         _private.update_through_keras_variables(optimizer, scatter)

@@ -1,0 +1,153 @@
+"""Plain devices, segment by segment: for optimizer parallelism from level 2 on.
+
+A segment's gradients go to their owners as soon as its backward half has made them, and nothing
+runs more than one segment ahead of that; at level 3, a segment's parameters are gathered while the
+segment before it computes, and freed after each half.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kdist import _private
+from kdist.batch import SplitBatch
+from kdist.mesh import Topology
+from kdist.placement import UpdateUnit
+from kdist.plain import PlainRunner
+from kdist.segmented import Run, SegmentedProgram
+from kdist.variables import Stored, assemble
+
+import tensorflow as tf
+
+IN_FLIGHT = 1
+"""Segments whose gradients may be on their way to their owners while the next one computes."""
+
+
+class SegmentedRunner(PlainRunner):
+    """Runs a model's programs on one device per slice, segment by segment.
+
+    Args:
+        program: The pure functions.
+        entries: `Stored` of each trainable variable.
+        topology: The mesh.
+        keep_gathered: Whether gathered parameters stay from the forward to the backward half.
+    """
+
+    program: SegmentedProgram
+
+    def __init__(
+        self,
+        program: SegmentedProgram,
+        entries: Sequence[Stored],
+        topology: Topology,
+        *,
+        keep_gathered: bool,
+    ) -> None:
+        super().__init__(program, entries, topology)
+        self.keep_gathered = keep_gathered
+        self._shards: dict[int, list] = {}
+        self._runs: list[Run] = []
+        self._reduced: dict[int, list[Any]] = {}
+
+    def _function(self, fn: Callable, jit_compile: bool) -> Callable:
+        """Segments are functions; what is between them belongs to the step's graph."""
+        return fn
+
+    def gradients(self, batch: SplitBatch, scale: Any) -> list[dict[str, Any]]:
+        """Loss and gradients of every slice; see `Program.loss_and_gradients`."""
+        self._shards, self._runs, self._reduced = {}, [], {}
+        return super().gradients(batch, scale)
+
+    def losses(self, batch: SplitBatch) -> list[dict[str, Any]]:
+        """Loss and outputs of every slice, in inference mode."""
+        self._shards = {}
+        return super().losses(batch)
+
+    def outputs(self, batch: SplitBatch) -> list[Any]:
+        """Inference-mode outputs of every slice."""
+        self._shards = {}
+        return super().outputs(batch)
+
+    def _inputs(self, replica: int) -> tuple[list[Any], list[Any]]:
+        """Parameters that are stored whole, None for the others, and carried state."""
+        _, carried = super()._inputs(replica)
+        params = [None if e.placement.gathered else e.whole_at(replica) for e in self.entries]
+        return params, carried
+
+    def _needs_counts(
+        self, function: Callable, inputs: tuple, batch: SplitBatch, training: bool, values: tuple
+    ) -> bool:
+        if len(batch.parts) == 1 or not self.program.kinds:
+            return False
+
+        def once() -> Any:
+            with tf.device(self.devices[0]), self._replica(0):
+                return function(*inputs, batch.parts[0], *values)["loss"]
+
+        # Segments are traced here once, for all; a pass without them is short.
+        tf.function(once, autograph=False).get_concrete_function()
+        self._shards, self._runs = {}, []
+        return self.program.traced(training).counts_by_data
+
+    @contextlib.contextmanager
+    def _replica(self, r: int) -> Any:
+        def fetch(positions: Sequence[int], gate: Any) -> list[Any]:
+            return self._gather(positions, gate, self.devices[r])
+
+        with self.program.replica(fetch, self.keep_gathered) as run:
+            self._runs.append(run)
+            yield
+
+    def _gather(self, positions: Sequence[int], gate: Any, device: str) -> list[Any]:
+        """Whole parameters on a device, made once `gate` is there.
+
+        Each shard is read once and sent to whoever needs it; the wait is where memory is taken.
+        """
+        values = []
+        for position in positions:
+            if position not in self._shards:
+                self._shards[position] = self._read(self.entries[position])
+            with tf.control_dependencies(gate), tf.device(device):
+                parts = self._shards[position]
+                values.append(tf.identity(parts[0][1]) if len(parts) == 1 else assemble(parts))
+        return values
+
+    @staticmethod
+    def _read(entry: Stored) -> list:
+        parts = []
+        for shard in entry.placement.shards:
+            at = shard.holders[0]
+            with tf.device(entry.device(at)):
+                parts.append((shard.index, tf.convert_to_tensor(entry.locals[at].value)))
+        return parts
+
+    def gradient_at(self, results: Sequence[Sequence[Any]]) -> Callable[[int, UpdateUnit], Any]:
+        """See `PlainRunner.gradient_at`; notes where each variable's gradients are reduced."""
+        reduced = super().gradient_at(results)
+
+        def noted(variable: int, unit: UpdateUnit) -> Any:
+            gradient = reduced(variable, unit)
+            tensor = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+            if not tf.executing_eagerly():
+                self._reduced.setdefault(variable, []).append(tensor.op)
+            return gradient
+
+        return noted
+
+    def order_backward(self) -> None:
+        """A backward half waits for the gradients of the last but `IN_FLIGHT` to be reduced."""
+        for run in self._runs:
+            last = {v: k for k, (positions, _) in enumerate(run.calls) for v in positions}
+            for k, (_, tensors) in enumerate(run.calls):
+                before = [v for v, at in last.items() if at == k - 1 - IN_FLIGHT]
+                waits = [op for v in before for op in self._reduced.get(v, ())]
+                calls = {t.op for t in tensors if t is not None and not is_rows(t)}
+                for call in calls if waits else ():
+                    _private.run_after(call, waits)
+
+
+def is_rows(tensor: Any) -> bool:
+    """Whether a gradient is rows."""
+    return isinstance(tensor, tf.IndexedSlices)

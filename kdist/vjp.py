@@ -1,0 +1,181 @@
+"""A pure function and its vector-Jacobian product, traced together and cut into two functions.
+
+TensorFlow's tape keeps everything that a backward pass looks at, parameters included. Here forward
+and backward are traced into one graph, which is then cut at the forward tensors that the backward
+part needs. Of these only the ones that depend on *inputs* are kept from forward to backward; what
+follows from parameters alone (casts, reshapes) is computed again, from parameters given again. So
+gathered parameters can be freed in between. The idea of cutting a joint graph is that of PyTorch's
+AOTAutograd partitioner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kdist import sparse
+
+import tensorflow as tf
+
+PureFunction = Callable[[list[Any], list[Any]], list[Any]]
+"""(parameters, inputs) -> outputs, all flat lists of tensors."""
+
+
+class CapturesVariables(Exception):
+    """The function reads variables that are not among its arguments."""
+
+
+class Vjp:
+    """The two halves of a function.
+
+    Args:
+        function: What to differentiate; pure.
+        params: Specs of the parameters.
+        inputs: Specs of the inputs.
+        wrap: Makes a callable of a concrete function (how it is compiled).
+
+    Attributes:
+        saved: Specs of what is kept from the forward to the backward half.
+        output_dtypes: Dtypes of the outputs.
+        rows: Parameters whose gradient is rows, with (inputs that the indices depend on, merged).
+        flows: Per output, the inputs whose values it depends on.
+
+    Raises:
+        CapturesVariables: See there.
+    """
+
+    def __init__(
+        self,
+        function: PureFunction,
+        params: Sequence[tf.TensorSpec],
+        inputs: Sequence[tf.TensorSpec],
+        wrap: Callable[[Any], Callable],
+    ) -> None:
+        self._function = function
+        self._sizes = len(params), len(inputs)
+        self._forward_ops: set[str] = set()
+        self._outputs: list[Any] = []
+        self._cotangents: list[int] = []
+        joint = tf.compat.v1.wrap_function(self._joint, [*params, *inputs])
+        self._refuse_variables(joint.graph)
+        self._cut(joint, wrap)
+        self._outputs = []
+
+    def forward(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Outputs, and what the backward half needs."""
+        flat = list(self._call_forward(*params, *inputs))
+        split = len(self.output_dtypes)
+        return flat[:split], flat[split:]
+
+    def backward(
+        self, params: Sequence[Any], saved: Sequence[Any], cotangents: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Gradients of the parameters and of the inputs; None where there is none.
+
+        Args:
+            params: The parameters, again.
+            saved: From `forward`.
+            cotangents: Gradient of each output; those of outputs that take none are not looked at.
+        """
+        given = [cotangents[i] for i in self._cotangents]
+        flat = iter(self._call_backward(*params, *saved, *given))
+        found: list[Any] = []
+        for kind in self._kinds:
+            if kind is None:
+                found.append(None)
+            elif kind == "dense":
+                found.append(next(flat))
+            else:
+                values, indices = next(flat), next(flat)
+                found.append(tf.IndexedSlices(values, indices, tf.constant(kind, indices.dtype)))
+        return found[: self._sizes[0]], found[self._sizes[0] :]
+
+    def takes_cotangent(self, output: int) -> bool:
+        """Whether the gradient of an output has any effect."""
+        return output in self._cotangents
+
+    def _joint(self, *flat: Any) -> list[Any]:
+        count, _ = self._sizes
+        params, inputs = list(flat[:count]), list(flat[count:])
+        watched = [t for t in (*params, *inputs) if t.dtype.is_floating]
+        graph = tf.compat.v1.get_default_graph()
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(watched)
+            outputs = [tf.identity(t) for t in self._function(params, inputs)]
+        self._outputs = outputs
+        self._forward_ops = {op.name for op in graph.get_operations()}
+        self._cotangents = [i for i, t in enumerate(outputs) if t.dtype.is_floating]
+        self._given = [
+            tf.compat.v1.placeholder(outputs[i].dtype, outputs[i].shape) for i in self._cotangents
+        ]
+        targets = [outputs[i] for i in self._cotangents]
+        found = tape.gradient(targets, watched, output_gradients=self._given)
+        rows_allowed = {id(t) for t in params}
+        self._found = [
+            tf.convert_to_tensor(g) if sparse.is_sparse(g) and id(t) not in rows_allowed else g
+            for t, g in zip(watched, found)
+        ]
+        self._arguments, self._watched = (params, inputs), watched
+        return outputs
+
+    @staticmethod
+    def _refuse_variables(graph: Any) -> None:
+        captured = [t.dtype for t, _ in graph.captures]
+        if tf.resource in captured:
+            raise CapturesVariables
+
+    def _cut(self, joint: Any, wrap: Callable) -> None:
+        params, inputs = self._arguments
+        depends = dependencies(joint.graph, params, inputs)
+        gradient = {id(t): g for t, g in zip(self._watched, self._found)}
+        found = [gradient.get(id(t)) for t in (*params, *inputs)]
+        self._kinds: list[Any] = []
+        fetches: list[Any] = []
+        self.rows: dict[int, tuple[list[int], bool]] = {}
+        for i, g in enumerate(found):
+            if g is None:
+                self._kinds.append(None)
+            elif sparse.is_sparse(g):
+                self._kinds.append(params[i].shape.as_list())
+                fetches += [g.values, g.indices]
+                reached = [j for j, x in enumerate(inputs) if sparse.depends_on(g.indices, [x])]
+                self.rows[i] = (reached, sparse.look_up(g.indices, inputs).merged)
+            else:
+                self._kinds.append("dense")
+                fetches.append(g)
+        saved = self._frontier(fetches, depends)
+        self.saved = [tf.TensorSpec(t.shape, t.dtype) for t in saved]
+        self.output_dtypes = [t.dtype for t in self._outputs]
+        self.flows = [
+            [j for j, x in enumerate(inputs) if sparse.depends_on(t, [x])] for t in self._outputs
+        ]
+        forward = joint.prune(feeds=[*params, *inputs], fetches=[*self._outputs, *saved])
+        backward = joint.prune(feeds=[*params, *saved, *self._given], fetches=fetches)
+        self._call_forward, self._call_backward = wrap(forward), wrap(backward)
+        del self._given, self._found, self._arguments, self._watched
+
+    def _frontier(self, fetches: Sequence[Any], depends: dict[str, bool]) -> list[Any]:
+        """Forward tensors that the backward part needs and that depend on inputs."""
+        saved: dict[Any, Any] = {}
+        seen: set[Any] = set()
+        waiting = list(fetches)
+        given = {t.op.name for t in self._given}
+        while waiting:
+            tensor = waiting.pop()
+            if tensor.ref() in seen or tensor.op.name in given:
+                continue
+            seen.add(tensor.ref())
+            if tensor.op.name not in self._forward_ops:
+                waiting.extend(tensor.op.inputs)
+            elif depends[tensor.op.name]:
+                saved[tensor.ref()] = tensor
+        return list(saved.values())
+
+
+def dependencies(graph: Any, params: Sequence[Any], inputs: Sequence[Any]) -> dict[str, bool]:
+    """Per operation of a graph, whether it depends on an input, rather than on parameters alone."""
+    sources = {t.op.name for t in inputs}
+    found: dict[str, bool] = {}
+    for op in graph.get_operations():
+        found[op.name] = op.name in sources or any(found.get(t.op.name, True) for t in op.inputs)
+    return found
