@@ -201,41 +201,56 @@ def assign_owners(
     Returns:
         The units, ordered by variable, shard, rows.
     """
-    work: list[tuple[int, UpdateUnit, tuple[Coordinate, ...]]] = []
     every = tuple((s, k) for s in range(topology.data_size) for k in range(topology.inner_size))
+    work: list[tuple[int, list[UpdateUnit], list[tuple[Coordinate, ...]]]] = []
     for v, placement in enumerate(placements):
         if whole[v] and not placement.is_whole:
-            unit = UpdateUnit(v, None, every[0])
             near = tuple(c for c in every if placement.resident in (None, c[0]))
-            work.append((unit.nbytes(placement), unit, near))
-            continue
-        for n, shard in enumerate(placement.shards):
-            if cut is not None and cut[v]:
-                parts = _row_parts(v, n, shard, topology.data_size)
-            else:
-                parts = [(UpdateUnit(v, n, every[0]), shard.holders)]
-            work.extend((unit.nbytes(placement), unit, holders) for unit, holders in parts)
+            work.append((placement.nbytes, [UpdateUnit(v, None, every[0])], [(c,) for c in near]))
+        elif cut is not None and cut[v]:
+            work.extend(_cut_rows(v, placement, topology.data_size))
+        elif placement.data_dim is not None:
+            work.extend(_cut_over_data(v, placement))
+        else:
+            for n, shard in enumerate(placement.shards):
+                unit = UpdateUnit(v, n, every[0])
+                work.append((unit.nbytes(placement), [unit], [(c,) for c in shard.holders]))
     load = dict.fromkeys(every, 0)
     units = []
-    for size, unit, candidates in sorted(work, key=lambda w: (-w[0], _order(w[1]))):
-        owner = min(candidates, key=lambda c: (load[c], c))
-        load[owner] += size
-        units.append(dataclasses.replace(unit, owner=owner))
+    for size, family, choices in sorted(work, key=lambda w: (-w[0], _order(w[1][0]))):
+        owners = min(choices, key=lambda c: (load[c[0]], c))
+        for unit, owner in zip(family, owners):
+            load[owner] += size // len(family)
+            units.append(dataclasses.replace(unit, owner=owner))
     return tuple(sorted(units, key=_order))
 
 
-def _row_parts(
-    variable: int, number: int, shard: Shard, replicas: int
-) -> list[tuple[UpdateUnit, tuple[Coordinate, ...]]]:
-    """A shard's rows, one part per slice, each with the coordinates of the slice that hold it."""
-    rows = shard.index[0]
-    size = (rows.stop - rows.start) // replicas
-    parts = []
-    for s in range(replicas):
-        span = (rows.start + s * size, rows.start + (s + 1) * size)
-        holders = tuple(c for c in shard.holders if c[0] == s)
-        parts.append((UpdateUnit(variable, number, holders[0], span), holders))
-    return parts
+def _cut_rows(v: int, placement: Placement, replicas: int) -> list:
+    """Per shard, its rows, one part per slice, owned by one inner coordinate in all slices."""
+    found = []
+    for n, shard in enumerate(placement.shards):
+        rows = shard.index[0]
+        size = (rows.stop - rows.start) // replicas
+        spans = [(rows.start + s * size, rows.start + (s + 1) * size) for s in range(replicas)]
+        family = [UpdateUnit(v, n, (s, 0), span) for s, span in enumerate(spans)]
+        inner = sorted({k for _, k in shard.holders})
+        choices = [tuple((s, k) for s in range(replicas)) for k in inner]
+        found.append((sum(u.nbytes(placement) for u in family), family, choices))
+    return found
+
+
+def _cut_over_data(v: int, placement: Placement) -> list:
+    """Shards that differ in their data coordinate only, owned by one inner coordinate."""
+    families: dict[tuple[int, ...], list[int]] = {}
+    for n, shard in enumerate(placement.shards):
+        families.setdefault(tuple(sorted({k for _, k in shard.holders})), []).append(n)
+    found = []
+    for inner, numbers in families.items():
+        numbers.sort(key=lambda n: placement.shards[n].holders[0][0])
+        family = [UpdateUnit(v, n, (s, 0)) for s, n in enumerate(numbers)]
+        choices = [tuple((s, k) for s in range(len(family))) for k in inner]
+        found.append((sum(u.nbytes(placement) for u in family), family, choices))
+    return found
 
 
 def _order(unit: UpdateUnit) -> tuple[int, int, int]:

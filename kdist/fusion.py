@@ -1,0 +1,189 @@
+"""Which gradients travel together: fusion ids, and buckets by size or position. Pure.
+
+Communication of many small tensors costs one latency each; of one bucket, one. Buckets are filled
+in reverse parameter order, the order in which a backward pass makes gradients, so that the first
+bucket travels while later ones are still computed. Ids and modes are those of MindSpore's
+`comm_fusion`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from kdist.settings import Setting
+
+import keras
+
+MODES = ("auto", "size", "index", "none")
+MAX_MB = 64
+OVERLAPPING = 8
+"""Buckets that `mode="auto"` aims at: the last one, which nothing hides, is an eighth of all."""
+
+comm_fusion: Setting[int] = Setting("kdist.set_comm_fusion")
+"""What `set_comm_fusion` said."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusionConfig:
+    """How gradients, and what optimizer parallelism gathers, are fused into buckets.
+
+    Ids given with `kdist.set_comm_fusion` go before modes.
+
+    Raises:
+        ValueError: For a value that is not listed.
+
+    Example:
+    ```python
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(data=8), fusion=kdist.FusionConfig(mode="size", size_mb=4)
+    )
+    ```
+    """
+
+    mode: Literal["auto", "size", "index", "none"] = "auto"
+    """`"auto"`: size from the cost model: at most 64 MB, an eighth of all at most so that buckets
+    overlap the backward pass, and at least what one message's latency is worth. `"size"`: buckets of
+    `size_mb`. `"index"`: buckets end at the positions of `index`. `"none"`: no fusion."""
+
+    size_mb: float = MAX_MB
+    """Bytes of a bucket in MB (1024 * 1024), for `mode="size"`."""
+
+    index: tuple[int, ...] = ()
+    """For `mode="index"`: positions, counted in reverse parameter order, at which a bucket ends and
+    the next one begins: `(2, 5)` puts the last two parameters together, then the next three, then
+    the rest."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode is one of {MODES}. Received: mode={self.mode!r}")
+        number = isinstance(self.size_mb, int | float) and not isinstance(self.size_mb, bool)
+        if not number or not self.size_mb > 0:
+            raise ValueError(f"size_mb is a positive number. Received: size_mb={self.size_mb!r}")
+        if self.size_mb != MAX_MB and self.mode != "size":
+            raise ValueError(
+                "size_mb is for mode='size'. "
+                f"Received: size_mb={self.size_mb!r}, mode={self.mode!r}"
+            )
+        index = tuple(self.index)
+        rising = all(isinstance(i, int) for i in index) and list(index) == sorted(set(index))
+        if not rising or any(i <= 0 for i in index):
+            raise ValueError(
+                f"index has positive positions in rising order. Received: index={self.index!r}"
+            )
+        if bool(index) != (self.mode == "index"):
+            raise ValueError(
+                "index and mode='index' go together. "
+                f"Received: index={self.index!r}, mode={self.mode!r}"
+            )
+        object.__setattr__(self, "index", index)
+
+    def __str__(self) -> str:
+        if self.mode == "size":
+            return f"buckets of {self.size_mb:g} MB"
+        return f"buckets end at {self.index}" if self.mode == "index" else self.mode
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One parameter's part in the communication.
+
+    Attributes:
+        nbytes: Bytes that it adds to a bucket.
+        kind: Only items of one kind can share a bucket: operation, dtype, holders.
+        group: Its fusion id; None without one.
+    """
+
+    nbytes: int
+    kind: Any
+    group: int | None = None
+
+
+def assign_buckets(items: Sequence[Item], config: FusionConfig, least: float = 0.0) -> list[int]:
+    """Puts items into buckets.
+
+    Args:
+        items: In parameter order.
+        config: The mode.
+        least: For `mode="auto"`: bytes below which a bucket is not worth its latency.
+
+    Returns:
+        The number of each item's bucket. Buckets are numbered in the order in which their
+        communication can start.
+
+    Raises:
+        ValueError: A position of `index` is past the last parameter.
+    """
+    if config.index and config.index[-1] >= len(items):
+        raise ValueError(
+            f"index has positions below {len(items)}, the number of parameters. "
+            f"Received: index={config.index}"
+        )
+    size = bucket_size([i.nbytes for i in items], config, least)
+    keys: list[Any] = [None] * len(items)
+    filled: dict[Any, tuple[int, float]] = {}
+    for position, i in enumerate(reversed(range(len(items)))):
+        item = items[i]
+        if item.group is not None:
+            keys[i] = ("alone", i) if item.group == 0 else ("id", item.group, item.kind)
+        elif config.mode == "none":
+            keys[i] = ("alone", i)
+        elif config.mode == "index":
+            keys[i] = ("index", sum(end <= position for end in config.index), item.kind)
+        else:
+            number, used = filled.get(item.kind, (0, 0.0))
+            if used and used + item.nbytes > size:
+                number, used = number + 1, 0.0
+            filled[item.kind] = (number, used + item.nbytes)
+            keys[i] = ("size", number, item.kind)
+    # A bucket can leave when its last gradient is there, which is its first parameter's.
+    ready: dict[Any, int] = {}
+    for i, key in enumerate(keys):
+        ready.setdefault(key, i)
+    order = {key: n for n, key in enumerate(sorted(ready, key=lambda key: -ready[key]))}
+    return [order[key] for key in keys]
+
+
+def bucket_size(sizes: Sequence[int], config: FusionConfig, least: float = 0.0) -> float:
+    """Bytes of a bucket under a mode."""
+    if config.mode == "size":
+        return config.size_mb * 2**20
+    share = max(sum(sizes) / OVERLAPPING, least)
+    return min(share, MAX_MB * 2**20)
+
+
+def set_comm_fusion(target: Any, group: int) -> Any:
+    """Gives the parameters of a layer, and of all layers inside, a fusion id.
+
+    Gradients with the same id, dtype and operation travel in one collective; those with id 0 are
+    never fused. The same idea is MindSpore's `Cell.set_comm_fusion`. Takes effect with the next
+    `compile`; of several calls that reach a parameter the last one counts.
+
+    Args:
+        target: A layer, a model, or a `keras.Variable`.
+        group: The id, 0 or more.
+
+    Returns:
+        The target.
+
+    Raises:
+        ValueError: For another target or id.
+
+    Example:
+        >>> for number, block in enumerate(blocks):
+        ...     kdist.set_comm_fusion(block, number + 1)
+    """
+    if isinstance(group, bool) or not isinstance(group, int) or group < 0:
+        raise ValueError(f"A fusion id is an integer from 0 on. Received: {group!r}")
+    comm_fusion.set(target, group)
+    return target
+
+
+def get_comm_fusion(variable: keras.Variable) -> int | None:
+    """The fusion id of a parameter, None if it has none.
+
+    Example:
+        >>> kdist.get_comm_fusion(layer.kernel)
+    """
+    return comm_fusion.of([variable])[0]
