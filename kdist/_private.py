@@ -286,7 +286,7 @@ def functional_of(model: Any) -> Any:
 def nodes_in_order(functional: Any) -> list[Any]:
     """The nodes of a `Functional` in the order in which Keras runs them, without its inputs.
 
-    Each has an `operation`, `arguments` (with `args`, `kwargs`, `keras_tensors`, `fill_in`) and flat
+    Each has an `operation`, `arguments` (`args`, `kwargs`, `keras_tensors`, `fill_in`) and flat
     `outputs`.
     """
     by_depth = functional._nodes_by_depth

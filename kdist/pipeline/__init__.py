@@ -16,12 +16,13 @@ from kdist.pipeline.instructions import (
     Instruction,
 )
 from kdist.pipeline.partition import Partition, partition
-from kdist.pipeline.schedule import Schedule, get_schedule
+from kdist.pipeline.schedule import NAMES, Schedule, get_schedule
 from kdist.pipeline.simulate import Costs, Simulation, simulate
 from kdist.pipeline.timeline import Event, Timeline, chrome_trace, write_trace
 from kdist.pipeline.validate import validate
 
 __all__ = [
+    "NAMES",
     "Backward",
     "BackwardInput",
     "BackwardWeight",

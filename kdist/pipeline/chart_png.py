@@ -109,8 +109,9 @@ def _draw_bar(axes: Any, chart: Chart, event: Event, inches: float) -> None:
     points = length / float(chart.timeline.total) * inches * 72 / (0.75 * max(_digits(chart), 1))
     size = next((s for s in _TYPE_SIZES if s <= points), None) if length else None
     if number and size is not None:
-        axes.text(start + length / 2, event.stage, number, ha="center", va="center_baseline",
-                  fontsize=size, color=text_color(event.kind, event.chunk, chart.chunks))  # fmt: skip
+        ink = text_color(event.kind, event.chunk, chart.chunks)
+        middle = start + length / 2, event.stage
+        axes.text(*middle, number, ha="center", va="center_baseline", fontsize=size, color=ink)
 
 
 def _draw_transfer(axes: Any, chart: Chart, event: Event) -> None:
@@ -119,8 +120,8 @@ def _draw_transfer(axes: Any, chart: Chart, event: Event) -> None:
         return
     down = 1 if event.peer > event.stage else -1
     begin, end = (float(t - chart.timeline.start) for t in (event.start, event.end))
-    axes.plot((begin, end), (event.stage + down * _BAR / 2, event.peer - down * _BAR / 2),
-              color=_GRAY, linewidth=0.6, alpha=0.8, zorder=0.5, solid_capstyle="round")  # fmt: skip
+    edges = event.stage + down * _BAR / 2, event.peer - down * _BAR / 2
+    axes.plot((begin, end), edges, color=_GRAY, linewidth=0.6, alpha=0.8, zorder=0.5)
 
 
 def _style_axes(axes: Any, chart: Chart) -> None:

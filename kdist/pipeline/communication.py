@@ -6,11 +6,11 @@ to the first between chunks) and gradients the other way.
 Two ways of sending. *Buffered*: a send returns at once, the message waits for its receiver; any
 schedule without a cycle runs (see `kdist.pipeline.dependencies`). *Rendezvous*: a send returns when
 the other side receives, as collectives across processes with a fixed order per device do. There the
-order matters: 1F1B that receives just before use and sends just after deadlocks, because one
-stage sends an activation while its neighbour sends a gradient. `stage_actions` avoids this: it
-runs the schedule in rounds, and writes each message down for the sender and the receiver at the same
-moment. So all lists are parts of one global order; the first message of that order that has not
-been exchanged always has both its sides ready for it, hence no stage waits for ever.
+order matters: 1F1B that receives just before use and sends just after deadlocks, because one stage
+sends an activation while its neighbour sends a gradient. `stage_actions` avoids this: it runs the
+schedule in rounds, and writes each message down for both its sides at the same moment. So all lists
+are parts of one global order; the first message of that order that has not been exchanged always
+has both its sides ready for it, hence no stage waits for ever.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Message:
 
     @property
     def content(self) -> str:
-        """ "activation" on the way forward, "gradient" on the way back."""
+        """What it carries: "activation" on the way forward, "gradient" on the way back."""
         return "activation" if isinstance(self.source, Forward) else "gradient"
 
     def __str__(self) -> str:
@@ -122,7 +122,7 @@ def stage_actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
 
 
 def check_actions(actions: Sequence[Sequence[Action]]) -> None:
-    """Proves, by executing them, that lists of actions come to an end over channels without buffers.
+    """Executes lists of actions over channels without buffers, to prove that they come to an end.
 
     A send and the receive of the same message happen together, when each is the next action of its
     stage. An instruction of the lists runs when it is next; what it uses must have been received.
@@ -152,8 +152,8 @@ def check_actions(actions: Sequence[Sequence[Action]]) -> None:
     ]
     if waiting:
         raise ValueError(
-            f"Deadlock without buffers: {'; '.join(waiting)}. Put a receive where its sender sends, "
-            "as kdist.pipeline.stage_actions does, or use buffered sends. "
+            f"Deadlock without buffers: {'; '.join(waiting)}. Put each receive where its sender "
+            "sends, as kdist.pipeline.stage_actions does, or use buffered sends. "
             f"Received: actions of {len(actions)} stages"
         )
 

@@ -89,7 +89,7 @@ def _instruction(cell: str, row: int, column: int, rows: int, path: pathlib.Path
     if stage != row:
         own = ", ".join(str(row + k * rows) for k in range(3))
         raise ValueError(
-            f"With {rows} rows, the virtual stages of row {row} are {own}, ...: chunk * rows + row. "
-            f"Move the cell to row {stage}, or rename it. Received: {cell!r} in {where}"
+            f"With {rows} rows, the virtual stages of row {row} are {own}, ...: chunk * rows + "
+            f"row. Move the cell to row {stage}, or rename it. Received: {cell!r} in {where}"
         )
     return KINDS[letter](stage, micro_batch, chunk)

@@ -93,7 +93,7 @@ class Dependencies:
         schedule = self.schedule
         done: set[Instruction] = set()
         position = [0] * schedule.num_stages
-        rounds = []
+        rounds: list[list[Instruction]] = []
         while True:
             ready = []
             for row, index in zip(schedule.stages, position):

@@ -37,7 +37,8 @@ def bounds(graph: Graph, stages: int) -> Bounds:
     for node in graph.nodes:
         if node.stage is not None and not 0 <= node.stage < stages:
             raise ValueError(
-                f"Stages are 0 to {stages - 1}. Received: stage {node.stage} for layer {node.name!r}"
+                f"Stages are 0 to {stages - 1}. Received: stage {node.stage} for layer "
+                f"{node.name!r}"
             )
         latest = max(used[node.name], key=lambda name: first[name], default=None)
         before = 0 if latest is None else first[latest]
@@ -90,8 +91,8 @@ def check_used(graph: Graph, stages: int, stage_of: Mapping[str, int]) -> None:
             if stage_of[other] > stage_of[name]:
                 raise ValueError(
                     f"Layer {name!r} on stage {stage_of[name]} uses the output of layer {other!r} "
-                    f"on the later stage {stage_of[other]}. Data only goes on to later stages: move "
-                    f"one of them. Received: {other!r}: {stage_of[other]}, "
+                    f"on the later stage {stage_of[other]}. Data only goes on to later stages: "
+                    f"move one of them. Received: {other!r}: {stage_of[other]}, "
                     f"{name!r}: {stage_of[name]}"
                 )
     empty = sorted(set(range(stages)) - set(stage_of.values()))

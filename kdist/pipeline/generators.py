@@ -68,7 +68,7 @@ def interleaved(stages: int, micro_batches: int, chunks: int) -> Rows:
 
 
 def warm_up(stages: int, micro_batches: int, chunks: int, stage: int) -> int:
-    """Forwards of a stage of the interleaved schedule before its forwards and backwards alternate."""
+    """Forwards of a stage of the interleaved schedule before forward and backward alternate."""
     largest = len(micro_batch_groups(stages, micro_batches)[0])
     return min(2 * (stages - stage - 1) + (chunks - 1) * largest, micro_batches * chunks)
 

@@ -40,7 +40,8 @@ class GraphNode:
             )
         if any(not size >= 0 for size in self.outputs.values()):
             raise ValueError(
-                f"Bytes of outputs are from 0 on. Received: outputs={self.outputs!r} of {self.name!r}"
+                f"Bytes of outputs are from 0 on. Received: outputs={self.outputs!r} of "
+                f"{self.name!r}"
             )
         if self.stage is not None and (
             isinstance(self.stage, bool) or not isinstance(self.stage, int)
@@ -59,8 +60,8 @@ class Graph:
         nodes: Every node after the nodes that make its inputs.
         inputs: Names of the model's inputs. They come with the batch, so every stage that uses one
             is given it: they cross no boundary.
-        outputs: Names of the tensors that the model returns. The loss is computed on the last stage,
-            so they travel there.
+        outputs: Names of the tensors that the model returns. The loss is computed on the last
+            stage, so they travel there.
 
     Raises:
         ValueError: if two nodes or tensors have one name, an input is made by no node, or the nodes
@@ -178,8 +179,8 @@ class Graph:
             matched = [n.name for n in self.nodes if _matches(pattern, n.name)]
             if not matched:
                 raise ValueError(
-                    "Each pattern of stages matches the whole name of a layer's call. The calls are "
-                    f"{', '.join(n.name for n in self.nodes)}. Received: {pattern!r}: {stage!r}"
+                    "Each pattern of stages matches the whole name of a layer's call. The calls "
+                    f"are {', '.join(n.name for n in self.nodes)}. Received: {pattern!r}: {stage!r}"
                 )
             for name in matched:
                 other, before = wanted.setdefault(name, (pattern, stage))

@@ -1,8 +1,8 @@
 """The instructions of a pipeline schedule, and which of them feed which.
 
-A model cut into `p * v` parts runs on `p` *stages* with `v` *chunks* each: chunk `c` of stage `s` is
-*virtual stage* `c * p + s`, so that data goes round the stages `v` times. A schedule is the order
-in which each stage computes; what is sent and received follows from it, see
+A model cut into `p * v` parts runs on `p` *stages* with `v` *chunks* each: chunk `c` of stage `s`
+is *virtual stage* `c * p + s`, so that data goes round the stages `v` times. A schedule is the
+order in which each stage computes; what is sent and received follows from it, see
 `kdist.pipeline.communication`.
 """
 

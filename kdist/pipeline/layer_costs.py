@@ -1,7 +1,8 @@
 """What a layer costs: an estimate from its weights and the shapes of its inputs and outputs.
 
 Products of matrices count 2 operations per multiply-add, everything else 1 per element made. The
-backward pass is left out: it costs about twice the forward in every layer, which changes no balance.
+backward pass is left out: it costs about twice the forward in every layer, so it changes no
+balance.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ import keras
 class Source:
     """The Keras node behind a node of the graph.
 
-    A nested model that is called twice has each of its nodes twice in the graph, with the same Keras
-    node and different tensor names: values belong to the names, not to Keras's tensors.
+    A nested model that is called twice has each of its nodes twice in the graph, with the same
+    Keras node and different tensor names: values belong to the names, not to Keras's tensors.
 
     Attributes:
         node: The Keras node: its `operation`, its `arguments`.
@@ -38,8 +38,8 @@ class ModelGraph:
     Attributes:
         graph: The pure graph.
         sources: The Keras node of each of its nodes.
-        variables: The variable of each parameter key. States that are not trained (seeds, statistics)
-            are among them: a layer used on two stages shares those too.
+        variables: The variable of each parameter key. States that are not trained (seeds,
+            statistics) are among them: a layer used on two stages shares those too.
         inputs: Name of each tensor of the model's flat inputs, in order.
         outputs: Name of each tensor of the model's flat outputs, in order.
     """
@@ -61,9 +61,9 @@ def graph_of(
     """Describes a Functional or built Sequential model as a graph, with estimated costs.
 
     A nested Functional or Sequential is replaced by its own nodes ("encoder/dense"), once for each
-    call of it ("encoder#1/dense"), unless that would change what is computed: it has a `call` of its
-    own or an activity regularizer, is called with other arguments than its inputs, or would cast or
-    reshape them. Then it is one node.
+    call of it ("encoder#1/dense"), unless that would change what is computed: it has a `call` of
+    its own or an activity regularizer, is called with other arguments than its inputs, or would
+    cast or reshape them. Then it is one node.
 
     Args:
         model: The model.
@@ -194,7 +194,9 @@ def inner_functional(node: Any) -> Any:
 
 def _same_structure(a: Any, b: Any) -> bool:
     try:
-        keras.tree.assert_same_structure(keras.tree.lists_to_tuples(a), keras.tree.lists_to_tuples(b))
+        keras.tree.assert_same_structure(
+            keras.tree.lists_to_tuples(a), keras.tree.lists_to_tuples(b)
+        )
     except (ValueError, TypeError):
         return False
     return True

@@ -43,8 +43,8 @@ class Partition:
             used several stages later is in every boundary on its way: the stages between pass it
             on, and its gradient, summed with their own if they use it too, comes back the same way.
         boundary_bytes: Bytes of each boundary, in the unit of the nodes' outputs.
-        tied: Parameter keys that nodes of several virtual stages use, with these stages. Each is one
-            logical weight, whose gradients are summed over the stages.
+        tied: Parameter keys that nodes of several virtual stages use, with these stages. Each is
+            one logical weight, whose gradients are summed over the stages.
     """
 
     graph: Graph

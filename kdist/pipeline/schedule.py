@@ -54,8 +54,8 @@ class Schedule:
             for one in row:
                 if not isinstance(one, Instruction) or not one.letter:
                     raise ValueError(
-                        "A schedule consists of Forward, Backward, BackwardInput and BackwardWeight "
-                        f"instructions. Received: {one!r} in the list of stage {stage}"
+                        "A schedule consists of Forward, Backward, BackwardInput and "
+                        f"BackwardWeight instructions. Received: {one!r} in the list of stage {stage}"
                     )
                 if one.stage != stage:
                     raise ValueError(

@@ -226,8 +226,8 @@ def _span(event: Event, origin: Time, per_unit: float, row: int) -> dict[str, An
     }
 
 
-def _metadata(name: str, row: int, **arguments: Any) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "pid": 0, "tid": row, "args": arguments}
+def _metadata(kind: str, row: int, **arguments: Any) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": 0, "tid": row, "args": arguments}
 
 
 def write_trace(timeline: Timeline, path: str | os.PathLike[str], seconds: float = 1.0) -> None:

@@ -127,9 +127,9 @@ def _exactly_once(schedule: Schedule, one: Instruction, times: int) -> None:
     stage = [other.cell(schedule.num_stages) for other in schedule.stages[one.stage]]
     raise _wrong(
         schedule,
-        f"stage {one.stage} lacks {_named(schedule, one)}. Every virtual stage runs the forward and "
-        f"the backward of each of the {schedule.micro_batches} micro-batches: add it to the list "
-        f"of stage {one.stage}, which is {' '.join(stage) or 'empty'}",
+        f"stage {one.stage} lacks {_named(schedule, one)}. Every virtual stage runs the forward "
+        f"and the backward of each of the {schedule.micro_batches} micro-batches: add it to the "
+        f"list of stage {one.stage}, which is {' '.join(stage) or 'empty'}",
     )
 
 

@@ -1,0 +1,1 @@
+"""Tests of `kdist.pipeline`: schedules, their simulation and charts, the partition of a model."""
