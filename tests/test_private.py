@@ -420,3 +420,31 @@ def test_update_through_keras_variables():
     assert (local.numpy()[2:] < 0).all()
     optimizer.apply([tf.IndexedSlices(tf.ones((1, 2)), [0], [2, 2])], [view])
     assert "scatter_sub" in rows
+
+
+def test_functional_of():
+    model = mlp()
+    assert _private.functional_of(model) is model
+    layers = [keras.Input((2,)), keras.layers.Dense(1)]
+    built = _private.functional_of(keras.Sequential(layers))
+    assert [t.shape for t in built.inputs] == [(None, 2)]
+    assert _private.functional_of(keras.Sequential([keras.layers.Dense(1)])) is None
+    assert _private.functional_of(keras.layers.Dense(1)) is None
+
+    class Own(keras.Model):
+        def call(self, inputs):
+            return super().call(inputs)
+
+    assert _private.functional_of(Own(model.inputs, model.outputs)) is None
+
+
+def test_nodes_in_order():
+    model = mlp()
+    nodes = _private.nodes_in_order(model)
+    assert [node.operation for node in nodes] == model.layers[1:]
+    up, down = nodes
+    assert up.arguments.args[0] is up.arguments.keras_tensors[0] is model.inputs[0]
+    assert down.arguments.keras_tensors[0] is up.outputs[0]
+    assert down.arguments.kwargs == {}
+    args, kwargs = up.arguments.fill_in({id(model.inputs[0]): 3})
+    assert (args, kwargs) == ((3,), {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
 import pathlib
 import shutil
@@ -90,11 +89,7 @@ class Chart:
         """
         if width is None:
             width = shutil.get_terminal_size(fallback=(_WIDTH, 24)).columns
-        output = io.StringIO()
-        console = rich.console.Console(file=output, width=max(width, 10_000), no_color=True)
-        for line in self._lines(width):
-            console.print(line, soft_wrap=True)
-        return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+        return "\n".join(line.plain.rstrip() for line in self._lines(width))
 
     def __str__(self) -> str:
         return self.text()
@@ -217,8 +212,10 @@ def shade(kind: str, chunk: int, chunks: int) -> str:
 
 def text_color(kind: str, chunk: int, chunks: int) -> str:
     """White or near black, whichever reads better on `shade`."""
-    red, green, blue = _rgb(shade(kind, chunk, chunks))
-    return "#FFFFFF" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else "#1F2328"
+    # Relative luminance of WCAG 2; 0.2 is where white and near black contrast alike.
+    parts = [value / 255 for value in _rgb(shade(kind, chunk, chunks))]
+    red, green, blue = (((v + 0.055) / 1.055) ** 2.4 for v in parts)
+    return "#FFFFFF" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.2 else "#1F2328"
 
 
 def _rgb(color: str) -> tuple[int, int, int]:

@@ -104,5 +104,6 @@ def check_used(graph: Graph, stages: int, stage_of: Mapping[str, int]) -> None:
         ]
         raise ValueError(
             f"Every stage needs a layer; stage {', '.join(map(str, empty))} has none. Fix a layer "
-            f"there, or use fewer stages. Received: stages={stages}, {'; '.join(placed)}"
+            "there, use fewer stages, or let the free layers be balanced (unassigned='balance'). "
+            f"Received: stages={stages}, {'; '.join(placed)}"
         )

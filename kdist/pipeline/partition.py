@@ -244,20 +244,26 @@ def _windows(nodes: list[GraphNode], stages: int) -> tuple[list[int], list[int]]
         low[k] = max((i + 1 for i, s in enumerate(fixed) if s is not None and s < k), default=0)
         high[k] = min((i for i, s in enumerate(fixed) if s is not None and s >= k), default=count)
     high[0], low[stages] = 0, count
-    # Every stage keeps at least one node.
+    for k in range(stages):
+        if high[k + 1] <= low[k]:
+            raise _no_layer_for(f"stage {k}", nodes, stages)
     for k in range(1, stages + 1):
         low[k] = max(low[k], low[k - 1] + 1)
     for k in reversed(range(stages)):
         high[k] = min(high[k], high[k + 1] - 1)
     for k in range(stages + 1):
         if low[k] > high[k]:
-            raise ValueError(
-                f"No layer is left for stage {max(0, k - 1)}: those that are not fixed on other "
-                "stages lie before or after its neighbours. Fix a layer there by hand, fix fewer "
-                f"layers, or use fewer stages. Received: stages={stages}, fixed="
-                f"{ {node.name: node.stage for node in nodes if node.stage is not None} }"
-            )
+            raise _no_layer_for(f"each of the stages around {min(k, stages - 1)}", nodes, stages)
     return low, high
+
+
+def _no_layer_for(stage: str, nodes: list[GraphNode], stages: int) -> ValueError:
+    fixed = {node.name: node.stage for node in nodes if node.stage is not None}
+    return ValueError(
+        f"Every stage needs a layer, and none is left for {stage}: those that are not fixed lie "
+        "before or after it. Fix a layer there by hand, fix fewer layers, or use fewer stages. "
+        f"Received: stages={stages}, fixed={fixed}"
+    )
 
 
 def _crossing_bytes(graph: Graph, order: list[str]) -> _Array:

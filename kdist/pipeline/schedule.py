@@ -55,7 +55,8 @@ class Schedule:
                 if not isinstance(one, Instruction) or not one.letter:
                     raise ValueError(
                         "A schedule consists of Forward, Backward, BackwardInput and "
-                        f"BackwardWeight instructions. Received: {one!r} in the list of stage {stage}"
+                        "BackwardWeight instructions. "
+                        f"Received: {one!r} in the list of stage {stage}"
                     )
                 if one.stage != stage:
                     raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import io
 import json
 
 from kdist.pipeline import Chart, Costs, Event, Timeline, chrome_trace
@@ -34,7 +35,7 @@ def test_text_to_scale():
 
 def test_text_of_a_split_backward_and_of_chunks():
     text = build("zero_bubble", 2, 2).chart().text(80)
-    assert "stage 0 F0 F1 ·I0 W0 I1 W1".replace("·", "···")[:20] in text
+    assert "stage 0 F0 F1 ···I0 W0 I1 W1" in text
     assert "I input gradient  W weight gradient  · idle" in text
     text = build("interleaved", 2, 2, 2).chart().text(120)
     assert "stage 0 F0a F1a F0b F1b" in text
@@ -44,21 +45,16 @@ def test_text_of_a_split_backward_and_of_chunks():
 @pytest.mark.parametrize("width", [12, 30, 60, 100, 300])
 @settings(max_examples=25, deadline=None)
 @given(schedule=named())
-def test_rows_are_equally_long_and_fit(width, schedule):
+def test_rows_fit_the_width(width, schedule):
     lines = schedule.chart().text(width).splitlines()
     rows = lines[1 : 1 + schedule.num_stages]
     assert all(row.startswith(f"stage {i}") for i, row in enumerate(rows))
-    assert (
-        len({len(row) for row in rows} - {0}) == 1
-        or any(row.endswith(" ") for row in rows)
-        or (max(map(len, rows)) <= max(width, 10))
-    )
+    assert max(map(len, rows)) <= max(width, len("stage 0 .."))
 
 
 def test_a_terminal_gets_colors():
-    console = rich.console.Console(
-        record=True, width=80, force_terminal=True, file=open("/dev/null", "w")
-    )
+    output = io.StringIO()
+    console = rich.console.Console(record=True, width=80, force_terminal=True, file=output)
     console.print(build("1f1b", 2, 2).chart())
     styled = console.export_text(styles=True)
     assert "\x1b[" in styled

@@ -83,10 +83,7 @@ def test_the_objective_by_brute_force(graph, stages, slack):
 
 def test_a_chain_is_balanced():
     result = partition(chain(1, 1, 1, 3, 3, 3), 3)
-    assert result.stages == (("n0", "n1", "n2", "n3"), ("n4",), ("n5",)) or result.bottleneck <= 6
-    assert result.bottleneck == min(
-        describe(result.graph, 3, way).bottleneck for way in contiguous(result.graph, 3)
-    )
+    assert result.bottleneck == 6
     assert partition(chain(1, 1, 1, 1), 4).stages == (("n0",), ("n1",), ("n2",), ("n3",))
     assert partition(chain(1, 1, 1, 1), 4).imbalance == 1
 
@@ -154,8 +151,8 @@ def test_unassigned_nodes_follow_their_neighbours():
 
 def test_unassigned_nodes_can_be_balanced_instead():
     stages = (None, None, None, None, 1, None)
-    follow = partition(chain(*[1] * 6, stages=stages), 2)
-    assert follow.stages[0] == ("n0", "n1", "n2", "n3") or follow.stages[1][0] == "n4"
+    with pytest.raises(ValueError, match=r"stage 0 has none.*unassigned='balance'"):
+        partition(chain(*[1] * 6, stages=stages), 2)
     balanced = partition(chain(*[1] * 6, stages=stages), 2, unassigned="balance")
     assert balanced.stages == (("n0", "n1", "n2"), ("n3", "n4", "n5"))
 
@@ -221,7 +218,7 @@ IMPOSSIBLE = {
     ),
     "empty-stage-balanced": (
         lambda: partition(chain(1, 1, 1, stages=(0, 2, None)), 3, unassigned="balance"),
-        r"No layer is left for stage 1.*'n0': 0, 'n1': 2",
+        r"none is left for stage 1:.*'n0': 0, 'n1': 2",
     ),
     "stage-unknown": (
         lambda: partition(chain(1, 1, stages=(0, 2)), 2),
