@@ -173,10 +173,10 @@ def _dense(layer: Any, inputs: Any, outputs: Any, arguments: Any) -> float:
 
 
 def _einsum_dense(layer: Any, inputs: Any, outputs: Any, arguments: Any) -> float:
-    operands, result = layer.equation.replace(" ", "").split("->")
-    labels = operands.split(",")[1]
-    summed = [n for label, n in zip(labels, layer.kernel.shape) if label not in result]
-    return 2 * math.prod(outputs[0]) * _size(summed)
+    # From the input: dims of the output may be unknown where the layer was told None.
+    operand, labels = layer.equation.replace(" ", "").split("->")[0].split(",")
+    new = [n for label, n in zip(labels, layer.kernel.shape) if label not in operand]
+    return 2 * math.prod(inputs[0]) * _size(new)
 
 
 def _embedding(layer: Any, inputs: Any, outputs: Any, arguments: Any) -> float:
@@ -230,8 +230,8 @@ def _second(inputs: Sequence[Shape]) -> Shape:
 
 
 def _recurrent(layer: Any, inputs: Any, outputs: Any, arguments: Any) -> float:
-    weights = sum(_size(w.shape) for w in layer.weights if len(w.shape) > 1)
-    return 2 * weights * inputs[0][0]
+    kernels = [w for w in layer.weights if w.name.endswith("kernel")] or layer.weights
+    return 2 * sum(_size(w.shape) for w in kernels) * inputs[0][0]
 
 
 def _time_distributed(layer: Any, inputs: Any, outputs: Any, arguments: Any) -> float:

@@ -1,1 +1,0 @@
-"""Tests of `kdist.pipeline`: schedules, their simulation and charts, the partition of a model."""
