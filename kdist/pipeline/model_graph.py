@@ -178,7 +178,9 @@ def inner_functional(node: Any) -> Any:
     arguments = node.arguments
     if inner is None or node.operation.activity_regularizer is not None:
         return None
-    if len(arguments.args) != 1 or any(v is not None for v in arguments.kwargs.values()):
+    # Keras adds a `mask` of Nones of its own.
+    told = any(value is not None for value in keras.tree.flatten(arguments.kwargs))
+    if len(arguments.args) != 1 or told:
         return None
     given = arguments.keras_tensors
     flat = keras.tree.flatten(arguments.args[0])

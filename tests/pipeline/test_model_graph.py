@@ -101,6 +101,8 @@ def test_names_of_nested_calls():
     assert [node.name for node in graph_of(nested_twice()).graph.nodes] == [
         "enc/first", "enc/second", "enc/sum", "enc#1/first", "enc#1/second", "enc#1/sum", "head",
     ]  # fmt: skip
+    pair = graph_of(two_inputs_dict()).graph.nodes
+    assert sum(node.name.startswith("pair/") for node in pair) == 2
     names = {node.name for node in graph_of(deeply_nested()).graph.nodes}
     assert len(names) == 12
     assert "outer#1/enc#1/first" in names

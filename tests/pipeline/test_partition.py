@@ -55,7 +55,8 @@ def graphs(draw, fixed=False):
                 stage=stage,
             )
         )
-    return Graph(nodes=nodes, outputs=[f"n{count - 1}"])
+    outputs = {f"n{count - 1}", f"n{draw(st.integers(0, count - 1))}"}
+    return Graph(nodes=nodes, outputs=sorted(outputs))
 
 
 def contiguous(graph, stages):
@@ -198,6 +199,14 @@ def test_what_is_possible_by_hand_is_accepted(graph, stages, data):
     by_hand = graph.assign(stage_of)
     for way in ("balance", "follow"):
         assert partition(by_hand, stages, unassigned=way).stage_of == stage_of
+
+
+def test_a_free_node_is_kept_behind_those_that_a_fixed_one_needs():
+    """b may go to stage 2; c, which d needs on stage 1, may not."""
+    nodes = [node("a", "x", stage=1), node("b", "a"), node("c", "a"), node("d", "c", stage=1)]
+    graph = Graph(nodes=[*nodes, node("e", "x", stage=0)], inputs=["x"], outputs=["b"])
+    result = partition(graph, 3, unassigned="balance")
+    assert result.stages[2] == ("b",)
 
 
 # -- impossible ----------------------------------------------------------------------------------
