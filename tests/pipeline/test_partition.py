@@ -202,7 +202,7 @@ def test_what_is_possible_by_hand_is_accepted(graph, stages, data):
 
 
 def test_a_free_node_is_kept_behind_those_that_a_fixed_one_needs():
-    """b may go to stage 2; c, which d needs on stage 1, may not."""
+    """Only b may go to stage 2: c is needed by d, on stage 1."""
     nodes = [node("a", "x", stage=1), node("b", "a"), node("c", "a"), node("d", "c", stage=1)]
     graph = Graph(nodes=[*nodes, node("e", "x", stage=0)], inputs=["x"], outputs=["b"])
     result = partition(graph, 3, unassigned="balance")
