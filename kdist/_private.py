@@ -327,3 +327,29 @@ def interpreted(functional: Any, run: Callable) -> Iterator[None]:
 def run_after(operation: tf.Operation, others: Sequence[tf.Operation]) -> None:
     """Makes an operation of the graph being traced wait for others."""
     operation._add_control_inputs([op for op in others if op is not operation])
+
+
+ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
+"""The methods through which a Keras optimizer writes variables."""
+
+
+def route_assignments(optimizer: Any, write: Callable[[str, Any, Any], bool]) -> None:
+    """Offers every assignment of an optimizer to `write` first.
+
+    On TensorFlow an optimizer writes to the `tf.Variable` behind a Keras variable. A variable that
+    is a view has none.
+
+    Args:
+        optimizer: The one instance that is changed.
+        write: Gets the name of the method, the variable and the value; returns whether it wrote.
+    """
+
+    def routed(name: str, original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def method(variable: Any, value: Any) -> None:
+            if not write(name, variable, value):
+                original(variable, value)
+
+        return method
+
+    for name in ASSIGNMENTS:
+        object.__setattr__(optimizer, name, routed(name, getattr(optimizer, name)))

@@ -448,3 +448,29 @@ def test_nodes_in_order():
     assert down.arguments.kwargs == {}
     args, kwargs = up.arguments.fill_in({id(model.inputs[0]): 3})
     assert (args, kwargs) == ((3,), {})
+
+
+def test_route_assignments():
+    """Slots and parameters are written by these three methods, and by nothing else."""
+    model = mlp()
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(model.trainable_variables)
+    plain = keras.optimizers.Adam()
+    mine = optimizer._momentums[0]
+    seen = []
+
+    def write(name: str, variable: object, value: object) -> bool:
+        seen.append(name)
+        if variable is mine:
+            getattr(mine, name)(value)
+        return variable is mine
+
+    _private.route_assignments(optimizer, write)
+    gradients = [tf.ones_like(v) for v in model.trainable_variables]
+    optimizer.apply(gradients, model.trainable_variables)
+    assert seen == ["assign_add", "assign_add", "assign_sub"] * len(gradients)
+    twin = mlp()
+    plain.build(twin.trainable_variables)
+    plain.apply(gradients, twin.trainable_variables)
+    assert_close(plain.variables, optimizer.variables)
+    assert_close(twin.get_weights(), model.get_weights())
