@@ -9,6 +9,7 @@ import weakref
 from typing import Any
 
 from kdist import _private
+from kdist.optimizer import formatted_slots
 from kdist.optimizer.formatted_slots import (
     SLOTS,
     StateFormatConfig,
@@ -157,6 +158,36 @@ def test_sums_are_rounded_by_drawing(name: str, float64: None):
         assert np.any(a != c)
         change = np.abs(whole.numpy() - start.numpy())
         assert np.all(np.abs(a - whole.numpy()) <= change.max() * 8 * 2.0**-10)
+
+
+@pytest.mark.parametrize("config", [BOTH, DRAWN], ids=lambda c: c.rounding)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_large_slots_are_compiled_to_the_same_codes(
+    config: StateFormatConfig, dtype: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Every code, and values all over the range, in one step on a device that is not the first."""
+    results = []
+    values = np.concatenate(
+        [FORMATS[f].decode(np.arange(1 << 16), tf.float64) for f in ("1-6-9", "0-6-10")]
+    )
+    with np.errstate(all="ignore"):
+        values = np.concatenate([values, np.nextafter(values, 0), 1.0001 * values]).astype(dtype)
+    for start in (formatted_slots.COMPILED_FROM, 1 << 62):
+        monkeypatch.setattr(formatted_slots, "COMPILED_FROM", start)
+        table = [keras.Variable(np.zeros(values.shape), dtype=dtype, name="w")]
+        optimizer = keras.optimizers.Adam(beta_1=0.0)
+        optimizer.build(table)
+        local = local_of(optimizer, table, "/CPU:3")
+        made = format_slots(local, config)
+        for family in made.values():
+            assert family[0].compiled == (start < values.size)
+            family[0].assign(tf.constant(values))
+        set_ = [family[0].codes.numpy() for family in made.values()]
+        tf.function(lambda local=local: local.apply([tf.constant(values)], local.variables))()
+        results.append([*set_, *[family[0].codes.numpy() for family in made.values()]])
+        assert all("CPU:3" in family[0].codes.device for family in made.values())
+    for compiled, plain in zip(*results):
+        np.testing.assert_array_equal(compiled, plain)
 
 
 def test_float32_bytes_are_halved_in_the_buffers(float64: None):

@@ -11,6 +11,7 @@ averages (EMA), and slots that the parameter itself is computed from.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -245,6 +246,28 @@ def _check_updates_survive(
     )
 
 
+COMPILED_FROM = 1 << 16
+"""Elements from which on a slot is encoded and decoded by XLA, which makes one loop of the many
+operations: 12 instead of 330 ms, and 3 instead of 114, for 5 million elements on 2 cores. A shape
+costs about 0.1 s to compile, so small slots do without."""
+
+
+@functools.cache
+def _encoder(form: Format, rounding: Rounding, compiled: bool) -> Any:
+    def encode(values: tf.Tensor, seed: Any) -> tf.Tensor:
+        return form.encode(values, rounding, seed)
+
+    return tf.function(encode, jit_compile=True) if compiled else encode
+
+
+@functools.cache
+def _decoder(form: Format, dtype: tf.DType, compiled: bool) -> Any:
+    def decode(codes: tf.Tensor) -> tf.Tensor:
+        return form.decode(codes, dtype)
+
+    return tf.function(decode, jit_compile=True) if compiled else decode
+
+
 class CodedSlot:
     """Backing of a slot variable: 16-bit codes on the device of its optimizer.
 
@@ -266,6 +289,7 @@ class CodedSlot:
         self.rounding = rounding
         self.seed = seed
         self.iterations = iterations
+        self.compiled = slot.shape.num_elements() >= COMPILED_FROM
         # The first value is set, not drawn: every copy of the optimizer starts alike.
         self.codes = tf.Variable(form.encode(slot.value), trainable=False, name=slot.name)
 
@@ -276,19 +300,20 @@ class CodedSlot:
 
     def whole(self) -> tf.Tensor:
         """The values, decoded on the device in scope."""
-        return self.format.decode(self.codes, self.dtype)
+        return _decoder(self.format, self.dtype, self.compiled)(tf.convert_to_tensor(self.codes))
 
     def assign(self, value: Any) -> None:
         """Encodes and stores all values."""
-        self.codes.assign(self.encode(value))
+        self.codes.assign(self.encode(value, self.compiled))
 
-    def encode(self, value: Any) -> tf.Tensor:
+    def encode(self, value: Any, compiled: bool = False) -> tf.Tensor:
         """Codes of values, rounded as configured; the draw depends on slot and step."""
         seed = None
         if self.rounding == "stochastic":
             step = tf.cast(self.iterations.value, tf.int64)
             seed = tf.stack([tf.constant(self.seed, tf.int64), step])
-        return self.format.encode(tf.cast(value, self.dtype), self.rounding, seed)
+        encode = _encoder(self.format, self.rounding, compiled)
+        return encode(tf.cast(value, self.dtype), seed)
 
     def update_rows(self, method: str, rows: tf.IndexedSlices) -> None:
         """Assigns, adds or subtracts some rows (an embedding's), leaving the other codes alone.
