@@ -18,6 +18,7 @@ prepare()
 from kdist import callbacks, layers  # type: ignore[attr-defined]  # noqa: E402
 from kdist.config import ParallelConfig  # noqa: E402
 from kdist.declare import shard  # noqa: E402
+from kdist.fusion import FusionConfig, get_comm_fusion, set_comm_fusion  # noqa: E402
 from kdist.inspection import Inspection, inspect  # noqa: E402
 from kdist.loop import apply_gradients, gradients, reduce  # noqa: E402
 from kdist.mesh import mesh  # noqa: E402
@@ -29,6 +30,7 @@ from kdist.plan import Plan  # noqa: E402
 __version__ = "0.1.0"
 
 __all__ = [
+    "FusionConfig",
     "Inspection",
     "OptimizerConfig",
     "ParallelConfig",
@@ -36,6 +38,7 @@ __all__ = [
     "ShardedOptimizer",
     "apply_gradients",
     "callbacks",
+    "get_comm_fusion",
     "gradients",
     "init",
     "inspect",
@@ -43,6 +46,7 @@ __all__ = [
     "mesh",
     "parallelize",
     "reduce",
+    "set_comm_fusion",
     "set_parallel_optimizer",
     "shard",
 ]

@@ -353,3 +353,8 @@ def route_assignments(optimizer: Any, write: Callable[[str, Any, Any], bool]) ->
 
     for name in ASSIGNMENTS:
         object.__setattr__(optimizer, name, routed(name, getattr(optimizer, name)))
+
+
+def decays(optimizer: Any, variable: keras.Variable) -> bool:
+    """Whether an optimizer applies its weight decay to a variable."""
+    return optimizer.weight_decay is not None and optimizer._use_weight_decay(variable)

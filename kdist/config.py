@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kdist.fusion import FusionConfig
 from kdist.layout import read_layout_map
 from kdist.mesh import Topology
 from kdist.optimizer.config import OptimizerConfig
@@ -47,6 +48,9 @@ class ParallelConfig:
     """Optimizer parallelism (ZeRO levels). A `kdist.ShardedOptimizer` given to `compile` says the
     same for its model."""
 
+    fusion: FusionConfig = FusionConfig()
+    """Which gradients, and which gathered parameters, travel together."""
+
     loss_from_layers: Literal["mean", "sum"] = "mean"
     """How values that layers give to `add_loss` are combined over replicas. `"mean"`: weighted by
     each replica's number of examples, right for values that are means over examples, which
@@ -67,6 +71,10 @@ class ParallelConfig:
             raise ValueError(
                 "optimizer is a kdist.OptimizerConfig(level=...). "
                 f"Received: optimizer={self.optimizer!r}"
+            )
+        if not isinstance(self.fusion, FusionConfig):
+            raise ValueError(
+                f"fusion is a kdist.FusionConfig(mode=...). Received: fusion={self.fusion!r}"
             )
         if self.loss_from_layers not in ("mean", "sum"):
             raise ValueError(
@@ -92,5 +100,6 @@ class ParallelConfig:
         lines += [f"    {pattern:<{width}}  {dims}" for pattern, dims in patterns.items()]
         lines.append(f"  enable_alltoall: {self.enable_alltoall}")
         lines.append(f"  optimizer: {self.optimizer}")
+        lines.append(f"  fusion: {self.fusion}")
         lines.append(f"  loss_from_layers: {self.loss_from_layers}")
         return "\n".join(lines)

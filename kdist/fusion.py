@@ -44,8 +44,8 @@ class FusionConfig:
 
     mode: Literal["auto", "size", "index", "none"] = "auto"
     """`"auto"`: size from the cost model: at most 64 MB, an eighth of all at most so that buckets
-    overlap the backward pass, and at least what one message's latency is worth. `"size"`: buckets of
-    `size_mb`. `"index"`: buckets end at the positions of `index`. `"none"`: no fusion."""
+    overlap the backward pass, and at least what one message's latency is worth. `"size"`: buckets
+    of `size_mb`. `"index"`: buckets end at the positions of `index`. `"none"`: no fusion."""
 
     size_mb: float = MAX_MB
     """Bytes of a bucket in MB (1024 * 1024), for `mode="size"`."""

@@ -17,13 +17,14 @@ from kdist.config import ParallelConfig
 from kdist.contract import adapt_callbacks, as_spec, is_built, peek, predict_function
 from kdist.metrics import overrides
 from kdist.optimizer.config import OptimizerConfig
+from kdist.optimizer.fuse import Fusing
 from kdist.optimizer.partition import Spread, spread
 from kdist.optimizer.sharded import config_for, parallel_optimizer
 from kdist.optimizer.update import DistributedUpdate, whole_updates
 from kdist.plain import PlainRunner
 from kdist.plan import Plan, make_plan
 from kdist.program import Program
-from kdist.segment import segment_limit
+from kdist.segment import looked_up, segment_limit
 from kdist.segmented import SegmentedProgram, as_node, cuttable
 from kdist.segmented_runner import SegmentedRunner
 from kdist.spmd_runner import SpmdRunner
@@ -344,7 +345,17 @@ class Parallel:
         if kind == "train" and self.update is None and self.program.state.trainable:
             optimizer = self.model.optimizer
             units = self.spread().units
-            self.update = DistributedUpdate(optimizer, self._trainable(), self.topology, units)
+            self.update = DistributedUpdate(
+                optimizer, self._trainable(), self.topology, units, self._fusing()
+            )
+
+    def _fusing(self) -> Fusing:
+        """Which trainable parameters travel together."""
+        variables = self.model.trainable_variables
+        tables = {id(v) for v in looked_up(self.model)}
+        apart = frozenset(i for i, v in enumerate(variables) if id(v) in tables)
+        placed = [entry.placement for entry in self._entries_of(variables)]
+        return Fusing(self.config.fusion, variables, placed, apart)
 
     def _make_program(self) -> Program:
         """The model's pure functions; in segments where that saves memory."""

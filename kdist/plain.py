@@ -15,8 +15,8 @@ from kdist import sparse
 from kdist.batch import SplitBatch
 from kdist.loss import has_rows, shares_from_counts
 from kdist.mesh import Device, Topology
-from kdist.placement import Index, UpdateUnit, covers
-from kdist.program import Program
+from kdist.placement import Coordinate, Index, UpdateUnit, covers
+from kdist.program import Program, Traced
 from kdist.state import carried_for
 from kdist.variables import Stored
 
@@ -211,27 +211,65 @@ class PlainRunner:
     def order_backward(self) -> None:
         """Orders what the update made against the backward pass; nothing to do here."""
 
-    def gradient_at(self, results: Sequence[Sequence[Any]]) -> Callable[[int, UpdateUnit], Any]:
-        """How the update reads gradients: the unit's part of each replica's, summed.
+    def gradient_at(self, results: Sequence[Sequence[Any]]) -> PlainGradients:
+        """How the update reads gradients.
 
         Args:
             results: Per slice, the gradients of the connected variables.
         """
-        where = {v: j for j, v in enumerate(self.program.trained.connected)}
-        rows = self.program.trained.rows
+        return PlainGradients(results, self.program.trained, self.entries, self.devices)
 
-        def reduced(variable: int, unit: UpdateUnit) -> Any:
-            placement = self.entries[variable].placement
-            parts = []
-            for device, gradients in zip(self.devices, results):
-                gradient = gradients[where[variable]]
-                if unit.shard is not None:
-                    with tf.device(device):
-                        gradient = part_of(gradient, unit.index(placement), placement.shape)
-                parts.append(gradient)
-            return add_gradients(parts, rows.get(variable, sparse.LookUp()))
 
-        return reduced
+class PlainGradients:
+    """Whole gradients, one device per slice; see `kdist.optimizer.source.GradientSource`.
+
+    Args:
+        results: Per slice, the gradients of the connected variables.
+        traced: What tracing the training program taught.
+        entries: `Stored` of each trainable variable.
+        devices: The device of each slice.
+    """
+
+    def __init__(
+        self,
+        results: Sequence[Sequence[Any]],
+        traced: Traced,
+        entries: Sequence[Stored],
+        devices: Sequence[str],
+    ) -> None:
+        self.results = results
+        self.traced = traced
+        self.entries = list(entries)
+        self.devices = list(devices)
+        self._where = {v: j for j, v in enumerate(traced.connected)}
+
+    @property
+    def rows(self) -> set[int]:
+        """See `GradientSource`."""
+        return set(self.traced.rows)
+
+    def unit(self, variable: int, unit: UpdateUnit) -> Any:
+        """See `GradientSource`."""
+        placement = self.entries[variable].placement
+        parts = []
+        for device, gradients in zip(self.devices, self.results):
+            gradient = gradients[self._where[variable]]
+            if unit.shard is not None:
+                with tf.device(device):
+                    gradient = part_of(gradient, unit.index(placement), placement.shape)
+            parts.append(gradient)
+        total = add_gradients(parts, self.traced.rows.get(variable, sparse.LookUp()))
+        self.reduced([variable], total)
+        return total
+
+    def local(self, variable: int, at: Coordinate) -> Any:
+        """See `GradientSource`."""
+        placement = self.entries[variable].placement
+        gradient = tf.convert_to_tensor(self.results[at[0]][self._where[variable]])
+        return part_of(gradient, placement.inner_index(at[1]), placement.shape)
+
+    def reduced(self, variables: Sequence[int], gradient: Any) -> None:
+        """See `GradientSource`."""
 
 
 def part_of(gradient: Any, index: Index, shape: Sequence[int]) -> Any:

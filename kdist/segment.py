@@ -144,3 +144,10 @@ def looks_up(operation: Any) -> bool:
     if not isinstance(operation, keras.Layer):
         return False
     return any(isinstance(one, keras.layers.Embedding) for one in _private.flat_layers(operation))
+
+
+def looked_up(model: keras.Model) -> list[keras.Variable]:
+    """The tables of a model's embeddings."""
+    layers = _private.flat_layers(model)
+    tables = [one for one in layers if isinstance(one, keras.layers.Embedding)]
+    return [v for table in tables for v in table.trainable_variables]

@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 Fetch = Callable[[Sequence[int], Any], list[Any]]
-"""(positions of trainable variables, tensor to wait for) -> their values, on the device in scope."""
+"""(positions of trainable variables, what to wait for) -> their values, on the device in scope."""
 
 
 @dataclasses.dataclass

@@ -14,8 +14,7 @@ from typing import Any
 from kdist import _private
 from kdist.batch import SplitBatch
 from kdist.mesh import Topology
-from kdist.placement import UpdateUnit
-from kdist.plain import PlainRunner
+from kdist.plain import PlainGradients, PlainRunner
 from kdist.segmented import Run, SegmentedProgram
 from kdist.variables import Stored, assemble
 
@@ -123,18 +122,17 @@ class SegmentedRunner(PlainRunner):
                 parts.append((shard.index, tf.convert_to_tensor(entry.locals[at].value)))
         return parts
 
-    def gradient_at(self, results: Sequence[Sequence[Any]]) -> Callable[[int, UpdateUnit], Any]:
+    def gradient_at(self, results: Sequence[Sequence[Any]]) -> PlainGradients:
         """See `PlainRunner.gradient_at`; notes where each variable's gradients are reduced."""
-        reduced = super().gradient_at(results)
+        source = super().gradient_at(results)
+        object.__setattr__(source, "reduced", self._note)
+        return source
 
-        def noted(variable: int, unit: UpdateUnit) -> Any:
-            gradient = reduced(variable, unit)
-            tensor = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-            if not tf.executing_eagerly():
+    def _note(self, variables: Sequence[int], gradient: Any) -> None:
+        if not tf.executing_eagerly():
+            tensor = gradient.values if is_rows(gradient) else gradient
+            for variable in variables:
                 self._reduced.setdefault(variable, []).append(tensor.op)
-            return gradient
-
-        return noted
 
     def order_backward(self) -> None:
         """A backward half waits for the gradients of the last but `IN_FLIGHT` to be reduced."""

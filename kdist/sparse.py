@@ -39,7 +39,7 @@ PASSED_ON = frozenset({"Cast", "Identity", "Reshape", "ConcatV2", "StopGradient"
 
 
 Flows = Mapping[int, Sequence[Any]]
-"""By identity of a tensor that a function call made, the call's inputs whose values it depends on."""
+"""By identity of a tensor that a call made, the call's inputs whose values it depends on."""
 
 
 def look_up(indices: Any, sources: Sequence[Any], flows: Flows | None = None) -> LookUp:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.mesh import Topology
-from kdist.placement import Index, Placement, UpdateUnit, relative
+from kdist.placement import Coordinate, Index, Placement, UpdateUnit, relative
 from kdist.plain import add_gradients, part_of
 from kdist.program import Traced
 from kdist.sparse import LookUp
@@ -36,12 +36,21 @@ class SliceGradients:
         topology: Topology,
     ) -> None:
         self.results = results
-        self.rows = traced.rows
+        self.look_ups = traced.rows
+        self.rows = set(traced.rows)
         self.where = {v: j for j, v in enumerate(traced.connected)}
         self.placements = list(placements)
         self.topology = topology
 
-    def __call__(self, variable: int, unit: UpdateUnit) -> Any:
+    def local(self, variable: int, at: Coordinate) -> Any:
+        """See `kdist.optimizer.source.GradientSource`."""
+        s, k = at
+        return self.results[s][self.where[variable]][k]
+
+    def reduced(self, variables: Sequence[int], gradient: Any) -> None:
+        """See `kdist.optimizer.source.GradientSource`."""
+
+    def unit(self, variable: int, unit: UpdateUnit) -> Any:
         """The unit's part of each slice's gradient, summed."""
         placement = self.placements[variable]
         if unit.shard is not None:
@@ -64,7 +73,7 @@ class SliceGradients:
                     shape = [b.stop - b.start for b in base]
                     part = part_of(part, relative(index, base), shape)
                 parts.append(part)
-        return add_gradients(parts, self.rows.get(variable, LookUp()))
+        return add_gradients(parts, self.look_ups.get(variable, LookUp()))
 
     def _base(self, variable: int, k: int) -> Index:
         """The part of a variable that a gradient at inner coordinate `k` is of."""

@@ -15,9 +15,11 @@ from kdist import metrics, whole_loss
 from kdist.batch import SplitBatch, join, split
 from kdist.mesh import Topology
 from kdist.optimizer.update import DistributedUpdate
-from kdist.placement import UpdateUnit, covers
+from kdist.placement import Coordinate, UpdateUnit
+from kdist.plain import part_of
 from kdist.program import Program
 from kdist.state import combine
+from kdist.variables import Stored
 
 import keras
 import tensorflow as tf
@@ -99,25 +101,14 @@ class Step:
         reduced = self.runner.gradient_at([r["gradients"] for r in results])
         whole: list[Any] = [None] * len(self.program.state.trainable)
         for v in traced.connected:
-            gradient = tf.convert_to_tensor(reduced(v, UpdateUnit(v, None, (0, 0))))
+            gradient = tf.convert_to_tensor(reduced.unit(v, UpdateUnit(v, None, (0, 0))))
             whole[v] = gradient if scale is None else gradient / tf.cast(scale, gradient.dtype)
         return whole
 
     def apply_whole(self, gradients: Sequence[Any]) -> None:
         """Updates the parameters from whole gradients."""
-        scale = self._scale()
-        entries = self.runner.entries
-
-        def part(variable: int, unit: UpdateUnit) -> Any:
-            gradient = gradients[variable]
-            if unit.shard is not None:
-                placement = entries[variable].placement
-                index = unit.index(placement)
-                if not covers(index, placement.shape):
-                    gradient = gradient[index]
-            return gradient if scale is None else gradient * tf.cast(scale, gradient.dtype)
-
-        self.update.apply(part, [v for v, g in enumerate(gradients) if g is not None])
+        source = WholeGradients(gradients, self._scale(), self.runner.entries)
+        self.update.apply(source, [v for v, g in enumerate(gradients) if g is not None])
 
     def test(self, data: Any) -> dict[str, Any]:
         """One evaluation step on a global batch; returns the logs."""
@@ -173,3 +164,44 @@ class Step:
             [r["masks"] for r in results],
             self.runner.devices,
         )
+
+
+class WholeGradients:
+    """Whole gradients, reduced already; see `kdist.optimizer.source.GradientSource`.
+
+    Args:
+        gradients: One, or None, per trainable variable.
+        scale: The loss scale that the update will take out again, or None.
+        entries: `Stored` of each trainable variable.
+    """
+
+    def __init__(self, gradients: Sequence[Any], scale: Any, entries: Sequence[Stored]) -> None:
+        self.gradients = gradients
+        self.scale = scale
+        self.entries = entries
+
+    @property
+    def rows(self) -> set[int]:
+        """See `GradientSource`."""
+        return {v for v, g in enumerate(self.gradients) if isinstance(g, tf.IndexedSlices)}
+
+    def unit(self, variable: int, unit: UpdateUnit) -> Any:
+        """See `GradientSource`."""
+        placement = self.entries[variable].placement
+        return self._scaled(
+            part_of(self.gradients[variable], unit.index(placement), placement.shape)
+        )
+
+    def local(self, variable: int, at: Coordinate) -> Any:
+        """See `GradientSource`; the first slice's stands for all."""
+        if at[0] > 0:
+            return None
+        placement = self.entries[variable].placement
+        index = placement.inner_index(at[1])
+        return self._scaled(part_of(self.gradients[variable], index, placement.shape))
+
+    def reduced(self, variables: Sequence[int], gradient: Any) -> None:
+        """See `GradientSource`."""
+
+    def _scaled(self, gradient: Any) -> Any:
+        return gradient if self.scale is None else gradient * tf.cast(self.scale, gradient.dtype)

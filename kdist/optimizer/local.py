@@ -7,10 +7,12 @@ and callbacks see whole tensors in Keras's order.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from kdist import _private
+from kdist.optimizer.bucket import Piece
 from kdist.placement import Index, covers
 from kdist.variables import Rows, assemble, backing_of, become_view
 
@@ -184,10 +186,27 @@ def scalars(optimizer: Any) -> dict[str, keras.Variable]:
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Which part of a variable a part of a local optimizer's variable stands for.
+
+    Attributes:
+        position: Of the variable in the logical optimizer's list.
+        index: The part of it, None for all.
+        start: First element, where the local variable is the vector of a bucket; else None.
+        shape: Shape of the part.
+    """
+
+    position: int
+    index: Index | None
+    start: int | None
+    shape: tuple[int, ...]
+
+
 def link_slots(
     logical: Any,
     local: Sequence[LocalOptimizer],
-    units: Sequence[tuple[int, Index | None]],
+    spans: Sequence[Sequence[Span]],
     count: int,
 ) -> None:
     """Turns the logical optimizer's variables into views of the local ones, keeping their values.
@@ -195,8 +214,7 @@ def link_slots(
     Args:
         logical: A built optimizer.
         local: Its local optimizers.
-        units: Per update unit, the position of its variable in the logical optimizer's list, and
-            the part of it that the unit updates (None for all of it).
+        spans: Per position of the local optimizers, what it stands for.
         count: Number of variables the logical optimizer was built on.
 
     Raises:
@@ -213,9 +231,14 @@ def link_slots(
         mine = families(one.optimizer, len(one.variables))
         for name, slots in whole_families.items():
             for j, position in enumerate(one.positions):
-                v, index = units[position]
-                if slots[v] is not None and mine[name][j] is not None:
-                    add(slots[v], one.device, index, mine[name][j])
+                for span in spans[position]:
+                    slot = slots[span.position]
+                    part = None if slot is None else mine[name][j]
+                    if part is None:
+                        continue
+                    if span.start is not None:
+                        part = Piece(part, span.start, span.shape)
+                    add(slot, one.device, span.index, part)
         own = scalars(one.optimizer)
         for name, variable in scalars(logical).items():
             add(variable, one.device, None, own[name])

@@ -7,27 +7,29 @@ ops, differentiable, and unable to deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from kdist import _private
 from kdist.mesh import Topology
+from kdist.optimizer.bucket import Bucket, FlatRows, flat_view, make_buckets, owner
 from kdist.optimizer.local import (
     LocalOptimizer,
+    Span,
     leaf_optimizers,
     link_slots,
     needs_whole,
 )
+from kdist.optimizer.source import GradientSource, bucket_gradients
 from kdist.optimizer.wrappers import unwrap
 from kdist.placement import Coordinate, Index, UpdateUnit, covers, relative
-from kdist.variables import Rows, Stored, make_local, rows_view
+from kdist.variables import Rows, Stored, backing_of, make_local, rows_view
 
 import keras
 import tensorflow as tf
 from keras import ops
-
-GradientAt = Callable[[int, UpdateUnit], Any]
-"""(trainable variable, unit) -> gradient of the unit's part, summed over replicas."""
 
 
 def whole_updates(optimizer: Any, variables: Sequence[keras.Variable]) -> list[bool]:
@@ -41,6 +43,32 @@ def whole_updates(optimizer: Any, variables: Sequence[keras.Variable]) -> list[b
     return whole
 
 
+Fuse = Callable[[Sequence[tuple[Any, list[int]]]], Sequence[Hashable | None]]
+"""Leaf optimizers with their members -> the key of each variable's bucket, None to keep it out."""
+
+
+def alone(groups: Sequence[tuple[Any, list[int]]]) -> list[Hashable | None]:
+    """Every variable is a bucket of its own."""
+    return list(range(sum(len(members) for _, members in groups)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a local optimizer sees as one variable.
+
+    Attributes:
+        variable: The local variable: a unit's part, or a replica's vector of a bucket.
+        owner: Where it is updated.
+        units: Numbers of the update units.
+        bucket: Number of the bucket, None for a single unit.
+    """
+
+    variable: keras.Variable
+    owner: Coordinate
+    units: tuple[int, ...]
+    bucket: int | None = None
+
+
 class DistributedUpdate:
     """Applies globally reduced gradients with the user's optimizer.
 
@@ -49,6 +77,7 @@ class DistributedUpdate:
         entries: `Stored` of each trainable variable, in the model's order.
         topology: The mesh.
         units: Who updates which part.
+        fuse: Gives the key of the bucket of each variable; see `make_buckets`.
     """
 
     def __init__(
@@ -57,11 +86,10 @@ class DistributedUpdate:
         entries: Sequence[Stored],
         topology: Topology,
         units: Sequence[UpdateUnit],
+        fuse: Fuse = alone,
     ) -> None:
         self.topology = topology
         self.entries = list(entries)
-        for entry in self.entries:
-            entry.masters.clear()  # of an optimizer that was compiled before
         wrappers = unwrap(optimizer)
         self.loss_scale = wrappers.loss_scale
         self.inner = wrappers.inner
@@ -69,11 +97,45 @@ class DistributedUpdate:
         self._refuse_overwritten(variables)
         self.groups = leaf_optimizers(self.inner, variables)
         self.units = tuple(units)
-        self.unit_variables = [self._unit_variable(unit) for unit in self.units]
-        self.local: list[list[LocalOptimizer]] = [
-            self._build_local(leaf, members) for leaf, members in self.groups
-        ]
+        self._fuse = fuse
+        self._build(frozenset())
         self._override_finalize()
+
+    def _build(self, unfused: frozenset[int]) -> None:
+        """Makes the local optimizers, and moves the state of those there were into them."""
+        self.unfused = unfused
+        for entry in self.entries:
+            entry.masters.clear()  # of an optimizer that was compiled before
+        keys = self._fuse(self.groups)
+        keys = [None if v in unfused else key for v, key in enumerate(keys)]
+        placements = [entry.placement for entry in self.entries]
+        replicas = self.topology.data_size
+        self.buckets = make_buckets(self.units, placements, keys, replicas)
+        self.jobs = self._make_jobs()
+        self.local = [self._build_local(leaf, members) for leaf, members in self.groups]
+
+    def _make_jobs(self) -> list[Job]:
+        """What the local optimizers see as one variable each: units, and buckets' vectors."""
+        jobs = [
+            Job(self._flat_variable(bucket, s), owner(bucket, s), units, b)
+            for b, bucket in enumerate(self.buckets)
+            for s, units in enumerate(bucket.units)
+        ]
+        fused = {n for job in jobs for n in job.units}
+        for n, unit in enumerate(self.units):
+            if n not in fused:
+                jobs.append(Job(self._unit_variable(unit), unit.owner, (n,)))
+        return jobs
+
+    def _flat_variable(self, bucket: Bucket, s: int) -> keras.Variable:
+        at = owner(bucket, s)
+        parts = []
+        for v, n in zip(bucket.members, bucket.units[s]):
+            unit = self.units[n]
+            rows = None if unit.rows is None else self._own_rows(unit)[0]
+            parts.append((self.entries[v].locals[at], rows))
+        with tf.device(self._device(at)):
+            return flat_view(self.entries[bucket.members[0]].variable, parts)
 
     @staticmethod
     def _refuse_overwritten(variables: Sequence[keras.Variable]) -> None:
@@ -108,23 +170,39 @@ class DistributedUpdate:
 
     def _build_local(self, leaf: Any, members: list[int]) -> list[LocalOptimizer]:
         by_owner: dict[Coordinate, list[int]] = {}
-        for n, unit in enumerate(self.units):
-            if unit.variable in members:
-                by_owner.setdefault(unit.owner, []).append(n)
+        for n, job in enumerate(self.jobs):
+            if self.units[job.units[0]].variable in members:
+                by_owner.setdefault(job.owner, []).append(n)
         local = [
             LocalOptimizer(
                 leaf,
-                self.topology.slices[s].devices[k],
+                self._device(at),
                 numbers,
-                [self.unit_variables[n] for n in numbers],
-                [self.entries[self.units[n].variable].variable for n in numbers],
+                [self.jobs[n].variable for n in numbers],
+                [self._logical(self.jobs[n]) for n in numbers],
             )
-            for (s, k), numbers in sorted(by_owner.items())
+            for at, numbers in sorted(by_owner.items())
         ]
         where = {v: i for i, v in enumerate(members)}
-        spans = [(where.get(u.variable, -1), self._index(u)) for u in self.units]
-        link_slots(leaf, local, spans, len(members))
+        link_slots(leaf, local, [self._spans(job, where) for job in self.jobs], len(members))
         return local
+
+    def _logical(self, job: Job) -> keras.Variable:
+        return self.entries[self.units[job.units[0]].variable].variable
+
+    def _spans(self, job: Job, where: dict[int, int]) -> list[Span]:
+        """Which parts of which variables a job's state stands for."""
+        spans, start = [], 0
+        for n in job.units:
+            unit = self.units[n]
+            position = where.get(unit.variable, -1)
+            index = unit.index(self.entries[unit.variable].placement)
+            shape = tuple(i.stop - i.start for i in index)
+            spans.append(
+                Span(position, self._index(unit), None if job.bucket is None else start, shape)
+            )
+            start += math.prod(shape)
+        return spans
 
     def _index(self, unit: UpdateUnit) -> Any:
         placement = self.entries[unit.variable].placement
@@ -160,34 +238,46 @@ class DistributedUpdate:
             return tf.convert_to_tensor(self.loss_scale.dynamic_scale.value)
         return self.inner.loss_scale_factor
 
-    def apply(self, gradient_at: GradientAt, connected: Sequence[int]) -> None:
+    def apply(self, source: GradientSource, connected: Sequence[int]) -> None:
         """Updates every parameter, everywhere.
 
         Args:
-            gradient_at: Gives a unit's reduced gradient, computed on the device in scope.
+            source: The slices' gradients.
             connected: Positions of the trainable variables that have a gradient.
         """
         live = set(connected)
+        fused = {v for bucket in self.buckets for v in bucket.members}
+        if wrong := {v for v in fused if v not in live or v in source.rows}:
+            # Known only now: rows stay rows, and Keras passes over what has no gradient.
+            with tf.init_scope():
+                self._build(self.unfused | wrong)
+        for job in self.jobs:
+            if job.bucket is not None:
+                backing_of(job.variable).forget()
         gradients: dict[int, Any] = {}
-        for n, unit in enumerate(self.units):
-            if unit.variable in live:
-                with tf.device(self._device(unit)):
-                    gradients[n] = gradient_at(unit.variable, unit)
+        devices = [one.devices for one in self.topology.slices]
+        vectors = [bucket_gradients(bucket, source, devices) for bucket in self.buckets]
+        for n, job in enumerate(self.jobs):
+            unit = self.units[job.units[0]]
+            if job.bucket is not None:
+                gradients[n] = vectors[job.bucket][job.owner[0]]
+            elif unit.variable in live:
+                with tf.device(self._device(job.owner)):
+                    gradients[n] = source.unit(unit.variable, unit)
         if self.loss_scale is None:
             self._apply(gradients)
             return
         finite = self._all_finite(gradients)
         tf.cond(finite, lambda: self._apply_unscaled(gradients), self._skip)
 
-    def _device(self, unit: UpdateUnit) -> str:
-        s, k = unit.owner
-        return self.topology.slices[s].devices[k]
+    def _device(self, at: Coordinate) -> str:
+        return self.topology.slices[at[0]].devices[at[1]]
 
     def _all_finite(self, gradients: dict[int, Any]) -> Any:
         """One overflow anywhere makes it False everywhere."""
         flags = []
         for n, gradient in gradients.items():
-            with tf.device(self._device(self.units[n])):
+            with tf.device(self._device(self.jobs[n].owner)):
                 flags.append(tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(gradient))))
         return tf.reduce_all(tf.stack(flags))
 
@@ -195,7 +285,7 @@ class DistributedUpdate:
         scale = self.loss_scale.dynamic_scale
         unscaled = {}
         for n, gradient in gradients.items():
-            with tf.device(self._device(self.units[n])):
+            with tf.device(self._device(self.jobs[n].owner)):
                 unscaled[n] = ops.divide(gradient, scale)
         self._apply(unscaled)
 
@@ -226,7 +316,7 @@ class DistributedUpdate:
         if self.inner not in [leaf for leaf, _ in self.groups]:
             self.inner._iterations.assign_add(1)
         overwritten = any(leaf.use_ema for leaf, _ in self.groups)
-        self._broadcast(range(len(self.units)) if overwritten else gradients)
+        self._broadcast(range(len(self.jobs)) if overwritten else gradients)
 
     def _clip_globally(
         self, leaf: Any, local: Sequence[LocalOptimizer], gradients: dict[int, Any]
@@ -267,24 +357,57 @@ class DistributedUpdate:
 
     def _broadcast(self, numbers: Any) -> None:
         """Sends each updated part to its other holders."""
+        updated = set()
         for n in numbers:
-            unit, source = self.units[n], self.unit_variables[n]
-            entry = self.entries[unit.variable]
-            with tf.device(self._device(unit)):
-                value = tf.convert_to_tensor(source.value)
-            for at, local in entry.locals.items():
-                shard = entry.placement.table[at[0]][at[1]]
-                if local is source or (unit.shard is not None and unit.shard != shard):
+            job = self.jobs[n]
+            if job.bucket is None:
+                self._broadcast_unit(self.units[job.units[0]], job.variable)
+            else:
+                updated.add(job.bucket)
+        for b in sorted(updated):
+            self._gather_bucket(b)
+
+    def _broadcast_unit(self, unit: UpdateUnit, source: keras.Variable) -> None:
+        entry = self.entries[unit.variable]
+        with tf.device(self._device(unit.owner)):
+            value = tf.convert_to_tensor(source.value)
+        for at, local in entry.locals.items():
+            shard = entry.placement.table[at[0]][at[1]]
+            if local is source or (unit.shard is not None and unit.shard != shard):
+                continue
+            if unit.shard is None:
+                with tf.device(self._device(unit.owner)):
+                    part = value[entry.placement.shards[shard].index]
+                with tf.device(entry.device(at)):
+                    local.assign(part)
+            elif unit.rows is None:
+                with tf.device(entry.device(at)):
+                    local.assign(value)
+            elif at != unit.owner:
+                (rows,) = self._own_rows(unit)
+                with tf.device(entry.device(at)):
+                    Rows(local, rows.start, rows.stop).assign(value)
+
+    def _gather_bucket(self, number: int) -> None:
+        """All-gathers a bucket's vectors into the copies of its members.
+
+        Members that are stored cut have nothing to gather: other holders of a shard get it.
+        """
+        bucket = self.buckets[number]
+        vectors: list[Any] = [None] * len(bucket.units)
+        for job in self.jobs:
+            if job.bucket == number:
+                with tf.device(self._device(job.owner)):
+                    vectors[job.owner[0]] = tf.convert_to_tensor(job.variable.value)
+        cut = self.units[bucket.units[0][0]].rows is None
+        for s, k in ((s, k) for s in range(len(vectors)) for k in bucket.copies):
+            if cut and k == bucket.inner:
+                continue
+            locals_ = [self.entries[v].locals[s, k] for v in bucket.members]
+            with tf.device(self._device((s, k))):
+                if cut:
+                    FlatRows([(local, None) for local in locals_]).assign(vectors[s])
                     continue
-                if unit.shard is None:
-                    with tf.device(self._device(unit)):
-                        part = value[entry.placement.shards[shard].index]
-                    with tf.device(entry.device(at)):
-                        local.assign(part)
-                elif unit.rows is None:
-                    with tf.device(entry.device(at)):
-                        local.assign(value)
-                elif at != unit.owner:
-                    (rows,) = self._own_rows(unit)
-                    with tf.device(entry.device(at)):
-                        Rows(local, rows.start, rows.stop).assign(value)
+                matrix = tf.stack(vectors)
+                for local, value in zip(locals_, bucket.split(matrix)):
+                    local.assign(value)

@@ -1,0 +1,53 @@
+"""Where the update reads gradients from: what the slices computed, summed as the update asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from kdist.optimizer.bucket import Bucket
+from kdist.placement import Coordinate, UpdateUnit
+
+import tensorflow as tf
+
+
+class GradientSource(Protocol):
+    """The gradients of one step."""
+
+    @property
+    def rows(self) -> set[int]:
+        """Trainable variables whose gradient is rows of a table."""
+
+    def unit(self, variable: int, unit: UpdateUnit) -> Any:
+        """A unit's part, summed over the slices, on the device in scope."""
+
+    def local(self, variable: int, at: Coordinate) -> Any:
+        """What one coordinate computed: dense, of the part it computes with; None if nothing."""
+
+    def reduced(self, variables: Sequence[int], gradient: Any) -> None:
+        """Told what became of the gradients of some variables."""
+
+
+def bucket_gradients(bucket: Bucket, source: GradientSource, devices: Any) -> list[Any]:
+    """A bucket's gradients, reduce-scattered: per slice, the vector that its owner gets.
+
+    Args:
+        bucket: The bucket.
+        source: The gradients.
+        devices: `devices[s][k]`: TensorFlow device strings.
+    """
+    k, slices = bucket.inner, range(len(bucket.units))
+    messages = []
+    for s in slices:
+        with tf.device(devices[s][k]):
+            tensors = [source.local(v, (s, k)) for v in bucket.members]
+            if any(t is not None for t in tensors):
+                messages.append(tf.unstack(bucket.matrix(tensors), len(bucket.units)))
+    vectors = []
+    for s in slices:
+        with tf.device(devices[s][k]):
+            parts = [rows[s] for rows in messages]
+            vector = tf.add_n(parts) if len(parts) > 1 else tf.identity(parts[0])
+            source.reduced(bucket.members, vector)
+            vectors.append(vector)
+    return vectors
