@@ -13,6 +13,8 @@ from kdist.batch import split
 from kdist.parallel import attached
 from kdist.plain import row_shares
 from kdist.spmd_call import CannotExpand
+from kdist.spmd_step import too_many_shapes
+from kdist.step import Step
 
 import keras
 import tensorflow as tf
@@ -23,7 +25,9 @@ def gradients(
 ) -> tuple[Any, list[Any]]:
     """Loss and gradients of one global batch, computed over the mesh.
 
-    Statistics of layers (BatchNormalization) and seeds move on, as in `fit`; weights do not.
+    Statistics of layers (BatchNormalization) and seeds move on, as in `fit`; weights do not. As in
+    `fit`, only the first few shapes of a batch get a program over the inner axes; further ones run
+    on gathered weights, after one warning.
 
     Args:
         model: A parallelized, compiled model.
@@ -42,12 +46,26 @@ def gradients(
     """
     parallel, data = attached(model), (x, y, sample_weight)
     try:
-        return parallel.step_for(data).gradients(data)
+        return _step_for(parallel, data).gradients(data)
     except CannotExpand as reason:
         parallel.fall_back(
             f"DTensor cannot run {reason}. The model runs on gathered weights instead."
         )
         return parallel.plain_step.gradients(data)
+
+
+def _step_for(parallel: Any, data: Any) -> Step:
+    """The step for a batch: over the inner axes while its shape may have a program there."""
+    step, reason = parallel.step_for(data), too_many_shapes()
+    if not parallel.uses_spmd or set(parallel.fallbacks) - {reason}:
+        return step
+    tensors = keras.tree.map_structure(
+        lambda t: None if t is None else tf.convert_to_tensor(t), data
+    )
+    if parallel.spmd_step.loop_shapes.admit(tensors):
+        return parallel.spmd_step
+    parallel.fall_back(reason)
+    return parallel.plain_step
 
 
 def apply_gradients(model: keras.Model, gradients: Sequence[Any]) -> None:

@@ -33,6 +33,8 @@ class SpmdStep(Step):
         self._finish_gradients = tf.function(self._whole_gradients, autograph=False)
         self._apply_whole = tf.function(super().apply_whole, autograph=False)
         self._finish_test = tf.function(self._finish_testing, autograph=False)
+        self.loop_shapes = Shapes()
+        """Shapes of the batches of the user's own loop."""
 
     def train(self, data: Any, known_size: bool = True) -> dict[str, Any]:
         """One training step on a global batch."""
@@ -112,6 +114,29 @@ def from_nest(nest: tuple, full: bool, known_size: bool) -> SplitBatch:
     return SplitBatch(whole, parts, counts, size, static, full)
 
 
+class Shapes:
+    """The shapes of a batch that get a DTensor program of their own: the first `MAX_SHAPES`."""
+
+    def __init__(self) -> None:
+        self._admitted: set[tuple] = set()
+
+    def admit(self, data: Any) -> bool:
+        """Whether a batch's shape is one of them; a new one is taken in while there is room."""
+        shape = signature(data)
+        if len(self._admitted) < MAX_SHAPES:
+            self._admitted.add(shape)
+        return shape in self._admitted
+
+
+def too_many_shapes() -> str:
+    """The reason that is given when a shape gets no program of its own."""
+    return (
+        f"{MAX_SHAPES} shapes of a batch have been compiled; further ones run on gathered weights, "
+        f"with one compilation for all. Pad or bucket sequences to at most {MAX_SHAPES} lengths to "
+        "split their compute."
+    )
+
+
 class SpmdFunction:
     """What Keras calls as the train, test or predict function of a model on DTensor slices.
 
@@ -138,15 +163,12 @@ class SpmdFunction:
         self.inspected = inspected
         self._make_plain = plain
         self._plain: Callable | None = None
-        self._shapes: set[tuple] = set()
+        self._shapes = Shapes()
         self._expandable = True
 
     def on_batch(self, data: Any, known_size: bool = True) -> Any:
         """Runs one step on a global batch."""
-        shape = signature(data)
-        if self._expandable and shape not in self._shapes and len(self._shapes) < MAX_SHAPES:
-            self._shapes.add(shape)
-        if self._expandable and shape in self._shapes:
+        if self._expandable and self._shapes.admit(data):
             try:
                 return self.step(data, known_size)
             except CannotExpand as reason:
@@ -157,11 +179,7 @@ class SpmdFunction:
                     "over the inner axes."
                 )
         elif self._plain is None:
-            self.inspected(
-                f"{MAX_SHAPES} shapes of a batch have been compiled; further ones run on gathered "
-                "weights, with one compilation for all. Pad or bucket sequences to at most "
-                f"{MAX_SHAPES} lengths to split their compute."
-            )
+            self.inspected(too_many_shapes())
         if self._plain is None:
             plain = self._make_plain()
             eager = self.model.run_eagerly

@@ -6,16 +6,21 @@ many ways of using one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import kdist
 
 import keras
 import numpy as np
+import pytest
 
 TOLERANCE = 1e-9
 MESHES = ({"data": 4}, {"data": 2, "model": 2})
+NAMES = ("plain", "data", "inner")
+"""Of the models that `everywhere` makes."""
+both_meshes = pytest.mark.parametrize("axes", MESHES, ids=NAMES[1:])
 CUTS = {
     "(.*/)?up/kernel": (None, "model"),
     "(.*/)?up/bias": ("model",),
@@ -45,35 +50,86 @@ def pair(
     return plain, kdist.parallelize(other, config(axes, **options))
 
 
+def everywhere(
+    build: Callable[[], keras.Model] = mlp, **options: Any
+) -> tuple[keras.Model, keras.Model, keras.Model]:
+    """The same model three times, as `NAMES` says: one plain model is enough for both meshes."""
+    plain = build()
+    on_data, inner = (kdist.parallelize(build(), config(axes, **options)) for axes in MESHES)
+    return plain, on_data, inner
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """What the fixture `float64` does, for models that several tests share."""
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield
+    keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(policy)
+
+
 def data(rows: int = 24, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Features of shape (rows, 6) and targets of shape (rows, 3)."""
     random = np.random.default_rng(seed)
     return random.normal(size=(rows, 6)), random.normal(size=(rows, 3))
 
 
-def assert_same_weights(plain: keras.Model, parallel: keras.Model) -> None:
-    """Weights, and the optimizer's variables if both have one, agree in order and value."""
-    assert [v.path for v in plain.weights] == [v.path for v in parallel.weights]
-    assert_close(plain.get_weights(), parallel.get_weights())
+def compile_all(models: Sequence[keras.Model], **options: Any) -> None:
+    """Compiles each with an optimizer of its own, made by `optimizer()`."""
+    for model in models:
+        settings: dict[str, Any] = {"loss": "mse", "metrics": ["mae"], **options}
+        make = settings.pop("optimizer", lambda: keras.optimizers.Adam(0.01))
+        model.compile(make(), **settings)
+
+
+def fit_all(
+    models: Sequence[keras.Model], make: Callable[[], Any] = data, **options: Any
+) -> list[Any]:
+    """Trains all on fresh arguments from `make()`; compares logs and weights with the first's."""
+    settings = {"verbose": 0, "shuffle": False, **options}
+    histories = []
+    for model in models:
+        args = make()
+        args = args if isinstance(args, tuple) else (args,)
+        histories.append(model.fit(*args, **settings))
+    assert_same_history(*histories)
+    assert_same_weights(*models)
+    return histories
+
+
+def assert_same_weights(plain: keras.Model, *others: keras.Model) -> None:
+    """Weights, and the optimizer's variables if there are any, agree in order and value."""
+    for other in others:
+        assert [v.path for v in plain.weights] == [v.path for v in other.weights]
+    assert_close(*[m.get_weights() for m in (plain, *others)])
     if plain.compiled and plain.optimizer is not None and plain.optimizer.built:
-        mine, theirs = plain.optimizer.variables, parallel.optimizer.variables
-        assert len(mine) == len(theirs)
-        assert_close([v.numpy() for v in mine], [v.numpy() for v in theirs])
+        assert_close(*[[v.numpy() for v in m.optimizer.variables] for m in (plain, *others)])
 
 
-def assert_close(a: Any, b: Any) -> None:
+def assert_close(expected: Any, *others: Any) -> None:
     """Equal structures of arrays, to `TOLERANCE` relative and absolute."""
-    left, right = keras.tree.flatten(a), keras.tree.flatten(b)
-    assert len(left) == len(right), (len(left), len(right))
-    for x, y in zip(left, right, strict=True):
-        np.testing.assert_allclose(np.asarray(y), np.asarray(x), rtol=TOLERANCE, atol=TOLERANCE)
+    left = keras.tree.flatten(expected)
+    for number, other in enumerate(others, 1):
+        right = keras.tree.flatten(other)
+        assert len(left) == len(right), (len(left), len(right))
+        for x, y in zip(left, right, strict=True):
+            np.testing.assert_allclose(
+                np.asarray(y),
+                np.asarray(x),
+                rtol=TOLERANCE,
+                atol=TOLERANCE,
+                err_msg=f"argument {number} differs from the first",
+            )
 
 
-def assert_same_history(a: Any, b: Any) -> None:
-    """Logs of two `fit` calls: same names, same numbers."""
-    assert list(a.history) == list(b.history)
-    for name in a.history:
-        assert_close(a.history[name], b.history[name])
+def assert_same_history(first: Any, *others: Any) -> None:
+    """Logs of `fit` calls: same names, same numbers."""
+    for other in others:
+        assert list(first.history) == list(other.history)
+    for name in first.history:
+        assert_close(first.history[name], *[other.history[name] for other in others])
 
 
 def copies(variable: keras.Variable) -> list[tuple[Any, np.ndarray]]:

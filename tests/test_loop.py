@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import kdist
+from kdist import spmd_step
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from .parity import MESHES, assert_close, assert_every_copy, assert_same_weights, data, mlp, pair
+from .parity import (
+    MESHES,
+    assert_close,
+    assert_every_copy,
+    assert_same_weights,
+    both_meshes,
+    config,
+    data,
+    mlp,
+    pair,
+)
 
 pytestmark = pytest.mark.usefixtures("float64")
-both_meshes = pytest.mark.parametrize("axes", MESHES, ids=["data", "inner"])
 
 
 def plain_gradients(model: keras.Model, x: Any, y: Any, weight: Any = None) -> tuple:
@@ -207,6 +218,44 @@ def test_gradients_of_a_model_that_dtensor_cannot_run():
 
 
 # -- reduce ------------------------------------------------------------------------------------
+
+
+def test_a_loop_compiles_a_bounded_number_of_shapes(monkeypatch):
+    """Two sizes get DTensor programs and keep them; all others share one on gathered weights."""
+    monkeypatch.setattr(spmd_step, "MAX_SHAPES", 2)
+    calls: list[int] = []
+
+    class Noted(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            calls.append(1)
+            return inputs
+
+    def build(first: type = keras.layers.Identity) -> keras.Model:
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((6,))
+        hidden = keras.layers.Dense(8, "tanh", name="up")(first(name="first")(inputs))
+        return keras.Model(inputs, keras.layers.Dense(3, name="down")(hidden))
+
+    plain, parallel = build(), kdist.parallelize(build(Noted), config(MESHES[1]))
+    for model in (plain, parallel):
+        model.compile("sgd", "mse")
+    traces, messages = [], []
+    for rows in (8, 6, 10, 12, 14, 4, 16, 18, 8, 6):
+        x, y = data(rows)
+        before = len(calls)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss, found = kdist.gradients(parallel, x, y)
+        messages.append(sum("shapes of a batch" in str(w.message) for w in caught))
+        traces.append(len(calls) - before)
+        expected_loss, expected = plain_gradients(plain, tf.constant(x), tf.constant(y))
+        assert_close([expected_loss, *expected], [loss, *found])
+        kdist.apply_gradients(parallel, found)
+        plain.optimizer.apply(expected, plain.trainable_variables)
+    assert messages == [0, 0, 1, *[0] * 7]
+    assert min(traces[:3]) > 0
+    assert sum(traces[4:]) == 0
+    assert_same_weights(plain, parallel)
 
 
 @both_meshes

@@ -16,17 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .parity import (
-    MESHES,
     assert_close,
     assert_same_history,
     assert_same_weights,
     data,
+    everywhere,
     mlp,
-    pair,
 )
 
-both_meshes = pytest.mark.parametrize("axes", MESHES, ids=["data", "inner"])
 float64 = pytest.mark.usefixtures("float64")
+long = pytest.mark.long
 
 
 counted = st.just(0.0) | st.floats(1e-6, 100)
@@ -97,6 +96,8 @@ def test_a_loss_without_reduction_is_refused(reduction):
 # -- one term ----------------------------------------------------------------------------------
 
 REDUCTIONS = ["sum_over_batch_size", "mean", "sum", "mean_with_sample_weight"]
+# `mean` is another name of `sum_over_batch_size`.
+TRAINED = [pytest.param(r, marks=long if r == "mean" else ()) for r in REDUCTIONS]
 
 
 @float64
@@ -144,7 +145,7 @@ def test_a_part_without_rows_counts_nothing():
 # -- training ----------------------------------------------------------------------------------
 
 
-def fit_both(models: tuple, x: Any, y: Any, **options: Any) -> None:
+def fit_all(models: tuple, x: Any, y: Any, **options: Any) -> None:
     settings = {"batch_size": 5, "shuffle": False, "epochs": 2, "verbose": 0, **options}
     assert_same_history(*[m.fit(x, y, **settings) for m in models])
     assert_same_weights(*models)
@@ -153,10 +154,9 @@ def fit_both(models: tuple, x: Any, y: Any, **options: Any) -> None:
 
 
 @float64
-@both_meshes
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_reductions_with_weights(axes, reduction):
-    models = pair(axes)
+@pytest.mark.parametrize("reduction", TRAINED)
+def test_reductions_with_weights(reduction):
+    models = everywhere()
     for model in models:
         loss = keras.losses.MeanAbsoluteError(reduction=reduction)
         model.compile("sgd", loss, weighted_metrics=["mse"])
@@ -164,7 +164,7 @@ def test_reductions_with_weights(axes, reduction):
     weight = np.linspace(0, 2, 13)
     weight[5:10] = 0  # a batch without any weight
     weight[7] = 1.0
-    fit_both(models, x, y, sample_weight=weight)
+    fit_all(models, x, y, sample_weight=weight)
 
 
 def masked_model(outputs: int = 1) -> keras.Model:
@@ -192,56 +192,53 @@ def masked_data(rows: int = 13) -> tuple[np.ndarray, np.ndarray]:
 
 
 @float64
-@both_meshes
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_masks(axes, reduction):
-    models = pair(axes, masked_model)
+@pytest.mark.parametrize("reduction", TRAINED)
+def test_masks(reduction):
+    models = everywhere(masked_model)
     for model in models:
         model.compile("sgd", keras.losses.MeanSquaredError(reduction=reduction), metrics=["mae"])
-    fit_both(models, *masked_data())
+    fit_all(models, *masked_data())
 
 
 @float64
-@both_meshes
-def test_masks_and_weights_and_two_terms(axes):
-    models = pair(axes, lambda: masked_model(2))
+def test_masks_and_weights_and_two_terms():
+    models = everywhere(lambda: masked_model(2))
     for model in models:
         model.compile("sgd", ["mse", keras.losses.Huber(reduction="sum")], loss_weights=[1.0, 0.1])
     x, y = masked_data()
     weight = np.random.default_rng(1).uniform(size=(13, 4))
-    fit_both(models, x, [y, y * 2], sample_weight=[weight, weight])
+    fit_all(models, x, [y, y * 2], sample_weight=[weight, weight])
 
 
 @float64
-@both_meshes
-def test_a_loss_that_makes_its_own_mask(axes):
+def test_a_loss_that_makes_its_own_mask():
     """`ignore_class` masks inside the loss, by the labels."""
-    models = pair(axes, sequence)
+    models = everywhere(sequence)
     for model in models:
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
         model.compile("sgd", loss)
     labels = np.random.default_rng(2).integers(-1, 3, size=(13, 4))
     labels[:4] = -1
-    fit_both(models, masked_data()[0], labels)
+    fit_all(models, masked_data()[0], labels)
 
 
 @float64
-@both_meshes
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda: lambda y, p: keras.ops.mean(keras.ops.abs(y - p), axis=-1),
-        lambda: keras.losses.CosineSimilarity(),
-        lambda: keras.losses.LogCosh(),
-        lambda: "huber",
+        pytest.param(
+            lambda: lambda y, p: keras.ops.mean(keras.ops.abs(y - p), axis=-1), id="function"
+        ),
+        pytest.param(lambda: keras.losses.CosineSimilarity(), id="cosine", marks=long),
+        pytest.param(lambda: keras.losses.LogCosh(), id="logcosh", marks=long),
+        pytest.param(lambda: "huber", id="name"),
     ],
-    ids=["function", "cosine", "logcosh", "name"],
 )
-def test_other_losses(axes, loss):
-    models = pair(axes)
+def test_other_losses(loss):
+    models = everywhere()
     for model in models:
         model.compile("sgd", loss())
-    fit_both(models, *data(13))
+    fit_all(models, *data(13))
 
 
 def penalised() -> keras.Model:
@@ -254,12 +251,11 @@ def penalised() -> keras.Model:
 
 
 @float64
-@both_meshes
-def test_regularizers_count_once(axes):
-    models = pair(axes, penalised)
+def test_regularizers_count_once():
+    models = everywhere(penalised)
     for model in models:
         model.compile("sgd", "mse", metrics=["mae"])
-    fit_both(models, *data(13))
+    fit_all(models, *data(13))
 
 
 class MeanLoss(keras.layers.Layer):
@@ -275,19 +271,25 @@ class SumLoss(keras.layers.Layer):
 
 
 @float64
-@both_meshes
-@pytest.mark.parametrize("layer, kind", [(MeanLoss, "mean"), (SumLoss, "sum")])
-@pytest.mark.parametrize("loss", ["mse", None])
-def test_losses_of_layers(axes, layer, kind, loss):
+@pytest.mark.parametrize(
+    "layer, kind, loss",
+    [
+        (MeanLoss, "mean", None),
+        (SumLoss, "sum", "mse"),
+        pytest.param(MeanLoss, "mean", "mse", marks=long),
+        pytest.param(SumLoss, "sum", None, marks=long),
+    ],
+)
+def test_losses_of_layers(layer, kind, loss):
     def build() -> keras.Model:
         model = mlp()
         return keras.Model(model.inputs, layer()(model.outputs[0]))
 
-    models = pair(axes, build, loss_from_layers=kind)
+    models = everywhere(build, loss_from_layers=kind)
     for model in models:
         model.compile("sgd", loss)
     x, y = data(13)
-    fit_both(models, x, None if loss is None else y)
+    fit_all(models, x, None if loss is None else y)
 
 
 def test_no_loss_at_all_is_refused():
@@ -324,20 +326,44 @@ def subclass_of(kind: type, build: Callable[[], keras.Model]) -> Callable[[], ke
 
 
 @float64
-@both_meshes
-@pytest.mark.parametrize("kind", [Contrastive, OwnMetrics])
-@pytest.mark.parametrize("build", [mlp, penalised])
-def test_overridden_loss_and_metrics(axes, kind, build):
-    models = pair(axes, subclass_of(kind, build))
+@pytest.mark.parametrize(
+    "kind, build",
+    [
+        (Contrastive, penalised),
+        (OwnMetrics, penalised),
+        pytest.param(Contrastive, mlp, marks=long),
+        pytest.param(OwnMetrics, mlp, marks=long),
+    ],
+)
+def test_overridden_loss_and_metrics(kind, build):
+    models = everywhere(subclass_of(kind, build))
     for model in models:
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
-    fit_both(models, *data(13), sample_weight=np.linspace(0.1, 1, 13))
+    fit_all(models, *data(13), sample_weight=np.linspace(0.1, 1, 13))
 
 
 @float64
-@both_meshes
-def test_overridden_loss_sees_masks(axes):
-    models = pair(axes, subclass_of(OwnMetrics, masked_model))
+@pytest.mark.parametrize("kind", [keras.Model, Contrastive])
+@pytest.mark.parametrize(
+    "layer, combine", [(SumLoss, "sum"), pytest.param(MeanLoss, "mean", marks=long)]
+)
+def test_losses_of_layers_with_fewer_rows_than_replicas(layer, combine, kind):
+    """A replica without rows computes on a stand-in, whose sum must not count."""
+    models = everywhere(
+        subclass_of(kind, lambda: keras.Sequential([mlp(), layer()])), loss_from_layers=combine
+    )
+    for model in models:
+        model.compile("sgd", "mse")
+    for rows in (3, 1):
+        x, y = data(rows)
+        assert_close(*[m.train_on_batch(x, y) for m in models])
+        assert_close(*[m.test_on_batch(x, y) for m in models])
+    assert_same_weights(*models)
+
+
+@float64
+def test_overridden_loss_sees_masks():
+    models = everywhere(subclass_of(OwnMetrics, masked_model))
     for model in models:
         model.compile("sgd", "mse", metrics=["mae"])
-    fit_both(models, *masked_data())
+    fit_all(models, *masked_data())

@@ -16,18 +16,23 @@ import tensorflow as tf
 
 from .parity import (
     MESHES,
+    NAMES,
     assert_close,
     assert_every_copy,
     assert_same_history,
     assert_same_weights,
+    both_meshes,
     config,
     data,
+    everywhere,
+    in_float64,
     mlp,
     pair,
 )
 
 pytestmark = pytest.mark.usefixtures("float64")
-both_meshes = pytest.mark.parametrize("axes", MESHES, ids=["data", "inner"])
+PARALLEL = NAMES[1:]
+Models = tuple[keras.Model, ...]
 
 
 def adam() -> keras.optimizers.Optimizer:
@@ -38,12 +43,19 @@ def fit(model: keras.Model, epochs: int = 1) -> Any:
     return model.fit(*data(), batch_size=8, shuffle=False, epochs=epochs, verbose=0)
 
 
-def trained(axes: dict[str, int]) -> tuple[keras.Model, keras.Model]:
-    models = pair(axes)
+def trained() -> Models:
+    models = everywhere()
     for model in models:
         model.compile(adam(), "mse", metrics=["mae"])
         fit(model)
     return models
+
+
+@pytest.fixture(scope="module")
+def finished() -> Models:
+    """Trained models for tests that only read them."""
+    with in_float64():
+        return trained()
 
 
 def run_plain(program: str, folder: Path) -> None:
@@ -65,11 +77,13 @@ def run_plain(program: str, folder: Path) -> None:
 LOAD = """
 import keras, numpy as np
 keras.config.set_floatx("float64")
-model = keras.models.load_model("model.keras")
-np.savez("loaded.npz", *model.get_weights(), *[v.numpy() for v in model.optimizer.variables])
 given = np.load("data.npz")
-history = model.fit(given["x"], given["y"], batch_size=8, shuffle=False, verbose=0).history
-np.savez("trained.npz", history["loss"], *model.get_weights())
+for name in ("data", "inner"):
+    model = keras.models.load_model(name + ".keras")
+    state = [v.numpy() for v in model.optimizer.variables]
+    np.savez(name + "-loaded.npz", *model.get_weights(), *state)
+    history = model.fit(given["x"], given["y"], batch_size=8, shuffle=False, verbose=0).history
+    np.savez(name + "-trained.npz", history["loss"], *model.get_weights())
 """
 
 
@@ -78,55 +92,57 @@ def arrays(path: Path) -> list[np.ndarray]:
         return [file[f"arr_{i}"] for i in range(len(file.files))]
 
 
-@both_meshes
-def test_saved_model_loads_and_trains_without_kdist(axes, tmp_path):
-    plain, parallel = trained(axes)
-    parallel.save(tmp_path / "model.keras")
+def test_saved_model_loads_and_trains_without_kdist(tmp_path):
+    plain, *parallel = trained()
+    for name, model in zip(PARALLEL, parallel):
+        model.save(tmp_path / f"{name}.keras")
     x, y = data()
     np.savez(tmp_path / "data.npz", x=x, y=y)
     run_plain(LOAD, tmp_path)
     state = [v.numpy() for v in plain.optimizer.variables]
-    assert_close([*plain.get_weights(), *state], arrays(tmp_path / "loaded.npz"))
+    loaded = [arrays(tmp_path / f"{name}-loaded.npz") for name in PARALLEL]
+    assert_close([*plain.get_weights(), *state], *loaded)
     history = fit(plain)
     expected = [np.array(history.history["loss"]), *plain.get_weights()]
-    assert_close(expected, arrays(tmp_path / "trained.npz"))
+    assert_close(expected, *[arrays(tmp_path / f"{name}-trained.npz") for name in PARALLEL])
 
 
-@both_meshes
-@pytest.mark.parametrize("other", MESHES, ids=["to-data", "to-inner"])
-def test_save_load_parallelize_fit_goes_on(axes, other, tmp_path):
+def test_save_load_parallelize_fit_goes_on(tmp_path):
     """Optimizer state survives, onto another mesh too."""
-    plain, parallel = trained(axes)
-    parallel.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    again = kdist.parallelize(loaded, config(other))
-    assert_same_history(fit(plain, 2), fit(again, 2))
-    assert_same_weights(plain, again)
-
-
-@both_meshes
-def test_saved_files_hold_the_same(axes, tmp_path):
-    """Archive by archive: configuration and weights are those that plain Keras saves."""
-    plain, parallel = trained(axes)
-    for name, model in (("plain", plain), ("parallel", parallel)):
+    plain, *parallel = trained()
+    again = []
+    for name, model in zip(PARALLEL, parallel):
         model.save(tmp_path / f"{name}.keras")
-    loaded = [keras.models.load_model(tmp_path / f"{n}.keras") for n in ("plain", "parallel")]
-    assert loaded[0].get_config() == loaded[1].get_config()
-    assert loaded[0].get_compile_config() == loaded[1].get_compile_config()
+        for axes in MESHES:
+            loaded = keras.models.load_model(tmp_path / f"{name}.keras")
+            again.append(kdist.parallelize(loaded, config(axes)))
+    assert_same_history(fit(plain, 2), *[fit(model, 2) for model in again])
+    assert_same_weights(plain, *again)
+
+
+def test_saved_files_hold_the_same(finished, tmp_path):
+    """Archive by archive: configuration and weights are those that plain Keras saves."""
+    loaded = []
+    for name, model in zip(NAMES, finished):
+        model.save(tmp_path / f"{name}.keras")
+        loaded.append(keras.models.load_model(tmp_path / f"{name}.keras"))
+    for other in loaded[1:]:
+        assert loaded[0].get_config() == other.get_config()
+        assert loaded[0].get_compile_config() == other.get_compile_config()
     assert_same_weights(*loaded)
 
 
-@both_meshes
-def test_save_before_training(axes, tmp_path):
-    plain, parallel = pair(axes)
-    parallel.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert_close(plain.get_weights(), loaded.get_weights())
+def test_save_before_training(tmp_path):
+    plain, *parallel = everywhere()
+    for model in parallel:
+        model.save(tmp_path / "model.keras")
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+        assert_close(plain.get_weights(), loaded.get_weights())
 
 
 @both_meshes
-def test_weights_file_into_a_parallel_model(axes, tmp_path):
-    plain, _ = trained(axes)
+def test_weights_file_into_a_parallel_model(axes, finished, tmp_path):
+    plain = finished[0]
     plain.save_weights(tmp_path / "w.weights.h5")
     target = kdist.parallelize(mlp(seed=7), config(axes))
     target.load_weights(tmp_path / "w.weights.h5")
@@ -137,8 +153,8 @@ def test_weights_file_into_a_parallel_model(axes, tmp_path):
 
 
 @both_meshes
-def test_weights_file_before_parallelize(axes, tmp_path):
-    plain, _ = trained(axes)
+def test_weights_file_before_parallelize(axes, finished, tmp_path):
+    plain = finished[0]
     plain.save_weights(tmp_path / "w.weights.h5")
     target = mlp(seed=7)
     target.load_weights(tmp_path / "w.weights.h5")
@@ -147,99 +163,107 @@ def test_weights_file_before_parallelize(axes, tmp_path):
         assert_every_copy(b, a.numpy())
 
 
-@both_meshes
-def test_weights_file_of_a_parallel_model(axes, tmp_path):
-    plain, parallel = trained(axes)
-    parallel.save_weights(tmp_path / "w.weights.h5")
-    target = mlp(seed=7)
-    target.load_weights(tmp_path / "w.weights.h5")
-    assert_close(plain.get_weights(), target.get_weights())
+def test_weights_file_of_a_parallel_model(finished, tmp_path):
+    plain, *parallel = finished
+    for model in parallel:
+        model.save_weights(tmp_path / "w.weights.h5")
+        target = mlp(seed=7)
+        target.load_weights(tmp_path / "w.weights.h5")
+        assert_close(plain.get_weights(), target.get_weights())
 
 
-@both_meshes
-def test_weights_loaded_in_the_middle_of_training(axes, tmp_path):
-    plain, parallel = trained(axes)
-    plain.save_weights(tmp_path / "w.weights.h5")
-    for model in (plain, parallel):
+def test_weights_loaded_in_the_middle_of_training(tmp_path):
+    models = trained()
+    models[0].save_weights(tmp_path / "w.weights.h5")
+    for model in models:
         fit(model)
         model.load_weights(tmp_path / "w.weights.h5")
-    assert_same_history(fit(plain), fit(parallel))
-    assert_same_weights(plain, parallel)
+    assert_same_history(*[fit(model) for model in models])
+    assert_same_weights(*models)
 
 
-@both_meshes
-def test_weights_and_optimizer_file(axes, tmp_path):
+def test_weights_and_optimizer_file(tmp_path):
     """`save_weights` holds the optimizer of a compiled model too."""
-    plain, parallel = trained(axes)
-    parallel.save_weights(tmp_path / "w.weights.h5")
-    target = kdist.parallelize(mlp(seed=7), config(axes))
-    target.compile(adam(), "mse", metrics=["mae"])
-    target.optimizer.build(target.trainable_variables)
-    target.load_weights(tmp_path / "w.weights.h5")
-    assert_same_history(fit(plain), fit(target))
-    assert_same_weights(plain, target)
+    plain, *parallel = trained()
+    targets = []
+    for axes, model in zip(MESHES, parallel):
+        model.save_weights(tmp_path / "w.weights.h5")
+        target = kdist.parallelize(mlp(seed=7), config(axes))
+        target.compile(adam(), "mse", metrics=["mae"])
+        target.optimizer.build(target.trainable_variables)
+        target.load_weights(tmp_path / "w.weights.h5")
+        targets.append(target)
+    assert_same_history(fit(plain), *[fit(target) for target in targets])
+    assert_same_weights(plain, *targets)
 
 
 SERVE = """
 import numpy as np, tensorflow as tf
-served = tf.saved_model.load("exported")
 given = np.load("data.npz")
-outputs = served.serve(tf.constant(given["x"]))
-np.savez("served.npz", outputs.numpy())
+for name in ("data", "inner"):
+    served = tf.saved_model.load(name)
+    np.savez(name + "-served.npz", served.serve(tf.constant(given["x"])).numpy())
 """
 
 
-@both_meshes
-def test_export_is_served_by_plain_tensorflow(axes, tmp_path):
-    plain, parallel = trained(axes)
-    parallel.export(tmp_path / "exported", verbose=False)
+def test_export_is_served_by_plain_tensorflow(tmp_path):
+    models = trained()
+    for name, model in zip(PARALLEL, models[1:]):
+        model.export(tmp_path / name, verbose=False)
     x, y = data(8)
     np.savez(tmp_path / "data.npz", x=x, y=y)
     run_plain(SERVE, tmp_path)
-    assert_close([plain.predict(x, verbose=0)], arrays(tmp_path / "served.npz"))
-    assert_same_history(fit(plain), fit(parallel))
-    assert_same_weights(plain, parallel)
+    served = [arrays(tmp_path / f"{name}-served.npz") for name in PARALLEL]
+    assert_close([models[0].predict(x, verbose=0)], *served)
+    assert_same_history(*[fit(model) for model in models])
+    assert_same_weights(*models)
 
 
-@both_meshes
-def test_export_before_training(axes, tmp_path):
-    plain, parallel = pair(axes)
-    parallel.export(tmp_path / "exported", verbose=False)
+def test_export_before_training(tmp_path):
+    models = everywhere()
     x, _ = data(8)
-    served = tf.saved_model.load(str(tmp_path / "exported"))
-    assert_close(plain(x), served.serve(tf.constant(x)))
-    for model in (plain, parallel):
+    for name, model in zip(PARALLEL, models[1:]):
+        model.export(tmp_path / name, verbose=False)
+        served = tf.saved_model.load(str(tmp_path / name))
+        assert_close(models[0](x), served.serve(tf.constant(x)))
+    for model in models:
         model.compile(adam(), "mse")
-    assert_same_history(fit(plain), fit(parallel))
+    assert_same_history(*[fit(model) for model in models])
 
 
-@both_meshes
-def test_tensorflow_checkpoint_round_trip(axes, tmp_path):
-    plain, parallel = trained(axes)
-    before = parallel.get_weights()
-    state = [v.numpy() for v in parallel.optimizer.variables]
-    checkpoint = tf.train.Checkpoint(model=parallel, optimizer=parallel.optimizer)
-    path = checkpoint.save(str(tmp_path / "ckpt"))
-    fit(parallel, 2)
-    checkpoint.restore(path).assert_consumed()
-    assert_close(before, parallel.get_weights())
-    assert_close(state, [v.numpy() for v in parallel.optimizer.variables])
-    for variable in parallel.weights:
-        assert_every_copy(variable, variable.numpy())
-    assert_same_history(fit(plain), fit(parallel))
+def test_tensorflow_checkpoint_round_trip(tmp_path):
+    plain, *parallel = trained()
+    for name, model in zip(PARALLEL, parallel):
+        before = model.get_weights()
+        state = [v.numpy() for v in model.optimizer.variables]
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        path = checkpoint.save(str(tmp_path / name / "ckpt"))
+        fit(model, 2)
+        checkpoint.restore(path).assert_consumed()
+        assert_close(before, model.get_weights())
+        assert_close(state, [v.numpy() for v in model.optimizer.variables])
+        for variable in model.weights:
+            assert_every_copy(variable, variable.numpy())
+    assert_same_history(fit(plain), *[fit(model) for model in parallel])
 
 
-@both_meshes
-def test_tensorflow_checkpoint_crosses_over(axes, tmp_path):
+def test_tensorflow_checkpoint_crosses_over(tmp_path):
     """A plain model's checkpoint restores into a parallel one, and the other way round."""
-    plain, parallel = trained(axes)
-    first = tf.train.Checkpoint(model=plain).save(str(tmp_path / "plain"))
-    second = tf.train.Checkpoint(model=parallel).save(str(tmp_path / "parallel"))
-    fit(plain)
-    fit(parallel)
-    tf.train.Checkpoint(model=parallel).restore(first).expect_partial()
-    tf.train.Checkpoint(model=plain).restore(second).expect_partial()
-    assert_close(plain.get_weights(), parallel.get_weights())
+    plain, *parallel = models = trained()
+    before = plain.get_weights()
+    paths = [
+        tf.train.Checkpoint(model=model).save(str(tmp_path / name))
+        for name, model in zip(NAMES, models)
+    ]
+    for model in models:
+        fit(model)
+    for model in parallel:
+        tf.train.Checkpoint(model=model).restore(paths[0]).expect_partial()
+        assert_close(before, model.get_weights())
+    for path in paths[1:]:
+        plain.set_weights([w * 0 for w in before])
+        tf.train.Checkpoint(model=plain).restore(path).expect_partial()
+        assert_close(before, plain.get_weights())
 
 
 class Scale(keras.layers.Layer):
@@ -252,33 +276,47 @@ class Scale(keras.layers.Layer):
         return inputs * self.factor
 
 
-@both_meshes
-def test_custom_objects(axes, tmp_path):
+def test_custom_objects(tmp_path):
     def build() -> keras.Model:
         model = mlp()
         return keras.Model(model.inputs, Scale(name="scale")(model.outputs[0]))
 
-    plain, parallel = pair(axes, build)
-    for model in (plain, parallel):
+    models = everywhere(build)
+    for model in models:
         model.compile(adam(), "mse")
         fit(model)
-    parallel.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras", custom_objects={"Scale": Scale})
-    assert_same_weights(plain, loaded)
+    for model in models[1:]:
+        model.save(tmp_path / "model.keras")
+        loaded = keras.models.load_model(tmp_path / "model.keras", custom_objects={"Scale": Scale})
+        assert_same_weights(models[0], loaded)
 
 
-@both_meshes
-@pytest.mark.parametrize("name", ["SGD", "Lamb", "Adafactor", "Nadam", "Ftrl"])
-def test_optimizers_saved_and_loaded(axes, name, tmp_path):
+long = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Lamb",
+        "Adafactor",
+        pytest.param("SGD", marks=long),
+        pytest.param("Nadam", marks=long),
+        pytest.param("Ftrl", marks=long),
+    ],
+)
+def test_optimizers_saved_and_loaded(name, tmp_path):
     """State of every shape: none, per element, factored, scalar, whole-tensor."""
-    plain, parallel = pair(axes)
-    for model in (plain, parallel):
+    plain, *parallel = everywhere()
+    for model in (plain, *parallel):
         model.compile(getattr(keras.optimizers, name)(0.01), "mse")
         fit(model)
-    parallel.save(tmp_path / "model.keras")
-    again = kdist.parallelize(keras.models.load_model(tmp_path / "model.keras"), config(axes))
-    assert_same_history(fit(plain), fit(again))
-    assert_same_weights(plain, again)
+    again = []
+    for axes, model in zip(MESHES, parallel):
+        model.save(tmp_path / "model.keras")
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+        again.append(kdist.parallelize(loaded, config(axes)))
+    assert_same_history(fit(plain), *[fit(model) for model in again])
+    assert_same_weights(plain, *again)
 
 
 @both_meshes
