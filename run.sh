@@ -3,7 +3,8 @@
 # into .venv beside this file, once, at the versions of constraints.txt.
 #
 #   sh run.sh train [flags]   the GPT example       (--help lists the flags)
-#   sh run.sh test [args]     the tests             (--long adds the long ones; other args go to pytest)
+#   sh run.sh test [args]     the tests             (--long adds the long ones, and installs KerasHub for
+#                                                    them; other args go to pytest)
 #   sh run.sh lint            ruff and mypy
 #   sh run.sh bench [flags]   step times against plain Keras, MirroredStrategy, JAX
 #   sh run.sh python [args]   Python inside the environment
@@ -97,8 +98,23 @@ ensure_environment() {
     fi
 }
 
+# KerasHub without its dependencies: it asks for tensorflow-text, which brings the full `tensorflow`
+# wheel over `tensorflow-cpu` and which no test needs. What it does import is named here.
+ensure_hub() {
+    if ! "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("keras_hub") is None)'; then
+        printf 'kdist: installing KerasHub into %s, once\n' "$venv" >&2
+        trap stop_installer INT TERM HUP
+        with_progress "$python" -m pip install --disable-pip-version-check --progress-bar off \
+            --constraint "$here/constraints.txt" --no-deps regex tokenizers keras-hub
+        trap - INT TERM HUP
+    fi
+}
+
 run_tests() {
     cd "$here"
+    for argument in "$@"; do
+        if [ "$argument" = --long ]; then ensure_hub; fi
+    done
     # Tracing holds the interpreter lock, so processes help and threads do not; above four, memory
     # (about 2 GB each) becomes the limit.
     workers=${KDIST_WORKERS:-$("$python" -c 'import os; print(min(4, len(os.sched_getaffinity(0))))')}

@@ -1,8 +1,9 @@
 """KerasHub's backbones and tasks, unmodified, with their own layout maps.
 
 Every row is long: KerasHub is not a dependency of the tests (it brings the full `tensorflow` wheel
-over `tensorflow-cpu`), so the default suite must not need it. Asked for with `--long`, a row
-without KerasHub fails and says what to install; none is skipped.
+over `tensorflow-cpu`), so the default suite must not need it. `sh run.sh test --long` installs it
+without its dependencies; in another environment a row without KerasHub fails and says what to
+install; none is skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ def _hub() -> Any:
     try:
         import keras_hub
     except ImportError as error:
-        raise ImportError("This row needs KerasHub: install the extra `hub`.") from error
+        raise ImportError(
+            "This row needs KerasHub: run `sh run.sh test --long`, or install keras-hub, regex and "
+            "tokenizers with `pip install --no-deps`."
+        ) from error
     return keras_hub.models
 
 
