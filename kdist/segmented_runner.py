@@ -48,7 +48,7 @@ class SegmentedRunner(PlainRunner):
         self.keep_gathered = keep_gathered
         self._shards: dict[int, list] = {}
         self._runs: list[Run] = []
-        self._reduced: dict[int, list[Any]] = {}
+        self._reduced: list[tuple[tuple[int, ...], Any]] = []
 
     def _function(self, fn: Callable, jit_compile: bool) -> Callable:
         """Segments are functions; what is between them belongs to the step's graph."""
@@ -56,7 +56,7 @@ class SegmentedRunner(PlainRunner):
 
     def gradients(self, batch: SplitBatch, scale: Any) -> list[dict[str, Any]]:
         """Loss and gradients of every slice; see `Program.loss_and_gradients`."""
-        self._shards, self._runs, self._reduced = {}, [], {}
+        self._shards, self._runs, self._reduced = {}, [], []
         return super().gradients(batch, scale)
 
     def losses(self, batch: SplitBatch) -> list[dict[str, Any]]:
@@ -131,16 +131,19 @@ class SegmentedRunner(PlainRunner):
     def _note(self, variables: Sequence[int], gradient: Any) -> None:
         if not tf.executing_eagerly():
             tensor = gradient.values if is_rows(gradient) else gradient
-            for variable in variables:
-                self._reduced.setdefault(variable, []).append(tensor.op)
+            self._reduced.append((tuple(variables), tensor.op))
 
     def order_backward(self) -> None:
         """A backward half waits for the gradients of the last but `IN_FLIGHT` to be reduced."""
         for run in self._runs:
             last = {v: k for k, (positions, _) in enumerate(run.calls) for v in positions}
+            ready: dict[int, list[Any]] = {}
+            for variables, operation in self._reduced:
+                # What is not made by a segment's backward half may come later than any of them.
+                if all(v in last for v in variables):
+                    ready.setdefault(max(last[v] for v in variables), []).append(operation)
             for k, (_, tensors) in enumerate(run.calls):
-                before = [v for v, at in last.items() if at == k - 1 - IN_FLIGHT]
-                waits = [op for v in before for op in self._reduced.get(v, ())]
+                waits = ready.get(k - 1 - IN_FLIGHT, [])
                 calls = {t.op for t in tensors if t is not None and not is_rows(t)}
                 for call in calls if waits else ():
                     _private.run_after(call, waits)

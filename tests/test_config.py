@@ -19,7 +19,7 @@ def test_defaults():
 
 def test_only_these_fields_exist():
     names = [field.name for field in dataclasses.fields(ParallelConfig)]
-    assert names == ["mesh", "layout_map", "enable_alltoall", "optimizer", "loss_from_layers"]
+    assert names == ["mesh", "layout_map", "enable_alltoall", "optimizer", "fusion", "loss_from_layers"]
     with pytest.raises(TypeError, match="pipeline"):
         ParallelConfig(mesh=mesh(data=2), pipeline=None)
 
@@ -116,6 +116,7 @@ def test_prints_readably():
         "    .*bias       ('model',)",
         "  enable_alltoall: False",
         "  optimizer: level 0 (off)",
+        "  fusion: auto",
         "  loss_from_layers: mean",
     ]
     assert "  layout_map: none" in str(ParallelConfig(mesh=mesh(data=2))).splitlines()

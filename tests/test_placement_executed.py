@@ -378,10 +378,10 @@ def test_work_on_the_first_device_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_moved_update_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     update = parallel.DistributedUpdate
 
-    def moved(optimizer: Any, entries: Any, topology: Any, units: Any) -> Any:
+    def moved(optimizer: Any, entries: Any, topology: Any, units: Any, fuse: Any) -> Any:
         owner = ((units[0].owner[0] + 1) % 4, 0)
         first = dataclasses.replace(units[0], owner=owner)
-        return update(optimizer, entries, topology, (first, *units[1:]))
+        return update(optimizer, entries, topology, (first, *units[1:]), fuse)
 
     monkeypatch.setattr(parallel, "DistributedUpdate", moved)
     assert_only(check_updates, trained({"data": 4}))
