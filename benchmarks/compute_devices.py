@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdist import executed
-from kdist.mesh import Device
+from kdist.device import Device
 
 
 def compute_devices(step: Callable[[], Any]) -> set[int]:

@@ -295,8 +295,20 @@ def nodes_in_order(functional: Any) -> list[Any]:
 
 
 def flat_layers(layer: keras.Layer) -> list[keras.Layer]:
-    """A layer and all layers inside it."""
+    """A layer and all layers inside it, at any depth, itself first."""
     return list(layer._flatten_layers())
+
+
+def calls_of(layer: keras.Layer) -> list[Any]:
+    """The calls of a layer on symbolic tensors: nodes with `arguments` and `outputs`."""
+    return list(layer._inbound_nodes)
+
+
+def compute_loss(
+    model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool
+) -> Any:
+    """The model's loss, through its own `compute_loss`, whatever arguments that takes."""
+    return model._compute_loss(x, y, y_pred, sample_weight, training=training)
 
 
 def pack_outputs(functional: Any, outputs: Sequence[Any]) -> Any:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 def is_built(model: keras.Model) -> bool:
     """Whether all variables of a model exist."""
-    return model.built and all(layer.built for layer in model._flatten_layers())
+    return model.built and all(layer.built for layer in _private.flat_layers(model))
 
 
 def adapt_callbacks(callbacks: Any) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kdist import _private_executed
-from kdist.mesh import Device
+from kdist.device import Device
 
 import tensorflow as tf
 

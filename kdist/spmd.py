@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kdist import _private_dtensor
+from kdist.device import Device
 from kdist.dims import Dims, axes_of, cut_of, inner_dims
-from kdist.mesh import Device, Topology
+from kdist.mesh import Topology
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor

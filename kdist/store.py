@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from kdist import _private
 from kdist.config import ParallelConfig
 from kdist.declare import ResolvedShard, declarations, resolve_declaration
 from kdist.dims import Dims
@@ -41,7 +42,7 @@ class ModelLayouts:
         for layer, resolved in self.layers:
             self._add_declared(layer, resolved)
         self.outputs = _match_outputs(model, patterns)
-        self.model_layers = model._flatten_layers()
+        self.model_layers = _private.flat_layers(model)
         self.any_cut = any(not layout.is_replicated for layout in self.weights.values())
 
     def _add_declared(self, layer: keras.layers.Layer, resolved: ResolvedShard) -> None:
@@ -64,7 +65,7 @@ def _match_outputs(
 ) -> list[tuple[keras.layers.Layer, Dims]]:
     """Layers whose `<path>/output` an activation pattern of the layout map matches."""
     found, used = [], set()
-    for layer in model._flatten_layers(include_self=False):
+    for layer in _private.flat_layers(model)[1:]:
         pattern = match_pattern(patterns, f"{layer.path}/output")
         if pattern is not None:
             used.add(pattern)

@@ -76,4 +76,4 @@ def _compute(
     x, y, sample_weight = batch.whole
     whole = attach_masks(join(outputs, batch.counts), join_masks(masks, batch))
     with _private.override_losses(model, extra):
-        return model._compute_loss(x, y, whole, sample_weight, training=training)
+        return _private.compute_loss(model, x, y, whole, sample_weight, training)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import kdist
-from kdist.mesh import Device
+from kdist.device import Device
 from kdist.parallel import attached
 
 import keras

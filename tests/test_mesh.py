@@ -1,6 +1,7 @@
 import math
 
-from kdist.mesh import Device, Slice, Topology, check_inner_axes_local, mesh
+from kdist.device import Device
+from kdist.mesh import Slice, Topology, check_inner_axes_local, mesh
 
 import hypothesis
 import keras

@@ -8,8 +8,9 @@ from typing import Any
 
 import kdist
 from kdist import executed
+from kdist.device import Device
 from kdist.layout import WeightLayout
-from kdist.mesh import Device, Topology
+from kdist.mesh import Topology
 from kdist.parallel import attached
 from kdist.placement import Placement, assign_owners, place
 from kdist.plan import Plan, Traffic, inner_parts, make_plan, readable

@@ -474,3 +474,66 @@ def test_route_assignments():
     plain.apply(gradients, twin.trainable_variables)
     assert_close(plain.variables, optimizer.variables)
     assert_close(twin.get_weights(), model.get_weights())
+
+
+def test_flat_layers():
+    inner = mlp()
+    outer = keras.Sequential([inner, keras.layers.Dense(2, name="last")])
+    found = _private.flat_layers(outer)
+    assert found[0] is outer
+    assert {layer.name for layer in found[1:]} >= {"mlp", "up", "down", "last"}
+
+
+def test_calls_of():
+    shared = keras.layers.Dense(3)
+    first, second = keras.Input((3,)), keras.Input((3,))
+    outputs = [shared(first), shared(second)]
+    calls = _private.calls_of(shared)
+    assert [call.arguments.keras_tensors for call in calls] == [[first], [second]]
+    assert [call.outputs for call in calls] == [[output] for output in outputs]
+
+
+def test_compute_loss():
+    """An old-fashioned `compute_loss`, without `training`, is called without it."""
+
+    class Old(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+            return keras.ops.mean(sample_weight * keras.ops.sum(y - y_pred, axis=-1))
+
+    model = Old(inputs=(model := mlp()).inputs, outputs=model.outputs)
+    model.compile("sgd")
+    x, y = data(4)
+    weight = np.arange(4.0)
+    found = _private.compute_loss(model, x, y, y + 1, weight, True)
+    assert_close(float(found), -3 * weight.mean())
+
+
+def test_pack_outputs():
+    model = two_outputs()
+    found = _private.pack_outputs(model, [1, 2])
+    assert found == dict(zip(model.output_names, [1, 2]))
+
+
+def test_interpreted():
+    model = mlp()
+    x = data(4)[0]
+    expected = model(x)
+    with _private.interpreted(model, lambda functional, inputs, operation_fn: inputs[0] * 2):
+        assert_close(model(x), 2 * x.astype("float32"))
+    assert_close(model(x), expected)
+
+
+def test_run_after():
+    with tf.Graph().as_default():
+        first, second = tf.constant(1.0), tf.constant(2.0)
+        _private.run_after(second.op, [first.op, second.op])
+        assert list(second.op.control_inputs) == [first.op]
+
+
+def test_decays():
+    kernel, bias = keras.Variable(np.ones((2, 2)), name="kernel"), keras.Variable(1.0, name="bias")
+    optimizer = keras.optimizers.AdamW()
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    optimizer.build([kernel, bias])
+    assert _private.decays(optimizer, kernel)
+    assert not _private.decays(optimizer, bias)
