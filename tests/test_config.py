@@ -19,7 +19,14 @@ def test_defaults():
 
 def test_only_these_fields_exist():
     names = [field.name for field in dataclasses.fields(ParallelConfig)]
-    assert names == ["mesh", "layout_map", "enable_alltoall", "optimizer", "fusion", "loss_from_layers"]
+    assert names == [
+        "mesh",
+        "layout_map",
+        "enable_alltoall",
+        "optimizer",
+        "fusion",
+        "loss_from_layers",
+    ]
     with pytest.raises(TypeError, match="pipeline"):
         ParallelConfig(mesh=mesh(data=2), pipeline=None)
 

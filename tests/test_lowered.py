@@ -1,6 +1,4 @@
 from kdist import _private_dtensor, lowered, spmd
-from kdist.mesh import Topology
-from kdist.mesh import mesh as make_device_mesh
 
 import keras
 import numpy as np
@@ -8,24 +6,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-
-def inner_mesh(**axes):
-    topology = Topology.from_mesh(make_device_mesh(**axes))
-    return spmd.make_mesh(topology.slices[0].devices, topology), topology
-
-
-def cut(value, mesh, *dims):
-    """A numpy array as a DTensor; dims as in a layout, one axis a dim."""
-    parts = []
-    for place in np.ndindex(*mesh.shape()):
-        part = value
-        for dim, axis in enumerate(dims):
-            if axis is not None:
-                position = mesh.dim_names.index(axis)
-                part = np.split(part, mesh.shape()[position], axis=dim)[place[position]]
-        parts.append(tf.constant(part))
-    layout = dtensor.Layout([axis or dtensor.UNSHARDED for axis in dims], mesh)
-    return spmd.pack(parts, layout)
+from .dtensor_parts import cut, inner_mesh
 
 
 def recorded(mesh, function, *inputs, layers=()):

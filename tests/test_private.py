@@ -401,7 +401,7 @@ def test_swap_keras_variables():
 
 
 def test_update_through_keras_variables():
-    local = keras.Variable(np.zeros((4, 2)), name="kernel")
+    local = keras.Variable(np.zeros((4, 2)), dtype="float32", name="kernel")
     view = rows_view(local, local, (slice(2, 4),))
     rows = []
 

@@ -11,25 +11,10 @@ import pytest
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
+from .dtensor_parts import cut, inner_mesh
+
 X = np.arange(64, dtype="float32").reshape(8, 8) / 64
 LAYOUTS = [(None, None), ("model", None), (None, "model")]
-
-
-def inner_mesh(**axes):
-    topology = Topology.from_mesh(make_device_mesh(**axes))
-    return spmd.make_mesh(topology.slices[0].devices, topology), topology
-
-
-def cut(value, mesh, dims):
-    parts = []
-    for place in np.ndindex(*mesh.shape()):
-        part = value
-        for dim, axis in enumerate(dims):
-            if axis is not None:
-                position = mesh.dim_names.index(axis)
-                part = np.split(part, mesh.shape()[position], axis=dim)[place[position]]
-        parts.append(tf.constant(part))
-    return spmd.pack(parts, dtensor.Layout([axis or dtensor.UNSHARDED for axis in dims], mesh))
 
 
 def whole(tensor, mesh):
@@ -95,7 +80,7 @@ def test_relayout_without_alltoall_has_none_forward_or_backward(source, target):
 
     for arriving in LAYOUTS:
         program = moving_program(layout, dtensor.Layout([a or "unsharded" for a in arriving], mesh))
-        (moved, gradient), found = kinds(mesh, program, cut(X, mesh, source))
+        (moved, gradient), found = kinds(mesh, program, cut(X, mesh, *source))
         assert "all-to-all" not in found
         assert specs(moved) == target
         assert specs(gradient) == source
@@ -111,7 +96,7 @@ def test_two_settings_in_one_process_differ():
 
     for alltoall in (True, False, True):
         with spmd.tracing(mesh, topology, alltoall=alltoall) as trace:
-            result, found = kinds(mesh, program, cut(X, mesh, ("model", None)))
+            result, found = kinds(mesh, program, cut(X, mesh, "model", None))
         assert trace.used
         assert found == (["all-to-all"] if alltoall else ["all-gather"])
         assert specs(result) == (None, "model")
@@ -135,7 +120,7 @@ def test_relayout_of_integers_and_bools():
     layout = dtensor.Layout([dtensor.UNSHARDED, "model"], mesh)
     for value in (X.astype("int32"), X > 0.5):
         result, _ = kinds(
-            mesh, lambda x: spmd.relayout(x, layout, alltoall=False), cut(value, mesh, LAYOUTS[1])
+            mesh, lambda x: spmd.relayout(x, layout, alltoall=False), cut(value, mesh, *LAYOUTS[1])
         )
         assert specs(result) == (None, "model")
         np.testing.assert_array_equal(
@@ -163,7 +148,7 @@ def test_gathers_use_the_fast_operation_only_where_it_is_right(
         lambda x: dtensor.relayout(x + 1.0, dtensor.Layout.replicated(mesh, 2)), autograph=False
     )
     with lowered.record() as recorder, spmd.lowering(mesh):
-        parts = [t.numpy() for t in dtensor.unpack(program(cut(X, mesh, dims)))]
+        parts = [t.numpy() for t in dtensor.unpack(program(cut(X, mesh, *dims)))]
     for part in parts:
         np.testing.assert_array_equal(part, X + 1)
     nodes = [n for ds in recorder.programs.values() for d in ds for n in d.node_def]
@@ -191,7 +176,7 @@ def test_a_trace_belongs_to_its_thread():
 
 def test_counts_and_missing_entries():
     mesh, topology = inner_mesh(data=2, model=4)
-    x = cut(np.zeros((8, 8, 3), "float32"), mesh, (None,) * 3)
+    x = cut(np.zeros((8, 8, 3), "float32"), mesh, None, None, None)
     for strategy in ((2, 4), ("data", "model"), (None, "model", None)):
         with spmd.tracing(mesh, topology, alltoall=False) as trace:
             result, _ = kinds(mesh, lambda x, s=strategy: spmd.relayout_active(x, s), x)
@@ -203,7 +188,7 @@ def test_counts_and_missing_entries():
 
 def test_a_dim_that_does_not_divide_stays_whole():
     mesh, topology = inner_mesh(model=4)
-    x = cut(np.zeros((6, 8), "float32"), mesh, (None, None))
+    x = cut(np.zeros((6, 8), "float32"), mesh, None, None)
     with spmd.tracing(mesh, topology, alltoall=False) as trace:
         result, _ = kinds(mesh, lambda x: spmd.relayout_active(x, ("model", None)), x)
     assert specs(result) == (None, None)
@@ -214,7 +199,7 @@ def test_pack_and_replicate():
     mesh, _ = inner_mesh(model=4)
     tensor = spmd.replicate(np.float32(3.5), mesh)
     assert [float(t) for t in dtensor.unpack(tensor)] == [3.5] * 4
-    np.testing.assert_array_equal(whole(cut(X, mesh, (None, "model")), mesh), X)
+    np.testing.assert_array_equal(whole(cut(X, mesh, None, "model"), mesh), X)
 
 
 def test_a_linked_variable_is_one_memory():
@@ -304,7 +289,7 @@ def test_layers_on_cut_weights_equal_plain(name):
     # Each weight cut along its last dim.
     dims = [(None,) * (v.ndim - 1) + ("model",) * (v.shape[-1] % 2 == 0) for v in values]
     dims = [d + (None,) * (v.ndim - len(d)) for d, v in zip(dims, values, strict=True)]
-    params = [cut(v, mesh, d) for v, d in zip(values, dims, strict=True)]
+    params = [cut(v, mesh, *d) for v, d in zip(values, dims, strict=True)]
 
     def program(params, x):
         with tf.GradientTape() as tape:
@@ -418,7 +403,7 @@ def test_a_recurrent_loop_is_found_where_its_input_needs_a_gradient(after_dense)
 
 def test_a_failed_lowering_is_explained_and_leaves_the_mesh_working():
     mesh, _ = inner_mesh(model=2)
-    filters = cut(np.ones((3, 4, 4), "float32"), mesh, (None, None, "model"))
+    filters = cut(np.ones((3, 4, 4), "float32"), mesh, None, None, "model")
     x = spmd.replicate(sequences()[..., :4], mesh)
     program = tf.function(lambda x, f: tf.nn.conv1d(x, f, 1, "VALID"))
     for _ in range(3):
@@ -427,7 +412,7 @@ def test_a_failed_lowering_is_explained_and_leaves_the_mesh_working():
         reason = spmd_limits.explain(caught.value)
         assert reason is not None and reason.startswith("Conv2D: "), reason
         assert "\n" not in reason
-        result, _ = kinds(mesh, lambda x: x + 1.0, cut(X, mesh, ("model", None)))
+        result, _ = kinds(mesh, lambda x: x + 1.0, cut(X, mesh, "model", None))
         np.testing.assert_array_equal(whole(result, mesh), X + 1)
 
 

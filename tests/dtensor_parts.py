@@ -1,0 +1,31 @@
+"""DTensors made by hand, for the tests of what kdist does with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kdist import spmd
+from kdist.mesh import Topology, mesh
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+
+def inner_mesh(**axes: int) -> tuple[dtensor.Mesh, Topology]:
+    """The DTensor mesh of the first slice, and the whole mesh."""
+    topology = Topology.from_mesh(mesh(**axes))
+    return spmd.make_mesh(topology.slices[0].devices, topology), topology
+
+
+def cut(value: np.ndarray, over: dtensor.Mesh, *dims: str | None) -> Any:
+    """An array as a DTensor; `dims` as in a layout, one axis a dim."""
+    parts = []
+    for place in np.ndindex(*over.shape()):
+        part = value
+        for dim, axis in enumerate(dims):
+            if axis is not None:
+                position = over.dim_names.index(axis)
+                part = np.split(part, over.shape()[position], axis=dim)[place[position]]
+        parts.append(tf.constant(part))
+    return spmd.pack(parts, dtensor.Layout([axis or dtensor.UNSHARDED for axis in dims], over))
