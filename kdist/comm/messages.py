@@ -1,0 +1,153 @@
+"""Messages of a collective, as data.
+
+A collective over p devices is a list of rounds; a round is a set of messages, and in one round a
+device sends at most one message and receives at most one (the *single-port* model). Nothing here
+touches a device: `kdist.comm.algorithms` writes schedules, `kdist.comm.cost` prices them,
+`kdist.comm.execute` carries them out.
+
+What a device holds is a set of numbered *chunks*. What the numbers mean depends on the operation:
+
+| operation | chunks |
+| --- | --- |
+| broadcast, reduce, all_reduce | pieces of the flattened value, `Schedule.pieces` of them |
+| gather, all_gather, scatter, reduce_scatter | chunk j is the block of rank j |
+| all_to_all | chunk s·p + d is what rank s has for rank d |
+| scan | 0 (`RUNNING`): the sum so far that travels; 1 (`PREFIX`): the device's result |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+RUNNING, PREFIX = 0, 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Message:
+    """One message from a device to another.
+
+    Attributes:
+        source: rank that sends.
+        target: rank that receives.
+        chunks: the chunks that travel, together, as they are at the start of the round.
+        combine: True if the target combines (adds, ...) them with its own; False if it keeps them.
+        into: chunks of the target that take what arrives; empty means those of the same numbers.
+            With `into`, exactly one chunk travels.
+    """
+
+    source: int
+    target: int
+    chunks: tuple[int, ...]
+    combine: bool = False
+    into: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        sign = "+" if self.combine else "="
+        return f"{self.source}->{self.target} {sign}{list(self.chunks)}"
+
+
+Rounds = tuple[tuple[Message, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """All messages of a collective over `size` devices.
+
+    Attributes:
+        operation: such as `"all_reduce"`.
+        algorithm: such as `"ring"`.
+        size: number of devices p.
+        root: rank of the root, 0 where the operation has none.
+        pieces: into how many chunks a value, or a block, is cut.
+        rounds: the messages, round after round.
+
+    Raises:
+        ValueError: if a round is not single-port, or a rank or chunk does not exist.
+
+    Example:
+        >>> print(schedule("broadcast", "tree", 4))
+        broadcast by tree, 4 devices, 3 messages in 2 rounds
+        0: 0->2 =[0]
+        1: 0->1 =[0]  2->3 =[0]
+    """
+
+    operation: str
+    algorithm: str
+    size: int
+    root: int = 0
+    pieces: int = 1
+    rounds: Rounds = ()
+
+    def __post_init__(self) -> None:
+        for number, messages in enumerate(self.rounds):
+            for role in ("source", "target"):
+                ranks = [getattr(message, role) for message in messages]
+                if len(set(ranks)) != len(ranks):
+                    raise ValueError(
+                        f"In one round a device is the {role} of at most one message. Put the "
+                        f"messages into two rounds. Received: round {number}={messages}"
+                    )
+                if not all(0 <= rank < self.size for rank in ranks):
+                    raise ValueError(
+                        f"A {role} is a rank from 0 to {self.size - 1}. "
+                        f"Received: round {number}={messages}"
+                    )
+            if any(not message.chunks for message in messages):
+                raise ValueError(
+                    f"A message carries at least one chunk. Received: round {number}={messages}"
+                )
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Every message, in order."""
+        return tuple(message for messages in self.rounds for message in messages)
+
+    def sent_bytes(self, chunk_bytes: Sequence[float] | float) -> float:
+        """Bytes on all wires together.
+
+        Args:
+            chunk_bytes: bytes of each chunk, or of every chunk.
+        """
+        return sum(_bytes(message, chunk_bytes) for message in self.messages)
+
+    def critical_bytes(self, chunk_bytes: Sequence[float] | float) -> float:
+        """Bytes that must travel one after the other: the largest message of each round, summed."""
+        return sum(
+            max(_bytes(message, chunk_bytes) for message in messages) for messages in self.rounds
+        )
+
+    def __str__(self) -> str:
+        count = len(self.messages)
+        head = (
+            f"{self.operation} by {self.algorithm}, {self.size} devices, "
+            f"{count} message{'s' * (count != 1)} in {len(self.rounds)} "
+            f"round{'s' * (len(self.rounds) != 1)}"
+        )
+        lines = [
+            f"{number}: " + "  ".join(map(str, messages))
+            for number, messages in enumerate(self.rounds)
+        ]
+        return "\n".join([head, *lines])
+
+
+def _bytes(message: Message, chunk_bytes: Sequence[float] | float) -> float:
+    if isinstance(chunk_bytes, int | float):
+        return len(message.chunks) * chunk_bytes
+    return sum(chunk_bytes[chunk] for chunk in message.chunks)
+
+
+def transposed(rounds: Rounds, *, combine: bool) -> Rounds:
+    """The messages backwards: the last round first, each from its target to its source.
+
+    A broadcast becomes a reduce, a scatter a gather, an all-gather a reduce-scatter: each
+    delivers along a tree, and the transpose collects along it. It is also the gradient.
+
+    Args:
+        rounds: messages without `into`, in which no device gets a chunk twice.
+        combine: whether what arrives is combined.
+    """
+    return tuple(
+        tuple(Message(m.target, m.source, m.chunks, combine) for m in messages)
+        for messages in reversed(rounds)
+    )
