@@ -15,7 +15,7 @@ from kdist._environment import init, prepare
 
 prepare()
 
-from kdist import callbacks, layers  # type: ignore[attr-defined]  # noqa: E402
+from kdist import callbacks, comm, layers  # type: ignore[attr-defined]  # noqa: E402
 from kdist.config import ParallelConfig  # noqa: E402
 from kdist.declare import shard  # noqa: E402
 from kdist.fusion import FusionConfig, get_comm_fusion, set_comm_fusion  # noqa: E402
@@ -39,6 +39,9 @@ __all__ = [
     "apply_gradients",
     "callbacks",
     "get_comm_fusion",
+
+
+    "comm",
     "gradients",
     "init",
     "inspect",

@@ -1,0 +1,55 @@
+"""Collectives over a named mesh axis, by an algorithm of choice, in one process or several.
+
+Example:
+    >>> kdist.init(cpu_devices=4)
+    >>> mesh = kdist.mesh(data=4)
+    >>> values = [tf.fill((2,), float(rank)) for rank in range(4)]
+    >>> kdist.comm.all_reduce(values, mesh, "data", algorithm="ring")
+    >>> print(kdist.comm.schedule("all_reduce", "ring", 4))
+    >>> kdist.comm.predict("all_reduce", "ring", 8, 4, kdist.comm.calibrate())
+"""
+
+from kdist.comm.algorithms import ALGORITHMS, schedule
+from kdist.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scan,
+    scatter,
+    send_recv,
+)
+from kdist.comm.cost import LinkCost, cheapest, predict
+from kdist.comm.group import Group
+from kdist.comm.messages import Message, Schedule
+from kdist.comm.processes import Connection, PeerError, connect, named_errors
+
+__all__ = [
+    "ALGORITHMS",
+    "Connection",
+    "Group",
+    "LinkCost",
+    "Message",
+    "PeerError",
+    "Schedule",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "cheapest",
+    "connect",
+    "gather",
+    "named_errors",
+    "predict",
+    "reduce",
+    "reduce_scatter",
+    "scan",
+    "scatter",
+    "schedule",
+    "send_recv",
+]

@@ -1,0 +1,123 @@
+"""What is asked of a collective, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kdist.comm import algorithms
+from kdist.comm.group import Group
+
+REDUCTIONS = ("sum", "mean", "max", "min", "product")
+DTYPES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint64",
+    "uint32",
+    "uint16",
+    "uint8",
+)
+FLOATS = DTYPES[:4]
+AUTO, RUNTIME = "auto", "runtime"
+# What TensorFlow's own all-reduce takes.
+RUNTIME_DTYPES = (*FLOATS, "int32", "int64")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """One collective, without its values.
+
+    Attributes:
+        operation: one of `algorithms.OPERATIONS`, or `"send_recv"`.
+        group: the devices.
+        algorithm: one of `algorithms.ALGORITHMS`, `"runtime"` or `"auto"`.
+        reduction: one of `REDUCTIONS`.
+        root: rank of the root.
+        dim: tensor dim that is cut or joined; of all-to-all, cut.
+        join_dim: tensor dim that all-to-all joins.
+        sizes: lengths along `dim`, one per rank; of all-to-all, p rows of p: what each rank has
+            for each. None: as equal as possible, or what the values have.
+        exclusive: of scan, leave a rank's own value out.
+        backwards: of scan, from the last rank to the first.
+        pairs: of send_recv, (source, target) ranks.
+    """
+
+    operation: str
+    group: Group
+    algorithm: str = AUTO
+    reduction: str = "sum"
+    root: int = 0
+    dim: int = 0
+    join_dim: int = 0
+    sizes: tuple[Any, ...] | None = None
+    exclusive: bool = False
+    backwards: bool = False
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        p = self.group.size
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(
+                f"A reduction is one of {', '.join(REDUCTIONS)}. "
+                f"Received: reduction={self.reduction!r}"
+            )
+        if self.algorithm == RUNTIME:
+            self._check_runtime()
+        elif self.algorithm != AUTO and self.operation != "send_recv":
+            algorithms.check(self.operation, self.algorithm, p)
+        if isinstance(self.root, bool) or not isinstance(self.root, int) or not 0 <= self.root < p:
+            raise ValueError(
+                f"The root is a rank along axis {self.group.axis!r}, an integer from 0 to {p - 1}. "
+                f"Received: root={self.root!r}"
+            )
+        self._check_pairs(p)
+        if self.sizes is not None:
+            self._check_sizes(p)
+
+    def _check_runtime(self) -> None:
+        if self.operation != "all_reduce" or not self.group.crosses_processes:
+            raise ValueError(
+                "algorithm='runtime' is TensorFlow's own all-reduce, for a group across "
+                "processes. Use algorithm='auto' or one of "
+                f"{', '.join(algorithms.ALGORITHMS)}. Received: algorithm='runtime' for "
+                f"{self.operation} over {self.group}"
+            )
+
+    def _check_pairs(self, p: int) -> None:
+        sources = [source for source, _ in self.pairs]
+        targets = [target for _, target in self.pairs]
+        if len(set(sources)) < len(sources) or len(set(targets)) < len(targets):
+            raise ValueError(
+                "In one send_recv a rank sends at most once and receives at most once. Use two "
+                f"calls, or broadcast. Received: pairs={self.pairs}"
+            )
+        if not all(0 <= rank < p for rank in (*sources, *targets)):
+            raise ValueError(
+                f"A pair names ranks along axis {self.group.axis!r}, from 0 to {p - 1}. "
+                f"Received: pairs={self.pairs}"
+            )
+
+    def _check_sizes(self, p: int) -> None:
+        assert self.sizes is not None
+        rows = self.sizes if self.operation == "all_to_all" else (self.sizes,)
+        whole = all(
+            not isinstance(size, int) or (size >= 0 and not isinstance(size, bool))
+            for row in rows
+            for size in row
+        )
+        if len(self.sizes) != p or not whole or any(len(row) != p for row in rows):
+            shape = f"{p} rows of {p}" if self.operation == "all_to_all" else f"{p}"
+            raise ValueError(
+                f"The sizes of {self.operation} along axis {self.group.axis!r} are {shape} "
+                f"integers of at least 0, one per rank. Received: sizes={self.sizes}"
+            )
+
+    def changed(self, **changes: Any) -> Call:
+        """The same call with other attributes."""
+        return dataclasses.replace(self, **changes)

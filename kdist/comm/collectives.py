@@ -1,0 +1,480 @@
+"""The collectives: every device of a mesh gives a value, and gets one.
+
+All take a list with one value per device *of this process*, in the mesh's order, and return such a
+list. Devices that differ only along `axis` form a group; each group communicates by itself. In one
+program over several processes, every process calls the same collectives in the same order, each
+with its own values.
+
+They run eagerly and inside `tf.function`, and gradient tapes see through them
+(`kdist.comm.gradients`). Dtypes: float64, float32, float16, bfloat16, and integers of 8 to 64 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kdist.comm.call import AUTO, Call
+from kdist.comm.dispatch import collective
+from kdist.comm.group import Group
+
+import keras
+import tensorflow as tf
+
+Mesh = keras.distribution.DeviceMesh | Group
+Results = list[Any]
+
+
+def broadcast(
+    values: Sequence[Any],
+    mesh: Mesh,
+    axis: str | None = None,
+    *,
+    root: int = 0,
+    algorithm: str = AUTO,
+) -> Results:
+    """Gives every rank the value of the root.
+
+    Args:
+        values: tensors, one per device; only the root's counts, others may be None (across
+            processes a tensor or a `tf.TensorSpec` of the shape).
+        mesh: a mesh, or a `Group`, which is checked once.
+        axis: name of a mesh axis; of a group, left out.
+        root: rank along the axis.
+        algorithm: "direct", "ring", "tree", "halving", "hypercube", or "auto": direct in one
+            process, across processes what the cost model finds cheapest.
+
+    Returns:
+        Tensors of the root's shape.
+
+    Raises:
+        ValueError: for values, an axis, a root or an algorithm that do not fit.
+        PeerError: if another process does not answer in time.
+
+    Example:
+        >>> mesh = kdist.mesh(data=2)
+        >>> kdist.comm.broadcast([tf.constant(7), None], mesh, "data")
+        [7, 7]
+    """
+    return _run(values, mesh, axis, operation="broadcast", root=root, algorithm=algorithm)
+
+
+def reduce(
+    values: Sequence[Any],
+    mesh: Mesh,
+    axis: str | None = None,
+    *,
+    reduction: str = "sum",
+    root: int = 0,
+    algorithm: str = AUTO,
+) -> Results:
+    """Combines the values of all ranks on the root.
+
+    Args:
+        values: tensors of one shape, one per device.
+        mesh: as in `broadcast`.
+        axis: as in `broadcast`.
+        reduction: "sum", "mean" (floats only; the sum divided by p), "max", "min" or "product".
+        root: rank along the axis.
+        algorithm: as in `broadcast`.
+
+    Returns:
+        The result on the root, None elsewhere.
+
+    Raises:
+        ValueError: as `broadcast`, and for a mean of integers.
+        PeerError: as `broadcast`.
+    """
+    return _run(
+        values, mesh, axis, operation="reduce", reduction=reduction, root=root, algorithm=algorithm
+    )
+
+
+def all_reduce(
+    values: Sequence[Any],
+    mesh: Mesh,
+    axis: str | None = None,
+    *,
+    reduction: str = "sum",
+    algorithm: str = AUTO,
+) -> Results:
+    """Combines the values of all ranks, on every rank.
+
+    Args:
+        values: tensors of one shape, one per device.
+        mesh: as in `broadcast`.
+        axis: as in `broadcast`.
+        reduction: as in `reduce`.
+        algorithm: as in `broadcast`; across processes also "runtime", TensorFlow's own all-reduce,
+            which is what "auto" takes there for floats, int32 and int64.
+
+    Returns:
+        Tensors of that shape.
+
+    Raises:
+        ValueError: as `reduce`.
+        PeerError: as `broadcast`.
+
+    Example:
+        >>> values = [tf.constant([2, 4, 6]), tf.constant([1, 2, 3]), tf.constant([4, 8, 12])]
+        >>> kdist.comm.all_reduce(values, kdist.mesh(data=3), "data", algorithm="ring")
+        [[7, 14, 21], [7, 14, 21], [7, 14, 21]]
+    """
+    return _run(
+        values, mesh, axis, operation="all_reduce", reduction=reduction, algorithm=algorithm
+    )
+
+
+def gather(
+    values: Sequence[Any],
+    mesh: Mesh,
+    axis: str | None = None,
+    *,
+    dim: int = 0,
+    root: int = 0,
+    sizes: Sequence[int] | None = None,
+    algorithm: str = AUTO,
+) -> Results:
+    """Joins the values of all ranks on the root.
+
+    Args:
+        values: tensors, one per device, of one shape but for `dim`.
+        mesh: as in `broadcast`.
+        axis: as in `broadcast`.
+        dim: the tensor dim along which they are joined, in the order of the ranks.
+        root: rank along the axis.
+        sizes: length of each rank's value along `dim`; needed across processes where they differ.
+        algorithm: as in `broadcast`.
+
+    Returns:
+        The joined tensor on the root, None elsewhere.
+
+    Raises:
+        ValueError: as `broadcast`, and for a dim or sizes that do not fit the values.
+        PeerError: as `broadcast`.
+    """
+    return _run(
+        values,
+        mesh,
+        axis,
+        operation="gather",
+        dim=dim,
+        root=root,
+        sizes=sizes,
+        algorithm=algorithm,
+    )
+
+
+def all_gather(
+    values: Sequence[Any],
+    mesh: Mesh,
+    axis: str | None = None,
+    *,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    algorithm: str = AUTO,
+) -> Results:
+    """Joins the values of all ranks, on every rank.
+
+    Args:
+        values: as in `gather`.
+        mesh: as in `broadcast`.
+        axis: as in `broadcast`.
+        dim: as in `gather`.
+        sizes: as in `gather`.
+        algorithm: as in `broadcast`.
+
+    Returns:
+        The joined tensors.
+
+    Raises:
+        ValueError: as `gather`.
+        PeerError: as `broadcast`.
+    """
+    return _run(
+        values, mesh, axis, operation="all_gather", dim=dim, sizes=sizes, algorithm=algorithm
+    )
+
+
+def scatter(
+    values: Sequence[Any],
+    mesh: Mesh,
+    axis: str | None = None,
+    *,
+    dim: int = 0,
+    root: int = 0,
+    sizes: Sequence[int] | None = None,
+    algorithm: str = AUTO,
+) -> Results:
+    """Cuts the root's value and gives each rank its part.
+
+    Args:
+        values: as in `broadcast`.
+        mesh: as in `broadcast`.
+        axis: as in `broadcast`.
+        dim: the tensor dim that is cut.
+        root: rank along the axis.
+        sizes: length of each rank's part; by default as equal as possible, longer ones first.
+        algorithm: as in `broadcast`.
+
+    Returns:
+        The parts.
+
+    Raises:
+        ValueError: as `gather`.
+        PeerError: as `broadcast`.
+    """
+    return _run(
+        values,
+        mesh,
+        axis,
+        operation="scatter",
+        dim=dim,
+        root=root,
+        sizes=sizes,
+        algorithm=algorithm,
+    )
+
+
+def reduce_scatter(
+    values: Sequence[Any],
+    mesh: Mesh,
+    axis: str | None = None,
+    *,
+    reduction: str = "sum",
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    algorithm: str = AUTO,
+) -> Results:
+    """Combines the values of all ranks and gives each rank its part of the result.
+
+    Args:
+        values: tensors of one shape, one per device.
+        mesh: as in `broadcast`.
+        axis: as in `broadcast`.
+        reduction: as in `reduce`.
+        dim: the tensor dim that is cut.
+        sizes: as in `scatter`.
+        algorithm: as in `broadcast`.
+
+    Returns:
+        The parts.
+
+    Raises:
+        ValueError: as `reduce` and `gather`.
+        PeerError: as `broadcast`.
+    """
+    return _run(
+        values,
+        mesh,
+        axis,
+        operation="reduce_scatter",
+        reduction=reduction,
+        dim=dim,
+        sizes=sizes,
+        algorithm=algorithm,
+    )
+
+
+def all_to_all(
+    values: Sequence[Any],
+    mesh: Mesh,
+    axis: str | None = None,
+    *,
+    cut_dim: int = 0,
+    join_dim: int = 0,
+    sizes: Sequence[Sequence[int]] | None = None,
+    algorithm: str = AUTO,
+) -> Results:
+    """Cuts each value into a part per rank; each rank joins the parts that are for it.
+
+    Args:
+        values: tensors, one per device, of one rank.
+        mesh: as in `broadcast`.
+        axis: as in `broadcast`.
+        cut_dim: the tensor dim that is cut.
+        join_dim: the tensor dim along which the parts are joined, in the order of the ranks.
+        sizes: `sizes[s][d]` is the length along `cut_dim` of what rank s has for rank d; by
+            default as equal as possible.
+        algorithm: as in `broadcast`.
+
+    Returns:
+        The joined parts.
+
+    Raises:
+        ValueError: as `gather`.
+        PeerError: as `broadcast`.
+    """
+    return _run(
+        values,
+        mesh,
+        axis,
+        operation="all_to_all",
+        dim=cut_dim,
+        join_dim=join_dim,
+        sizes=None if sizes is None else [tuple(row) for row in sizes],
+        algorithm=algorithm,
+    )
+
+
+def scan(
+    values: Sequence[Any],
+    mesh: Mesh,
+    axis: str | None = None,
+    *,
+    reduction: str = "sum",
+    exclusive: bool = False,
+    algorithm: str = AUTO,
+) -> Results:
+    """Combines, on each rank, the values of the ranks up to it: a prefix sum.
+
+    Args:
+        values: tensors of one shape, one per device.
+        mesh: as in `broadcast`.
+        axis: as in `broadcast`.
+        reduction: "sum", "max", "min" or "product".
+        exclusive: leave the rank's own value out; rank 0 then gets what changes nothing (0, 1,
+            the smallest or the largest number).
+        algorithm: as in `broadcast`.
+
+    Returns:
+        Tensors of that shape.
+
+    Raises:
+        ValueError: as `reduce`, and for a mean.
+        PeerError: as `broadcast`.
+
+    Example:
+        >>> kdist.comm.scan([tf.constant(1), tf.constant(2)], kdist.mesh(data=2), "data")
+        [1, 3]
+    """
+    if reduction == "mean":
+        raise ValueError(
+            "A scan has no mean. Scan by 'sum' and divide each rank's result by the number of "
+            "values in it. Received: reduction='mean'"
+        )
+    return _run(
+        values,
+        mesh,
+        axis,
+        operation="scan",
+        reduction=reduction,
+        exclusive=bool(exclusive),
+        algorithm=algorithm,
+    )
+
+
+def send_recv(
+    values: Sequence[Any],
+    mesh: Mesh,
+    axis: str | None = None,
+    *,
+    pairs: Sequence[tuple[int, int]],
+) -> Results:
+    """Sends values from ranks to ranks; who receives nothing keeps its own.
+
+    Args:
+        values: one per device: a tensor for each source; for a target that has no value, None (in
+            one process) or a `tf.TensorSpec` of what comes.
+        mesh: as in `broadcast`.
+        axis: as in `broadcast`.
+        pairs: (source, target) ranks along the axis; a rank is at most once a source and at most
+            once a target.
+
+    Returns:
+        What each device received, or its own value.
+
+    Raises:
+        ValueError: as `broadcast`, and for pairs that do not fit.
+        PeerError: as `broadcast`.
+
+    Example:
+        >>> kdist.comm.send_recv([tf.constant(1), None], kdist.mesh(data=2), "data", pairs=[(0, 1)])
+        [1, 1]
+    """
+    return _run(
+        values,
+        mesh,
+        axis,
+        operation="send_recv",
+        pairs=tuple((int(source), int(target)) for source, target in pairs),
+    )
+
+
+def barrier(
+    values: Sequence[Any] | None = None,
+    mesh: Mesh | None = None,
+    axis: str | None = None,
+    *,
+    algorithm: str = AUTO,
+) -> Results | None:
+    """Waits for every rank.
+
+    Args:
+        values: tensors, one per device. The results are the same tensors, none of which is there
+            before all of the group are. None, eagerly: the call returns when all ranks are in it.
+        mesh: as in `broadcast`.
+        axis: as in `broadcast`.
+        algorithm: of the all-reduce of one number that it is.
+
+    Returns:
+        The values, or None.
+
+    Raises:
+        ValueError: as `broadcast`; without values inside of `tf.function`, where nothing would
+            wait for it.
+        PeerError: as `broadcast`.
+    """
+    if mesh is None:
+        raise ValueError("A barrier is over an axis of a mesh. Received: mesh=None")
+    group = _group(mesh, axis)
+    if values is None and not tf.executing_eagerly():
+        raise ValueError(
+            "Inside tf.function a barrier holds values back: give them, and use what it returns. "
+            "Received: values=None"
+        )
+    if values is not None and len(values) != len(group.local):
+        raise ValueError(
+            f"A barrier takes a value per device of this process, {len(group.local)}, or None. "
+            f"Received: {len(values)} values"
+        )
+    tokens = []
+    for k, device in enumerate(group.local_devices):
+        with tf.device(device), tf.control_dependencies(values[k : k + 1] if values else []):
+            # One element per rank: a ring has something to send in every message.
+            tokens.append(tf.zeros([group.size], tf.int32))
+    done = collective(Call(operation="all_reduce", group=group, algorithm=algorithm), tokens)
+    if values is None:
+        return None
+    results = []
+    for value, token, device in zip(values, done, group.local_devices):
+        with tf.device(device), tf.control_dependencies([token]):
+            results.append(tf.identity(value))
+    return results
+
+
+def _group(mesh: Mesh, axis: str | None) -> Group:
+    if isinstance(mesh, Group):
+        if axis not in (None, mesh.axis):
+            raise ValueError(
+                f"This group is along axis {mesh.axis!r}: leave `axis` out, or make another with "
+                f"Group.of(mesh, {axis!r}). Received: axis={axis!r}"
+            )
+        return mesh
+    if not isinstance(axis, str):
+        raise ValueError(
+            f"A collective over a mesh needs the name of an axis. Received: axis={axis!r}"
+        )
+    return Group.of(mesh, axis)
+
+
+def _run(
+    values: Sequence[Any],
+    mesh: Mesh,
+    axis: str | None,
+    sizes: Sequence[Any] | None = None,
+    **options: Any,
+) -> Results:
+    group = _group(mesh, axis)
+    fixed = None if sizes is None else tuple(sizes)
+    return collective(Call(group=group, sizes=fixed, **options), values)

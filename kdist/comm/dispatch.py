@@ -1,0 +1,278 @@
+"""From checked values to results: group by group, eager or traced, with gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from kdist import _private_comm
+from kdist.comm import gradients, processes
+from kdist.comm.call import DTYPES, Call
+from kdist.comm.execute import Row
+from kdist.comm.operations import perform
+from kdist.mesh import Device
+
+import tensorflow as tf
+
+Values = list[Any]
+_REDUCING = ("reduce", "all_reduce", "reduce_scatter", "scan")
+_ONE_SHAPE = (*_REDUCING, "broadcast")
+_ALONG_A_DIM = ("gather", "all_gather", "scatter", "reduce_scatter", "all_to_all")
+
+
+def collective(call: Call, values: Sequence[Any]) -> Values:
+    """Runs a call.
+
+    Args:
+        call: what is asked.
+        values: one per device of this process, in the mesh's order.
+
+    Returns:
+        One result per device of this process; None where the operation gives none.
+
+    Raises:
+        ValueError: for values that do not fit the call.
+        PeerError: eagerly, if another process does not take part.
+    """
+    given = _placed(call, values)
+    check_values(call, given)
+    if not call.group.crosses_processes:
+        return _here(call, given)
+    _check_static(call, given)
+    if not tf.executing_eagerly():
+        return _across(call, given)
+    signature = tuple(
+        (tuple(value.shape), value.dtype.name, tf.is_tensor(value)) if value is not None else None
+        for value in given
+    )
+    with processes.named_errors():
+        results = _traced(call, signature)(*[value for value in given if tf.is_tensor(value)])
+        return _on_own_devices(call, results)
+
+
+def _here(call: Call, values: Values) -> Values:
+    """In one process."""
+    if not any(map(tf.is_tensor, values)) or not gradients.is_differentiable(values):
+        return _rows(call, values, [])
+    inputs = [value for value in values if tf.is_tensor(value)]
+    with _private_comm.unrecorded():
+        results = _rows(call, values, [])
+    outputs = [result for result in results if result is not None]
+
+    def backward(*grads: Any) -> Values:
+        upstream = iter(grads)
+        found = gradients.backward(
+            call, values, [None if r is None else next(upstream) for r in results], collective
+        )
+        return [grad for grad, value in zip(found, values) if tf.is_tensor(value)]
+
+    _private_comm.record_gradient(call.operation, outputs, inputs, backward)
+    return results
+
+
+def _across(call: Call, values: Values) -> Values:
+    """Across processes, in a graph. One device per process needs no gradient of several devices."""
+    mask = [tf.is_tensor(value) for value in values]
+    layout: list[bool] = []
+
+    def forward(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
+        feed = iter(tensors)
+        full = [next(feed) if tensor else value for value, tensor in zip(values, mask)]
+        started: list[tf.Operation] = []
+        with processes.lane(started):
+            results = _rows(call, full, started)
+        layout[:] = [result is not None for result in results]
+
+        def backward(*grads: Any) -> Values:
+            upstream = iter(grads)
+            found = gradients.backward(
+                call, full, [next(upstream) if there else None for there in layout], collective
+            )
+            return [grad for grad, tensor in zip(found, mask) if tensor]
+
+        return [result for result in results if result is not None], backward
+
+    inputs = [value for value in values if tf.is_tensor(value)]
+    if inputs and gradients.is_differentiable(values):
+        outputs = tf.custom_gradient(forward)(*inputs)
+    else:
+        outputs, _ = forward(*inputs)
+    rest = iter(outputs)
+    return [next(rest) if there else None for there in layout]
+
+
+@functools.lru_cache(maxsize=512)
+def _traced(call: Call, signature: tuple[Any, ...]) -> Any:
+    """The graph of an eager call: op by op, a send would wait before the receive is asked for."""
+
+    def program(*tensors: tf.Tensor) -> Values:
+        feed = iter(tensors)
+        values = [
+            None if part is None else next(feed) if part[2] else tf.TensorSpec(part[0], part[1])
+            for part in signature
+        ]
+        return _across(call, values)
+
+    return tf.function(program, autograph=False)
+
+
+def _rows(call: Call, values: Values, started: list[tf.Operation]) -> Values:
+    group = call.group
+    at = dict(zip(group.local, values))
+    found: dict[int, Any] = {}
+    for positions in group.local_rows:
+        order = positions[::-1] if call.backwards else positions
+        row = Row(
+            devices=tuple(group.devices[position] for position in order),
+            local=tuple(position in at for position in order),
+            operation=call.operation,
+            axis=group.axis,
+            about=f"{call.operation}|{call.algorithm}|{group.axis}|{call.backwards}",
+            timeout_seconds=group.timeout_seconds,
+            started=started,
+        )
+        results = perform(call, [at.get(position) for position in order], row)
+        found.update(zip(order, results))
+    inputs = {id(value) for value in values}
+    results = []
+    for position in group.local:
+        result = found[position]
+        if id(result) in inputs:  # a gradient needs a tensor of its own
+            with tf.device(group.devices[position]):
+                result = tf.identity(result)
+        results.append(result)
+    return results
+
+
+def _on_own_devices(call: Call, values: Values) -> Values:
+    """The results of a function lie on its first device."""
+    results = []
+    for value, device in zip(values, call.group.local_devices):
+        with tf.device(device):
+            results.append(None if value is None else tf.identity(value))
+    return results
+
+
+def _placed(call: Call, values: Sequence[Any]) -> Values:
+    """Values as tensors on their devices."""
+    devices = call.group.local_devices
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != len(devices):
+        raise ValueError(
+            f"{call.operation} over axis {call.group.axis!r} takes a list of {len(devices)} values, "
+            f"one per device of the mesh in this process. Received: values={_short(values)}"
+        )
+    return [
+        value if value is None or isinstance(value, tf.TensorSpec) else _place(value, device)
+        for value, device in zip(values, devices)
+    ]
+
+
+def _place(value: Any, device: str) -> tf.Tensor:
+    with tf.device(device):
+        tensor = tf.convert_to_tensor(value)
+        if tf.executing_eagerly() and _is_on(tensor, device):
+            return tensor
+        return tf.identity(tensor)
+
+
+def _is_on(tensor: tf.Tensor, device: str) -> bool:
+    there, wanted = Device.parse(tensor.device), Device.parse(device)
+    return (there.kind, there.index) == (wanted.kind, wanted.index)
+
+
+def check_values(call: Call, values: Values) -> None:
+    """Refuses values that do not fit a call."""
+    group, ranks = call.group, _ranks(call)
+    for value, rank in zip(values, ranks):
+        if not tf.is_tensor(value) and _needs_value(call, rank):
+            raise ValueError(
+                f"{call.operation} over axis {group.axis!r} needs a tensor of every device"
+                f"{f' of rank {call.root}' if call.operation in ('broadcast', 'scatter') else ''}. "
+                f"Received: value={value} for rank {rank}"
+            )
+    given = [value for value in values if value is not None]
+    if not given:
+        raise ValueError(
+            f"{call.operation} over axis {group.axis!r} has no value in this process to tell the "
+            "shape. Give tf.TensorSpec(shape, dtype) for what comes from another process. "
+            f"Received: values={values}"
+        )
+    dtypes = {value.dtype.name for value in given}
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
+        raise ValueError(
+            f"The values of {call.operation} have one dtype of {', '.join(DTYPES)}. Cast them. "
+            f"Received: dtypes={sorted(dtypes)}"
+        )
+    if call.reduction == "mean" and call.operation in _REDUCING and "int" in next(iter(dtypes)):
+        raise ValueError(
+            "A mean of integers is not an integer. Cast the values to a float dtype, or use "
+            f"reduction='sum'. Received: reduction='mean', dtype={next(iter(dtypes))!r}"
+        )
+    if call.operation in _ONE_SHAPE and any(
+        not given[0].shape.is_compatible_with(value.shape) for value in given
+    ):
+        raise ValueError(
+            f"The values of {call.operation} over axis {group.axis!r} have one shape. "
+            f"Received: shapes={[tuple(value.shape) for value in given]}"
+        )
+    if call.operation in _ALONG_A_DIM:
+        _check_dims(call, values, ranks)
+
+
+def _check_dims(call: Call, values: Values, ranks: list[int]) -> None:
+    for value, rank in zip(values, ranks):
+        if value is None:
+            continue
+        for name, dim in (("dim", call.dim), ("join_dim", call.join_dim)):
+            dims = value.shape.rank
+            if dims is None or not isinstance(dim, int) or not -dims <= dim < dims:
+                raise ValueError(
+                    f"`{name}` of {call.operation} is a dim of the values, which have {dims}. "
+                    f"Received: {name}={dim!r}"
+                )
+        if call.sizes is None:
+            continue
+        sizes = call.sizes[rank] if call.operation == "all_to_all" else call.sizes
+        joined = call.operation in ("gather", "all_gather")
+        needed = sizes[rank] if joined else None if _unknown(sizes) else sum(sizes)
+        have = value.shape[call.dim]
+        if isinstance(needed, int) and have is not None and have != needed:
+            raise ValueError(
+                f"The sizes say that dim {call.dim} of rank {rank}'s value is {needed} long in "
+                f"{call.operation}. Received: sizes={call.sizes}, shape={tuple(value.shape)}"
+            )
+
+
+def _unknown(sizes: Sequence[Any]) -> bool:
+    return not all(isinstance(size, int) for size in sizes)
+
+
+def _check_static(call: Call, values: Values) -> None:
+    for value in values:
+        if value is not None and not value.shape.is_fully_defined():
+            raise ValueError(
+                f"{call.operation} over axis {call.group.axis!r} crosses processes, and the other "
+                "side must know the shape: give the function an input_signature without None, or "
+                f"use tf.ensure_shape. Received: shape={value.shape}"
+            )
+
+
+def _needs_value(call: Call, rank: int) -> bool:
+    if call.operation in ("broadcast", "scatter"):
+        return rank == call.root
+    if call.operation == "send_recv":
+        return any(rank == source for source, _ in call.pairs)
+    return True
+
+
+def _ranks(call: Call) -> list[int]:
+    """Rank of each device of this process."""
+    ranks = {position: rank for row in call.group.rows for rank, position in enumerate(row)}
+    return [ranks[position] for position in call.group.local]
+
+
+def _short(values: Any) -> str:
+    if isinstance(values, Sequence) and not isinstance(values, str):
+        return f"{type(values).__name__} of {len(values)}"
+    return repr(values)[:200]

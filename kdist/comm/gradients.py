@@ -1,0 +1,246 @@
+"""Gradients of collectives: the transposed collective, by the same algorithm.
+
+| forward | backward |
+| --- | --- |
+| broadcast | reduce by sum |
+| reduce, all_reduce by sum or mean | broadcast, all_reduce (divided by p for a mean) |
+| gather, all_gather | scatter, reduce_scatter by sum |
+| scatter, reduce_scatter by sum or mean | gather, all_gather |
+| all_to_all | all_to_all with cut and join exchanged |
+| scan by sum | scan from the other end |
+| send_recv | send_recv the other way |
+| max, min, product | every device gathers all values and differentiates its own |
+
+The gradient with respect to a device's value is the sum over all results that it went into, as if
+one program had computed everything. In an SPMD loss that every device computes alike, divide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kdist.comm.call import FLOATS, Call
+from kdist.comm.execute import FOLDS, shape_of
+
+import tensorflow as tf
+
+Values = list[Any]
+Collective = Callable[[Call, Values], Values]
+# Across processes a backward pass runs where the forward had a result, so all must have one.
+EVERYWHERE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "scan")
+
+
+def is_differentiable(values: Sequence[Any]) -> bool:
+    """Whether values have a dtype with gradients."""
+    given = next(value for value in values if value is not None)
+    return given.dtype.name in FLOATS
+
+
+def backward(call: Call, inputs: Values, upstream: Values, collective: Collective) -> Values:
+    """Gradients with respect to the inputs of a call.
+
+    Args:
+        call: the forward call.
+        inputs: its values, one per device of this process.
+        upstream: gradient of each result, None where there was none.
+        collective: runs a call, differentiably.
+
+    Returns:
+        One gradient per device; None where there is no input.
+
+    Raises:
+        ValueError: for an operation whose results are not on every process, across processes.
+    """
+    if call.group.crosses_processes and call.operation not in EVERYWHERE:
+        raise ValueError(
+            f"The gradient of {call.operation} across processes would need a backward pass in "
+            "processes that have no result, or no input, of it. Use one of "
+            f"{', '.join(EVERYWHERE)}. Received: operation={call.operation!r} over {call.group}"
+        )
+    reduces = call.operation in ("reduce", "all_reduce", "reduce_scatter", "scan")
+    if reduces and call.reduction not in ("sum", "mean"):
+        return _of_any_reduction(call, inputs, upstream, collective)
+    found = _TRANSPOSES[call.operation](call, inputs, upstream, collective)
+    if reduces and call.reduction == "mean":
+        return _each(call, found, lambda grad: grad / tf.cast(call.group.size, grad.dtype))
+    return found
+
+
+def _each(call: Call, values: Values, change: Callable[[Any], Any]) -> Values:
+    """Applies a function on each value's device."""
+    results = []
+    for value, device in zip(values, call.group.local_devices):
+        with tf.device(device):
+            results.append(None if value is None else change(value))
+    return results
+
+
+def _broadcast(call: Call, inputs: Values, upstream: Values, collective: Collective) -> Values:
+    return collective(call.changed(operation="reduce", reduction="sum"), upstream)
+
+
+def _reduce(call: Call, inputs: Values, upstream: Values, collective: Collective) -> Values:
+    return collective(call.changed(operation="broadcast", reduction="sum"), upstream)
+
+
+def _all_reduce(call: Call, inputs: Values, upstream: Values, collective: Collective) -> Values:
+    return collective(call.changed(reduction="sum"), upstream)
+
+
+def _lengths(call: Call, values: Values) -> tuple[Any, ...]:
+    """Length along the dim of each rank's value; groups of one mesh are alike in this."""
+    if call.sizes is not None:
+        return call.sizes
+    place = {position: k for k, position in enumerate(call.group.local)}
+    row = call.group.local_rows[0]
+    if call.group.crosses_processes:
+        # Without sizes, the forward pass took all for equal.
+        return (int(values[0].shape[call.dim]),) * len(row)
+    return tuple(shape_of(values[place[position]])[call.dim] for position in row)
+
+
+def _gather(call: Call, inputs: Values, upstream: Values, collective: Collective) -> Values:
+    other = {"gather": "scatter", "all_gather": "reduce_scatter"}[call.operation]
+    sizes = _lengths(call, inputs)
+    return collective(call.changed(operation=other, reduction="sum", sizes=sizes), upstream)
+
+
+def _scatter(call: Call, inputs: Values, upstream: Values, collective: Collective) -> Values:
+    other = {"scatter": "gather", "reduce_scatter": "all_gather"}[call.operation]
+    sizes = call.sizes
+    if sizes is None and call.group.crosses_processes:
+        from kdist.comm.operations import balanced
+
+        sizes = tuple(balanced(int(inputs[0].shape[call.dim]), call.group.size))
+    return collective(call.changed(operation=other, reduction="sum", sizes=sizes), upstream)
+
+
+def _all_to_all(call: Call, inputs: Values, upstream: Values, collective: Collective) -> Values:
+    from kdist.comm.operations import balanced
+
+    # What rank d got from rank s goes back: lengths along the joined dim.
+    p, place = call.group.size, {position: k for k, position in enumerate(call.group.local)}
+    row = call.group.local_rows[0]
+    if call.dim != call.join_dim:
+        if call.group.crosses_processes:
+            lengths = [int(inputs[0].shape[call.join_dim])] * p
+        else:
+            lengths = [shape_of(inputs[place[position]])[call.join_dim] for position in row]
+        sizes = (tuple(lengths),) * p
+    elif call.sizes is not None:
+        sizes = tuple(tuple(call.sizes[s][d] for s in range(p)) for d in range(p))
+    elif call.group.crosses_processes:
+        one = balanced(int(inputs[0].shape[call.dim]), p)
+        sizes = tuple((one[d],) * p for d in range(p))
+    else:
+        table = [balanced(shape_of(inputs[place[q]])[call.dim], p) for q in row]
+        sizes = tuple(tuple(table[s][d] for s in range(p)) for d in range(p))
+    back = call.changed(dim=call.join_dim, join_dim=call.dim, sizes=sizes)
+    return collective(back, upstream)
+
+
+def _scan(call: Call, inputs: Values, upstream: Values, collective: Collective) -> Values:
+    return collective(call.changed(backwards=not call.backwards), upstream)
+
+
+def _send_recv(call: Call, inputs: Values, upstream: Values, collective: Collective) -> Values:
+    """A target's own value was replaced; a source keeps its value and has sent it."""
+    targets = {target for _, target in call.pairs}
+    ranks = {position: rank for row in call.group.rows for rank, position in enumerate(row)}
+    sent = collective(
+        call.changed(pairs=tuple((target, source) for source, target in call.pairs)), upstream
+    )
+    sources = {source for source, _ in call.pairs}
+    results = []
+    for k, position in enumerate(call.group.local):
+        rank = ranks[position]
+        parts = [upstream[k]] if rank not in targets and upstream[k] is not None else []
+        parts += [sent[k]] if rank in sources else []
+        with tf.device(call.group.devices[position]):
+            if parts:
+                results.append(tf.add_n(parts))
+            else:
+                results.append(None if inputs[k] is None else tf.zeros_like(inputs[k]))
+    return results
+
+
+_TRANSPOSES: dict[str, Callable[[Call, Values, Values, Collective], Values]] = {
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "all_reduce": _all_reduce,
+    "gather": _gather,
+    "all_gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _scatter,
+    "all_to_all": _all_to_all,
+    "scan": _scan,
+    "send_recv": _send_recv,
+}
+
+
+def _of_any_reduction(
+    call: Call, inputs: Values, upstream: Values, collective: Collective
+) -> Values:
+    """Gathers all inputs and upstream gradients; each device differentiates by its own input."""
+    group, fold = call.group, FOLDS[call.reduction]
+    ranks = {position: rank for row in group.rows for rank, position in enumerate(row)}
+    every = call.changed(operation="all_gather", algorithm="auto", dim=0, sizes=None)
+    stacked = collective(every, _each(call, inputs, lambda x: x[None]))
+    grads = upstream
+    if call.operation == "reduce":
+        grads = collective(call.changed(operation="broadcast", algorithm="auto"), upstream)
+    elif call.operation == "reduce_scatter":
+        grads = _scatter(call, inputs, upstream, collective)
+    elif call.operation == "scan":
+        grads = collective(every, _each(call, upstream, lambda x: x[None]))
+    results = []
+    for k, position in enumerate(group.local):
+        with tf.device(group.devices[position]):
+            results.append(
+                _derivative(
+                    call, fold, tf.unstack(stacked[k], group.size), ranks[position], grads[k]
+                )
+                if call.operation == "scan"
+                else _total_derivative(
+                    fold, tf.unstack(stacked[k], group.size), ranks[position], grads[k], call
+                )
+            )
+    return results
+
+
+def _total_derivative(
+    fold: Callable[[list[tf.Tensor]], tf.Tensor],
+    terms: list[tf.Tensor],
+    rank: int,
+    grad: tf.Tensor,
+    call: Call,
+) -> tf.Tensor:
+    """Derivative of a reduction; all_reduce has a result, and a gradient, on every rank."""
+    with tf.GradientTape() as tape:
+        tape.watch(terms[rank])
+        total = fold(terms)
+    return tape.gradient(total, terms[rank], output_gradients=grad)
+
+
+def _derivative(
+    call: Call,
+    fold: Callable[[list[tf.Tensor]], tf.Tensor],
+    terms: list[tf.Tensor],
+    rank: int,
+    grads: tf.Tensor,
+) -> tf.Tensor:
+    """Derivative of every prefix that a value is in."""
+    order = list(range(len(terms)))[:: -1 if call.backwards else 1]
+    with tf.GradientTape() as tape:
+        tape.watch(terms[rank])
+        prefixes = {}
+        for place, at in enumerate(order):
+            before = order[: place + (not call.exclusive)]
+            if rank in before:
+                prefixes[at] = fold([terms[r] for r in before])
+    if not prefixes:
+        return tf.zeros_like(terms[rank])
+    return tape.gradient(
+        list(prefixes.values()), terms[rank], output_gradients=[grads[at] for at in prefixes]
+    )

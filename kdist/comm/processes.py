@@ -1,0 +1,318 @@
+"""Messages between processes, on TensorFlow's collective runtime.
+
+A message is a broadcast of two members (`CollectiveBcastSendV2` and `CollectiveBcastRecvV2`):
+the runtime's own point-to-point route, gRPC on CPU. What makes that safe:
+
+- Group and instance keys are hashes of what is communicated, between whom, and of the shape, in a
+  range of kdist's own: the runtime binds a key to a shape for the life of the process, and every
+  process finds the same key without asking.
+- Collectives of a function run one after the other (`lane`), in the order of the program, which is
+  the same everywhere; the messages of one collective run as their data arrives. Without the first,
+  two processes could wait for each other; with the second, a ring cannot.
+- The lane is a variable that changes after each collective, so that TensorFlow does not prune a
+  send that nobody in this process uses.
+- Every message has a timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import socket
+import zlib
+from collections.abc import Iterator, Sequence
+
+from kdist import _private_comm
+from kdist.mesh import Device
+
+import tensorflow as tf
+
+JOB = "worker"
+TIMEOUT_SECONDS = 60.0
+# Keys from here on are kdist's; tf.distribute counts its own up from small numbers.
+_KEYS_FROM = 1 << 30
+_PAIR = 2
+# What the runtime carries; other integers travel inside a wider one.
+_CARRIED = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
+_CARRIER = {"int8": "int32", "uint8": "int32", "int16": "int32", "uint16": "int32"}
+_CARRIER |= {"uint32": "int64", "uint64": "int64"}
+_NODE = re.compile(r"kdist_comm/(?P<operation>\w+)/axis_(?P<axis>\w+?)/(?P<rest>[\w/]+)")
+_PEER = re.compile(r"(?:from|to)_task_(\d+)")
+
+
+class PeerError(RuntimeError):
+    """A collective across processes failed: a peer is missing, died, or does something else.
+
+    Attributes:
+        operation: the operation that failed.
+        axis: the mesh axis it ran over.
+        peers: tasks of the peers: those that do not answer, else the one that was waited for.
+    """
+
+    def __init__(self, operation: str, axis: str, peers: Sequence[int], cause: str) -> None:
+        self.operation, self.axis, self.peers = operation, axis, tuple(peers)
+        names = ", ".join(f"/job:{JOB}/task:{task}" for task in peers) or "a peer"
+        super().__init__(
+            f"{operation} over axis {axis!r} failed, waiting for {names}: {cause} "
+            "Check that every process of the mesh runs, and calls the same collectives with the "
+            "same shapes in the same order. TensorFlow's collective runtime does not recover: "
+            "start this process again."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Connection:
+    """This process's place among all.
+
+    Attributes:
+        addresses: `host:port` of each process.
+        index: which of them is this one.
+        timeout_seconds: after which a message that does not come is an error.
+        job: name of the job in device names.
+    """
+
+    addresses: tuple[str, ...]
+    index: int
+    timeout_seconds: float = TIMEOUT_SECONDS
+    job: str = JOB
+
+
+_connection: Connection | None = None
+_lane: tf.Variable | None = None
+_described: dict[int, str] = {}
+
+
+def connect(
+    addresses: Sequence[str], index: int, timeout_seconds: float = TIMEOUT_SECONDS
+) -> Connection:
+    """Joins the processes that communicate. Call it after `kdist.init`, before the first tensor.
+
+    It does not wait for the others; the first collective does. TensorFlow's servers listen on
+    every network interface and ask for no password: keep the ports inside a trusted network.
+
+    Args:
+        addresses: `host:port` of each process, the same list in each.
+        index: which of them is this one.
+        timeout_seconds: after which a message that does not come is an error.
+
+    Returns:
+        The connection. The devices of process i are `"/job:worker/task:i/device:CPU:0"`, ... in a
+        mesh.
+
+    Raises:
+        ValueError: for addresses that are not distinct `host:port`, an index that does not exist,
+            a timeout that is not positive, or if TensorFlow has started already.
+
+    Example:
+        >>> kdist.init(cpu_devices=1)
+        >>> kdist.comm.connect(["127.0.0.1:4001", "127.0.0.1:4002"], index=0)
+        >>> names = [f"/job:worker/task:{i}/device:CPU:0" for i in range(2)]
+        >>> mesh = keras.distribution.DeviceMesh((2,), ["data"], names)
+    """
+    global _connection
+    good = [bool(re.fullmatch(r"\S+:\d+", str(address))) for address in addresses]
+    if isinstance(addresses, str) or not all(good) or len(set(addresses)) != len(addresses):
+        raise ValueError(
+            "The addresses are distinct texts 'host:port', one per process. "
+            f"Received: addresses={addresses!r}"
+        )
+    if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(addresses):
+        raise ValueError(
+            f"The index of this process is an integer from 0 to {len(addresses) - 1}. "
+            f"Received: index={index!r}"
+        )
+    check_timeout(timeout_seconds)
+    if _connection is not None or _private_comm.runtime_started():
+        raise ValueError(
+            "A process joins others once, before TensorFlow starts. Call kdist.comm.connect right "
+            "after kdist.init, before any tensor, variable or layer is made. "
+            f"Received: connected already={_connection}"
+        )
+    _private_comm.join_cluster(JOB, addresses, index)
+    _connection = Connection(tuple(addresses), index, float(timeout_seconds))
+    return _connection
+
+
+def current() -> Connection | None:
+    """The connection of this process, None where it is alone."""
+    return _connection
+
+
+def check_timeout(seconds: float) -> None:
+    """Refuses a timeout that is not a positive number."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise ValueError(
+            "A timeout is a positive number of seconds: without one, a missing peer hangs the "
+            f"others for ever. Received: timeout_seconds={seconds!r}"
+        )
+
+
+def check_members(devices: Sequence[str]) -> None:
+    """Refuses devices of processes that this one is not connected with."""
+    tasks = range(len(_connection.addresses)) if _connection else ()
+    strangers = [
+        name
+        for name in devices
+        if Device.parse(name).process[0] != JOB or Device.parse(name).process[1] not in tasks
+    ]
+    if strangers:
+        raise ValueError(
+            f"The mesh has devices of processes that this one does not know: {strangers}. Call "
+            "kdist.comm.connect(addresses, index) after kdist.init, with an address per process. "
+            f"Received: connection={_connection}"
+        )
+
+
+def node_name(operation: str, axis: str, way: str, device: str, number: int) -> str:
+    """Name of a message's operation in the graph; errors of TensorFlow show it."""
+    _, task = Device.parse(device).process
+    return f"kdist_comm/{operation}/axis_{axis}/{way}_task_{task}/round_{number}"
+
+
+def send(
+    value: tf.Tensor, source: str, target: str, about: str, name: str, timeout: float
+) -> tf.Operation:
+    """Starts a message to a device of another process; call it in the scope of the source."""
+    carried = _to_carrier(value)
+    return tf.raw_ops.CollectiveBcastSendV2(
+        input=carried,
+        **_keys(source, target, about, carried.dtype.name, carried.shape),
+        timeout_seconds=timeout,
+        name=name,
+    ).op
+
+
+def receive(
+    shape: Sequence[int],
+    dtype: str,
+    source: str,
+    target: str,
+    about: str,
+    name: str,
+    timeout: float,
+) -> tf.Tensor:
+    """Takes a message of a device of another process; call it in the scope of the target."""
+    carrier = _CARRIER.get(dtype, dtype)
+    arrived = tf.raw_ops.CollectiveBcastRecvV2(
+        T=carrier,
+        shape=list(shape),
+        **_keys(source, target, about, carrier, shape),
+        timeout_seconds=timeout,
+        name=name,
+    )
+    arrived = tf.ensure_shape(arrived, shape)
+    return tf.bitcast(arrived, dtype) if dtype == "uint64" else tf.cast(arrived, dtype)
+
+
+def reduce_all(
+    value: tf.Tensor,
+    merge: str,
+    members: Sequence[str],
+    about: str,
+    name: str,
+    timeout: float,
+) -> tf.Tensor:
+    """TensorFlow's own all-reduce, over one device of each of several processes."""
+    shape = tuple(value.shape)
+    text = f"{about}|{merge}|{value.dtype.name}|{shape}"
+    return tf.raw_ops.CollectiveReduceV2(
+        input=value,
+        group_size=len(members),
+        group_key=_key("group|" + "|".join(members)),
+        instance_key=_key(text),
+        ordering_token=[],
+        merge_op=merge,
+        final_op="Id",
+        timeout_seconds=timeout,
+        name=name,
+    )
+
+
+def _to_carrier(value: tf.Tensor) -> tf.Tensor:
+    name = value.dtype.name
+    if name in _CARRIED:
+        return value
+    return tf.bitcast(value, tf.int64) if name == "uint64" else tf.cast(value, _CARRIER[name])
+
+
+def _keys(source: str, target: str, about: str, dtype: str, shape: Sequence[int]) -> dict[str, int]:
+    return {
+        "group_size": _PAIR,
+        "group_key": _key(f"pair|{source}|{target}"),
+        "instance_key": _key(f"{about}|{source}|{target}|{dtype}|{tuple(shape)}"),
+    }
+
+
+def _key(text: str) -> int:
+    """A number from kdist's range for a text; the same in every process."""
+    key = _KEYS_FROM + zlib.crc32(text.encode()) % _KEYS_FROM
+    known = _described.setdefault(key, text)
+    if known != text:
+        raise ValueError(
+            "Two communications got the same key in TensorFlow's collective runtime. Change the "
+            f"shape or the order of one, or name the axis otherwise. Received: {known!r} and "
+            f"{text!r}"
+        )
+    return key
+
+
+@contextlib.contextmanager
+def lane(started: list[tf.Operation]) -> Iterator[None]:
+    """One collective's turn: after the one before it in the program, before the next.
+
+    Args:
+        started: the operations that the turn must not end before; filled inside.
+    """
+    global _lane
+    if _lane is None:
+        with tf.init_scope(), tf.device("CPU:0"):
+            _lane = tf.Variable(0, dtype=tf.int64, trainable=False, name="kdist_comm_lane")
+    with tf.control_dependencies([_lane.read_value()]):
+        yield
+    with tf.control_dependencies(started):
+        _lane.assign_add(1)
+
+
+@contextlib.contextmanager
+def named_errors() -> Iterator[None]:
+    """Turns an error of TensorFlow's collective runtime into one that names axis and peer.
+
+    Eager collectives do it themselves; put it around calls of your own `tf.function`.
+
+    Raises:
+        PeerError: instead of TensorFlow's error, where a message of `kdist.comm` failed.
+
+    Example:
+        >>> with kdist.comm.named_errors():
+        ...     step(batch)
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        found = _NODE.search(error.message)
+        if found is None or _connection is None:
+            raise
+        silent = silent_peers(_connection)
+        waited = [int(task) for task in _PEER.findall(found["rest"])]
+        reason = "no answer at its address." if silent else _reason(error)
+        raise PeerError(found["operation"], found["axis"], silent or waited, reason) from error
+
+
+def _reason(error: tf.errors.OpError) -> str:
+    lines = [line for line in error.message.splitlines() if "ollective" in line or "ime" in line]
+    return f"{type(error).__name__}: {lines[0] if lines else error.message[:200]}"
+
+
+def silent_peers(connection: Connection, seconds: float = 1.0) -> list[int]:
+    """The other processes whose address nobody listens on."""
+    silent = []
+    for task, address in enumerate(connection.addresses):
+        if task == connection.index:
+            continue
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=seconds).close()
+        except OSError:
+            silent.append(task)
+    return silent
