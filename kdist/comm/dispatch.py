@@ -159,8 +159,8 @@ def _placed(call: Call, values: Sequence[Any]) -> Values:
     devices = call.group.local_devices
     if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != len(devices):
         raise ValueError(
-            f"{call.operation} over axis {call.group.axis!r} takes a list of {len(devices)} values, "
-            f"one per device of the mesh in this process. Received: values={_short(values)}"
+            f"{call.operation} over axis {call.group.axis!r} takes a list of {len(devices)} "
+            f"values, one per device of the mesh in this process. Received: values={_short(values)}"
         )
     return [
         value if value is None or isinstance(value, tf.TensorSpec) else _place(value, device)

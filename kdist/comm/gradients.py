@@ -183,13 +183,15 @@ def _of_any_reduction(
     call: Call, inputs: Values, upstream: Values, collective: Collective
 ) -> Values:
     """Gathers all inputs and upstream gradients; each device differentiates by its own input."""
-    group, fold = call.group, FOLDS[call.reduction]
+    group = call.group
     ranks = {position: rank for row in group.rows for rank, position in enumerate(row)}
     every = call.changed(operation="all_gather", algorithm="auto", dim=0, sizes=None)
     stacked = collective(every, _each(call, inputs, lambda x: x[None]))
     grads = upstream
     if call.operation == "reduce":
-        grads = collective(call.changed(operation="broadcast", algorithm="auto"), upstream)
+        grads = _reduce(call, inputs, upstream, collective)
+    elif call.operation == "all_reduce":
+        grads = _all_reduce(call, inputs, upstream, collective)
     elif call.operation == "reduce_scatter":
         grads = _scatter(call, inputs, upstream, collective)
     elif call.operation == "scan":
@@ -197,40 +199,22 @@ def _of_any_reduction(
     results = []
     for k, position in enumerate(group.local):
         with tf.device(group.devices[position]):
-            results.append(
-                _derivative(
-                    call, fold, tf.unstack(stacked[k], group.size), ranks[position], grads[k]
-                )
-                if call.operation == "scan"
-                else _total_derivative(
-                    fold, tf.unstack(stacked[k], group.size), ranks[position], grads[k], call
-                )
-            )
+            terms = tf.unstack(stacked[k], group.size)
+            derivative = _of_prefixes if call.operation == "scan" else _of_total
+            results.append(derivative(call, terms, ranks[position], grads[k]))
     return results
 
 
-def _total_derivative(
-    fold: Callable[[list[tf.Tensor]], tf.Tensor],
-    terms: list[tf.Tensor],
-    rank: int,
-    grad: tf.Tensor,
-    call: Call,
-) -> tf.Tensor:
-    """Derivative of a reduction; all_reduce has a result, and a gradient, on every rank."""
+def _of_total(call: Call, terms: list[tf.Tensor], rank: int, grad: tf.Tensor) -> tf.Tensor:
+    """Derivative of a reduction by one of its terms, times the gradient of the result."""
     with tf.GradientTape() as tape:
         tape.watch(terms[rank])
-        total = fold(terms)
+        total = FOLDS[call.reduction](terms)
     return tape.gradient(total, terms[rank], output_gradients=grad)
 
 
-def _derivative(
-    call: Call,
-    fold: Callable[[list[tf.Tensor]], tf.Tensor],
-    terms: list[tf.Tensor],
-    rank: int,
-    grads: tf.Tensor,
-) -> tf.Tensor:
-    """Derivative of every prefix that a value is in."""
+def _of_prefixes(call: Call, terms: list[tf.Tensor], rank: int, grads: tf.Tensor) -> tf.Tensor:
+    """Derivative of all prefixes that a value is in, times their gradients."""
     order = list(range(len(terms)))[:: -1 if call.backwards else 1]
     with tf.GradientTape() as tape:
         tape.watch(terms[rank])
@@ -238,7 +222,7 @@ def _derivative(
         for place, at in enumerate(order):
             before = order[: place + (not call.exclusive)]
             if rank in before:
-                prefixes[at] = fold([terms[r] for r in before])
+                prefixes[at] = FOLDS[call.reduction]([terms[r] for r in before])
     if not prefixes:
         return tf.zeros_like(terms[rank])
     return tape.gradient(

@@ -63,7 +63,7 @@ def test_a_schedule_is_single_port(messages, rule):
 
 
 def test_the_worked_example():
-    """p - 1 reduce rounds, then p - 1 rounds that spread the sums, over p pieces."""
+    """In p - 1 reduce rounds, then p - 1 rounds that spread the sums, over p pieces."""
     rounds = schedule("all_reduce", "ring", 3).rounds
     assert [[m.combine for m in messages] for messages in rounds] == [
         [True] * 3,

@@ -31,7 +31,7 @@ def test_the_closed_form_counts_the_messages(operation, algorithm):
 
 @pytest.mark.parametrize("p", POWERS)
 def test_the_formulas_of_the_field(p):
-    """l is the value, or one device's block of gather, scatter and all-gather."""
+    """Here l is the value, or one device's block of gather, scatter and all-gather."""
     message = A + B * L
     logs = {
         ("broadcast", "direct", L): message * (p - 1),

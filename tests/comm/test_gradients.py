@@ -1,0 +1,183 @@
+"""Gradients of collectives against those of the same mathematics on one device."""
+
+from __future__ import annotations
+
+import kdist
+from kdist import comm
+from kdist.comm.algorithms import ALGORITHMS, OPERATIONS
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+P = 4
+
+
+def plain(operation, xs, reduction="sum", exclusive=False, dim=0, **_):
+    """The collective as single-device TensorFlow; None where a rank has no result."""
+    fold = {
+        "sum": tf.reduce_sum,
+        "mean": tf.reduce_mean,
+        "max": tf.reduce_max,
+        "min": tf.reduce_min,
+        "product": tf.reduce_prod,
+    }[reduction]
+    total = fold(tf.stack(xs), 0) if operation in ("reduce", "all_reduce", "reduce_scatter") else None
+    if operation == "broadcast":
+        return [xs[0]] * P
+    if operation in ("reduce", "gather"):
+        only = total if operation == "reduce" else tf.concat(xs, dim)
+        return [only] + [None] * (P - 1)
+    if operation == "all_reduce":
+        return [total] * P
+    if operation == "all_gather":
+        return [tf.concat(xs, dim)] * P
+    if operation == "scatter":
+        return tf.split(xs[0], P, dim)
+    if operation == "reduce_scatter":
+        return tf.split(total, P, dim)
+    if operation == "all_to_all":
+        parts = [tf.split(x, P, dim) for x in xs]
+        return [tf.concat([parts[s][d] for s in range(P)], dim) for d in range(P)]
+    one = tf.zeros_like(xs[0]) if reduction == "sum" else tf.ones_like(xs[0])
+    prefixes = [fold(tf.stack(xs[: r + 1]), 0) for r in range(P)]
+    return [one, *prefixes[:-1]] if exclusive else prefixes
+
+
+def loss_of(results):
+    """A loss to which each element of each result counts differently, and not linearly."""
+    total = tf.zeros((), tf.float64)
+    for rank, result in enumerate(results):
+        if result is not None:
+            weights = tf.reshape(
+                tf.range(1, tf.size(result) + 1, dtype=tf.int32), tf.shape(result)
+            )
+            total += tf.reduce_sum(tf.cast(weights, tf.float64) * result**2) * (rank + 1)
+    return total
+
+
+def gradients(operation, xs, call, traced=False, **options):
+    def program(*xs):
+        with tf.GradientTape() as tape:
+            for x in xs:
+                tape.watch(x)
+            loss = loss_of(call(operation, list(xs), **options))
+        return tape.gradient(loss, xs, unconnected_gradients="zero")
+
+    return (tf.function(program, autograph=False) if traced else program)(*xs)
+
+
+def ours(operation, xs, **options):
+    return getattr(comm, operation)(xs, kdist.mesh(data=P), "data", **options)
+
+
+def check(operation, traced=False, zero=False, **options):
+    random = np.random.default_rng(1)
+    xs = [tf.constant(random.normal(size=(4, 3))) for _ in range(P)]
+    if zero:
+        xs[1] = tf.zeros_like(xs[1])
+    algorithm = options.pop("algorithm", "auto")
+    want = gradients(operation, xs, plain, **options)
+    got = gradients(operation, xs, ours, traced, algorithm=algorithm, **options)
+    for w, g in zip(want, got):
+        np.testing.assert_allclose(g, w, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_gradients_equal_one_device(operation, algorithm, traced):
+    check(operation, traced, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "max", "min", "product"])
+@pytest.mark.parametrize("operation", ["reduce", "all_reduce", "reduce_scatter", "scan"])
+def test_gradients_of_other_reductions(operation, reduction):
+    if (operation, reduction) != ("scan", "mean"):
+        check(operation, reduction=reduction)
+        check(operation, reduction=reduction, zero=True)
+        check(operation, reduction=reduction, traced=True)
+
+
+def test_gradients_of_an_exclusive_scan():
+    check("scan", exclusive=True)
+    check("scan", exclusive=True, reduction="product")
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_tape_around_a_function(operation):
+    """TensorFlow then goes back through the graph of the function, node by node."""
+    mesh = kdist.mesh(data=P)
+
+    @tf.function(autograph=False)
+    def program(*xs):
+        found = getattr(comm, operation)(list(xs), mesh, "data", algorithm="ring")
+        return [x for x in found if x is not None]
+
+    def call(operation, xs):
+        found = iter(program(*xs))
+        return [next(found) if p is not None else None for p in plain(operation, xs)]
+
+    xs = [tf.constant(np.random.default_rng(2).normal(size=(4, 3))) for _ in range(P)]
+    for w, g in zip(gradients(operation, xs, plain), gradients(operation, xs, call)):
+        np.testing.assert_allclose(g, w, rtol=1e-9)
+
+
+def test_gradients_of_send_recv():
+    xs = [tf.constant([float(r + 1)], tf.float64) for r in range(P)]
+    pairs = [(0, 1), (1, 2), (3, 0)]
+
+    def call(operation, xs):
+        return comm.send_recv(xs, kdist.mesh(data=P), "data", pairs=pairs)
+
+    def same(operation, xs):
+        return [xs[3], xs[0], xs[1], xs[3]]
+
+    for w, g in zip(gradients("send_recv", xs, same), gradients("send_recv", xs, call)):
+        np.testing.assert_allclose(g, w, rtol=1e-9)
+
+
+def test_gradients_of_gradients():
+    xs = [tf.constant(np.random.default_rng(3).normal(size=(2,))) for _ in range(P)]
+
+    def second(call):
+        with tf.GradientTape() as outer:
+            outer.watch(xs)
+            with tf.GradientTape() as inner:
+                inner.watch(xs)
+                loss = tf.add_n([tf.reduce_sum(y**3) for y in call(xs)])
+            first = inner.gradient(loss, xs)
+            norm = tf.add_n([tf.reduce_sum(g**2) for g in first])
+        return outer.gradient(norm, xs)
+
+    mesh = kdist.mesh(data=P)
+    got = second(lambda xs: comm.all_reduce(xs, mesh, "data", algorithm="ring"))
+    for w, g in zip(second(lambda xs: [tf.add_n(xs)] * P), got):
+        np.testing.assert_allclose(g, w, rtol=1e-9)
+
+
+def test_uneven_parts_go_back_where_they_came_from():
+    sizes = [[1, 0, 2], [3, 1, 0], [0, 2, 1]]
+    xs = [tf.constant(np.arange(float(sum(row)))) for row in sizes]
+    with tf.GradientTape() as tape:
+        tape.watch(xs)
+        got = comm.all_to_all(xs, kdist.mesh(data=3), "data", sizes=sizes)
+        loss = tf.add_n([tf.reduce_sum(y**2) * (r + 1) for r, y in enumerate(got)])
+    for row, x, g in zip(sizes, xs, tape.gradient(loss, xs)):
+        np.testing.assert_allclose(g, 2 * x * np.repeat([1, 2, 3], row))
+    values = [tf.constant(np.arange(float(n))) for n in (2, 0, 3)]
+    for function in (comm.gather, comm.all_gather):
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            got = [y for y in function(values, kdist.mesh(data=3), "data") if y is not None]
+            loss = tf.add_n([tf.reduce_sum(y**2) for y in got])
+        for x, g in zip(values, tape.gradient(loss, values)):
+            np.testing.assert_allclose(g, 2 * x * len(got))
+
+
+def test_integers_have_no_gradient():
+    xs = [tf.constant([1]), tf.constant([2])]
+    with tf.GradientTape() as tape:
+        tape.watch(tf.constant(1.0))
+        got = comm.all_reduce(xs, kdist.mesh(data=2), "data")
+    assert tape.gradient(got, xs) == [None, None]
