@@ -285,12 +285,12 @@ def _scan(algorithm: str, p: int) -> Rounds:
         up = [[(i - d, i) for i in range(2 * d - 1, p, 2 * d)] for d in _bits(p)]
         down = [[(i, i + d) for i in range(2 * d - 1, p - d, 2 * d)] for d in reversed(_bits(p))]
         return tuple(tuple(message(s, t) for s, t in level) for level in up + down if level)
-    # Nobody needs the last round's sum of all.
+    # A sum goes down only to ranks that will send it up again.
     return tuple(
         tuple(
             message(rank, rank ^ bit, both if rank < rank ^ bit else (RUNNING,))
             for rank in range(p)
-            if rank < rank ^ bit or 2 * bit < p
+            if rank < rank ^ bit or (rank ^ bit) | (2 * bit - 1) != p - 1
         )
         for bit in _bits(p)
     )

@@ -81,7 +81,9 @@ def _across(call: Call, values: Values) -> Values:
         full = [next(feed) if tensor else value for value, tensor in zip(values, mask)]
         started: list[tf.Operation] = []
         with processes.lane(started):
-            results = _rows(call, full, started)
+            results = _rows(call, full, started, f"|{processes.number_in_graph()}")
+        with tf.control_dependencies(started):
+            results = _on_own_devices(call, results)
         layout[:] = [result is not None for result in results]
 
         def backward(*grads: Any) -> Values:
@@ -117,7 +119,9 @@ def _traced(call: Call, signature: tuple[Any, ...]) -> Any:
     return tf.function(program, autograph=False)
 
 
-def _rows(call: Call, values: Values, started: list[tf.Operation]) -> Values:
+def _rows(
+    call: Call, values: Values, started: list[tf.Operation], number: str = ""
+) -> Values:
     group = call.group
     at = dict(zip(group.local, values))
     found: dict[int, Any] = {}
@@ -128,7 +132,7 @@ def _rows(call: Call, values: Values, started: list[tf.Operation]) -> Values:
             local=tuple(position in at for position in order),
             operation=call.operation,
             axis=group.axis,
-            about=f"{call.operation}|{call.algorithm}|{group.axis}|{call.backwards}",
+            about=f"{call.operation}|{call.algorithm}|{group.axis}{number}",
             timeout_seconds=group.timeout_seconds,
             started=started,
         )

@@ -10,7 +10,8 @@ the runtime's own point-to-point route, gRPC on CPU. What makes that safe:
   the same everywhere; the messages of one collective run as their data arrives. Without the first,
   two processes could wait for each other; with the second, a ring cannot.
 - The lane is a variable that changes after each collective, so that TensorFlow does not prune a
-  send that nobody in this process uses.
+  send that nobody in this process uses. A backward pass that TensorFlow derives from a graph keeps
+  and orders nothing by itself: results wait for the sends, and keys count the collectives of a graph.
 - Every message has a timeout.
 """
 
@@ -20,6 +21,7 @@ import contextlib
 import dataclasses
 import re
 import socket
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 
@@ -33,10 +35,11 @@ TIMEOUT_SECONDS = 60.0
 # Keys from here on are kdist's; tf.distribute counts its own up from small numbers.
 _KEYS_FROM = 1 << 30
 _PAIR = 2
-# What the runtime carries; other integers travel inside a wider one.
-_CARRIED = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
+# What the runtime carries; others travel as the same bits, or inside a wider integer.
+_CARRIED = ("float16", "float32", "float64", "int32", "int64")
 _CARRIER = {"int8": "int32", "uint8": "int32", "int16": "int32", "uint16": "int32"}
-_CARRIER |= {"uint32": "int64", "uint64": "int64"}
+_CARRIER |= {"uint32": "int64", "uint64": "int64", "bfloat16": "float16"}
+_SAME_BITS = ("uint64", "bfloat16")
 _NODE = re.compile(r"kdist_comm/(?P<operation>\w+)/axis_(?P<axis>\w+?)/(?P<rest>[\w/]+)")
 _PEER = re.compile(r"(?:from|to)_task_(\d+)")
 
@@ -79,6 +82,8 @@ class Connection:
 
 
 _connection: Connection | None = None
+# Collectives of each graph so far: a number makes the keys of each its own.
+_numbers: weakref.WeakKeyDictionary[tf.Graph, int] = weakref.WeakKeyDictionary()
 _lane: tf.Variable | None = None
 _described: dict[int, str] = {}
 
@@ -202,7 +207,7 @@ def receive(
         name=name,
     )
     arrived = tf.ensure_shape(arrived, shape)
-    return tf.bitcast(arrived, dtype) if dtype == "uint64" else tf.cast(arrived, dtype)
+    return tf.bitcast(arrived, dtype) if dtype in _SAME_BITS else tf.cast(arrived, dtype)
 
 
 def reduce_all(
@@ -233,7 +238,8 @@ def _to_carrier(value: tf.Tensor) -> tf.Tensor:
     name = value.dtype.name
     if name in _CARRIED:
         return value
-    return tf.bitcast(value, tf.int64) if name == "uint64" else tf.cast(value, _CARRIER[name])
+    change = tf.bitcast if name in _SAME_BITS else tf.cast
+    return change(value, _CARRIER[name])
 
 
 def _keys(source: str, target: str, about: str, dtype: str, shape: Sequence[int]) -> dict[str, int]:
@@ -255,6 +261,13 @@ def _key(text: str) -> int:
             f"{text!r}"
         )
     return key
+
+
+def number_in_graph() -> int:
+    """How many collectives the graph being traced had before this one."""
+    graph = tf.compat.v1.get_default_graph()
+    _numbers[graph] = _numbers.get(graph, -1) + 1
+    return _numbers[graph]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,62 @@
+"""Starts the processes of a group and collects what they print."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+LIMIT_SECONDS = 120
+
+
+def free_addresses(count: int) -> list[str]:
+    """Addresses of ports that were free a moment ago."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def run(scenario: str, count: int, may_die: tuple[int, ...] = ()) -> list[Any]:
+    """Runs a function of `member.py` in several processes.
+
+    Args:
+        scenario: its name.
+        count: number of processes.
+        may_die: indices of those that need not end well.
+
+    Returns:
+        What each returned; None of those that died.
+    """
+    addresses = json.dumps(free_addresses(count))
+    command = [sys.executable, str(FOLDER / "member.py"), scenario]
+    processes = [
+        subprocess.Popen(
+            [*command, str(index), addresses],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(count)
+    ]
+    try:
+        outputs = [process.communicate(timeout=LIMIT_SECONDS) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    results = []
+    for index, (process, (out, err)) in enumerate(zip(processes, outputs)):
+        if index in may_die and process.returncode:
+            results.append(None)
+            continue
+        assert process.returncode == 0, f"process {index} of {scenario}:\n{err[-3000:]}"
+        results.append(json.loads(out.strip().splitlines()[-1]))
+    return results

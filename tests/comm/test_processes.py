@@ -1,0 +1,56 @@
+"""Collectives across processes, each process started here, over loopback."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from .cluster import run
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_collective_equals_numpy(count):
+    assert run("every_collective", count) == [9 * (6 if count == 2 else 5)] * count
+
+
+def test_several_devices_in_each_process():
+    assert run("several_devices", 2) == [54] * 2
+
+
+def test_every_dtype_and_reduction():
+    assert run("dtypes_and_reductions", 2) == [94] * 2
+
+
+def test_in_a_function_with_gradients():
+    assert run("in_a_function", 2) == [[3.0, 4.0]] * 2
+
+
+def test_uneven_sizes():
+    assert run("uneven", 3) == [3] * 3
+
+
+def test_sends_barriers_and_inner_axes():
+    assert run("sends_and_axes", 2) == [2] * 2
+
+
+def test_what_cannot_work_is_refused():
+    rules = ["other side must know the shape", "TensorSpec", "joins others once", "does not know"]
+    for texts in run("refusals", 2):
+        assert len(texts) == 5
+        for text, rule in zip(texts, [*rules, "gradient of broadcast across processes"]):
+            assert rule in text
+            assert "Received: " in text
+
+
+@pytest.mark.parametrize(("scenario", "count"), [("missing", 2), ("killed", 3)])
+def test_a_peer_that_is_gone_is_named_in_time(scenario, count):
+    found = run(scenario, count, may_die=(count - 1,))
+    for failure in found[:-1]:
+        assert re.match(
+            r"all_reduce over axis 'data' failed, waiting for /job:worker/task:\d", failure["text"]
+        )
+        assert failure["peers"] == [count - 1]
+        assert (failure["axis"], failure["operation"]) == ("data", "all_reduce")
+        # Its own timeout is 4 s.
+        assert failure["seconds"] < 12
