@@ -10,6 +10,7 @@ Example:
 """
 
 from kdist.comm.algorithms import ALGORITHMS, schedule
+from kdist.comm.calibration import calibrate
 from kdist.comm.collectives import (
     all_gather,
     all_reduce,
@@ -41,6 +42,7 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast",
+    "calibrate",
     "cheapest",
     "connect",
     "gather",

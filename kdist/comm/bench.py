@@ -1,0 +1,217 @@
+"""Table of times and bandwidths of the collectives, in the form of nccl-tests.
+
+    python -m kdist.comm.bench --operations=all_reduce --algorithms=direct,ring --max_bytes=67108864
+    python -m kdist.comm.bench --processes=2 --format=json
+
+Columns: size of the full buffer S; time; algorithm bandwidth S / time; bus bandwidth, times
+2(p - 1)/p for all_reduce, (p - 1)/p for reduce_scatter, all_gather and all_to_all, 1 for broadcast
+and reduce, "-" where there is no usual factor; number of wrong values; how often numpy copies S in
+that time; the time that the cost model predicts and by how much it is off. The constants of the
+model are fitted in the same run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import kdist
+from kdist.comm import calibration, processes
+
+from kdist.comm.algorithms import ALGORITHMS, OPERATIONS
+from kdist.comm.call import DTYPES
+from kdist.comm.cost import LinkCost
+from kdist.comm.group import Group
+from kdist.comm.measure import Measurement, copy_seconds, measure
+
+import keras
+from absl import app, flags
+from rich.console import Console
+from rich.table import Table
+
+_OPERATIONS = flags.DEFINE_list("operations", list(OPERATIONS), "Collectives to time.")
+_ALGORITHMS = flags.DEFINE_list("algorithms", ["direct", "ring"], "Algorithms, or 'auto'.")
+_DEVICES = flags.DEFINE_integer("devices", 8, "Logical CPU devices of all processes.", 1)
+_PROCESSES = flags.DEFINE_integer("processes", 1, "Processes on this machine.", 1)
+_MIN = flags.DEFINE_integer("min_bytes", 1 << 10, "Smallest full buffer.", 1)
+_MAX = flags.DEFINE_integer("max_bytes", 1 << 20, "Largest full buffer.", 1)
+_FACTOR = flags.DEFINE_integer("factor", 32, "From a size to the next.", 2)
+_DTYPE = flags.DEFINE_enum("dtype", "float32", DTYPES, "Dtype of the values.")
+_ITERATIONS = flags.DEFINE_integer("iterations", 5, "Timed runs; the median counts.", 1)
+_FORMAT = flags.DEFINE_enum("format", "text", ["text", "json"], "Form of the answer.")
+_INDEX = flags.DEFINE_integer("index", None, "Set by the first process: number of this one.")
+_ADDRESSES = flags.DEFINE_list("addresses", None, "Set by the first process: all addresses.")
+
+
+def sizes(smallest: int, largest: int, factor: int) -> list[int]:
+    """Sizes from the smallest on, each `factor` times the one before, and the largest.
+
+    Raises:
+        ValueError: if the largest is smaller than the smallest.
+    """
+    if largest < smallest:
+        raise ValueError(
+            "The largest buffer is not smaller than the smallest. "
+            f"Received: min_bytes={smallest}, max_bytes={largest}"
+        )
+    found = []
+    while smallest < largest:
+        found.append(smallest)
+        smallest *= factor
+    return [*found, largest]
+
+
+def records(
+    measurements: Sequence[Measurement], link: LinkCost, copies: dict[int, float]
+) -> list[dict[str, Any]]:
+    """The rows of the table, as plain data.
+
+    Args:
+        measurements: one per row.
+        link: constants of the cost model.
+        copies: seconds of a numpy copy for each size in bytes.
+    """
+    rows = []
+    for found in measurements:
+        known = found.algorithm in ALGORITHMS
+        error = calibration.error(found, link) if known else None
+        rows.append(
+            dataclasses.asdict(found)
+            | {
+                "algorithm_bandwidth": found.algorithm_bandwidth,
+                "bus_bandwidth": found.bus_bandwidth,
+                "numpy_copies": found.seconds / copies[found.nbytes],
+                "predicted_seconds": None if error is None else (1 + error) * found.seconds,
+                "prediction_error": error,
+            }
+        )
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    """The rows as a table for people."""
+    result = Table(title=title)
+    for name in ("operation", "algorithm"):
+        result.add_column(name)
+    right = ("bytes", "time us", "algbw GB/s", "busbw GB/s", "wrong", "x copy", "model us", "error")
+    for name in right:
+        result.add_column(name, justify="right")
+    for row in rows:
+        result.add_row(
+            row["operation"],
+            row["algorithm"],
+            str(row["nbytes"]),
+            f"{row['seconds'] * 1e6:.0f}",
+            _number(row["algorithm_bandwidth"], 1e-9, ".3f"),
+            _number(row["bus_bandwidth"], 1e-9, ".3f"),
+            "-" if row["wrong"] is None else str(row["wrong"]),
+            _number(row["numpy_copies"], 1, ".1f"),
+            _number(row["predicted_seconds"], 1e6, ".0f"),
+            _number(row["prediction_error"], 1, "+.0%"),
+        )
+    return result
+
+
+def _number(value: float | None, unit: float, form: str) -> str:
+    return "-" if value is None else format(value * unit, form)
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the benchmark; of several processes, starts the others."""
+    del arguments
+    count = _PROCESSES.value
+    if _DEVICES.value % count:
+        raise ValueError(
+            "Every process has as many devices. "
+            f"Received: devices={_DEVICES.value}, processes={count}"
+        )
+    sizes(_MIN.value, _MAX.value, _FACTOR.value)  # refuses before anything starts
+    if count == 1:
+        kdist.init(cpu_devices=_DEVICES.value)
+        show(Group.of(kdist.mesh(data=_DEVICES.value), "data"))
+    elif _INDEX.value is not None:
+        show(_join(_ADDRESSES.value, _INDEX.value))
+    else:
+        _start(count)
+
+
+def _join(addresses: Sequence[str], index: int) -> Group:
+    each = _DEVICES.value // len(addresses)
+    kdist.init(cpu_devices=each)
+    processes.connect(addresses, index)
+    names = [
+        f"/job:{processes.JOB}/task:{task}/device:CPU:{device}"
+        for task in range(len(addresses))
+        for device in range(each)
+    ]
+    return Group.of(keras.distribution.DeviceMesh((len(names),), ["data"], names), "data")
+
+
+def _start(count: int) -> None:
+    """Starts all processes; the first one prints."""
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    addresses = ",".join(f"127.0.0.1:{each.getsockname()[1]}" for each in sockets)
+    for each in sockets:
+        each.close()
+    command = [sys.executable, "-m", "kdist.comm.bench", *sys.argv[1:], f"--addresses={addresses}"]
+    members = [subprocess.Popen([*command, f"--index={index}"]) for index in range(count)]
+    try:
+        codes = [member.wait() for member in members]
+    finally:
+        for member in members:
+            member.kill()
+    if any(codes):
+        sys.exit(f"A process failed. Received: exit codes={codes}")
+
+
+def show(group: Group) -> None:
+    """Measures over a group and prints, in the first process."""
+    link = calibration.calibrate(group, iterations=_ITERATIONS.value)
+    found = [
+        measure(operation, algorithm, size, group, _DTYPE.value, _ITERATIONS.value)
+        for operation in _OPERATIONS.value
+        for algorithm in _ALGORITHMS.value
+        for size in sizes(_MIN.value, _MAX.value, _FACTOR.value)
+    ]
+    if _INDEX.value:
+        return
+    copies = {size: copy_seconds(size) for size in sorted({f.nbytes for f in found})}
+    rows = records(found, link, copies)
+    copied = [_copy_row(size, seconds) for size, seconds in copies.items()]
+    if _FORMAT.value == "json":
+        document = {
+            "devices": group.size,
+            "processes": _PROCESSES.value,
+            "dtype": _DTYPE.value,
+            "link": dataclasses.asdict(link),
+            "rows": rows + copied,
+        }
+        print(json.dumps(document, indent=1))
+        return
+    title = f"{group.size} devices, {_PROCESSES.value} process(es), {_DTYPE.value}; {link}"
+    Console(width=None if sys.stdout.isatty() else 120).print(table([*rows, *copied], title))
+
+
+def _copy_row(nbytes: int, seconds: float) -> dict[str, Any]:
+    empty = dict.fromkeys(
+        ("bus_bandwidth", "wrong", "predicted_seconds", "prediction_error", "devices")
+    )
+    return empty | {
+        "operation": "numpy copy",
+        "algorithm": "-",
+        "nbytes": nbytes,
+        "seconds": seconds,
+        "algorithm_bandwidth": nbytes / seconds,
+        "numpy_copies": 1.0,
+    }
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,166 @@
+"""Times collectives, and counts wrong values, on the devices at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kdist.comm import collectives
+from kdist.comm.group import Group
+
+import numpy as np
+import tensorflow as tf
+
+# Values are 1, 2, 3: their sums over any usual number of devices are exact in every dtype.
+_PERIOD = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One collective, timed.
+
+    Attributes:
+        operation: such as "all_reduce".
+        algorithm: such as "ring".
+        nbytes: size of the full buffer, as `cost.predict` takes it.
+        devices: number of ranks p.
+        seconds: median time of a run.
+        wrong: number of elements, over the devices of this process, that differ from numpy's.
+    """
+
+    operation: str
+    algorithm: str
+    nbytes: int
+    devices: int
+    seconds: float
+    wrong: int
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes of the full buffer per second."""
+        return self.nbytes / self.seconds
+
+    @property
+    def bus_bandwidth(self) -> float | None:
+        """Algorithm bandwidth times what the slowest link carries; None where none is usual.
+
+        The factors are those of nccl-tests: 2(p - 1)/p for all_reduce, (p - 1)/p for
+        reduce_scatter, all_gather and all_to_all, 1 for broadcast and reduce.
+        """
+        factor = bus_factor(self.operation, self.devices)
+        return None if factor is None else factor * self.algorithm_bandwidth
+
+
+def bus_factor(operation: str, p: int) -> float | None:
+    """By what an algorithm bandwidth becomes a bus bandwidth; None where there is no factor."""
+    if operation == "all_reduce":
+        return 2 * (p - 1) / p
+    if operation in ("reduce_scatter", "all_gather", "all_to_all"):
+        return (p - 1) / p
+    return 1.0 if operation in ("broadcast", "reduce") else None
+
+
+def median_seconds(call: Callable[[], Any], iterations: int) -> float:
+    """Median time of a call, after one that is not counted."""
+    call()
+    seconds = []
+    for _ in range(iterations):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def copy_seconds(nbytes: int, iterations: int = 5) -> float:
+    """Time that numpy takes to copy an array: what a pass over memory costs on this machine."""
+    array = np.ones(nbytes, np.uint8)
+    return median_seconds(array.copy, iterations)
+
+
+def measure(
+    operation: str,
+    algorithm: str,
+    nbytes: int,
+    group: Group,
+    dtype: str = "float32",
+    iterations: int = 5,
+) -> Measurement:
+    """Times one collective in a `tf.function`, from variables to variables of the devices.
+
+    Args:
+        operation: one of `algorithms.OPERATIONS`.
+        algorithm: one of `algorithms.ALGORITHMS`, "auto" or "runtime".
+        nbytes: size of the full buffer; rounded up so that it divides by the devices.
+        group: the devices. Across processes, every process calls this alike.
+        dtype: of the values.
+        iterations: timed runs.
+
+    Returns:
+        The measurement.
+    """
+    p, size = group.size, tf.as_dtype(dtype).size
+    length = max(1, -(-nbytes // (size * p))) * p
+    own = length // p if operation in ("gather", "all_gather") else length
+    ranks = {position: rank for row in group.rows for rank, position in enumerate(row)}
+    local = [ranks[position] for position in group.local]
+    sources, targets = [], []
+    for rank, device in zip(local, group.local_devices):
+        with tf.device(device):
+            sources.append(tf.Variable(_values(own, rank, dtype)))
+            targets.append(tf.Variable(tf.zeros([0], dtype), shape=tf.TensorShape([None])))
+    function = getattr(collectives, operation)
+
+    @tf.function(autograph=False)
+    def program() -> None:
+        given = []
+        for source, device in zip(sources, group.local_devices):
+            with tf.device(device):
+                given.append(source.read_value())
+        results = function(given, group, algorithm=algorithm)
+        for result, target, device in zip(results, targets, group.local_devices):
+            if result is not None:
+                with tf.device(device):
+                    target.assign(result)
+
+    seconds = median_seconds(program, iterations)
+    wrong = 0
+    for rank, target in zip(local, targets):
+        if operation not in ("reduce", "gather") or rank == 0:
+            wrong += int(np.sum(target.numpy() != _expected(operation, own, rank, p, dtype)))
+    return Measurement(
+        operation=operation,
+        algorithm=algorithm,
+        nbytes=length * size,
+        devices=p,
+        seconds=seconds,
+        wrong=wrong,
+    )
+
+
+def _values(length: int, rank: int, dtype: str) -> np.ndarray:
+    """1, 2, 3, 1, ..., beginning elsewhere on each rank."""
+    values = np.resize(np.roll(np.arange(1, _PERIOD + 1), rank), length)
+    return values.astype(tf.as_dtype(dtype).as_numpy_dtype)
+
+
+def _expected(operation: str, own: int, rank: int, p: int, dtype: str) -> np.ndarray:
+    first = _values(own, 0, dtype)
+    if operation == "broadcast":
+        return first
+    if operation == "scatter":
+        return np.split(first, p)[rank]
+    if operation in ("gather", "all_gather"):
+        return np.concatenate([_values(own, r, dtype) for r in range(p)])
+    if operation == "all_to_all":
+        return np.concatenate([np.split(_values(own, r, dtype), p)[rank] for r in range(p)])
+    last = rank + 1 if operation == "scan" else p
+    total = np.zeros(own, np.float64)
+    for r in range(last):
+        total += _values(own, r, dtype).astype(np.float64)
+    total = total.astype(first.dtype)
+    return np.split(total, p)[rank] if operation == "reduce_scatter" else total
+
+
