@@ -15,18 +15,16 @@ from kdist.comm.collectives import (
     all_gather,
     all_reduce,
     all_to_all,
-    barrier,
     broadcast,
     gather,
     reduce,
     reduce_scatter,
-    scan,
     scatter,
-    send_recv,
 )
 from kdist.comm.cost import LinkCost, cheapest, predict
 from kdist.comm.group import Group
 from kdist.comm.messages import Message, Schedule
+from kdist.comm.ordered import barrier, scan, send_recv
 from kdist.comm.processes import Connection, PeerError, connect, named_errors
 
 __all__ = [

@@ -22,7 +22,6 @@ from typing import Any
 
 import kdist
 from kdist.comm import calibration, processes
-
 from kdist.comm.algorithms import ALGORITHMS, OPERATIONS
 from kdist.comm.call import DTYPES
 from kdist.comm.cost import LinkCost

@@ -19,7 +19,6 @@ from kdist.comm.dispatch import collective
 from kdist.comm.group import Group
 
 import keras
-import tensorflow as tf
 
 Mesh = keras.distribution.DeviceMesh | Group
 Results = list[Any]
@@ -56,7 +55,7 @@ def broadcast(
         >>> kdist.comm.broadcast([tf.constant(7), None], mesh, "data")
         [7, 7]
     """
-    return _run(values, mesh, axis, operation="broadcast", root=root, algorithm=algorithm)
+    return run(values, mesh, axis, operation="broadcast", root=root, algorithm=algorithm)
 
 
 def reduce(
@@ -85,7 +84,7 @@ def reduce(
         ValueError: as `broadcast`, and for a mean of integers.
         PeerError: as `broadcast`.
     """
-    return _run(
+    return run(
         values, mesh, axis, operation="reduce", reduction=reduction, root=root, algorithm=algorithm
     )
 
@@ -120,9 +119,7 @@ def all_reduce(
         >>> kdist.comm.all_reduce(values, kdist.mesh(data=3), "data", algorithm="ring")
         [[7, 14, 21], [7, 14, 21], [7, 14, 21]]
     """
-    return _run(
-        values, mesh, axis, operation="all_reduce", reduction=reduction, algorithm=algorithm
-    )
+    return run(values, mesh, axis, operation="all_reduce", reduction=reduction, algorithm=algorithm)
 
 
 def gather(
@@ -153,7 +150,7 @@ def gather(
         ValueError: as `broadcast`, and for a dim or sizes that do not fit the values.
         PeerError: as `broadcast`.
     """
-    return _run(
+    return run(
         values,
         mesh,
         axis,
@@ -191,7 +188,7 @@ def all_gather(
         ValueError: as `gather`.
         PeerError: as `broadcast`.
     """
-    return _run(
+    return run(
         values, mesh, axis, operation="all_gather", dim=dim, sizes=sizes, algorithm=algorithm
     )
 
@@ -224,7 +221,7 @@ def scatter(
         ValueError: as `gather`.
         PeerError: as `broadcast`.
     """
-    return _run(
+    return run(
         values,
         mesh,
         axis,
@@ -264,7 +261,7 @@ def reduce_scatter(
         ValueError: as `reduce` and `gather`.
         PeerError: as `broadcast`.
     """
-    return _run(
+    return run(
         values,
         mesh,
         axis,
@@ -305,7 +302,7 @@ def all_to_all(
         ValueError: as `gather`.
         PeerError: as `broadcast`.
     """
-    return _run(
+    return run(
         values,
         mesh,
         axis,
@@ -317,143 +314,7 @@ def all_to_all(
     )
 
 
-def scan(
-    values: Sequence[Any],
-    mesh: Mesh,
-    axis: str | None = None,
-    *,
-    reduction: str = "sum",
-    exclusive: bool = False,
-    algorithm: str = AUTO,
-) -> Results:
-    """Combines, on each rank, the values of the ranks up to it: a prefix sum.
-
-    Args:
-        values: tensors of one shape, one per device.
-        mesh: as in `broadcast`.
-        axis: as in `broadcast`.
-        reduction: "sum", "max", "min" or "product".
-        exclusive: leave the rank's own value out; rank 0 then gets what changes nothing (0, 1,
-            the smallest or the largest number).
-        algorithm: as in `broadcast`.
-
-    Returns:
-        Tensors of that shape.
-
-    Raises:
-        ValueError: as `reduce`, and for a mean.
-        PeerError: as `broadcast`.
-
-    Example:
-        >>> kdist.comm.scan([tf.constant(1), tf.constant(2)], kdist.mesh(data=2), "data")
-        [1, 3]
-    """
-    if reduction == "mean":
-        raise ValueError(
-            "A scan has no mean. Scan by 'sum' and divide each rank's result by the number of "
-            "values in it. Received: reduction='mean'"
-        )
-    return _run(
-        values,
-        mesh,
-        axis,
-        operation="scan",
-        reduction=reduction,
-        exclusive=bool(exclusive),
-        algorithm=algorithm,
-    )
-
-
-def send_recv(
-    values: Sequence[Any],
-    mesh: Mesh,
-    axis: str | None = None,
-    *,
-    pairs: Sequence[tuple[int, int]],
-) -> Results:
-    """Sends values from ranks to ranks; who receives nothing keeps its own.
-
-    Args:
-        values: one per device: a tensor for each source; for a target that has no value, None (in
-            one process) or a `tf.TensorSpec` of what comes.
-        mesh: as in `broadcast`.
-        axis: as in `broadcast`.
-        pairs: (source, target) ranks along the axis; a rank is at most once a source and at most
-            once a target.
-
-    Returns:
-        What each device received, or its own value.
-
-    Raises:
-        ValueError: as `broadcast`, and for pairs that do not fit.
-        PeerError: as `broadcast`.
-
-    Example:
-        >>> kdist.comm.send_recv([tf.constant(1), None], kdist.mesh(data=2), "data", pairs=[(0, 1)])
-        [1, 1]
-    """
-    return _run(
-        values,
-        mesh,
-        axis,
-        operation="send_recv",
-        pairs=tuple((int(source), int(target)) for source, target in pairs),
-    )
-
-
-def barrier(
-    values: Sequence[Any] | None = None,
-    mesh: Mesh | None = None,
-    axis: str | None = None,
-    *,
-    algorithm: str = AUTO,
-) -> Results | None:
-    """Waits for every rank.
-
-    Args:
-        values: tensors, one per device. The results are the same tensors, none of which is there
-            before all of the group are. None, eagerly: the call returns when all ranks are in it.
-        mesh: as in `broadcast`.
-        axis: as in `broadcast`.
-        algorithm: of the all-reduce of one number that it is.
-
-    Returns:
-        The values, or None.
-
-    Raises:
-        ValueError: as `broadcast`; without values inside of `tf.function`, where nothing would
-            wait for it.
-        PeerError: as `broadcast`.
-    """
-    if mesh is None:
-        raise ValueError("A barrier is over an axis of a mesh. Received: mesh=None")
-    group = _group(mesh, axis)
-    if values is None and not tf.executing_eagerly():
-        raise ValueError(
-            "Inside tf.function a barrier holds values back: give them, and use what it returns. "
-            "Received: values=None"
-        )
-    if values is not None and len(values) != len(group.local):
-        raise ValueError(
-            f"A barrier takes a value per device of this process, {len(group.local)}, or None. "
-            f"Received: {len(values)} values"
-        )
-    tokens = []
-    for k, device in enumerate(group.local_devices):
-        with tf.device(device), tf.control_dependencies(values[k : k + 1] if values else []):
-            # One element per rank: a ring has something to send in every message.
-            tokens.append(tf.zeros([group.size], tf.int32))
-    done = collective(Call(operation="all_reduce", group=group, algorithm=algorithm), tokens)
-    if values is None:
-        return None
-    results = []
-    for value, token, device in zip(values, done, group.local_devices):
-        with tf.device(device), tf.control_dependencies([token]):
-            results.append(tf.identity(value))
-    return results
-
-
-def _group(mesh: Mesh, axis: str | None) -> Group:
+def group_of(mesh: Mesh, axis: str | None) -> Group:
     if isinstance(mesh, Group):
         if axis not in (None, mesh.axis):
             raise ValueError(
@@ -468,13 +329,13 @@ def _group(mesh: Mesh, axis: str | None) -> Group:
     return Group.of(mesh, axis)
 
 
-def _run(
+def run(
     values: Sequence[Any],
     mesh: Mesh,
     axis: str | None,
     sizes: Sequence[Any] | None = None,
     **options: Any,
 ) -> Results:
-    group = _group(mesh, axis)
+    group = group_of(mesh, axis)
     fixed = None if sizes is None else tuple(sizes)
     return collective(Call(group=group, sizes=fixed, **options), values)

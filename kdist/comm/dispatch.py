@@ -119,9 +119,7 @@ def _traced(call: Call, signature: tuple[Any, ...]) -> Any:
     return tf.function(program, autograph=False)
 
 
-def _rows(
-    call: Call, values: Values, started: list[tf.Operation], number: str = ""
-) -> Values:
+def _rows(call: Call, values: Values, started: list[tf.Operation], number: str = "") -> Values:
     group = call.group
     at = dict(zip(group.local, values))
     found: dict[int, Any] = {}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kdist.comm import collectives
+from kdist.comm import collectives, ordered
 from kdist.comm.group import Group
 
 import numpy as np
@@ -111,7 +111,7 @@ def measure(
         with tf.device(device):
             sources.append(tf.Variable(_values(own, rank, dtype)))
             targets.append(tf.Variable(tf.zeros([0], dtype), shape=tf.TensorShape([None])))
-    function = getattr(collectives, operation)
+    function = getattr(ordered if operation == "scan" else collectives, operation)
 
     @tf.function(autograph=False)
     def program() -> None:
@@ -142,25 +142,22 @@ def measure(
 
 def _values(length: int, rank: int, dtype: str) -> np.ndarray:
     """1, 2, 3, 1, ..., beginning elsewhere on each rank."""
-    values = np.resize(np.roll(np.arange(1, _PERIOD + 1), rank), length)
-    return values.astype(tf.as_dtype(dtype).as_numpy_dtype)
+    return _repeated(np.roll(np.arange(1, _PERIOD + 1), rank), length, dtype)
+
+
+def _repeated(period: np.ndarray, length: int, dtype: str) -> np.ndarray:
+    return np.resize(period.astype(tf.as_dtype(dtype).as_numpy_dtype), length)
 
 
 def _expected(operation: str, own: int, rank: int, p: int, dtype: str) -> np.ndarray:
-    first = _values(own, 0, dtype)
-    if operation == "broadcast":
-        return first
-    if operation == "scatter":
-        return np.split(first, p)[rank]
+    if operation in ("broadcast", "scatter"):
+        value = _values(own, 0, dtype)
+        return value if operation == "broadcast" else np.split(value, p)[rank]
     if operation in ("gather", "all_gather"):
         return np.concatenate([_values(own, r, dtype) for r in range(p)])
     if operation == "all_to_all":
         return np.concatenate([np.split(_values(own, r, dtype), p)[rank] for r in range(p)])
-    last = rank + 1 if operation == "scan" else p
-    total = np.zeros(own, np.float64)
-    for r in range(last):
-        total += _values(own, r, dtype).astype(np.float64)
-    total = total.astype(first.dtype)
+    count = rank + 1 if operation == "scan" else p
+    period = sum(np.roll(np.arange(1, _PERIOD + 1), r) for r in range(count))
+    total = _repeated(np.asarray(period), own, dtype)
     return np.split(total, p)[rank] if operation == "reduce_scatter" else total
-
-

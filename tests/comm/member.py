@@ -41,12 +41,14 @@ def own(index: int, per_process: int, arrays: list) -> list:
     return arrays[index * per_process : (index + 1) * per_process]
 
 
-def every_collective(index: int, n: int, per_process: int = 1) -> int:
+def every_collective(
+    index: int, n: int, per_process: int = 1, algorithms: tuple[str, ...] = ("auto", *ALGORITHMS)
+) -> int:
     """Each operation by each algorithm against numpy; returns how many were tried."""
     p = n * per_process
     line, tried = mesh(n, per_process), 0
     for operation in OPERATIONS:
-        for algorithm in ("auto", *ALGORITHMS):
+        for algorithm in algorithms:
             if algorithm == "hypercube" and p & (p - 1):
                 continue
             arrays = values(p, (5, 2), "float64", seed=tried)
@@ -55,9 +57,7 @@ def every_collective(index: int, n: int, per_process: int = 1) -> int:
             if operation in ("broadcast", "scatter"):  # only the root's value may count
                 first = index * per_process
                 spec = tf.TensorSpec((5, 2), tf.float64)
-                mine = [
-                    x if first + k == root.get("root", 0) else spec for k, x in enumerate(mine)
-                ]
+                mine = [x if first + k == root.get("root", 0) else spec for k, x in enumerate(mine)]
             function = getattr(comm, operation)
             got = function(mine, line, "data", algorithm=algorithm, **root)
             want = own(index, per_process, expected(operation, arrays, **root))
@@ -192,6 +192,14 @@ def refusals(index: int, n: int) -> list[str]:
 def mesh_of_strangers(n: int) -> comm.Group:
     names = [f"/job:worker/task:{task}/device:CPU:0" for task in range(n + 1)]
     return comm.Group.of(keras.distribution.DeviceMesh((n + 1,), ["data"], names), "data")
+
+
+def several(index: int, n: int) -> list[str]:
+    """What the default tests run, in one start."""
+    assert every_collective(index, n, algorithms=("ring",)) == len(OPERATIONS)
+    assert in_a_function(index, n) == [3.0, 4.0]
+    assert sends_and_axes(index, n) == 2
+    return refusals(index, n)
 
 
 def missing(index: int, n: int) -> dict:

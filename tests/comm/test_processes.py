@@ -9,41 +9,41 @@ import pytest
 from .cluster import run
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_every_collective_equals_numpy(count):
-    assert run("every_collective", count) == [9 * (6 if count == 2 else 5)] * count
-
-
-def test_several_devices_in_each_process():
-    assert run("several_devices", 2) == [54] * 2
-
-
-def test_every_dtype_and_reduction():
-    assert run("dtypes_and_reductions", 2) == [94] * 2
-
-
-def test_in_a_function_with_gradients():
-    assert run("in_a_function", 2) == [[3.0, 4.0]] * 2
-
-
-def test_uneven_sizes():
-    assert run("uneven", 3) == [3] * 3
-
-
-def test_sends_barriers_and_inner_axes():
-    assert run("sends_and_axes", 2) == [2] * 2
-
-
-def test_what_cannot_work_is_refused():
+def test_two_processes():
+    """One start for several scenarios; the long tests have each in full."""
+    refused = run("several", 2)
     rules = ["other side must know the shape", "TensorSpec", "joins others once", "does not know"]
-    for texts in run("refusals", 2):
+    for texts in refused:
         assert len(texts) == 5
         for text, rule in zip(texts, [*rules, "gradient of broadcast across processes"]):
             assert rule in text
             assert "Received: " in text
 
 
-@pytest.mark.parametrize(("scenario", "count"), [("missing", 2), ("killed", 3)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_collective_equals_numpy(count):
+    assert run("every_collective", count) == [9 * (6 if count == 2 else 5)] * count
+
+
+@pytest.mark.long
+def test_several_devices_in_each_process():
+    assert run("several_devices", 2) == [54] * 2
+
+
+@pytest.mark.long
+def test_every_dtype_and_reduction():
+    assert run("dtypes_and_reductions", 2) == [94] * 2
+
+
+@pytest.mark.long
+def test_uneven_sizes():
+    assert run("uneven", 3) == [3] * 3
+
+
+@pytest.mark.parametrize(
+    ("scenario", "count"), [pytest.param("missing", 2, marks=pytest.mark.long), ("killed", 3)]
+)
 def test_a_peer_that_is_gone_is_named_in_time(scenario, count):
     found = run(scenario, count, may_die=(count - 1,))
     for failure in found[:-1]:
