@@ -134,7 +134,7 @@ def main(arguments: list[str]) -> None:
         kdist.init(cpu_devices=_DEVICES.value)
         show(Group.of(kdist.mesh(data=_DEVICES.value), "data"))
     elif _INDEX.value is not None:
-        show(_join(_ADDRESSES.value, _INDEX.value))
+        show(_join(_ADDRESSES.value or [], _INDEX.value))
     else:
         _start(count)
 

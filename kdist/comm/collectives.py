@@ -12,7 +12,7 @@ They run eagerly and inside `tf.function`, and gradient tapes see through them
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from kdist.comm.call import AUTO, Call
 from kdist.comm.dispatch import collective
@@ -20,7 +20,7 @@ from kdist.comm.group import Group
 
 import keras
 
-Mesh = keras.distribution.DeviceMesh | Group
+Mesh: TypeAlias = "keras.distribution.DeviceMesh | Group"
 Results = list[Any]
 
 
@@ -315,6 +315,7 @@ def all_to_all(
 
 
 def group_of(mesh: Mesh, axis: str | None) -> Group:
+    """The group that a mesh and an axis, or a group alone, name."""
     if isinstance(mesh, Group):
         if axis not in (None, mesh.axis):
             raise ValueError(
@@ -336,6 +337,7 @@ def run(
     sizes: Sequence[Any] | None = None,
     **options: Any,
 ) -> Results:
+    """Runs a collective; see the functions above for the arguments."""
     group = group_of(mesh, axis)
     fixed = None if sizes is None else tuple(sizes)
     return collective(Call(group=group, sizes=fixed, **options), values)

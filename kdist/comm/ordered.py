@@ -1,4 +1,4 @@
-"""Collectives in which ranks differ: prefix sums, sends, and waiting; see `kdist.comm.collectives`."""
+"""Collectives in which ranks differ: prefix sums, sends, waiting; see `collectives`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ the runtime's own point-to-point route, gRPC on CPU. What makes that safe:
   two processes could wait for each other; with the second, a ring cannot.
 - The lane is a variable that changes after each collective, so that TensorFlow does not prune a
   send that nobody in this process uses. A backward pass that TensorFlow derives from a graph keeps
-  and orders nothing by itself: results wait for the sends, and keys count the collectives of a graph.
+  and orders nothing by itself: results wait for the sends, and keys count a graph's collectives.
 - Every message has a timeout.
 """
 
@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import re
 import socket
+import time
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,8 @@ _CARRIER = {"int8": "int32", "uint8": "int32", "int16": "int32", "uint16": "int3
 _CARRIER |= {"uint32": "int64", "uint64": "int64", "bfloat16": "float16"}
 _SAME_BITS = ("uint64", "bfloat16")
 _NODE = re.compile(r"kdist_comm/(?P<operation>\w+)/axis_(?P<axis>\w+?)/(?P<rest>[\w/]+)")
+# A process that dies closes its connections before its port.
+_DYING_SECONDS = 0.5
 _PEER = re.compile(r"(?:from|to)_task_(\d+)")
 
 
@@ -307,6 +310,9 @@ def named_errors() -> Iterator[None]:
         if found is None or _connection is None:
             raise
         silent = silent_peers(_connection)
+        if not silent and not isinstance(error, tf.errors.DeadlineExceededError):
+            time.sleep(_DYING_SECONDS)
+            silent = silent_peers(_connection)
         waited = [int(task) for task in _PEER.findall(found["rest"])]
         reason = "no answer at its address." if silent else _reason(error)
         raise PeerError(found["operation"], found["axis"], silent or waited, reason) from error

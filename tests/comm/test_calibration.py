@@ -1,4 +1,4 @@
-"""Fitting the cost model, the benchmark's numbers, and TensorFlow's internals behind the package."""
+"""Fitting the cost model, the benchmark's numbers, TensorFlow's internals, connections."""
 
 from __future__ import annotations
 
