@@ -1,6 +1,6 @@
 """Every use of TensorFlow internals behind `kdist.comm`, in one place.
 
-TensorFlow 2.21 has no public way to do these; `tests/comm/test_private_comm.py` fails by name when
+TensorFlow 2.21 has no public way to do these; `tests/comm/test_calibration.py` fails by name when
 one moves.
 
 - `record.record_operation`, `record.stop_recording`: a gradient for results on several devices.

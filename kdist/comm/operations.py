@@ -131,7 +131,7 @@ def _pieces(value: tf.Tensor, count: int) -> list[tf.Tensor]:
 def _runtime_all_reduce(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
     """Within this process directly, one device of each process by TensorFlow's all-reduce."""
     fold, finish = _fold(call)
-    leaders = {}
+    leaders: dict[tuple[str, int], str] = {}
     for device in row.devices:
         leaders.setdefault(task_of(device), device)
     first = row.ranks[0]
