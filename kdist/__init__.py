@@ -38,10 +38,8 @@ __all__ = [
     "ShardedOptimizer",
     "apply_gradients",
     "callbacks",
-    "get_comm_fusion",
-
-
     "comm",
+    "get_comm_fusion",
     "gradients",
     "init",
     "inspect",
