@@ -9,29 +9,24 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from kdist import _private, strategy_scope
 from kdist.config import ParallelConfig
 from kdist.contract import adapt_callbacks, as_spec, is_built, peek, predict_function
 from kdist.metrics import overrides
-from kdist.optimizer.config import OptimizerConfig
-from kdist.optimizer.fuse import Fusing
-from kdist.optimizer.partition import Spread, spread
-from kdist.optimizer.sharded import config_for, parallel_optimizer
-from kdist.optimizer.update import DistributedUpdate, whole_updates
+from kdist.optimizer.update import DistributedUpdate
+from kdist.placed import PlacedModel
 from kdist.plain import PlainRunner
-from kdist.plan import Plan, make_plan
 from kdist.program import Program
-from kdist.segment import looked_up, segment_limit
-from kdist.segmented import SegmentedProgram, as_node, cuttable
+from kdist.programs import make_program
+from kdist.segmented import SegmentedProgram
 from kdist.segmented_runner import SegmentedRunner
 from kdist.spmd_runner import SpmdRunner
 from kdist.spmd_step import SpmdFunction, SpmdStep
 from kdist.step import Step
-from kdist.store import ModelLayouts, place_weights, placements
-from kdist.variables import Stored, materialised, replace
+from kdist.variables import Stored, materialised
 
 import keras
 import tensorflow as tf
@@ -117,34 +112,20 @@ def attached(model: keras.Model) -> Parallel:
     return parallel
 
 
-class Parallel:
+class Parallel(PlacedModel):
     """kdist's side of one model: its placed weights and its compiled steps.
 
     Attributes:
-        model: The Keras model.
-        config: What `parallelize` was given.
-        topology: The mesh.
-        entries: Local variables behind each weight, by identity of the weight.
-        layouts: The resolved layouts, once the model is built.
+        jit_compile: What `compile` was given.
         program: The model's pure functions, once compiled and used.
         update: The distributed optimizer, once trained.
-        fallbacks: Why some function runs on gathered weights, if one does.
-        level: The level of optimizer parallelism that the weights are placed for.
-        batch_axis: The data axis where it is inside DTensor (see `Topology.with_data_inside`).
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
-        self.model = model
-        self.config = config
-        self.topology = config.topology
-        self.entries: dict[int, Stored] = {}
-        self.layouts: ModelLayouts | None = None
+        super().__init__(model, config)
         self.jit_compile: bool | str = "auto"
         self.program: Program | None = None
         self.update: DistributedUpdate | None = None
-        self.fallbacks: list[str] = []
-        self.batch_axis: str | None = None
-        self.level = 0
         self._spmd_runner: SpmdRunner | None = None
 
     def install(self) -> None:
@@ -159,56 +140,7 @@ class Parallel:
             object.__setattr__(model, name, getattr(self, name))
         if model.compiled:
             self._reset(bool(model.jit_compile))
-            self._spread_parameters()
-
-    def place(self) -> None:
-        """Resolves the layouts and moves the weights to their devices, once."""
-        if self.layouts is None:
-            strategy_scope.refuse_scope()
-            if self._synchronizes():
-                self.batch_axis = self.topology.data_axis
-                self.topology = self.topology.with_data_inside()
-            self.layouts = ModelLayouts(self.model, self.config, self.topology)
-            self.entries = place_weights(
-                placements(self.model, self.layouts, self.topology), self.topology
-            )
-
-    def spread(self) -> Spread:
-        """How optimizer parallelism spreads the trainable parameters; the weights are placed."""
-        assert self.layouts is not None
-        variables = self.model.trainable_variables
-        optimizer = self.model.optimizer if self.model.compiled else None
-        placed = placements(self.model, self.layouts, self.topology)
-        by_layout = {id(v): placement for v, placement in placed}
-        return spread(
-            [by_layout[id(v)] for v in variables],
-            whole_updates(optimizer, variables),
-            parallel_optimizer.of(variables),
-            self.optimizer_config,
-            self.topology,
-        )
-
-    @property
-    def optimizer_config(self) -> OptimizerConfig:
-        """The settings of optimizer parallelism, from the configuration or the optimizer."""
-        optimizer = self.model.optimizer if self.model.compiled else None
-        return config_for(optimizer, self.config.optimizer)
-
-    def _spread_parameters(self) -> None:
-        """Moves parameters to where the compiled optimizer's level wants them."""
-        config = self.optimizer_config
-        if self.layouts is None or not self.model.compiled or config.level == 0 == self.level:
-            return
-        self.level = config.level
-        wanted = self.spread().placements
-        for variable, placement in zip(self.model.trainable_variables, wanted):
-            self.entries[id(variable)] = replace(self.entries[id(variable)], placement)
-
-    def _synchronizes(self) -> bool:
-        """Whether a layer computes over the whole batch, so that `data` must be inside DTensor."""
-        return self.topology.data_size > 1 and any(
-            getattr(layer, "synchronized", False) for layer in self.model._flatten_layers()
-        )
+            self.spread_parameters()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`keras.Model.compile`; `jit_compile` then applies to kdist's programs.
@@ -222,7 +154,7 @@ class Parallel:
         if "jit_compile" in config:
             config["jit_compile"] = wanted
         self._reset(wanted)
-        self._spread_parameters()
+        self.spread_parameters()
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.fit`."""
@@ -274,6 +206,13 @@ class Parallel:
                 "gradients) and kdist.reduce(...): see examples/custom_loop.py. "
                 f"Received: model of type {type(self.model).__name__}"
             )
+
+    def _make_program(self) -> Program:
+        sizes = [e.placement.nbytes for e in self.entries_of(self.model.trainable_variables)]
+        mean = self.config.loss_from_layers == "mean"
+        xla = self.jit_compile is True
+        level = self.optimizer_config.level
+        return make_program(self.model, self.topology, level, sizes, mean, xla)
 
     def _make(self, kind: str, force: bool) -> None:
         """Gives the model a function that builds the real one from the first batch it sees."""
@@ -340,44 +279,14 @@ class Parallel:
                     "mesh with inner axes. "
                     f"Received: jit_compile=True with inner axes {self.topology.inner_axes}"
                 )
-            self._spread_parameters()
+            self.spread_parameters()
             self.program = self._make_program()
         if kind == "train" and self.update is None and self.program.state.trainable:
             optimizer = self.model.optimizer
             units = self.spread().units
             self.update = DistributedUpdate(
-                optimizer, self._trainable(), self.topology, units, self._fusing()
+                optimizer, self._trainable(), self.topology, units, self.fusing()
             )
-
-    def _fusing(self) -> Fusing:
-        """Which trainable parameters travel together."""
-        variables = self.model.trainable_variables
-        tables = {id(v) for v in looked_up(self.model)}
-        apart = frozenset(i for i, v in enumerate(variables) if id(v) in tables)
-        placed = [entry.placement for entry in self._entries_of(variables)]
-        return Fusing(self.config.fusion, variables, placed, apart)
-
-    def _make_program(self) -> Program:
-        """The model's pure functions; in segments where that saves memory."""
-        mean = self.config.loss_from_layers == "mean"
-        reason = self.one_segment()
-        if self.optimizer_config.level < 2 or reason:
-            return Program(self.model, mean)
-        sizes = [e.placement.nbytes for e in self._entries_of(self.model.trainable_variables)]
-        wrap = functools.partial(as_node, jit_compile=self.jit_compile is True)
-        return SegmentedProgram(self.model, mean, segment_limit(sizes), wrap)
-
-    def one_segment(self) -> str:
-        """Why the model is one segment, "" if it can be cut."""
-        if self.topology.inner_size > 1:
-            return "slices are DTensor meshes: the model is one segment"
-        if self.model.run_eagerly:
-            return "run_eagerly: the model is one segment"
-        if overrides(self.model, "compute_loss"):
-            return "an overridden compute_loss: the model is one segment"
-        if not cuttable(self.model):
-            return "not a Functional or Sequential model: the model is one segment"
-        return ""
 
     def step_for(self, example: Any) -> Step:
         """The steps behind the functions for custom loops.
@@ -407,10 +316,7 @@ class Parallel:
 
     def _trainable(self) -> list[Stored]:
         assert self.program is not None
-        return self._entries_of(self.program.state.trainable)
-
-    def _entries_of(self, variables: Sequence[keras.Variable]) -> list[Stored]:
-        return [self.entries[id(v)] for v in variables]
+        return self.entries_of(self.program.state.trainable)
 
     @functools.cached_property
     def plain_step(self) -> Step:
@@ -455,33 +361,6 @@ class Parallel:
                 batch_axis=self.batch_axis,
             )
         return self._spmd_runner
-
-    def plan(self) -> Plan:
-        """What a step will do; `print(model.plan())` or `model.plan().summary()`.
-
-        Raises:
-            ValueError: The model is not built, so that its weights are not known.
-        """
-        if self.layouts is None:
-            if not is_built(self.model):
-                raise ValueError(
-                    "A plan needs the model's weights. Build the model, or train a batch, first. "
-                    f"Received: model={self.model.name!r}"
-                )
-            self.place()
-        weights = [self.entries[id(v)].placement for v in self.model.weights]
-        position = {id(v): i for i, v in enumerate(self.model.weights)}
-        trainable = [position[id(v)] for v in self.model.trainable_variables]
-        spread = self.spread()
-        notes = list(self.fallbacks)
-        if spread.config.level >= 2 and (reason := self.one_segment()):
-            notes.append(reason)
-        if self.batch_axis is not None:
-            notes.append(
-                f"a layer synchronizes over the whole batch: the {self.batch_axis!r} axis is "
-                "inside DTensor, as an inner axis that cuts the batch"
-            )
-        return make_plan(self.topology, weights, trainable, spread.units, notes, spread.decisions)
 
     def _build(self, kind: str, example: Any) -> None:
         """Creates the variables of layers, metrics, losses and the optimizer, if missing."""

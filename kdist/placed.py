@@ -1,0 +1,134 @@
+"""Where the weights of one model are: resolved layouts, local variables, what the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kdist import strategy_scope
+from kdist.config import ParallelConfig
+from kdist.contract import is_built
+from kdist.optimizer.config import OptimizerConfig
+from kdist.optimizer.fuse import Fusing
+from kdist.optimizer.partition import Spread, spread
+from kdist.optimizer.sharded import config_for, parallel_optimizer
+from kdist.optimizer.update import whole_updates
+from kdist.plan import Plan, make_plan
+from kdist.programs import one_segment
+from kdist.segment import looked_up
+from kdist.store import ModelLayouts, place_weights, placements
+from kdist.variables import Stored, replace
+
+import keras
+
+
+class PlacedModel:
+    """A model's weights over the mesh.
+
+    Attributes:
+        model: The Keras model.
+        config: What `parallelize` was given.
+        topology: The mesh.
+        entries: Local variables behind each weight, by identity of the weight.
+        layouts: The resolved layouts, once the model is built.
+        fallbacks: Why some function runs on gathered weights, if one does.
+        level: The level of optimizer parallelism that the weights are placed for.
+        batch_axis: The data axis where it is inside DTensor (see `Topology.with_data_inside`).
+    """
+
+    def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
+        self.model = model
+        self.config = config
+        self.topology = config.topology
+        self.entries: dict[int, Stored] = {}
+        self.layouts: ModelLayouts | None = None
+        self.fallbacks: list[str] = []
+        self.batch_axis: str | None = None
+        self.level = 0
+
+    def place(self) -> None:
+        """Resolves the layouts and moves the weights to their devices, once."""
+        if self.layouts is None:
+            strategy_scope.refuse_scope()
+            if self._synchronizes():
+                self.batch_axis = self.topology.data_axis
+                self.topology = self.topology.with_data_inside()
+            self.layouts = ModelLayouts(self.model, self.config, self.topology)
+            self.entries = place_weights(
+                placements(self.model, self.layouts, self.topology), self.topology
+            )
+
+    def spread(self) -> Spread:
+        """How optimizer parallelism spreads the trainable parameters; the weights are placed."""
+        assert self.layouts is not None
+        variables = self.model.trainable_variables
+        optimizer = self.model.optimizer if self.model.compiled else None
+        placed = placements(self.model, self.layouts, self.topology)
+        by_layout = {id(v): placement for v, placement in placed}
+        return spread(
+            [by_layout[id(v)] for v in variables],
+            whole_updates(optimizer, variables),
+            parallel_optimizer.of(variables),
+            self.optimizer_config,
+            self.topology,
+        )
+
+    @property
+    def optimizer_config(self) -> OptimizerConfig:
+        """The settings of optimizer parallelism, from the configuration or the optimizer."""
+        optimizer = self.model.optimizer if self.model.compiled else None
+        return config_for(optimizer, self.config.optimizer)
+
+    def spread_parameters(self) -> None:
+        """Moves parameters to where the compiled optimizer's level wants them."""
+        config = self.optimizer_config
+        if self.layouts is None or not self.model.compiled or config.level == 0 == self.level:
+            return
+        self.level = config.level
+        wanted = self.spread().placements
+        for variable, placement in zip(self.model.trainable_variables, wanted):
+            self.entries[id(variable)] = replace(self.entries[id(variable)], placement)
+
+    def _synchronizes(self) -> bool:
+        """Whether a layer computes over the whole batch, so that `data` must be inside DTensor."""
+        return self.topology.data_size > 1 and any(
+            getattr(layer, "synchronized", False) for layer in self.model._flatten_layers()
+        )
+
+    def fusing(self) -> Fusing:
+        """Which trainable parameters travel together."""
+        variables = self.model.trainable_variables
+        tables = {id(v) for v in looked_up(self.model)}
+        apart = frozenset(i for i, v in enumerate(variables) if id(v) in tables)
+        placed = [entry.placement for entry in self.entries_of(variables)]
+        return Fusing(self.config.fusion, variables, placed, apart)
+
+    def entries_of(self, variables: Sequence[keras.Variable]) -> list[Stored]:
+        """Local variables behind some weights."""
+        return [self.entries[id(v)] for v in variables]
+
+    def plan(self) -> Plan:
+        """What a step will do; `print(model.plan())` or `model.plan().summary()`.
+
+        Raises:
+            ValueError: The model is not built, so that its weights are not known.
+        """
+        if self.layouts is None:
+            if not is_built(self.model):
+                raise ValueError(
+                    "A plan needs the model's weights. Build the model, or train a batch, first. "
+                    f"Received: model={self.model.name!r}"
+                )
+            self.place()
+        weights = [self.entries[id(v)].placement for v in self.model.weights]
+        position = {id(v): i for i, v in enumerate(self.model.weights)}
+        trainable = [position[id(v)] for v in self.model.trainable_variables]
+        spread = self.spread()
+        notes = list(self.fallbacks)
+        if spread.config.level >= 2 and (reason := one_segment(self.model, self.topology)):
+            notes.append(reason)
+        if self.batch_axis is not None:
+            notes.append(
+                f"a layer synchronizes over the whole batch: the {self.batch_axis!r} axis is "
+                "inside DTensor, as an inner axis that cuts the batch"
+            )
+        return make_plan(self.topology, weights, trainable, spread.units, notes, spread.decisions)

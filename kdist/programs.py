@@ -1,0 +1,47 @@
+"""Which form the model's pure functions take: whole, or in segments where that saves memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from kdist.mesh import Topology
+from kdist.metrics import overrides
+from kdist.program import Program
+from kdist.segment import segment_limit
+from kdist.segmented import SegmentedProgram, as_node, cuttable
+
+import keras
+
+
+def make_program(
+    model: keras.Model, topology: Topology, level: int, sizes: Sequence[int], mean: bool, xla: bool
+) -> Program:
+    """The model's pure functions.
+
+    Args:
+        model: The built and compiled model.
+        topology: The mesh.
+        level: Level of optimizer parallelism; from 2 on the model is cut into segments.
+        sizes: Bytes of each trainable parameter.
+        mean: See `Program`.
+        xla: Compile segments with XLA.
+    """
+    if level < 2 or one_segment(model, topology):
+        return Program(model, mean)
+    wrap = functools.partial(as_node, jit_compile=xla)
+    return SegmentedProgram(model, mean, segment_limit(sizes), wrap)
+
+
+def one_segment(model: keras.Model, topology: Topology) -> str:
+    """Why a model is one segment, "" if it can be cut."""
+    reason = ""
+    if topology.inner_size > 1:
+        reason = "slices are DTensor meshes"
+    elif model.run_eagerly:
+        reason = "run_eagerly"
+    elif overrides(model, "compute_loss"):
+        reason = "an overridden compute_loss"
+    elif not cuttable(model):
+        reason = "not a Functional or Sequential model"
+    return reason and f"{reason}: the model is one segment"
