@@ -21,6 +21,9 @@ MAX_MB = 64
 OVERLAPPING = 8
 """Buckets that `mode="auto"` aims at: the last one, which nothing hides, is an eighth of all."""
 
+LARGEST_KB = 256
+"""In one process a message passes a pointer: packing, which copies, pays for small tensors only."""
+
 comm_fusion: Setting[int] = Setting("kdist.set_comm_fusion")
 """What `set_comm_fusion` said."""
 
@@ -43,9 +46,10 @@ class FusionConfig:
     """
 
     mode: Literal["auto", "size", "index", "none"] = "auto"
-    """`"auto"`: size from the cost model: at most 64 MB, an eighth of all at most so that buckets
-    overlap the backward pass, and at least what one message's latency is worth. `"size"`: buckets
-    of `size_mb`. `"index"`: buckets end at the positions of `index`. `"none"`: no fusion."""
+    """`"auto"`: sizes from the cost model: a parameter whose packing would take longer than a
+    message of its own travels alone; others fill buckets of an eighth of all, so that several
+    overlap the backward pass, 64 MB at most. `"size"`: buckets of `size_mb`. `"index"`: buckets end
+    at the positions of `index`. `"none"`: no fusion."""
 
     size_mb: float = MAX_MB
     """Bytes of a bucket in MB (1024 * 1024), for `mode="size"`."""
@@ -100,13 +104,15 @@ class Item:
     group: int | None = None
 
 
-def assign_buckets(items: Sequence[Item], config: FusionConfig, least: float = 0.0) -> list[int]:
+def assign_buckets(
+    items: Sequence[Item], config: FusionConfig, largest: float = LARGEST_KB * 1024
+) -> list[int]:
     """Puts items into buckets.
 
     Args:
         items: In parameter order.
         config: The mode.
-        least: For `mode="auto"`: bytes below which a bucket is not worth its latency.
+        largest: For `mode="auto"`: bytes above which a parameter is not worth packing.
 
     Returns:
         The number of each item's bucket. Buckets are numbered in the order in which their
@@ -120,14 +126,14 @@ def assign_buckets(items: Sequence[Item], config: FusionConfig, least: float = 0
             f"index has positions below {len(items)}, the number of parameters. "
             f"Received: index={config.index}"
         )
-    size = bucket_size([i.nbytes for i in items], config, least)
+    size = bucket_size([i.nbytes for i in items], config)
     keys: list[Any] = [None] * len(items)
     filled: dict[Any, tuple[int, float]] = {}
     for position, i in enumerate(reversed(range(len(items)))):
         item = items[i]
         if item.group is not None:
             keys[i] = ("alone", i) if item.group == 0 else ("id", item.group, item.kind)
-        elif config.mode == "none":
+        elif config.mode == "none" or (config.mode == "auto" and item.nbytes > largest):
             keys[i] = ("alone", i)
         elif config.mode == "index":
             keys[i] = ("index", sum(end <= position for end in config.index), item.kind)
@@ -145,12 +151,11 @@ def assign_buckets(items: Sequence[Item], config: FusionConfig, least: float = 0
     return [order[key] for key in keys]
 
 
-def bucket_size(sizes: Sequence[int], config: FusionConfig, least: float = 0.0) -> float:
+def bucket_size(sizes: Sequence[int], config: FusionConfig) -> float:
     """Bytes of a bucket under a mode."""
     if config.mode == "size":
         return config.size_mb * 2**20
-    share = max(sum(sizes) / OVERLAPPING, least)
-    return min(share, MAX_MB * 2**20)
+    return min(sum(sizes) / OVERLAPPING, MAX_MB * 2**20)
 
 
 def set_comm_fusion(target: Any, group: int) -> Any:

@@ -118,14 +118,12 @@ class Parallel(PlacedModel):
     Attributes:
         jit_compile: What `compile` was given.
         program: The model's pure functions, once compiled and used.
-        update: The distributed optimizer, once trained.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
         super().__init__(model, config)
         self.jit_compile: bool | str = "auto"
         self.program: Program | None = None
-        self.update: DistributedUpdate | None = None
         self._spmd_runner: SpmdRunner | None = None
 
     def install(self) -> None:
@@ -283,9 +281,9 @@ class Parallel(PlacedModel):
             self.program = self._make_program()
         if kind == "train" and self.update is None and self.program.state.trainable:
             optimizer = self.model.optimizer
-            units = self.spread().units
+            spread = self.spread()
             self.update = DistributedUpdate(
-                optimizer, self._trainable(), self.topology, units, self.fusing()
+                optimizer, self._trainable(), self.topology, spread.units, spread.keys
             )
 
     def step_for(self, example: Any) -> Step:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from kdist import strategy_scope
 from kdist.config import ParallelConfig
 from kdist.contract import is_built
 from kdist.optimizer.config import OptimizerConfig
-from kdist.optimizer.fuse import Fusing
+from kdist.optimizer.fuse import bucket_keys
 from kdist.optimizer.partition import Spread, spread
 from kdist.optimizer.sharded import config_for, parallel_optimizer
-from kdist.optimizer.update import whole_updates
+from kdist.optimizer.update import DistributedUpdate, optimizer_groups, whole_updates
+from kdist.placement import Placement
 from kdist.plan import Plan, make_plan
 from kdist.programs import one_segment
 from kdist.segment import looked_up
@@ -32,6 +33,7 @@ class PlacedModel:
         layouts: The resolved layouts, once the model is built.
         fallbacks: Why some function runs on gathered weights, if one does.
         level: The level of optimizer parallelism that the weights are placed for.
+        update: The distributed optimizer, once trained.
         batch_axis: The data axis where it is inside DTensor (see `Topology.with_data_inside`).
     """
 
@@ -44,6 +46,7 @@ class PlacedModel:
         self.fallbacks: list[str] = []
         self.batch_axis: str | None = None
         self.level = 0
+        self.update: DistributedUpdate | None = None
 
     def place(self) -> None:
         """Resolves the layouts and moves the weights to their devices, once."""
@@ -64,12 +67,21 @@ class PlacedModel:
         optimizer = self.model.optimizer if self.model.compiled else None
         placed = placements(self.model, self.layouts, self.topology)
         by_layout = {id(v): placement for v, placement in placed}
+        whole = whole_updates(optimizer, variables)
+        groups = optimizer_groups(optimizer, variables)
+        tables = {id(v) for v in looked_up(self.model)}
+        apart = frozenset(i for i, v in enumerate(variables) if id(v) in tables)
+
+        def keys(placed: Sequence[Placement]) -> tuple[Hashable | None, ...]:
+            return bucket_keys(self.config.fusion, variables, placed, groups, whole, apart)
+
         return spread(
             [by_layout[id(v)] for v in variables],
-            whole_updates(optimizer, variables),
+            whole,
             parallel_optimizer.of(variables),
             self.optimizer_config,
             self.topology,
+            keys,
         )
 
     @property
@@ -93,14 +105,6 @@ class PlacedModel:
         return self.topology.data_size > 1 and any(
             getattr(layer, "synchronized", False) for layer in self.model._flatten_layers()
         )
-
-    def fusing(self) -> Fusing:
-        """Which trainable parameters travel together."""
-        variables = self.model.trainable_variables
-        tables = {id(v) for v in looked_up(self.model)}
-        apart = frozenset(i for i, v in enumerate(variables) if id(v) in tables)
-        placed = [entry.placement for entry in self.entries_of(variables)]
-        return Fusing(self.config.fusion, variables, placed, apart)
 
     def entries_of(self, variables: Sequence[keras.Variable]) -> list[Stored]:
         """Local variables behind some weights."""
@@ -131,4 +135,7 @@ class PlacedModel:
                 f"a layer synchronizes over the whole batch: the {self.batch_axis!r} axis is "
                 "inside DTensor, as an inner axis that cuts the batch"
             )
-        return make_plan(self.topology, weights, trainable, spread.units, notes, spread.decisions)
+        buckets = spread.buckets if self.update is None else tuple(self.update.buckets)
+        return make_plan(
+            self.topology, weights, trainable, spread.units, buckets, notes, spread.decisions
+        )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 from kdist.layout import WeightLayout
 from kdist.mesh import Topology
@@ -183,6 +184,7 @@ def assign_owners(
     whole: Sequence[bool],
     topology: Topology,
     cut: Sequence[bool] | None = None,
+    together: Sequence[Hashable | None] | None = None,
 ) -> tuple[UpdateUnit, ...]:
     """Deals every update to exactly one device, balanced by bytes.
 
@@ -197,6 +199,8 @@ def assign_owners(
         topology: The mesh.
         cut: Per variable, True if the rows of its shards are dealt out over the slices, one part
             each (`partition="slice"`); none by default. Their number must divide.
+        together: Per variable, a key: parts of variables with the same key that may have the same
+            owners have them. None, the default, for no such wish.
 
     Returns:
         The units, ordered by variable, shard, rows.
@@ -217,12 +221,27 @@ def assign_owners(
                 work.append((unit.nbytes(placement), [unit], [(c,) for c in shard.holders]))
     load = dict.fromkeys(every, 0)
     units = []
-    for size, family, choices in sorted(work, key=lambda w: (-w[0], _order(w[1][0]))):
+    for size, families, choices in _merged(work, together):
         owners = min(choices, key=lambda c: (load[c[0]], c))
-        for unit, owner in zip(family, owners):
-            load[owner] += size // len(family)
-            units.append(dataclasses.replace(unit, owner=owner))
+        for family in families:
+            units += [dataclasses.replace(unit, owner=o) for unit, o in zip(family, owners)]
+        for owner in owners[: len(families[0])]:
+            load[owner] += size // len(families[0])
     return tuple(sorted(units, key=_order))
+
+
+def _merged(work: Sequence[Any], together: Sequence[Hashable | None] | None) -> list[Any]:
+    """What is dealt out at once: (bytes, families, choices), biggest first."""
+    groups: dict[Any, list[Any]] = {}
+    for n, (_, family, choices) in enumerate(work):
+        wish = None if together is None or family[0].shard is None else together[family[0].variable]
+        key = n if wish is None else (wish, tuple(choices), len(family))
+        groups.setdefault(key, []).append(work[n])
+    merged = [
+        (sum(size for size, _, _ in group), [family for _, family, _ in group], group[0][2])
+        for group in groups.values()
+    ]
+    return sorted(merged, key=lambda w: (-w[0], _order(w[1][0][0])))
 
 
 def _cut_rows(v: int, placement: Placement, replicas: int) -> list:

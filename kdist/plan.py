@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 from kdist.mesh import Topology
+from kdist.optimizer.bucket import Bucket
 from kdist.optimizer.partition import Decision
 from kdist.placement import Coordinate, Placement, UpdateUnit
 
@@ -33,6 +34,19 @@ class Traffic:
     axis: str
     messages: int
     nbytes: int
+
+
+@dataclasses.dataclass
+class Count:
+    """Messages and their bytes, added up."""
+
+    messages: int = 0
+    nbytes: int = 0
+
+    def add(self, messages: int, size: int) -> None:
+        """Adds messages of one size."""
+        self.messages += messages
+        self.nbytes += messages * size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +75,7 @@ class Plan:
         weights: Placement of every weight of the model.
         units: Who updates which part of which trainable weight.
         trainable: Position in `weights` of each trainable weight, in the model's order.
+        buckets: Which units travel as one vector per owner.
         notes: What the user should know: fallbacks, demoted axes.
         decisions: What optimizer parallelism does with each trainable weight.
     """
@@ -69,6 +84,7 @@ class Plan:
     weights: tuple[Placement, ...]
     units: tuple[UpdateUnit, ...]
     trainable: tuple[int, ...]
+    buckets: tuple[Bucket, ...] = ()
     notes: tuple[str, ...] = ()
     decisions: tuple[Decision, ...] = ()
 
@@ -91,39 +107,49 @@ class Plan:
         """Communication over the data axis per step.
 
         A gradient part goes from every slice to its owner, and the new value from there to every
-        other holder; together what a ring all-reduce would move. An update that needs the whole of
-        a tensor gets its parts over the inner axes too. Weights stored sliced over data are
-        gathered before use instead, and nothing is broadcast.
+        other holder; together what a ring all-reduce would move. Parts in a bucket travel as one
+        message. An update that needs the whole of a tensor gets its parts over the inner axes too.
+        Weights stored sliced over data are gathered before use instead, and nothing is broadcast.
         """
         axis = self.topology.data_axis or "-"
-        replicas = self.topology.data_size
-        messages = {"reduce": [0, 0], "broadcast": [0, 0], "gather": [0, 0]}
-
-        def add(what: str, count: int, nbytes: int) -> None:
-            messages[what][0] += count
-            messages[what][1] += count * nbytes
-
-        for unit in self.units:
-            placement = self.weights[self.trainable[unit.variable]]
-            size = self.unit_bytes(unit)
-            if unit.shard is not None:
-                add("reduce", replicas - 1, size)
-                add("broadcast", len(placement.shards[unit.shard].holders) - 1, size)
-            else:
-                for source, nbytes in inner_parts(placement):
-                    add("reduce", source != unit.owner, nbytes)
-                for shard in placement.shards:
-                    part = math.prod(shard.shape) * placement.itemsize
-                    others = sum(c != unit.owner for c in shard.holders)
-                    add("broadcast", others, part)
+        counts = {"reduce": Count(), "broadcast": Count(), "gather": Count()}
+        fused = {n for bucket in self.buckets for each in bucket.units for n in each}
+        for bucket in self.buckets:
+            self._count_bucket(bucket, counts)
+        for n, unit in enumerate(self.units):
+            if n not in fused:
+                self._count_unit(unit, counts)
         for placement in self.weights:
-            if placement.resident is not None:
-                for k in range(self.topology.inner_size):
-                    add("gather", replicas - 1, placement.stored_bytes((placement.resident, k)))
-            if placement.data_dim is not None:
-                part = placement.nbytes // len(placement.shards)
-                add("gather", replicas * (replicas - 1) * self.topology.inner_size, part)
-        return [Traffic(k, axis, n, size) for k, (n, size) in messages.items() if n]
+            self._count_gather(placement, counts["gather"])
+        return [Traffic(k, axis, c.messages, c.nbytes) for k, c in counts.items() if c.messages]
+
+    def _count_bucket(self, bucket: Bucket, counts: dict[str, Count]) -> None:
+        for owner, units, holders in zip(bucket.owners, bucket.units, bucket.holders):
+            size = sum(self.unit_bytes(self.units[n]) for n in units)
+            counts["reduce"].add(self.topology.data_size - 1, size)
+            counts["broadcast"].add(len(set(holders) - {owner}), size)
+
+    def _count_unit(self, unit: UpdateUnit, counts: dict[str, Count]) -> None:
+        placement = self.weights[self.trainable[unit.variable]]
+        size = self.unit_bytes(unit)
+        if unit.shard is not None:
+            counts["reduce"].add(self.topology.data_size - 1, size)
+            counts["broadcast"].add(len(placement.shards[unit.shard].holders) - 1, size)
+            return
+        for source, nbytes in inner_parts(placement):
+            counts["reduce"].add(source != unit.owner, nbytes)
+        for shard in placement.shards:
+            part = math.prod(shard.shape) * placement.itemsize
+            counts["broadcast"].add(sum(c != unit.owner for c in shard.holders), part)
+
+    def _count_gather(self, placement: Placement, count: Count) -> None:
+        replicas = self.topology.data_size
+        if placement.resident is not None:
+            for k in range(self.topology.inner_size):
+                count.add(replicas - 1, placement.stored_bytes((placement.resident, k)))
+        if placement.data_dim is not None:
+            part = placement.nbytes // len(placement.shards)
+            count.add(replicas * (replicas - 1) * self.topology.inner_size, part)
 
     def summary(self, console: Console | None = None) -> None:
         """Prints the plan as tables.
@@ -211,12 +237,19 @@ def make_plan(
     weights: Sequence[Placement],
     trainable: Sequence[int],
     units: Sequence[UpdateUnit],
+    buckets: Sequence[Bucket] = (),
     notes: Sequence[str] = (),
     decisions: Sequence[Decision] = (),
 ) -> Plan:
     """Puts a plan together."""
     return Plan(
-        topology, tuple(weights), tuple(units), tuple(trainable), tuple(notes), tuple(decisions)
+        topology=topology,
+        weights=tuple(weights),
+        units=tuple(units),
+        trainable=tuple(trainable),
+        buckets=tuple(buckets),
+        notes=tuple(notes),
+        decisions=tuple(decisions),
     )
 
 

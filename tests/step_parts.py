@@ -17,6 +17,7 @@ from typing import Any
 
 from kdist import executed, plain, step
 from kdist.executed import ExecutedFunction, Transfer
+from kdist.optimizer.bucket import Bucket
 from kdist.optimizer.update import DistributedUpdate
 from kdist.parallel import attached
 
@@ -28,6 +29,8 @@ _PARTS: tuple[tuple[Any, str, str], ...] = (
     (step.Step, "split", "data"),
     (DistributedUpdate, "apply", "update"),
     (DistributedUpdate, "_broadcast", "value"),
+    (DistributedUpdate, "_vector", "bucket's value"),
+    (Bucket, "messages", "bucket's gradient"),
     (step.Step, "_logs", "metric"),
     (plain, "row_shares", "share"),
     (plain.PlainRunner, "_broadcast_rows", "share"),
@@ -67,9 +70,11 @@ class Parts:
         if variable in ("learning rate", "iterations", "seed"):
             return variable
         if variable == "weight":
-            return "value" if made_in == "value" else "gather"
+            return "value" if made_in.endswith("value") else "gather"
         if made_in in ("update", "value") and self._part_of(sent.node) is not None:
             return str(self._part_of(sent.node))
+        if made_in.startswith("bucket's"):
+            return made_in.removeprefix("bucket's ")
         if made_in in ("data", "metric", "share", "state"):
             return made_in
         return f"unexplained: {sent.tensor} ({sent.op}) made in {made_in or 'no part'!r}"

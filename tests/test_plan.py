@@ -229,7 +229,7 @@ def test_the_summary_goes_to_standard_output(capsys: pytest.CaptureFixture[str])
 
 def test_notes_are_printed() -> None:
     mesh = topology(data=2)
-    assert "note: why" in printed(make_plan(mesh, [], [], [], ["why"]))
+    assert "note: why" in printed(make_plan(mesh, [], [], [], notes=["why"]))
 
 
 def test_traffic_is_comparable() -> None:

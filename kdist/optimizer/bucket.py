@@ -1,11 +1,12 @@
-"""Buckets of parameters cut over the replicas: their shards travel, and are updated, as one.
+"""Buckets: the gradients of several parameters travel, and may be updated, as one vector.
 
-A replica's part of a bucket is one flat vector: the rows that it owns of each member, one after the
-other. Reducing gradients is one message per pair of devices, the optimizer's arithmetic one set of
-operations per device, whatever the number of parameters.
+A bucket has one vector per owner. Parameters cut over the replicas have an owner in each: its
+vector has the rows that it owns of each member, one after the other. Other parameters of a bucket
+have one owner. Reducing gradients is one message per pair of devices, and the arithmetic of an
+element-wise optimizer one set of operations per owner, whatever the number of parameters.
 
 ```
-bucket of (4, 2) and (2, 3) over 2 replicas        as a matrix, one row per replica
+bucket of (4, 2) and (2, 3) over 2 replicas        as a matrix, one row per owner
   a a | b b b                                        a a a a | b b b     -> replica 0
   a a |                                              A A A A | B B B     -> replica 1
   A A | B B B
@@ -30,73 +31,103 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Parameters whose shards are one vector per replica.
+    """Parameters whose gradients are one vector per owner.
 
     Attributes:
         members: Position of each parameter among the trainable variables.
-        units: Per slice, the update unit of each member.
-        inner: The inner coordinate of the owners.
-        copies: Inner coordinates that hold the members' values.
+        units: Per owner, the number of the update unit of each member.
+        owners: Who updates each vector; all at one inner coordinate.
+        holders: Per owner, every coordinate that stores what it updates.
         shapes: What an inner coordinate computes with, per member.
+        flat: The optimizer sees a vector, not its parts.
     """
 
     members: tuple[int, ...]
     units: tuple[tuple[int, ...], ...]
-    inner: int
-    copies: tuple[int, ...]
+    owners: tuple[Coordinate, ...]
+    holders: tuple[tuple[Coordinate, ...], ...]
     shapes: tuple[tuple[int, ...], ...]
+    flat: bool
+
+    @property
+    def inner(self) -> int:
+        """The inner coordinate of the owners."""
+        return self.owners[0][1]
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of each member in one replica's vector."""
-        return [math.prod(shape) // len(self.units) for shape in self.shapes]
+        """Elements of each member in one vector."""
+        return [math.prod(shape) // len(self.owners) for shape in self.shapes]
 
     def matrix(self, tensors: Sequence[Any]) -> Any:
-        """Tensors of the members, dense, as a matrix with one row per replica."""
-        rows = [tf.reshape(t, [len(self.units), -1]) for t in tensors]
+        """Tensors of the members, dense, as a matrix with one row per owner."""
+        rows = [tf.reshape(t, [len(self.owners), -1]) for t in tensors]
         return rows[0] if len(rows) == 1 else tf.concat(rows, 1)
+
+    def messages(self, tensors: Sequence[Any]) -> list[Any]:
+        """What goes to each owner."""
+        return tf.unstack(self.matrix(tensors), len(self.owners))
 
     def split(self, matrix: Any) -> list[Any]:
         """The reverse of `matrix`."""
         parts = [matrix] if len(self.shapes) == 1 else tf.split(matrix, self.sizes, axis=1)
         return [tf.reshape(part, shape) for part, shape in zip(parts, self.shapes)]
 
+    def pieces(self, vector: Any) -> list[Any]:
+        """The members' parts of one owner's vector: rows of each."""
+        parts = [vector] if len(self.shapes) == 1 else tf.split(vector, self.sizes)
+        shapes = [
+            (shape[0] // len(self.owners), *shape[1:]) if shape else () for shape in self.shapes
+        ]
+        return [tf.reshape(part, shape) for part, shape in zip(parts, shapes)]
+
 
 def make_buckets(
     units: Sequence[UpdateUnit],
     placements: Sequence[Placement],
     keys: Sequence[Hashable | None],
-    replicas: int,
+    whole: Sequence[bool],
 ) -> list[Bucket]:
-    """Groups the updates of cut parameters.
+    """Groups update units that can travel as one vector per owner.
+
+    A unit with one owner and no company stays out: it is a vector already.
 
     Args:
         units: Who updates which part.
         placements: One per trainable parameter.
-        keys: Parameters with the same key share a bucket, if they are held alike; None keeps one
-            out.
-        replicas: Number of slices.
+        keys: Parameters with the same key share a bucket, if they are held and owned alike; None
+            keeps one out.
+        whole: Per parameter, whether its update must see the tensor as it is.
     """
-    families: dict[tuple[int, int], list[int]] = {}
+    families: dict[Any, list[int]] = {}
     for n, unit in enumerate(units):
-        spread = unit.rows is not None or placements[unit.variable].data_dim == 0
-        if keys[unit.variable] is not None and spread and unit.shard is not None:
-            families.setdefault((unit.variable, unit.owner[1]), []).append(n)
-    groups: dict[Any, list[tuple[int, list[int]]]] = {}
-    for (variable, inner), numbers in families.items():
-        numbers.sort(key=lambda n: units[n].owner[0])
-        if [units[n].owner[0] for n in numbers] != list(range(replicas)):
+        if keys[unit.variable] is None or unit.shard is None:
             continue
-        shard = placements[variable].shards[units[numbers[0]].shard or 0]
-        copies = tuple(sorted({k for _, k in shard.holders}))
-        groups.setdefault((keys[variable], inner, copies), []).append((variable, numbers))
+        spread = unit.rows is not None or placements[unit.variable].data_dim == 0
+        if spread or placements[unit.variable].data_dim is None:
+            part = unit.owner[1] if spread else unit.shard
+            families.setdefault((unit.variable, spread, part), []).append(n)
+    groups: dict[Any, list[list[int]]] = {}
+    for (variable, spread, _), numbers in families.items():
+        numbers.sort(key=lambda n: units[n].owner[0])
+        owners = tuple(units[n].owner for n in numbers)
+        if spread and [s for s, _ in owners] != list(range(len(placements[variable].table))):
+            continue
+        shards = [placements[variable].shards[units[n].shard or 0] for n in numbers]
+        holders = tuple(shard.holders for shard in shards)
+        key = (keys[variable], owners, holders, whole[variable])
+        groups.setdefault(key, []).append(numbers)
     found = []
-    for (_, inner, copies), members in groups.items():
-        variables = tuple(v for v, _ in members)
+    for (_, owners, holders, flat_not), members in groups.items():
+        if len(owners) == 1 == len(members):
+            continue
+        variables = tuple(units[numbers[0]].variable for numbers in members)
         shapes = tuple(
-            tuple(i.stop - i.start for i in placements[v].inner_index(inner)) for v in variables
+            tuple(i.stop - i.start for i in placements[v].inner_index(owners[0][1]))
+            for v in variables
         )
-        found.append(Bucket(variables, tuple(zip(*(n for _, n in members))), inner, copies, shapes))
+        each = tuple(zip(*members))
+        found.append(Bucket(variables, each, owners, holders, shapes, not flat_not))
     return found
 
 
@@ -189,8 +220,3 @@ class Piece:
         whole = tf.convert_to_tensor(self.flat.value)
         middle = tf.reshape(tf.cast(value, whole.dtype), [-1])
         self.flat.assign(tf.concat([whole[: self.start], middle, whole[stop:]], 0))
-
-
-def owner(bucket: Bucket, s: int) -> Coordinate:
-    """Which device has slice `s`'s vector."""
-    return s, bucket.inner

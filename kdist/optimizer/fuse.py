@@ -12,44 +12,44 @@ from kdist.placement import Placement
 import keras
 
 
-class Fusing:
-    """Gives every trainable parameter the key of its bucket.
+def bucket_keys(
+    config: FusionConfig,
+    variables: Sequence[keras.Variable],
+    placements: Sequence[Placement],
+    groups: Sequence[tuple[Any, list[int]]],
+    whole: Sequence[bool],
+    apart: frozenset[int],
+) -> tuple[Hashable | None, ...]:
+    """Gives every trainable parameter the key of its bucket, None where it travels alone.
 
     Args:
         config: The settings.
         variables: The trainable variables.
         placements: Where each is stored.
+        groups: The optimizers that do math, with the positions of their variables.
+        whole: Per variable, whether its update must see the whole tensor.
         apart: Positions of variables that are never fused: tables, whose gradients are rows.
+
+    Raises:
+        ValueError: A position of `config.index` is past the last parameter.
     """
-
-    def __init__(
-        self,
-        config: FusionConfig,
-        variables: Sequence[keras.Variable],
-        placements: Sequence[Placement],
-        apart: frozenset[int],
-    ) -> None:
-        self.config = config
-        self.variables = list(variables)
-        self.placements = list(placements)
-        self.apart = apart
-
-    def __call__(self, groups: Sequence[tuple[Any, list[int]]]) -> list[Hashable | None]:
-        """Keys of the buckets; see `kdist.optimizer.update.Fuse`."""
-        rules: dict[int, Hashable] = {}
-        for number, (leaf, members) in enumerate(groups):
-            for v in members:
-                decays = _private.decays(leaf, self.variables[v])
-                rules[v] = (number, decays, str(self.variables[v].dtype))
-        ids = comm_fusion.of(self.variables)
-        items = [
-            Item(p.nbytes, (rules[v], p.layout.dims if v in self.apart else _cut(p)), ids[v])
-            for v, p in enumerate(self.placements)
-        ]
-        buckets = assign_buckets(items, self.config)
-        return [None if v in self.apart else (bucket, rules[v]) for v, bucket in enumerate(buckets)]
+    rules: list[Hashable] = [None] * len(variables)
+    for number, (leaf, members) in enumerate(groups):
+        for v in members:
+            decays = _private.decays(leaf, variables[v])
+            rules[v] = (number, decays, str(variables[v].dtype), whole[v])
+    ids = comm_fusion.of(variables)
+    items = [
+        Item(p.nbytes, (rules[v], v if v in apart else _held(p)), ids[v])
+        for v, p in enumerate(placements)
+    ]
+    buckets = assign_buckets(items, config)
+    return tuple(
+        None if v in apart else (bucket, rules[v], _held(placements[v]))
+        for v, bucket in enumerate(buckets)
+    )
 
 
-def _cut(placement: Placement) -> Hashable:
+def _held(placement: Placement) -> Hashable:
     """Parameters held by the same coordinates may share a bucket."""
-    return tuple(sorted({shard.holders for shard in placement.shards}))
+    return placement.data_dim, tuple(sorted({shard.holders for shard in placement.shards}))

@@ -6,16 +6,24 @@ Pure: placements and flags in, decisions out.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
 
 from kdist.dims import axes_of
 from kdist.layout import WeightLayout
 from kdist.mesh import Topology
+from kdist.optimizer.bucket import Bucket, make_buckets
 from kdist.optimizer.config import OptimizerConfig
 from kdist.placement import Placement, UpdateUnit, assign_owners, place
 
 How = Literal["slice", "parameter", "whole"]
+Fuse = Callable[[Sequence[Placement]], Sequence[Hashable | None]]
+"""Where parameters are stored -> the key of each one's bucket, None to keep it out."""
+
+
+def alone(placements: Sequence[Placement]) -> list[Hashable | None]:
+    """Every parameter travels alone."""
+    return list(range(len(placements)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +130,16 @@ class Spread:
         decisions: One per parameter.
         placements: Where each parameter is stored.
         units: Who updates which part.
+        keys: Parameters with the same key travel together where they can; None: alone.
+        buckets: What travels together.
     """
 
     config: OptimizerConfig
     decisions: tuple[Decision, ...]
     placements: tuple[Placement, ...]
     units: tuple[UpdateUnit, ...]
+    keys: tuple[Hashable | None, ...]
+    buckets: tuple[Bucket, ...]
 
 
 def spread(
@@ -136,10 +148,17 @@ def spread(
     wanted: Sequence[bool | None],
     config: OptimizerConfig,
     topology: Topology,
+    fuse: Fuse = alone,
 ) -> Spread:
     """Decides, then places (at level 3 parameters are stored cut, or by one slice) and deals.
 
-    For the arguments see `decide`.
+    Args:
+        placements: See `decide`.
+        whole: See `decide`.
+        wanted: See `decide`.
+        config: See `decide`.
+        topology: See `decide`.
+        fuse: Gives the key of each parameter's bucket.
     """
     decisions = decide(placements, whole, wanted, config, topology)
     placed = list(placements)
@@ -151,8 +170,12 @@ def spread(
             elif decision.how == "parameter":
                 placed[i] = _again(placement, topology, placement.layout, where[i])
     cut = [d.how == "slice" and config.level < 3 for d in decisions]
-    units = assign_owners(placed, whole, topology, cut)
-    return Spread(config, decisions, tuple(placed), units)
+    keys = tuple(fuse(placed))
+    # What is spread to save memory is dealt evenly; only what is not may gather on one owner.
+    together = [key if d.how == "whole" else None for key, d in zip(keys, decisions)]
+    units = assign_owners(placed, whole, topology, cut, together)
+    buckets = tuple(make_buckets(units, placed, keys, whole))
+    return Spread(config, decisions, tuple(placed), units, keys, buckets)
 
 
 def _cut_rows(layout: WeightLayout, topology: Topology) -> WeightLayout:

@@ -29,24 +29,24 @@ class GradientSource(Protocol):
 
 
 def bucket_gradients(bucket: Bucket, source: GradientSource, devices: Any) -> list[Any]:
-    """A bucket's gradients, reduce-scattered: per slice, the vector that its owner gets.
+    """A bucket's gradients, summed over the slices: per owner, its vector.
 
     Args:
         bucket: The bucket.
         source: The gradients.
         devices: `devices[s][k]`: TensorFlow device strings.
     """
-    k, slices = bucket.inner, range(len(bucket.units))
+    k = bucket.inner
     messages = []
-    for s in slices:
+    for s in range(len(devices)):
         with tf.device(devices[s][k]):
             tensors = [source.local(v, (s, k)) for v in bucket.members]
             if any(t is not None for t in tensors):
-                messages.append(tf.unstack(bucket.matrix(tensors), len(bucket.units)))
+                messages.append(bucket.messages(tensors))
     vectors = []
-    for s in slices:
+    for p, (s, _) in enumerate(bucket.owners):
         with tf.device(devices[s][k]):
-            parts = [rows[s] for rows in messages]
+            parts = [rows[p] for rows in messages]
             vector = tf.add_n(parts) if len(parts) > 1 else tf.identity(parts[0])
             source.reduced(bucket.members, vector)
             vectors.append(vector)

@@ -14,7 +14,7 @@ from typing import Any
 
 from kdist import _private
 from kdist.mesh import Topology
-from kdist.optimizer.bucket import Bucket, FlatRows, flat_view, make_buckets, owner
+from kdist.optimizer.bucket import Bucket, flat_view, make_buckets
 from kdist.optimizer.local import (
     LocalOptimizer,
     Span,
@@ -32,24 +32,20 @@ import tensorflow as tf
 from keras import ops
 
 
+def optimizer_groups(
+    optimizer: Any, variables: Sequence[keras.Variable]
+) -> list[tuple[Any, list[int]]]:
+    """The optimizers that do math, each with the positions of its variables; none without one."""
+    return [] if optimizer is None else leaf_optimizers(unwrap(optimizer).inner, variables)
+
+
 def whole_updates(optimizer: Any, variables: Sequence[keras.Variable]) -> list[bool]:
     """Per variable, whether its update must see the whole tensor; see `needs_whole`."""
     whole = [False] * len(variables)
-    if optimizer is None:
-        return whole
-    for leaf, members in leaf_optimizers(unwrap(optimizer).inner, variables):
+    for leaf, members in optimizer_groups(optimizer, variables):
         for v in members:
             whole[v] = needs_whole(leaf, variables[v])
     return whole
-
-
-Fuse = Callable[[Sequence[tuple[Any, list[int]]]], Sequence[Hashable | None]]
-"""Leaf optimizers with their members -> the key of each variable's bucket, None to keep it out."""
-
-
-def alone(groups: Sequence[tuple[Any, list[int]]]) -> list[Hashable | None]:
-    """Every variable is a bucket of its own."""
-    return list(range(sum(len(members) for _, members in groups)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,16 +53,16 @@ class Job:
     """What a local optimizer sees as one variable.
 
     Attributes:
-        variable: The local variable: a unit's part, or a replica's vector of a bucket.
+        variable: The local variable: a unit's part, or a flat bucket's vector.
         owner: Where it is updated.
         units: Numbers of the update units.
-        bucket: Number of the bucket, None for a single unit.
+        flat: Whether it is a vector.
     """
 
     variable: keras.Variable
     owner: Coordinate
     units: tuple[int, ...]
-    bucket: int | None = None
+    flat: bool = False
 
 
 class DistributedUpdate:
@@ -77,7 +73,7 @@ class DistributedUpdate:
         entries: `Stored` of each trainable variable, in the model's order.
         topology: The mesh.
         units: Who updates which part.
-        fuse: Gives the key of the bucket of each variable; see `make_buckets`.
+        keys: Per variable the key of its bucket; see `make_buckets`.
     """
 
     def __init__(
@@ -86,7 +82,7 @@ class DistributedUpdate:
         entries: Sequence[Stored],
         topology: Topology,
         units: Sequence[UpdateUnit],
-        fuse: Fuse = alone,
+        keys: Sequence[Hashable | None],
     ) -> None:
         self.topology = topology
         self.entries = list(entries)
@@ -97,7 +93,8 @@ class DistributedUpdate:
         self._refuse_overwritten(variables)
         self.groups = leaf_optimizers(self.inner, variables)
         self.units = tuple(units)
-        self._fuse = fuse
+        self._keys = tuple(keys)
+        self._whole = whole_updates(optimizer, variables)
         self._build(frozenset())
         self._override_finalize()
 
@@ -106,31 +103,31 @@ class DistributedUpdate:
         self.unfused = unfused
         for entry in self.entries:
             entry.masters.clear()  # of an optimizer that was compiled before
-        keys = self._fuse(self.groups)
-        keys = [None if v in unfused else key for v, key in enumerate(keys)]
+        keys = [None if v in unfused else key for v, key in enumerate(self._keys)]
         placements = [entry.placement for entry in self.entries]
-        replicas = self.topology.data_size
-        self.buckets = make_buckets(self.units, placements, keys, replicas)
+        self.buckets = make_buckets(self.units, placements, keys, self._whole)
         self.jobs = self._make_jobs()
         self.local = [self._build_local(leaf, members) for leaf, members in self.groups]
 
     def _make_jobs(self) -> list[Job]:
         """What the local optimizers see as one variable each: units, and buckets' vectors."""
         jobs = [
-            Job(self._flat_variable(bucket, s), owner(bucket, s), units, b)
-            for b, bucket in enumerate(self.buckets)
-            for s, units in enumerate(bucket.units)
+            Job(self._flat_variable(bucket, p), bucket.owners[p], units, flat=True)
+            for bucket in self.buckets
+            if bucket.flat
+            for p, units in enumerate(bucket.units)
         ]
         fused = {n for job in jobs for n in job.units}
         for n, unit in enumerate(self.units):
             if n not in fused:
                 jobs.append(Job(self._unit_variable(unit), unit.owner, (n,)))
+        self._job_of = {n: j for j, job in enumerate(jobs) for n in job.units}
         return jobs
 
-    def _flat_variable(self, bucket: Bucket, s: int) -> keras.Variable:
-        at = owner(bucket, s)
+    def _flat_variable(self, bucket: Bucket, p: int) -> keras.Variable:
+        at = bucket.owners[p]
         parts = []
-        for v, n in zip(bucket.members, bucket.units[s]):
+        for v, n in zip(bucket.members, bucket.units[p]):
             unit = self.units[n]
             rows = None if unit.rows is None else self._own_rows(unit)[0]
             parts.append((self.entries[v].locals[at], rows))
@@ -198,9 +195,7 @@ class DistributedUpdate:
             position = where.get(unit.variable, -1)
             index = unit.index(self.entries[unit.variable].placement)
             shape = tuple(i.stop - i.start for i in index)
-            spans.append(
-                Span(position, self._index(unit), None if job.bucket is None else start, shape)
-            )
+            spans.append(Span(position, self._index(unit), start if job.flat else None, shape))
             start += math.prod(shape)
         return spans
 
@@ -251,24 +246,34 @@ class DistributedUpdate:
             # Known only now: rows stay rows, and Keras passes over what has no gradient.
             with tf.init_scope():
                 self._build(self.unfused | wrong)
-        for job in self.jobs:
-            if job.bucket is not None:
-                backing_of(job.variable).forget()
-        gradients: dict[int, Any] = {}
-        devices = [one.devices for one in self.topology.slices]
-        vectors = [bucket_gradients(bucket, source, devices) for bucket in self.buckets]
-        for n, job in enumerate(self.jobs):
-            unit = self.units[job.units[0]]
-            if job.bucket is not None:
-                gradients[n] = vectors[job.bucket][job.owner[0]]
-            elif unit.variable in live:
-                with tf.device(self._device(job.owner)):
-                    gradients[n] = source.unit(unit.variable, unit)
+        gradients = self._gradients(source, live)
         if self.loss_scale is None:
             self._apply(gradients)
             return
         finite = self._all_finite(gradients)
         tf.cond(finite, lambda: self._apply_unscaled(gradients), self._skip)
+
+    def _gradients(self, source: GradientSource, live: set[int]) -> dict[int, Any]:
+        """What each job's variable is updated with: number of the job -> gradient."""
+        gradients: dict[int, Any] = {}
+        devices = [one.devices for one in self.topology.slices]
+        for bucket in self.buckets:
+            vectors = bucket_gradients(bucket, source, devices)
+            for at, units, vector in zip(bucket.owners, bucket.units, vectors):
+                if bucket.flat:
+                    gradients[self._job_of[units[0]]] = vector
+                    continue
+                with tf.device(self._device(at)):
+                    pieces = bucket.pieces(vector)
+                gradients.update((self._job_of[n], piece) for n, piece in zip(units, pieces))
+        for n, job in enumerate(self.jobs):
+            unit = self.units[job.units[0]]
+            if job.flat:
+                backing_of(job.variable).forget()
+            elif n not in gradients and unit.variable in live:
+                with tf.device(self._device(job.owner)):
+                    gradients[n] = source.unit(unit.variable, unit)
+        return gradients
 
     def _device(self, at: Coordinate) -> str:
         return self.topology.slices[at[0]].devices[at[1]]
@@ -357,15 +362,14 @@ class DistributedUpdate:
 
     def _broadcast(self, numbers: Any) -> None:
         """Sends each updated part to its other holders."""
-        updated = set()
-        for n in numbers:
-            job = self.jobs[n]
-            if job.bucket is None:
-                self._broadcast_unit(self.units[job.units[0]], job.variable)
-            else:
-                updated.add(job.bucket)
-        for b in sorted(updated):
-            self._gather_bucket(b)
+        updated = {n for number in numbers for n in self.jobs[number].units}
+        for bucket in self.buckets:
+            units = {n for each in bucket.units for n in each}
+            if units <= updated:
+                self._gather_bucket(bucket)
+                updated -= units
+        for n in sorted(updated):
+            self._broadcast_unit(self.units[n], self.jobs[self._job_of[n]].variable)
 
     def _broadcast_unit(self, unit: UpdateUnit, source: keras.Variable) -> None:
         entry = self.entries[unit.variable]
@@ -388,26 +392,33 @@ class DistributedUpdate:
                 with tf.device(entry.device(at)):
                     Rows(local, rows.start, rows.stop).assign(value)
 
-    def _gather_bucket(self, number: int) -> None:
-        """All-gathers a bucket's vectors into the copies of its members.
+    def _gather_bucket(self, bucket: Bucket) -> None:
+        """Sends a bucket's new values from their owners to the other holders.
 
-        Members that are stored cut have nothing to gather: other holders of a shard get it.
+        Members that are stored cut have nothing to gather: only other holders of a shard get it.
         """
-        bucket = self.buckets[number]
-        vectors: list[Any] = [None] * len(bucket.units)
-        for job in self.jobs:
-            if job.bucket == number:
-                with tf.device(self._device(job.owner)):
-                    vectors[job.owner[0]] = tf.convert_to_tensor(job.variable.value)
-        cut = self.units[bucket.units[0][0]].rows is None
-        for s, k in ((s, k) for s in range(len(vectors)) for k in bucket.copies):
-            if cut and k == bucket.inner:
+        vectors = []
+        for at, units in zip(bucket.owners, bucket.units):
+            with tf.device(self._device(at)):
+                vectors.append(self._vector(bucket, units))
+        rows = self.units[bucket.units[0][0]].rows is not None
+        holders = sorted({at for each in bucket.holders for at in each})
+        for at in holders:
+            if at in bucket.owners and not rows:
                 continue
-            locals_ = [self.entries[v].locals[s, k] for v in bucket.members]
-            with tf.device(self._device((s, k))):
-                if cut:
-                    FlatRows([(local, None) for local in locals_]).assign(vectors[s])
-                    continue
-                matrix = tf.stack(vectors)
-                for local, value in zip(locals_, bucket.split(matrix)):
+            locals_ = [self.entries[v].locals[at] for v in bucket.members]
+            with tf.device(self._device(at)):
+                if rows:
+                    values = bucket.split(tf.stack(vectors))
+                else:
+                    (p,) = (p for p, each in enumerate(bucket.holders) if at in each)
+                    values = bucket.pieces(vectors[p])
+                for local, value in zip(locals_, values):
                     local.assign(value)
+
+    def _vector(self, bucket: Bucket, units: Sequence[int]) -> Any:
+        """An owner's values of a bucket."""
+        variables = [self.jobs[self._job_of[n]].variable for n in units]
+        if bucket.flat:
+            return tf.convert_to_tensor(variables[0].value)
+        return tf.concat([tf.reshape(v.value, [-1]) for v in variables], 0)
