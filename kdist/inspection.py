@@ -137,7 +137,7 @@ def _memory(parallel: Parallel) -> list[DeviceMemory]:
         for device, master in entry.masters:
             parameters[device] += nbytes(master)
     if parallel.update is not None:
-        for group in parallel.update.local:
+        for group in parallel.update.jobs.local:
             for one in group:
                 slots[one.device] += sum(nbytes(v) for v in one.optimizer.variables)
     return [DeviceMemory(d, parameters[d], slots[d]) for d in parallel.topology.devices]

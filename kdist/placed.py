@@ -135,7 +135,7 @@ class PlacedModel:
                 f"a layer synchronizes over the whole batch: the {self.batch_axis!r} axis is "
                 "inside DTensor, as an inner axis that cuts the batch"
             )
-        buckets = spread.buckets if self.update is None else tuple(self.update.buckets)
+        buckets = spread.buckets if self.update is None else tuple(self.update.jobs.buckets)
         return make_plan(
             self.topology, weights, trainable, spread.units, buckets, notes, spread.decisions
         )

@@ -26,27 +26,31 @@ class Traffic:
     Attributes:
         what: "reduce", "broadcast" or "gather".
         axis: Name of the mesh axis.
+        collectives: Operations: one per bucket, or per part outside of buckets.
         messages: Tensors sent from one device to another.
         nbytes: Their bytes.
     """
 
     what: str
     axis: str
+    collectives: int
     messages: int
     nbytes: int
 
 
 @dataclasses.dataclass
 class Count:
-    """Messages and their bytes, added up."""
+    """Collectives, their messages and bytes, added up."""
 
+    collectives: int = 0
     messages: int = 0
     nbytes: int = 0
 
-    def add(self, messages: int, size: int) -> None:
-        """Adds messages of one size."""
-        self.messages += messages
-        self.nbytes += messages * size
+    def add(self, sent: Sequence[tuple[int, int]]) -> None:
+        """Adds a collective: (messages, bytes of each)."""
+        self.collectives += any(messages for messages, _ in sent)
+        self.messages += sum(messages for messages, _ in sent)
+        self.nbytes += sum(messages * size for messages, size in sent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,35 +125,44 @@ class Plan:
                 self._count_unit(unit, counts)
         for placement in self.weights:
             self._count_gather(placement, counts["gather"])
-        return [Traffic(k, axis, c.messages, c.nbytes) for k, c in counts.items() if c.messages]
+        return [
+            Traffic(k, axis, c.collectives, c.messages, c.nbytes)
+            for k, c in counts.items()
+            if c.messages
+        ]
 
     def _count_bucket(self, bucket: Bucket, counts: dict[str, Count]) -> None:
-        for owner, units, holders in zip(bucket.owners, bucket.units, bucket.holders):
-            size = sum(self.unit_bytes(self.units[n]) for n in units)
-            counts["reduce"].add(self.topology.data_size - 1, size)
-            counts["broadcast"].add(len(set(holders) - {owner}), size)
+        sizes = [sum(self.unit_bytes(self.units[n]) for n in units) for units in bucket.units]
+        others = self.topology.data_size - 1
+        counts["reduce"].add([(others, size) for size in sizes])
+        holders = [len(set(h) - {o}) for h, o in zip(bucket.holders, bucket.owners)]
+        counts["broadcast"].add(list(zip(holders, sizes)))
 
     def _count_unit(self, unit: UpdateUnit, counts: dict[str, Count]) -> None:
         placement = self.weights[self.trainable[unit.variable]]
         size = self.unit_bytes(unit)
         if unit.shard is not None:
-            counts["reduce"].add(self.topology.data_size - 1, size)
-            counts["broadcast"].add(len(placement.shards[unit.shard].holders) - 1, size)
+            counts["reduce"].add([(self.topology.data_size - 1, size)])
+            counts["broadcast"].add([(len(placement.shards[unit.shard].holders) - 1, size)])
             return
-        for source, nbytes in inner_parts(placement):
-            counts["reduce"].add(source != unit.owner, nbytes)
-        for shard in placement.shards:
-            part = math.prod(shard.shape) * placement.itemsize
-            counts["broadcast"].add(sum(c != unit.owner for c in shard.holders), part)
+        parts = inner_parts(placement)
+        counts["reduce"].add([(source != unit.owner, nbytes) for source, nbytes in parts])
+        counts["broadcast"].add(
+            [
+                (sum(c != unit.owner for c in s.holders), math.prod(s.shape) * placement.itemsize)
+                for s in placement.shards
+            ]
+        )
 
     def _count_gather(self, placement: Placement, count: Count) -> None:
         replicas = self.topology.data_size
         if placement.resident is not None:
-            for k in range(self.topology.inner_size):
-                count.add(replicas - 1, placement.stored_bytes((placement.resident, k)))
+            inner = range(self.topology.inner_size)
+            at = [(placement.resident, k) for k in inner]
+            count.add([(replicas - 1, placement.stored_bytes(c)) for c in at])
         if placement.data_dim is not None:
             part = placement.nbytes // len(placement.shards)
-            count.add(replicas * (replicas - 1) * self.topology.inner_size, part)
+            count.add([(replicas * (replicas - 1) * self.topology.inner_size, part)])
 
     def summary(self, console: Console | None = None) -> None:
         """Prints the plan as tables.
@@ -206,10 +219,11 @@ class Plan:
 
     def _traffic_table(self) -> Table:
         table = Table(title="communication outside of layers, per step")
-        for column in ("what", "axis", "messages", "bytes"):
+        for column in ("what", "axis", "collectives", "messages", "bytes"):
             table.add_column(column)
         for t in self.traffic():
-            table.add_row(t.what, t.axis, str(t.messages), readable(t.nbytes))
+            numbers = (str(t.collectives), str(t.messages), readable(t.nbytes))
+            table.add_row(t.what, t.axis, *numbers)
         return table
 
 

@@ -146,7 +146,8 @@ class SegmentedRunner(PlainRunner):
                 waits = ready.get(k - 1 - IN_FLIGHT, [])
                 calls = {t.op for t in tensors if t is not None and not is_rows(t)}
                 for call in calls if waits else ():
-                    _private.run_after(call, waits)
+                    # What is reduced inside a branch comes after the branch's condition anyway.
+                    _private.run_after(call, [op for op in waits if op.graph is call.graph])
 
 
 def is_rows(tensor: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.mesh import Topology
+from kdist.parts import distinct_parts, whole_of
 from kdist.placement import Coordinate, Index, Placement, UpdateUnit, relative
 from kdist.plain import add_gradients, part_of
 from kdist.program import Traced
@@ -95,11 +96,6 @@ def as_gradient(part: Any, placement: Placement) -> Any:
     return tf.IndexedSlices(values, indices, shape)
 
 
-def whole_of(placement: Placement, part: Callable[[int], Any]) -> Any:
-    """Assembles a tensor from the distinct parts that the inner coordinates of a slice hold."""
-    return assemble([(index, part(k)) for index, k in distinct_parts(placement)])
-
-
 def join_columns(placement: Placement, part: Callable[[int], Any]) -> Any:
     """Rows of the whole table from rows of its column blocks."""
     blocks = distinct_parts(placement)
@@ -109,15 +105,6 @@ def join_columns(placement: Placement, part: Callable[[int], Any]) -> Any:
     parts = [((slice(0, 1), *index[1:]), part(k).values) for index, k in blocks]
     shape = tf.constant(placement.shape, rows.indices.dtype)
     return tf.IndexedSlices(assemble(parts), rows.indices, shape)
-
-
-def distinct_parts(placement: Placement) -> list[tuple[Index, int]]:
-    """The different parts that inner coordinates compute on, each with its first coordinate."""
-    found: dict[tuple[int, ...], tuple[Index, int]] = {}
-    for k in range(len(placement.table[0])):
-        index = placement.inner_index(k)
-        found.setdefault(tuple(i.start for i in index), (index, k))
-    return list(found.values())
 
 
 def whole_value(tensor: Any) -> Any:

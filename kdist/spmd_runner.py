@@ -16,12 +16,13 @@ from kdist.batch import SplitBatch
 from kdist.loss import shares_from_counts
 from kdist.lowered import Collective
 from kdist.mesh import Topology
+from kdist.parts import whole_of
 from kdist.plain import row_shares
 from kdist.program import Program
 from kdist.spmd_call import Lowered, signature
 from kdist.spmd_inputs import SliceInputs
 from kdist.spmd_program import SpmdPrograms
-from kdist.spmd_results import SliceGradients, whole_of, whole_value
+from kdist.spmd_results import SliceGradients, whole_value
 from kdist.store import ModelLayouts
 from kdist.variables import Stored
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from kdist import executed, plain, step
 from kdist.executed import ExecutedFunction, Transfer
+from kdist.optimizer import send, update
 from kdist.optimizer.bucket import Bucket
 from kdist.optimizer.update import DistributedUpdate
 from kdist.parallel import attached
@@ -28,8 +29,8 @@ _CALL = re.compile(r"(Stateful)?PartitionedCall(_\d+)?")
 _PARTS: tuple[tuple[Any, str, str], ...] = (
     (step.Step, "split", "data"),
     (DistributedUpdate, "apply", "update"),
-    (DistributedUpdate, "_broadcast", "value"),
-    (DistributedUpdate, "_vector", "bucket's value"),
+    (update, "send_values", "value"),
+    (send, "vector_of", "bucket's value"),
     (Bucket, "messages", "bucket's gradient"),
     (step.Step, "_logs", "metric"),
     (plain, "row_shares", "share"),
@@ -128,10 +129,10 @@ class Parts:
             return ""
         handle = _outermost(operation.inputs[0])
         parallel = attached(self.model)
-        update = parallel.update
+        jobs = parallel.update.jobs
         known: dict[str, list[Any]] = {
             "learning rate": [self.model.optimizer._learning_rate],
-            "iterations": [one.iterations() for group in update.local for one in group],
+            "iterations": [one.iterations() for group in jobs.local for one in group],
             "seed": list(attached(self.model).program.state.seeds),
             "weight": [v for e in parallel.entries.values() for v in e.locals.values()]
             + [v for e in parallel.entries.values() for _, v in e.masters],

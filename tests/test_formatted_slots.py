@@ -17,7 +17,7 @@ from kdist.optimizer.formatted_slots import (
     format_slots,
     slot_formats,
 )
-from kdist.optimizer.local import LocalOptimizer, families, link_slots
+from kdist.optimizer.local import LocalOptimizer, Span, families, link_slots
 from kdist.optimizer.state_formats import FIRST_MOMENT, FORMATS, SECOND_MOMENT
 from kdist.variables import make_local
 
@@ -232,7 +232,8 @@ def test_the_users_optimizer_shows_whole_floats(float64: None):
         held = [shard] if n else [shard, make_local(mine[1], tf.identity(mine[1].value))]
         locals_.append(LocalOptimizer(logical, f"/CPU:{n}", units, held, whole))
     made = [format_slots(one, BOTH) for one in locals_]
-    link_slots(logical, locals_, [(0, cuts[0]), (0, cuts[1]), (1, None)], 2)
+    parts = [(0, cuts[0], (3, 5)), (0, cuts[1], (3, 5)), (1, None, (5,))]
+    link_slots(logical, locals_, [[Span(v, index, None, shape)] for v, index, shape in parts], 2)
     assert sum(s.nbytes for m in made for f in m.values() for s in f) == 2 * 35 * 2
     value = np.random.default_rng(1).uniform(size=(6, 5))
     logical._velocities[0].assign(value)

@@ -78,7 +78,7 @@ def test_bytes_are_those_of_buffers_on_that_device(hybrid: keras.Model) -> None:
     for entry in side.entries.values():
         for local in entry.locals.values():
             found[Device.parse(local.value.device).name][0] += local.numpy().nbytes
-    for one in side.update.local[0]:
+    for one in side.update.jobs.local[0]:
         for variable in one.optimizer.variables:
             found[Device.parse(variable.value.device).name][1] += variable.numpy().nbytes
     memory = kdist.inspect(hybrid).memory

@@ -18,7 +18,7 @@ from kdist import executed, parallel, plain, spmd_runner
 from kdist.batch import SplitBatch
 from kdist.executed import ASSIGNMENTS, PRODUCTS, ExecutedFunction
 from kdist.mesh import Topology
-from kdist.optimizer import update as update_module
+from kdist.optimizer import jobs
 from kdist.parallel import attached
 from kdist.step import Step
 
@@ -378,10 +378,10 @@ def test_work_on_the_first_device_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_moved_update_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     update = parallel.DistributedUpdate
 
-    def moved(optimizer: Any, entries: Any, topology: Any, units: Any, fuse: Any) -> Any:
+    def moved(optimizer: Any, entries: Any, topology: Any, units: Any, *rest: Any, **options: Any):
         owner = ((units[0].owner[0] + 1) % 4, 0)
         first = dataclasses.replace(units[0], owner=owner)
-        return update(optimizer, entries, topology, (first, *units[1:]), fuse)
+        return update(optimizer, entries, topology, (first, *units[1:]), *rest, **options)
 
     monkeypatch.setattr(parallel, "DistributedUpdate", moved)
     assert_only(check_updates, trained({"data": 4}))
@@ -389,14 +389,14 @@ def test_a_moved_update_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_optimizer_math_on_another_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by an `apply` outside of its device's scope."""
-    local = update_module.LocalOptimizer
+    local = jobs.LocalOptimizer
 
     def elsewhere(logical: Any, device: str, *rest: Any) -> Any:
         one = local(logical, device, *rest)
         one.device = FIRST
         return one
 
-    monkeypatch.setattr(update_module, "LocalOptimizer", elsewhere)
+    monkeypatch.setattr(jobs, "LocalOptimizer", elsewhere)
     assert_only(check_transfers, trained({"data": 4}))
 
 

@@ -136,7 +136,7 @@ def test_bytes_are_those_of_the_buffers(axes: dict[str, int], cuts: Any) -> None
         for local in entry.locals.values():
             value = local.value
             weights[Device.parse(value.device).name] += value.numpy().nbytes
-    for one in parallel.update.local[0]:
+    for one in parallel.update.jobs.local[0]:
         for variable in one.optimizer.variables:
             if variable.shape != ():
                 slots[Device.parse(variable.value.device).name] += variable.numpy().nbytes
@@ -175,7 +175,7 @@ def test_the_plan_before_training_is_the_plan_after() -> None:
     before = model.plan()
     model.train_on_batch(X, Y)
     assert model.plan() == before
-    assert attached(model).update.units == before.units
+    assert attached(model).update.jobs.units == before.units
 
 
 def test_an_optimizer_decides_what_is_updated_whole() -> None:
@@ -233,7 +233,7 @@ def test_notes_are_printed() -> None:
 
 
 def test_traffic_is_comparable() -> None:
-    assert Traffic("reduce", "data", 3, 768) == Traffic("reduce", "data", 3, 768)
+    assert Traffic("reduce", "data", 1, 3, 768) == Traffic("reduce", "data", 1, 3, 768)
 
 
 @pytest.mark.parametrize(

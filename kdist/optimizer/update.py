@@ -7,25 +7,24 @@ ops, differentiable, and unable to deadlock.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from kdist import _private
 from kdist.mesh import Topology
-from kdist.optimizer.bucket import Bucket, flat_view, make_buckets
+from kdist.optimizer.accumulate import LocalSums
+from kdist.optimizer.jobs import Jobs
 from kdist.optimizer.local import (
     LocalOptimizer,
-    Span,
     leaf_optimizers,
-    link_slots,
     needs_whole,
 )
+from kdist.optimizer.loss_scale import LossScale
+from kdist.optimizer.send import send_values
 from kdist.optimizer.source import GradientSource, bucket_gradients
 from kdist.optimizer.wrappers import unwrap
-from kdist.placement import Coordinate, Index, UpdateUnit, covers, relative
-from kdist.variables import Rows, Stored, backing_of, make_local, rows_view
+from kdist.placement import Coordinate, UpdateUnit
+from kdist.variables import Stored, backing_of
 
 import keras
 import tensorflow as tf
@@ -48,23 +47,6 @@ def whole_updates(optimizer: Any, variables: Sequence[keras.Variable]) -> list[b
     return whole
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """What a local optimizer sees as one variable.
-
-    Attributes:
-        variable: The local variable: a unit's part, or a flat bucket's vector.
-        owner: Where it is updated.
-        units: Numbers of the update units.
-        flat: Whether it is a vector.
-    """
-
-    variable: keras.Variable
-    owner: Coordinate
-    units: tuple[int, ...]
-    flat: bool = False
-
-
 class DistributedUpdate:
     """Applies globally reduced gradients with the user's optimizer.
 
@@ -74,6 +56,7 @@ class DistributedUpdate:
         topology: The mesh.
         units: Who updates which part.
         keys: Per variable the key of its bucket; see `make_buckets`.
+        sum_locally: Accumulate gradients where they are made; see `LocalSums`.
     """
 
     def __init__(
@@ -83,56 +66,22 @@ class DistributedUpdate:
         topology: Topology,
         units: Sequence[UpdateUnit],
         keys: Sequence[Hashable | None],
+        sum_locally: bool = False,
     ) -> None:
-        self.topology = topology
-        self.entries = list(entries)
         wrappers = unwrap(optimizer)
-        self.loss_scale = wrappers.loss_scale
+        self.loss_scale = LossScale(wrappers.loss_scale) if wrappers.loss_scale else None
         self.inner = wrappers.inner
         variables = [entry.variable for entry in entries]
         self._refuse_overwritten(variables)
         self.groups = leaf_optimizers(self.inner, variables)
-        self.units = tuple(units)
+        self.jobs = Jobs(entries, topology, units, self.groups)
         self._keys = tuple(keys)
         self._whole = whole_updates(optimizer, variables)
-        self._build(frozenset())
+        self._sum_locally = sum_locally
+        self.sums: dict[int, LocalSums] = {}
+        self._unfused: frozenset[int] = frozenset()
+        self.jobs.build(keys, self._whole)
         self._override_finalize()
-
-    def _build(self, unfused: frozenset[int]) -> None:
-        """Makes the local optimizers, and moves the state of those there were into them."""
-        self.unfused = unfused
-        for entry in self.entries:
-            entry.masters.clear()  # of an optimizer that was compiled before
-        keys = [None if v in unfused else key for v, key in enumerate(self._keys)]
-        placements = [entry.placement for entry in self.entries]
-        self.buckets = make_buckets(self.units, placements, keys, self._whole)
-        self.jobs = self._make_jobs()
-        self.local = [self._build_local(leaf, members) for leaf, members in self.groups]
-
-    def _make_jobs(self) -> list[Job]:
-        """What the local optimizers see as one variable each: units, and buckets' vectors."""
-        jobs = [
-            Job(self._flat_variable(bucket, p), bucket.owners[p], units, flat=True)
-            for bucket in self.buckets
-            if bucket.flat
-            for p, units in enumerate(bucket.units)
-        ]
-        fused = {n for job in jobs for n in job.units}
-        for n, unit in enumerate(self.units):
-            if n not in fused:
-                jobs.append(Job(self._unit_variable(unit), unit.owner, (n,)))
-        self._job_of = {n: j for j, job in enumerate(jobs) for n in job.units}
-        return jobs
-
-    def _flat_variable(self, bucket: Bucket, p: int) -> keras.Variable:
-        at = bucket.owners[p]
-        parts = []
-        for v, n in zip(bucket.members, bucket.units[p]):
-            unit = self.units[n]
-            rows = None if unit.rows is None else self._own_rows(unit)[0]
-            parts.append((self.entries[v].locals[at], rows))
-        with tf.device(self._device(at)):
-            return flat_view(self.entries[bucket.members[0]].variable, parts)
 
     @staticmethod
     def _refuse_overwritten(variables: Sequence[keras.Variable]) -> None:
@@ -143,72 +92,6 @@ class DistributedUpdate:
                     "summed over replicas. Use mixed_bfloat16 instead. "
                     f"Received: variable={v.path!r}"
                 )
-
-    def _unit_variable(self, unit: UpdateUnit) -> keras.Variable:
-        """The local variable that the optimizer updates for a unit.
-
-        The owner's own shard, or rows of it, or, for an update that needs the whole of a cut
-        tensor, a whole copy kept on the owner.
-        """
-        entry = self.entries[unit.variable]
-        if unit.shard is not None:
-            local = entry.locals[unit.owner]
-            if unit.rows is not None:
-                with tf.device(entry.device(unit.owner)):
-                    local = rows_view(entry.variable, local, self._own_rows(unit))
-        else:
-            device = entry.device(unit.owner)
-            with tf.device(device):
-                local = make_local(entry.variable, tf.identity(entry.whole()))
-            entry.masters.append((device, local))
-        if entry.variable.constraint is not None:
-            local.constraint = entry.variable.constraint
-        return local
-
-    def _build_local(self, leaf: Any, members: list[int]) -> list[LocalOptimizer]:
-        by_owner: dict[Coordinate, list[int]] = {}
-        for n, job in enumerate(self.jobs):
-            if self.units[job.units[0]].variable in members:
-                by_owner.setdefault(job.owner, []).append(n)
-        local = [
-            LocalOptimizer(
-                leaf,
-                self._device(at),
-                numbers,
-                [self.jobs[n].variable for n in numbers],
-                [self._logical(self.jobs[n]) for n in numbers],
-            )
-            for at, numbers in sorted(by_owner.items())
-        ]
-        where = {v: i for i, v in enumerate(members)}
-        link_slots(leaf, local, [self._spans(job, where) for job in self.jobs], len(members))
-        return local
-
-    def _logical(self, job: Job) -> keras.Variable:
-        return self.entries[self.units[job.units[0]].variable].variable
-
-    def _spans(self, job: Job, where: dict[int, int]) -> list[Span]:
-        """Which parts of which variables a job's state stands for."""
-        spans, start = [], 0
-        for n in job.units:
-            unit = self.units[n]
-            position = where.get(unit.variable, -1)
-            index = unit.index(self.entries[unit.variable].placement)
-            shape = tuple(i.stop - i.start for i in index)
-            spans.append(Span(position, self._index(unit), start if job.flat else None, shape))
-            start += math.prod(shape)
-        return spans
-
-    def _index(self, unit: UpdateUnit) -> Any:
-        placement = self.entries[unit.variable].placement
-        index = unit.index(placement)
-        return None if covers(index, placement.shape) else index
-
-    def _own_rows(self, unit: UpdateUnit) -> Index:
-        """The unit's rows, counted inside its shard."""
-        assert unit.shard is not None
-        placement = self.entries[unit.variable].placement
-        return relative(unit.index(placement)[:1], placement.shards[unit.shard].index[:1])
 
     def _override_finalize(self) -> None:
         """Writing EMA averages back goes through the logical variables, to reach every copy."""
@@ -230,7 +113,7 @@ class DistributedUpdate:
     def scale(self) -> Any:
         """What the loss is multiplied by before differentiation, or None for 1."""
         if self.loss_scale is not None:
-            return tf.convert_to_tensor(self.loss_scale.dynamic_scale.value)
+            return self.loss_scale.scale()
         return self.inner.loss_scale_factor
 
     def apply(self, source: GradientSource, connected: Sequence[int]) -> None:
@@ -241,75 +124,113 @@ class DistributedUpdate:
             connected: Positions of the trainable variables that have a gradient.
         """
         live = set(connected)
-        fused = {v for bucket in self.buckets for v in bucket.members}
+        fused = {v for bucket in self.jobs.buckets for v in bucket.members}
         if wrong := {v for v in fused if v not in live or v in source.rows}:
             # Known only now: rows stay rows, and Keras passes over what has no gradient.
             with tf.init_scope():
-                self._build(self.unfused | wrong)
-        gradients = self._gradients(source, live)
+                self._keep_apart(wrong)
+        self._build_sums(live - source.rows)
+        summed = {v for sums in self.sums.values() for v in sums.sums}
+        direct = self._reduced(source, live - summed)
         if self.loss_scale is None:
-            self._apply(gradients)
+            self._apply({**direct, **self._accumulated(source, live, None)})
             return
-        finite = self._all_finite(gradients)
-        tf.cond(finite, lambda: self._apply_unscaled(gradients), self._skip)
+        flags = [self._is_finite(self.jobs.jobs[n].owner, g) for n, g in direct.items()]
+        for s, one in enumerate(self.jobs.topology.slices):
+            for at in ((s, k) for k in range(len(one.devices))):
+                flags += [self._is_finite(at, source.local(v, at)) for v in summed & live]
+        finite = tf.reduce_all(tf.stack(flags))
+        tf.cond(finite, lambda: self._apply_unscaled(direct, source, live), self.loss_scale.skip)
 
-    def _gradients(self, source: GradientSource, live: set[int]) -> dict[int, Any]:
-        """What each job's variable is updated with: number of the job -> gradient."""
+    def _keep_apart(self, variables: set[int]) -> None:
+        """Takes variables out of buckets."""
+        self._unfused |= variables
+        keys = [None if v in self._unfused else key for v, key in enumerate(self._keys)]
+        self.jobs.build(keys, self._whole)
+        for number, sums in self.sums.items():
+            sums.show(self.groups[number][0])
+
+    def _build_sums(self, dense: set[int]) -> None:
+        """Makes what accumulates gradients where they are made, on first use."""
+        if self.sums or not self._sum_locally:
+            return
+        devices = [one.devices for one in self.jobs.topology.slices]
+        with tf.init_scope():
+            for number, (leaf, members) in enumerate(self.groups):
+                if leaf.gradient_accumulation_steps:
+                    sums = LocalSums(self.jobs.entries, devices)
+                    sums.build([v for v in members if v in dense])
+                    sums.show(leaf)
+                    self.sums[number] = sums
+
+    def _accumulated(self, source: GradientSource, live: set[int], scale: Any) -> dict[int, Any]:
+        """Adds to the local sums; the gradients of their jobs: totals when due, else zeros."""
         gradients: dict[int, Any] = {}
-        devices = [one.devices for one in self.topology.slices]
-        for bucket in self.buckets:
+        for number, sums in self.sums.items():
+            variables = {v for v in sums.sums if v in live}
+            sums.add(source, sorted(variables), scale)
+            jobs = self.jobs.updating(variables)
+            leaf, local = self.groups[number][0], self.jobs.local[number]
+
+            def total(sums: LocalSums = sums, variables: set[int] = variables) -> list[Any]:
+                found = self._reduced(sums, variables)
+                sums.reset(sorted(variables))
+                return [found[n] for n in sorted(found)]
+
+            def zeros(jobs: list[int] = jobs) -> list[Any]:
+                found = []
+                for job in (self.jobs.jobs[n] for n in jobs):
+                    with tf.device(self.jobs.device(job.owner)):
+                        found.append(tf.zeros(job.variable.shape, job.variable.dtype))
+                return found
+
+            step = tf.convert_to_tensor(local[0].iterations().value) + 1
+            due = step % leaf.gradient_accumulation_steps == 0
+            gradients.update(zip(jobs, tf.cond(due, total, zeros)))
+        return gradients
+
+    def _reduced(self, source: GradientSource, live: set[int]) -> dict[int, Any]:
+        """Sums over the slices: number of the job -> what its variable is updated with."""
+        gradients: dict[int, Any] = {}
+        devices = [one.devices for one in self.jobs.topology.slices]
+        for bucket in self.jobs.buckets:
+            if not live.issuperset(bucket.members):
+                continue
             vectors = bucket_gradients(bucket, source, devices)
             for at, units, vector in zip(bucket.owners, bucket.units, vectors):
                 if bucket.flat:
-                    gradients[self._job_of[units[0]]] = vector
+                    gradients[self.jobs.of[units[0]]] = vector
                     continue
-                with tf.device(self._device(at)):
+                with tf.device(self.jobs.device(at)):
                     pieces = bucket.pieces(vector)
-                gradients.update((self._job_of[n], piece) for n, piece in zip(units, pieces))
-        for n, job in enumerate(self.jobs):
-            unit = self.units[job.units[0]]
+                gradients.update((self.jobs.of[n], piece) for n, piece in zip(units, pieces))
+        for n, job in enumerate(self.jobs.jobs):
+            unit = self.jobs.units[job.units[0]]
             if job.flat:
                 backing_of(job.variable).forget()
             elif n not in gradients and unit.variable in live:
-                with tf.device(self._device(job.owner)):
+                with tf.device(self.jobs.device(job.owner)):
                     gradients[n] = source.unit(unit.variable, unit)
         return gradients
 
-    def _device(self, at: Coordinate) -> str:
-        return self.topology.slices[at[0]].devices[at[1]]
+    def _is_finite(self, at: Coordinate, gradient: Any) -> Any:
+        with tf.device(self.jobs.device(at)):
+            return tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(gradient)))
 
-    def _all_finite(self, gradients: dict[int, Any]) -> Any:
-        """One overflow anywhere makes it False everywhere."""
-        flags = []
-        for n, gradient in gradients.items():
-            with tf.device(self._device(self.jobs[n].owner)):
-                flags.append(tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(gradient))))
-        return tf.reduce_all(tf.stack(flags))
-
-    def _apply_unscaled(self, gradients: dict[int, Any]) -> None:
-        scale = self.loss_scale.dynamic_scale
+    def _apply_unscaled(
+        self, direct: dict[int, Any], source: GradientSource, live: set[int]
+    ) -> None:
+        assert self.loss_scale is not None
+        scale = self.loss_scale.scale()
         unscaled = {}
-        for n, gradient in gradients.items():
-            with tf.device(self._device(self.jobs[n].owner)):
+        for n, gradient in direct.items():
+            with tf.device(self.jobs.device(self.jobs.jobs[n].owner)):
                 unscaled[n] = ops.divide(gradient, scale)
-        self._apply(unscaled)
-
-        def upscale() -> None:
-            self.loss_scale.step_counter.assign(0)
-            self.loss_scale.dynamic_scale.assign(ops.multiply(self.loss_scale.dynamic_scale, 2.0))
-
-        def increment() -> None:
-            self.loss_scale.step_counter.assign_add(1)
-
-        last = ops.equal(self.loss_scale.step_counter, self.loss_scale.dynamic_growth_steps - 1)
-        ops.cond(last, upscale, increment)
-
-    def _skip(self) -> None:
-        self.loss_scale.step_counter.assign(0)
-        self.loss_scale.dynamic_scale.assign(ops.multiply(self.loss_scale.dynamic_scale, 0.5))
+        self._apply({**unscaled, **self._accumulated(source, live, scale)})
+        self.loss_scale.grow()
 
     def _apply(self, gradients: dict[int, Any]) -> None:
-        for (leaf, _), local in zip(self.groups, self.local):
+        for (leaf, _), local in zip(self.groups, self.jobs.local):
             self._clip_globally(leaf, local, gradients)
             for one in local:
                 live = [(n, v) for n, v in zip(one.positions, one.variables) if n in gradients]
@@ -321,7 +242,7 @@ class DistributedUpdate:
         if self.inner not in [leaf for leaf, _ in self.groups]:
             self.inner._iterations.assign_add(1)
         overwritten = any(leaf.use_ema for leaf, _ in self.groups)
-        self._broadcast(range(len(self.jobs)) if overwritten else gradients)
+        send_values(self.jobs, range(len(self.jobs.jobs)) if overwritten else gradients)
 
     def _clip_globally(
         self, leaf: Any, local: Sequence[LocalOptimizer], gradients: dict[int, Any]
@@ -359,66 +280,3 @@ class DistributedUpdate:
         if accumulated is None:
             return gradient
         return ops.divide(ops.add(gradient, accumulated), leaf.gradient_accumulation_steps)
-
-    def _broadcast(self, numbers: Any) -> None:
-        """Sends each updated part to its other holders."""
-        updated = {n for number in numbers for n in self.jobs[number].units}
-        for bucket in self.buckets:
-            units = {n for each in bucket.units for n in each}
-            if units <= updated:
-                self._gather_bucket(bucket)
-                updated -= units
-        for n in sorted(updated):
-            self._broadcast_unit(self.units[n], self.jobs[self._job_of[n]].variable)
-
-    def _broadcast_unit(self, unit: UpdateUnit, source: keras.Variable) -> None:
-        entry = self.entries[unit.variable]
-        with tf.device(self._device(unit.owner)):
-            value = tf.convert_to_tensor(source.value)
-        for at, local in entry.locals.items():
-            shard = entry.placement.table[at[0]][at[1]]
-            if local is source or (unit.shard is not None and unit.shard != shard):
-                continue
-            if unit.shard is None:
-                with tf.device(self._device(unit.owner)):
-                    part = value[entry.placement.shards[shard].index]
-                with tf.device(entry.device(at)):
-                    local.assign(part)
-            elif unit.rows is None:
-                with tf.device(entry.device(at)):
-                    local.assign(value)
-            elif at != unit.owner:
-                (rows,) = self._own_rows(unit)
-                with tf.device(entry.device(at)):
-                    Rows(local, rows.start, rows.stop).assign(value)
-
-    def _gather_bucket(self, bucket: Bucket) -> None:
-        """Sends a bucket's new values from their owners to the other holders.
-
-        Members that are stored cut have nothing to gather: only other holders of a shard get it.
-        """
-        vectors = []
-        for at, units in zip(bucket.owners, bucket.units):
-            with tf.device(self._device(at)):
-                vectors.append(self._vector(bucket, units))
-        rows = self.units[bucket.units[0][0]].rows is not None
-        holders = sorted({at for each in bucket.holders for at in each})
-        for at in holders:
-            if at in bucket.owners and not rows:
-                continue
-            locals_ = [self.entries[v].locals[at] for v in bucket.members]
-            with tf.device(self._device(at)):
-                if rows:
-                    values = bucket.split(tf.stack(vectors))
-                else:
-                    (p,) = (p for p, each in enumerate(bucket.holders) if at in each)
-                    values = bucket.pieces(vectors[p])
-                for local, value in zip(locals_, values):
-                    local.assign(value)
-
-    def _vector(self, bucket: Bucket, units: Sequence[int]) -> Any:
-        """An owner's values of a bucket."""
-        variables = [self.jobs[self._job_of[n]].variable for n in units]
-        if bucket.flat:
-            return tf.convert_to_tensor(variables[0].value)
-        return tf.concat([tf.reshape(v.value, [-1]) for v in variables], 0)

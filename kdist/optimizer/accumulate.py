@@ -1,0 +1,128 @@
+"""Gradient accumulation where gradients are made: one reduction per update, not per micro-step.
+
+Every replica keeps the sum of its own gradients, 4 bytes per fp32 parameter, and the sums are
+reduced when the optimizer is due (`no_sync` of PyTorch's DDP; MindSpore's
+`gradient_accumulation_shard=False`). The alternative, `True`, reduces every micro-step into shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kdist import _private
+from kdist.optimizer.source import GradientSource
+from kdist.parts import whole_of
+from kdist.placement import Coordinate, UpdateUnit, covers, relative
+from kdist.variables import Stored, become_view, make_local
+
+import keras
+import tensorflow as tf
+
+
+class LocalSums:
+    """Sums of one optimizer's gradients, one per replica; a `GradientSource` of their total.
+
+    Args:
+        entries: `Stored` of each trainable variable.
+        devices: `devices[s][k]`: TensorFlow device strings.
+
+    Attributes:
+        sums: Per variable, the local variable at each coordinate that computes.
+    """
+
+    rows: set[int] = set()
+    """Rows of tables are not accumulated here; see `GradientSource`."""
+
+    def __init__(self, entries: Sequence[Stored], devices: Sequence[Sequence[str]]) -> None:
+        self.entries = list(entries)
+        self.devices = devices
+        self.sums: dict[int, dict[Coordinate, keras.Variable]] = {}
+
+    def build(self, variables: Sequence[int]) -> None:
+        """Makes the sums of some variables, zero."""
+        for v in variables:
+            placement = self.entries[v].placement
+            for s, row in enumerate(self.devices):
+                for k, device in enumerate(row):
+                    shape = [i.stop - i.start for i in placement.inner_index(k)]
+                    with tf.device(device):
+                        like = self.entries[v].variable
+                        zeros = tf.zeros(shape, like.dtype)
+                        self.sums.setdefault(v, {})[s, k] = make_local(like, zeros)
+
+    def add(self, source: GradientSource, variables: Sequence[int], scale: Any) -> None:
+        """Adds what every coordinate computed, divided by the loss scale if there is one."""
+        for v in variables:
+            for (s, k), total in self.sums[v].items():
+                with tf.device(self.devices[s][k]):
+                    gradient = source.local(v, (s, k))
+                    if gradient is None:
+                        continue
+                    if scale is not None:
+                        gradient = gradient / tf.cast(scale, gradient.dtype)
+                    added = total.assign_add(gradient)
+                    source.reduced([v], gradient if added is None else added)
+
+    def local(self, variable: int, at: Coordinate) -> Any:
+        """See `GradientSource`."""
+        return tf.convert_to_tensor(self.sums[variable][at].value)
+
+    def unit(self, variable: int, unit: UpdateUnit) -> Any:
+        """See `GradientSource`."""
+        placement = self.entries[variable].placement
+        if unit.shard is None:
+            return whole_of(placement, lambda k: self._total(variable, k))
+        index = relative(unit.index(placement), placement.inner_index(unit.owner[1]))
+        return self._total(variable, unit.owner[1], index)
+
+    def reduced(self, variables: Sequence[int], gradient: Any) -> None:
+        """See `GradientSource`."""
+
+    def _total(self, variable: int, k: int, index: Any = None) -> Any:
+        parts = []
+        for s, row in enumerate(self.devices):
+            with tf.device(row[k]):
+                part = self.local(variable, (s, k))
+                parts.append(part if index is None or covers(index, part.shape) else part[index])
+        return parts[0] if len(parts) == 1 else tf.add_n(parts)
+
+    def show(self, optimizer: Any) -> None:
+        """Makes the optimizer's accumulators views of the totals, keeping their values."""
+        for v in self.sums:
+            logical = _private.accumulator(optimizer, self.entries[v].variable)
+            assert logical is not None
+            value = tf.convert_to_tensor(logical.value)
+            backing = Totals(self, v)
+            backing.assign(value)
+            become_view(logical, backing, None)
+
+    def reset(self, variables: Sequence[int]) -> None:
+        """Starts again from zero."""
+        for v in variables:
+            for (s, k), total in self.sums[v].items():
+                with tf.device(self.devices[s][k]):
+                    total.assign(tf.zeros_like(total.value))
+
+
+class Totals:
+    """Backing of a logical accumulator: the total of the replicas' sums.
+
+    What is assigned becomes the first replica's sum.
+    """
+
+    def __init__(self, sums: LocalSums, variable: int) -> None:
+        self.sums = sums
+        self.variable = variable
+
+    def whole(self) -> Any:
+        """The total."""
+        return self.sums.unit(self.variable, UpdateUnit(self.variable, None, (0, 0)))
+
+    def assign(self, value: Any) -> None:
+        """Writes the total."""
+        placement = self.sums.entries[self.variable].placement
+        for (s, k), total in self.sums.sums[self.variable].items():
+            with tf.device(self.sums.devices[s][k]):
+                part = value[placement.inner_index(k)]
+                total.assign(part if s == 0 else tf.zeros_like(total.value))

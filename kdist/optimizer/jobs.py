@@ -1,0 +1,180 @@
+"""What each device updates: its units and flat vectors, and the Keras optimizer that does it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Container, Hashable, Sequence
+from typing import Any
+
+from kdist.mesh import Topology
+from kdist.optimizer.bucket import Bucket, flat_view, make_buckets
+from kdist.optimizer.local import LocalOptimizer, Span, link_slots
+from kdist.placement import Coordinate, Index, UpdateUnit, covers, relative
+from kdist.variables import Stored, make_local, rows_view
+
+import keras
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a local optimizer sees as one variable.
+
+    Attributes:
+        variable: The local variable: a unit's part, or a flat bucket's vector.
+        owner: Where it is updated.
+        units: Numbers of the update units.
+        flat: Whether it is a vector.
+    """
+
+    variable: keras.Variable
+    owner: Coordinate
+    units: tuple[int, ...]
+    flat: bool = False
+
+
+class Jobs:
+    """The jobs of one optimizer over the mesh.
+
+    Args:
+        entries: `Stored` of each trainable variable, in the model's order.
+        topology: The mesh.
+        units: Who updates which part.
+        groups: The optimizers that do math, with the positions of their variables.
+
+    Attributes:
+        buckets: What travels together.
+        jobs: What is updated as one variable.
+        local: Per group, its local optimizers.
+        of: Number of the job that has a unit.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Stored],
+        topology: Topology,
+        units: Sequence[UpdateUnit],
+        groups: Sequence[tuple[Any, list[int]]],
+    ) -> None:
+        self.entries = list(entries)
+        self.topology = topology
+        self.units = tuple(units)
+        self.groups = list(groups)
+
+    def build(self, keys: Sequence[Hashable | None], whole: Sequence[bool]) -> None:
+        """Makes the local optimizers, and moves the state of those there were into them.
+
+        Args:
+            keys: See `make_buckets`.
+            whole: See `make_buckets`.
+        """
+        for entry in self.entries:
+            entry.masters.clear()  # of an optimizer that was compiled before
+        placements = [entry.placement for entry in self.entries]
+        self.buckets = make_buckets(self.units, placements, keys, whole)
+        self.jobs = self._make_jobs()
+        self.of = {n: j for j, job in enumerate(self.jobs) for n in job.units}
+        self.local = [self._build_local(leaf, members) for leaf, members in self.groups]
+
+    def variable(self, job: Job) -> int:
+        """Position of the (first) parameter that a job updates."""
+        return self.units[job.units[0]].variable
+
+    def updating(self, variables: Container[int]) -> list[int]:
+        """Numbers of the jobs that update some parameters."""
+        return [n for n, job in enumerate(self.jobs) if self.variable(job) in variables]
+
+    def device(self, at: Coordinate) -> str:
+        """TensorFlow device string of a coordinate."""
+        return self.topology.slices[at[0]].devices[at[1]]
+
+    def _make_jobs(self) -> list[Job]:
+        """What the local optimizers see as one variable each: units, and buckets' vectors."""
+        jobs = [
+            Job(self._flat_variable(bucket, p), bucket.owners[p], units, flat=True)
+            for bucket in self.buckets
+            if bucket.flat
+            for p, units in enumerate(bucket.units)
+        ]
+        fused = {n for job in jobs for n in job.units}
+        for n, unit in enumerate(self.units):
+            if n not in fused:
+                jobs.append(Job(self._unit_variable(unit), unit.owner, (n,)))
+        return jobs
+
+    def _flat_variable(self, bucket: Bucket, p: int) -> keras.Variable:
+        at = bucket.owners[p]
+        parts = []
+        for v, n in zip(bucket.members, bucket.units[p]):
+            unit = self.units[n]
+            rows = None if unit.rows is None else self.own_rows(unit)[0]
+            parts.append((self.entries[v].locals[at], rows))
+        with tf.device(self.device(at)):
+            return flat_view(self.entries[bucket.members[0]].variable, parts)
+
+    def _unit_variable(self, unit: UpdateUnit) -> keras.Variable:
+        """The local variable that the optimizer updates for a unit.
+
+        The owner's own shard, or rows of it, or, for an update that needs the whole of a cut
+        tensor, a whole copy kept on the owner.
+        """
+        entry = self.entries[unit.variable]
+        if unit.shard is not None:
+            local = entry.locals[unit.owner]
+            if unit.rows is not None:
+                with tf.device(entry.device(unit.owner)):
+                    local = rows_view(entry.variable, local, self.own_rows(unit))
+        else:
+            device = entry.device(unit.owner)
+            with tf.device(device):
+                local = make_local(entry.variable, tf.identity(entry.whole()))
+            entry.masters.append((device, local))
+        if entry.variable.constraint is not None:
+            local.constraint = entry.variable.constraint
+        return local
+
+    def _build_local(self, leaf: Any, members: list[int]) -> list[LocalOptimizer]:
+        by_owner: dict[Coordinate, list[int]] = {}
+        for n, job in enumerate(self.jobs):
+            if self.units[job.units[0]].variable in members:
+                by_owner.setdefault(job.owner, []).append(n)
+        local = [
+            LocalOptimizer(
+                leaf,
+                self.device(at),
+                numbers,
+                [self.jobs[n].variable for n in numbers],
+                [self._logical(self.jobs[n]) for n in numbers],
+            )
+            for at, numbers in sorted(by_owner.items())
+        ]
+        where = {v: i for i, v in enumerate(members)}
+        link_slots(leaf, local, [self._spans(job, where) for job in self.jobs], len(members))
+        return local
+
+    def _logical(self, job: Job) -> keras.Variable:
+        return self.entries[self.units[job.units[0]].variable].variable
+
+    def _spans(self, job: Job, where: dict[int, int]) -> list[Span]:
+        """Which parts of which variables a job's state stands for."""
+        spans, start = [], 0
+        for n in job.units:
+            unit = self.units[n]
+            position = where.get(unit.variable, -1)
+            index = unit.index(self.entries[unit.variable].placement)
+            shape = tuple(i.stop - i.start for i in index)
+            spans.append(Span(position, self._index(unit), start if job.flat else None, shape))
+            start += math.prod(shape)
+        return spans
+
+    def _index(self, unit: UpdateUnit) -> Any:
+        placement = self.entries[unit.variable].placement
+        index = unit.index(placement)
+        return None if covers(index, placement.shape) else index
+
+    def own_rows(self, unit: UpdateUnit) -> Index:
+        """The unit's rows, counted inside its shard."""
+        assert unit.shard is not None
+        placement = self.entries[unit.variable].placement
+        return relative(unit.index(placement)[:1], placement.shards[unit.shard].index[:1])
