@@ -125,8 +125,14 @@ class Parts:
             operation = self.graph.get_operation_by_name(node)
         except KeyError:
             return ""
-        if operation.type != "ReadVariableOp":
-            return ""
+        return self._variable(operation) if operation.type == "ReadVariableOp" else ""
+
+    def writes_weight(self, node: str) -> bool:
+        """Whether an assignment writes a weight's local variable."""
+        return self._variable(self.graph.get_operation_by_name(node)) == "weight"
+
+    def _variable(self, operation: Any) -> str:
+        """What the variable is that an operation reads or writes."""
         handle = _outermost(operation.inputs[0])
         parallel = attached(self.model)
         jobs = parallel.update.jobs
