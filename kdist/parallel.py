@@ -7,6 +7,7 @@ class.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 from kdist import _private, strategy_scope
 from kdist.config import ParallelConfig
 from kdist.contract import adapt_callbacks, as_spec, is_built, peek, predict_function
+from kdist.fusion import FusionConfig
 from kdist.metrics import overrides
 from kdist.optimizer.update import DistributedUpdate
 from kdist.placed import PlacedModel
@@ -153,6 +155,17 @@ class Parallel(PlacedModel):
             config["jit_compile"] = wanted
         self._reset(wanted)
         self.spread_parameters()
+
+    def set_fusion(self, fusion: FusionConfig) -> None:
+        """Changes which gradients travel together; weights and optimizer state stay.
+
+        Args:
+            fusion: The settings from the next step on.
+        """
+        self.config = dataclasses.replace(self.config, fusion=fusion)
+        self.update = None
+        if self.model.train_function is not None:
+            self.make_train_function(force=True)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.fit`."""

@@ -172,7 +172,10 @@ class Plan:
         """
         console = console or Console()
         console.print(f"[bold]Plan[/bold]  {self.topology.describe_axes()}")
-        console.print(self._weights_table())
+        if any(not w.is_whole for w in self.weights):
+            console.print(self._weights_table())
+        else:
+            console.print(f"weights: {len(self.weights)}, all of them whole on every device")
         console.print(self._devices_table())
         console.print(self._traffic_table())
         if any(d.how != "whole" for d in self.decisions):

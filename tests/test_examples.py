@@ -2,6 +2,7 @@
 
 import kdist
 
+import comm_fusion
 import keras
 import numpy as np
 import pytest
@@ -163,3 +164,14 @@ def test_help_lists_the_flags(capsys):
 def test_unknown_flags_are_refused():
     with pytest.raises(SystemExit, match="meshes"):
         digits_conv.main(["digits_conv", "--meshes=data=4"])
+
+
+def test_comm_fusion_prints_ids_and_collectives(capsys):
+    flags = comm_fusion.flags.FLAGS
+    flags(["comm_fusion", "--steps=2"])
+    comm_fusion.main([])
+    model = comm_fusion.build_model()
+    ids = comm_fusion.ids_of(model)
+    assert list(ids.values()) == [0] * 4 + [1] * 4 + [2] * 4
+    out = capsys.readouterr().out
+    assert "block_2/dense" in out and "comm_collectives: 12" in out

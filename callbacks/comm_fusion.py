@@ -1,0 +1,144 @@
+"""`CommFusion`: what a step communicates, in the logs; and the fastest bucket size, by trying."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from kdist.fusion import FusionConfig
+from kdist.parallel import attached
+from kdist.replay import replay
+
+import keras
+from rich.console import Console
+from rich.table import Table
+
+ALGORITHM = "direct"
+"""How the engine moves a bucket in one process: every device to its owner, and back from it."""
+CANDIDATES = (
+    FusionConfig(),
+    FusionConfig(mode="none"),
+    FusionConfig(mode="size", size_mb=1),
+    FusionConfig(mode="size", size_mb=16),
+    FusionConfig(mode="size"),
+)
+
+
+class CommFusion(keras.callbacks.Callback):
+    """Logs what a training step communicates between replicas, and can tune the bucket size.
+
+    At the end of every epoch `logs` gets, and with it `History`, `CSVLogger` and `TensorBoard`:
+
+    | key | value |
+    | --- | --- |
+    | `comm_collectives` | collectives of a step |
+    | `comm_bytes` | bytes that they send between devices |
+    | `comm_seconds` | their time when they run alone, the median of a few runs |
+    | `comm_direct` | how many of them use the algorithm "direct" (see `kdist.comm`): all |
+    | `comm_bus_gb_per_s` | bus bandwidth as nccl-tests counts it: bytes per device and ns |
+
+    Put it before callbacks that write logs.
+
+    Args:
+        tune: Try several `FusionConfig`s in the first steps and keep the one with the fastest step.
+            Every candidate means a new trace of the step; training goes on meanwhile, with the
+            same results.
+        candidates: What `tune` tries.
+        steps: Timed steps per candidate, after one that is not.
+        verbose: Print what was tried.
+
+    Raises:
+        ValueError: For no candidates or steps; and, when training starts, for a plain Keras model.
+
+    Example:
+        >>> model.fit(x, y, epochs=3, callbacks=[kdist.callbacks.CommFusion(tune=True)])
+    """
+
+    def __init__(
+        self,
+        *,
+        tune: bool = False,
+        candidates: Sequence[FusionConfig] = CANDIDATES,
+        steps: int = 3,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__()
+        if steps < 1:
+            raise ValueError(f"A candidate is timed for one step or more. Received: steps={steps}")
+        if tune and not candidates:
+            raise ValueError("Tuning needs candidates. Received: candidates=()")
+        self.tune = tune
+        self.candidates = tuple(candidates)
+        self.steps = steps
+        self.verbose = verbose
+        self.tried: dict[str, float] = {}
+        self._times: list[list[float]] = []
+        self._started = 0.0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Starts with the first candidate."""
+        parallel = attached(self.model)
+        self._times = []
+        if self.tune:
+            parallel.set_fusion(self.candidates[0])
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Starts the clock."""
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Times a step of the candidate; after its last step goes on to the next one."""
+        if not self.tune or self.tried:
+            return
+        if not self._times:
+            self._times.append([])
+        self._times[-1].append(time.perf_counter() - self._started)
+        if len(self._times[-1]) <= self.steps:
+            return
+        if len(self._times) < len(self.candidates):
+            attached(self.model).set_fusion(self.candidates[len(self._times)])
+            self._times.append([])
+        else:
+            self._keep_fastest()
+
+    def _keep_fastest(self) -> None:
+        medians = [statistics.median(times[1:]) for times in self._times]
+        self.tried = {str(c): t for c, t in zip(self.candidates, medians)}
+        best = min(range(len(medians)), key=medians.__getitem__)
+        if best != len(medians) - 1:
+            attached(self.model).set_fusion(self.candidates[best])
+        if self.verbose:
+            table = Table(title="fusion: median step")
+            table.add_column("candidate")
+            table.add_column("ms", justify="right")
+            for n, (name, seconds) in enumerate(self.tried.items()):
+                table.add_row(name + (" (kept)" if n == best else ""), f"{1e3 * seconds:.1f}")
+            Console().print(table)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Says so if training was too short to try every candidate."""
+        if self.tune and not self.tried:
+            needed = len(self.candidates) * (self.steps + 1)
+            warnings.warn(
+                f"CommFusion(tune=True) needs {needed} steps to try {len(self.candidates)} "
+                f"candidates; training ended before. The last one tried stays: "
+                f"{attached(self.model).config.fusion}",
+                stacklevel=2,
+            )
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Adds the figures to the logs."""
+        parallel = attached(self.model)
+        if logs is None or parallel.update is None:
+            return
+        traffic = [t for t in parallel.plan().traffic() if t.what != "gather"]
+        collectives = sum(t.collectives for t in traffic)
+        found = replay(parallel.update.jobs, sum(t.nbytes for t in traffic))
+        logs["comm_collectives"] = collectives
+        logs["comm_bytes"] = found.nbytes
+        logs["comm_seconds"] = found.seconds
+        logs[f"comm_{ALGORITHM}"] = collectives
+        logs["comm_bus_gb_per_s"] = found.bus_bandwidth / 1e9
