@@ -31,12 +31,14 @@ class Configuration:
         runner: `plain`, `mirrored`, `kdist` or `jax`: see `step_worker.py`.
         axes: mesh axes and their sizes, in order; empty for a single device.
         sizes: what is run.
+        level: level of optimizer parallelism, of kdist.
     """
 
     name: str
     runner: str
     axes: tuple[tuple[str, int], ...] = ()
     sizes: Sizes = Sizes()
+    level: int = 0
 
     @property
     def devices(self) -> int:
@@ -52,6 +54,8 @@ STEP_ROWS = (
     PLAIN,
     Configuration("MirroredStrategy, 8 replicas", "mirrored", (("data", 8),)),
     Configuration("kdist, data 8", "kdist", (("data", 8),)),
+    Configuration("kdist, data 8, level 1", "kdist", (("data", 8),), level=1),
+    Configuration("kdist, data 8, level 3", "kdist", (("data", 8),), level=3),
     Configuration("kdist, data 2 x model 2", "kdist", (("data", 2), ("model", 2))),
     Configuration("kdist, data 2 x model 4", "kdist", (("data", 2), ("model", 4))),
 )
@@ -84,4 +88,5 @@ def growth_rows(sizes: Sizes) -> tuple[Configuration, ...]:
 def from_json(record: dict) -> Configuration:
     """Reads back what `dataclasses.asdict` made of a configuration."""
     axes = tuple((str(name), int(size)) for name, size in record["axes"])
-    return Configuration(record["name"], record["runner"], axes, Sizes(**record["sizes"]))
+    sizes = Sizes(**record["sizes"])
+    return Configuration(record["name"], record["runner"], axes, sizes, record["level"])

@@ -99,7 +99,11 @@ def with_kdist(configuration: rows.Configuration) -> Step:
 
     kdist.init(cpu_devices=8)
     axes: dict[str, Any] = dict(configuration.axes)
-    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=layout_of(configuration))
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(**axes),
+        layout_map=layout_of(configuration),
+        optimizer=kdist.OptimizerConfig(level=configuration.level),
+    )
     model = kdist.parallelize(build(configuration.sizes), config)
     return compiled(model, configuration.sizes)
 
