@@ -1,4 +1,4 @@
-"""The README's Python blocks run, in order, in one namespace, as a reader would type them."""
+"""The Python blocks of pages run, in order, in one namespace, as a reader would type them."""
 
 import re
 import subprocess
@@ -7,24 +7,27 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "docs" / "optimizer_parallelism.md"]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def blocks() -> list[tuple[int, str]]:
-    """Returns each block with the line of the README where its code starts."""
-    text = README.read_text()
+def blocks(page: Path) -> list[tuple[int, str]]:
+    """Returns each block with the line of the page where its code starts."""
+    text = page.read_text()
     return [(text.count("\n", 0, match.start(1)) + 1, match[1]) for match in BLOCK.finditer(text)]
 
 
-def test_python_blocks_run(tmp_path):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python_blocks_run(page, tmp_path):
     # A fresh process: the first block starts kdist, before TensorFlow starts. Blank lines keep
-    # the README's line numbers, so an error names the line to fix.
+    # the page's line numbers, so an error names the line to fix.
     program, line = "", 1
-    for start, code in blocks():
+    for start, code in blocks(page):
         program += "\n" * (start - line) + code
         line = start + code.count("\n")
-    script = tmp_path / "README.py"
+    script = tmp_path / f"{page.stem}.py"
     script.write_text(program)
     result = subprocess.run(
         [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
@@ -33,9 +36,17 @@ def test_python_blocks_run(tmp_path):
 
 
 def test_there_is_something_to_run():
-    assert len(blocks()) >= 3
+    assert len(blocks(README)) >= 3
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)\)", README.read_text()))))
-def test_links_lead_to_files(target):
-    assert (README.parent / target).exists()
+LINK = re.compile(r"\]\(([^)#:]+)\)")
+PAGES_AND_LINKS = sorted(
+    (page, target)
+    for page in [README, *(ROOT / "docs").glob("*.md")]
+    for target in set(LINK.findall(page.read_text()))
+)
+
+
+@pytest.mark.parametrize(("page", "target"), PAGES_AND_LINKS, ids=lambda value: str(value)[-40:])
+def test_links_lead_to_files(page, target):
+    assert (page.parent / target).exists()
