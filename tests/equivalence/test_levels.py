@@ -87,3 +87,36 @@ def test_partition_equals_one_device(partition: Any, level: int, mesh: str, engi
         engine=engine,
         config=config(level, partition=partition),
     )
+
+
+ACCUMULATING = product(
+    ("adamw", "lamb", "loss_scale_sgd"), LEVELS, (False, True), ("data4", "data2_model2")
+)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "level", "shard", "mesh"),
+    spread(
+        ACCUMULATING,
+        [("adamw", 3, True, "data4"), ("loss_scale_sgd", 1, False, "data2_model2")],
+    ),
+)
+def test_accumulated_gradients_equal_one_device(
+    optimizer: str, level: int, shard: bool, mesh: str, engine: str
+) -> None:
+    """The sums of an unfinished accumulation are state, and compared too."""
+    make = OPTIMIZERS[optimizer]
+
+    def accumulating(**options: Any) -> Any:
+        found = make(**options)
+        inner = getattr(found, "inner_optimizer", found)
+        inner.gradient_accumulation_steps = 3
+        return found
+
+    compare(
+        BY_NAME["mlp"],
+        MESHES[mesh],
+        optimizer=accumulating,
+        engine=engine,
+        config=config(level, gradient_accumulation_shard=shard),
+    )
