@@ -16,6 +16,7 @@ from kdist._environment import init, prepare
 prepare()
 
 from kdist import callbacks, comm, layers  # type: ignore[attr-defined]  # noqa: E402
+from kdist.compression import CompressionConfig, PowerSGD  # noqa: E402
 from kdist.config import ParallelConfig  # noqa: E402
 from kdist.declare import shard  # noqa: E402
 from kdist.fusion import FusionConfig, get_comm_fusion, set_comm_fusion  # noqa: E402
@@ -23,6 +24,7 @@ from kdist.inspection import Inspection, inspect  # noqa: E402
 from kdist.loop import apply_gradients, gradients, reduce  # noqa: E402
 from kdist.mesh import mesh  # noqa: E402
 from kdist.optimizer.config import OptimizerConfig  # noqa: E402
+from kdist.optimizer.formatted_slots import StateFormatConfig  # noqa: E402
 from kdist.optimizer.sharded import ShardedOptimizer, set_parallel_optimizer  # noqa: E402
 from kdist.parallel import parallelize  # noqa: E402
 from kdist.plan import Plan  # noqa: E402
@@ -30,12 +32,15 @@ from kdist.plan import Plan  # noqa: E402
 __version__ = "0.1.0"
 
 __all__ = [
+    "CompressionConfig",
     "FusionConfig",
     "Inspection",
     "OptimizerConfig",
     "ParallelConfig",
     "Plan",
+    "PowerSGD",
     "ShardedOptimizer",
+    "StateFormatConfig",
     "apply_gradients",
     "callbacks",
     "comm",

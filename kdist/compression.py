@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -115,6 +116,7 @@ class VariableClass:
         itemsize: Bytes of an element.
         compressor: How it travels.
         why: The rule that chose it.
+        asked: Whether that is a pattern.
     """
 
     path: str
@@ -122,6 +124,7 @@ class VariableClass:
     itemsize: int
     compressor: Compressor
     why: str
+    asked: bool = False
 
     @property
     def full_bytes(self) -> int:
@@ -142,6 +145,37 @@ class Classes:
 
     def __getitem__(self, path: str) -> VariableClass:
         return next(e for e in self.entries if e.path == path)
+
+    def compressors(self, without: Collection[int] = ()) -> tuple[Compressor, ...]:
+        """The compressor of each variable.
+
+        Args:
+            without: Positions of variables that are not compressed after all.
+        """
+        return tuple("none" if n in without else e.compressor for n, e in enumerate(self.entries))
+
+    def refuse_rows(self, rows: Collection[int]) -> None:
+        """Says that gradients turned out to be rows of a table.
+
+        Args:
+            rows: Positions of their variables.
+
+        Raises:
+            ValueError: A pattern asks to compress one, and nothing else.
+        """
+        kept = [e for n, e in enumerate(self.entries) if n not in rows and e.compressor != "none"]
+        for entry in (self.entries[n] for n in sorted(rows)):
+            if entry.compressor == "none":
+                continue
+            if entry.asked and not any(e.why == entry.why for e in kept):
+                raise ValueError(
+                    "The rows of a table that a batch looks up travel as they are. Use 'none' "
+                    f"for it. Received: {entry.compressor} for {entry.path!r} ({entry.why})"
+                )
+            warnings.warn(
+                f"{entry.path}: the gradient is rows of a table, which travel as they are.",
+                stacklevel=2,
+            )
 
     @property
     def full_bytes(self) -> int:
@@ -221,24 +255,28 @@ class CompressionConfig:
                 f"Received: middle={self.middle!r}"
             )
 
-    def classes(self, variables: Iterable[Any]) -> Classes:
+    def classes(self, variables: Iterable[Any], tables: Collection[int] = ()) -> Classes:
         """How the gradient of each variable travels.
 
         Args:
             variables: Keras variables, or anything with `path`, `shape` and `dtype`.
+            tables: Positions of those whose gradient is, or may be, rows: embeddings. They are
+                not compressed.
 
         Raises:
             ValueError: for a pattern that matches no variable, a variable that several match, or a
-                pattern that compresses none of its variables (a rank too large to save bytes, a
-                cast of what has 16 bits already).
+                pattern that compresses none of its variables (tables, a rank too large to save
+                bytes, a cast of what has 16 bits already).
         """
         variables = list(variables)
         entries, used = [], dict.fromkeys(self.patterns, False)
         saved = dict.fromkeys(self.patterns, False)
-        for variable in variables:
+        for position, variable in enumerate(variables):
             pattern = match_pattern(self.patterns, variable.path)
             compressor, why = self._choose(variable, pattern)
-            entries.append(_entry(variable, compressor, why))
+            if position in tables and compressor != "none":
+                compressor, why = "none", f"{why}; the rows of a table travel as they are"
+            entries.append(_entry(variable, compressor, why, pattern is not None))
             if pattern is not None:
                 used[pattern] = True
                 saved[pattern] |= entries[-1].compressor == self.patterns[pattern]
@@ -253,7 +291,8 @@ class CompressionConfig:
                 shapes = [e.shape for e in entries if match_pattern([pattern], e.path)]
                 raise ValueError(
                     "A compressor sends fewer bytes than 'none' for at least one variable of its "
-                    f"pattern; these have shapes {shapes[:3]}. Use a smaller rank, or 'none'. "
+                    f"pattern; these have shapes {shapes[:3]}. Use a smaller rank, or 'none' "
+                    "(as for tables, whose rows travel as they are). "
                     f"Received: patterns={{{pattern!r}: {self.patterns[pattern]}}}"
                 )
         return Classes(tuple(entries))
@@ -284,7 +323,7 @@ def _form(variable: Any) -> tuple[tuple[int, ...], int]:
     return tuple(int(s) for s in variable.shape), tf.as_dtype(variable.dtype).size
 
 
-def _entry(variable: Any, compressor: Compressor, why: str) -> VariableClass:
+def _entry(variable: Any, compressor: Compressor, why: str, asked: bool) -> VariableClass:
     """The class of a variable; one that would not save bytes is not compressed."""
     shape, itemsize = _form(variable)
     full = wire_bytes(shape, itemsize, "none")
@@ -292,7 +331,12 @@ def _entry(variable: Any, compressor: Compressor, why: str) -> VariableClass:
         why = f"{compressor} ({why}) sends no fewer bytes"
         compressor = "none"
     return VariableClass(
-        path=variable.path, shape=shape, itemsize=itemsize, compressor=compressor, why=why
+        path=variable.path,
+        shape=shape,
+        itemsize=itemsize,
+        compressor=compressor,
+        why=why,
+        asked=asked,
     )
 
 

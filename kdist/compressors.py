@@ -48,14 +48,17 @@ def as_tensor(matrix: Any, shape: Sequence[int]) -> tf.Tensor:
     return tf.reshape(matrix, shape)
 
 
-def initial_q(path: str, shape: Sequence[int], compressor: PowerSGD, dtype: Any) -> tf.Tensor:
+def initial_q(
+    name: str, shape: Sequence[int], compressor: PowerSGD, dtype: Any, step: Any = 0
+) -> tf.Tensor:
     """The first Q: standard normal, the same on every replica and in every process.
 
     Args:
-        path: Of the variable; variables draw independently.
+        name: Of the matrix; matrices draw independently.
         shape: Of the gradient.
         compressor: Rank and seed.
         dtype: tf.float32 or tf.float64.
+        step: Number of the step, for a cold start; may be a tensor.
 
     Returns:
         Shape (columns, rank).
@@ -67,11 +70,16 @@ def initial_q(path: str, shape: Sequence[int], compressor: PowerSGD, dtype: Any)
     if compressor.rank > min(rows, columns):
         raise ValueError(
             f"The rank is at most the smaller side of the matrix, here {rows} x {columns}. Use a "
-            f"smaller rank, or no compression. Received: rank={compressor.rank} for {path!r}"
+            f"smaller rank, or no compression. Received: rank={compressor.rank} for {name!r}"
         )
     return tf.random.stateless_normal(
         (columns, compressor.rank),
-        seed=[compressor.seed, zlib.crc32(path.encode())],
+        seed=tf.stack(
+            [
+                tf.constant(compressor.seed, tf.int64) + tf.cast(step, tf.int64),
+                tf.constant(zlib.crc32(name.encode()), tf.int64),
+            ]
+        ),
         dtype=dtype,
         alg="philox",
     )

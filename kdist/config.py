@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kdist.compression import CompressionConfig
 from kdist.fusion import FusionConfig
 from kdist.layout import read_layout_map
 from kdist.mesh import Topology
@@ -51,6 +52,10 @@ class ParallelConfig:
     fusion: FusionConfig = FusionConfig()
     """Which gradients, and which gathered parameters, travel together."""
 
+    compression: CompressionConfig | None = None
+    """How gradients travel over the data axis: cast to 16 bits, or as low-rank factors. None: as
+    they are."""
+
     loss_from_layers: Literal["mean", "sum"] = "mean"
     """How values that layers give to `add_loss` are combined over replicas. `"mean"`: weighted by
     each replica's number of examples, right for values that are means over examples, which
@@ -75,6 +80,11 @@ class ParallelConfig:
         if not isinstance(self.fusion, FusionConfig):
             raise ValueError(
                 f"fusion is a kdist.FusionConfig(mode=...). Received: fusion={self.fusion!r}"
+            )
+        if not isinstance(self.compression, CompressionConfig | None):
+            raise ValueError(
+                "compression is a kdist.CompressionConfig(patterns=..., rest=...), or None. "
+                f"Received: compression={self.compression!r}"
             )
         if self.loss_from_layers not in ("mean", "sum"):
             raise ValueError(
@@ -101,5 +111,7 @@ class ParallelConfig:
         lines.append(f"  enable_alltoall: {self.enable_alltoall}")
         lines.append(f"  optimizer: {self.optimizer}")
         lines.append(f"  fusion: {self.fusion}")
+        if self.compression is not None:
+            lines += [f"  {line}" for line in str(self.compression).splitlines()]
         lines.append(f"  loss_from_layers: {self.loss_from_layers}")
         return "\n".join(lines)

@@ -7,7 +7,9 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from kdist.device import Device
 from kdist.lowered import Collective, format_table
+from kdist.optimizer.formatted_slots import coded
 from kdist.parallel import Parallel, attached
 from kdist.plan import Plan, readable
 
@@ -26,11 +28,13 @@ class DeviceMemory:
         device: TensorFlow device string.
         parameters: Weights, trainable or not, masters of whole-tensor optimizers included.
         slots: Optimizer state.
+        compression: What low-rank compression keeps from step to step.
     """
 
     device: str
     parameters: int
     slots: int
+    compression: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,11 +144,18 @@ def _memory(parallel: Parallel) -> list[DeviceMemory]:
         for group in parallel.update.jobs.local:
             for one in group:
                 slots[one.device] += sum(nbytes(v) for v in one.optimizer.variables)
-    return [DeviceMemory(d, parameters[d], slots[d]) for d in parallel.topology.devices]
+    kept = dict.fromkeys(parallel.topology.devices, 0)
+    if parallel.update is not None:
+        for variable in parallel.update.jobs.kept:
+            device = Device.parse(variable.device).name
+            kept[device] += variable.dtype.size * variable.shape.num_elements()
+    return [DeviceMemory(d, parameters[d], slots[d], kept[d]) for d in parallel.topology.devices]
 
 
 def nbytes(variable: keras.Variable) -> int:
     """Bytes of a variable's buffer."""
+    if (codes := coded(variable)) is not None:
+        return codes.nbytes
     size = 1
     for n in variable.shape:
         size *= int(n)
@@ -163,10 +174,11 @@ def _gathered(parallel: Parallel) -> list[str]:
 def _memory_table(memory: Sequence[DeviceMemory]) -> str:
     table = rich.table.Table(box=rich.box.SIMPLE)
     table.add_column("device", no_wrap=True)
-    for title in ("weights", "optimizer state"):
+    for title in ("weights", "optimizer state", "compression"):
         table.add_column(title, justify="right", no_wrap=True)
     for one in memory:
-        table.add_row(one.device, readable(one.parameters), readable(one.slots))
+        sizes = (one.parameters, one.slots, one.compression)
+        table.add_row(one.device, *map(readable, sizes))
     text = io.StringIO()
     rich.console.Console(file=text, width=120).print(table)
     return text.getvalue().rstrip()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from types import SimpleNamespace
 
 from kdist import strategy_scope
+from kdist.compression import Classes, Compressor
 from kdist.config import ParallelConfig
 from kdist.contract import is_built
 from kdist.optimizer.config import OptimizerConfig
@@ -56,9 +58,45 @@ class PlacedModel:
                 self.batch_axis = self.topology.data_axis
                 self.topology = self.topology.with_data_inside()
             self.layouts = ModelLayouts(self.model, self.config, self.topology)
+            self._refuse_compression()
             self.entries = place_weights(
                 placements(self.model, self.layouts, self.topology), self.topology
             )
+
+    def _refuse_compression(self) -> None:
+        """Checks patterns, and that there is something to compress, before anything moves."""
+        if self.config.compression is None:
+            return
+        if self.batch_axis is not None:
+            raise ValueError(
+                "A layer synchronizes over the whole batch, so the data axis is inside DTensor, "
+                "which sums the gradients itself. Use BatchNormalization(synchronized=False), or "
+                f"no compression. Received: compression={self.config.compression!r}"
+            )
+        self.classes()
+
+    def classes(self) -> Classes | None:
+        """How the gradient of each trainable variable travels; None without compression.
+
+        A gradient that inner axes cut travels, and is judged, part by part.
+        """
+        if self.config.compression is None or self.topology.data_size == 1:
+            return None
+        assert self.layouts is not None
+        variables = self.model.trainable_variables
+        placed = placements(self.model, self.layouts, self.topology)
+        by_layout = {id(v): placement for v, placement in placed}
+        parts = []
+        for v in variables:
+            index = by_layout[id(v)].inner_index(0)
+            shape = tuple(i.stop - i.start for i in index)
+            parts.append(SimpleNamespace(path=v.path, shape=shape, dtype=v.dtype))
+        return self.config.compression.classes(parts, self._tables())
+
+    def _tables(self) -> frozenset[int]:
+        """Positions of the trainable variables that are tables of embeddings."""
+        tables = {id(v) for v in looked_up(self.model)}
+        return frozenset(i for i, v in enumerate(self.model.trainable_variables) if id(v) in tables)
 
     def spread(self) -> Spread:
         """How optimizer parallelism spreads the trainable parameters; the weights are placed."""
@@ -69,11 +107,14 @@ class PlacedModel:
         by_layout = {id(v): placement for v, placement in placed}
         whole = whole_updates(optimizer, variables)
         groups = optimizer_groups(optimizer, variables)
-        tables = {id(v) for v in looked_up(self.model)}
-        apart = frozenset(i for i, v in enumerate(variables) if id(v) in tables)
+        classes = self.classes()
+        how: Sequence[Compressor] = ["none"] * len(variables)
+        if classes is not None:
+            how = classes.compressors()
 
         def keys(placed: Sequence[Placement]) -> tuple[Hashable | None, ...]:
-            return bucket_keys(self.config.fusion, variables, placed, groups, whole, apart)
+            apart = self._tables()
+            return bucket_keys(self.config.fusion, variables, placed, groups, whole, apart, how)
 
         return spread(
             [by_layout[id(v)] for v in variables],
@@ -82,6 +123,7 @@ class PlacedModel:
             self.optimizer_config,
             self.topology,
             keys,
+            how,
         )
 
     @property
@@ -135,7 +177,19 @@ class PlacedModel:
                 f"a layer synchronizes over the whole batch: the {self.batch_axis!r} axis is "
                 "inside DTensor, as an inner axis that cuts the batch"
             )
-        buckets = spread.buckets if self.update is None else tuple(self.update.jobs.buckets)
+        jobs = None if self.update is None else self.update.jobs
+        buckets = spread.buckets if jobs is None else tuple(jobs.buckets)
+        exchanges = spread.exchanges if jobs is None else jobs.exchanges
+        if self.config.compression is not None and self.topology.data_size == 1:
+            notes.append("one replica: no gradient travels, so none is compressed")
         return make_plan(
-            self.topology, weights, trainable, spread.units, buckets, notes, spread.decisions
+            self.topology,
+            weights,
+            trainable,
+            spread.units,
+            buckets,
+            notes,
+            spread.decisions,
+            exchanges,
+            self.classes(),
         )

@@ -165,6 +165,8 @@ class UpdateUnit:
     """The (slice, inner) coordinate that keeps the optimizer state and computes the update."""
     rows: tuple[int, int] | None = None
     """Only these rows (start, stop of dim 0 of the variable) of the shard; None: all of it."""
+    replicated: bool = False
+    """Every slice has such a unit and keeps what it updates; else the owner sends it on."""
 
     def index(self, placement: Placement) -> Index:
         """Which part of the whole variable the unit updates."""

@@ -10,8 +10,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from kdist.compression import Classes
 from kdist.mesh import Topology
 from kdist.optimizer.bucket import Bucket
+from kdist.optimizer.exchange import Exchange
 from kdist.optimizer.partition import Decision
 from kdist.placement import Coordinate, Placement, UpdateUnit
 
@@ -24,7 +26,8 @@ class Traffic:
     """One kind of communication over the data axis, per step.
 
     Attributes:
-        what: "reduce", "broadcast" or "gather".
+        what: "reduce", "share" (sums of compressed gradients, which every replica needs),
+            "broadcast" or "gather".
         axis: Name of the mesh axis.
         collectives: Operations: one per bucket, or per part outside of buckets.
         messages: Tensors sent from one device to another.
@@ -82,6 +85,8 @@ class Plan:
         buckets: Which units travel as one vector per owner.
         notes: What the user should know: fallbacks, demoted axes.
         decisions: What optimizer parallelism does with each trainable weight.
+        exchanges: Which gradients travel compressed.
+        classes: How each gradient travels; None for all as they are.
     """
 
     topology: Topology
@@ -91,6 +96,13 @@ class Plan:
     buckets: tuple[Bucket, ...] = ()
     notes: tuple[str, ...] = ()
     decisions: tuple[Decision, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
+    classes: Classes | None = None
+
+    @property
+    def compressed(self) -> set[int]:
+        """Positions of the trainable weights whose gradients travel compressed."""
+        return {v for exchange in self.exchanges for v in exchange.members}
 
     def unit_bytes(self, unit: UpdateUnit) -> int:
         """Bytes that a unit updates."""
@@ -114,9 +126,10 @@ class Plan:
         other holder; together what a ring all-reduce would move. Parts in a bucket travel as one
         message. An update that needs the whole of a tensor gets its parts over the inner axes too.
         Weights stored sliced over data are gathered before use instead, and nothing is broadcast.
+        For gradients that travel compressed see `kdist.optimizer.exchange`.
         """
         axis = self.topology.data_axis or "-"
-        counts = {"reduce": Count(), "broadcast": Count(), "gather": Count()}
+        counts = {what: Count() for what in ("reduce", "share", "broadcast", "gather")}
         fused = {n for bucket in self.buckets for each in bucket.units for n in each}
         for bucket in self.buckets:
             self._count_bucket(bucket, counts)
@@ -125,6 +138,10 @@ class Plan:
                 self._count_unit(unit, counts)
         for placement in self.weights:
             self._count_gather(placement, counts["gather"])
+        for exchange in self.exchanges:
+            for what, collectives in exchange.sent(self.topology.data_size).items():
+                for messages, size in collectives:
+                    counts[what].add([(messages, size)])
         return [
             Traffic(k, axis, c.collectives, c.messages, c.nbytes)
             for k, c in counts.items()
@@ -134,25 +151,29 @@ class Plan:
     def _count_bucket(self, bucket: Bucket, counts: dict[str, Count]) -> None:
         sizes = [sum(self.unit_bytes(self.units[n]) for n in units) for units in bucket.units]
         others = self.topology.data_size - 1
-        counts["reduce"].add([(others, size) for size in sizes])
+        if bucket.members[0] not in self.compressed:
+            counts["reduce"].add([(others, size) for size in sizes])
         holders = [len(set(h) - {o}) for h, o in zip(bucket.holders, bucket.owners)]
         counts["broadcast"].add(list(zip(holders, sizes)))
 
     def _count_unit(self, unit: UpdateUnit, counts: dict[str, Count]) -> None:
         placement = self.weights[self.trainable[unit.variable]]
-        size = self.unit_bytes(unit)
+        travels = unit.variable not in self.compressed
         if unit.shard is not None:
-            counts["reduce"].add([(self.topology.data_size - 1, size)])
-            counts["broadcast"].add([(len(placement.shards[unit.shard].holders) - 1, size)])
-            return
-        parts = inner_parts(placement)
-        counts["reduce"].add([(source != unit.owner, nbytes) for source, nbytes in parts])
-        counts["broadcast"].add(
-            [
-                (sum(c != unit.owner for c in s.holders), math.prod(s.shape) * placement.itemsize)
-                for s in placement.shards
-            ]
-        )
+            shards = [placement.shards[unit.shard]]
+            parts = [(self.topology.data_size - 1, self.unit_bytes(unit))]
+        else:
+            shards = list(placement.shards)
+            parts = [(int(at != unit.owner), n) for at, n in inner_parts(placement)]
+        if travels:
+            counts["reduce"].add(parts)
+        values = []
+        for shard in shards:
+            near = [c for c in shard.holders if not unit.replicated or c[0] == unit.owner[0]]
+            nbytes = math.prod(shard.shape) * placement.itemsize
+            nbytes = nbytes if unit.rows is None else self.unit_bytes(unit)
+            values.append((sum(c != unit.owner for c in near), nbytes))
+        counts["broadcast"].add(values)
 
     def _count_gather(self, placement: Placement, count: Count) -> None:
         replicas = self.topology.data_size
@@ -180,6 +201,8 @@ class Plan:
         console.print(self._traffic_table())
         if any(d.how != "whole" for d in self.decisions):
             console.print(self._spread_table())
+        if self.classes is not None:
+            console.print(self._classes_table(self.classes))
         for note in self.notes:
             console.print(f"note: {note}")
 
@@ -220,6 +243,18 @@ class Plan:
             table.add_row(d.path, d.how, d.reason)
         return table
 
+    @staticmethod
+    def _classes_table(classes: Classes) -> Table:
+        """How gradients travel, and why."""
+        ratio = classes.full_bytes / max(classes.nbytes, 1)
+        table = Table(title=f"gradients on the wire: {ratio:.1f} x fewer bytes")
+        for column in ("parameter", "travels as", "bytes", "of", "why"):
+            table.add_column(column)
+        for e in classes.entries:
+            sizes = readable(e.nbytes), readable(e.full_bytes)
+            table.add_row(e.path, str(e.compressor), *sizes, e.why)
+        return table
+
     def _traffic_table(self) -> Table:
         table = Table(title="communication outside of layers, per step")
         for column in ("what", "axis", "collectives", "messages", "bytes"):
@@ -257,6 +292,8 @@ def make_plan(
     buckets: Sequence[Bucket] = (),
     notes: Sequence[str] = (),
     decisions: Sequence[Decision] = (),
+    exchanges: Sequence[Exchange] = (),
+    classes: Classes | None = None,
 ) -> Plan:
     """Puts a plan together."""
     return Plan(
@@ -267,6 +304,8 @@ def make_plan(
         buckets=tuple(buckets),
         notes=tuple(notes),
         decisions=tuple(decisions),
+        exchanges=tuple(exchanges),
+        classes=classes,
     )
 
 

@@ -19,6 +19,7 @@ from kdist import executed, plain, step
 from kdist.executed import ExecutedFunction, Transfer
 from kdist.optimizer import send, update
 from kdist.optimizer.bucket import Bucket
+from kdist.optimizer.compressed import CompressedGradients
 from kdist.optimizer.update import DistributedUpdate
 from kdist.parallel import attached
 
@@ -32,6 +33,8 @@ _PARTS: tuple[tuple[Any, str, str], ...] = (
     (update, "send_values", "value"),
     (send, "vector_of", "bucket's value"),
     (Bucket, "messages", "bucket's gradient"),
+    (CompressedGradients, "bucket", "compressed"),
+    (CompressedGradients, "unit", "compressed"),
     (step.Step, "_logs", "metric"),
     (plain, "row_shares", "share"),
     (plain.PlainRunner, "_broadcast_rows", "share"),
@@ -72,11 +75,11 @@ class Parts:
             return variable
         if variable == "weight":
             return "value" if made_in.endswith("value") else "gather"
-        if made_in in ("update", "value") and self._part_of(sent.node) is not None:
+        if made_in in ("update", "value", "compressed") and self._part_of(sent.node) is not None:
             return str(self._part_of(sent.node))
         if made_in.startswith("bucket's"):
             return made_in.removeprefix("bucket's ")
-        if made_in in ("data", "metric", "share", "state"):
+        if made_in in ("data", "metric", "share", "state", "compressed"):
             return made_in
         return f"unexplained: {sent.tensor} ({sent.op}) made in {made_in or 'no part'!r}"
 

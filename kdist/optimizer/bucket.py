@@ -101,7 +101,7 @@ def make_buckets(
     """
     families: dict[Any, list[int]] = {}
     for n, unit in enumerate(units):
-        if keys[unit.variable] is None or unit.shard is None:
+        if keys[unit.variable] is None or unit.shard is None or unit.replicated:
             continue
         spread = unit.rows is not None or placements[unit.variable].data_dim == 0
         if spread or placements[unit.variable].data_dim is None:

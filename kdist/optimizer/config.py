@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from kdist.optimizer.formatted_slots import StateFormatConfig
+
 LEVELS = (0, 1, 2, 3)
 PARTITIONS = ("auto", "slice", "parameter")
 
@@ -48,6 +50,10 @@ class OptimizerConfig:
     """At level 3: keep gathered parameters from the forward to the backward pass, instead of
     gathering them twice."""
 
+    state_format: StateFormatConfig = StateFormatConfig()
+    """Formats of the optimizer's moments; see `StateFormatConfig`. As Keras keeps them by
+    default."""
+
     def __post_init__(self) -> None:
         if isinstance(self.level, bool) or self.level not in LEVELS:
             raise ValueError(f"level is 0, 1, 2 or 3. Received: level={self.level!r}")
@@ -66,6 +72,11 @@ class OptimizerConfig:
             raise ValueError(
                 "partition is 'auto', 'slice' or 'parameter'. "
                 f"Received: partition={self.partition!r}"
+            )
+        if not isinstance(self.state_format, StateFormatConfig):
+            raise ValueError(
+                "state_format is a kdist.StateFormatConfig(first=..., second=...). "
+                f"Received: state_format={self.state_format!r}"
             )
         self._refuse_without_effect()
 
@@ -93,11 +104,14 @@ class OptimizerConfig:
         return self.threshold_kb * 1024
 
     def __str__(self) -> str:
-        if self.level == 0:
-            return "level 0 (off)"
         text = f"level {self.level}, threshold {self.threshold_kb:g} KB, partition {self.partition}"
+        if self.level == 0:
+            text = "level 0 (off)"
         if self.keep_gathered:
             text += ", gathered parameters kept"
         if self.gradient_accumulation_shard:
             text += ", accumulated gradients sharded"
+        if self.state_format.encodes:
+            form = self.state_format
+            text += f", moments {form.first} and {form.second}, {form.rounding} rounding"
         return text

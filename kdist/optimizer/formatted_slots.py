@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -335,7 +335,9 @@ def coded(variable: Any) -> CodedSlot | None:
     return backing if isinstance(backing, CodedSlot) else None
 
 
-def format_slots(local: LocalOptimizer, config: StateFormatConfig) -> dict[str, list[CodedSlot]]:
+def format_slots(
+    local: LocalOptimizer, config: StateFormatConfig, draws: Sequence[int] | None = None
+) -> dict[str, list[CodedSlot]]:
     """Makes the moments of a local optimizer live as 16-bit codes.
 
     Call it right after the local optimizer was built, before `link_slots`. The optimizer then
@@ -344,6 +346,8 @@ def format_slots(local: LocalOptimizer, config: StateFormatConfig) -> dict[str, 
     Args:
         local: A local optimizer; changed in place.
         config: The formats.
+        draws: What stochastic rounding of each variable's slots depends on, besides the seed and
+            the step; `local.positions` by default.
 
     Returns:
         Attribute of the optimizer -> its encoded slots, in the order of the variables.
@@ -359,6 +363,7 @@ def format_slots(local: LocalOptimizer, config: StateFormatConfig) -> dict[str, 
     """
     optimizer = local.optimizer
     made: dict[str, list[CodedSlot]] = {}
+    draws = local.positions if draws is None else draws
     with tf.device(local.device):
         for name, form in slot_formats(optimizer, config).items():
             for i, slot in enumerate(_variables(optimizer, name)):
@@ -366,7 +371,7 @@ def format_slots(local: LocalOptimizer, config: StateFormatConfig) -> dict[str, 
                     continue  # no slot of that variable; Adafactor holds an integer's place
                 _check_dtype(slot, form)
                 # Positions tell shards apart; names count up in a process that builds twice.
-                seed = config.seed + zlib.crc32(f"{name} {local.positions[i]}".encode())
+                seed = config.seed + zlib.crc32(f"{name} {draws[i]}".encode())
                 backing = CodedSlot(slot, form, config.rounding, seed, local.iterations())
                 become_view(slot, backing, None)
                 made.setdefault(name, []).append(backing)

@@ -19,6 +19,7 @@ def bucket_keys(
     groups: Sequence[tuple[Any, list[int]]],
     whole: Sequence[bool],
     apart: frozenset[int],
+    compressors: Sequence[Hashable],
 ) -> tuple[Hashable | None, ...]:
     """Gives every trainable parameter the key of its bucket, None where it travels alone.
 
@@ -29,6 +30,7 @@ def bucket_keys(
         groups: The optimizers that do math, with the positions of their variables.
         whole: Per variable, whether its update must see the whole tensor.
         apart: Positions of variables that are never fused: tables, whose gradients are rows.
+        compressors: How each gradient travels over the data axis.
 
     Raises:
         ValueError: A position of `config.index` is past the last parameter.
@@ -37,7 +39,7 @@ def bucket_keys(
     for number, (leaf, members) in enumerate(groups):
         for v in members:
             decays = _private.decays(leaf, variables[v])
-            rules[v] = (number, decays, str(variables[v].dtype), whole[v])
+            rules[v] = (number, decays, str(variables[v].dtype), whole[v], compressors[v])
     ids = comm_fusion.of(variables)
     items = [
         Item(p.nbytes, (rules[v], v if v in apart else _held(p)), ids[v])

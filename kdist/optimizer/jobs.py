@@ -7,10 +7,15 @@ import math
 from collections.abc import Container, Hashable, Sequence
 from typing import Any
 
+from kdist.compression import Classes
 from kdist.mesh import Topology
 from kdist.optimizer.bucket import Bucket, flat_view, make_buckets
+from kdist.optimizer.compressed import CompressedGradients, Compression
+from kdist.optimizer.exchange import Exchange, make_exchanges
+from kdist.optimizer.formatted_slots import StateFormatConfig, format_slots
 from kdist.optimizer.local import LocalOptimizer, Span, link_slots
-from kdist.placement import Coordinate, Index, UpdateUnit, covers, relative
+from kdist.optimizer.source import GradientSource
+from kdist.placement import Coordinate, Index, Placement, UpdateUnit, covers, relative
 from kdist.variables import Stored, make_local, rows_view
 
 import keras
@@ -42,9 +47,12 @@ class Jobs:
         topology: The mesh.
         units: Who updates which part.
         groups: The optimizers that do math, with the positions of their variables.
+        state_format: Formats of the optimizers' moments.
+        classes: How the gradient of each variable travels; None for all as they are.
 
     Attributes:
         buckets: What travels together.
+        exchanges: What travels compressed.
         jobs: What is updated as one variable.
         local: Per group, its local optimizers.
         of: Number of the job that has a unit.
@@ -56,11 +64,15 @@ class Jobs:
         topology: Topology,
         units: Sequence[UpdateUnit],
         groups: Sequence[tuple[Any, list[int]]],
+        state_format: StateFormatConfig,
+        classes: Classes | None,
     ) -> None:
         self.entries = list(entries)
         self.topology = topology
         self.units = tuple(units)
         self.groups = list(groups)
+        self.state_format = state_format
+        self.classes = classes
 
     def build(self, keys: Sequence[Hashable | None], whole: Sequence[bool]) -> None:
         """Makes the local optimizers, and moves the state of those there were into them.
@@ -73,9 +85,39 @@ class Jobs:
             entry.masters.clear()  # of an optimizer that was compiled before
         placements = [entry.placement for entry in self.entries]
         self.buckets = make_buckets(self.units, placements, keys, whole)
+        self._compression = self._compress(placements, keys)
         self.jobs = self._make_jobs()
         self.of = {n: j for j, job in enumerate(self.jobs) for n in job.units}
         self.local = [self._build_local(leaf, members) for leaf, members in self.groups]
+
+    def _compress(
+        self, placements: Sequence[Placement], keys: Sequence[Hashable | None]
+    ) -> Compression | None:
+        if self.classes is None:
+            return None
+        apart = {v for v, key in enumerate(keys) if key is None}
+        compressors = self.classes.compressors(without=apart)
+        exchanges = make_exchanges(self.units, placements, compressors, keys, self.buckets)
+        return Compression(exchanges, placements, self.topology) if exchanges else None
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """What travels compressed."""
+        return () if self._compression is None else self._compression.exchanges
+
+    @property
+    def kept(self) -> list[tf.Variable]:
+        """What low-rank compression keeps between steps."""
+        return [] if self._compression is None else self._compression.variables
+
+    def compressed(self, source: GradientSource, scale: Any) -> CompressedGradients | None:
+        """A source whose gradients travel compressed; None if none do. See `Compression.over`."""
+        return None if self._compression is None else self._compression.over(source, scale)
+
+    def is_first(self, number: int) -> bool:
+        """Whether a job is the first slice's, where every slice updates its own copy."""
+        unit = self.units[self.jobs[number].units[0]]
+        return unit.owner[0] == 0 or not unit.replicated
 
     def variable(self, job: Job) -> int:
         """Position of the (first) parameter that a job updates."""
@@ -149,9 +191,19 @@ class Jobs:
             )
             for at, numbers in sorted(by_owner.items())
         ]
+        for one in local:
+            format_slots(one, self.state_format, [self._draw(n) for n in one.positions])
         where = {v: i for i, v in enumerate(members)}
         link_slots(leaf, local, [self._spans(job, where) for job in self.jobs], len(members))
         return local
+
+    def _draw(self, number: int) -> int:
+        """What a job's stochastic rounding draws by: the same for all copies of an update."""
+        unit = self.units[self.jobs[number].units[0]]
+        if not unit.replicated:
+            return number
+        first = dataclasses.replace(unit, owner=(0, unit.owner[1]))
+        return next(n for n, job in enumerate(self.jobs) if self.units[job.units[0]] == first)
 
     def _logical(self, job: Job) -> keras.Variable:
         return self.entries[self.units[job.units[0]].variable].variable

@@ -152,8 +152,8 @@ class SlotParts:
         """The whole value."""
         if self.parts[0][1] is None:
             return tf.convert_to_tensor(self.parts[0][2].value)
-        cut = [(index, local.value) for _, index, local in self.parts if index is not None]
-        return assemble(cut)
+        cut = {tuple(s.start for s in i): (i, local) for _, i, local in self.parts if i is not None}
+        return assemble([(index, local.value) for index, local in cut.values()])
 
     def assign(self, value: Any) -> None:
         """Writes the whole value to every part."""
@@ -258,5 +258,5 @@ def link_slots(
 
 
 def _distinct(parts: list) -> list:
-    """Whole-variable parts are written everywhere but read once; shards tile, so all are kept."""
+    """All parts are written; those that several slices keep are read once."""
     return sorted(parts, key=lambda p: tuple(s.start for s in p[1]) if p[1] is not None else ())

@@ -9,11 +9,13 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
 
+from kdist.compression import Compressor
 from kdist.dims import axes_of
 from kdist.layout import WeightLayout
 from kdist.mesh import Topology
 from kdist.optimizer.bucket import Bucket, make_buckets
 from kdist.optimizer.config import OptimizerConfig
+from kdist.optimizer.exchange import Exchange, check_stored, make_exchanges, on_every_slice
 from kdist.placement import Placement, UpdateUnit, assign_owners, place
 
 How = Literal["slice", "parameter", "whole"]
@@ -132,6 +134,7 @@ class Spread:
         units: Who updates which part.
         keys: Parameters with the same key travel together where they can; None: alone.
         buckets: What travels together.
+        exchanges: What travels compressed.
     """
 
     config: OptimizerConfig
@@ -140,6 +143,7 @@ class Spread:
     units: tuple[UpdateUnit, ...]
     keys: tuple[Hashable | None, ...]
     buckets: tuple[Bucket, ...]
+    exchanges: tuple[Exchange, ...] = ()
 
 
 def spread(
@@ -149,6 +153,7 @@ def spread(
     config: OptimizerConfig,
     topology: Topology,
     fuse: Fuse = alone,
+    compressors: Sequence[Compressor] | None = None,
 ) -> Spread:
     """Decides, then places (at level 3 parameters are stored cut, or by one slice) and deals.
 
@@ -159,6 +164,12 @@ def spread(
         config: See `decide`.
         topology: See `decide`.
         fuse: Gives the key of each parameter's bucket.
+        compressors: How each gradient travels over the data axis; None for all as they are. What
+            travels compressed and is not spread is updated by every slice, which then has nothing
+            to send.
+
+    Raises:
+        ValueError: For what `decide` or `check_stored` refuses.
     """
     decisions = decide(placements, whole, wanted, config, topology)
     placed = list(placements)
@@ -174,8 +185,14 @@ def spread(
     # What is spread to save memory is dealt evenly; only what is not may gather on one owner.
     together = [key if d.how == "whole" else None for key, d in zip(keys, decisions)]
     units = assign_owners(placed, whole, topology, cut, together)
+    compressors = ["none"] * len(placed) if compressors is None else list(compressors)
+    check_stored(placed, compressors, topology.data_size)
+    every = [d.how == "whole" and c != "none" for d, c in zip(decisions, compressors)]
+    every = [e and p.data_dim is None for e, p in zip(every, placed)]
+    units = on_every_slice(units, every, topology.data_size)
     buckets = tuple(make_buckets(units, placed, keys, whole))
-    return Spread(config, decisions, tuple(placed), units, keys, buckets)
+    exchanges = make_exchanges(units, placed, compressors, keys, buckets)
+    return Spread(config, decisions, tuple(placed), units, keys, buckets, exchanges)
 
 
 def _cut_rows(layout: WeightLayout, topology: Topology) -> WeightLayout:

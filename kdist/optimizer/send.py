@@ -34,6 +34,8 @@ def _send_unit(jobs: Jobs, unit: UpdateUnit, source: keras.Variable) -> None:
         shard = entry.placement.table[at[0]][at[1]]
         if local is source or (unit.shard is not None and unit.shard != shard):
             continue
+        if unit.replicated and at[0] != unit.owner[0]:
+            continue
         if unit.shard is None:
             with tf.device(jobs.device(unit.owner)):
                 part = value[entry.placement.shards[shard].index]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from kdist.optimizer.config import OptimizerConfig
+from kdist.optimizer.formatted_slots import StateFormatConfig
 from kdist.optimizer.wrappers import unwrap
 from kdist.settings import Setting
 
@@ -84,6 +86,7 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
         gradient_accumulation_shard: See `OptimizerConfig`.
         partition: See `OptimizerConfig`.
         keep_gathered: See `OptimizerConfig`.
+        state_format: See `OptimizerConfig`; also as a dict of its fields.
         name: Name of the wrapper.
 
     Raises:
@@ -103,6 +106,7 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
         gradient_accumulation_shard: bool = False,
         partition: Any = "auto",
         keep_gathered: bool = False,
+        state_format: StateFormatConfig | dict[str, Any] | None = None,
         name: str | None = None,
     ) -> None:
         inner = keras.optimizers.get(inner_optimizer)
@@ -112,12 +116,15 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
                 f"Received: inner_optimizer={inner_optimizer!r}"
             )
         super().__init__(learning_rate=0.0, name=name)
+        if state_format is None or isinstance(state_format, dict):
+            state_format = StateFormatConfig(**state_format or {})
         self.kdist_config = OptimizerConfig(
             level=level,
             threshold_kb=threshold_kb,
             gradient_accumulation_shard=gradient_accumulation_shard,
             partition=partition,
             keep_gathered=keep_gathered,
+            state_format=state_format,
         )
         self.inner_optimizer = inner
 
@@ -151,6 +158,12 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         """Updates like the inner optimizer; under `kdist.parallelize` the engine updates."""
+        if self.kdist_config.state_format.encodes:
+            raise ValueError(
+                "Moments are kept in 16 bits by models that went through kdist.parallelize. Pass "
+                "the model through it, or leave state_format out. "
+                f"Received: state_format={self.kdist_config.state_format!r}"
+            )
         if trainable_variables is not None and not self.built:
             self.build(trainable_variables)
         return self.inner_optimizer.apply(grads, trainable_variables)
@@ -178,6 +191,7 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
             "gradient_accumulation_shard": config.gradient_accumulation_shard,
             "partition": config.partition,
             "keep_gathered": config.keep_gathered,
+            "state_format": dataclasses.asdict(config.state_format),
         }
 
     @classmethod

@@ -11,8 +11,10 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from kdist import _private
+from kdist.compression import Classes
 from kdist.mesh import Topology
 from kdist.optimizer.accumulate import LocalSums
+from kdist.optimizer.formatted_slots import StateFormatConfig, slot_formats
 from kdist.optimizer.jobs import Jobs
 from kdist.optimizer.local import (
     LocalOptimizer,
@@ -57,6 +59,11 @@ class DistributedUpdate:
         units: Who updates which part.
         keys: Per variable the key of its bucket; see `make_buckets`.
         sum_locally: Accumulate gradients where they are made; see `LocalSums`.
+        state_format: Formats of the optimizer's moments.
+        classes: How the gradient of each variable travels; None for all as they are.
+
+    Raises:
+        ValueError: `state_format` does not apply to the optimizer; see `slot_formats`.
     """
 
     def __init__(
@@ -67,6 +74,8 @@ class DistributedUpdate:
         units: Sequence[UpdateUnit],
         keys: Sequence[Hashable | None],
         sum_locally: bool = False,
+        state_format: StateFormatConfig | None = None,
+        classes: Classes | None = None,
     ) -> None:
         wrappers = unwrap(optimizer)
         self.loss_scale = LossScale(wrappers.loss_scale) if wrappers.loss_scale else None
@@ -74,7 +83,10 @@ class DistributedUpdate:
         variables = [entry.variable for entry in entries]
         self._refuse_overwritten(variables)
         self.groups = leaf_optimizers(self.inner, variables)
-        self.jobs = Jobs(entries, topology, units, self.groups)
+        state_format = state_format or StateFormatConfig()
+        for leaf, _ in self.groups:
+            slot_formats(leaf, state_format)  # refuses before anything is changed
+        self.jobs = Jobs(entries, topology, units, self.groups, state_format, classes)
         self._keys = tuple(keys)
         self._whole = whole_updates(optimizer, variables)
         self._sum_locally = sum_locally
@@ -125,14 +137,18 @@ class DistributedUpdate:
         """
         live = set(connected)
         fused = {v for bucket in self.jobs.buckets for v in bucket.members}
+        fused |= {v for exchange in self.jobs.exchanges for v in exchange.members}
         if wrong := {v for v in fused if v not in live or v in source.rows}:
             # Known only now: rows stay rows, and Keras passes over what has no gradient.
+            if self.jobs.classes is not None:
+                self.jobs.classes.refuse_rows(wrong & source.rows)
             with tf.init_scope():
                 self._keep_apart(wrong)
         self._build_sums(live - source.rows)
         summed = {v for sums in self.sums.values() for v in sums.sums}
-        direct = self._reduced(source, live - summed)
+        direct, keep = self._reduced(source, live - summed, self.scale())
         if self.loss_scale is None:
+            keep()
             self._apply({**direct, **self._accumulated(source, live, None)})
             return
         flags = [self._is_finite(self.jobs.jobs[n].owner, g) for n, g in direct.items()]
@@ -140,7 +156,12 @@ class DistributedUpdate:
             for at in ((s, k) for k in range(len(one.devices))):
                 flags += [self._is_finite(at, source.local(v, at)) for v in summed & live]
         finite = tf.reduce_all(tf.stack(flags))
-        tf.cond(finite, lambda: self._apply_unscaled(direct, source, live), self.loss_scale.skip)
+
+        def step() -> None:
+            keep()
+            self._apply_unscaled(direct, source, live)
+
+        tf.cond(finite, step, self.loss_scale.skip)
 
     def _keep_apart(self, variables: set[int]) -> None:
         """Takes variables out of buckets."""
@@ -166,6 +187,8 @@ class DistributedUpdate:
     def _accumulated(self, source: GradientSource, live: set[int], scale: Any) -> dict[int, Any]:
         """Adds to the local sums; the gradients of their jobs: totals when due, else zeros."""
         gradients: dict[int, Any] = {}
+        # The dynamic scale is divided out as sums are made.
+        factor = None if self.loss_scale is not None else self.scale()
         for number, sums in self.sums.items():
             variables = {v for v in sums.sums if v in live}
             sums.add(source, sorted(variables), scale)
@@ -173,7 +196,8 @@ class DistributedUpdate:
             leaf, local = self.groups[number][0], self.jobs.local[number]
 
             def total(sums: LocalSums = sums, variables: set[int] = variables) -> list[Any]:
-                found = self._reduced(sums, variables)
+                found, keep = self._reduced(sums, variables, factor)
+                keep()
                 sums.reset(sorted(variables))
                 return [found[n] for n in sorted(found)]
 
@@ -189,14 +213,32 @@ class DistributedUpdate:
             gradients.update(zip(jobs, tf.cond(due, total, zeros)))
         return gradients
 
-    def _reduced(self, source: GradientSource, live: set[int]) -> dict[int, Any]:
-        """Sums over the slices: number of the job -> what its variable is updated with."""
+    def _reduced(
+        self, source: GradientSource, live: set[int], scale: Any
+    ) -> tuple[dict[int, Any], Callable[[], None]]:
+        """Sums over the slices.
+
+        Args:
+            source: The slices' gradients.
+            live: Variables.
+            scale: What the gradients are multiplied by, None for 1.
+
+        Returns:
+            Number of the job -> what its variable is updated with; and what keeps the state of
+            compression for the next step.
+        """
         gradients: dict[int, Any] = {}
         devices = [one.devices for one in self.jobs.topology.slices]
+        compressed = self.jobs.compressed(source, scale)
+        if compressed is not None:
+            source = compressed
         for bucket in self.jobs.buckets:
             if not live.issuperset(bucket.members):
                 continue
-            vectors = bucket_gradients(bucket, source, devices)
+            if compressed is not None:
+                vectors = compressed.bucket(bucket)
+            else:
+                vectors = bucket_gradients(bucket, source, devices)
             for at, units, vector in zip(bucket.owners, bucket.units, vectors):
                 if bucket.flat:
                     gradients[self.jobs.of[units[0]]] = vector
@@ -211,7 +253,7 @@ class DistributedUpdate:
             elif n not in gradients and unit.variable in live:
                 with tf.device(self.jobs.device(job.owner)):
                     gradients[n] = source.unit(unit.variable, unit)
-        return gradients
+        return gradients, (lambda: None) if compressed is None else compressed.commit
 
     def _is_finite(self, at: Coordinate, gradient: Any) -> Any:
         with tf.device(self.jobs.device(at)):
@@ -254,7 +296,7 @@ class DistributedUpdate:
         for one in local:
             with tf.device(one.device):
                 for n, variable in zip(one.positions, one.variables):
-                    if n in gradients:
+                    if n in gradients and self.jobs.is_first(n):
                         gradient = self._update_gradient(leaf, one, variable, gradients[n])
                         squares.append(ops.sum(ops.square(gradient)))
         norm = ops.sqrt(ops.sum(ops.stack(squares)))

@@ -1,0 +1,363 @@
+"""Gradients that travel compressed: a `GradientSource` around the one of the slices.
+
+What the slices computed is cast, or reduced to low-rank factors, on their own devices; only that
+crosses to others. The mathematics is in `kdist.compressors`, who sends what where in
+`kdist.optimizer.exchange`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kdist import compressors
+from kdist.compression import PowerSGD, matrix_shape
+from kdist.mesh import Topology
+from kdist.optimizer.bucket import Bucket
+from kdist.optimizer.exchange import Exchange
+from kdist.optimizer.low_rank import LowRankState
+from kdist.optimizer.source import GradientSource, bucket_gradients
+from kdist.placement import Coordinate, Placement, UpdateUnit, relative
+from kdist.variables import assemble
+
+import tensorflow as tf
+
+
+class Compression:
+    """The compressed gradients of one optimizer: exchanges, and what they keep between steps.
+
+    Args:
+        exchanges: What travels together.
+        placements: One per trainable variable.
+        topology: The mesh.
+    """
+
+    def __init__(
+        self, exchanges: Sequence[Exchange], placements: Sequence[Placement], topology: Topology
+    ) -> None:
+        self.exchanges = tuple(exchanges)
+        self.placements = list(placements)
+        self.devices = [one.devices for one in topology.slices]
+        self.states: dict[tuple[int, int], LowRankState] = {}
+        for exchange in self.exchanges:
+            if isinstance(exchange.compressor, PowerSGD):
+                at = [devices[exchange.inner] for devices in self.devices]
+                for v, shape in zip(exchange.members, exchange.shapes):
+                    # Not its path, which Keras numbers anew with every model of a process.
+                    index = placements[v].inner_index(exchange.inner)
+                    name = f"{v} {[i.start for i in index]}"
+                    self.states[v, exchange.inner] = LowRankState(
+                        name, shape, exchange.compressor, exchange.itemsize, at
+                    )
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """What is kept between steps."""
+        return [v for state in self.states.values() for v in state.variables]
+
+    def over(self, source: GradientSource, scale: Any) -> CompressedGradients:
+        """A step's gradients.
+
+        Args:
+            source: The slices' gradients.
+            scale: What the loss was multiplied by, None for 1.
+        """
+        return CompressedGradients(self, source, scale)
+
+
+Part = Callable[[int], Any]
+"""Slice -> its tensor."""
+
+
+class CompressedGradients:
+    """The gradients of one step; see `kdist.optimizer.source.GradientSource`.
+
+    Args:
+        compression: What travels how.
+        source: The slices' gradients.
+        scale: What the loss was multiplied by. Low-rank errors are kept without it, because it
+            changes.
+    """
+
+    def __init__(self, compression: Compression, source: GradientSource, scale: Any) -> None:
+        self.compression = compression
+        self.source = source
+        self.scale = scale
+        self._updates: list[tuple[str, tf.Variable, Any]] = []
+        self._found: dict[Exchange, list[list[Any]]] = {}
+        self._of: dict[tuple[int, int, Any], Exchange] = {
+            (v, e.inner, e.root if e.how == "one" else e.how): e
+            for e in compression.exchanges
+            for v in e.members
+        }
+
+    @property
+    def rows(self) -> set[int]:
+        """See `GradientSource`."""
+        return self.source.rows
+
+    def local(self, variable: int, at: Coordinate) -> Any:
+        """See `GradientSource`."""
+        return self.source.local(variable, at)
+
+    def reduced(self, variables: Sequence[int], gradient: Any) -> None:
+        """See `GradientSource`."""
+        self.source.reduced(variables, gradient)
+
+    def commit(self) -> None:
+        """Keeps errors and factors for the next step. Not for a step that is skipped."""
+        for device, variable, value in self._updates:
+            with tf.device(device):
+                variable.assign(value)
+
+    def unit(self, variable: int, unit: UpdateUnit) -> Any:
+        """See `GradientSource`."""
+        how: Any = "all" if unit.replicated else unit.owner
+        inner = range(len(self.compression.devices[0]))
+        lanes = [k for k in inner if (variable, k, how) in self._of]
+        if unit.shard is not None:
+            lanes = [k for k in lanes if k == unit.owner[1]]
+        if not lanes:
+            return self.source.unit(variable, unit)
+        parts = []
+        placement = self.compression.placements[variable]
+        for k in lanes:
+            exchange = self._of[variable, k, how]
+            if exchange.how == "one" and not isinstance(exchange.compressor, PowerSGD):
+                parts.append((placement.inner_index(k), self._cast_to_one(exchange, unit)))
+                continue
+            position = exchange.members.index(variable)
+            with tf.device(self._device(exchange, unit.owner[0])):
+                parts.append((placement.inner_index(k), self._result(exchange, unit, position)))
+        return assemble(parts)
+
+    def bucket(self, bucket: Bucket) -> list[Any]:
+        """As `bucket_gradients`."""
+        how: Any = "scatter" if len(bucket.owners) > 1 else bucket.owners[0]
+        exchange = self._of.get((bucket.members[0], bucket.inner, how))
+        if exchange is None:
+            return bucket_gradients(bucket, self.source, self.compression.devices)
+        if isinstance(exchange.compressor, PowerSGD):
+            return self._low_rank_rows(exchange, bucket)
+        return self._cast_rows(exchange, bucket)
+
+    def _device(self, exchange: Exchange, s: int) -> str:
+        return self.compression.devices[s][exchange.inner]
+
+    def _each(self, exchange: Exchange, function: Part) -> list[Any]:
+        """Calls a function for every slice, on its device."""
+        found = []
+        for s in range(len(self.compression.devices)):
+            with tf.device(self._device(exchange, s)):
+                found.append(function(s))
+        return found
+
+    def _at_root(self, exchange: Exchange, function: Callable[[], Any]) -> Any:
+        s, k = exchange.root
+        with tf.device(self.compression.devices[s][k]):
+            return function()
+
+    def _vectors(self, exchange: Exchange) -> list[Any]:
+        """Per slice, the members' gradients as one vector."""
+        at = lambda s, v: self.source.local(v, (s, exchange.inner))  # noqa: E731
+        return self._each(exchange, lambda s: flat([at(s, v) for v in exchange.members]))
+
+    # -- casts
+
+    def _cast(self, exchange: Exchange, tensors: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Per slice, its tensor in 16 bits; and the scale at the root, None for bfloat16."""
+        if exchange.compressor == "bf16":
+            return self._each(exchange, lambda s: compressors.to_bf16(tensors[s])), None
+        largest = self._each(exchange, lambda s: compressors.largest_finite(tensors[s]))
+        scale = self._at_root(
+            exchange,
+            lambda: compressors.fp16_scale(tf.reduce_max(tf.stack(largest)), len(tensors)),
+        )
+        return self._each(exchange, lambda s: compressors.to_fp16(tensors[s], scale)), scale
+
+    def _cast_rows(self, exchange: Exchange, bucket: Bucket) -> list[Any]:
+        """A bucket's vectors, which travel in 16 bits; owners add in full precision."""
+
+        def rows(s: int) -> Any:
+            return bucket.matrix(
+                [self.source.local(v, (s, exchange.inner)) for v in bucket.members]
+            )
+
+        matrices = self._each(exchange, rows)
+        dtype = matrices[0].dtype
+        messages, scale = self._cast(exchange, matrices)
+        cut = self._each(exchange, lambda s: tf.unstack(messages[s], len(bucket.owners)))
+        vectors = []
+        for n, (s, _) in enumerate(bucket.owners):
+            with tf.device(self._device(exchange, s)):
+                vectors.append(add([widened(parts[n], scale, dtype) for parts in cut]))
+            self.reduced(bucket.members, vectors[-1])
+        return vectors
+
+    def _cast_to_one(self, exchange: Exchange, unit: UpdateUnit) -> Any:
+        """An owner's part, on the device in scope."""
+        (variable,) = exchange.members
+        index = None
+        if unit.shard is not None:
+            placement = self.compression.placements[variable]
+            base = placement.inner_index(exchange.inner)
+            index = relative(unit.index(placement), base)
+
+        def part(s: int) -> Any:
+            gradient = self.source.local(variable, (s, exchange.inner))
+            return gradient if index is None else gradient[index]
+
+        parts = self._each(exchange, part)
+        messages, scale = self._cast(exchange, parts)
+        total = add([widened(m, scale, parts[0].dtype) for m in messages])
+        self.reduced(exchange.members, total)
+        return total
+
+    def _cast_to_all(self, exchange: Exchange) -> list[list[Any]]:
+        """Per slice, the members' sums, which travelled in 16 bits both ways."""
+        vectors = self._vectors(exchange)
+        dtype = vectors[0].dtype
+        messages, scale = self._cast(exchange, vectors)
+
+        def total() -> Any:
+            wide = add([widened(m, scale, dtype) for m in messages])
+            return to_16_bits(wide, exchange, scale)
+
+        back = self._at_root(exchange, total)
+        self.reduced(exchange.members, back)
+        return self._each(
+            exchange, lambda s: pieces(widened(tf.identity(back), scale, dtype), exchange.shapes)
+        )
+
+    # -- low rank
+
+    def _result(self, exchange: Exchange, unit: UpdateUnit, position: int) -> Any:
+        """A member's sum, on the device in scope, one of the slice that owns the unit."""
+        s = unit.owner[0]
+        if not isinstance(exchange.compressor, PowerSGD):
+            if exchange not in self._found:
+                self._found[exchange] = self._cast_to_all(exchange)
+            return self._found[exchange][s][position]
+        p, q = self._factors(exchange)[s][position]
+        whole = compressors.as_tensor(compressors.decompress(p, q), exchange.shapes[position])
+        return self._scaled(whole, exchange)
+
+    def _low_rank_rows(self, exchange: Exchange, bucket: Bucket) -> list[Any]:
+        """A bucket: each owner puts its rows together from the factors."""
+        factors = self._factors(exchange)
+        vectors = []
+        for n, (s, _) in enumerate(bucket.owners):
+            with tf.device(self._device(exchange, s)):
+                rows = []
+                for p, q in factors[s]:
+                    size = p.shape[0] // len(bucket.owners)
+                    rows.append(compressors.decompress(p[n * size : (n + 1) * size], q))
+                vectors.append(self._scaled(flat(rows), exchange))
+        return vectors
+
+    def _scaled(self, gradient: Any, exchange: Exchange) -> Any:
+        """As the update expects it: with the loss scale, in the gradients' dtype."""
+        like = tf.convert_to_tensor(
+            self.source.local(exchange.members[0], (0, exchange.inner))
+        ).dtype
+        if self.scale is not None:
+            gradient = gradient * tf.cast(self.scale, gradient.dtype)
+        return tf.cast(gradient, like)
+
+    def _factors(self, exchange: Exchange) -> list[list[Any]]:
+        """Per slice, P and Q of every member; see `kdist.compressors`."""
+        if exchange not in self._found:
+            self._found[exchange] = self._exchange_factors(exchange)
+        return self._found[exchange]
+
+    def _exchange_factors(self, exchange: Exchange) -> list[list[Any]]:
+        k, members = exchange.inner, exchange.members
+        states = [self.compression.states[v, k] for v in members]
+        rank = states[0].compressor.rank
+        sizes = [matrix_shape(shape) for shape in exchange.shapes]
+
+        def matrices(s: int) -> list[Any]:
+            return [
+                state.matrix(self._unscaled(self.source.local(v, (s, k))), s)
+                for v, state in zip(members, states)
+            ]
+
+        own = self._each(exchange, matrices)
+        sent = self._each(
+            exchange,
+            lambda s: flat([compressors.left(m, st.start(s)) for m, st in zip(own[s], states)]),
+        )
+
+        def bases() -> Any:
+            sums = pieces(add(sent), [(rows, rank) for rows, _ in sizes])
+            return flat([compressors.orthogonalize(p) for p in sums])
+
+        whole = self._at_root(exchange, bases)
+        ps = self._each(
+            exchange, lambda s: pieces(tf.identity(whole), [(rows, rank) for rows, _ in sizes])
+        )
+        rights = self._each(
+            exchange, lambda s: [compressors.right(m, p) for m, p in zip(own[s], ps[s])]
+        )
+        sent = self._each(exchange, lambda s: flat(rights[s]))
+        total = self._at_root(exchange, lambda: add(sent))
+        qs = self._each(
+            exchange, lambda s: pieces(tf.identity(total), [(cols, rank) for _, cols in sizes])
+        )
+        self._each(exchange, lambda s: self._keep(exchange, s, own[s], ps[s], rights[s], qs[s]))
+        self.reduced(members, total)
+        return [list(zip(p, q)) for p, q in zip(ps, qs)]
+
+    def _unscaled(self, gradient: Any) -> Any:
+        matrix = compressors.as_matrix(gradient)
+        return matrix if self.scale is None else matrix / tf.cast(self.scale, matrix.dtype)
+
+    def _keep(
+        self, exchange: Exchange, s: int, own: list, ps: list, rights: list, qs: list
+    ) -> None:
+        """Notes what a slice keeps for the next step."""
+        device = self._device(exchange, s)
+        for n, v in enumerate(exchange.members):
+            state = self.compression.states[v, exchange.inner]
+            if state.q is not None:
+                self._updates.append((device, state.q[s], qs[n]))
+            if state.steps is not None:
+                self._updates.append((device, state.steps[s], state.steps[s] + 1))
+            if state.errors is not None:
+                error = compressors.residual(own[n], ps[n], rights[n])
+                self._updates.append((device, state.errors[s], error))
+                # Until then the gradient is in use.
+                self.reduced([v], error)
+
+
+def to_16_bits(wide: Any, exchange: Exchange, scale: Any) -> Any:
+    """A tensor as it travels."""
+    if exchange.compressor == "bf16":
+        return compressors.to_bf16(wide)
+    return compressors.to_fp16(wide, scale)
+
+
+def widened(message: Any, scale: Any, dtype: Any) -> Any:
+    """The reverse, on the device in scope."""
+    if scale is None:
+        return tf.cast(message, dtype)
+    return compressors.from_fp16(message, scale, dtype)
+
+
+def add(parts: Sequence[Any]) -> Any:
+    """The sum."""
+    return tf.add_n(list(parts)) if len(parts) > 1 else tf.identity(parts[0])
+
+
+def flat(tensors: Sequence[Any]) -> Any:
+    """Tensors as one vector."""
+    vectors = [tf.reshape(t, [-1]) for t in tensors]
+    return vectors[0] if len(vectors) == 1 else tf.concat(vectors, 0)
+
+
+def pieces(vector: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
+    """The reverse of `flat`."""
+    sizes = [math.prod(shape) for shape in shapes]
+    parts = [vector] if len(sizes) == 1 else tf.split(vector, sizes)
+    return [tf.reshape(part, shape) for part, shape in zip(parts, shapes)]

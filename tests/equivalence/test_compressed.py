@@ -1,0 +1,302 @@
+"""Compressed gradients: equal to one device that compresses its parts' gradients in numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import kdist
+from kdist import CompressionConfig, FusionConfig, OptimizerConfig, PowerSGD
+from kdist.compression import Compressor
+from kdist.parallel import attached
+
+import keras
+import numpy as np
+import pytest
+
+from .compressed_reference import Reference
+from .harness import precision
+from .matrix import MESHES, product, spread
+
+CUTS = {".*up/kernel": (None, "model"), ".*up/bias": ("model",), ".*down/kernel": ("model", None)}
+ROWS, INPUTS, OUTPUTS, STEPS = 8, 12, 8, 4
+WARM = PowerSGD(rank=2)
+COLD = PowerSGD(rank=2, warm_start=False)
+BLIND = PowerSGD(rank=2, error_feedback=False)
+RULES: Mapping[str, Compressor] = {
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "rank2": WARM,
+    "cold": COLD,
+    "blind": BLIND,
+}
+
+
+def sgd(**options: Any) -> Any:
+    return keras.optimizers.SGD(0.2, momentum=0.9, **options)
+
+
+def scaled(**options: Any) -> Any:
+    return keras.optimizers.LossScaleOptimizer(
+        sgd(**options), initial_scale=2.0**10, dynamic_growth_steps=2
+    )
+
+
+def adam(**options: Any) -> Any:
+    return keras.optimizers.Adam(0.01, **options)
+
+
+def lamb(**options: Any) -> Any:
+    return keras.optimizers.Lamb(0.01, **options)
+
+
+OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
+    "sgd": sgd,
+    "scaled": scaled,
+    "lamb": lamb,  # sees whole tensors: of cut ones, parts come together on one device
+    "clipped": lambda: adam(global_clipnorm=0.05),
+    "accumulating": lambda: sgd(gradient_accumulation_steps=2),
+    "averaging": lambda: adam(use_ema=True, ema_overwrite_frequency=3),
+}
+
+
+def build() -> keras.Model:
+    keras.utils.set_random_seed(7)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((INPUTS,)),
+            layers.Dense(16, "gelu", name="up"),
+            layers.Dense(OUTPUTS, name="down"),
+        ]
+    )
+
+
+def batches(rows: int = ROWS, steps: int = STEPS) -> list[tuple[np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return [
+        (rng.normal(size=(rows, INPUTS)), rng.normal(size=(rows, OUTPUTS))) for _ in range(steps)
+    ]
+
+
+def parallel(
+    mesh: Mapping[str, int],
+    by: Any,
+    compression: Any,
+    run_eagerly: bool = False,
+    **config: Any,
+) -> keras.Model:
+    cuts = CUTS if "model" in mesh else None
+    settings = kdist.ParallelConfig(
+        mesh=kdist.mesh(**mesh), layout_map=cuts, compression=compression, **config
+    )
+    model = kdist.parallelize(build(), settings)
+    model.compile(by, "mse", run_eagerly=run_eagerly)
+    return model
+
+
+def train(model: keras.Model, data: Any) -> list[float]:
+    return [float(model.train_on_batch(x, y)) for x, y in data]
+
+
+def weights(model: keras.Model) -> dict[str, np.ndarray]:
+    return {"/".join(v.path.split("/")[-2:]): v.numpy() for v in model.weights}
+
+
+def assert_equal(model: keras.Model, other: keras.Model) -> None:
+    for (name, a), b in zip(weights(model).items(), weights(other).values()):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-9, err_msg=name)
+
+
+def halves(dim: int, size: int) -> list[tuple[slice, ...]]:
+    cut = [slice(0, size // 2), slice(size // 2, size)]
+    return [tuple(c if d == dim else slice(None) for d in range(2)) for c in cut]
+
+
+PARTS = {"up/kernel": halves(1, 16), "down/kernel": halves(0, 16)}
+
+
+def rule_of(compressor: Compressor) -> tuple[CompressionConfig, Callable[[str], Compressor]]:
+    """A compressor for the kernels; norms and vectors travel as they are."""
+    config = CompressionConfig(patterns={".*kernel": compressor})
+    return config, lambda name: compressor if name.endswith("kernel") else "none"
+
+
+GRID = product(RULES, (0, 1, 2), ("sgd",), ("data4", "data2_model2"))
+GRID += product(("bf16", "fp16"), (3,), ("sgd",), ("data4", "data2_model2"))
+GRID += product(("bf16", "rank2"), (0, 1, 2), set(OPTIMIZERS) - {"sgd"}, ("data4", "data2_model2"))
+DEFAULT = [
+    ("rank2", 0, "clipped", "data4"),
+    ("rank2", 1, "scaled", "data2_model2"),
+    ("fp16", 0, "sgd", "data4"),
+    ("bf16", 3, "sgd", "data4"),
+]
+
+
+@pytest.mark.parametrize(("kind", "level", "name", "mesh"), spread(sorted(GRID), DEFAULT))
+def test_equals_numpy(kind: str, level: int, name: str, mesh: str) -> None:
+    config, rule = rule_of(RULES[kind])
+    axes, make = MESHES[mesh], OPTIMIZERS[name]
+    with precision("float64"):
+        model = parallel(
+            axes,
+            make(),
+            config,
+            optimizer=OptimizerConfig(level=level, threshold_kb=0),
+            fusion=FusionConfig(mode="none"),
+        )
+        reference = Reference(
+            model=build(),
+            optimizer=getattr(make(), "inner_optimizer", make()),
+            replicas=axes["data"],
+            rule=rule,
+            twice=level == 0,
+            parts=PARTS if "model" in axes else {},
+        )
+        train(model, batches())
+        for x, y in batches():
+            reference.step(x, y)
+    assert_equal(model, reference.model)
+
+
+@pytest.mark.parametrize("level", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_one_scale_for_what_travels_together(level: int) -> None:
+    """Values of one kernel are 1e4 times those of the other: its own scale would be another."""
+    config, rule = rule_of("fp16")
+    data = [(1e-4 * x, y) for x, y in batches()]
+    with precision("float64"):
+        model = parallel(
+            {"data": 4},
+            sgd(),
+            config,
+            optimizer=OptimizerConfig(level=level, threshold_kb=0),
+            fusion=FusionConfig(mode="size"),
+        )
+        reference = Reference(
+            model=build(),
+            optimizer=sgd(),
+            replicas=4,
+            rule=rule,
+            twice=level == 0,
+            one_scale=True,
+        )
+        train(model, data)
+        for x, y in data:
+            reference.step(x, y)
+    assert len(model.plan().exchanges) == 1
+    assert_equal(model, reference.model)
+
+
+@pytest.mark.parametrize("level", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_no_class_changes_no_bit(level: int) -> None:
+    config = CompressionConfig(rest="none")
+    losses = []
+    with precision("float64"):
+        for one in (None, config):
+            model = parallel(
+                {"data": 2}, adam(), one, optimizer=OptimizerConfig(level=level, threshold_kb=0)
+            )
+            losses.append((train(model, batches()), weights(model)))
+    assert losses[0][0] == losses[1][0]
+    for a, b in zip(losses[0][1].values(), losses[1][1].values()):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_rank_that_holds_the_gradient_is_exact() -> None:
+    """A gradient of a dense layer has at most the rank of its batch."""
+    config, _ = rule_of(PowerSGD(rank=4))
+    with precision("float64"):
+        models = [parallel({"data": 4}, sgd(), one) for one in (None, config)]
+        for model in models:
+            train(model, batches(rows=4))
+    assert_equal(*models)
+    assert all(isinstance(e.compressor, PowerSGD) for e in models[1].plan().exchanges)
+
+
+def kept(model: keras.Model) -> list[np.ndarray]:
+    return [v.numpy() for v in attached(model).update.jobs.kept]
+
+
+def test_a_skipped_step_touches_nothing() -> None:
+    """An overflow halves the scale; weights, errors and factors stay, and training goes on."""
+    config, rule = rule_of(WARM)
+    data = batches()
+    with precision("float64"):
+        model = parallel({"data": 2}, scaled(), config)
+        reference = Reference(model=build(), optimizer=sgd(), replicas=2, rule=rule, twice=True)
+        train(model, data[:2])
+        before, scale = [*kept(model), *weights(model).values()], model.optimizer.dynamic_scale
+        start = float(scale.value)
+        for bad in (np.inf, np.nan):
+            x, y = data[2]
+            x = x.copy()
+            x[-1, 3] = bad  # on one replica
+            train(model, [(x, y)])
+        after = [*kept(model), *weights(model).values()]
+        assert float(scale.value) == start / 4
+        train(model, data[2:])
+        for x, y in data:
+            reference.step(x, y)
+    for a, b in zip(before, after):
+        np.testing.assert_array_equal(a, b)
+    assert_equal(model, reference.model)
+
+
+def test_copies_stay_equal_to_the_bit() -> None:
+    """Every slice updates its own copy, and rounds its moments by the same draws."""
+    formats = kdist.StateFormatConfig(first="1-6-9", second="0-6-10", rounding="stochastic")
+    config = CompressionConfig(patterns={".*up/kernel": WARM, ".*down/kernel": "bf16"})
+    with precision("float32"):
+        model = parallel(
+            {"data": 4}, adam(), config, optimizer=OptimizerConfig(state_format=formats)
+        )
+        train(model, batches())
+    parallel_ = attached(model)
+    for entry in parallel_.entries.values():
+        first, *others = [v.numpy() for v in entry.locals.values()]
+        assert len(others) == 3
+        for other in others:
+            np.testing.assert_array_equal(first, other)
+    memory = kdist.inspect(model).memory
+    kernels = (INPUTS * 16 + 16 * OUTPUTS) * 2 * 2  # two moments of two bytes, on each
+    assert all(m.slots >= kernels for m in memory)
+    # Loading reaches every copy.
+    slot = model.optimizer._momentums[0]
+    slot.assign(np.ones(slot.shape))
+    for one in parallel_.update.jobs.local[0]:
+        for variable in one.optimizer._momentums:
+            if variable.shape == slot.shape:
+                np.testing.assert_array_equal(variable.numpy(), 1.0)
+
+
+def test_state_starts_anew_with_compile() -> None:
+    config, _ = rule_of(WARM)
+    with precision("float32"):
+        model = parallel({"data": 2}, sgd(), config)
+        train(model, batches())
+        assert any(np.any(v) for v in kept(model))
+        model.compile(sgd(), "mse")
+        train(model, batches(steps=1))
+        other = parallel({"data": 2}, sgd(), config)
+        train(other, batches(steps=1))
+    for a, b in zip(kept(model), kept(other)):
+        assert a.shape == b.shape
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_mixed_precision_learns(policy: str) -> None:
+    config = CompressionConfig(patterns={".*up/kernel": WARM, ".*down/kernel": "fp16"})
+    data = batches(rows=16, steps=1) * 15
+    with precision(policy):
+        losses = train(parallel({"data": 2}, adam(), config), data)
+    assert np.isfinite(losses).all() and losses[-1] < 0.98 * losses[0]
+
+
+def test_one_replica_sends_nothing() -> None:
+    config, _ = rule_of(WARM)
+    with precision("float64"):
+        models = [parallel({"data": 1}, sgd(), one) for one in (None, config)]
+        losses = [train(model, batches(steps=2)) for model in models]
+    assert losses[0] == losses[1]
+    assert "one replica" in models[1].plan().notes[0]
+    assert models[1].plan().exchanges == ()
