@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kdist.optimizer.compressed import bucket_vectors
 from kdist.optimizer.jobs import Jobs
 from kdist.optimizer.send import send_values
-from kdist.optimizer.source import bucket_gradients
 from kdist.parts import whole_of
 from kdist.placement import Coordinate, UpdateUnit, relative
 
@@ -89,7 +89,7 @@ def replay(jobs: Jobs, nbytes: int, runs: int = RUNS) -> Measured:
     """Measures the reductions of the update and the sending back of values, without compute.
 
     Values are sent as they are: nothing changes. Making the stand-in gradients is measured apart
-    and taken off.
+    and taken off; compressing them counts.
 
     Args:
         jobs: What is updated where.
@@ -114,16 +114,18 @@ def _make(jobs: Jobs, stand: Stand) -> list[Any]:
 def _communicate(jobs: Jobs, stand: Stand) -> list[Any]:
     devices = [one.devices for one in jobs.topology.slices]
     ends = _make(jobs, stand)
+    # What low-rank compression keeps is not written: nothing commits.
+    source = jobs.compressed(stand, None) or stand
     fused = set()
     for bucket in jobs.buckets:
         fused |= {n for units in bucket.units for n in units}
-        for at, vector in zip(bucket.owners, bucket_gradients(bucket, stand, devices)):
+        for at, vector in zip(bucket.owners, bucket_vectors(bucket, source, devices)):
             with tf.device(jobs.device(at)):
                 ends.append(vector[:1])
     for n, unit in enumerate(jobs.units):
         if n not in fused:
             with tf.device(jobs.device(unit.owner)):
-                ends.append(tf.reshape(stand.unit(unit.variable, unit), [-1])[:1])
+                ends.append(tf.reshape(source.unit(unit.variable, unit), [-1])[:1])
     send_values(jobs, range(len(jobs.jobs)))
     return ends
 

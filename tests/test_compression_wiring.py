@@ -125,3 +125,19 @@ def test_the_plan_shows_the_classes(capsys: pytest.CaptureFixture[str]) -> None:
     model.plan().summary()
     text = capsys.readouterr().out
     assert "gradients on the wire" in text and "bf16" in text and "share" in text
+
+
+def test_measuring_communication_changes_nothing() -> None:
+    """The figures are those of compressed gradients; errors and factors stay."""
+    compression = CompressionConfig(patterns={".*head/kernel": PowerSGD(rank=2)})
+    found = []
+    for callbacks in ([], [kdist.callbacks.CommFusion()]):
+        keras.utils.set_random_seed(0)
+        model = parallel(model_of(embedding()), compression)
+        model.compile("sgd", "mse")
+        logs = model.fit(X, Y, epochs=2, verbose=0, callbacks=callbacks).history
+        found.append((logs["loss"], [v.numpy() for v in attached(model).update.jobs.kept]))
+    assert logs["comm_bytes"][0] == sum(t.nbytes for t in model.plan().traffic())
+    assert found[0][0] == found[1][0]
+    for a, b in zip(found[0][1], found[1][1]):
+        np.testing.assert_array_equal(a, b)

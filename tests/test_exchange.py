@@ -12,7 +12,6 @@ from kdist.compression import Compressor, wire_bytes
 from kdist.layout import WeightLayout
 from kdist.mesh import Topology
 from kdist.optimizer.exchange import Exchange, How, make_exchanges, on_every_slice
-from kdist.parallel import attached
 from kdist.placement import UpdateUnit, assign_owners, place
 
 import keras
@@ -66,6 +65,7 @@ def test_an_all_reduce_moves_the_wire_bytes_twice(
 @given(shapes=SHAPES, compressor=st.sampled_from(["fp16", "bf16"]), replicas=st.integers(2, 9))
 def test_casts_to_owners(shapes: Any, compressor: Compressor, replicas: int) -> None:
     """Scattered or to one owner, the same bytes; an owner elsewhere gets its slice's part too."""
+    shapes = [(rows * replicas, columns) for rows, columns in shapes]
     size = sum(wire_bytes(shape, 4, compressor) for shape in shapes)
     scale = 4 if compressor == "fp16" else 0
     for how, root, senders in (
@@ -142,16 +142,23 @@ LOW_RANK = CompressionConfig(patterns={".*kernel": PowerSGD(rank=2)})
 MIXED = CompressionConfig(patterns={".*up/kernel": PowerSGD(rank=3), ".*down/kernel": "bf16"})
 
 
+def long(*row: Any) -> Any:
+    return pytest.param(*row, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     ("axes", "config", "options"),
     [
         ({"data": 4}, MIXED, {"level": 0}),
-        ({"data": 4}, MIXED, {"level": 1}),
-        ({"data": 4}, CASTS, {"level": 2}),
+        ({"data": 2}, MIXED, {"level": 1}),
         ({"data": 2, "model": 2}, LOW_RANK, {"optimizer": "Lamb"}),
-        ({"data": 2, "model": 2}, CASTS, {"optimizer": "Lamb", "level": 1}),
-        ({"data": 4}, CASTS, {"level": 3}),
-        ({"data": 4}, LOW_RANK, {"level": 1, "partition": "parameter"}),
+        long({"data": 4}, MIXED, {"level": 1}),
+        long({"data": 4}, CASTS, {"level": 2}),
+        long({"data": 2, "model": 2}, CASTS, {"optimizer": "Lamb", "level": 1}),
+        long({"data": 2, "model": 2}, MIXED, {"level": 2}),
+        long({"data": 4}, CASTS, {"level": 3}),
+        long({"data": 4}, LOW_RANK, {"level": 1, "partition": "parameter"}),
+        long({"data": 4}, MIXED, {"level": 2, "optimizer": "Muon"}),
     ],
 )
 def test_the_step_sends_what_the_plan_says(axes: Any, config: Any, options: Any) -> None:
@@ -176,24 +183,21 @@ def test_the_step_sends_what_the_plan_says(axes: Any, config: Any, options: Any)
 
 def test_at_level_0_all_traffic_shrinks() -> None:
     """No new values are sent of what every slice updates: 4 x fewer bytes are 4 x fewer."""
-    plain, parts, step = trained({"data": 4}, None)
+    _, parts, step = trained({"data": 2}, None)
     before = parts.nbytes(step, "gradient") + parts.nbytes(step, "value")
     config = CompressionConfig(rest=PowerSGD(rank=1), middle="none")
-    model, parts, step = trained({"data": 4}, config)
+    model, parts, step = trained({"data": 2}, config)
     kinds = ("gradient", "value", "compressed")
     after = sum(parts.nbytes(step, kind) for kind in kinds)
     classes = model.plan().classes
-    assert before == 2 * 3 * classes.full_bytes
-    assert after == 2 * 3 * classes.nbytes
+    assert before == 2 * classes.full_bytes
+    assert after == 2 * classes.nbytes
     assert before > 4 * after
 
 
 def test_inspect_counts_what_is_kept() -> None:
-    model, _, _ = trained({"data": 4}, LOW_RANK)
+    model, _, _ = trained({"data": 2}, LOW_RANK)
     errors = 12 * 32 + 32 * 16 + 16 * 8
     factors = 2 * (32 + 16 + 8)  # Q alone: columns by rank
-    assert [m.compression for m in kdist.inspect(model).memory] == [4 * (errors + factors)] * 4
+    assert [m.compression for m in kdist.inspect(model).memory] == [4 * (errors + factors)] * 2
     assert "compression" in str(kdist.inspect(model))
-    whole, _, _ = trained({"data": 4}, CASTS)
-    assert {m.compression for m in kdist.inspect(whole).memory} == {0}
-    assert attached(whole).update.jobs.exchanges

@@ -331,6 +331,13 @@ class CompressedGradients:
                 self.reduced([v], error)
 
 
+def bucket_vectors(bucket: Bucket, source: GradientSource, devices: Any) -> list[Any]:
+    """As `bucket_gradients`, for any source."""
+    if isinstance(source, CompressedGradients):
+        return source.bucket(bucket)
+    return bucket_gradients(bucket, source, devices)
+
+
 def to_16_bits(wide: Any, exchange: Exchange, scale: Any) -> Any:
     """A tensor as it travels."""
     if exchange.compressor == "bf16":

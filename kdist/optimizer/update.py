@@ -14,6 +14,7 @@ from kdist import _private
 from kdist.compression import Classes
 from kdist.mesh import Topology
 from kdist.optimizer.accumulate import LocalSums
+from kdist.optimizer.compressed import bucket_vectors
 from kdist.optimizer.formatted_slots import StateFormatConfig, slot_formats
 from kdist.optimizer.jobs import Jobs
 from kdist.optimizer.local import (
@@ -23,7 +24,7 @@ from kdist.optimizer.local import (
 )
 from kdist.optimizer.loss_scale import LossScale
 from kdist.optimizer.send import send_values
-from kdist.optimizer.source import GradientSource, bucket_gradients
+from kdist.optimizer.source import GradientSource
 from kdist.optimizer.wrappers import unwrap
 from kdist.placement import Coordinate, UpdateUnit
 from kdist.variables import Stored, backing_of
@@ -235,10 +236,7 @@ class DistributedUpdate:
         for bucket in self.jobs.buckets:
             if not live.issuperset(bucket.members):
                 continue
-            if compressed is not None:
-                vectors = compressed.bucket(bucket)
-            else:
-                vectors = bucket_gradients(bucket, source, devices)
+            vectors = bucket_vectors(bucket, source, devices)
             for at, units, vector in zip(bucket.owners, bucket.units, vectors):
                 if bucket.flat:
                     gradients[self.jobs.of[units[0]]] = vector

@@ -74,6 +74,7 @@ class Reference:
         rule: Name of a variable, such as "up/kernel" -> its compressor.
         twice: Whether sums travel in 16 bits, too: every slice updates its own copy.
         one_scale: Whether all gradients in float16 have one scale, or each its own.
+        accumulate: Steps whose gradients each replica adds up before anything travels.
         parts: Name of a variable -> parts that travel by themselves.
     """
 
@@ -83,12 +84,18 @@ class Reference:
     rule: Callable[[str], Compressor]
     twice: bool
     one_scale: bool = False
+    accumulate: int = 1
     parts: Mapping[str, Sequence[Part]] = dataclasses.field(default_factory=dict)
+    kept: list[list[list[np.ndarray]]] = dataclasses.field(default_factory=list)
     states: dict[str, LowRank] = dataclasses.field(default_factory=dict)
 
     def step(self, x: np.ndarray, y: np.ndarray) -> None:
         """One batch; rows of all replicas are equally many."""
-        found = [self._gradients(a, b) for a, b in zip(self._split(x), self._split(y))]
+        self.kept.append([self._gradients(a, b) for a, b in zip(self._split(x), self._split(y))])
+        if len(self.kept) < self.accumulate:
+            return
+        found = [[sum(gs) / self.accumulate for gs in zip(*replica)] for replica in zip(*self.kept)]
+        self.kept.clear()
         variables = self.model.trainable_variables
         sums = [np.zeros(v.shape) for v in variables]
         for v, total in enumerate(sums):

@@ -145,9 +145,12 @@ def test_equals_numpy(kind: str, level: int, name: str, mesh: str) -> None:
             optimizer=OptimizerConfig(level=level, threshold_kb=0),
             fusion=FusionConfig(mode="none"),
         )
+        # From level 1 on gradients are accumulated before they travel; at level 0 after it.
+        local = name == "accumulating" and level > 0
         reference = Reference(
             model=build(),
-            optimizer=getattr(make(), "inner_optimizer", make()),
+            optimizer=sgd() if local else getattr(make(), "inner_optimizer", make()),
+            accumulate=2 if local else 1,
             replicas=axes["data"],
             rule=rule,
             twice=level == 0,
@@ -248,13 +251,13 @@ def test_copies_stay_equal_to_the_bit() -> None:
     config = CompressionConfig(patterns={".*up/kernel": WARM, ".*down/kernel": "bf16"})
     with precision("float32"):
         model = parallel(
-            {"data": 4}, adam(), config, optimizer=OptimizerConfig(state_format=formats)
+            {"data": 2}, adam(), config, optimizer=OptimizerConfig(state_format=formats)
         )
         train(model, batches())
     parallel_ = attached(model)
     for entry in parallel_.entries.values():
         first, *others = [v.numpy() for v in entry.locals.values()]
-        assert len(others) == 3
+        assert len(others) == 1
         for other in others:
             np.testing.assert_array_equal(first, other)
     memory = kdist.inspect(model).memory
