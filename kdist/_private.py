@@ -120,6 +120,13 @@ def tf_variable(variable: keras.Variable) -> tf.Variable:
     return variable._value
 
 
+def write(variable: keras.Variable, value: Any) -> tf.Operation | None:
+    """Assigns a variable that is no view; the operation that does it, None outside of graphs."""
+    target = variable._value
+    op = target.assign(tf.cast(value, target.dtype), read_value=False)
+    return op if isinstance(op, tf.Operation) else None
+
+
 def set_tf_variable(variable: keras.Variable, value: tf.Variable | None) -> None:
     """Replaces (or drops) the `tf.Variable` behind a Keras variable."""
     variable._value = value

@@ -131,8 +131,7 @@ class _Flow:
                         return [*path, (i, j)]
                     back = self._back[j]
                     while back and not (
-                        self.sent[j].get(back[-1], 0)
-                        and self.lefts[back[-1]] == self.rights[j] + 1
+                        self.sent[j].get(back[-1], 0) and self.lefts[back[-1]] == self.rights[j] + 1
                     ):
                         back.pop()
                     if back:

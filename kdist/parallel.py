@@ -303,6 +303,7 @@ class Parallel(PlacedModel):
                 spread.units,
                 spread.keys,
                 sum_locally=config.level > 0 and not config.gradient_accumulation_shard,
+                one_by_one=config.level >= 2,
                 state_format=config.state_format,
                 classes=self.classes(),
             )

@@ -8,12 +8,14 @@ segment before it computes, and freed after each half.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist import _private
 from kdist.batch import SplitBatch
 from kdist.mesh import Topology
+from kdist.placement import Index
 from kdist.plain import PlainGradients, PlainRunner
 from kdist.segmented import Run, SegmentedProgram
 from kdist.variables import Stored, assemble
@@ -46,9 +48,17 @@ class SegmentedRunner(PlainRunner):
     ) -> None:
         super().__init__(program, entries, topology)
         self.keep_gathered = keep_gathered
-        self._shards: dict[int, list] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        """Starts a new graph."""
         self._runs: list[Run] = []
         self._reduced: list[tuple[tuple[int, ...], Any]] = []
+        self._passes = [0] * len(self.devices)
+        self._shards: dict[tuple[int, int, int], list[tuple[int, Index, Any]]] = {}
+        """Parts of a variable, read for one use: (pass, fetch, variable) -> slice, index, value."""
+        self._gates: dict[tuple[int, int, int], Any] = {}
+        """What a fetch waits for: (slice, pass, fetch) -> tensors."""
 
     def _function(self, fn: Callable, jit_compile: bool) -> Callable:
         """Segments are functions; what is between them belongs to the step's graph."""
@@ -56,18 +66,24 @@ class SegmentedRunner(PlainRunner):
 
     def gradients(self, batch: SplitBatch, scale: Any) -> list[dict[str, Any]]:
         """Loss and gradients of every slice; see `Program.loss_and_gradients`."""
-        self._shards, self._runs, self._reduced = {}, [], []
-        return super().gradients(batch, scale)
+        self._forget()
+        results = super().gradients(batch, scale)
+        self._order_reads()
+        return results
 
     def losses(self, batch: SplitBatch) -> list[dict[str, Any]]:
         """Loss and outputs of every slice, in inference mode."""
-        self._shards = {}
-        return super().losses(batch)
+        self._forget()
+        results = super().losses(batch)
+        self._order_reads()
+        return results
 
     def outputs(self, batch: SplitBatch) -> list[Any]:
         """Inference-mode outputs of every slice."""
-        self._shards = {}
-        return super().outputs(batch)
+        self._forget()
+        results = super().outputs(batch)
+        self._order_reads()
+        return results
 
     def _inputs(self, replica: int) -> tuple[list[Any], list[Any]]:
         """Parameters that are stored whole, None for the others, and carried state."""
@@ -87,40 +103,56 @@ class SegmentedRunner(PlainRunner):
 
         # Segments are traced here once, for all; a pass without them is short.
         tf.function(once, autograph=False).get_concrete_function()
-        self._shards, self._runs = {}, []
+        self._forget()
         return self.program.traced(training).counts_by_data
 
     @contextlib.contextmanager
     def _replica(self, r: int) -> Any:
+        number, fetches = self._passes[r], itertools.count()
+        self._passes[r] += 1
+
         def fetch(positions: Sequence[int], gate: Any) -> list[Any]:
-            return self._gather(positions, gate, self.devices[r])
+            use = number, next(fetches)
+            self._gates[r, *use] = gate
+            with tf.control_dependencies(gate):
+                return [self._gather(use, position, self.devices[r]) for position in positions]
 
         with self.program.replica(fetch, self.keep_gathered) as run:
             self._runs.append(run)
             yield
 
-    def _gather(self, positions: Sequence[int], gate: Any, device: str) -> list[Any]:
-        """Whole parameters on a device, made once `gate` is there.
-
-        Each shard is read once and sent to whoever needs it; the wait is where memory is taken.
-        """
-        values = []
-        for position in positions:
-            if position not in self._shards:
-                self._shards[position] = self._read(self.entries[position])
-            with tf.control_dependencies(gate), tf.device(device):
-                parts = self._shards[position]
-                values.append(tf.identity(parts[0][1]) if len(parts) == 1 else assemble(parts))
-        return values
+    def _gather(self, use: tuple[int, int], position: int, device: str) -> Any:
+        """A whole parameter on a device. Each part is read once per use, and sent to all."""
+        if (*use, position) not in self._shards:
+            with tf.control_dependencies(None):
+                self._shards[*use, position] = self._read(self.entries[position])
+        parts = [(index, value) for _, index, value in self._shards[*use, position]]
+        with tf.device(device):
+            return tf.identity(parts[0][1]) if len(parts) == 1 else assemble(parts)
 
     @staticmethod
-    def _read(entry: Stored) -> list:
+    def _read(entry: Stored) -> list[tuple[int, Index, Any]]:
         parts = []
         for shard in entry.placement.shards:
             at = shard.holders[0]
             with tf.device(entry.device(at)):
-                parts.append((shard.index, tf.convert_to_tensor(entry.locals[at].value)))
+                value = tf.convert_to_tensor(entry.locals[at].value)
+            parts.append((at[0], shard.index, value))
         return parts
+
+    def _order_reads(self) -> None:
+        """A part is sent when its own slice gets to where it fetches the same variable.
+
+        So no slice is sent parts of segments that it is far from: who needs parts of all slices
+        waits for the slowest. A variable that one slice has is sent when all get there.
+        """
+        if tf.executing_eagerly():
+            return
+        for (number, fetch, _), parts in self._shards.items():
+            for s, _, value in parts:
+                slices = [s] if len(parts) > 1 else range(len(self.devices))
+                gates = [t.op for r in slices for t in self._gates[r, number, fetch]]
+                _private.run_after(value.op, gates)
 
     def gradient_at(self, results: Sequence[Sequence[Any]]) -> PlainGradients:
         """See `PlainRunner.gradient_at`; notes where each variable's gradients are reduced."""

@@ -90,9 +90,7 @@ def _dtype_of(handle: Any) -> tf.DType | None:
 
 def _reads(concrete: Any, handles: set[int]) -> list[str]:
     """Names of the operations that read some variables."""
-    inside = {
-        id(inner) for outer, inner in concrete.graph.captures if id(outer) in handles
-    }
+    inside = {id(inner) for outer, inner in concrete.graph.captures if id(outer) in handles}
     return [
         op.name
         for op in concrete.graph.get_operations()

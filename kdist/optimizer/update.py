@@ -60,6 +60,7 @@ class DistributedUpdate:
         units: Who updates which part.
         keys: Per variable the key of its bucket; see `make_buckets`.
         sum_locally: Accumulate gradients where they are made; see `LocalSums`.
+        one_by_one: Whether new values travel bucket by bucket, to save memory.
         state_format: Formats of the optimizer's moments.
         classes: How the gradient of each variable travels; None for all as they are.
 
@@ -75,9 +76,11 @@ class DistributedUpdate:
         units: Sequence[UpdateUnit],
         keys: Sequence[Hashable | None],
         sum_locally: bool = False,
+        one_by_one: bool = False,
         state_format: StateFormatConfig | None = None,
         classes: Classes | None = None,
     ) -> None:
+        self.one_by_one = one_by_one
         wrappers = unwrap(optimizer)
         self.loss_scale = LossScale(wrappers.loss_scale) if wrappers.loss_scale else None
         self.inner = wrappers.inner
@@ -282,7 +285,8 @@ class DistributedUpdate:
         if self.inner not in [leaf for leaf, _ in self.groups]:
             self.inner._iterations.assign_add(1)
         overwritten = any(leaf.use_ema for leaf, _ in self.groups)
-        send_values(self.jobs, range(len(self.jobs.jobs)) if overwritten else gradients)
+        numbers = range(len(self.jobs.jobs)) if overwritten else gradients
+        send_values(self.jobs, numbers, self.one_by_one)
 
     def _clip_globally(
         self, leaf: Any, local: Sequence[LocalOptimizer], gradients: dict[int, Any]
