@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import io
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from kdist.device import Device
+from kdist import memory as device_memory
 from kdist.lowered import Collective, format_table
-from kdist.optimizer.formatted_slots import coded
 from kdist.parallel import Parallel, attached
 from kdist.plan import Plan, readable
 
 import keras
-import rich.box
-import rich.console
-import rich.table
 import tensorflow as tf
-
-
-@dataclasses.dataclass(frozen=True)
-class DeviceMemory:
-    """Bytes of the variables that exist on one device.
-
-    Attributes:
-        device: TensorFlow device string.
-        parameters: Weights, trainable or not, masters of whole-tensor optimizers included.
-        slots: Optimizer state.
-        compression: What low-rank compression keeps from step to step.
-    """
-
-    device: str
-    parameters: int
-    slots: int
-    compression: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +28,15 @@ class Inspection:
         plan: What kdist itself communicates.
         fallbacks: Why the model, or part of it, does not run over DTensor.
         gathered: Weights that are stored cut and gathered before use.
+        not_analysed: Why gradients and gathered parameters are not counted, "" if they are.
     """
 
     collectives: tuple[Collective, ...]
-    memory: tuple[DeviceMemory, ...]
+    memory: tuple[device_memory.DeviceMemory, ...]
     plan: Plan
     fallbacks: tuple[str, ...]
     gathered: tuple[str, ...]
+    not_analysed: str = ""
 
     def count(self, kind: str, layer: str | None = None, phase: str | None = None) -> int:
         """Number of collectives of a kind, optionally of one layer or phase."""
@@ -69,8 +50,10 @@ class Inspection:
     def __str__(self) -> str:
         parts = ["collectives inside layers, per slice and step"]
         parts.append(format_table(self.collectives) if self.collectives else "  none")
-        parts.append("memory of variables per device")
-        parts.append(_memory_table(self.memory))
+        parts.append("memory per device: variables, and the most that a step may have at once")
+        parts.append(device_memory.table(self.memory))
+        if self.not_analysed:
+            parts.append(f"gradients and gathered parameters not counted: {self.not_analysed}")
         parts.append("between replicas, per step")
         for t in self.plan.traffic():
             parts.append(f"  {t.what} over {t.axis}: {t.messages} messages, {readable(t.nbytes)}")
@@ -78,16 +61,30 @@ class Inspection:
         parts.extend(f"not over DTensor: {reason}" for reason in self.fallbacks)
         return "\n".join(parts)
 
+    def save_memory(self, path: str | pathlib.Path, title: str = "") -> None:
+        """Draws the memory per device, by what it is for, as PNG.
+
+        Args:
+            path: File to write.
+            title: Of the picture.
+
+        Raises:
+            ImportError: Without matplotlib (the extra `plot`).
+        """
+        device_memory.save_png(self.memory, path, title)
+
 
 def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
     """Shows which collectives each layer causes, and what each device holds.
 
-    Read from what DTensor lowered and from the buffers that exist, not from what was declared.
+    Read from what DTensor lowered, from the buffers that exist and from executed graphs, not from
+    what was declared. Of a model that has trained on plain devices (no inner axis), the step is
+    traced and run once more, on zeros, for its executed graph; all variables get their values back.
 
     Args:
         model: A parallelized, compiled model.
-        batch_size: Rows of the batch to lower with if the model has not trained yet; by default
-            the number of its devices.
+        batch_size: Rows of the batch to lower with if the model has not trained yet, and to run
+            the step with; by default the number of its devices.
 
     Returns:
         An `Inspection`; print it.
@@ -106,12 +103,15 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
         if not runner.recorded():
             runner.lower_without_loss(_zeros(model, batch_size or len(parallel.topology.devices)))
         collectives = runner.recorded()
+    live = device_memory.analyse(parallel, batch_size or len(parallel.topology.devices))
+    reason = live if isinstance(live, str) else ""
     return Inspection(
         tuple(collectives),
-        tuple(_memory(parallel)),
+        device_memory.measure(parallel, None if isinstance(live, str) else live),
         parallel.plan(),
         tuple(parallel.fallbacks),
         tuple(_gathered(parallel)),
+        reason,
     )
 
 
@@ -132,36 +132,6 @@ def _zeros(model: keras.Model, rows: int) -> Any:
     )
 
 
-def _memory(parallel: Parallel) -> list[DeviceMemory]:
-    parameters = dict.fromkeys(parallel.topology.devices, 0)
-    slots = dict.fromkeys(parallel.topology.devices, 0)
-    for entry in parallel.entries.values():
-        for at, local in entry.locals.items():
-            parameters[entry.device(at)] += nbytes(local)
-        for device, master in entry.masters:
-            parameters[device] += nbytes(master)
-    if parallel.update is not None:
-        for group in parallel.update.jobs.local:
-            for one in group:
-                slots[one.device] += sum(nbytes(v) for v in one.optimizer.variables)
-    kept = dict.fromkeys(parallel.topology.devices, 0)
-    if parallel.update is not None:
-        for variable in parallel.update.jobs.kept:
-            device = Device.parse(variable.device).name
-            kept[device] += variable.dtype.size * variable.shape.num_elements()
-    return [DeviceMemory(d, parameters[d], slots[d], kept[d]) for d in parallel.topology.devices]
-
-
-def nbytes(variable: keras.Variable) -> int:
-    """Bytes of a variable's buffer."""
-    if (codes := coded(variable)) is not None:
-        return codes.nbytes
-    size = 1
-    for n in variable.shape:
-        size *= int(n)
-    return size * tf.as_dtype(variable.dtype).size
-
-
 def _gathered(parallel: Parallel) -> list[str]:
     paths = [
         e.placement.path for e in parallel.entries.values() if e.placement.data_dim is not None
@@ -169,16 +139,3 @@ def _gathered(parallel: Parallel) -> list[str]:
     if parallel.topology.inner_size > 1 and not parallel.fallbacks:
         paths += parallel.spmd_runner().gathered_paths()
     return paths
-
-
-def _memory_table(memory: Sequence[DeviceMemory]) -> str:
-    table = rich.table.Table(box=rich.box.SIMPLE)
-    table.add_column("device", no_wrap=True)
-    for title in ("weights", "optimizer state", "compression"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for one in memory:
-        sizes = (one.parameters, one.slots, one.compression)
-        table.add_row(one.device, *map(readable, sizes))
-    text = io.StringIO()
-    rich.console.Console(file=text, width=120).print(table)
-    return text.getvalue().rstrip()

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from kdist.antichain import heaviest_antichain
@@ -271,10 +271,3 @@ def kinds(
             else:
                 local.update(outputs)
     return found
-
-
-def summary(
-    live: LiveTensors, devices: Sequence[str], of: Iterable[Kind] = KINDS
-) -> dict[str, int]:
-    """Peak bytes per device of some kinds."""
-    return {d: live.peak(d, of).nbytes for d in devices}

@@ -120,12 +120,16 @@ class Parallel(PlacedModel):
     Attributes:
         jit_compile: What `compile` was given.
         program: The model's pure functions, once compiled and used.
+        batch_specs: Of (x, y, sample_weight), once trained.
+        live: The analysed step, by rows of its batch; see `kdist.memory`.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
         super().__init__(model, config)
         self.jit_compile: bool | str = "auto"
         self.program: Program | None = None
+        self.batch_specs: Any = None
+        self.live: dict[int, Any] = {}
         self._spmd_runner: SpmdRunner | None = None
 
     def install(self) -> None:
@@ -186,6 +190,7 @@ class Parallel(PlacedModel):
         self.jit_compile = jit_compile
         self.model.jit_compile = False
         self.program = self.update = None
+        self.live.clear()
         self._spmd_runner = None
         self.__dict__.pop("plain_step", None)
         self.__dict__.pop("spmd_step", None)
@@ -282,6 +287,8 @@ class Parallel(PlacedModel):
         strategy_scope.refuse_scope()
         strategy_scope.detach(self.model)
         self._build(kind, example)
+        if kind == "train":
+            self.batch_specs = keras.tree.map_structure(as_spec, example)
         if self.program is None:
             self.place()
             if self.jit_compile is True and self.topology.inner_size > 1:

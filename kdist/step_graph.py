@@ -7,7 +7,7 @@ traced once more and run, on zeros, and every variable that it can write gets it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kdist import _private_executed
@@ -41,9 +41,9 @@ def live_tensors(
     largest = max(graphs, key=lambda g: sum(len(p.node) for p in g.partition_graphs))
     handles = {id(v.value.handle) for v in parameters}
     reads = _reads(concrete, handles)
-    ops = read_ops(largest, concrete.graph)
-    gradients = [o for tensor in noted for o in _outputs(tensor)]
-    return LiveTensors(ops, gradients, reads, shared_memory=shared_memory)
+    executed = ExecutedGraph(largest, concrete.graph)
+    gradients = [o for tensor in noted if (o := executed.output(tensor))]
+    return LiveTensors(executed.ops(), gradients, reads, shared_memory=shared_memory)
 
 
 @contextlib.contextmanager
@@ -98,99 +98,77 @@ def _reads(concrete: Any, handles: set[int]) -> list[str]:
     ]
 
 
-def _outputs(tensor: Any) -> list[Output]:
-    parts = [tensor.values] if isinstance(tensor, tf.IndexedSlices) else [tensor]
-    return [(t.op.name, t.value_index) for t in parts]
-
-
-def read_ops(function: Any, trace: Any) -> list[Op]:
-    """The operations of an executed function, on all devices.
+class ExecutedGraph:
+    """A function as it was executed, on all devices, and as it was traced.
 
     Args:
         function: Its `RunMetadata.FunctionGraphs`.
         trace: The graph that was traced, which knows the shapes of what calls return.
     """
-    every = [node for graph in function.partition_graphs for node in graph.node]
-    sent = {_edge(node): node.input[0] for node in every if node.op in _SENDS}
-    nodes = {node.name: node for node in every if node.op not in _SENDS}
-    sizes = _sizes(nodes, sent, trace, function.post_optimization_graph.library)
-    return [_op(node, sent, sizes[name]) for name, node in nodes.items()]
 
+    def __init__(self, function: Any, trace: Any) -> None:
+        every = [node for graph in function.partition_graphs for node in graph.node]
+        self._sent = {_edge(node): node.input[0] for node in every if node.op in _SENDS}
+        self._nodes = {node.name: node for node in every if node.op not in _SENDS}
+        self._library = function.post_optimization_graph.library
+        self._trace = trace
+        self._needed = _needed(trace)
 
-def _edge(node: Any) -> tuple[bytes, bytes, bytes]:
-    attr = node.attr
-    return attr["tensor_name"].s, attr["send_device"].s, attr["recv_device"].s
+    def ops(self) -> list[Op]:
+        """Its operations."""
+        sizes = _sizes(self._joined())
+        return [self._op(node, sizes[name]) for name, node in self._nodes.items()]
 
+    def output(self, tensor: Any) -> Output | None:
+        """Where a traced tensor is in the executed graph; of rows, their values."""
+        if isinstance(tensor, tf.IndexedSlices):
+            tensor = tensor.values
+        node = self._nodes.get(tensor.op.name)
+        if node is None or node.op not in CALLS:
+            return tensor.op.name, tensor.value_index
+        places = [k for k, t in enumerate(self._kept(node)) if t is tensor]
+        return (node.name, places[0]) if places else None
 
-def _op(node: Any, sent: Mapping[Any, str], nbytes: tuple[int, ...]) -> Op:
-    names = [sent[_edge(node)]] if node.op in RECEIVES else list(node.input)
-    return Op(
-        name=node.name,
-        kind=node.op,
-        device=Device.parse(node.device).name,
-        inputs=tuple(_output(n) for n in names if not n.startswith("^")),
-        waits=tuple(n[1:] for n in names if n.startswith("^")),
-        nbytes=nbytes,
-        call=node.op in CALLS,
-    )
+    def _op(self, node: Any, nbytes: tuple[int, ...]) -> Op:
+        names = [self._sent[_edge(node)]] if node.op in RECEIVES else list(node.input)
+        return Op(
+            name=node.name,
+            kind=node.op,
+            device=Device.parse(node.device).name,
+            inputs=tuple(_output(n) for n in names if not n.startswith("^")),
+            waits=tuple(n[1:] for n in names if n.startswith("^")),
+            nbytes=nbytes,
+            call=node.op in CALLS,
+        )
 
+    def _joined(self) -> Any:
+        """One graph of all devices', with the shapes that only the trace knows."""
+        whole = tf.compat.v1.GraphDef(library=self._library)
+        for node in self._nodes.values():
+            copy = whole.node.add()
+            copy.CopyFrom(node)
+            copy.device = ""
+            copy.attr.pop(_SHAPES, None)
+            known = []
+            if node.op in RECEIVES:
+                copy.op = "Identity"
+                copy.input[:] = [self._sent[_edge(node)]]
+                copy.attr.clear()
+                copy.attr["T"].CopyFrom(node.attr["tensor_type"])
+            elif node.op == "_Arg":
+                known = [self._trace.inputs[node.attr["index"].i]]
+            elif node.op in CALLS:
+                known = self._kept(node)
+            if known:
+                copy.attr[_SHAPES].list.shape.extend(t.shape.as_proto() for t in known)
+        return whole
 
-def _output(name: str) -> Output:
-    node, _, number = name.partition(":")
-    return node, int(number or 0)
-
-
-def _sizes(
-    nodes: Mapping[str, Any], sent: Mapping[Any, str], trace: Any, library: Any
-) -> dict[str, tuple[int, ...]]:
-    """Bytes of all outputs: shapes are inferred through all devices' graphs as one."""
-    whole, needed = tf.compat.v1.GraphDef(library=library), _needed(trace)
-    for node in nodes.values():
-        copy = whole.node.add()
-        copy.CopyFrom(node)
-        copy.device = ""
-        copy.attr.pop(_SHAPES, None)
-        if node.op in RECEIVES:
-            copy.op = "Identity"
-            copy.input[:] = [sent[_edge(node)]]
-            copy.attr.clear()
-            copy.attr["T"].CopyFrom(node.attr["tensor_type"])
-        if node.op in (*CALLS, "_Arg"):
-            copy.attr[_SHAPES].list.shape.extend(_traced_shapes(node, trace, needed))
-    graph = tf.Graph()
-    with graph.as_default():
-        tf.graph_util.import_graph_def(whole, name="")
-    return _bounded(graph)
-
-
-def _bounded(graph: tf.Graph) -> dict[str, tuple[int, ...]]:
-    """Bytes of outputs. Where a shape depends on values: those of the largest input.
-
-    That bounds what look-ups make: the distinct rows of a gradient are no more than its rows.
-    """
-    found: dict[Output, int] = {}
-    for op in graph.get_operations():
-        most = max([found.get((t.op.name, t.value_index), 0) for t in op.inputs], default=0)
-        for k, tensor in enumerate(op.outputs):
-            nbytes = _nbytes(tensor)
-            found[op.name, k] = most if nbytes is None else nbytes
-    return {
-        op.name: tuple(found[op.name, k] for k in range(len(op.outputs)))
-        for op in graph.get_operations()
-    }
-
-
-def _traced_shapes(node: Any, trace: Any, needed: set[str]) -> list[Any]:
-    """Shapes of what a call returns, or of an argument.
-
-    TensorFlow drops results of a call that nothing needs, and numbers the others anew.
-    """
-    if node.op == "_Arg":
-        return [trace.inputs[node.attr["index"].i].shape.as_proto()]
-    outputs = trace.get_operation_by_name(node.name).outputs
-    if len(outputs) != len(node.attr["Tout"].list.type):
-        outputs = [t for t in outputs if any(c.name in needed for c in t.consumers())]
-    return [t.shape.as_proto() for t in outputs]
+    def _kept(self, node: Any) -> list[Any]:
+        """What a call returns: TensorFlow drops what nothing needs, and numbers the rest anew."""
+        outputs = list(self._trace.get_operation_by_name(node.name).outputs)
+        if len(outputs) == len(node.attr["Tout"].list.type):
+            return outputs
+        return [t for t in outputs if any(c.name in self._needed for c in t.consumers())]
 
 
 def _needed(trace: Any) -> set[str]:
@@ -205,7 +183,38 @@ def _needed(trace: Any) -> set[str]:
     return found
 
 
+def _edge(node: Any) -> tuple[bytes, bytes, bytes]:
+    attr = node.attr
+    return attr["tensor_name"].s, attr["send_device"].s, attr["recv_device"].s
+
+
+def _output(name: str) -> Output:
+    node, _, number = name.partition(":")
+    return node, int(number or 0)
+
+
+def _sizes(definition: Any) -> dict[str, tuple[int, ...]]:
+    """Bytes of outputs. Where a shape depends on values: those of the largest input.
+
+    That bounds what look-ups make: the distinct rows of a gradient are no more than its rows.
+    """
+    graph = tf.Graph()
+    with graph.as_default():
+        tf.graph_util.import_graph_def(definition, name="")
+    found: dict[Output, int] = {}
+    for op in graph.get_operations():
+        most = max([found.get((t.op.name, t.value_index), 0) for t in op.inputs], default=0)
+        for k, tensor in enumerate(op.outputs):
+            nbytes = _nbytes(tensor)
+            found[op.name, k] = most if nbytes is None else nbytes
+    return {
+        op.name: tuple(found[op.name, k] for k in range(len(op.outputs)))
+        for op in graph.get_operations()
+    }
+
+
 def _nbytes(tensor: Any) -> int | None:
+    """Bytes of a tensor, None if its shape depends on values; 0 of what is no memory."""
     if tensor.dtype in (tf.resource, tf.variant, tf.string):
         return 0
     if not tensor.shape.is_fully_defined():
