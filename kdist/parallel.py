@@ -302,17 +302,14 @@ class Parallel(PlacedModel):
         if kind == "train" and self.update is None and self.program.state.trainable:
             optimizer = self.model.optimizer
             spread = self.spread()
-            config = self.optimizer_config
             self.update = DistributedUpdate(
                 optimizer,
                 self._trainable(),
                 self.topology,
                 spread.units,
                 spread.keys,
-                sum_locally=config.level > 0 and not config.gradient_accumulation_shard,
-                one_by_one=config.level >= 2,
-                state_format=config.state_format,
-                classes=self.classes(),
+                self.optimizer_config,
+                self.classes(),
             )
 
     def step_for(self, example: Any) -> Step:

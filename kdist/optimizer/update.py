@@ -15,7 +15,8 @@ from kdist.compression import Classes
 from kdist.mesh import Topology
 from kdist.optimizer.accumulate import LocalSums
 from kdist.optimizer.compressed import bucket_vectors
-from kdist.optimizer.formatted_slots import StateFormatConfig, slot_formats
+from kdist.optimizer.config import OptimizerConfig
+from kdist.optimizer.formatted_slots import slot_formats
 from kdist.optimizer.jobs import Jobs
 from kdist.optimizer.local import (
     LocalOptimizer,
@@ -59,13 +60,11 @@ class DistributedUpdate:
         topology: The mesh.
         units: Who updates which part.
         keys: Per variable the key of its bucket; see `make_buckets`.
-        sum_locally: Accumulate gradients where they are made; see `LocalSums`.
-        one_by_one: Whether new values travel bucket by bucket, to save memory.
-        state_format: Formats of the optimizer's moments.
+        config: Level, how gradients accumulate, formats of the optimizer's moments.
         classes: How the gradient of each variable travels; None for all as they are.
 
     Raises:
-        ValueError: `state_format` does not apply to the optimizer; see `slot_formats`.
+        ValueError: `config.state_format` does not apply to the optimizer; see `slot_formats`.
     """
 
     def __init__(
@@ -75,25 +74,23 @@ class DistributedUpdate:
         topology: Topology,
         units: Sequence[UpdateUnit],
         keys: Sequence[Hashable | None],
-        sum_locally: bool = False,
-        one_by_one: bool = False,
-        state_format: StateFormatConfig | None = None,
+        config: OptimizerConfig,
         classes: Classes | None = None,
     ) -> None:
-        self.one_by_one = one_by_one
         wrappers = unwrap(optimizer)
         self.loss_scale = LossScale(wrappers.loss_scale) if wrappers.loss_scale else None
         self.inner = wrappers.inner
         variables = [entry.variable for entry in entries]
         self._refuse_overwritten(variables)
         self.groups = leaf_optimizers(self.inner, variables)
-        state_format = state_format or StateFormatConfig()
         for leaf, _ in self.groups:
-            slot_formats(leaf, state_format)  # refuses before anything is changed
-        self.jobs = Jobs(entries, topology, units, self.groups, state_format, classes)
+            slot_formats(leaf, config.state_format)  # refuses before anything is changed
+        self.jobs = Jobs(entries, topology, units, self.groups, config.state_format, classes)
         self._keys = tuple(keys)
         self._whole = whole_updates(optimizer, variables)
-        self._sum_locally = sum_locally
+        self._sum_locally = config.level > 0 and not config.gradient_accumulation_shard
+        # Values that leave one after the other take less memory at once.
+        self._one_by_one = config.level >= 2
         self.sums: dict[int, LocalSums] = {}
         self._unfused: frozenset[int] = frozenset()
         self.jobs.build(keys, self._whole)
@@ -286,7 +283,7 @@ class DistributedUpdate:
             self.inner._iterations.assign_add(1)
         overwritten = any(leaf.use_ema for leaf, _ in self.groups)
         numbers = range(len(self.jobs.jobs)) if overwritten else gradients
-        send_values(self.jobs, numbers, self.one_by_one)
+        send_values(self.jobs, numbers, self._one_by_one)
 
     def _clip_globally(
         self, leaf: Any, local: Sequence[LocalOptimizer], gradients: dict[int, Any]
