@@ -9,9 +9,11 @@ bucket travels while later ones are still computed. Ids and modes are those of M
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from kdist.comm.cost import LinkCost
 from kdist.settings import Setting
 
 import keras
@@ -21,8 +23,10 @@ MAX_MB = 64
 OVERLAPPING = 8
 """Buckets that `mode="auto"` aims at: the last one, which nothing hides, is an eighth of all."""
 
-LARGEST_KB = 256
-"""In one process a message passes a pointer: packing, which copies, pays for small tensors only."""
+IN_PROCESS = LinkCost(a=50e-6, b=2e-10)
+"""A message in one process: its operations cost, and one device reads what another wrote."""
+COPY = 1e-10
+"""Seconds to copy a byte, as packing a bucket does, and unpacking it."""
 
 comm_fusion: Setting[int] = Setting("kdist.set_comm_fusion")
 """What `set_comm_fusion` said."""
@@ -59,6 +63,10 @@ class FusionConfig:
     the next one begins: `(2, 5)` puts the last two parameters together, then the next three, then
     the rest."""
 
+    link: LinkCost | None = None
+    """For `mode="auto"`: what a message between replicas costs, as `kdist.comm.calibrate` measures
+    it; by default that of devices in one process."""
+
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode is one of {MODES}. Received: mode={self.mode!r}")
@@ -69,6 +77,11 @@ class FusionConfig:
             raise ValueError(
                 "size_mb is for mode='size'. "
                 f"Received: size_mb={self.size_mb!r}, mode={self.mode!r}"
+            )
+        if self.link is not None and (self.mode != "auto" or not isinstance(self.link, LinkCost)):
+            raise ValueError(
+                "link is a kdist.comm.LinkCost, for mode='auto'. "
+                f"Received: link={self.link!r}, mode={self.mode!r}"
             )
         index = tuple(self.index)
         rising = all(isinstance(i, int) for i in index) and list(index) == sorted(set(index))
@@ -104,15 +117,12 @@ class Item:
     group: int | None = None
 
 
-def assign_buckets(
-    items: Sequence[Item], config: FusionConfig, largest: float = LARGEST_KB * 1024
-) -> list[int]:
+def assign_buckets(items: Sequence[Item], config: FusionConfig) -> list[int]:
     """Puts items into buckets.
 
     Args:
         items: In parameter order.
         config: The mode.
-        largest: For `mode="auto"`: bytes above which a parameter is not worth packing.
 
     Returns:
         The number of each item's bucket. Buckets are numbered in the order in which their
@@ -133,7 +143,9 @@ def assign_buckets(
         item = items[i]
         if item.group is not None:
             keys[i] = ("alone", i) if item.group == 0 else ("id", item.group, item.kind)
-        elif config.mode == "none" or (config.mode == "auto" and item.nbytes > largest):
+        elif config.mode == "none" or (
+            config.mode == "auto" and item.nbytes > largest_fused(config)
+        ):
             keys[i] = ("alone", i)
         elif config.mode == "index":
             keys[i] = ("index", sum(end <= position for end in config.index), item.kind)
@@ -152,10 +164,21 @@ def assign_buckets(
 
 
 def bucket_size(sizes: Sequence[int], config: FusionConfig) -> float:
-    """Bytes of a bucket under a mode."""
+    """Bytes of a bucket under a mode.
+
+    `"auto"`: an eighth of all, so that several overlap the backward pass; but as large as a message
+    whose bytes take as long as its start, if that is more; and 64 MB at most.
+    """
     if config.mode == "size":
         return config.size_mb * 2**20
-    return min(sum(sizes) / OVERLAPPING, MAX_MB * 2**20)
+    link = config.link or IN_PROCESS
+    least = link.a / link.b if link.b else math.inf
+    return min(max(sum(sizes) / OVERLAPPING, min(least, sum(sizes) / 2)), MAX_MB * 2**20)
+
+
+def largest_fused(config: FusionConfig) -> float:
+    """Bytes above which `"auto"` leaves a parameter alone: copying it in and out costs a message."""
+    return (config.link or IN_PROCESS).a / (2 * COPY)
 
 
 def set_comm_fusion(target: Any, group: int) -> Any:

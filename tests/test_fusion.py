@@ -6,7 +6,8 @@ from typing import Any
 
 import kdist
 from kdist import FusionConfig, executed
-from kdist.fusion import LARGEST_KB, MAX_MB, Item, assign_buckets
+from kdist.comm import LinkCost
+from kdist.fusion import MAX_MB, Item, assign_buckets, bucket_size, largest_fused
 
 import keras
 import numpy as np
@@ -50,17 +51,28 @@ def test_none_fuses_nothing() -> None:
 
 
 def test_auto_leaves_large_parameters_alone() -> None:
-    large, small = LARGEST_KB * KB + 4, 4 * KB
+    large, small = int(largest_fused(FusionConfig())) + 4, 4 * KB
     found = assign_buckets(items(small, large, small, large, small), FusionConfig())
     assert found[0] == found[2] == found[4]
     assert len({found[0], found[1], found[3]}) == 3
 
 
 def test_auto_makes_several_buckets() -> None:
-    found = assign_buckets(items(*[4 * KB] * 80), FusionConfig())
+    found = assign_buckets(items(*[64 * KB] * 80), FusionConfig())
     assert len(set(found)) == 8
     # The first to leave are the last parameters.
     assert found == sorted(found, reverse=True)
+
+
+def test_auto_follows_the_cost_of_a_message() -> None:
+    slow = FusionConfig(link=LinkCost(a=1e-3, b=1e-9))
+    # Copying 5 MB in and out takes as long as the start of a message; 1 MB travels as long.
+    assert largest_fused(slow) == pytest.approx(5e6)
+    assert bucket_size([10**6] * 4, slow) == pytest.approx(1e6)
+    # At least two buckets, so that one can overlap the backward pass; eight of a large model.
+    assert bucket_size([10**5] * 4, slow) == pytest.approx(2e5)
+    assert bucket_size([10**6] * 80, slow) == pytest.approx(1e7)
+    assert bucket_size([10**9] * 80, slow) == MAX_MB * MB
 
 
 def test_ids_go_before_modes() -> None:
@@ -93,6 +105,8 @@ def test_an_index_past_the_last_parameter_is_refused() -> None:
         {"mode": "index", "index": (3, 2)},
         {"mode": "index", "index": (0, 2)},
         {"index": (2,)},
+        {"mode": "none", "link": LinkCost(a=1e-3, b=1e-9)},
+        {"link": 1e-3},
     ],
 )
 def test_config_refuses(options: dict[str, Any]) -> None:
