@@ -137,15 +137,14 @@ def assign_buckets(items: Sequence[Item], config: FusionConfig) -> list[int]:
             f"Received: index={config.index}"
         )
     size = bucket_size([i.nbytes for i in items], config)
+    largest = {"auto": largest_fused(config), "none": 0.0}.get(config.mode, math.inf)
     keys: list[Any] = [None] * len(items)
     filled: dict[Any, tuple[int, float]] = {}
     for position, i in enumerate(reversed(range(len(items)))):
         item = items[i]
         if item.group is not None:
             keys[i] = ("alone", i) if item.group == 0 else ("id", item.group, item.kind)
-        elif config.mode == "none" or (
-            config.mode == "auto" and item.nbytes > largest_fused(config)
-        ):
+        elif item.nbytes > largest:
             keys[i] = ("alone", i)
         elif config.mode == "index":
             keys[i] = ("index", sum(end <= position for end in config.index), item.kind)
@@ -177,7 +176,7 @@ def bucket_size(sizes: Sequence[int], config: FusionConfig) -> float:
 
 
 def largest_fused(config: FusionConfig) -> float:
-    """Bytes above which `"auto"` leaves a parameter alone: copying it in and out costs a message."""
+    """Bytes above which `"auto"` leaves a parameter alone: copying it costs a message."""
     return (config.link or IN_PROCESS).a / (2 * COPY)
 
 
