@@ -312,6 +312,14 @@ class Parallel(PlacedModel):
                 self.classes(),
             )
 
+    def fetches(self) -> list[int]:
+        """See `PlacedModel.fetches`; once the step is traced, what it does."""
+        step = self.__dict__.get("plain_step")
+        runner = None if step is None else step.runner
+        if isinstance(runner, SegmentedRunner) and runner.fetched is not None:
+            return [runner.fetched[v] or 1 for v in range(len(runner.entries))]
+        return super().fetches()
+
     def step_for(self, example: Any) -> Step:
         """The steps behind the functions for custom loops.
 

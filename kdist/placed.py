@@ -152,6 +152,19 @@ class PlacedModel:
         """Local variables behind some weights."""
         return [self.entries[id(v)] for v in variables]
 
+    def fetches(self) -> list[int]:
+        """How often a step gathers each trainable weight, if it is not stored whole.
+
+        Before the step is traced, that of layers that are used once: a segment's parameters come
+        for each of its halves; tables, which are no part of a segment, once.
+        """
+        config, variables = self.optimizer_config, self.model.trainable_variables
+        halves = config.level >= 2 and not one_segment(self.model, self.topology)
+        tables = {id(v) for v in looked_up(self.model)}
+        twice = halves and not config.keep_gathered
+        gathered = {id(v) for v in variables if self.entries[id(v)].placement.gathered}
+        return [2 if twice and id(v) in gathered - tables else 1 for v in variables]
+
     def plan(self) -> Plan:
         """What a step will do; `print(model.plan())` or `model.plan().summary()`.
 
@@ -192,4 +205,5 @@ class PlacedModel:
             spread.decisions,
             exchanges,
             self.classes(),
+            self.fetches(),
         )

@@ -87,6 +87,8 @@ class Plan:
         decisions: What optimizer parallelism does with each trainable weight.
         exchanges: Which gradients travel compressed.
         classes: How each gradient travels; None for all as they are.
+        fetches: How often a step gathers each trainable weight that is not stored whole; once if
+            not given.
     """
 
     topology: Topology
@@ -98,6 +100,7 @@ class Plan:
     decisions: tuple[Decision, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
     classes: Classes | None = None
+    fetches: tuple[int, ...] = ()
 
     @property
     def compressed(self) -> set[int]:
@@ -136,8 +139,10 @@ class Plan:
         for n, unit in enumerate(self.units):
             if n not in fused:
                 self._count_unit(unit, counts)
-        for placement in self.weights:
-            self._count_gather(placement, counts["gather"])
+        times = dict(zip(self.trainable, self.fetches))
+        for i, placement in enumerate(self.weights):
+            for _ in range(times.get(i, 1)):
+                self._count_gather(placement, counts["gather"])
         for exchange in self.exchanges:
             for what, collectives in exchange.sent(self.topology.data_size).items():
                 for messages, size in collectives:
@@ -294,6 +299,7 @@ def make_plan(
     decisions: Sequence[Decision] = (),
     exchanges: Sequence[Exchange] = (),
     classes: Classes | None = None,
+    fetches: Sequence[int] = (),
 ) -> Plan:
     """Puts a plan together."""
     return Plan(
@@ -306,6 +312,7 @@ def make_plan(
         decisions=tuple(decisions),
         exchanges=tuple(exchanges),
         classes=classes,
+        fetches=tuple(fetches),
     )
 
 

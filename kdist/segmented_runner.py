@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,10 @@ class SegmentedRunner(PlainRunner):
         entries: `Stored` of each trainable variable.
         topology: The mesh.
         keep_gathered: Whether gathered parameters stay from the forward to the backward half.
+
+    Attributes:
+        fetched: How often each parameter is gathered in the training step that was traced last;
+            None before.
     """
 
     program: SegmentedProgram
@@ -48,6 +53,7 @@ class SegmentedRunner(PlainRunner):
     ) -> None:
         super().__init__(program, entries, topology)
         self.keep_gathered = keep_gathered
+        self.fetched: Counter[int] | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -68,6 +74,7 @@ class SegmentedRunner(PlainRunner):
         """Loss and gradients of every slice; see `Program.loss_and_gradients`."""
         self._forget()
         results = super().gradients(batch, scale)
+        self.fetched = Counter(variable for _, _, variable in self._shards)
         self._order_reads()
         return results
 

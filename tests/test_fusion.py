@@ -193,9 +193,10 @@ def step_of(level: int, axes: dict[str, int], optimizer: str, fusion: Any, ids: 
     )
     kdist.parallelize(model, config)
     model.compile(getattr(keras.optimizers, optimizer)(0.01), "mse")
+    before = model.plan()
     parts, functions = first_step(model, X, Y)
     step = executed.largest([f for f in functions if len(f.select(executed.ASSIGNMENTS)) > 5])
-    return model, parts, step
+    return model, before, parts, step
 
 
 SIZE = FusionConfig(mode="size", size_mb=600 / MB)
@@ -210,6 +211,8 @@ ROWS = [
     (1, {"data": 4}, "Adam", FusionConfig(mode="none"), True),
     (1, {"data": 4}, "Muon", SIZE, False),
     (2, {"data": 4}, "Adam", SIZE, False),
+    (3, {"data": 4}, "Adam", FusionConfig(), False),
+    (3, {"data": 4}, "Lamb", FusionConfig(), False),
 ]
 
 
@@ -217,11 +220,12 @@ ROWS = [
 def test_the_step_sends_what_the_plan_counts(
     level: int, axes: dict[str, int], optimizer: str, fusion: Any, ids: bool
 ) -> None:
-    model, parts, step = step_of(level, axes, optimizer, fusion, ids)
+    model, before, parts, step = step_of(level, axes, optimizer, fusion, ids)
+    assert model.plan() == before
     table = parts.table(step)
     assert not [what for what in table if what.startswith("unexplained")], table
     planned = {t.what: (t.messages, t.nbytes) for t in model.plan().traffic()}
-    names = {"reduce": "gradient", "broadcast": "value"}
+    names = {"reduce": "gradient", "broadcast": "value", "gather": "gather"}
     sent = {w: (table[n], parts.nbytes(step, n)) for w, n in names.items() if n in table}
     assert sent == planned
     sums = [n for n in step.nodes if n.op == "AddN" and parts.made_in.get(n.name) == "update"]
