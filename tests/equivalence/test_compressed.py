@@ -164,28 +164,35 @@ def test_equals_numpy(kind: str, level: int, name: str, mesh: str) -> None:
 
 @pytest.mark.parametrize("level", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_one_scale_for_what_travels_together(level: int) -> None:
-    """Values of one kernel are 1e4 times those of the other: its own scale would be another."""
+    """The largest value counts, whoever has it, whichever gradient it is in.
+
+    Gradients of one replica are 1e4 times those of the others, which a scale of theirs would make
+    overflow. Those of one kernel are 1e6 times smaller than the other's: with a scale of its own
+    less of them would be lost.
+    """
     config, rule = rule_of("fp16")
-    data = [(1e-4 * x, y) for x, y in batches()]
+    ((x, y),) = batches(steps=1)
+    x, y = 1e-6 * x, np.concatenate([y[:-2], 1e4 * y[-2:]])
     with precision("float64"):
         model = parallel(
             {"data": 4},
-            sgd(),
+            keras.optimizers.SGD(1.0),
             config,
             optimizer=OptimizerConfig(level=level, threshold_kb=0),
             fusion=FusionConfig(mode="size"),
         )
         reference = Reference(
             model=build(),
-            optimizer=sgd(),
+            optimizer=keras.optimizers.SGD(1.0),
             replicas=4,
             rule=rule,
             twice=level == 0,
             one_scale=True,
         )
-        train(model, data)
-        for x, y in data:
-            reference.step(x, y)
+        for one in (model, reference.model):
+            one.layers[0].bias.assign(np.ones(16))  # or the other kernel's would be small, too
+        train(model, [(x, y)])
+        reference.step(x, y)
     assert len(model.plan().exchanges) == 1
     assert_equal(model, reference.model)
 
