@@ -25,6 +25,7 @@ def test_only_these_fields_exist():
         "enable_alltoall",
         "optimizer",
         "fusion",
+        "compression",
         "loss_from_layers",
     ]
     with pytest.raises(TypeError, match="pipeline"):
