@@ -39,12 +39,15 @@ def gradients(
         The loss (scalar), and one whole gradient per trainable variable: None where the loss does
         not depend on it.
 
+    Raises:
+        ValueError: The model's gradients travel compressed.
+
     Example:
         >>> loss, grads = kdist.gradients(model, x, y)
         >>> grads = [g if g is None else tf.clip_by_norm(g, 1.0) for g in grads]
         >>> kdist.apply_gradients(model, grads)
     """
-    parallel, data = attached(model), (x, y, sample_weight)
+    parallel, data = _without_compression(model), (x, y, sample_weight)
     try:
         return _step_for(parallel, data).gradients(data)
     except CannotExpand as reason:
@@ -52,6 +55,18 @@ def gradients(
             f"DTensor cannot run {reason}. The model runs on gathered weights instead."
         )
         return parallel.plain_step.gradients(data)
+
+
+def _without_compression(model: keras.Model) -> Any:
+    """What kdist attached to a model; refuses what a loop of halves cannot do."""
+    parallel = attached(model)
+    if parallel.config.compression is not None and parallel.topology.data_size > 1:
+        raise ValueError(
+            "Gradients travel compressed in fit and train_on_batch; kdist.gradients gives whole "
+            "ones, and error feedback needs both halves of a step. Train with these, or leave "
+            f"compression out. Received: compression={parallel.config.compression!r}"
+        )
+    return parallel
 
 
 def _step_for(parallel: Any, data: Any) -> Step:
@@ -76,7 +91,8 @@ def apply_gradients(model: keras.Model, gradients: Sequence[Any]) -> None:
         gradients: One whole gradient, or None, per trainable variable.
 
     Raises:
-        ValueError: The number of gradients is not that of the trainable variables.
+        ValueError: The number of gradients is not that of the trainable variables, or the model's
+            gradients travel compressed.
     """
     count = len(model.trainable_variables)
     if len(gradients) != count:
@@ -84,7 +100,7 @@ def apply_gradients(model: keras.Model, gradients: Sequence[Any]) -> None:
             "Pass one gradient (or None) per variable of model.trainable_variables: "
             f"{count} of them. Received: {len(gradients)} gradients"
         )
-    attached(model).step_for(None).apply_whole(list(gradients))
+    _without_compression(model).step_for(None).apply_whole(list(gradients))
 
 
 def reduce(model: keras.Model, function: Callable, *data: Any, op: str = "mean") -> Any:

@@ -335,13 +335,6 @@ class Parallel(PlacedModel):
                 "A loop needs the model's loss and optimizer. Call model.compile(optimizer=..., "
                 f"loss=...) first. Received: model={self.model.name!r}"
             )
-        if self.config.compression is not None and self.topology.data_size > 1:
-            raise ValueError(
-                "Gradients travel compressed in fit and train_on_batch; kdist.gradients gives "
-                "whole ones, and error feedback needs both halves of a step. Train with these, "
-                "or leave compression out. "
-                f"Received: compression={self.config.compression!r}"
-            )
         if self.update is None:
             if example is None:
                 raise ValueError(

@@ -157,6 +157,8 @@ class Parts:
         if operation.type != "StridedSlice":
             return None
         whole = operation.inputs[0]
+        while whole.op.type == "Identity":
+            whole = whole.op.inputs[0]
         if whole.op.type == "ReadVariableOp" and self._variable_read_by(whole.op.name) == "weight":
             return "value"
         return self.results.get(_key(whole))

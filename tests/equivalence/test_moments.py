@@ -99,7 +99,7 @@ def test_inspect_counts_half_the_bytes(level: int) -> None:
     whole = kdist.inspect(trained(StateFormatConfig(), level=level)).memory
     half = kdist.inspect(trained(BOTH, level=level)).memory
     for a, b in zip(whole, half):
-        counter = 12  # int64 iterations, float32 learning rate
+        counter = 12 if a.slots else 0  # int64 iterations, float32 learning rate
         assert 2 * (b.slots - counter) == a.slots - counter
         assert (a.device, a.parameters) == (b.device, b.parameters)
     assert sum(m.slots for m in half) > 1000
