@@ -219,6 +219,17 @@ def set_optimizer_strategy(optimizer: Any, strategy: Any) -> None:
     optimizer._distribution_strategy = strategy
 
 
+def keep_one_copy(optimizer: Any) -> None:
+    """Makes an optimizer create slots where the device in scope says, whatever strategy is there.
+
+    On TensorFlow slots are colocated through the strategy, which has to know their references.
+    """
+    create = keras_base_optimizer.BaseOptimizer.add_variable_from_reference
+    object.__setattr__(
+        optimizer, "add_variable_from_reference", functools.partial(create, optimizer)
+    )
+
+
 def member_optimizer(optimizer: Any, variable: keras.Variable) -> Any:
     """The member of a `MultiOptimizer` that updates a variable."""
     if not optimizer.built:

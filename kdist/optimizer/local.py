@@ -77,6 +77,7 @@ def clone(optimizer: Any) -> Any:
         object.__setattr__(optimizer, "_learning_rate", shared)
     copy = type(optimizer).from_config(config)
     _private.adopt_learning_rate(copy, optimizer)
+    _private.keep_one_copy(copy)
     return copy
 
 

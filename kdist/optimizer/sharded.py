@@ -7,6 +7,8 @@ from typing import Any
 
 from kdist.optimizer.config import OptimizerConfig
 from kdist.optimizer.formatted_slots import StateFormatConfig
+from kdist.optimizer.mirrored import MirroredUpdate
+from kdist.optimizer.mirrored import strategy_of as mirrored_strategy
 from kdist.optimizer.wrappers import unwrap
 from kdist.settings import Setting
 
@@ -76,8 +78,10 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
     """A Keras optimizer whose state, gradients and parameters are spread over the replicas.
 
     Under `kdist.parallelize` it says the same as `ParallelConfig(optimizer=OptimizerConfig(...))`.
-    Learning rate, schedules, callbacks, saving and loading work through it as with the optimizer
-    inside. On a single device there is nothing to spread, and it is that optimizer.
+    For a model made in a `tf.distribute.MirroredStrategy` scope and trained by Keras alone, level 1
+    deals optimizer state to the replicas, by whole parameters (see docs/mirrored.md). Learning
+    rate, schedules, callbacks, saving and loading work through it as with the optimizer inside. On
+    a single device there is nothing to spread, and it is that optimizer.
 
     Args:
         inner_optimizer: A Keras optimizer, or its name.
@@ -127,6 +131,8 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
             state_format=state_format,
         )
         self.inner_optimizer = inner
+        # Not an attribute that Keras or TensorFlow would track.
+        object.__setattr__(self, "_mirrored", None)
 
     clipnorm = _delegated("clipnorm")
     clipvalue = _delegated("clipvalue")
@@ -150,11 +156,21 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
         return self.inner_optimizer.variables
 
     def build(self, variables: Any) -> None:
-        """Builds the inner optimizer."""
+        """Builds the inner optimizer; its state on the owners of mirrored variables."""
+        strategy = mirrored_strategy(variables)
+        if strategy is None or self.kdist_config.level == 0:
+            self.build_inner(variables)
+        elif self._mirrored is None:
+            wanted = parallel_optimizer.of(variables)
+            update = MirroredUpdate(self, list(variables), self.kdist_config, wanted, strategy)
+            object.__setattr__(self, "_mirrored", update)
+        self.built = True
+
+    def build_inner(self, variables: Any) -> None:
+        """Builds the inner optimizer as Keras does."""
         if not self.inner_optimizer.built:
             with keras.name_scope(self.inner_optimizer.name, caller=self.inner_optimizer):
                 self.inner_optimizer.build(variables)
-        self.built = True
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         """Updates like the inner optimizer; under `kdist.parallelize` the engine updates."""
@@ -166,7 +182,27 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
             )
         if trainable_variables is not None and not self.built:
             self.build(trainable_variables)
+        if self._mirrored is not None:
+            return self._mirrored.merge(grads, trainable_variables)
         return self.inner_optimizer.apply(grads, trainable_variables)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of optimizer state per device, under a `tf.distribute.MirroredStrategy`.
+
+        Raises:
+            ValueError: There is no such strategy, or nothing has been built yet.
+
+        Example:
+            >>> model.optimizer.state_bytes()
+            {'/device:GPU:0': 41943048, '/device:GPU:1': 41943048}
+        """
+        if self._mirrored is None:
+            raise ValueError(
+                "state_bytes is for models made in a tf.distribute.MirroredStrategy scope, once "
+                "built. Of a parallelized model, kdist.inspect(model) tells. "
+                f"Received: {self.name!r}, built={self.built}"
+            )
+        return self._mirrored.state_bytes()
 
     def scale_loss(self, loss: Any) -> Any:
         """See `keras.optimizers.Optimizer.scale_loss`."""

@@ -305,9 +305,8 @@ class DistributedUpdate:
             object.__setattr__(
                 one.optimizer,
                 "_clip_gradients",
-                lambda gs: [
-                    g if g is None else ops.multiply(g, ops.cast(factor, g.dtype)) for g in gs
-                ],
+                # As Keras multiplies: rows of a table become the whole table's gradient here.
+                lambda gs: [g if g is None else g * ops.cast(factor, g.dtype) for g in gs],
             )
 
     @staticmethod
