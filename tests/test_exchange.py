@@ -150,7 +150,7 @@ def long(*row: Any) -> Any:
     ("axes", "config", "options"),
     [
         ({"data": 4}, MIXED, {"level": 0}),
-        ({"data": 2}, MIXED, {"level": 1}),
+        long({"data": 2}, MIXED, {"level": 1}),
         ({"data": 2, "model": 2}, LOW_RANK, {"optimizer": "Lamb"}),
         long({"data": 4}, MIXED, {"level": 1}),
         long({"data": 4}, CASTS, {"level": 2}),

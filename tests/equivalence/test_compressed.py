@@ -279,6 +279,7 @@ def test_copies_stay_equal_to_the_bit() -> None:
                 np.testing.assert_array_equal(variable.numpy(), 1.0)
 
 
+@pytest.mark.long
 def test_state_starts_anew_with_compile() -> None:
     config, _ = rule_of(WARM)
     with precision("float32"):
@@ -293,7 +294,9 @@ def test_state_starts_anew_with_compile() -> None:
         assert a.shape == b.shape
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "policy", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.long)]
+)
 def test_mixed_precision_learns(policy: str) -> None:
     config = CompressionConfig(patterns={".*up/kernel": WARM, ".*down/kernel": "fp16"})
     data = batches(rows=16, steps=1) * 15
@@ -302,6 +305,7 @@ def test_mixed_precision_learns(policy: str) -> None:
     assert np.isfinite(losses).all() and losses[-1] < 0.98 * losses[0]
 
 
+@pytest.mark.long
 def test_one_replica_sends_nothing() -> None:
     config, _ = rule_of(WARM)
     with precision("float64"):

@@ -30,7 +30,6 @@ ROWS = product(NAMES, (0, 1, 2, 3), ("none",), ("data4", "data2_model2"))
 ROWS += product(("adamw",), (0, 1, 2, 3), COMPOSED, ("data4", "data2_model2"))
 DEFAULT = [
     ("adam", 0, "none", "data2_model2"),
-    ("loss_scale_sgd", 1, "none", "data4"),
 ]
 
 
