@@ -14,14 +14,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist import _private, _private_strategy, strategy_scope
-from kdist.fusion import FusionConfig
 from kdist.layout import WeightLayout
 from kdist.mesh import Topology
 from kdist.optimizer.config import OptimizerConfig
-from kdist.optimizer.fuse import bucket_keys
 from kdist.optimizer.local import scatter_rows
 from kdist.optimizer.partition import Spread, spread
-from kdist.optimizer.update import DistributedUpdate, optimizer_groups, whole_updates
+from kdist.optimizer.update import DistributedUpdate, whole_updates
 from kdist.placement import Placement, place
 from kdist.plain import PlainGradients
 from kdist.program import Traced
@@ -223,10 +221,5 @@ def _deal(
         for v in variables
     ]
     whole = whole_updates(optimizer, variables)
-    groups = optimizer_groups(optimizer, variables)
-
-    def keys(placed: Sequence[Placement]) -> tuple[Any, ...]:
-        return bucket_keys(FusionConfig(), variables, placed, groups, whole, frozenset())
-
     by_parameter = dataclasses.replace(config, partition="parameter")
-    return spread(placements, whole, wanted, by_parameter, topology, keys)
+    return spread(placements, whole, wanted, by_parameter, topology)
