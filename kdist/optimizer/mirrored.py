@@ -115,10 +115,7 @@ class MirroredUpdate(DistributedUpdate):
                 optimizer.build_inner(variables)
             dealt = _deal(optimizer, variables, config, wanted, topology)
             entries = [MirroredCopies(v, p, topology) for v, p in zip(variables, dealt.placements)]
-            locally = not config.gradient_accumulation_shard
-            super().__init__(
-                optimizer, entries, topology, dealt.units, dealt.keys, sum_locally=locally
-            )
+            super().__init__(optimizer, entries, topology, dealt.units, dealt.keys, config)
         self._position = {id(v): i for i, v in enumerate(variables)}
         self._leave_strategy()
 
