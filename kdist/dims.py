@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kdist.mesh import Topology
+from kdist.mesh import PIPE_NAME, Topology
 
 Dim = None | str | tuple[str, ...]
 Dims = tuple[Dim, ...]
@@ -48,6 +48,12 @@ def named_dims(value: Iterable[Any], topology: Topology, what: str) -> Dims:
         ValueError: for another form, an axis that the mesh lacks, or one that stands twice.
     """
     clean = clean_dims(value, what)
+    if PIPE_NAME in {axis for dim in clean for axis in axes_of(dim)} & set(topology.axis_names):
+        raise ValueError(
+            f"In {what}: the axis {PIPE_NAME!r} carries the stages of a pipeline and cuts no "
+            "tensor. Give layers their stage with kdist.PipelineConfig(stages=...) or "
+            f"kdist.set_stage, and cut tensors over other axes. Received: {value!r}"
+        )
     try:
         return tuple(collapse(tuple(map(topology.canonical, axes_of(dim)))) for dim in clean)
     except ValueError as error:

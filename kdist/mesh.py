@@ -1,8 +1,9 @@
 """Meshes: named axes over devices, and the slices that kdist cuts them into.
 
 A `keras.distribution.DeviceMesh` is what the user gives. `Topology` is what the engine reads: which
-axis carries the replicas (`data`, or Keras's own name for it, `batch`), which axes are *inner*
-(everything else: they cut tensors inside one replica), and which devices form each slice.
+axis carries the stages of a pipeline (`pipe`), which the replicas (`data`, or Keras's own name for
+it, `batch`), which axes are *inner* (everything else: they cut tensors inside one replica), and
+which devices form each slice.
 """
 
 import math
@@ -17,6 +18,7 @@ import tensorflow as tf
 
 # The two names of the axis that carries replicas: the field's, and keras.distribution's default.
 DATA_NAMES = ("data", "batch")
+PIPE_NAME = "pipe"
 # Words that DTensor uses in layouts; an axis of that name would be read as the word.
 _RESERVED = ("unsharded", "match", "any")
 _SHOWN_SLICES = 16
@@ -24,16 +26,18 @@ _SHOWN_SLICES = 16
 
 @dataclass(frozen=True)
 class Slice:
-    """The devices that hold one replica of the model, cut over the inner axes.
+    """The devices that hold one replica of the model, or of a stage, cut over the inner axes.
 
     Attributes:
         index: coordinate on the data axis, 0 where the mesh has none.
         devices: TensorFlow device strings such as `"/device:CPU:3"`, one per inner coordinate,
             row-major over the inner axes in the order of the mesh.
+        stage: coordinate on the pipe axis, 0 where the mesh has none.
     """
 
     index: int
     devices: tuple[str, ...]
+    stage: int = 0
 
 
 def mesh(*, devices: Sequence[str] | None = None, **axes: int) -> keras.distribution.DeviceMesh:
@@ -45,8 +49,8 @@ def mesh(*, devices: Sequence[str] | None = None, **axes: int) -> keras.distribu
     Args:
         devices: device names such as `"cpu:0"`, one per mesh position. Defaults to the first
             devices of this process, GPUs where there are any, else CPUs.
-        **axes: size of each axis. `data` (or `batch`) carries replicas; every other name is an
-            inner axis.
+        **axes: size of each axis. `data` (or `batch`) carries replicas, `pipe` the stages of a
+            pipeline; every other name is an inner axis.
 
     Returns:
         A `keras.distribution.DeviceMesh`.
@@ -104,7 +108,9 @@ class Topology:
         shape: their sizes.
         data_axis: the axis that carries replicas, `"data"` or `"batch"`; None where there is none.
         inner_axes: (name, size) of every other axis, in the mesh's order.
-        slices: one per replica, in the order of the data axis.
+        slices: one per stage and replica: the replicas of the first stage in the order of the data
+            axis, then those of the next one.
+        num_stages: number of stages of the pipeline, 1 where there is no `pipe` axis.
     """
 
     axis_names: tuple[str, ...]
@@ -112,6 +118,7 @@ class Topology:
     data_axis: str | None
     inner_axes: tuple[tuple[str, int], ...]
     slices: tuple[Slice, ...]
+    num_stages: int = 1
 
     @classmethod
     def from_mesh(
@@ -131,8 +138,8 @@ class Topology:
 
         Raises:
             ValueError: if the argument is not a `DeviceMesh`; for both `data` and `batch`, a
-                duplicate axis, a `pipe` axis of more than one stage, an inner axis that leaves a
-                process, duplicate or unknown devices, or more devices than exist.
+                duplicate axis, an inner axis that leaves a process, duplicate or unknown devices,
+                or more devices than exist.
 
         Example:
         ```python
@@ -158,24 +165,35 @@ class Topology:
         check_devices_exist(devices, [Device.parse(name) for name in available])
 
         grid = np.array([device.name for device in devices], dtype=object).reshape(shape)
-        if data_axis is not None:
-            grid = np.moveaxis(grid, axis_names.index(data_axis), 0)
-            rows = grid.reshape(grid.shape[0], -1).tolist()
-        else:
-            rows = [grid.flatten().tolist()]
-        inner = [pair for pair in zip(axis_names, shape, strict=True) if pair[0] != data_axis]
-        slices = tuple(Slice(index, tuple(row)) for index, row in enumerate(rows))
-        return cls(axis_names, shape, data_axis, tuple(inner), slices)
+        outer = [name for name in (PIPE_NAME, data_axis) if name in axis_names]
+        grid = np.moveaxis(grid, [axis_names.index(name) for name in outer], range(len(outer)))
+        sizes = dict(zip(axis_names, shape, strict=True))
+        stages, replicas = sizes.get(PIPE_NAME, 1), sizes.get(data_axis, 1)
+        rows = grid.reshape(stages * replicas, -1).tolist()
+        inner = tuple((name, size) for name, size in sizes.items() if name not in outer)
+        slices = tuple(
+            Slice(number % replicas, tuple(row), number // replicas)
+            for number, row in enumerate(rows)
+        )
+        return cls(axis_names, shape, data_axis, inner, slices, stages)
 
     @property
     def data_size(self) -> int:
         """Number of replicas, at least 1."""
-        return len(self.slices)
+        return len(self.slices) // self.num_stages
 
     @property
     def inner_size(self) -> int:
         """Number of devices of one slice, at least 1."""
         return len(self.slices[0].devices)
+
+    def slice_number(self, stage: int, replica: int) -> int:
+        """Number of the slice that computes a stage of a replica."""
+        return stage * self.data_size + replica
+
+    def group(self, stage: int) -> tuple[int, ...]:
+        """Numbers of the slices of a stage, in the order of the data axis."""
+        return tuple(self.slice_number(stage, replica) for replica in range(self.data_size))
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -189,6 +207,13 @@ class Topology:
         """
         if self.data_axis is None:
             return self
+        if self.num_stages > 1:
+            raise ValueError(
+                "A layer that computes over the whole batch (BatchNormalization with "
+                "synchronized=True) cannot be in a pipeline of several replicas: a stage sees one "
+                "micro-batch at a time. Use synchronized=False, or a mesh without `pipe`. "
+                f"Received: mesh {self.describe_axes()}"
+            )
         inner = list(zip(self.axis_names, self.shape, strict=True))
         place = self.axis_names.index(self.data_axis)
         rows = np.array([piece.devices for piece in self.slices], dtype=object)
@@ -229,12 +254,13 @@ class Topology:
     def __str__(self) -> str:
         head = (
             f"mesh {self.describe_axes()}: {len(self.devices)} devices, "
-            f"{self.data_size} slices of {self.inner_size}"
+            f"{len(self.slices)} slices of {self.inner_size}"
         )
         lines = [head, "slice  devices"]
-        for piece in self.slices[:_SHOWN_SLICES]:
+        for number, piece in enumerate(self.slices[:_SHOWN_SLICES]):
             names = " ".join(str(Device.parse(name)) for name in piece.devices)
-            lines.append(f"{piece.index:>5}  {names}")
+            stage = f"  (stage {piece.stage})" if self.num_stages > 1 else ""
+            lines.append(f"{number:>5}  {names}{stage}")
         if len(self.slices) > _SHOWN_SLICES:
             lines.append(f"  ...  {len(self.slices) - _SHOWN_SLICES} more")
         return "\n".join(lines)
@@ -293,11 +319,6 @@ def _check_axes(axis_names: tuple[str, ...], shape: tuple[int, ...]) -> str | No
             raise ValueError(
                 f"The size of axis {name!r} must be an integer of at least 1. {received}"
             )
-    if "pipe" in axis_names and shape[axis_names.index("pipe")] > 1:
-        raise ValueError(
-            "A `pipe` axis of more than one stage is not supported yet (pipeline parallelism is a "
-            f"coming feature). Use pipe=1 or leave the axis out. {received}"
-        )
     names = [name for name in axis_names if name in DATA_NAMES]
     if len(names) > 1:
         raise ValueError(

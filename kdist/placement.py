@@ -16,7 +16,10 @@ from kdist.mesh import Topology
 
 Index = tuple[slice, ...]
 Coordinate = tuple[int, int]
-"""(slice, inner): the data coordinate, and the flat index over the inner axes."""
+"""(slice, inner): number of the slice in the topology, and the flat index over the inner axes."""
+
+Group = tuple[int, ...]
+"""Numbers of slices that compute with the same variables, in the order of the data axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +47,12 @@ class Placement:
         itemsize: Bytes per element.
         layout: The mesh axes that cut each dim.
         shards: The distinct parts, in row-major order of their start.
-        table: `table[slice][inner]` is the number of the shard that compute there uses.
+        table: `table[slice][inner]` is the number of the shard that compute there uses, if it does.
         data_dim: The dim stored sliced over the data axis (ZeRO-3 for this weight), if any.
         resident: The only slice that stores the variable; None if every slice does. Others get
             it before use.
+        groups: The slices of each stage that computes with the variable; one group, of all slices,
+            where the model is not cut into stages.
     """
 
     path: str
@@ -58,6 +63,17 @@ class Placement:
     table: tuple[tuple[int, ...], ...]
     data_dim: int | None = None
     resident: int | None = None
+    groups: tuple[Group, ...] = ()
+
+    @property
+    def home(self) -> Group:
+        """The first group: where a variable that slices share out among themselves is stored."""
+        return self.groups[0] if self.groups else tuple(range(len(self.table)))
+
+    @property
+    def slices(self) -> Group:
+        """The slices that compute with the variable."""
+        return tuple(s for group in self.groups for s in group) if self.groups else self.home
 
     @property
     def is_whole(self) -> bool:
@@ -86,7 +102,7 @@ class Placement:
 
     def stored_bytes(self, coordinate: Coordinate) -> int:
         """Bytes of the variable that a coordinate stores."""
-        if self.source(coordinate) != coordinate:
+        if coordinate not in self.shard_at(coordinate).holders:
             return 0
         return math.prod(self.shard_at(coordinate).shape) * self.itemsize
 
@@ -110,6 +126,7 @@ def place(
     layout: WeightLayout,
     topology: Topology,
     resident: int | None = None,
+    groups: Sequence[Group] = (),
 ) -> Placement:
     """Cuts a variable by its layout and lists who holds each part.
 
@@ -120,27 +137,34 @@ def place(
         layout: The mesh axes that cut each dim.
         topology: The mesh.
         resident: The only slice to store it; every slice by default.
+        groups: See `Placement`; what slices share out is stored by the first group alone.
     """
     shape = tuple(int(n) for n in shape)
     holders: dict[tuple[tuple[int, int], ...], list[Coordinate]] = {}
-    for s in range(topology.data_size):
+    for s, one in enumerate(topology.slices):
         for k in range(topology.inner_size):
-            index = layout.slice_of(shape, topology, coordinate_of(topology, s, k))
+            index = layout.slice_of(shape, topology, coordinate_of(topology, one.index, k))
             holders.setdefault(tuple((i.start, i.stop) for i in index), []).append((s, k))
     keys = sorted(holders)
     number = {c: n for n, key in enumerate(keys) for c in holders[key]}
+    data_dim = layout.data_dim(topology)
+    storing = {s for group in groups for s in group} or set(range(len(topology.slices)))
+    if resident is not None:
+        storing = {resident}
+    elif data_dim is not None and groups:
+        storing = set(groups[0])
     shards = tuple(
         Shard(
             tuple(slice(a, b) for a, b in key),
-            tuple(c for c in holders[key] if resident in (None, c[0])),
+            tuple(c for c in holders[key] if c[0] in storing),
         )
         for key in keys
     )
     table = tuple(
-        tuple(number[s, k] for k in range(topology.inner_size)) for s in range(topology.data_size)
+        tuple(number[s, k] for k in range(topology.inner_size)) for s in range(len(topology.slices))
     )
-    data_dim = layout.data_dim(topology)
-    return Placement(path, shape, itemsize, layout, shards, table, data_dim, resident)
+    groups = tuple(groups)
+    return Placement(path, shape, itemsize, layout, shards, table, data_dim, resident, groups)
 
 
 def coordinate_of(topology: Topology, data: int, inner: int) -> dict[str, int]:
@@ -207,14 +231,20 @@ def assign_owners(
     Returns:
         The units, ordered by variable, shard, rows.
     """
-    every = tuple((s, k) for s in range(topology.data_size) for k in range(topology.inner_size))
+    every = tuple(
+        (s, k) for s in range(len(topology.slices)) for k in range(topology.inner_size)
+    )
     work: list[tuple[int, list[UpdateUnit], list[tuple[Coordinate, ...]]]] = []
     for v, placement in enumerate(placements):
         if whole[v] and not placement.is_whole:
-            near = tuple(c for c in every if placement.resident in (None, c[0]))
+            near = tuple(
+                c
+                for c in every
+                if c[0] in placement.slices and placement.resident in (None, c[0])
+            )
             work.append((placement.nbytes, [UpdateUnit(v, None, every[0])], [(c,) for c in near]))
         elif cut is not None and cut[v]:
-            work.extend(_cut_rows(v, placement, topology.data_size))
+            work.extend(_cut_rows(v, placement))
         elif placement.data_dim is not None:
             work.extend(_cut_over_data(v, placement))
         else:
@@ -246,16 +276,17 @@ def _merged(work: Sequence[Any], together: Sequence[Hashable | None] | None) -> 
     return sorted(merged, key=lambda w: (-w[0], _order(w[1][0][0])))
 
 
-def _cut_rows(v: int, placement: Placement, replicas: int) -> list:
+def _cut_rows(v: int, placement: Placement) -> list:
     """Per shard, its rows, one part per slice, owned by one inner coordinate in all slices."""
     found = []
+    home, replicas = placement.home, len(placement.home)
     for n, shard in enumerate(placement.shards):
         rows = shard.index[0]
         size = (rows.stop - rows.start) // replicas
         spans = [(rows.start + s * size, rows.start + (s + 1) * size) for s in range(replicas)]
-        family = [UpdateUnit(v, n, (s, 0), span) for s, span in enumerate(spans)]
+        family = [UpdateUnit(v, n, (s, 0), span) for s, span in zip(home, spans)]
         inner = sorted({k for _, k in shard.holders})
-        choices = [tuple((s, k) for s in range(replicas)) for k in inner]
+        choices = [tuple((s, k) for s in home) for k in inner]
         found.append((sum(u.nbytes(placement) for u in family), family, choices))
     return found
 
@@ -268,8 +299,8 @@ def _cut_over_data(v: int, placement: Placement) -> list:
     found = []
     for inner, numbers in families.items():
         numbers.sort(key=lambda n: placement.shards[n].holders[0][0])
-        family = [UpdateUnit(v, n, (s, 0)) for s, n in enumerate(numbers)]
-        choices = [tuple((s, k) for s in range(len(family))) for k in inner]
+        family = [UpdateUnit(v, n, (s, 0)) for s, n in zip(placement.home, numbers)]
+        choices = [tuple((s, k) for s in placement.home) for k in inner]
         found.append((sum(u.nbytes(placement) for u in family), family, choices))
     return found
 

@@ -155,7 +155,7 @@ class Plan:
 
     def _count_bucket(self, bucket: Bucket, counts: dict[str, Count]) -> None:
         sizes = [sum(self.unit_bytes(self.units[n]) for n in units) for units in bucket.units]
-        others = self.topology.data_size - 1
+        others = len(self.weights[self.trainable[bucket.members[0]]].slices) - 1
         if bucket.members[0] not in self.compressed:
             counts["reduce"].add([(others, size) for size in sizes])
         holders = [len(set(h) - {o}) for h, o in zip(bucket.holders, bucket.owners)]
@@ -166,7 +166,7 @@ class Plan:
         travels = unit.variable not in self.compressed
         if unit.shard is not None:
             shards = [placement.shards[unit.shard]]
-            parts = [(self.topology.data_size - 1, self.unit_bytes(unit))]
+            parts = [(len(placement.slices) - 1, self.unit_bytes(unit))]
         else:
             shards = list(placement.shards)
             parts = [(int(at != unit.owner), n) for at, n in inner_parts(placement)]
@@ -181,14 +181,14 @@ class Plan:
         counts["broadcast"].add(values)
 
     def _count_gather(self, placement: Placement, count: Count) -> None:
-        replicas = self.topology.data_size
+        users, stored = len(placement.slices), len(placement.home)
         if placement.resident is not None:
             inner = range(self.topology.inner_size)
             at = [(placement.resident, k) for k in inner]
-            count.add([(replicas - 1, placement.stored_bytes(c)) for c in at])
+            count.add([(users - 1, placement.stored_bytes(c)) for c in at])
         if placement.data_dim is not None:
             part = placement.nbytes // len(placement.shards)
-            count.add([(replicas * (replicas - 1) * self.topology.inner_size, part)])
+            count.add([((users - 1) * stored * self.topology.inner_size, part)])
 
     def summary(self, console: Console | None = None) -> None:
         """Prints the plan as tables.
@@ -278,7 +278,8 @@ def inner_parts(placement: Placement) -> list[tuple[Coordinate, int]]:
         bytes.
     """
     parts = []
-    for s, numbers in enumerate(placement.table):
+    for s in placement.slices:
+        numbers = placement.table[s]
         seen = set()
         for k in range(len(numbers)):
             index = placement.inner_index(k)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kdist import _private
@@ -11,7 +12,7 @@ from kdist.declare import ResolvedShard, declarations, resolve_declaration
 from kdist.dims import Dims
 from kdist.layout import WeightLayout, match_pattern, resolve_layouts
 from kdist.mesh import Topology
-from kdist.placement import Placement, place
+from kdist.placement import Group, Placement, place
 from kdist.variables import Stored, distribute, stored
 
 import keras
@@ -80,14 +81,29 @@ def _match_outputs(
 
 
 def placements(
-    model: keras.Model, layouts: ModelLayouts, topology: Topology
+    model: keras.Model,
+    layouts: ModelLayouts,
+    topology: Topology,
+    groups: Mapping[int, Sequence[Group]] | None = None,
 ) -> list[tuple[keras.Variable, Placement]]:
-    """Where each weight of the model goes."""
+    """Where each weight of the model goes.
+
+    Args:
+        model: The model.
+        layouts: Its layouts.
+        topology: The mesh.
+        groups: By identity of a weight, the slices of each stage that uses it; by default every
+            slice uses every weight.
+    """
     placed = []
     for variable in model.weights:
         layout = layouts.weights[id(variable)]
         itemsize = tf.as_dtype(variable.dtype).size
-        placed.append((variable, place(variable.path, variable.shape, itemsize, layout, topology)))
+        where = () if groups is None else groups[id(variable)]
+        placement = place(
+            variable.path, variable.shape, itemsize, layout, topology, groups=where
+        )
+        placed.append((variable, placement))
     return placed
 
 

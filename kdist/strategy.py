@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist.dims import Dims, axes_of, clean_dims, collapse, named_dims
-from kdist.mesh import Topology
+from kdist.mesh import PIPE_NAME, Topology
 
 Strategy = tuple[None | str | int | tuple[str, ...], ...]
 
@@ -126,7 +126,11 @@ def _dims_of_counts(
     counts: Sequence[Any], topology: Topology, operand: str, batch_dim: bool
 ) -> Dims:
     """Finds the one choice of axes that gives the cut counts."""
-    axes = [axis for axis in topology.axis_names if topology.axis_size(axis) > 1]
+    axes = [
+        axis
+        for axis in topology.axis_names
+        if topology.axis_size(axis) > 1 and axis != PIPE_NAME
+    ]
     choices: list[Dims] = [()]
     for index, count in enumerate(counts):
         data_too = batch_dim and index == 0

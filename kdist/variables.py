@@ -97,7 +97,7 @@ class Stored:
             value = tf.convert_to_tensor(self.locals[source].value)
             return value if source == at else tf.identity(value)
         parts = {}
-        for s in range(len(placement.table)):
+        for s in placement.home:
             shard = placement.shard_at((s, at[1]))
             parts[placement.table[s][at[1]]] = (shard.index, self.locals[s, at[1]].value)
         return assemble(list(parts.values()))

@@ -95,9 +95,24 @@ def test_mesh_refuses_data_and_batch_together():
         mesh(data=2, batch=2)
 
 
-def test_mesh_refuses_a_pipe_of_several_stages():
-    with pytest.raises(ValueError, match="pipeline parallelism is a coming feature"):
-        mesh(pipe=2, data=2)
+def test_slices_of_stages_and_replicas():
+    made = topology(data=2, pipe=2, model=2)
+    # Position (data, pipe, model) is device 4 * data + 2 * pipe + model.
+    assert [[int(d[-1]) for d in piece.devices] for piece in made.slices] == [
+        [0, 1],
+        [4, 5],
+        [2, 3],
+        [6, 7],
+    ]
+    assert [(piece.stage, piece.index) for piece in made.slices] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert (made.num_stages, made.data_size, made.inner_size) == (2, 2, 2)
+    assert made.inner_axes == (("model", 2),)
+    assert made.group(1) == (2, 3) and made.slice_number(1, 0) == 2
+
+
+def test_data_cannot_move_inside_a_pipeline():
+    with pytest.raises(ValueError, match="synchronized=False.*Received: mesh pipe=2, data=2"):
+        topology(pipe=2, data=2).with_data_inside()
 
 
 def test_mesh_refuses_words_of_dtensor_as_names():
@@ -147,7 +162,8 @@ def test_topology_of_data_alone():
 
 def test_axes_of_size_one_are_kept():
     made = topology(pipe=1, data=1, model=2, seq=1)
-    assert made.inner_axes == (("pipe", 1), ("model", 2), ("seq", 1))
+    assert made.inner_axes == (("model", 2), ("seq", 1))
+    assert made.num_stages == 1
     assert made.data_size == 1
 
 

@@ -111,7 +111,7 @@ def make_buckets(
     for (variable, spread, _), numbers in families.items():
         numbers.sort(key=lambda n: units[n].owner[0])
         owners = tuple(units[n].owner for n in numbers)
-        if spread and [s for s, _ in owners] != list(range(len(placements[variable].table))):
+        if spread and tuple(s for s, _ in owners) != placements[variable].home:
             continue
         shards = [placements[variable].shards[units[n].shard or 0] for n in numbers]
         holders = tuple(shard.holders for shard in shards)

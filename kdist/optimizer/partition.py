@@ -113,11 +113,11 @@ def residents(
 
     Biggest first, to the least loaded slice (longest-processing-time rule, Graham 1969).
     """
-    load = [0] * topology.data_size
+    load = [0] * len(topology.slices)
     where: list[int | None] = [None] * len(placements)
     dealt = [i for i, d in enumerate(decisions) if d.how == "parameter"]
     for i in sorted(dealt, key=lambda i: (-placements[i].nbytes, i)):
-        slice_number = min(range(len(load)), key=lambda s: (load[s], s))
+        slice_number = min(placements[i].home, key=lambda s: (load[s], s))
         load[slice_number] += placements[i].nbytes
         where[i] = slice_number
     return where
@@ -205,4 +205,4 @@ def _cut_rows(layout: WeightLayout, topology: Topology) -> WeightLayout:
 def _again(
     old: Placement, topology: Topology, layout: WeightLayout, resident: int | None = None
 ) -> Placement:
-    return place(old.path, old.shape, old.itemsize, layout, topology, resident)
+    return place(old.path, old.shape, old.itemsize, layout, topology, resident, old.groups)
