@@ -27,6 +27,9 @@ from kdist.optimizer.config import OptimizerConfig  # noqa: E402
 from kdist.optimizer.formatted_slots import StateFormatConfig  # noqa: E402
 from kdist.optimizer.sharded import ShardedOptimizer, set_parallel_optimizer  # noqa: E402
 from kdist.parallel import parallelize  # noqa: E402
+from kdist.pipeline.config import PipelineConfig  # noqa: E402
+from kdist.pipeline.model import PipelineModel  # noqa: E402
+from kdist.pipeline.stages import set_stage  # noqa: E402
 from kdist.plan import Plan  # noqa: E402
 
 __version__ = "0.1.0"
@@ -37,6 +40,8 @@ __all__ = [
     "Inspection",
     "OptimizerConfig",
     "ParallelConfig",
+    "PipelineConfig",
+    "PipelineModel",
     "Plan",
     "PowerSGD",
     "ShardedOptimizer",
@@ -54,5 +59,6 @@ __all__ = [
     "reduce",
     "set_comm_fusion",
     "set_parallel_optimizer",
+    "set_stage",
     "shard",
 ]

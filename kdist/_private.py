@@ -329,10 +329,40 @@ def compute_loss(
     return model._compute_loss(x, y, y_pred, sample_weight, training=training)
 
 
+def flat_inputs(functional: Any, inputs: Any) -> list[Any]:
+    """Inputs of a `Functional` as its call takes them: flat, as tensors, of the expected ranks.
+
+    An optional input that is not given is None.
+    """
+    return list(functional._standardize_inputs(inputs))
+
+
+@contextlib.contextmanager
+def as_model_call(layer: keras.Layer) -> Iterator[None]:
+    """Makes a layer that stands for a part of a model take inputs as they are, as a model does."""
+    before = layer._convert_input_args, layer._allow_non_tensor_positional_args
+    layer._convert_input_args, layer._allow_non_tensor_positional_args = False, True
+    try:
+        yield
+    finally:
+        layer._convert_input_args, layer._allow_non_tensor_positional_args = before
+
+
+def takes_training(operation: Any) -> bool:
+    """Whether a `Functional` passes its `training` argument on to an operation."""
+    return getattr(operation, "_call_has_training_arg", False)
+
+
 def pack_outputs(functional: Any, outputs: Sequence[Any]) -> Any:
     """Flat outputs of a `Functional` in the structure that its `call` returns."""
     packed = keras.tree.pack_sequence_as(functional._outputs_struct, list(outputs))
     return packed
+
+
+def model_outputs(functional: Any, outputs: Sequence[Any]) -> Any:
+    """What calling a `Functional` returns for flat outputs: a single one without its list."""
+    packed = pack_outputs(functional, outputs)
+    return packed[0] if isinstance(packed, list | tuple) and len(packed) == 1 else packed
 
 
 @contextlib.contextmanager

@@ -7,8 +7,9 @@ from typing import Any, Literal
 from kdist.compression import CompressionConfig
 from kdist.fusion import FusionConfig
 from kdist.layout import read_layout_map
-from kdist.mesh import Topology
+from kdist.mesh import PIPE_NAME, Topology
 from kdist.optimizer.config import OptimizerConfig
+from kdist.pipeline.config import PipelineConfig
 
 import keras
 
@@ -56,6 +57,10 @@ class ParallelConfig:
     """How gradients travel over the data axis: cast to 16 bits, or as low-rank factors. None: as
     they are."""
 
+    pipeline: PipelineConfig | None = None
+    """How the model is cut into stages over the mesh's `pipe` axis, and in which order they work.
+    Goes with that axis: both or none."""
+
     loss_from_layers: Literal["mean", "sum"] = "mean"
     """How values that layers give to `add_loss` are combined over replicas. `"mean"`: weighted by
     each replica's number of examples, right for values that are means over examples, which
@@ -86,11 +91,39 @@ class ParallelConfig:
                 "compression is a kdist.CompressionConfig(patterns=..., rest=...), or None. "
                 f"Received: compression={self.compression!r}"
             )
+        self._check_pipeline(topology)
         if self.loss_from_layers not in ("mean", "sum"):
             raise ValueError(
                 "loss_from_layers is 'mean' (values that layers give to add_loss are means over "
                 "examples) or 'sum' (they are sums). "
                 f"Received: loss_from_layers={self.loss_from_layers!r}"
+            )
+
+    def _check_pipeline(self, topology: Topology) -> None:
+        if self.pipeline is not None and not isinstance(self.pipeline, PipelineConfig):
+            raise ValueError(
+                "pipeline is a kdist.PipelineConfig(micro_batches=...). "
+                f"Received: pipeline={self.pipeline!r}"
+            )
+        if (self.pipeline is None) == (PIPE_NAME in topology.axis_names):
+            raise ValueError(
+                "The mesh axis 'pipe' and pipeline=kdist.PipelineConfig(micro_batches=...) go "
+                "together. Add what is missing, as in kdist.mesh(pipe=2, data=4), or drop both. "
+                f"Received: mesh {topology.describe_axes()}, pipeline={self.pipeline}"
+            )
+        if self.pipeline is None:
+            return
+        self.pipeline.schedule_for(topology.num_stages)
+        if self.compression is not None:
+            raise ValueError(
+                "Gradients of a pipeline are not compressed yet. Leave out compression, or the "
+                f"axis 'pipe'. Received: compression={self.compression!r}"
+            )
+        if topology.inner_size > 1:
+            raise ValueError(
+                "A pipeline over inner axes is not supported yet: a stage is one device per "
+                "replica. Use the axes 'pipe' and 'data' alone. "
+                f"Received: mesh {topology.describe_axes()}"
             )
 
     @property
@@ -113,5 +146,7 @@ class ParallelConfig:
         lines.append(f"  fusion: {self.fusion}")
         if self.compression is not None:
             lines += [f"  {line}" for line in str(self.compression).splitlines()]
+        if self.pipeline is not None:
+            lines.append(f"  pipeline: {self.pipeline}")
         lines.append(f"  loss_from_layers: {self.loss_from_layers}")
         return "\n".join(lines)

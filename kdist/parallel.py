@@ -19,11 +19,14 @@ from kdist.contract import adapt_callbacks, as_spec, is_built, peek, predict_fun
 from kdist.fusion import FusionConfig
 from kdist.metrics import overrides
 from kdist.optimizer.update import DistributedUpdate
+from kdist.pipeline.program import PipelineProgram
+from kdist.pipeline.runner import PipelineRunner
+from kdist.pipeline.step import PipelineStep
 from kdist.placed import PlacedModel
 from kdist.plain import PlainRunner
 from kdist.program import Program
 from kdist.programs import make_program
-from kdist.segmented import SegmentedProgram
+from kdist.segmented import SegmentedProgram, as_node
 from kdist.segmented_runner import SegmentedRunner
 from kdist.spmd_runner import SpmdRunner
 from kdist.spmd_step import SpmdFunction, SpmdStep
@@ -228,6 +231,9 @@ class Parallel(PlacedModel):
         mean = self.config.loss_from_layers == "mean"
         xla = self.jit_compile is True
         level = self.optimizer_config.level
+        if self.staged is not None:
+            wrap = functools.partial(as_node, jit_compile=xla)
+            return PipelineProgram(self.model, mean, self.staged, wrap)
         return make_program(self.model, self.topology, level, sizes, mean, xla)
 
     def _make(self, kind: str, force: bool) -> None:
@@ -355,6 +361,9 @@ class Parallel(PlacedModel):
         """Steps on one device per slice."""
         assert self.program is not None
         runner: PlainRunner
+        if isinstance(self.program, PipelineProgram):
+            pipeline = PipelineRunner(self.program, self._trainable(), self.topology)
+            return PipelineStep(self, pipeline)
         if isinstance(self.program, SegmentedProgram):
             keep = self.optimizer_config.keep_gathered
             runner = SegmentedRunner(

@@ -14,6 +14,7 @@ from kdist.optimizer.fuse import bucket_keys
 from kdist.optimizer.partition import Spread, spread
 from kdist.optimizer.sharded import config_for, parallel_optimizer
 from kdist.optimizer.update import DistributedUpdate, optimizer_groups, whole_updates
+from kdist.pipeline.stages import StagedModel
 from kdist.placement import Placement
 from kdist.plan import Plan, make_plan
 from kdist.programs import one_segment
@@ -37,6 +38,7 @@ class PlacedModel:
         level: The level of optimizer parallelism that the weights are placed for.
         update: The distributed optimizer, once trained.
         batch_axis: The data axis where it is inside DTensor (see `Topology.with_data_inside`).
+        staged: How the model is cut into stages, once it is built, if it is a pipeline.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
@@ -49,6 +51,7 @@ class PlacedModel:
         self.batch_axis: str | None = None
         self.level = 0
         self.update: DistributedUpdate | None = None
+        self.staged: StagedModel | None = None
 
     def place(self) -> None:
         """Resolves the layouts and moves the weights to their devices, once."""
@@ -59,9 +62,17 @@ class PlacedModel:
                 self.topology = self.topology.with_data_inside()
             self.layouts = ModelLayouts(self.model, self.config, self.topology)
             self._refuse_compression()
-            self.entries = place_weights(
-                placements(self.model, self.layouts, self.topology), self.topology
-            )
+            if self.config.pipeline is not None:
+                self.staged = StagedModel.of(self.model, self.config.pipeline, self.topology)
+            self.entries = place_weights(self._placements(), self.topology)
+
+    def _placements(self) -> list[tuple[keras.Variable, Placement]]:
+        """Where the layouts and the stages alone put each weight."""
+        assert self.layouts is not None
+        groups = None
+        if self.staged is not None:
+            groups = self.staged.groups(self.model, self.topology)
+        return placements(self.model, self.layouts, self.topology, groups)
 
     def _refuse_compression(self) -> None:
         """Checks patterns, and that there is something to compress, before anything moves."""
@@ -100,11 +111,9 @@ class PlacedModel:
 
     def spread(self) -> Spread:
         """How optimizer parallelism spreads the trainable parameters; the weights are placed."""
-        assert self.layouts is not None
         variables = self.model.trainable_variables
         optimizer = self.model.optimizer if self.model.compiled else None
-        placed = placements(self.model, self.layouts, self.topology)
-        by_layout = {id(v): placement for v, placement in placed}
+        by_layout = {id(v): placement for v, placement in self._placements()}
         whole = whole_updates(optimizer, variables)
         groups = optimizer_groups(optimizer, variables)
         classes = self.classes()
@@ -183,7 +192,9 @@ class PlacedModel:
         trainable = [position[id(v)] for v in self.model.trainable_variables]
         spread = self.spread()
         notes = list(self.fallbacks)
-        if spread.config.level >= 2 and (reason := one_segment(self.model, self.topology)):
+        if self.staged is not None:
+            notes.append(self.staged.describe())
+        elif spread.config.level >= 2 and (reason := one_segment(self.model, self.topology)):
             notes.append(reason)
         if self.batch_axis is not None:
             notes.append(

@@ -212,21 +212,12 @@ class Program:
         scope = self._scope(params, carried)
         with scope:
             outputs = self._call(x, training)
-            terms = [
-                SharedLoss(loss, kind, shares[k], rows_share)
-                for k, (loss, kind) in enumerate(zip(self._losses(), self.kinds))
-            ]
-            values = []
-            if terms:
-                seen = outputs if view is None else view(outputs)
-                with _private.replaced_losses(self.model, terms):
-                    values.append(self.model._compile_loss(y, seen, sample_weight))
+            seen = outputs if view is None else view(outputs)
+            value, terms = self.compiled_loss(seen, y, sample_weight, shares, rows_share)
+            values = [] if value is None else [value]
             values += self._extra_losses(scope, rows_share, first)
         if not values:
-            raise ValueError(
-                "There is no loss to minimise. Pass `loss=` to `compile()`, or call `add_loss` in "
-                f"a layer. Received: model={self.model.name!r}"
-            )
+            raise self.no_loss()
         self.traced(training).counts_by_data = any(t.counts_by_data for t in terms)
         total = values[0] if len(values) == 1 else ops.sum(ops.stack(values))
         return {
@@ -236,6 +227,26 @@ class Program:
             "outputs": outputs,
             "masks": self._masks(outputs),
         }
+
+    def compiled_loss(
+        self, outputs: Any, y: Any, sample_weight: Any, shares: Any, rows_share: Any
+    ) -> tuple[Any, list[SharedLoss]]:
+        """A part's value of what `compile` got as loss, None without one, and its terms."""
+        terms = [
+            SharedLoss(loss, kind, shares[k], rows_share)
+            for k, (loss, kind) in enumerate(zip(self._losses(), self.kinds))
+        ]
+        if not terms:
+            return None, []
+        with _private.replaced_losses(self.model, terms):
+            return self.model._compile_loss(y, outputs, sample_weight), terms
+
+    def no_loss(self) -> ValueError:
+        """What is wrong with a model that has nothing to minimise."""
+        return ValueError(
+            "There is no loss to minimise. Pass `loss=` to `compile()`, or call `add_loss` in "
+            f"a layer. Received: model={self.model.name!r}"
+        )
 
     def counts(
         self,

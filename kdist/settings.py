@@ -44,12 +44,15 @@ class Setting(Generic[T]):
         gone = weakref.ref(target, lambda _: self._given.pop(key, None))
         self._given[key] = (gone, next(_order), value)
 
+    def given(self) -> list[tuple[Any, T]]:
+        """Every target that still exists, with its value, in the order in which they were given."""
+        found = [(r(), value) for r, _, value in sorted(self._given.values(), key=lambda g: g[1])]
+        return [(target, value) for target, value in found if target is not None]
+
     def of(self, variables: Iterable[keras.Variable]) -> list[T | None]:
         """The value that counts for each variable, None without one."""
         reached: dict[int, T] = {}
-        for reference, _, value in sorted(self._given.values(), key=lambda given: given[1]):
-            target = reference()
-            if target is not None:
-                own = [target] if isinstance(target, keras.Variable) else target.weights
-                reached.update((id(variable), value) for variable in own)
+        for target, value in self.given():
+            own = [target] if isinstance(target, keras.Variable) else target.weights
+            reached.update((id(variable), value) for variable in own)
         return [reached.get(id(v)) for v in variables]

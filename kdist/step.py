@@ -60,8 +60,7 @@ class Step:
         self, batch: SplitBatch, results: Sequence[dict[str, Any]], loss: Any
     ) -> dict[str, Any]:
         """Everything after the slices' compute: update, state, metrics."""
-        traced = self.program.trained
-        combine(self.program.state, traced.updated, [r["updated"] for r in results], batch)
+        self._combine(self.program.trained.updated, [r["updated"] for r in results], batch)
         self.apply_results(results)
         return self._logs(batch, results, loss)
 
@@ -97,7 +96,7 @@ class Step:
     ) -> list[Any]:
         """Combines state; returns one whole gradient, or None, per trainable variable."""
         traced = self.program.trained
-        combine(self.program.state, traced.updated, [r["updated"] for r in results], batch)
+        self._combine(traced.updated, [r["updated"] for r in results], batch)
         reduced = self.runner.gradient_at([r["gradients"] for r in results])
         whole: list[Any] = [None] * len(self.program.state.trainable)
         for v in traced.connected:
@@ -127,7 +126,7 @@ class Step:
         state, traced = self.program.state, self.program.tested
         kept = [j for j, i in enumerate(traced.updated) if i >= len(state.fixed)]
         positions = [traced.updated[j] for j in kept]
-        combine(state, positions, [[r["updated"][j] for j in kept] for r in results], batch)
+        self._combine(positions, [[r["updated"][j] for j in kept] for r in results], batch)
         return self._logs(batch, results, loss)
 
     def predict(self, data: Any) -> Any:
@@ -140,6 +139,11 @@ class Step:
         """Cuts what the data pipeline yields over the slices."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         return split(x, y, sample_weight, self.topology.data_size)
+
+    def _combine(
+        self, updated: Sequence[int], values: Sequence[Sequence[Any]], batch: SplitBatch
+    ) -> None:
+        combine(self.program.state, updated, values, batch)
 
     def _scale(self) -> Any:
         return None if self.update is None else self.update.scale()

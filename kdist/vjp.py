@@ -78,16 +78,7 @@ class Vjp:
             cotangents: Gradient of each output; those of outputs that take none are not looked at.
         """
         given = [cotangents[i] for i in self._cotangents]
-        flat = iter(self._call_backward(*params, *saved, *given))
-        found: list[Any] = []
-        for kind in self._kinds:
-            if kind is None:
-                found.append(None)
-            elif kind == "dense":
-                found.append(next(flat))
-            else:
-                values, indices = next(flat), next(flat)
-                found.append(tf.IndexedSlices(values, indices, tf.constant(kind, indices.dtype)))
+        found = unflatten(self._kinds, self._call_backward(*params, *saved, *given))
         return found[: self._sizes[0]], found[self._sizes[0] :]
 
     def takes_cotangent(self, output: int) -> bool:
@@ -97,14 +88,14 @@ class Vjp:
     def _joint(self, *flat: Any) -> list[Any]:
         count, _ = self._sizes
         params, inputs = list(flat[:count]), list(flat[count:])
-        watched = [t for t in (*params, *inputs) if t.dtype.is_floating]
+        watched = self._sources(params, inputs)
         graph = tf.compat.v1.get_default_graph()
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(watched)
             outputs = [tf.identity(t) for t in self._function(params, inputs)]
         self._outputs = outputs
         self._forward_ops = {op.name for op in graph.get_operations()}
-        self._cotangents = [i for i, t in enumerate(outputs) if t.dtype.is_floating]
+        self._cotangents = self._targets(outputs)
         self._given = [
             tf.compat.v1.placeholder(outputs[i].dtype, outputs[i].shape) for i in self._cotangents
         ]
@@ -117,6 +108,14 @@ class Vjp:
         ]
         self._arguments, self._watched = (params, inputs), watched
         return outputs
+
+    def _sources(self, params: list[Any], inputs: list[Any]) -> list[Any]:
+        """What may get a gradient."""
+        return [t for t in (*params, *inputs) if t.dtype.is_floating]
+
+    def _targets(self, outputs: list[Any]) -> list[int]:
+        """Positions of the outputs that take a cotangent."""
+        return [i for i, t in enumerate(outputs) if t.dtype.is_floating]
 
     @staticmethod
     def _refuse_variables(graph: Any) -> None:
@@ -150,9 +149,14 @@ class Vjp:
             [j for j, x in enumerate(inputs) if sparse.depends_on(t, [x])] for t in self._outputs
         ]
         forward = joint.prune(feeds=[*params, *inputs], fetches=[*self._outputs, *saved])
-        backward = joint.prune(feeds=[*params, *saved, *self._given], fetches=fetches)
-        self._call_forward, self._call_backward = wrap(forward), wrap(backward)
+        self._call_forward = wrap(forward)
+        self._cut_backward(joint, wrap, [*params, *saved, *self._given], fetches)
         del self._given, self._found, self._arguments, self._watched
+
+    def _cut_backward(
+        self, joint: Any, wrap: Callable, feeds: Sequence[Any], fetches: Sequence[Any]
+    ) -> None:
+        self._call_backward = wrap(joint.prune(feeds=feeds, fetches=fetches))
 
     def _frontier(self, fetches: Sequence[Any], depends: dict[str, bool]) -> list[Any]:
         """Forward tensors that the backward part needs and that depend on inputs."""
@@ -170,6 +174,27 @@ class Vjp:
             elif depends[tensor.op.name]:
                 saved[tensor.ref()] = tensor
         return list(saved.values())
+
+
+def unflatten(kinds: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+    """Gradients from the flat tensors of a backward function.
+
+    Args:
+        kinds: Per gradient: None (there is none), "dense", or the shape of the table of one that is
+            rows, whose values and indices are two tensors.
+        tensors: The tensors.
+    """
+    flat = iter(tensors)
+    found: list[Any] = []
+    for kind in kinds:
+        if kind is None:
+            found.append(None)
+        elif kind == "dense":
+            found.append(next(flat))
+        else:
+            values, indices = next(flat), next(flat)
+            found.append(tf.IndexedSlices(values, indices, tf.constant(kind, indices.dtype)))
+    return found
 
 
 def dependencies(graph: Any, params: Sequence[Any], inputs: Sequence[Any]) -> dict[str, bool]:

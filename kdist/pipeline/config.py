@@ -1,0 +1,90 @@
+"""What the user says about a pipeline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from kdist.pipeline.schedule import Schedule, get_schedule
+from kdist.pipeline.validate import validate
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How a model is trained as a pipeline over the mesh's `pipe` axis.
+
+    Each replica's part of a batch is cut into micro-batches that follow each other through the
+    stages, in the order of a schedule.
+
+    Raises:
+        ValueError: For a number that is not a positive integer, an unknown schedule, or stages of
+            another form. What depends on the mesh and the model is checked by `kdist.parallelize`.
+
+    Example:
+    ```python
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(pipe=4, data=2),
+        pipeline=kdist.PipelineConfig(micro_batches=8, schedule="1f1b"),
+    )
+    ```
+    """
+
+    micro_batches: int
+    """Micro-batches per step and replica, m. A batch need not divide: sizes differ by at most one
+    row, and every row counts the same."""
+
+    schedule: str | os.PathLike[str] | Schedule = "1f1b"
+    """`"gpipe"`, `"1f1b"`, `"interleaved"`, `"zero_bubble"`, a `kdist.pipeline.Schedule`, or the
+    path of a CSV file with one (see docs/pipeline.md)."""
+
+    stages: Literal["auto"] | Mapping[str, int] = "auto"
+    """`"auto"`: stages of about equal time with small boundaries. A mapping of layer name, or regex
+    of whole names, to stage fixes these layers; the others follow their neighbours. With several
+    chunks a stage here is a *virtual* stage, from 0 to p * v - 1. `kdist.set_stage` says the same
+    for one layer."""
+
+    chunks: int | None = None
+    """Parts of the model per stage, v. None: 2 for `"interleaved"`, what a file or an object has,
+    else 1."""
+
+    def __post_init__(self) -> None:
+        get_schedule("gpipe", stages=1, micro_batches=self.micro_batches)
+        if self.chunks is not None and not (_is_stage(self.chunks) and self.chunks > 0):
+            raise ValueError(f"chunks is an integer from 1 on. Received: chunks={self.chunks!r}")
+        if isinstance(self.stages, Mapping):
+            object.__setattr__(self, "stages", dict(self.stages))
+            wrong = {k: v for k, v in self.stages.items() if not _is_stage(v)}
+            if wrong or not all(isinstance(key, str) for key in self.stages):
+                raise ValueError(
+                    "stages maps names (or regexes) of layers to integers from 0 on. "
+                    f"Received: {wrong or self.stages!r}"
+                )
+        elif self.stages != "auto":
+            raise ValueError(
+                "stages is 'auto' or a mapping of layer name, or regex, to stage. "
+                f"Received: stages={self.stages!r}"
+            )
+
+    def schedule_for(self, stages: int) -> Schedule:
+        """The schedule for a number of stages, proved to run.
+
+        Raises:
+            ValueError: It has no form for this number, or does not pass the proof.
+        """
+        schedule = get_schedule(
+            self.schedule, stages=stages, micro_batches=self.micro_batches, chunks=self.chunks
+        )
+        validate(schedule)
+        return schedule
+
+    def __str__(self) -> str:
+        name = self.schedule.name if isinstance(self.schedule, Schedule) else self.schedule
+        chunks = "" if self.chunks is None else f", {self.chunks} chunks"
+        stages = "auto" if self.stages == "auto" else f"{len(self.stages)} patterns"
+        return f"{name}, {self.micro_batches} micro-batches{chunks}, stages {stages}"
+
+
+def _is_stage(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,70 @@
+"""`PipelineModel`: `parallelize` for a pipeline alone, under a name of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from kdist.config import ParallelConfig
+from kdist.mesh import mesh
+from kdist.parallel import parallelize
+from kdist.pipeline.config import PipelineConfig
+from kdist.pipeline.schedule import Schedule
+
+import keras
+
+
+def PipelineModel(  # noqa: N802: a public name like that of a class, as MindSpore's PipelineCell
+    model: keras.Model,
+    stages: int,
+    micro_batches: int,
+    schedule: str | os.PathLike[str] | Schedule = "1f1b",
+    *,
+    chunks: int | None = None,
+    assignment: Literal["auto"] | Mapping[str, int] = "auto",
+    data: int = 1,
+    **options: Any,
+) -> keras.Model:
+    """Makes a model train, evaluate and predict as a pipeline.
+
+    The same as `kdist.parallelize` with a mesh of `pipe` and `data`; see `kdist.PipelineConfig`. The
+    same idea is MindSpore's `PipelineCell(net, micro_size)`.
+
+    Args:
+        model: A Functional or Sequential model.
+        stages: Number of stages, each on a device of its own (per replica).
+        micro_batches: Micro-batches per step and replica.
+        schedule: See `PipelineConfig.schedule`.
+        chunks: See `PipelineConfig.chunks`.
+        assignment: See `PipelineConfig.stages`.
+        data: Number of replicas.
+        **options: Further fields of `ParallelConfig`.
+
+    Returns:
+        The same model object.
+
+    Raises:
+        ValueError: For what `PipelineConfig`, `ParallelConfig` and `parallelize` refuse.
+
+    Example:
+        >>> model = kdist.PipelineModel(build_model(), stages=4, micro_batches=8)
+        >>> model.compile("adam", "mse")
+        >>> model.fit(x, y)
+    """
+    fixed = {"mesh", "pipeline"} & set(options)
+    known = {field.name for field in dataclasses.fields(ParallelConfig)}
+    if fixed or not set(options) <= known:
+        raise ValueError(
+            "PipelineModel takes the fields of kdist.ParallelConfig other than mesh and pipeline, "
+            "which it makes. For a mesh of your own use kdist.parallelize. "
+            f"Received: {sorted(fixed or set(options) - known)}"
+        )
+    pipeline = PipelineConfig(
+        micro_batches=micro_batches, schedule=schedule, stages=assignment, chunks=chunks
+    )
+    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
+        raise ValueError(f"stages is an integer from 1 on. Received: stages={stages!r}")
+    made = mesh(pipe=stages, data=data)
+    return parallelize(model, ParallelConfig(mesh=made, pipeline=pipeline, **options))

@@ -1,0 +1,159 @@
+"""One model cut into the stages of one pipeline: what each computes, which variables it uses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kdist import _private
+from kdist.mesh import Topology
+from kdist.pipeline.config import PipelineConfig
+from kdist.pipeline.graph import Graph
+from kdist.pipeline.model_graph import ModelGraph, graph_of
+from kdist.pipeline.partition import Partition, partition
+from kdist.pipeline.schedule import Schedule
+from kdist.placement import Group
+from kdist.settings import Setting
+
+import keras
+
+stage_setting: Setting[int] = Setting("kdist.set_stage")
+"""What `set_stage` said."""
+
+
+def set_stage(layer: Any, stage: int) -> Any:
+    """Fixes the pipeline stage of a layer, and of all layers inside it.
+
+    It is the stage of the layer's first call; later calls (of a tied head) follow their neighbours,
+    or are named "layer#1" in `PipelineConfig(stages={...})`. Layers without a stage follow their
+    neighbours. With several chunks per stage it is the virtual stage. The same idea is MindSpore's
+    `Cell.pipeline_stage`. Takes effect in `kdist.parallelize`; the last call counts.
+
+    Args:
+        layer: A layer or nested model.
+        stage: From 0 on.
+
+    Returns:
+        The layer.
+
+    Raises:
+        ValueError: For another target or stage.
+
+    Example:
+        >>> for number, block in enumerate(blocks):
+        ...     kdist.set_stage(block, number // 2)
+    """
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+        raise ValueError(f"A stage is an integer from 0 on. Received: stage={stage!r}")
+    if not isinstance(layer, keras.layers.Layer):
+        raise ValueError(
+            "kdist.set_stage takes a keras layer or a nested model. "
+            f"Received: {layer!r} of type {type(layer).__name__}"
+        )
+    stage_setting.set(layer, stage)
+    return layer
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedModel:
+    """A model's cut into stages, and their schedule. Made without touching a device.
+
+    Attributes:
+        schedule: Who computes what in which order.
+        described: The model's graph.
+        partition: Which node is on which virtual stage.
+    """
+
+    schedule: Schedule
+    described: ModelGraph
+    partition: Partition
+
+    @classmethod
+    def of(cls, model: keras.Model, config: PipelineConfig, topology: Topology) -> StagedModel:
+        """Cuts a built model.
+
+        Raises:
+            ValueError: The model has no graph, or no such cut exists.
+        """
+        schedule = config.schedule_for(topology.num_stages)
+        described = graph_of(model)
+        stages = {} if config.stages == "auto" else config.stages
+        graph = _with_settings(described, described.graph.assign(stages))
+        return cls(schedule, described, partition(graph, schedule.virtual_stages))
+
+    def stage_of(self, virtual: int) -> int:
+        """The stage that runs a virtual stage."""
+        return virtual % self.schedule.num_stages
+
+    def users(self) -> dict[int, tuple[int, ...]]:
+        """By identity of a variable, the virtual stages that use it, ascending."""
+        found: dict[int, list[int]] = {}
+        named = self.partition.graph.named
+        for virtual, names in enumerate(self.partition.stages):
+            for name in names:
+                for key in named[name].parameters:
+                    stages = found.setdefault(id(self.described.variables[key]), [])
+                    if virtual not in stages:
+                        stages.append(virtual)
+        return {key: tuple(stages) for key, stages in found.items()}
+
+    def groups(self, model: keras.Model, topology: Topology) -> dict[int, tuple[Group, ...]]:
+        """By identity of a weight, the slices of each stage that uses it.
+
+        A weight that no layer of the graph uses lives with the first stage.
+        """
+        users = self.users()
+        found = {}
+        for variable in model.weights:
+            stages = sorted({self.stage_of(v) for v in users.get(id(variable), (0,))})
+            found[id(variable)] = tuple(topology.group(stage) for stage in stages)
+        return found
+
+    def describe(self) -> str:
+        """The schedule and what each stage has, in a few lines."""
+        schedule = self.schedule
+        lines = [
+            f"pipeline: {schedule.name}, {schedule.num_stages} stages, "
+            f"{schedule.micro_batches} micro-batches"
+        ]
+        for virtual, names in enumerate(self.partition.stages):
+            chunk = f", chunk {virtual // schedule.num_stages}" if schedule.chunks > 1 else ""
+            ends = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+            lines.append(f"  stage {self.stage_of(virtual)}{chunk}: {ends}")
+        lines += [f"  tied: {key} on stages {users}" for key, users in self.partition.tied.items()]
+        return "\n".join(lines)
+
+    def inputs_of(self, virtual: int) -> tuple[str, ...]:
+        """The model's inputs that a virtual stage is given with the batch."""
+        graph = self.partition.graph
+        named = graph.named
+        used = {tensor for name in self.partition.stages[virtual] for tensor in named[name].inputs}
+        if virtual == self.schedule.virtual_stages - 1:
+            used |= set(graph.outputs)
+        return tuple(name for name in graph.inputs if name in used)
+
+    def reads(self, virtual: int) -> tuple[str, ...]:
+        """Tensors that a virtual stage gets from the one before."""
+        return self.partition.boundaries[virtual - 1] if virtual else ()
+
+    def writes(self, virtual: int) -> tuple[str, ...]:
+        """Tensors that a virtual stage sends on."""
+        last = virtual == self.schedule.virtual_stages - 1
+        return () if last else self.partition.boundaries[virtual]
+
+
+def _with_settings(described: ModelGraph, graph: Graph) -> Graph:
+    """Fixes what `set_stage` fixed and no pattern did."""
+    wanted: dict[int, int] = {}
+    for layer, stage in stage_setting.given():
+        wanted.update((id(one), stage) for one in _private.flat_layers(layer))
+    found: dict[str, int] = {}
+    seen: set[int] = set()
+    for node in graph.nodes:
+        operation = described.sources[node.name].node.operation
+        first = id(operation) not in seen
+        seen.add(id(operation))
+        if first and node.stage is None and id(operation) in wanted:
+            found[node.name] = wanted[id(operation)]
+    nodes = (dataclasses.replace(n, stage=found.get(n.name, n.stage)) for n in graph.nodes)
+    return dataclasses.replace(graph, nodes=tuple(nodes))
