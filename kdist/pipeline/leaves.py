@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 
@@ -34,3 +35,20 @@ def specs(tensors: Sequence[Any]) -> list[tf.TensorSpec]:
 def signature(tensors: Sequence[Any]) -> tuple:
     """Tells apart what needs a trace of its own."""
     return tuple((tuple(t.shape), t.dtype.name) for t in tensors)
+
+
+def general(parts: Sequence[Any]) -> Any:
+    """What to trace with for parts of one structure, whose sizes may differ."""
+    first = parts[0]
+    if len({signature(leaves(part)) for part in parts}) == 1:
+        return first
+
+    def relaxed(*tensors: Any) -> Any:
+        if tensors[0] is None or isinstance(tensors[0], tf.SparseTensor):
+            return tensors[0]
+        shape = tensors[0].shape
+        for tensor in tensors[1:]:
+            shape = shape.most_specific_compatible_shape(tensor.shape)
+        return tf.TensorSpec(shape, tensors[0].dtype)
+
+    return keras.tree.map_structure(relaxed, *parts)

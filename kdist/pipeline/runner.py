@@ -13,10 +13,11 @@ from typing import Any
 
 from kdist.batch import SplitBatch
 from kdist.mesh import Topology
-from kdist.pipeline.flow import Flow
+from kdist.pipeline.flow import Flow, carried_value
 from kdist.pipeline.functions import Pass
 from kdist.pipeline.gradients import PipelineGradients
 from kdist.pipeline.instructions import Instruction
+from kdist.pipeline.leaves import general
 from kdist.pipeline.micro import MicroBatches
 from kdist.pipeline.order import Chain, execution_order, forward_only
 from kdist.pipeline.program import PipelineProgram
@@ -76,7 +77,8 @@ class PipelineRunner(PlainRunner):
             [(self.program.inputs_by_name(x), y, w) for x, y, w in row] for row in micro.parts
         ]
         terms = len(self.program.kinds) if with_loss else None
-        functions = self.program.functions(wanted, named[0][0], terms)
+        example = general([part for row in named for part in row])
+        functions = self.program.functions(wanted, example, terms)
         shares = None
         if terms is not None:
             shares = micro.term_shares(self._counted(micro, wanted, terms), terms)
@@ -116,7 +118,8 @@ class PipelineRunner(PlainRunner):
         many = len(micro.parts) * len(micro.parts[0]) > 1
         if not (many and terms and self.program.traced(wanted.training).counts_by_data):
             return None
-        function = self.program.count_function(micro.parts[0][0], wanted.training)
+        example = general([part for row in micro.parts for part in row])
+        function = self.program.count_function(example, wanted.training)
         counted = []
         for r, device in enumerate(self.devices):
             with tf.device(device):
@@ -136,8 +139,6 @@ class PipelineRunner(PlainRunner):
             entry = self.entries[position]
             group = entry.placement.home
             return entry.whole_at(group[replica])
-        from kdist.pipeline.flow import carried_value
-
         variable = self.program.state.carried[position - count]
         return carried_value(self.program.state, variable, replica, self.topology, 0)
 
