@@ -148,7 +148,7 @@ class Vjp:
         self.flows = [
             [j for j, x in enumerate(inputs) if sparse.depends_on(t, [x])] for t in self._outputs
         ]
-        forward = joint.prune(feeds=[*params, *inputs], fetches=[*self._outputs, *saved])
+        forward = pruned(joint, [*params, *inputs], [*self._outputs, *saved])
         self._call_forward = wrap(forward)
         self._cut_backward(joint, wrap, [*params, *saved, *self._given], fetches)
         del self._given, self._found, self._arguments, self._watched
@@ -156,7 +156,7 @@ class Vjp:
     def _cut_backward(
         self, joint: Any, wrap: Callable, feeds: Sequence[Any], fetches: Sequence[Any]
     ) -> None:
-        self._call_backward = wrap(joint.prune(feeds=feeds, fetches=fetches))
+        self._call_backward = wrap(pruned(joint, feeds, fetches))
 
     def _frontier(self, fetches: Sequence[Any], depends: dict[str, bool]) -> list[Any]:
         """Forward tensors that the backward part needs and that depend on inputs."""
@@ -174,6 +174,16 @@ class Vjp:
             elif depends[tensor.op.name]:
                 saved[tensor.ref()] = tensor
         return list(saved.values())
+
+
+def pruned(function: Any, feeds: Sequence[Any], fetches: Sequence[Any]) -> Any:
+    """The part of a wrapped function between tensors of its graph.
+
+    TensorFlow's `prune` also copies what is before the feeds, without using it; an assertion there
+    would run, on inputs that nobody feeds. Pruning the copy leaves that behind.
+    """
+    once = function.prune(list(feeds), list(fetches))
+    return once.prune(once.inputs, once.outputs)
 
 
 def unflatten(kinds: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
@@ -198,9 +208,13 @@ def unflatten(kinds: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
 
 
 def dependencies(graph: Any, params: Sequence[Any], inputs: Sequence[Any]) -> dict[str, bool]:
-    """Per operation of a graph, whether it depends on an input, rather than on parameters alone."""
+    """Per operation of a graph, whether it depends on an input, rather than on parameters alone.
+
+    What waits for something (an assertion about a batch of unknown size) depends on it.
+    """
     sources = {t.op.name for t in inputs}
     found: dict[str, bool] = {}
     for op in graph.get_operations():
-        found[op.name] = op.name in sources or any(found.get(t.op.name, True) for t in op.inputs)
+        used = [*(t.op for t in op.inputs), *op.control_inputs]
+        found[op.name] = op.name in sources or any(found.get(one.name, True) for one in used)
     return found

@@ -7,12 +7,17 @@ from typing import Any
 
 from kdist import sparse
 from kdist.mesh import Topology
-from kdist.placement import Coordinate, UpdateUnit
+from kdist.placement import Coordinate, Index, UpdateUnit
 from kdist.plain import add_gradients, part_of
 from kdist.program import Traced
 from kdist.variables import Stored
 
 import tensorflow as tf
+
+
+def shape_of(index: Index) -> tuple[int, ...]:
+    """Shape of the part of a variable at `index`."""
+    return tuple(i.stop - i.start for i in index)
 
 
 class PipelineGradients:
@@ -63,11 +68,13 @@ class PipelineGradients:
 
     def local(self, variable: int, at: Coordinate) -> Any:
         """See `GradientSource`."""
-        gradient = self.gradients.get(at[0], {}).get(variable)
-        if gradient is None:
-            return None
         placement = self.entries[variable].placement
+        if at[0] not in placement.slices:
+            return None
         index = placement.inner_index(at[1])
+        gradient = self.gradients.get(at[0], {}).get(variable)
+        if gradient is None:  # of a tied weight, on a stage through which no gradient flows
+            return tf.zeros(shape_of(index), self.entries[variable].variable.dtype)
         return part_of(tf.convert_to_tensor(gradient), index, placement.shape)
 
     def reduced(self, variables: Sequence[int], gradient: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist.vjp import PureFunction, Vjp, unflatten
+from kdist.vjp import PureFunction, Vjp, pruned, unflatten
 
 import tensorflow as tf
 
@@ -70,9 +70,9 @@ class StageVjp(Vjp):
         # With nothing to compute, the first half still is an operation, to be ordered and seen.
         passed = [] if inward else list(self._given)
         self._inward, self._kept = len(inward), len(kept)
-        self._call_input = wrap(joint.prune(feeds=feeds, fetches=[*inward, *kept, *passed]))
+        self._call_input = wrap(pruned(joint, feeds, [*inward, *kept, *passed]))
         if weights:
-            self._call_weight = wrap(joint.prune(feeds=[*feeds, *kept], fetches=weights))
+            self._call_weight = wrap(pruned(joint, [*feeds, *kept], weights))
 
     def backward_input(
         self, params: Sequence[Any], saved: Sequence[Any], cotangents: Sequence[Any]

@@ -13,6 +13,7 @@ from kdist.pipeline.leaves import leaves, rebuild, signature, specs
 from kdist.pipeline.stages import StagedModel
 from kdist.program import Program
 from kdist.sparse import LookUp
+from kdist.vjp import pruned
 
 import keras
 import tensorflow as tf
@@ -178,7 +179,7 @@ class CountFunction:
         whole = tf.compat.v1.wrap_function(count, wanted)
         needed = _ancestors(whole.outputs)
         self.used = [i for i, t in enumerate(whole.inputs[: len(wanted)]) if t.op.name in needed]
-        self._call = whole.prune([whole.inputs[i] for i in self.used], whole.outputs)
+        self._call = pruned(whole, [whole.inputs[i] for i in self.used], whole.outputs)
         self.variables = sum(sizes)
 
     def __call__(self, variable: Callable[[int], Any], part: Any, rows: Any) -> Any:

@@ -62,6 +62,12 @@ class Run:
         return int(np.prod(sizes)) if sizes else 1
 
     @property
+    def micro_batches(self) -> int:
+        """How many micro-batches each replica's part is split into."""
+        pipeline = self.config.get("pipeline")
+        return 1 if pipeline is None else pipeline.micro_batches
+
+    @property
     def layouts(self) -> Mapping[str, Layout] | Callable[[Any], Any]:
         """The layouts that the parallel run uses."""
         if self.layout_map is not None:
@@ -84,7 +90,7 @@ def _plain(model: keras.Model, run: Run) -> keras.Model:
 
 
 def _parts(model: keras.Model, run: Run) -> keras.Model:
-    return reference_parts(model, run.replicas)
+    return reference_parts(model, run.replicas, micro_batches=run.micro_batches)
 
 
 def _equal_parts(model: keras.Model, run: Run) -> keras.Model:
@@ -325,7 +331,8 @@ def train_batches(run: Run, engine: str, sizes: Sequence[int]) -> Outcome:
 def reference_engine(run: Run) -> str:
     """Engine of the reference: "parts" where the split is part of the mathematics, or "plain"."""
     synchronized = any(feature.synchronized for feature in run.features)
-    splits = run.case.has_batchnorm and run.replicas > 1 and not synchronized
+    several = run.replicas * run.micro_batches > 1
+    splits = run.case.has_batchnorm and several and not synchronized
     return "parts" if splits else "plain"
 
 

@@ -4,7 +4,8 @@ A BatchNormalization layer with `synchronized=False` normalises each replica's p
 that part's own statistics, so data parallelism is, on purpose, not the whole batch on one device.
 It is one device that runs every part in training mode from the same moving statistics, adds up the
 parts' losses by their weight in the whole batch, applies one update, and takes the mean of the
-parts' moving statistics.
+parts' moving statistics. In a pipeline a part is several micro-batches, which a device runs one
+after the other: the next one finds the moving statistics as the one before left them.
 
 The parts' predictions are joined before the loss is computed once over the whole batch. That weighs
 the parts right for every reduction, mask and sample weight, without a formula of its own.
@@ -66,6 +67,7 @@ class _PartsMixin:
 
     _parts: int
     _weighting: str
+    _micro_batches: int
 
     def _run_parts(self, xs: Sequence[Any], shares: Sequence[float]) -> tuple[list, list]:
         states = self.non_trainable_weights
@@ -74,10 +76,13 @@ class _PartsMixin:
         for x, share in zip(xs, shares, strict=True):
             for state, value in zip(states, start, strict=True):
                 state.assign(value)
-            predictions.append(self(x, training=True))
-            loss = _call_losses(self)
-            if loss is not None:
-                losses.append(share * loss)
+            examples = int(tree.flatten(x)[0].shape[0])
+            sizes = [size for size in part_sizes(examples, self._micro_batches) if size]
+            for micro_batch, size in zip(_split(x, sizes), sizes, strict=True):
+                predictions.append(self(micro_batch, training=True))
+                loss = _call_losses(self)
+                if loss is not None:
+                    losses.append(share * size / examples * loss)
             ends.append([tf.identity(state.value) for state in states])
         for state, values in zip(states, zip(*ends, strict=True), strict=True):
             state.assign(tf.add_n(values) / tf.cast(len(values), values[0].dtype))
@@ -116,7 +121,9 @@ class _PartsMixin:
         return self.compute_metrics(x, y, y_pred, sample_weight=weight)
 
 
-def reference_parts(model: keras.Model, parts: int, weighting: str = "examples") -> keras.Model:
+def reference_parts(
+    model: keras.Model, parts: int, weighting: str = "examples", micro_batches: int = 1
+) -> keras.Model:
     """Makes `model.fit` train on contiguous parts of each batch, on one device.
 
     Compile the model with `run_eagerly=True`: sizes of parts must be known numbers.
@@ -126,6 +133,7 @@ def reference_parts(model: keras.Model, parts: int, weighting: str = "examples")
         parts: How many parts a batch is split into; a batch with fewer examples gives fewer.
         weighting: "examples", or "equal", which is wrong when sizes differ and exists to prove that
             the harness notices.
+        micro_batches: How many micro-batches a part is split into.
 
     Returns:
         The same model.
@@ -141,5 +149,5 @@ def reference_parts(model: keras.Model, parts: int, weighting: str = "examples")
         raise ValueError(f"parts must be 1 or more. Received: parts={parts}")
     base = type(model)
     model.__class__ = type(f"Parts{base.__name__}", (_PartsMixin, base), {})
-    model._parts, model._weighting = parts, weighting
+    model._parts, model._weighting, model._micro_batches = parts, weighting, micro_batches
     return model
