@@ -1,5 +1,6 @@
 """Training callbacks of kdist, imported as `kdist.callbacks`."""
 
 from kdist.callbacks.comm_fusion import CommFusion
+from kdist.callbacks.pipeline_timeline import PipelineTimeline
 
-__all__ = ["CommFusion"]
+__all__ = ["CommFusion", "PipelineTimeline"]

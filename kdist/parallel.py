@@ -20,6 +20,7 @@ from kdist.fusion import FusionConfig
 from kdist.metrics import overrides
 from kdist.optimizer.update import DistributedUpdate
 from kdist.pipeline.program import PipelineProgram
+from kdist.pipeline.recorder import Recorder
 from kdist.pipeline.runner import PipelineRunner
 from kdist.pipeline.step import PipelineStep
 from kdist.placed import PlacedModel
@@ -125,6 +126,7 @@ class Parallel(PlacedModel):
         program: The model's pure functions, once compiled and used.
         batch_specs: Of (x, y, sample_weight), once trained.
         live: The analysed step, by rows of its batch; see `kdist.memory`.
+        recorder: Notes when a pipeline's training steps ran what, if set.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
@@ -133,6 +135,7 @@ class Parallel(PlacedModel):
         self.program: Program | None = None
         self.batch_specs: Any = None
         self.live: dict[int, Any] = {}
+        self.recorder: Recorder | None = None
         self._spmd_runner: SpmdRunner | None = None
 
     def install(self) -> None:
@@ -362,7 +365,9 @@ class Parallel(PlacedModel):
         assert self.program is not None
         runner: PlainRunner
         if isinstance(self.program, PipelineProgram):
-            pipeline = PipelineRunner(self.program, self._trainable(), self.topology)
+            pipeline = PipelineRunner(
+                self.program, self._trainable(), self.topology, lambda: self.recorder
+            )
             return PipelineStep(self, pipeline)
         if isinstance(self.program, SegmentedProgram):
             keep = self.optimizer_config.keep_gathered

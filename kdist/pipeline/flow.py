@@ -15,6 +15,7 @@ from kdist.pipeline.instructions import (
     Instruction,
 )
 from kdist.pipeline.micro import MicroBatches
+from kdist.pipeline.recorder import Recorder, Stamps
 from kdist.program import ModelState
 from kdist.segmented import joined
 from kdist.sparse import add, is_sparse
@@ -68,11 +69,37 @@ class Flow:
         self._results: list[Any] = [None] * len(parts)
         self._losses: list[Any] = []
 
-    def run(self, one: Instruction) -> tf.Operation | None:
-        """Does an instruction; returns the operation of the graph that computes it."""
+    def run(self, one: Instruction, recorder: Recorder | None = None) -> tuple[Any, Any]:
+        """Does an instruction.
+
+        Returns:
+            The first and the last operation of the graph that belong to it, None without one.
+        """
         virtual = one.virtual_stage(self.runner.schedule.num_stages)
+        act = _ACTIONS[type(one)]
         with tf.device(self.device(one.stage)), tf.name_scope(self.name(one)):
-            return _ACTIONS[type(one)](self, virtual, one.micro_batch)
+            if recorder is None:
+                operation = act(self, virtual, one.micro_batch)
+                return operation, operation
+            arrived = recorder.now(self._incoming(one, virtual))
+            start = recorder.now([arrived])
+            with tf.control_dependencies([start]):
+                operation = act(self, virtual, one.micro_batch)
+            with tf.control_dependencies([operation or start.op]):
+                end = tf.timestamp()
+            recorder.add(self.replica, one, Stamps(arrived, start, end))
+            return start.op, end.op
+
+    def _incoming(self, one: Instruction, virtual: int) -> list[Any]:
+        """What an instruction gets from another virtual stage."""
+        if isinstance(one, Forward):
+            sent = self._sent.get((virtual - 1, one.micro_batch))
+            found = [] if sent is None else [*sent.boundary.values(), *sent.masks.values()]
+        elif isinstance(one, BackwardWeight):
+            found = []
+        else:
+            found = self._returned.get((virtual + 1, one.micro_batch), [])
+        return [t for t in found if t is not None]
 
     def name(self, one: Instruction) -> str:
         """What the graph calls an instruction."""

@@ -96,10 +96,8 @@ class Chain:
     def __init__(self) -> None:
         self.last: tf.Operation | None = None
 
-    def add(self, operation: tf.Operation | None) -> None:
-        """The next call; nothing where the work is done by no operation of a graph."""
-        if operation is None:
-            return
-        if self.last is not None:
-            _private.run_after(operation, [self.last])
-        self.last = operation
+    def add(self, first: tf.Operation | None, last: tf.Operation | None) -> None:
+        """The next call: its first and its last operation; None where no graph computes it."""
+        if first is not None and self.last is not None:
+            _private.run_after(first, [self.last])
+        self.last = self.last if last is None else last

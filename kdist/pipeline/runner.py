@@ -8,7 +8,7 @@ gradients back, gradients add up where the parameters are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.batch import SplitBatch
@@ -21,6 +21,7 @@ from kdist.pipeline.leaves import general
 from kdist.pipeline.micro import MicroBatches
 from kdist.pipeline.order import Chain, execution_order, forward_only
 from kdist.pipeline.program import PipelineProgram
+from kdist.pipeline.recorder import Recorder
 from kdist.pipeline.schedule import Schedule
 from kdist.plain import PlainRunner
 from kdist.variables import Stored
@@ -35,14 +36,20 @@ class PipelineRunner(PlainRunner):
         program: The functions.
         entries: `Stored` of each trainable variable.
         topology: The mesh.
+        recorder: Gives what records when training steps ran what, if they are to be recorded.
     """
 
     program: PipelineProgram
 
     def __init__(
-        self, program: PipelineProgram, entries: Sequence[Stored], topology: Topology
+        self,
+        program: PipelineProgram,
+        entries: Sequence[Stored],
+        topology: Topology,
+        recorder: Callable[[], Recorder | None] = lambda: None,
     ) -> None:
         super().__init__(program, entries, topology)
+        self.recorder = recorder
         self.staged = program.staged
         self.schedule = program.staged.schedule
 
@@ -87,20 +94,21 @@ class PipelineRunner(PlainRunner):
             for r in range(self.topology.data_size)
         ]
         chains: dict[tuple[int, int], Chain] = {}
+        recorder = self.recorder() if wanted.differentiate else None
+        if recorder is not None:
+            recorder.begin(schedule)
         for one in execution_order(schedule, self._written(functions)):
             for r, flow in enumerate(flows):
                 with self._instantiated_cheaply():
-                    operation = flow.run(one)
-                chains.setdefault((r, one.stage), self.chain()).add(self.ordered(one, operation))
+                    first, last = flow.run(one, recorder)
+                self._order(one, chains.setdefault((r, one.stage), Chain()), first, last)
+        if recorder is not None:
+            recorder.end(lambda r, stage: flows[r].device(stage))
         return [flow.result() for flow in flows]
 
-    def chain(self) -> Chain:
-        """What enforces the order of one stage of one replica."""
-        return Chain()
-
-    def ordered(self, one: Instruction, operation: Any) -> Any:
-        """The operation that an instruction became; a hook for tests."""
-        return operation
+    def _order(self, one: Instruction, chain: Chain, first: Any, last: Any) -> None:
+        """Puts an instruction after the one before on its stage."""
+        chain.add(first, last)
 
     def _written(self, functions: Sequence[Any]) -> dict[str, list[int]]:
         """State that forward passes write, with the virtual stages that use it."""
