@@ -389,6 +389,18 @@ def run_after(operation: tf.Operation, others: Sequence[tf.Operation]) -> None:
     operation._add_control_inputs([op for op in others if op is not operation])
 
 
+def run_independently(operation: tf.Operation | None) -> None:
+    """Takes a stateful operation of the graph being traced out of TensorFlow's automatic order.
+
+    A `tf.function` runs everything that is stateful and has no variable (a clock, an assertion, a
+    function with one inside) one after the other, in the order of the trace, on all devices.
+    """
+    if operation is not None:
+        manager = operation.graph.experimental_acd_manager
+        if manager is not None:
+            manager.run_independently(operation)
+
+
 ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
 """The methods through which a Keras optimizer writes variables."""
 

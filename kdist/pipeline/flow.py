@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kdist import _private
 from kdist.batch import join
 from kdist.pipeline.functions import Saved, StageFunctions
 from kdist.pipeline.instructions import (
@@ -85,8 +86,7 @@ class Flow:
             start = recorder.now([arrived])
             with tf.control_dependencies([start]):
                 operation = act(self, virtual, one.micro_batch)
-            with tf.control_dependencies([operation or start.op]):
-                end = tf.timestamp()
+            end = recorder.now([start.op if operation is None else operation])
             recorder.add(self.replica, one, Stamps(arrived, start, end))
             return start.op, end.op
 
@@ -299,5 +299,8 @@ def _operation(tensors: Sequence[Any]) -> tf.Operation | None:
     for tensor in tensors:
         if tensor is not None:
             tensor = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
-            return None if tf.executing_eagerly() else tensor.op
+            if tf.executing_eagerly():
+                return None
+            _private.run_independently(tensor.op)
+            return tensor.op
     return None

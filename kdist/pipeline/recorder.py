@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, cast
 
+from kdist import _private
 from kdist.pipeline.communication import incoming
 from kdist.pipeline.instructions import Instruction
 from kdist.pipeline.schedule import Schedule
@@ -52,10 +53,12 @@ class Recorder:
 
     @staticmethod
     def now(after: Sequence[Any]) -> Any:
-        """The clock of the device in scope, once some tensors are there."""
-        here = [tf.identity(t) for t in after]
+        """The clock of the device in scope, once some tensors are there, or operations done."""
+        here = [t if isinstance(t, tf.Operation) else tf.identity(t) for t in after]
         with tf.control_dependencies(here):
-            return tf.timestamp()
+            time = tf.timestamp()
+        _private.run_independently(time.op)
+        return time
 
     def add(self, replica: int, one: Instruction, stamps: Stamps) -> None:
         """Notes an instruction's clock readings."""
