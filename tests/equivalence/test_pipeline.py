@@ -1,0 +1,226 @@
+"""Pipelines equal one device that runs the same micro-batches in order."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from .features import BY_NAME as FEATURES
+from .harness import compare
+from .matrix import spread
+from .optimizer_zoo import OPTIMIZERS
+from .pairwise import Row, cover, spanning
+from .zoo import BY_NAME, CLASSES, GPT, MLP, RESNET, TOKENS, VOCABULARY, WIDTH, Case
+
+LAYERS = 8
+
+
+def _deep() -> keras.Model:
+    x = inputs = keras.Input((12,), name="features")
+    for i in range(LAYERS):
+        h = keras.layers.Dense(12, activation="tanh", name=f"dense{i}")(x)
+        # Skips a layer, so that boundaries carry two tensors wherever the model is cut.
+        x = h if i % 2 else keras.layers.Add(name=f"add{i}")([x, h])
+    return keras.Model(inputs, keras.layers.Dense(CLASSES, name="head")(x), name="deep")
+
+
+def _tied() -> keras.Model:
+    """Embedding and head are one table, on the first and on the last stage."""
+    x = inputs = keras.Input((TOKENS,), dtype="int32", name="tokens")
+    table = keras.layers.ReversibleEmbedding(VOCABULARY, WIDTH, tie_weights=True, name="table")
+    x = table(x)
+    for i in range(LAYERS):
+        x = keras.layers.Dense(WIDTH, activation="tanh", name=f"dense{i}")(x)
+    return keras.Model(inputs, table(x, reverse=True), name="tied")
+
+
+def _dropout() -> keras.Model:
+    x = inputs = keras.Input((12,), name="features")
+    x = keras.layers.Dense(12, "tanh", name="first")(x)
+    x = keras.layers.Dropout(0.5, seed=7, name="drop0")(x)
+    x = keras.layers.BatchNormalization(momentum=0.7, name="norm")(x)
+    x = keras.layers.Dropout(0.5, seed=8, name="drop1")(x)
+    return keras.Model(inputs, keras.layers.Dense(CLASSES, name="head")(x), name="dropout")
+
+
+def _shared_state() -> keras.Model:
+    x = inputs = keras.Input((12,), name="features")
+    norm = keras.layers.BatchNormalization(momentum=0.7, name="norm")
+    for i in range(3):
+        x = norm(keras.layers.Dense(12, "tanh", name=f"dense{i}")(x))
+    return keras.Model(inputs, keras.layers.Dense(CLASSES, name="head")(x), name="shared_state")
+
+
+DEEP = dataclasses.replace(MLP, name="deep", build=_deep)
+TIED = dataclasses.replace(GPT, name="tied", build=_tied, zero_gradient_paths=())
+DROPOUT = dataclasses.replace(MLP, name="dropout", build=_dropout, has_batchnorm=True)
+SHARED_STATE = dataclasses.replace(
+    MLP, name="shared_state", build=_shared_state, has_batchnorm=True
+)
+
+FACTORS = {
+    "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble"),
+    "stages": (2, 4),
+    "micro_batches": (2, 3, 4),
+    "data": (1, 2),
+    "level": (0, 1, 2, 3),
+    "accumulation": (1, 2),
+    "precision": ("float64", "mixed_float16", "mixed_bfloat16"),
+    "tied": (False, True),
+}
+
+
+def _cost(row: Row) -> float:
+    return (1 + row["tied"]) * row["stages"] * (1 + row["data"]) * row["micro_batches"]
+
+
+COVERED = cover(FACTORS)
+ROWS = [tuple(row.values()) for row in COVERED]
+DEFAULT = [tuple(row.values()) for row in spanning(COVERED, _cost)]
+
+
+def pipeline(**options: Any) -> Any:
+    import kdist
+
+    return kdist.PipelineConfig(**options)
+
+
+def optimizer_config(level: int) -> Any:
+    import kdist
+
+    return kdist.OptimizerConfig(level=level, threshold_kb=0)
+
+
+@pytest.mark.parametrize(tuple(FACTORS), spread(ROWS, DEFAULT))
+def test_combination_equals_one_device(
+    schedule: str,
+    stages: int,
+    micro_batches: int,
+    data: int,
+    level: int,
+    accumulation: int,
+    precision: str,
+    tied: bool,
+    engine: str,
+) -> None:
+    scaled = precision == "mixed_float16"
+    options = {} if accumulation == 1 else {"gradient_accumulation_steps": accumulation}
+    make = OPTIMIZERS["loss_scale_sgd" if scaled else "adam"]
+    if precision == "mixed_bfloat16":
+        make = OPTIMIZERS["sgd_momentum"]
+    compare(
+        TIED if tied else DEEP,
+        {"pipe": stages, "data": data},
+        optimizer=lambda **more: make(**options, **more),
+        engine=engine,
+        dtype=precision,
+        config={
+            "pipeline": pipeline(micro_batches=micro_batches, schedule=schedule),
+            "optimizer": optimizer_config(level),
+        },
+    )
+
+
+MODELS = (
+    ("gpt", 4, 1, 4, "1f1b", "adam", "none"),
+    ("gpt_tied", 2, 2, 2, "1f1b", "lamb", "global_clipnorm"),
+    ("gpt_tied", 2, 1, 4, "interleaved", "adam", "none"),
+    ("encoder", 3, 2, 3, "1f1b", "adam", "sample_weight"),
+    ("encoder", 2, 2, 2, "1f1b", "adam", "mean_with_sample_weight"),
+    ("resnet", 2, 1, 4, "1f1b", "adam", "none"),
+    ("resnet", 4, 2, 3, "gpipe", "adam", "none"),
+    ("lstm", 2, 2, 2, "1f1b", "adam", "none"),
+    ("two_tower", 3, 1, 3, "1f1b", "adam", "sample_weight"),
+    ("dlrm", 2, 2, 2, "1f1b", "sgd_momentum", "clipnorm"),
+    ("shared_mlp", 3, 1, 3, "1f1b", "adafactor", "kernel_regularizer"),
+    ("mlp", 3, 2, 3, "zero_bubble", "lamb", "global_clipnorm"),
+    ("mlp", 2, 2, 3, "1f1b", "adam", "activity_regularizer"),
+    ("mlp", 2, 2, 3, "1f1b", "adam", "add_loss"),
+    ("mlp", 2, 2, 3, "1f1b", "adam", "reduction_sum"),
+    ("mlp", 2, 2, 3, "1f1b", "adamw", "ema"),
+    ("mlp", 2, 2, 3, "1f1b", "multi", "frozen"),
+    ("mlp", 2, 2, 3, "1f1b", "adam", "own_compute_metrics"),
+    ("mlp", 2, 2, 3, "1f1b", "adam", "three_steps_per_execution"),
+    ("mlp", 2, 2, 3, "1f1b", "adam", "loss_scale_factor"),
+    ("mlp", 2, 2, 3, "1f1b", "muon", "none"),
+)
+DEFAULT_MODELS = (
+    ("encoder", 2, 2, 2, "1f1b", "adam", "mean_with_sample_weight"),
+    ("resnet", 2, 1, 4, "1f1b", "adam", "none"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "data", "micro_batches", "schedule", "optimizer", "feature"),
+    spread(MODELS, DEFAULT_MODELS),
+)
+def test_model_equals_one_device(
+    name: str,
+    stages: int,
+    data: int,
+    micro_batches: int,
+    schedule: str,
+    optimizer: str,
+    feature: str,
+    engine: str,
+) -> None:
+    compare(
+        BY_NAME[name],
+        {"pipe": stages, "data": data},
+        optimizer=OPTIMIZERS[optimizer],
+        engine=engine,
+        features=(FEATURES[feature],),
+        # Neither replicas nor micro-batches divide a batch, and the last one is smaller.
+        batch_size=10,
+        samples=17,
+        config={"pipeline": pipeline(micro_batches=micro_batches, schedule=schedule)},
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("samples", [1, 2, 5, 9])
+@pytest.mark.parametrize("case", [DEEP, RESNET], ids=lambda case: case.name)
+def test_fewer_rows_than_micro_batches(case: Case, samples: int, engine: str) -> None:
+    compare(
+        case,
+        {"pipe": 2, "data": 2},
+        optimizer=OPTIMIZERS["adam"],
+        engine=engine,
+        samples=samples,
+        config={"pipeline": pipeline(micro_batches=4)},
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [DROPOUT, SHARED_STATE], ids=lambda case: case.name)
+def test_state_goes_from_micro_batch_to_micro_batch(case: Case, engine: str) -> None:
+    compare(
+        case,
+        {"pipe": 2},
+        optimizer=OPTIMIZERS["adam"],
+        engine=engine,
+        config={"pipeline": pipeline(micro_batches=4)},
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stages", [1, 8])
+def test_one_stage_and_eight(stages: int, engine: str) -> None:
+    compare(
+        DEEP,
+        {"pipe": stages},
+        optimizer=OPTIMIZERS["adam"],
+        engine=engine,
+        config={"pipeline": pipeline(micro_batches=2)},
+    )
+
+
+def test_the_default_rows_are_few_and_reach_every_choice() -> None:
+    assert len(DEFAULT) + len(DEFAULT_MODELS) <= 8
+    for position, values in enumerate(FACTORS.values()):
+        assert {row[position] for row in DEFAULT} == set(values)
+    assert np.isin([row[:4] for row in DEFAULT], [row[:4] for row in ROWS]).all()
