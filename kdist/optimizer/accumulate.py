@@ -43,8 +43,8 @@ class LocalSums:
         """Makes the sums of some variables, zero."""
         for v in variables:
             placement = self.entries[v].placement
-            for s, row in enumerate(self.devices):
-                for k, device in enumerate(row):
+            for s in placement.slices:
+                for k, device in enumerate(self.devices[s]):
                     shape = [i.stop - i.start for i in placement.inner_index(k)]
                     with tf.device(device):
                         like = self.entries[v].variable
@@ -66,7 +66,8 @@ class LocalSums:
 
     def local(self, variable: int, at: Coordinate) -> Any:
         """See `GradientSource`."""
-        return tf.convert_to_tensor(self.sums[variable][at].value)
+        total = self.sums[variable].get(at)
+        return None if total is None else tf.convert_to_tensor(total.value)
 
     def unit(self, variable: int, unit: UpdateUnit) -> Any:
         """See `GradientSource`."""
@@ -81,8 +82,8 @@ class LocalSums:
 
     def _total(self, variable: int, k: int, index: Any = None) -> Any:
         parts = []
-        for s, row in enumerate(self.devices):
-            with tf.device(row[k]):
+        for s in self.entries[variable].placement.slices:
+            with tf.device(self.devices[s][k]):
                 part = self.local(variable, (s, k))
                 parts.append(part if index is None or covers(index, part.shape) else part[index])
         return parts[0] if len(parts) == 1 else tf.add_n(parts)
@@ -125,4 +126,5 @@ class Totals:
         for (s, k), total in self.sums.sums[self.variable].items():
             with tf.device(self.sums.devices[s][k]):
                 part = value[placement.inner_index(k)]
-                total.assign(part if s == 0 else tf.zeros_like(total.value))
+                first = s == placement.slices[0]
+                total.assign(part if first else tf.zeros_like(total.value))

@@ -155,7 +155,8 @@ class DistributedUpdate:
         flags = [self._is_finite(self.jobs.jobs[n].owner, g) for n, g in direct.items()]
         for s, one in enumerate(self.jobs.topology.slices):
             for at in ((s, k) for k in range(len(one.devices))):
-                flags += [self._is_finite(at, source.local(v, at)) for v in summed & live]
+                found = [source.local(v, at) for v in sorted(summed & live)]
+                flags += [self._is_finite(at, g) for g in found if g is not None]
         finite = tf.reduce_all(tf.stack(flags))
 
         def step() -> None:
