@@ -141,7 +141,9 @@ class Parallel(PlacedModel):
     def install(self) -> None:
         """Attaches to the model and replaces the methods that make its functions."""
         model = self.model
-        if is_built(model) and not tf.distribute.has_strategy():
+        pipeline = self.config.pipeline
+        waits = pipeline is not None and pipeline.lists  # for a batch, to know the input
+        if is_built(model) and not waits and not tf.distribute.has_strategy():
             # First, so that a model whose layouts are refused is left as it was.
             self.place()
         object.__setattr__(model, ATTRIBUTE, self)
@@ -412,6 +414,7 @@ class Parallel(PlacedModel):
         """Creates the variables of layers, metrics, losses and the optimizer, if missing."""
         data = keras.tree.map_structure(as_spec, example)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        self.example_input = x
         if not is_built(self.model):
             _private.keras_backend.compute_output_spec(self.model, x)
         if kind == "predict":

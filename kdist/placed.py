@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 from kdist import strategy_scope
 from kdist.compression import Classes, Compressor
@@ -39,6 +40,7 @@ class PlacedModel:
         update: The distributed optimizer, once trained.
         batch_axis: The data axis where it is inside DTensor (see `Topology.with_data_inside`).
         staged: How the model is cut into stages, once it is built, if it is a pipeline.
+        example_input: Spec of the model's input, once a batch was seen.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
@@ -52,6 +54,7 @@ class PlacedModel:
         self.level = 0
         self.update: DistributedUpdate | None = None
         self.staged: StagedModel | None = None
+        self.example_input: Any = None
 
     def place(self) -> None:
         """Resolves the layouts and moves the weights to their devices, once."""
@@ -63,7 +66,9 @@ class PlacedModel:
             self.layouts = ModelLayouts(self.model, self.config, self.topology)
             self._refuse_compression()
             if self.config.pipeline is not None:
-                self.staged = StagedModel.of(self.model, self.config.pipeline, self.topology)
+                self.staged = StagedModel.of(
+                    self.model, self.config.pipeline, self.topology, self.example_input
+                )
             self.entries = place_weights(self._placements(), self.topology)
 
     def _placements(self) -> list[tuple[keras.Variable, Placement]]:

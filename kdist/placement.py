@@ -231,16 +231,12 @@ def assign_owners(
     Returns:
         The units, ordered by variable, shard, rows.
     """
-    every = tuple(
-        (s, k) for s in range(len(topology.slices)) for k in range(topology.inner_size)
-    )
+    every = tuple((s, k) for s in range(len(topology.slices)) for k in range(topology.inner_size))
     work: list[tuple[int, list[UpdateUnit], list[tuple[Coordinate, ...]]]] = []
     for v, placement in enumerate(placements):
         if whole[v] and not placement.is_whole:
             near = tuple(
-                c
-                for c in every
-                if c[0] in placement.slices and placement.resident in (None, c[0])
+                c for c in every if c[0] in placement.slices and placement.resident in (None, c[0])
             )
             work.append((placement.nbytes, [UpdateUnit(v, None, every[0])], [(c,) for c in near]))
         elif cut is not None and cut[v]:

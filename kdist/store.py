@@ -100,9 +100,7 @@ def placements(
         layout = layouts.weights[id(variable)]
         itemsize = tf.as_dtype(variable.dtype).size
         where = () if groups is None else groups[id(variable)]
-        placement = place(
-            variable.path, variable.shape, itemsize, layout, topology, groups=where
-        )
+        placement = place(variable.path, variable.shape, itemsize, layout, topology, groups=where)
         placed.append((variable, placement))
     return placed
 

@@ -127,9 +127,7 @@ def _dims_of_counts(
 ) -> Dims:
     """Finds the one choice of axes that gives the cut counts."""
     axes = [
-        axis
-        for axis in topology.axis_names
-        if topology.axis_size(axis) > 1 and axis != PIPE_NAME
+        axis for axis in topology.axis_names if topology.axis_size(axis) > 1 and axis != PIPE_NAME
     ]
     choices: list[Dims] = [()]
     for index, count in enumerate(counts):

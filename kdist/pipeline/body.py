@@ -84,9 +84,9 @@ class StageInput:
         """The same with other tensors."""
         given = iter(flat)
         parts = [rebuild(part, [next(given) for _ in leaves(part)]) for part in self.parts]
-        names = self.boundary, self.masks, self.state, self.inputs
-        mappings = [dict(zip(old, new)) for old, new in zip(names, parts)]
-        return StageInput(*mappings, *parts[4:])
+        names: list[Mapping[Any, Any]] = [self.boundary, self.masks, self.state, self.inputs]
+        boundary, masks, state, inputs = (dict(zip(old, new)) for old, new in zip(names, parts))
+        return StageInput(boundary, masks, state, inputs, *parts[4:])
 
 
 @dataclasses.dataclass
@@ -230,10 +230,9 @@ class StageBody:
         result = StageOutput({}, {})
         if not self.last:
             return result
-        model, described = self.program.model, self.staged.described
-        functional = _private.functional_of(model)
+        described = self.staged.described
         flat = [table[name] for name in described.outputs]
-        result.outputs = _private.model_outputs(functional, flat)
+        result.outputs = _private.model_outputs(self.staged.functional, flat)
         result.output_masks = self.program._masks(result.outputs)
         if given.loss is not None:
             y, sample_weight, shares = given.loss

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from kdist.pipeline.schedule import Schedule, get_schedule
 from kdist.pipeline.validate import validate
+
+import keras
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +41,13 @@ class PipelineConfig:
     """`"gpipe"`, `"1f1b"`, `"interleaved"`, `"zero_bubble"`, a `kdist.pipeline.Schedule`, or the
     path of a CSV file with one (see docs/pipeline.md)."""
 
-    stages: Literal["auto"] | Mapping[str, int] = "auto"
+    stages: Literal["auto"] | Mapping[str, int] | Sequence[Sequence[keras.Layer]] = "auto"
     """`"auto"`: stages of about equal time with small boundaries. A mapping of layer name, or regex
     of whole names, to stage fixes these layers; the others follow their neighbours. With several
     chunks a stage here is a *virtual* stage, from 0 to p * v - 1. `kdist.set_stage` says the same
-    for one layer."""
+    for one layer. For a model that is not made of a graph of layers (subclassed): a list of layers
+    per virtual stage, which the model calls one after the other, each on the output of the one
+    before."""
 
     chunks: int | None = None
     """Parts of the model per stage, v. None: 2 for `"interleaved"`, what a file or an object has,
@@ -61,10 +65,12 @@ class PipelineConfig:
                     "stages maps names (or regexes) of layers to integers from 0 on. "
                     f"Received: {wrong or self.stages!r}"
                 )
+        elif _is_lists(self.stages):
+            object.__setattr__(self, "stages", tuple(tuple(row) for row in self.stages))
         elif self.stages != "auto":
             raise ValueError(
-                "stages is 'auto' or a mapping of layer name, or regex, to stage. "
-                f"Received: stages={self.stages!r}"
+                "stages is 'auto', a mapping of layer name, or regex, to stage, or a list of "
+                f"layers per stage. Received: stages={self.stages!r}"
             )
 
     def schedule_for(self, stages: int) -> Schedule:
@@ -79,11 +85,30 @@ class PipelineConfig:
         validate(schedule)
         return schedule
 
+    @property
+    def lists(self) -> bool:
+        """Whether `stages` is a list of layers per stage."""
+        return isinstance(self.stages, tuple)
+
+    @property
+    def _unit(self) -> str:
+        return "lists of layers" if self.lists else "patterns"
+
     def __str__(self) -> str:
         name = self.schedule.name if isinstance(self.schedule, Schedule) else self.schedule
         chunks = "" if self.chunks is None else f", {self.chunks} chunks"
-        stages = "auto" if self.stages == "auto" else f"{len(self.stages)} patterns"
+        stages = "auto" if self.stages == "auto" else f"{len(self.stages)} {self._unit}"
         return f"{name}, {self.micro_batches} micro-batches{chunks}, stages {stages}"
+
+
+def _is_lists(value: object) -> bool:
+    rows = value if isinstance(value, list | tuple) else ()
+    return bool(rows) and all(
+        isinstance(row, list | tuple)
+        and len(row) > 0
+        and all(isinstance(layer, keras.layers.Layer) for layer in row)
+        for row in rows
+    )
 
 
 def _is_stage(value: object) -> bool:

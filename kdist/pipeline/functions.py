@@ -144,16 +144,12 @@ class StageFunctions:
 
     def backward_input(self, saved: Saved) -> list[Any]:
         """Gradients of the tensors from the stage before."""
-        inward, saved.kept = self._vjp.backward_input(
-            saved.params, saved.tensors, saved.cotangents
-        )
+        inward, saved.kept = self._vjp.backward_input(saved.params, saved.tensors, saved.cotangents)
         return inward[: self._vjp.boundary]
 
     def backward_weight(self, saved: Saved) -> list[Any]:
         """Gradients of the parameters."""
-        return self._vjp.backward_weight(
-            saved.params, saved.tensors, saved.cotangents, saved.kept
-        )
+        return self._vjp.backward_weight(saved.params, saved.tensors, saved.cotangents, saved.kept)
 
     def connected(self) -> list[int]:
         """The trainable variables that get a gradient."""

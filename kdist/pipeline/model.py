@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from kdist.config import ParallelConfig
@@ -16,24 +16,24 @@ from kdist.pipeline.schedule import Schedule
 import keras
 
 
-def PipelineModel(  # noqa: N802: a public name like that of a class, as MindSpore's PipelineCell
+def PipelineModel(
     model: keras.Model,
     stages: int,
     micro_batches: int,
     schedule: str | os.PathLike[str] | Schedule = "1f1b",
     *,
     chunks: int | None = None,
-    assignment: Literal["auto"] | Mapping[str, int] = "auto",
+    assignment: Literal["auto"] | Mapping[str, int] | Sequence[Sequence[keras.Layer]] = "auto",
     data: int = 1,
     **options: Any,
 ) -> keras.Model:
     """Makes a model train, evaluate and predict as a pipeline.
 
-    The same as `kdist.parallelize` with a mesh of `pipe` and `data`; see `kdist.PipelineConfig`. The
-    same idea is MindSpore's `PipelineCell(net, micro_size)`.
+    The same as `kdist.parallelize` with a mesh of `pipe` and `data`; see `kdist.PipelineConfig`.
+    The same idea is MindSpore's `PipelineCell(net, micro_size)`.
 
     Args:
-        model: A Functional or Sequential model.
+        model: A Functional or Sequential model, or any model with `assignment` as lists of layers.
         stages: Number of stages, each on a device of its own (per replica).
         micro_batches: Micro-batches per step and replica.
         schedule: See `PipelineConfig.schedule`.

@@ -116,8 +116,8 @@ class PipelineProgram(Program):
 
     def inputs_by_name(self, x: Any) -> dict[str, Any]:
         """The model's inputs as its graph names them."""
-        functional = _private.functional_of(self.model)
-        return dict(zip(self.staged.described.inputs, _private.flat_inputs(functional, x)))
+        flat = _private.flat_inputs(self.staged.functional, x)
+        return dict(zip(self.staged.described.inputs, flat))
 
     def stage_input(
         self,
@@ -191,7 +191,9 @@ class CountFunction:
             rows: Rows of it that count.
         """
         data = [*leaves(part), rows]
-        values = [variable(i) if i < self.variables else data[i - self.variables] for i in self.used]
+        values = [
+            variable(i) if i < self.variables else data[i - self.variables] for i in self.used
+        ]
         return self._call(*values)[0]
 
 

@@ -88,7 +88,7 @@ class Recorder:
 
     def times(self, replica: int = 0) -> dict[Instruction, np.ndarray]:
         """Arrival, start and end of every instruction of the last step, in seconds."""
-        found = {}
+        found: dict[Instruction, np.ndarray] = {}
         for (r, stage), order in self._order.items():
             if r == replica:
                 found.update(zip(order, self._stored[r, stage].numpy()))

@@ -80,9 +80,7 @@ class PipelineRunner(PlainRunner):
         self, wanted: Pass, schedule: Schedule, batch: SplitBatch, scale: Any, with_loss: bool
     ) -> list[dict[str, Any]]:
         micro = MicroBatches.of(batch, schedule.micro_batches)
-        named = [
-            [(self.program.inputs_by_name(x), y, w) for x, y, w in row] for row in micro.parts
-        ]
+        named = [[(self.program.inputs_by_name(x), y, w) for x, y, w in row] for row in micro.parts]
         terms = len(self.program.kinds) if with_loss else None
         example = general([part for row in named for part in row])
         functions = self.program.functions(wanted, example, terms)
@@ -150,6 +148,6 @@ class PipelineRunner(PlainRunner):
         variable = self.program.state.carried[position - count]
         return carried_value(self.program.state, variable, replica, self.topology, 0)
 
-    def gradient_at(self, results: Sequence[Any]) -> PipelineGradients:
+    def gradient_at(self, results: Sequence[Any]) -> Any:
         """How the update reads gradients; see `PlainRunner.gradient_at`."""
         return PipelineGradients(results, self.program.trained, self.entries, self.topology)

@@ -9,6 +9,7 @@ from kdist import _private
 from kdist.mesh import Topology
 from kdist.pipeline.config import PipelineConfig
 from kdist.pipeline.graph import Graph
+from kdist.pipeline.layer_lists import chained, with_lists
 from kdist.pipeline.model_graph import ModelGraph, graph_of
 from kdist.pipeline.partition import Partition, partition
 from kdist.pipeline.schedule import Schedule
@@ -62,24 +63,41 @@ class StagedModel:
         schedule: Who computes what in which order.
         described: The model's graph.
         partition: Which node is on which virtual stage.
+        functional: The `Functional` that the graph describes.
     """
 
     schedule: Schedule
     described: ModelGraph
     partition: Partition
+    functional: Any
 
     @classmethod
-    def of(cls, model: keras.Model, config: PipelineConfig, topology: Topology) -> StagedModel:
+    def of(
+        cls, model: keras.Model, config: PipelineConfig, topology: Topology, example: Any = None
+    ) -> StagedModel:
         """Cuts a built model.
+
+        Args:
+            model: The model.
+            config: What the user wants.
+            topology: The mesh.
+            example: Spec of the input, for stages that are given as lists of layers.
 
         Raises:
             ValueError: The model has no graph, or no such cut exists.
         """
         schedule = config.schedule_for(topology.num_stages)
-        described = graph_of(model)
-        stages = {} if config.stages == "auto" else config.stages
-        graph = _with_settings(described, described.graph.assign(stages))
-        return cls(schedule, described, partition(graph, schedule.virtual_stages))
+        if isinstance(config.stages, tuple):
+            lists = config.stages
+            functional = chained(model, lists, schedule.virtual_stages, example)
+            described = graph_of(functional)
+            graph = with_lists(described.graph, lists)
+        else:
+            functional = _private.functional_of(model)
+            described = graph_of(model)
+            stages = config.stages if isinstance(config.stages, dict) else {}
+            graph = _with_settings(described, described.graph.assign(stages))
+        return cls(schedule, described, partition(graph, schedule.virtual_stages), functional)
 
     def stage_of(self, virtual: int) -> int:
         """The stage that runs a virtual stage."""
