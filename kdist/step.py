@@ -197,10 +197,10 @@ class WholeGradients:
         )
 
     def local(self, variable: int, at: Coordinate) -> Any:
-        """See `GradientSource`; the first slice's stands for all."""
-        if at[0] > 0:
-            return None
+        """See `GradientSource`; the first slice's that uses the variable stands for all."""
         placement = self.entries[variable].placement
+        if at[0] != placement.slices[0]:
+            return None
         index = placement.inner_index(at[1])
         return self._scaled(part_of(self.gradients[variable], index, placement.shape))
 

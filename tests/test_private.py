@@ -537,3 +537,56 @@ def test_decays():
     optimizer.build([kernel, bias])
     assert _private.decays(optimizer, kernel)
     assert not _private.decays(optimizer, bias)
+
+
+def test_flat_inputs():
+    model = two_inputs()
+    x = {"b": tf.ones((2, 1)), "a": tf.zeros((2,))}
+    first, second = _private.flat_inputs(model, x)
+    assert np.ptp(first) == 0 == first[0, 0] and first.shape == (2, 1)  # as the model expects
+    assert second[0, 0] == 1
+
+
+def two_inputs():
+    a, b = keras.Input((1,), name="a"), keras.Input((1,), name="b")
+    return keras.Model({"a": a, "b": b}, keras.layers.Add()([a, b]))
+
+
+def test_as_model_call():
+    class Part(keras.layers.Layer):
+        def call(self, inputs):
+            return inputs
+
+    part = Part(dtype="float32")
+    with _private.as_model_call(part):
+        assert part([tf.ones(2, tf.float64)])[0].dtype == tf.float64
+    assert part([tf.ones(2, tf.float64)])[0].dtype == tf.float32
+
+
+def test_takes_training():
+    assert _private.takes_training(keras.layers.Dropout(0.5))
+    assert not _private.takes_training(keras.layers.Flatten())
+    (node,) = _private.nodes_in_order(keras.Model(x := keras.Input((1,)), x * 2))
+    assert not _private.takes_training(node.operation)
+
+
+def test_model_outputs():
+    model = two_outputs()
+    assert _private.model_outputs(model, [1, 2]) == dict(zip(model.output_names, [1, 2]))
+    x = keras.Input((1,))
+    assert _private.model_outputs(keras.Model(x, [x * 2]), [3]) == 3
+
+
+def test_run_independently():
+    @tf.function
+    def clocks(independent):
+        times = [tf.timestamp(), tf.timestamp()]
+        for time in times if independent else ():
+            _private.run_independently(time.op)
+        return times
+
+    for independent, waits in ((False, True), (True, False)):
+        graph = clocks.get_concrete_function(independent).graph
+        second = [op for op in graph.get_operations() if op.type == "Timestamp"][1]
+        assert bool(second.control_inputs) == waits
+    _private.run_independently(None)

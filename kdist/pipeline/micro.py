@@ -12,6 +12,7 @@ from typing import Any
 from kdist.batch import SplitBatch, split
 from kdist.loss import shares_from_counts
 
+import keras
 import tensorflow as tf
 
 
@@ -38,7 +39,8 @@ class MicroBatches:
         full = batch.full
         size = tf.cast(batch.size, tf.float64)
         for part, rows in zip(batch.parts, batch.counts):
-            cut = split(*part, micro_batches)
+            x, y, sample_weight = _tensors(part)
+            cut = split(x, y, sample_weight, micro_batches)
             # A replica without rows has one that does not count.
             used = [tf.minimum(count, rows) for count in cut.counts]
             parts.append(cut.parts)
@@ -58,3 +60,13 @@ class MicroBatches:
             return [[tf.fill([terms], share) for share in row] for row in self.shares]
         flat = iter(shares_from_counts([count for row in counted for count in row]))
         return [[next(flat) for _ in row] for row in counted]
+
+
+def _tensors(data: Any) -> Any:
+    """Arrays of a user's own loop as tensors."""
+
+    def convert(leaf: Any) -> Any:
+        keep = leaf is None or isinstance(leaf, tf.SparseTensor)
+        return leaf if keep else tf.convert_to_tensor(leaf)
+
+    return keras.tree.map_structure(convert, data)

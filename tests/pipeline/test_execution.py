@@ -10,13 +10,14 @@ from typing import Any
 import kdist
 from kdist.executed import PRODUCTS, largest, watch
 from kdist.parallel import attached
-from kdist.pipeline import Forward, get_schedule
+from kdist.pipeline import Forward, get_schedule, live_formula
 from kdist.pipeline.recorder import Recorder
 from kdist.pipeline.runner import PipelineRunner
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 WIDTH = 8
 
@@ -303,3 +304,42 @@ def test_wrong_lists_of_layers_are_refused(cut: Any, message: str) -> None:
     model.compile("adam", "mse")
     with pytest.raises(ValueError, match=message):
         model.train_on_batch(*data())
+
+
+def peak(schedule: str) -> float:
+    """Bytes that a step needs beyond what is there between steps."""
+    model = kdist.PipelineModel(chain(8, 256), 4, 8, schedule)
+    model.compile("sgd", "mse")
+    x = tf.zeros((8192, 256))
+    for _ in range(2):
+        model.train_on_batch(x, x)
+    before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    model.train_on_batch(x, x)
+    return tf.config.experimental.get_memory_info("CPU:0")["peak"] - before
+
+
+@pytest.mark.long
+def test_1f1b_keeps_less_than_gpipe_by_the_formula() -> None:
+    live = live_formula("1f1b", 4, 8)
+    assert live is not None
+    activations = 2 * 8192 // 8 * 256 * 4  # of two layers, for one micro-batch, float32
+    expected = sum(8 - kept for kept in live) * activations
+    assert peak("gpipe") - peak("1f1b") == pytest.approx(expected, rel=0.2)
+
+
+def test_a_loop_of_ones_own(float64: None) -> None:
+    x, y = data()
+    expected = chain(4)
+    start = expected.get_weights()
+    expected.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "mse")
+    model = kdist.PipelineModel(chain(4), 2, 3, data=2)
+    model.set_weights(start)
+    model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "mse")
+    for _ in range(4):
+        loss, gradients = kdist.gradients(model, x, y)
+        kdist.apply_gradients(model, gradients)
+        np.testing.assert_allclose(loss, expected.train_on_batch(x, y), rtol=1e-6)
+        expected.reset_metrics()
+    for a, b in zip(model.get_weights(), expected.get_weights()):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
