@@ -52,7 +52,8 @@ def _noting_gradients(runner: Any, noted: list[Any]) -> Iterator[None]:
     original = runner.gradient_at
 
     def gradient_at(results: Sequence[Sequence[Any]]) -> Any:
-        noted.extend(g for gradients in results for g in gradients)
+        # Lists by variable; in a pipeline, dicts by slice and variable.
+        noted.extend(g for g in tf.nest.flatten(list(results)) if g is not None)
         return original(results)
 
     runner.gradient_at = gradient_at

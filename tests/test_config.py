@@ -26,10 +26,11 @@ def test_only_these_fields_exist():
         "optimizer",
         "fusion",
         "compression",
+        "pipeline",
         "loss_from_layers",
     ]
-    with pytest.raises(TypeError, match="pipeline"):
-        ParallelConfig(mesh=mesh(data=2), pipeline=None)
+    with pytest.raises(TypeError, match="recompute"):
+        ParallelConfig(mesh=mesh(data=2), recompute=None)
 
 
 def test_the_mesh_is_required_and_fields_have_names():
