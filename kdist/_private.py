@@ -263,7 +263,7 @@ def update_through_keras_variables(optimizer: Any, scatter: Callable) -> None:
         scatter: `scatter(variable, method, slices) -> bool`: tries to write rows; False if the
             variable cannot take them.
     """
-    base, own = keras_base_optimizer.BaseOptimizer, type(optimizer)
+    own = type(optimizer)
 
     def through(name: str) -> Callable:
         def assign(variable: Any, value: Any) -> None:
@@ -281,13 +281,27 @@ def update_through_keras_variables(optimizer: Any, scatter: Callable) -> None:
 
     for name in ("assign", "assign_add", "assign_sub"):
         object.__setattr__(optimizer, name, through(name))
-    for name in (
-        "_apply_weight_decay",
-        "_backend_update_step",
-        "_overwrite_model_variables_with_average_value",
-        "_backend_increment_gradient_accumulators",
-    ):
-        object.__setattr__(optimizer, name, functools.partial(getattr(base, name), optimizer))
+    object.__setattr__(optimizer, "__class__", _without_strategies(own))
+
+
+_OF_STRATEGIES = (
+    "_apply_weight_decay",
+    "_backend_update_step",
+    "_overwrite_model_variables_with_average_value",
+    "_backend_increment_gradient_accumulators",
+)
+
+
+@functools.cache
+def _without_strategies(own: type) -> type:
+    """An optimizer's class with Keras's backend-neutral methods in the place of TensorFlow's.
+
+    What the class itself overrides stays, and calls those (Nadam does).
+    """
+    methods = {name: getattr(keras_base_optimizer.BaseOptimizer, name) for name in _OF_STRATEGIES}
+    neutral: Any = type("Neutral", (keras.optimizers.Optimizer,), methods)
+    body = {"__module__": own.__module__, "__doc__": own.__doc__}
+    return type(own.__name__, (own, neutral), body)
 
 
 def functional_of(model: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-from kdist import _private
+from kdist import _private, _private_strategy
 from kdist.variables import rows_view
 
 import keras
@@ -422,6 +422,20 @@ def test_update_through_keras_variables():
     assert "scatter_sub" in rows
 
 
+def test__without_strategies():
+    """Nadam's own part of the update stays: without it, it divides by zero."""
+    plain, local = (keras.Variable(np.ones((4,)), dtype="float32") for _ in range(2))
+    view = rows_view(local, local, (slice(0, 4),))
+    ours, keras_s = keras.optimizers.Nadam(0.1), keras.optimizers.Nadam(0.1)
+    _private.update_through_keras_variables(ours, lambda *_: False)
+    for optimizer, variable in ((ours, view), (keras_s, plain)):
+        optimizer.build([variable])
+        for _ in range(2):
+            optimizer.apply([tf.constant([1.0, -2.0, 3.0, 0.0])], [variable])
+    np.testing.assert_allclose(local.numpy(), plain.numpy(), rtol=1e-6)
+    assert type(ours).__name__ == "Nadam" and isinstance(ours, keras.optimizers.Nadam)
+
+
 def test_functional_of():
     model = mlp()
     assert _private.functional_of(model) is model
@@ -590,3 +604,36 @@ def test_run_independently():
         second = [op for op in graph.get_operations() if op.type == "Timestamp"][1]
         assert bool(second.control_inputs) == waits
     _private.run_independently(None)
+
+
+def test_write():
+    variable = keras.Variable(np.zeros(2, np.float32))
+    assert _private.write(variable, tf.ones(2)) is None
+    np.testing.assert_array_equal(variable.numpy(), [1, 1])
+    with tf.Graph().as_default():
+        variable = keras.Variable(np.zeros(2, np.float32))
+        assert _private.write(variable, tf.ones(2, tf.float64)).type == "AssignVariableOp"
+
+
+def test_keep_one_copy():
+    """Keras asks the strategy in scope to colocate a slot, which fails for a plain variable."""
+    plain = keras.Variable(np.zeros(2, np.float32))
+    with tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        optimizer = keras.optimizers.SGD(momentum=0.9)
+        with pytest.raises(ValueError, match="colocate_vars_with"):
+            optimizer.build([plain])
+        _private.keep_one_copy(optimizer)
+        optimizer.build([plain])
+
+
+def test_private_strategy():
+    with tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"]).scope() as strategy:
+        mirrored = tf.Variable(1.0)
+        with _private_strategy.plain_variables(), tf.device("cpu:1"):
+            plain, wrapped = tf.Variable(1.0), keras.Variable(2.0)
+    assert [v.numpy() for v in _private_strategy.copies(mirrored)] == [1.0, 1.0]
+    assert _private_strategy.strategy_of(mirrored) is strategy
+    for variable in (plain, wrapped.value):
+        assert _private_strategy.copies(variable) == ()
+        assert _private_strategy.strategy_of(variable) is None
+        assert variable.device.endswith("CPU:1")

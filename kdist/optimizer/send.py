@@ -32,6 +32,10 @@ class AnyOrder:
         """Around what the next one does on a device, or `EVERYWHERE`."""
         return contextlib.nullcontext()
 
+    def leaving(self, value: Any) -> Any:
+        """What is sent of a value; call it behind a gate."""
+        return tf.convert_to_tensor(value)
+
     def arrived(self, where: str, writes: Sequence[Any]) -> None:
         """Notes the operations that write one to the copies on a device, or on all."""
 
@@ -50,6 +54,10 @@ class OneByOne(AnyOrder):
         arrived = self._arrived.get(where, [])
         last = len(arrived) - 1 - IN_FLIGHT
         return tf.control_dependencies(arrived[last]) if last >= 0 else contextlib.nullcontext()
+
+    def leaving(self, value: Any) -> Any:
+        """See `AnyOrder`. The value itself may have been read before."""
+        return tf.identity(value)
 
     def arrived(self, where: str, writes: Sequence[Any]) -> None:
         """See `AnyOrder`."""
@@ -79,7 +87,7 @@ def _send_unit(jobs: Jobs, unit: UpdateUnit, source: keras.Variable, order: AnyO
     entry = jobs.entries[unit.variable]
     writes: list[Any] = []
     with tf.device(jobs.device(unit.owner)), order.gate(EVERYWHERE):
-        value = tf.identity(source.value)
+        value = order.leaving(source.value)
     for at, local in entry.locals.items():
         shard = entry.placement.table[at[0]][at[1]]
         if local is source or (unit.shard is not None and unit.shard != shard):
@@ -110,7 +118,7 @@ def _send_bucket(jobs: Jobs, bucket: Bucket, order: AnyOrder) -> None:
     vectors = []
     for at, units in zip(bucket.owners, bucket.units):
         with tf.device(jobs.device(at)), order.gate(_where(jobs, bucket, at)):
-            vectors.append(tf.identity(vector_of(jobs, bucket, units)))
+            vectors.append(order.leaving(vector_of(jobs, bucket, units)))
     rows = jobs.units[bucket.units[0][0]].rows is not None
     holders = sorted({at for each in bucket.holders for at in each})
     writes: dict[str, list[Any]] = {}
