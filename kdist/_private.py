@@ -263,7 +263,7 @@ def update_through_keras_variables(optimizer: Any, scatter: Callable) -> None:
         scatter: `scatter(variable, method, slices) -> bool`: tries to write rows; False if the
             variable cannot take them.
     """
-    own = type(optimizer)
+    own: Any = type(optimizer)
 
     def through(name: str) -> Callable:
         def assign(variable: Any, value: Any) -> None:
