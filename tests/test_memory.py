@@ -46,7 +46,9 @@ def prepared(
 ) -> keras.Model:
     """A model that is about to train: all there is to its step, without having run it."""
     spread = kdist.OptimizerConfig(level=level, threshold_kb=KERNEL / 1024, **options)
-    config = kdist.ParallelConfig(mesh=kdist.mesh(data=replicas), optimizer=spread)
+    # A bucket is a kernel: a model so small would travel in one or two.
+    fusion = kdist.FusionConfig(mode="size", size_mb=KERNEL / 2**20)
+    config = kdist.ParallelConfig(mesh=kdist.mesh(data=replicas), optimizer=spread, fusion=fusion)
     model = kdist.parallelize(build(layers), config)
     model.compile("adam", "mse")
     batch = np.zeros((ROWS, WIDTH), np.float32)
