@@ -192,6 +192,8 @@ def save_png(memory: Sequence[DeviceMemory], path: str | pathlib.Path, title: st
     rows = range(len(memory))
     left = [0.0] * len(memory)
     for label, color, sizes in _layers(memory):
+        if not any(sizes):
+            continue
         axes.barh(rows, [n / 2**20 for n in sizes], 0.7, left, color=color, label=label)
         left = [a + n / 2**20 for a, n in zip(left, sizes)]
     axes.set_yticks(rows, [one.device for one in memory])
@@ -207,16 +209,16 @@ def save_png(memory: Sequence[DeviceMemory], path: str | pathlib.Path, title: st
 def _layers(memory: Sequence[DeviceMemory]) -> list[tuple[str, str, list[int]]]:
     """Label, color and bytes per device of what is stacked.
 
-    Gradients and gathered parameters are split as they may be there together.
+    Of gradients and gathered parameters what can be there together is drawn, gradients first.
     """
     both = [one.both or 0 for one in memory]
-    gathered = [min(one.gathered or 0, n) for one, n in zip(memory, both)]
+    gradients = [min(one.gradients or 0, n) for one, n in zip(memory, both)]
     other = [(one.live or 0) - n for one, n in zip(memory, both)]
     return [
         ("weights", "#4C6A92", [one.parameters for one in memory]),
         ("optimizer state", "#8FA9C4", [one.slots for one in memory]),
         ("compression", "#B7A6C9", [one.compression for one in memory]),
-        ("gradients", "#D98B5F", [n - g for n, g in zip(both, gathered)]),
-        ("gathered", "#E8C18C", gathered),
+        ("gradients", "#D98B5F", gradients),
+        ("gathered", "#E8C18C", [n - g for n, g in zip(both, gradients)]),
         ("other", "#D5D8DC", other),
     ]
