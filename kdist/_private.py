@@ -284,6 +284,11 @@ def update_through_keras_variables(optimizer: Any, scatter: Callable) -> None:
     object.__setattr__(optimizer, "__class__", _without_strategies(own))
 
 
+def own_class(optimizer: Any) -> type:
+    """An optimizer's class as its author wrote it; see `update_through_keras_variables`."""
+    return getattr(type(optimizer), "_kdist_own_class", type(optimizer))
+
+
 _OF_STRATEGIES = (
     "_apply_weight_decay",
     "_backend_update_step",
@@ -300,7 +305,7 @@ def _without_strategies(own: type) -> type:
     """
     methods = {name: getattr(keras_base_optimizer.BaseOptimizer, name) for name in _OF_STRATEGIES}
     neutral: Any = type("Neutral", (keras.optimizers.Optimizer,), methods)
-    body = {"__module__": own.__module__, "__doc__": own.__doc__}
+    body = {"__module__": own.__module__, "__doc__": own.__doc__, "_kdist_own_class": own}
     return type(own.__name__, (own, neutral), body)
 
 

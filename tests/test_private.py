@@ -436,6 +436,14 @@ def test__without_strategies():
     assert type(ours).__name__ == "Nadam" and isinstance(ours, keras.optimizers.Nadam)
 
 
+def test_own_class():
+    optimizer = keras.optimizers.Nadam()
+    assert _private.own_class(optimizer) is keras.optimizers.Nadam
+    _private.update_through_keras_variables(optimizer, lambda variable, method, slices: False)
+    assert type(optimizer) is not keras.optimizers.Nadam
+    assert _private.own_class(optimizer) is keras.optimizers.Nadam
+
+
 def test_functional_of():
     model = mlp()
     assert _private.functional_of(model) is model

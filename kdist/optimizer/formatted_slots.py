@@ -198,7 +198,8 @@ def slot_formats(optimizer: Any, config: StateFormatConfig) -> dict[str, Format]
 
 def _known_slots(optimizer: Any, config: StateFormatConfig) -> dict[str, Slot]:
     name = type(optimizer).__name__
-    shipped = type(optimizer) is getattr(keras.optimizers, name, None) and name in SLOTS
+    own = _private.own_class(optimizer)
+    shipped = own is getattr(keras.optimizers, name, None) and name in SLOTS
     if not shipped and not config.slots:
         raise ValueError(
             "kdist knows which slots are moments for the optimizers that Keras ships, not for "
