@@ -70,10 +70,16 @@ def test_without_one_control_edge_the_order_is_another(monkeypatch: pytest.Monke
         original(self, one, chain, None if one == removed else first, last)
 
     monkeypatch.setattr(PipelineRunner, "_order", order)
-    recorder = recorded(pipelined("1f1b"))
+    model = pipelined("1f1b")
+    recorder = recorded(model)
     planned = get_schedule("1f1b", stages=2, micro_batches=4)
     assert recorder.executed()[1] == list(planned.stages[1])
-    assert recorder.executed()[0] != list(planned.stages[0])
+    # Nothing forces the planned order any more; a busy machine may still keep it by chance.
+    for _ in range(20):
+        if recorder.executed()[0] != list(planned.stages[0]):
+            return
+        model.train_on_batch(*data())
+    pytest.fail("without the edge the order is the same in 20 steps")
 
 
 def test_a_schedule_from_a_file(tmp_path: Any) -> None:
