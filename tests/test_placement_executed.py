@@ -89,7 +89,9 @@ def blocks(stateful: bool = False) -> keras.Model:
 
 def compiled(axes: dict[str, int], stateful: bool = False) -> keras.Model:
     cuts = CUTS if "model" in axes else None
-    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts)
+    # Kernels travel alone; vectors, which have few bytes, together.
+    fusion = kdist.FusionConfig(mode="size", size_mb=1 / 1024)
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts, fusion=fusion)
     model = kdist.parallelize(blocks(stateful), config)
     model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     return model
