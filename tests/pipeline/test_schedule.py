@@ -26,11 +26,11 @@ from hypothesis import given, settings
 
 from .schedules import SHAPES, build, named, schedule_of
 
-NAMES = """
+_PURE = """
     chart chart_png communication csv_file dependencies feasible formulas generators graph
     instructions partition schedule simulate timeline validate
 """
-PURE = [Path(kdist.pipeline.__file__).parent / f"{name}.py" for name in NAMES.split()]
+PURE = [Path(kdist.pipeline.__file__).parent / f"{name}.py" for name in _PURE.split()]
 
 
 @pytest.mark.parametrize("path", PURE, ids=lambda path: path.stem)
