@@ -119,12 +119,6 @@ class ParallelConfig:
                 "Gradients of a pipeline are not compressed yet. Leave out compression, or the "
                 f"axis 'pipe'. Received: compression={self.compression!r}"
             )
-        if topology.inner_size > 1:
-            raise ValueError(
-                "A pipeline over inner axes is not supported yet: a stage is one device per "
-                "replica. Use the axes 'pipe' and 'data' alone. "
-                f"Received: mesh {topology.describe_axes()}"
-            )
 
     @property
     def topology(self) -> Topology:

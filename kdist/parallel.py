@@ -19,6 +19,7 @@ from kdist.contract import adapt_callbacks, as_spec, is_built, peek, predict_fun
 from kdist.fusion import FusionConfig
 from kdist.metrics import overrides
 from kdist.optimizer.update import DistributedUpdate
+from kdist.pipeline.mesh_runner import MeshPipelineRunner, MeshPipelineStep
 from kdist.pipeline.program import PipelineProgram
 from kdist.pipeline.recorder import Recorder
 from kdist.pipeline.runner import PipelineRunner
@@ -136,7 +137,7 @@ class Parallel(PlacedModel):
         self.batch_specs: Any = None
         self.live: dict[int, Any] = {}
         self.recorder: Recorder | None = None
-        self._spmd_runner: SpmdRunner | None = None
+        self._spmd_runner: SpmdRunner | MeshPipelineRunner | None = None
 
     def install(self) -> None:
         """Attaches to the model and replaces the methods that make its functions."""
@@ -389,9 +390,12 @@ class Parallel(PlacedModel):
     @functools.cached_property
     def spmd_step(self) -> SpmdStep:
         """Steps on one DTensor mesh per slice."""
-        return SpmdStep(self, self.spmd_runner())
+        runner = self.spmd_runner()
+        if isinstance(runner, MeshPipelineRunner):
+            return MeshPipelineStep(self, runner)
+        return SpmdStep(self, runner)
 
-    def spmd_runner(self) -> SpmdRunner:
+    def spmd_runner(self) -> SpmdRunner | MeshPipelineRunner:
         """Runs the programs over DTensor; made on first use."""
         if self._spmd_runner is None:
             if self.program is None:
@@ -399,15 +403,24 @@ class Parallel(PlacedModel):
                 self.program = self._make_program()
             assert self.layouts is not None
             metrics = _private.compiled_metrics(self.model) if self.model.compiled else None
-            self._spmd_runner = SpmdRunner(
-                self.program,
-                self._trainable(),
-                self.topology,
-                self.layouts,
-                alltoall=self.config.enable_alltoall,
-                want_outputs=metrics is not None or overrides(self.model, "compute_metrics"),
-                batch_axis=self.batch_axis,
-            )
+            want_outputs = metrics is not None or overrides(self.model, "compute_metrics")
+            options: dict[str, Any] = {
+                "alltoall": self.config.enable_alltoall,
+                "want_outputs": want_outputs,
+            }
+            if isinstance(self.program, PipelineProgram):
+                self._spmd_runner = MeshPipelineRunner(
+                    self.program, self._trainable(), self.topology, self.layouts, **options
+                )
+            else:
+                self._spmd_runner = SpmdRunner(
+                    self.program,
+                    self._trainable(),
+                    self.topology,
+                    self.layouts,
+                    batch_axis=self.batch_axis,
+                    **options,
+                )
         return self._spmd_runner
 
     def _build(self, kind: str, example: Any) -> None:

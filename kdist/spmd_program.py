@@ -41,11 +41,7 @@ class SpmdPrograms:
         self.placements = [entry.placement for entry in entries]
         self.topology = topology
         self.want_outputs = want_outputs
-        whole_readers: list[Any] = [
-            layer for layer in layouts.model_layers if isinstance(layer, spmd_limits.GATHER_ON_READ)
-        ]
-        needed = {id(v) for layer in whole_readers for v in layer.weights}
-        cut = {key for key in needed if not layouts.weights[key].is_replicated}
+        cut = whole_readers(layouts)
         self.gathered_params = positions(program.state.trainable, cut)
         self.gathered_carried = positions(program.state.carried, cut)
 
@@ -54,7 +50,7 @@ class SpmdPrograms:
     ) -> dict[str, Any]:
         """See `Program.loss_and_gradients`; gradients come in their parameters' layouts."""
         used, state = self._gather(params, carried)
-        view = self._loss_view()
+        view = loss_view()
         result = self.program.loss_and_gradients(
             used, state, data, shares, rows, first, scale, view=view
         )
@@ -69,7 +65,7 @@ class SpmdPrograms:
     ) -> dict[str, Any]:
         """See `Program.loss`, in inference mode."""
         used, state = self._gather(params, carried)
-        view = self._loss_view()
+        view = loss_view()
         result = self.program.loss(
             used, state, data, shares, rows, first, training=False, view=view
         )
@@ -100,32 +96,10 @@ class SpmdPrograms:
         gradients = [tf.convert_to_tensor(g) for g in tape.gradient(target, used) if g is not None]
         return outputs, gradients
 
-    def _loss_view(self) -> Callable[[Any], Any] | None:
-        """What a loss sees of the outputs: all of them where DTensor gets parts wrong.
-
-        Its sparse cross-entropy over cut classes is exact in float32 and float16, and silently
-        wrong in float64 and bfloat16.
-        """
-        if keras.config.floatx() in ("float32", "float16"):
-            return None
-
-        def whole(tensor: Any) -> Any:
-            seen = whole_in_program(tensor)
-            if _private.get_mask(tensor) is not None:
-                _private.set_mask(seen, _private.get_mask(tensor))
-            return seen
-
-        return lambda outputs: keras.tree.map_structure(whole, outputs)
-
     def _laid_out(self, gradient: Any, i: int, params: Sequence[Any]) -> Any:
         """A gradient in its parameter's layout; rows as (values, indices), cut by columns."""
-        if not sparse.is_sparse(gradient):
-            return like(gradient, params[i])
-        placement = self.placements[i]
-        indices = whole_in_program(gradient.indices)
-        if cut_by_rows(placement, self.topology):
-            return whole_in_program(gradient.values), indices
-        return like(gradient.values, params[i]), indices
+        laid = laid_out(gradient, params[i], self.placements[i], self.topology)
+        return (laid.values, laid.indices) if sparse.is_sparse(laid) else laid
 
     def _gather(self, params: Sequence[Any], carried: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Makes the weights whole that some layer's operations cannot take in parts."""
@@ -175,3 +149,40 @@ def like(tensor: Any, other: Any) -> Any:
     if trace.gather_first:
         tensor = whole_in_program(tensor)
     return dtensor.relayout_like(tensor, other)
+
+
+def loss_view() -> Callable[[Any], Any] | None:
+    """What a loss sees of the outputs: all of them where DTensor gets parts wrong.
+
+    Its sparse cross-entropy over cut classes is exact in float32 and float16, and silently wrong in
+    float64 and bfloat16.
+    """
+    if keras.config.floatx() in ("float32", "float16"):
+        return None
+
+    def whole(tensor: Any) -> Any:
+        seen = whole_in_program(tensor)
+        if _private.get_mask(tensor) is not None:
+            _private.set_mask(seen, _private.get_mask(tensor))
+        return seen
+
+    return lambda outputs: keras.tree.map_structure(whole, outputs)
+
+
+def laid_out(gradient: Any, param: Any, placement: Placement, topology: Topology) -> Any:
+    """A gradient in its parameter's layout; rows keep whole indices, and are cut by columns."""
+    if not sparse.is_sparse(gradient):
+        return like(gradient, param)
+    indices = whole_in_program(gradient.indices)
+    by_rows = cut_by_rows(placement, topology)
+    values = whole_in_program(gradient.values) if by_rows else like(gradient.values, param)
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def whole_readers(layouts: ModelLayouts) -> set[int]:
+    """Identities of the cut weights that some layer's operations cannot take in parts."""
+    layers: list[Any] = [
+        layer for layer in layouts.model_layers if isinstance(layer, spmd_limits.GATHER_ON_READ)
+    ]
+    needed = {id(v) for layer in layers for v in layer.weights}
+    return {key for key in needed if not layouts.weights[key].is_replicated}

@@ -107,7 +107,14 @@ class Vjp:
             for t, g in zip(watched, found)
         ]
         self._arguments, self._watched = (params, inputs), watched
+        self._laid = [
+            None if g is None else self._laid_out(t, g) for t, g in zip(watched, self._found)
+        ]
         return outputs
+
+    def _laid_out(self, source: Any, gradient: Any) -> Any:
+        """A gradient as it is returned."""
+        return gradient
 
     def _sources(self, params: list[Any], inputs: list[Any]) -> list[Any]:
         """What may get a gradient."""
@@ -127,21 +134,23 @@ class Vjp:
         params, inputs = self._arguments
         depends = dependencies(joint.graph, params, inputs)
         gradient = {id(t): g for t, g in zip(self._watched, self._found)}
+        laid = {id(t): g for t, g in zip(self._watched, self._laid)}
         found = [gradient.get(id(t)) for t in (*params, *inputs)]
+        returned = [laid.get(id(t)) for t in (*params, *inputs)]
         self._kinds: list[Any] = []
         fetches: list[Any] = []
         self.rows: dict[int, tuple[list[int], bool]] = {}
-        for i, g in enumerate(found):
+        for i, (g, given) in enumerate(zip(found, returned)):
             if g is None:
                 self._kinds.append(None)
             elif sparse.is_sparse(g):
                 self._kinds.append(params[i].shape.as_list())
-                fetches += [g.values, g.indices]
+                fetches += [given.values, given.indices]
                 reached = [j for j, x in enumerate(inputs) if sparse.depends_on(g.indices, [x])]
                 self.rows[i] = (reached, sparse.look_up(g.indices, inputs).merged)
             else:
                 self._kinds.append("dense")
-                fetches.append(g)
+                fetches.append(given)
         saved = self._frontier(fetches, depends)
         self.saved = [tf.TensorSpec(t.shape, t.dtype) for t in saved]
         self.output_dtypes = [t.dtype for t in self._outputs]
@@ -151,7 +160,7 @@ class Vjp:
         forward = pruned(joint, [*params, *inputs], [*self._outputs, *saved])
         self._call_forward = wrap(forward)
         self._cut_backward(joint, wrap, [*params, *saved, *self._given], fetches)
-        del self._given, self._found, self._arguments, self._watched
+        del self._given, self._found, self._laid, self._arguments, self._watched
 
     def _cut_backward(
         self, joint: Any, wrap: Callable, feeds: Sequence[Any], fetches: Sequence[Any]

@@ -237,11 +237,15 @@ class StageBody:
         if given.loss is not None:
             y, sample_weight, shares = given.loss
             value, terms = self.program.compiled_loss(
-                result.outputs, y, sample_weight, shares, given.rows_share
+                self.seen(result.outputs), y, sample_weight, shares, given.rows_share
             )
             self.program.traced(training).counts_by_data = any(t.counts_by_data for t in terms)
             result.loss, result.terms = value, [t.value for t in terms]
         return result
+
+    def seen(self, outputs: Any) -> Any:
+        """What the loss sees of the outputs."""
+        return outputs
 
     def _add_losses(self, result: StageOutput, scope: ForwardScope, given: StageInput) -> None:
         """Adds what layers gave to `add_loss`, by the share of rows or summed where there are."""

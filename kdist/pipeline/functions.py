@@ -74,7 +74,7 @@ class StageFunctions:
         inputs = specs(example.flat())
         try:
             if wanted.differentiate:
-                self._vjp = StageVjp(
+                self._vjp = self._make_vjp(
                     self._compute,
                     params,
                     inputs,
@@ -91,6 +91,9 @@ class StageFunctions:
                 "layers that it does not own. Make the other layer an attribute of it, or call "
                 f"that layer in the model's graph. Received: layers {', '.join(body.names)}"
             ) from None
+
+    def _make_vjp(self, *args: Any, **options: Any) -> StageVjp:
+        return StageVjp(*args, **options)
 
     def _traced(self, params: Sequence[Any], inputs: Sequence[Any]) -> Any:
         count = len(params)

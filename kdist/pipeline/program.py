@@ -56,24 +56,44 @@ class PipelineProgram(Program):
             part: (x, y, sample_weight) of a micro-batch.
             terms: Number of compiled losses; None where no loss is wanted.
         """
-        key = (wanted, terms, *(_key(one) for one in part))
+        key = (wanted, terms, *batch_key(part))
         if key not in self._functions:
-            self._functions[key] = self._trace(wanted, part, terms)
+
+            def make(body: StageBody, given: StageInput) -> StageFunctions:
+                return StageFunctions(body, given, wanted, self.wrap)
+
+            self._functions[key] = self.trace(wanted, part, terms, self.bodies, make)
         return self._functions[key]
 
-    def _trace(self, wanted: Pass, part: Any, terms: int | None) -> list[StageFunctions]:
+    def trace(
+        self,
+        wanted: Pass,
+        part: Any,
+        terms: int | None,
+        bodies: Sequence[StageBody],
+        make: Callable[[StageBody, StageInput], StageFunctions],
+    ) -> list[StageFunctions]:
+        """Traces every virtual stage, each with what the one before sends; see `functions`.
+
+        Args:
+            wanted: The pass.
+            part: (x, y, sample_weight) of a micro-batch.
+            terms: Number of compiled losses; None where no loss is wanted.
+            bodies: What each virtual stage computes.
+            make: Traces one.
+        """
         traced = self.traced(wanted.training)
         found: list[StageFunctions] = []
         boundary: dict[str, Any] = {}
         masks: dict[str, Any] = {}
         x, y, sample_weight = part
-        for body in self.bodies:
+        for body in bodies:
             loss = None
             if terms is not None and body.last:
                 loss = (y, sample_weight, tf.TensorSpec([terms], tf.float64))
             share = None if terms is None else tf.TensorSpec([], tf.float64)
             given = self.stage_input(body, boundary, masks, self._state_specs(body), x, loss, share)
-            found.append(StageFunctions(body, given, wanted, self.wrap))
+            found.append(make(body, given))
             output = found[-1].example_output
             boundary, masks = output.boundary, output.masks
         if terms is not None and not any(one.has_loss for one in found) and not self._penalties():
@@ -145,7 +165,7 @@ class PipelineProgram(Program):
 
     def count_function(self, part: Any, training: bool) -> CountFunction:
         """What computes how much a micro-batch counts; see `Program.counts`."""
-        key = (training, *(_key(one) for one in part))
+        key = (training, *batch_key(part))
         if key not in self._counting:
             self._counting[key] = CountFunction(self, part, training)
         return self._counting[key]
@@ -206,6 +226,11 @@ def _ancestors(tensors: Sequence[Any]) -> set[str]:
             found.add(operation.name)
             waiting.extend(t.op for t in operation.inputs)
     return found
+
+
+def batch_key(part: Sequence[Any]) -> tuple:
+    """Tells apart what needs a trace of its own: structure, shapes, dtypes of a micro-batch."""
+    return tuple(_key(one) for one in part)
 
 
 def _key(part: Any) -> tuple:
