@@ -35,6 +35,9 @@ class Row:
         micro_batches: Micro-batches.
         schedule: Its schedule.
         cores: Cores that the process may use; 0 for all.
+        data: Replicas.
+        model: Size of the axis `model`.
+        gpt: Whether it is the GPT example's model, instead of the MLP.
     """
 
     name: str
@@ -42,6 +45,14 @@ class Row:
     micro_batches: int = 1
     schedule: str = "1f1b"
     cores: int = 0
+    data: int = 1
+    model: int = 1
+    gpt: bool = False
+
+    @property
+    def devices(self) -> int:
+        """Devices of the mesh."""
+        return max(self.stages, 1) * self.data * self.model
 
 
 ROWS = (
@@ -52,8 +63,11 @@ ROWS = (
     Row("4 stages, 8 micro-batches", 4, 8),
     Row("4 stages, 8 micro-batches, zero bubble", 4, 8, "zero_bubble"),
     Row("4 stages, 16 micro-batches", 4, 16),
+    Row("GPT, one device", gpt=True),
+    Row("GPT, pipe 2 x data 2 x model 2", 2, 2, data=2, model=2, gpt=True),
 )
-"""The MLP of the bars: a whole batch on one device against its micro-batches over stages."""
+"""The MLP and the GPT of the bars: a whole batch on one device against its micro-batches."""
+GPT_LENGTH, GPT_BATCH = 128, 32
 
 
 def work(row: Row) -> None:
@@ -62,22 +76,14 @@ def work(row: Row) -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: row.cores])
     import kdist
 
-    kdist.init(cpu_devices=max(row.stages, 1))
-    import keras
+    kdist.init(cpu_devices=row.devices)
     import tensorflow as tf
 
-    x = inputs = keras.Input((WIDTH,))
-    for i in range(LAYERS):
-        x = keras.layers.Dense(WIDTH, "relu", name=f"layer{i}")(x)
-    model = keras.Model(inputs, x)
-    if row.stages:
-        kdist.PipelineModel(model, row.stages, row.micro_batches, row.schedule)
-    model.compile("sgd", "mse")
-    data = tf.random.stateless_normal((BATCH, WIDTH), [0, 1])
+    model, x, y = gpt(row) if row.gpt else mlp(row)
 
     def step() -> float:
         start = time.perf_counter()
-        model.train_on_batch(data, data)
+        model.train_on_batch(x, y)
         return time.perf_counter() - start
 
     first = step()
@@ -89,6 +95,50 @@ def work(row: Row) -> None:
     answer(first_s=first, memory_mb=peak / 2**20)
     for _ in sys.stdin:
         answer(step_s=min(step() for _ in range(STEPS)))
+
+
+def mlp(row: Row) -> tuple[Any, Any, Any]:
+    """The compiled MLP, inputs and targets."""
+    import keras
+    import tensorflow as tf
+
+    import kdist
+
+    x = inputs = keras.Input((WIDTH,))
+    for i in range(LAYERS):
+        x = keras.layers.Dense(WIDTH, "relu", name=f"layer{i}")(x)
+    model = keras.Model(inputs, x)
+    if row.stages:
+        kdist.PipelineModel(model, row.stages, row.micro_batches, row.schedule)
+    model.compile("sgd", "mse")
+    data = tf.random.stateless_normal((BATCH, WIDTH), [0, 1])
+    return model, data, data
+
+
+def gpt(row: Row) -> tuple[Any, Any, Any]:
+    """The compiled GPT of the examples, tokens and targets."""
+    import keras
+    import tensorflow as tf
+
+    import kdist
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    import gpt_model
+
+    model = gpt_model.build(gpt_model.GPTSizes(256, GPT_LENGTH, 256, 4, 4))
+    if row.stages:
+        config = kdist.ParallelConfig(
+            mesh=kdist.mesh(pipe=row.stages, data=row.data, model=row.model),
+            layout_map=gpt_model.layout_map(),
+            pipeline=kdist.PipelineConfig(micro_batches=row.micro_batches, schedule=row.schedule),
+        )
+        model = kdist.parallelize(model, config)
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    shape = (GPT_BATCH, GPT_LENGTH)
+    tokens, targets = (
+        tf.random.stateless_uniform(shape, [seed, 1], 0, 256, tf.int32) for seed in (0, 1)
+    )
+    return model, tokens, targets
 
 
 def answer(**record: Any) -> None:
@@ -154,6 +204,11 @@ def bars(found: dict[str, dict[str, float]]) -> list[tuple[str, float, str]]:
             "first step of 4 stages, 16 micro-batches, s",
             found["4 stages, 16 micro-batches"]["first_s"],
             "<= 5",
+        ),
+        (
+            "GPT at pipe 2 x data 2 x model 2 against one device: time",
+            found["GPT, pipe 2 x data 2 x model 2"]["step_s"] / found["GPT, one device"]["step_s"],
+            "<= 1.4",
         ),
         ("peak memory of gpipe over 1f1b", memory, f"activations alone: {formula:.2f}"),
     ]

@@ -1,6 +1,7 @@
 """Trains a byte-level GPT on Python's standard library, over a mesh of logical CPU devices.
 
     python examples/train_gpt.py --mesh data=2,model=2
+    python examples/train_gpt.py --mesh pipe=2,data=2,model=2
 
 prints what a step will do, trains with Keras's own progress bar, then shows the loss on files that
 training never saw and text that the model writes. The loss is in nats per byte: 5.55 is knowing
@@ -87,6 +88,13 @@ def generate(
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_string("mesh", "data=2,model=2", "axes and their sizes", flag_values=values)
+    flags.DEFINE_integer(
+        "micro_batches",
+        2,
+        "micro-batches of a replica's part of a batch, on a mesh with pipe",
+        lower_bound=1,
+        flag_values=values,
+    )
     flags.DEFINE_integer("depth", 2, "blocks", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("width", 128, "features of a token", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("heads", 4, "attention heads", lower_bound=1, flag_values=values)
@@ -140,6 +148,7 @@ def main(argv: Sequence[str]) -> float:
     config = kdist.ParallelConfig(
         mesh=kdist.mesh(**axes),
         layout_map=gpt_model.layout_map() if "model" in axes else {},
+        pipeline=kdist.PipelineConfig(micro_batches=args.micro_batches) if "pipe" in axes else None,
     )
     sizes = gpt_model.GPTSizes(256, args.length, args.width, args.depth, args.heads)
     model = kdist.parallelize(gpt_model.build(sizes, args.dtype), config)

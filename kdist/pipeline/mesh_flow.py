@@ -73,7 +73,8 @@ class MeshFlow:
     def run(self, one: Instruction) -> None:
         """Does an instruction."""
         self.runner.programs.replica = self.replica
-        _ACTIONS[type(one)](self, one.virtual_stage(self.runner.schedule.num_stages), one.micro_batch)
+        virtual = one.virtual_stage(self.runner.schedule.num_stages)
+        _ACTIONS[type(one)](self, virtual, one.micro_batch)
 
     def slice(self, virtual: int) -> int:
         """The slice of a virtual stage."""
@@ -139,7 +140,9 @@ class MeshFlow:
             _zeros(sent, mesh) if t is None and sent.dtype.is_floating else _moved_one(t, mesh)
             for t, sent in zip(returned, saved.sent)
         ]
-        scale = tf.cast(self.scale, functions.example_output.loss.dtype) if functions.has_loss else None
+        scale = None
+        if functions.has_loss:
+            scale = tf.cast(self.scale, functions.example_output.loss.dtype)
         functions.set_cotangents(saved, boundary, _packed(scale, mesh))
         return saved
 
@@ -201,7 +204,12 @@ class MeshFlow:
     def _written_value(self, variable: keras.Variable) -> Any:
         if id(variable) in self._state:
             return self._state[id(variable)]
-        return next(found[id(variable)] for found in self.values if id(variable) in found)
+        numbers = (
+            self.runner.topology.slice_number(stage, self.replica)
+            for stage in range(self.runner.schedule.num_stages)
+        )
+        own = (self.values[number] for number in numbers)
+        return next(found[id(variable)] for found in own if id(variable) in found)
 
     def _penalties(self) -> list[Any]:
         """Weight penalties count once: on the first replica, on the stage that has the variable."""

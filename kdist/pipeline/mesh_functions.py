@@ -168,7 +168,7 @@ class MeshPrograms:
             for virtual in range(count)
         ]
         self._traced: dict[Any, list[StageFunctions]] = {}
-        self._parts: list[tuple[Pass, LoweredPart]] = []
+        self._parts: dict[Any, tuple[Pass, list[LoweredPart]]] = {}
 
     def functions(
         self, wanted: Pass, part: Any, terms: int | None, replica: int
@@ -183,6 +183,7 @@ class MeshPrograms:
             if at in self._traced:
                 return self._traced[at]
         tied = False
+        parts: list[LoweredPart] = []
 
         def make(body: StageBody, given: StageInput) -> StageFunctions:
             nonlocal tied
@@ -190,9 +191,8 @@ class MeshPrograms:
             meshes = [self.meshes[s] for s in self.topology.group(stage)]
 
             def wrap(concrete: Any) -> Callable:
-                part = LoweredPart(concrete, self, meshes)
-                self._parts.append((wanted, part))
-                return part
+                parts.append(LoweredPart(concrete, self, meshes))
+                return parts[-1]
 
             with (
                 spmd.tracing(meshes[replica], self.topology, alltoall=self.alltoall) as trace,
@@ -207,6 +207,7 @@ class MeshPrograms:
 
         found = self.program.trace(wanted, part, terms, self.bodies, make)
         self._traced[key, replica if tied else None] = found
+        self._parts[key, replica] = wanted, parts
         return found
 
     def gather_gradients_first(self) -> None:
@@ -216,8 +217,11 @@ class MeshPrograms:
         self._parts.clear()
 
     def recorded(self) -> list[Collective]:
-        """Collectives of the lowered training functions, each once, whatever the micro-batches."""
-        return [c for wanted, part in self._parts if wanted.differentiate for c in part.recorded]
+        """Collectives of the lowered training functions: each once, of the first micro-batch."""
+        for wanted, parts in self._parts.values():
+            if wanted.differentiate:
+                return [one for part in parts for one in part.recorded]
+        return []
 
     def gathered_paths(self) -> list[str]:
         """Weights that are made whole before use because an operation cannot take parts."""

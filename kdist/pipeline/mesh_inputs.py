@@ -71,7 +71,8 @@ class StageInputs(SliceInputs):
         """A variable's value on each device of a slice."""
         one = self.topology.slices[s]
         if any(variable is seed for seed in self.state.seeds):
-            return self._copies(replica_seed(tf.convert_to_tensor(variable.value), one.index), one.devices)
+            value = tf.convert_to_tensor(variable.value)
+            return self._copies(replica_seed(value, one.index), one.devices)
         entry = stored(variable)
         if entry is None:
             return self._copies(tf.convert_to_tensor(variable.value), one.devices)

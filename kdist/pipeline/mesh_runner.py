@@ -109,12 +109,10 @@ class MeshPipelineRunner(PipelineRunner):
         if terms is not None:
             shares = micro.term_shares(self._counted(micro, wanted, terms), terms)
         values = self.inputs.packed()
-        flows = [
-            MeshFlow(
-                self, r, functions[r], micro, named[r], values, None if shares is None else shares[r], scale
-            )
-            for r in range(self.topology.data_size)
-        ]
+        flows = []
+        for r in range(self.topology.data_size):
+            own = None if shares is None else shares[r]
+            flows.append(MeshFlow(self, r, functions[r], micro, named[r], values, own, scale))
         for one in execution_order(schedule, self._written(functions[0][0])):
             for flow in flows:
                 flow.run(one)
@@ -169,8 +167,8 @@ class MeshPipelineRunner(PipelineRunner):
         """
         raise ValueError(
             "The collectives of a pipeline's stages are read from a training step. Train one batch "
-            f"first, with fit or train_on_batch. Received: model={self.program.model.name!r}, which "
-            "has not trained yet"
+            f"first, with fit or train_on_batch. Received: model={self.program.model.name!r}, "
+            "which has not trained yet"
         )
 
     def gathered_paths(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,16 +11,67 @@ from .features import BY_NAME as FEATURES
 from .harness import compare
 from .matrix import spread
 from .optimizer_zoo import OPTIMIZERS
-from .test_pipeline import CASES, optimizer_config, pipeline
+from .test_pipeline import CASES, DEEP, DROPOUT, SHARED_STATE, TIED, optimizer_config, pipeline
+
+DENSE = {
+    "dense[0246]/kernel": (None, "model"),
+    "dense[0246]/bias": ("model",),
+    "dense[1357]/kernel": ("model", None),
+}
+CUT = {
+    **CASES,
+    "deep": dataclasses.replace(DEEP, layout_map=DENSE),
+    "tied_rows": dataclasses.replace(
+        TIED, layout_map={**DENSE, "table/embeddings": ("model", None)}
+    ),
+    "tied_columns": dataclasses.replace(
+        TIED, layout_map={**DENSE, "table/embeddings": (None, "model")}
+    ),
+    "dropout": dataclasses.replace(
+        DROPOUT, layout_map={"head/kernel": ("model", None)}, has_batchnorm=True
+    ),
+    "shared_state": dataclasses.replace(
+        SHARED_STATE, layout_map={"dense[02]/kernel": ("model", None)}
+    ),
+}
 
 ROWS: tuple[tuple[Any, ...], ...] = (
-    # name, stages, data, model, micro-batches, schedule, level, optimizer, feature, precision
-    ("mlp", 2, 1, 2, 2, "1f1b", 0, "adam", "none", "float64"),
-    ("mlp", 2, 2, 2, 3, "gpipe", 0, "adam", "none", "float64"),
-    ("gpt", 2, 1, 2, 4, "gpipe", 0, "adam", "none", "float64"),
-    ("gpt", 2, 2, 2, 2, "1f1b", 0, "adam", "none", "float64"),
+    # name, stages, data, model, micro-batches, schedule, level, accumulation, optimizer, feature,
+    # precision
+    ("deep", 2, 2, 2, 3, "1f1b", 1, 2, "adam", "none", "float64"),
+    ("tied_rows", 2, 1, 2, 2, "zero_bubble", 0, 1, "adam", "none", "float64"),
+    ("mlp", 2, 1, 2, 2, "1f1b", 0, 1, "adam", "none", "float64"),
+    ("mlp", 2, 2, 2, 3, "gpipe", 0, 1, "adam", "none", "float64"),
+    ("gpt", 2, 1, 2, 4, "gpipe", 0, 1, "adam", "none", "float64"),
+    ("gpt", 2, 2, 2, 2, "1f1b", 0, 1, "adam", "none", "float64"),
+    ("gpt_tied", 2, 2, 2, 2, "1f1b", 1, 1, "adam", "none", "float64"),
+    ("tied_rows", 2, 2, 2, 2, "1f1b", 1, 1, "adam", "none", "float64"),
+    ("tied_columns", 2, 2, 2, 2, "interleaved", 0, 1, "adam", "none", "float64"),
+    ("deep", 4, 1, 2, 4, "1f1b", 0, 1, "lamb", "none", "float64"),
+    ("deep", 2, 1, 4, 4, "interleaved", 0, 1, "adam", "none", "float64"),
+    ("mlp", 2, 2, 2, 2, "zero_bubble", 2, 1, "adam", "none", "float64"),
+    ("mlp", 2, 2, 2, 2, "1f1b", 3, 1, "adam", "none", "float64"),
+    ("mlp", 2, 1, 2, 2, "1f1b", 0, 2, "adam", "none", "float64"),
+    ("mlp", 2, 2, 2, 2, "1f1b", 1, 1, "loss_scale_sgd", "none", "mixed_float16"),
+    ("mlp", 2, 1, 2, 2, "1f1b", 0, 1, "sgd_momentum", "none", "mixed_bfloat16"),
+    ("mlp", 2, 1, 2, 2, "1f1b", 0, 1, "adam", "kernel_regularizer", "float64"),
+    ("mlp", 2, 2, 2, 2, "1f1b", 0, 1, "adam", "activity_regularizer", "float64"),
+    ("mlp", 2, 2, 2, 2, "1f1b", 0, 1, "adam", "add_loss", "float64"),
+    ("masked", 2, 2, 2, 3, "1f1b", 0, 1, "adam", "mean_with_sample_weight", "float64"),
+    ("mlp", 2, 2, 2, 2, "1f1b", 0, 1, "lamb", "global_clipnorm", "float64"),
+    ("mlp", 2, 2, 2, 2, "1f1b", 0, 1, "adam", "frozen", "float64"),
+    ("mlp", 2, 2, 2, 2, "1f1b", 0, 1, "adamw", "ema", "float64"),
+    ("mlp", 2, 2, 2, 2, "1f1b", 0, 1, "adam", "own_compute_metrics", "float64"),
+    ("mlp", 2, 2, 2, 2, "1f1b", 0, 1, "adam", "three_steps_per_execution", "float64"),
+    ("mlp", 2, 2, 2, 2, "1f1b", 0, 1, "muon", "none", "float64"),
+    ("shared_state", 2, 1, 2, 2, "1f1b", 0, 1, "adam", "none", "float64"),
+    ("resnet", 2, 1, 2, 2, "1f1b", 0, 1, "adam", "none", "float64"),
+    ("encoder", 2, 1, 2, 2, "1f1b", 0, 1, "adam", "sample_weight", "float64"),
+    ("two_tower", 2, 1, 2, 2, "1f1b", 0, 1, "adam", "none", "float64"),
+    ("dlrm", 2, 2, 2, 2, "1f1b", 0, 1, "sgd_momentum", "clipnorm", "float64"),
+    ("lstm", 2, 1, 2, 2, "1f1b", 0, 1, "adam", "none", "float64"),
 )
-DEFAULT = ROWS
+DEFAULT = ROWS[:2]
 
 
 @pytest.mark.parametrize(
@@ -31,6 +83,7 @@ DEFAULT = ROWS
         "micro_batches",
         "schedule",
         "level",
+        "accumulation",
         "optimizer",
         "feature",
         "precision",
@@ -45,15 +98,17 @@ def test_stages_on_meshes_equal_one_device(
     micro_batches: int,
     schedule: str,
     level: int,
+    accumulation: int,
     optimizer: str,
     feature: str,
     precision: str,
     engine: str,
 ) -> None:
+    options = {} if accumulation == 1 else {"gradient_accumulation_steps": accumulation}
     compare(
-        CASES[name],
+        CUT[name],
         {"pipe": stages, "data": data, "model": model},
-        optimizer=OPTIMIZERS[optimizer],
+        optimizer=lambda **more: OPTIMIZERS[optimizer](**options, **more),
         engine=engine,
         dtype=precision,
         features=(FEATURES[feature],),

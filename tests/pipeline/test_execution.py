@@ -199,7 +199,6 @@ def test_the_callback_records_what_was_executed(tmp_path: Any, capsys: Any) -> N
         ({"mesh": {"data": 2}}, "go together"),
         ({"mesh": {"pipe": 2}, "pipeline": None}, "go together"),
         ({"pipeline": "1f1b"}, "pipeline is a kdist.PipelineConfig"),
-        ({"mesh": {"pipe": 2, "model": 2}}, "not supported yet"),
         ({"layout_map": {"layer0/kernel": ("pipe", None)}}, "cuts no tensor"),
     ],
 )

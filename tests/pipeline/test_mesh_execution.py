@@ -1,0 +1,170 @@
+"""Stages that are DTensor meshes: what is called where, what travels, what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import kdist
+from kdist.parallel import attached
+from kdist.pipeline import get_schedule, mesh_flow
+from kdist.pipeline.mesh_flow import MeshFlow
+from kdist.pipeline.order import execution_order
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+WIDTH = 8
+CUTS = {
+    "layer[02]/kernel": (None, "model"),
+    "layer[02]/bias": ("model",),
+    "layer[13]/kernel": ("model", None),
+}
+
+
+def chain() -> keras.Model:
+    x = inputs = keras.Input((WIDTH,))
+    for i in range(4):
+        x = keras.layers.Dense(WIDTH, "tanh", name=f"layer{i}")(x)
+    return keras.Model(inputs, x)
+
+
+def on_meshes(model: keras.Model, schedule: str = "1f1b", micro: int = 2, **axes: int) -> Any:
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(**{"pipe": 2, "data": 1, "model": 2, **axes}),
+        layout_map=CUTS,
+        pipeline=kdist.PipelineConfig(micro_batches=micro, schedule=schedule),
+    )
+    return kdist.parallelize(model, config)
+
+
+def data(rows: int = 8) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(rows, WIDTH)), rng.normal(size=(rows, WIDTH))
+
+
+def test_collectives_are_those_of_the_cut_layers_inside_a_stage() -> None:
+    model = on_meshes(chain(), data=2)
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="Train one batch"):
+        kdist.inspect(model)
+    model.train_on_batch(*data())
+    found = kdist.inspect(model)
+    assert found.fallbacks == ()
+    # A row-cut layer sums its output, a column-cut one the gradient of its input; the very first
+    # layer's input has none. Once each, however many micro-batches and replicas.
+    assert Counter((c.kind, c.layer, c.phase) for c in found.collectives) == {
+        ("all-reduce", "layer1", "forward"): 1,
+        ("all-reduce", "layer3", "forward"): 1,
+        ("all-reduce", "layer2", "backward"): 1,
+    }
+    assert {c.axis for c in found.collectives} == {("model",)}
+
+
+def test_weights_live_on_the_devices_of_their_stage_in_parts() -> None:
+    model = on_meshes(chain(), data=2)
+    parallel = attached(model)
+    for i in range(4):
+        entry = parallel.entries[id(model.get_layer(f"layer{i}").kernel)]
+        slices = parallel.topology.group(i // 2)
+        assert sorted(entry.locals) == [(s, k) for s in slices for k in range(2)]
+        assert {tuple(local.shape) for local in entry.locals.values()} == {
+            (WIDTH, WIDTH // 2) if i % 2 == 0 else (WIDTH // 2, WIDTH)
+        }
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+def test_calls_follow_the_order_that_cannot_deadlock(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: dict[int, list[Any]] = {0: [], 1: []}
+    original = MeshFlow.run
+
+    def run(self: MeshFlow, one: Any) -> None:
+        called[self.replica].append(one)
+        original(self, one)
+
+    monkeypatch.setattr(MeshFlow, "run", run)
+    model = on_meshes(chain(), schedule, data=2)
+    model.compile("sgd", "mse")
+    model.train_on_batch(*data())
+    wanted = execution_order(get_schedule(schedule, stages=2, micro_batches=2))
+    assert called == {0: list(wanted), 1: list(wanted)}
+
+
+def test_each_device_sends_its_part_to_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = mesh_flow.moved
+
+    def moved(tensor: Any, mesh: dtensor.Mesh) -> Any:
+        result = original(tensor, mesh)
+        before, after = dtensor.fetch_layout(tensor), dtensor.fetch_layout(result)
+        assert before.sharding_specs == after.sharding_specs
+        for part, peer, device in zip(
+            dtensor.unpack(tensor), dtensor.unpack(result), mesh.local_devices()
+        ):
+            np.testing.assert_array_equal(part.numpy(), peer.numpy())
+            assert peer.device == device
+        seen.append((before.mesh.local_devices(), after.mesh.local_devices()))
+        return result
+
+    monkeypatch.setattr(mesh_flow, "moved", moved)
+    model = on_meshes(chain())
+    model.compile("sgd", "mse")
+    model.train_on_batch(*data())
+    # Two micro-batches: an activation there and its gradient back.
+    assert len(seen) == 4
+    assert len({(tuple(a), tuple(b)) for a, b in seen}) == 2
+
+
+def test_a_loop_of_ones_own(float64: None) -> None:
+    plain, model = chain(), on_meshes(chain(), data=2)
+    model.set_weights(plain.get_weights())
+    for one in (plain, model):
+        one.compile(keras.optimizers.SGD(0.1), "mse")
+    x, y = data(6)
+    plain.train_on_batch(x, y)
+    loss, gradients = kdist.gradients(model, x, y)
+    kdist.apply_gradients(model, gradients)
+    assert np.isfinite(float(loss))
+    for a, b in zip(plain.get_weights(), model.get_weights()):
+        np.testing.assert_allclose(a, b, atol=1e-12)
+
+
+def test_what_dtensor_cannot_run_runs_on_gathered_weights(float64: None) -> None:
+    def build() -> keras.Model:
+        x = inputs = keras.Input((4, WIDTH))
+        x = keras.layers.Dense(WIDTH, "tanh", name="layer0")(x)
+        x = keras.layers.LSTM(WIDTH, name="recurrent")(x)  # a loop, of which DTensor ends
+        for i in range(1, 4):
+            x = keras.layers.Dense(WIDTH, "tanh", name=f"layer{i}")(x)
+        return keras.Model(inputs, x)
+
+    plain, model = build(), on_meshes(build())
+    model.set_weights(plain.get_weights())
+    x, y = np.random.default_rng(0).normal(size=(8, 4, WIDTH)), data()[1]
+    for one in (plain, model):
+        one.compile(keras.optimizers.SGD(0.1), "mse")
+    plain.train_on_batch(x, y)
+    with pytest.warns(UserWarning, match="gathered weights"):
+        model.train_on_batch(x, y)
+    for a, b in zip(plain.get_weights(), model.get_weights()):
+        np.testing.assert_allclose(a, b, atol=1e-12)
+
+
+def test_a_timeline_is_refused() -> None:
+    model = on_meshes(chain())
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="inner axes"):
+        model.fit(*data(), verbose=0, callbacks=[kdist.callbacks.PipelineTimeline()])
+
+
+def test_predict_gives_rows_in_order() -> None:
+    plain, model = chain(), on_meshes(chain(), data=2)
+    model.set_weights(plain.get_weights())
+    x, _ = data(7)
+    np.testing.assert_allclose(model.predict(x, verbose=0), plain.predict(x, verbose=0), atol=1e-6)
+    assert isinstance(model.predict_on_batch(tf.constant(x)), np.ndarray)
