@@ -99,10 +99,10 @@ def work(row: Row) -> None:
 
 def mlp(row: Row) -> tuple[Any, Any, Any]:
     """The compiled MLP, inputs and targets."""
+    import kdist
+
     import keras
     import tensorflow as tf
-
-    import kdist
 
     x = inputs = keras.Input((WIDTH,))
     for i in range(LAYERS):
@@ -117,10 +117,10 @@ def mlp(row: Row) -> tuple[Any, Any, Any]:
 
 def gpt(row: Row) -> tuple[Any, Any, Any]:
     """The compiled GPT of the examples, tokens and targets."""
+    import kdist
+
     import keras
     import tensorflow as tf
-
-    import kdist
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     import gpt_model

@@ -62,9 +62,7 @@ class MeshPipelineRunner(PipelineRunner):
         self.want_outputs = want_outputs
         self.meshes = [spmd.make_mesh(one.devices, topology) for one in topology.slices]
         placements = [entry.placement for entry in entries]
-        self.programs = MeshPrograms(
-            program, placements, topology, self.meshes, layouts, alltoall
-        )
+        self.programs = MeshPrograms(program, placements, topology, self.meshes, layouts, alltoall)
         used = used_by_stage(self.staged, self.programs.bodies)
         self.inputs = StageInputs(program.state, entries, topology, self.meshes, used)
         self.look_ups: dict[tuple[int, int], LookUp] = {}
@@ -130,9 +128,7 @@ class MeshPipelineRunner(PipelineRunner):
         key = tuple(positions)
         if key not in self._penalties:
             variables = [self.program.state.trainable[p] for p in positions]
-            self._penalties[key] = self._lower(
-                penalty_function(variables, keras.config.floatx())
-            )
+            self._penalties[key] = self._lower(penalty_function(variables, keras.config.floatx()))
         values, gradients = self._penalties[key](
             s, key, (params, spmd.replicate(scale, self.meshes[s]))
         )
