@@ -134,9 +134,9 @@ class Vjp:
         params, inputs = self._arguments
         depends = dependencies(joint.graph, params, inputs)
         gradient = {id(t): g for t, g in zip(self._watched, self._found)}
-        laid = {id(t): g for t, g in zip(self._watched, self._laid)}
+        laid: dict[int, Any] = {id(t): g for t, g in zip(self._watched, self._laid)}
         found = [gradient.get(id(t)) for t in (*params, *inputs)]
-        returned = [laid.get(id(t)) for t in (*params, *inputs)]
+        returned: list[Any] = [laid.get(id(t)) for t in (*params, *inputs)]
         self._kinds: list[Any] = []
         fetches: list[Any] = []
         self.rows: dict[int, tuple[list[int], bool]] = {}

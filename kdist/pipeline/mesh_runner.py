@@ -101,8 +101,10 @@ class MeshPipelineRunner(PipelineRunner):
             for r, row in enumerate(named)
         ]
         if wanted.differentiate:
-            for one in functions[0][0]:
-                self.look_ups.update({(v, one.body.virtual): u for v, u in one.look_ups().items()})
+            for part in functions[0][0]:
+                self.look_ups.update(
+                    {(v, part.body.virtual): u for v, u in part.look_ups().items()}
+                )
         shares = None
         if terms is not None:
             shares = micro.term_shares(self._counted(micro, wanted, terms), terms)
@@ -134,7 +136,7 @@ class MeshPipelineRunner(PipelineRunner):
         )
         return list(values), list(gradients)
 
-    def gradient_at(self, results: Sequence[Any]) -> MeshPipelineGradients:
+    def gradient_at(self, results: Sequence[Any]) -> Any:
         """How the update reads gradients."""
         return MeshPipelineGradients(
             results, self.program.trained, self.look_ups, self.entries, self.topology
