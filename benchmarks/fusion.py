@@ -11,7 +11,6 @@ benchmarks/results/.
 from __future__ import annotations
 
 import json
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 import kdist
 from kdist import FusionConfig
 from kdist.comm import connect
+from kdist.comm.processes import local_addresses
 
 import keras
 import numpy as np
@@ -126,12 +126,7 @@ def member(addresses: Sequence[str], index: int) -> dict[str, Any]:
 
 def across_processes(count: int = 2) -> dict[str, Any]:
     """Starts the processes; returns what the first one measured."""
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    addresses = ",".join(f"127.0.0.1:{each.getsockname()[1]}" for each in sockets)
-    for each in sockets:
-        each.close()
+    addresses = ",".join(local_addresses(count))
     command = [sys.executable, __file__, *sys.argv[1:], f"--addresses={addresses}"]
     members = [
         subprocess.Popen([*command, f"--index={n}"], stdout=subprocess.PIPE, text=True)

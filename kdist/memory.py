@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kdist.device import Device
+from kdist.figure import new_figure
 from kdist.live import LiveTensors
 from kdist.plan import readable
 from kdist.step_graph import live_tensors
@@ -178,16 +179,8 @@ def save_png(memory: Sequence[DeviceMemory], path: str | pathlib.Path, title: st
     Raises:
         ImportError: Without matplotlib.
     """
-    try:
-        # Drawn without pyplot: no window, and no global state of the user's is touched.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "A picture needs matplotlib: pip install 'kdist[plot]'. As text: print(inspection)."
-        ) from error
-    figure = Figure(figsize=(7.5, 1.3 + 0.4 * len(memory)), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    height = 1.3 + 0.4 * len(memory)
+    figure = new_figure(7.5, height, "print(inspection)", dpi=150, layout="constrained")
     axes = figure.add_subplot()
     rows = range(len(memory))
     left = [0.0] * len(memory)

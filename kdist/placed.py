@@ -16,7 +16,7 @@ from kdist.optimizer.partition import Spread, spread
 from kdist.optimizer.sharded import config_for, parallel_optimizer
 from kdist.optimizer.update import DistributedUpdate, optimizer_groups, whole_updates
 from kdist.pipeline.stages import StagedModel
-from kdist.placement import Placement
+from kdist.placement import Placement, shape_of
 from kdist.plan import Plan, make_plan
 from kdist.programs import one_segment
 from kdist.segment import looked_up
@@ -105,7 +105,7 @@ class PlacedModel:
         parts = []
         for v in variables:
             index = by_layout[id(v)].inner_index(0)
-            shape = tuple(i.stop - i.start for i in index)
+            shape = shape_of(index)
             parts.append(SimpleNamespace(path=v.path, shape=shape, dtype=v.dtype))
         return self.config.compression.classes(parts, self._tables())
 

@@ -34,7 +34,7 @@ class Shard:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the part."""
-        return tuple(s.stop - s.start for s in self.index)
+        return shape_of(self.index)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,6 +308,11 @@ def _order(unit: UpdateUnit) -> tuple[int, int, int]:
 def relative(index: Index, base: Index) -> Index:
     """`index` expressed inside the part that lies at `base`."""
     return tuple(slice(i.start - b.start, i.stop - b.start) for i, b in zip(index, base))
+
+
+def shape_of(index: Index) -> tuple[int, ...]:
+    """Shape of the part of a variable at `index`."""
+    return tuple(i.stop - i.start for i in index)
 
 
 def covers(index: Index, shape: Sequence[int]) -> bool:

@@ -8,15 +8,15 @@ again: the path for models that DTensor cannot expand.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist import sparse
 from kdist.batch import SplitBatch
 from kdist.loss import has_rows, shares_from_counts
 from kdist.mesh import Device, Topology
-from kdist.placement import Coordinate, Index, UpdateUnit, covers
-from kdist.program import Program, Traced
+from kdist.placement import Coordinate, Index, UpdateUnit, covers, shape_of
+from kdist.program import Program
 from kdist.state import carried_for
 from kdist.variables import Stored
 
@@ -217,56 +217,67 @@ class PlainRunner:
         Args:
             results: Per slice, the gradients of the connected variables.
         """
-        return PlainGradients(results, self.program.trained, self.entries, self.devices)
+        traced = self.program.trained
+        found = {s: dict(zip(traced.connected, gradients)) for s, gradients in enumerate(results)}
+        return PlainGradients(found, traced.rows, self.entries, self.devices)
 
 
 class PlainGradients:
     """Whole gradients, one device per slice; see `kdist.optimizer.source.GradientSource`.
 
+    A weight that several stages of a pipeline use has a gradient on each of them; they are summed
+    like those of replicas.
+
     Args:
-        results: Per slice, the gradients of the connected variables.
-        traced: What tracing the training program taught.
+        gradients: Per slice, by trainable variable.
+        rows: How variables whose gradient is rows are looked up.
         entries: `Stored` of each trainable variable.
         devices: The device of each slice.
     """
 
     def __init__(
         self,
-        results: Sequence[Sequence[Any]],
-        traced: Traced,
+        gradients: Mapping[int, Mapping[int, Any]],
+        rows: Mapping[int, sparse.LookUp],
         entries: Sequence[Stored],
         devices: Sequence[str],
     ) -> None:
-        self.results = results
-        self.traced = traced
+        self.gradients = gradients
+        self.look_ups = rows
         self.entries = list(entries)
         self.devices = list(devices)
-        self._where = {v: j for j, v in enumerate(traced.connected)}
 
     @property
     def rows(self) -> set[int]:
         """See `GradientSource`."""
-        return set(self.traced.rows)
+        return set(self.look_ups)
 
     def unit(self, variable: int, unit: UpdateUnit) -> Any:
         """See `GradientSource`."""
         placement = self.entries[variable].placement
         parts = []
-        for device, gradients in zip(self.devices, self.results):
-            gradient = gradients[self._where[variable]]
+        for s in placement.slices:
+            gradient = self.gradients.get(s, {}).get(variable)
+            if gradient is None:
+                continue
             if unit.shard is not None:
-                with tf.device(device):
+                with tf.device(self.devices[s]):
                     gradient = part_of(gradient, unit.index(placement), placement.shape)
             parts.append(gradient)
-        total = add_gradients(parts, self.traced.rows.get(variable, sparse.LookUp()))
+        total = add_gradients(parts, self.look_ups.get(variable, sparse.LookUp()))
         self.reduced([variable], total)
         return total
 
     def local(self, variable: int, at: Coordinate) -> Any:
         """See `GradientSource`."""
         placement = self.entries[variable].placement
-        gradient = tf.convert_to_tensor(self.results[at[0]][self._where[variable]])
-        return part_of(gradient, placement.inner_index(at[1]), placement.shape)
+        if at[0] not in placement.slices:
+            return None
+        index = placement.inner_index(at[1])
+        gradient = self.gradients.get(at[0], {}).get(variable)
+        if gradient is None:  # of a tied weight, on a stage through which no gradient flows
+            return tf.zeros(shape_of(index), self.entries[variable].variable.dtype)
+        return part_of(tf.convert_to_tensor(gradient), index, placement.shape)
 
     def reduced(self, variables: Sequence[int], gradient: Any) -> None:
         """See `GradientSource`."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -153,12 +152,7 @@ def _join(addresses: Sequence[str], index: int) -> Group:
 
 def _start(count: int) -> None:
     """Starts all processes; the first one prints."""
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    addresses = ",".join(f"127.0.0.1:{each.getsockname()[1]}" for each in sockets)
-    for each in sockets:
-        each.close()
+    addresses = ",".join(processes.local_addresses(count))
     command = [sys.executable, "-m", "kdist.comm.bench", *sys.argv[1:], f"--addresses={addresses}"]
     members = [subprocess.Popen([*command, f"--index={index}"]) for index in range(count)]
     try:

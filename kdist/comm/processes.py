@@ -323,6 +323,18 @@ def _reason(error: tf.errors.OpError) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else error.message[:200]}"
 
 
+def local_addresses(count: int) -> list[str]:
+    """Addresses on this machine for processes that are started next: ports free a moment ago."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
 def silent_peers(connection: Connection, seconds: float = 1.0) -> list[int]:
     """The other processes whose address nobody listens on."""
     silent = []

@@ -22,7 +22,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from kdist import _private
-from kdist.placement import Coordinate, Placement, UpdateUnit
+from kdist.placement import Coordinate, Placement, UpdateUnit, shape_of
 from kdist.variables import become_view, make_local
 
 import keras
@@ -122,10 +122,7 @@ def make_buckets(
         if len(owners) == 1 == len(members):
             continue
         variables = tuple(units[numbers[0]].variable for numbers in members)
-        shapes = tuple(
-            tuple(i.stop - i.start for i in placements[v].inner_index(owners[0][1]))
-            for v in variables
-        )
+        shapes = tuple(shape_of(placements[v].inner_index(owners[0][1])) for v in variables)
         each = tuple(zip(*members))
         found.append(Bucket(variables, each, owners, holders, shapes, not flat_not))
     return found

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from kdist.compression import Compressor, PowerSGD, matrix_shape
 from kdist.optimizer.bucket import Bucket
-from kdist.placement import Coordinate, Placement, UpdateUnit
+from kdist.placement import Coordinate, Placement, UpdateUnit, shape_of
 
 How = Literal["all", "scatter", "one"]
 Sent = dict[str, list[tuple[int, int]]]
@@ -193,11 +193,11 @@ def parts_of(unit: UpdateUnit, placement: Placement) -> list[tuple[int, tuple[in
     """The parts of a gradient that a unit's update needs: inner coordinate and shape of each."""
     if unit.shard is not None:
         index = unit.index(placement)
-        return [(unit.owner[1], tuple(i.stop - i.start for i in index))]
+        return [(unit.owner[1], shape_of(index))]
     seen: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
     for k in range(len(placement.table[0])):
         index = placement.inner_index(k)
-        shape = tuple(i.stop - i.start for i in index)
+        shape = shape_of(index)
         seen.setdefault(tuple(i.start for i in index), (k, shape))
     return list(seen.values())
 

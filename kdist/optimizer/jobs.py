@@ -15,7 +15,7 @@ from kdist.optimizer.exchange import Exchange, make_exchanges
 from kdist.optimizer.formatted_slots import StateFormatConfig, format_slots
 from kdist.optimizer.local import LocalOptimizer, Span, link_slots
 from kdist.optimizer.source import GradientSource
-from kdist.placement import Coordinate, Index, Placement, UpdateUnit, covers, relative
+from kdist.placement import Coordinate, Index, Placement, UpdateUnit, covers, relative, shape_of
 from kdist.variables import Stored, make_local, rows_view
 
 import keras
@@ -215,7 +215,7 @@ class Jobs:
             unit = self.units[n]
             position = where.get(unit.variable, -1)
             index = unit.index(self.entries[unit.variable].placement)
-            shape = tuple(i.stop - i.start for i in index)
+            shape = shape_of(index)
             spans.append(Span(position, self._index(unit), start if job.flat else None, shape))
             start += math.prod(shape)
         return spans

@@ -22,7 +22,6 @@ from kdist.optimizer.partition import Spread, spread
 from kdist.optimizer.update import DistributedUpdate, whole_updates
 from kdist.placement import Placement, place
 from kdist.plain import PlainGradients
-from kdist.program import Traced
 from kdist.sparse import LookUp, is_sparse
 from kdist.variables import Stored, make_local
 
@@ -179,10 +178,9 @@ class MirroredUpdate(DistributedUpdate):
         connected = sorted(found)
         parts = [strategy.experimental_local_results(found[v]) for v in connected]
         rows = {v: LookUp() for v, part in zip(connected, parts) if is_sparse(part[0])}
-        traced = Traced(connected=connected, rows=rows)
         devices = [one.devices[0] for one in self.jobs.topology.slices]
-        results = list(zip(*parts, strict=True))
-        self.apply(PlainGradients(results, traced, entries, devices), connected)
+        results = {s: dict(zip(connected, part)) for s, part in enumerate(zip(*parts, strict=True))}
+        self.apply(PlainGradients(results, rows, entries, devices), connected)
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of optimizer state per device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import TYPE_CHECKING, Any
 
+from kdist.figure import new_figure
 from kdist.pipeline.timeline import NAMES, Event
 
 if TYPE_CHECKING:
@@ -28,18 +29,9 @@ def save_png(chart: Chart, path: pathlib.Path) -> None:
     Raises:
         ImportError: without matplotlib.
     """
-    try:
-        # Figures are drawn without pyplot: no window, no global state of the user's touched.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "A chart as PNG needs matplotlib: pip install 'kdist[plot]'. As text: print(chart)."
-        ) from error
     rows = chart.timeline.num_stages
     width, height = _width(chart), 1.55 + _ROW * rows
-    figure = Figure(figsize=(width, height), dpi=_DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width, height, "print(chart)", dpi=_DPI, facecolor="white")
     left, right, top, bottom = 0.85, 0.25, 0.78, 0.77
     axes = figure.add_axes(
         (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)

@@ -7,16 +7,14 @@ from typing import Any
 
 from kdist import _private
 from kdist.batch import join
-from kdist.pipeline.functions import Saved, StageFunctions
+from kdist.pipeline.functions import Saved
 from kdist.pipeline.instructions import (
-    Backward,
-    BackwardInput,
     BackwardWeight,
     Forward,
     Instruction,
 )
-from kdist.pipeline.micro import MicroBatches
 from kdist.pipeline.recorder import Recorder, Stamps
+from kdist.pipeline.replica_flow import ReplicaFlow
 from kdist.program import ModelState
 from kdist.segmented import joined
 from kdist.sparse import add, is_sparse
@@ -26,49 +24,19 @@ from kdist.variables import stored
 import keras
 import tensorflow as tf
 
-Unit = tuple[int, int]
-"""(virtual stage, micro-batch)"""
 
-
-class Flow:
-    """The values of one replica in one step.
-
-    Args:
-        runner: Knows program, mesh and stored variables.
-        replica: Which one.
-        functions: Of every virtual stage.
-        micro: The batch.
-        parts: The replica's micro-batches, x as the model's inputs by name.
-        shares: Per micro-batch, its share of each compiled loss; None where no loss is wanted.
-        scale: What the loss is multiplied by before differentiation.
+class Flow(ReplicaFlow):
+    """The values of one replica in one step, all in the step's graph; see `ReplicaFlow`.
 
     Attributes:
         gradients: Per slice of the replica, by trainable variable, the sum so far.
     """
 
-    def __init__(
-        self,
-        runner: Any,
-        replica: int,
-        functions: Sequence[StageFunctions],
-        micro: MicroBatches,
-        parts: Sequence[Any],
-        shares: Sequence[Any] | None,
-        scale: Any,
-    ) -> None:
-        self.runner, self.replica, self.functions = runner, replica, functions
-        self.micro, self.parts, self.shares, self.scale = micro, parts, shares, scale
-        self.program = runner.program
-        self.topology = runner.topology
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.gradients: dict[int, dict[int, Any]] = {}
         self._rows: dict[tuple[int, int, int], list[Any]] = {}
-        self._state: dict[int, Any] = {}
         self._read: dict[tuple[int, int], Any] = {}
-        self._sent: dict[Unit, Any] = {}
-        self._saved: dict[Unit, Saved] = {}
-        self._returned: dict[Unit, list[Any]] = {}
-        self._results: list[Any] = [None] * len(parts)
-        self._losses: list[Any] = []
 
     def run(self, one: Instruction, recorder: Recorder | None = None) -> tuple[Any, Any]:
         """Does an instruction.
@@ -77,15 +45,14 @@ class Flow:
             The first and the last operation of the graph that belong to it, None without one.
         """
         virtual = one.virtual_stage(self.runner.schedule.num_stages)
-        act = _ACTIONS[type(one)]
         with tf.device(self.device(one.stage)), tf.name_scope(self.name(one)):
             if recorder is None:
-                operation = act(self, virtual, one.micro_batch)
+                operation = self.act(one)
                 return operation, operation
             arrived = recorder.now(self._incoming(one, virtual))
             start = recorder.now([arrived])
             with tf.control_dependencies([start]):
-                operation = act(self, virtual, one.micro_batch)
+                operation = self.act(one)
             end = recorder.now([start.op if operation is None else operation])
             recorder.add(self.replica, one, Stamps(arrived, start, end))
             return start.op, end.op
@@ -269,14 +236,6 @@ class Flow:
             if gradient is not None:
                 self._add(self.slice(stage), position, gradient)
         return values
-
-
-_ACTIONS = {
-    Forward: Flow.forward,
-    Backward: Flow.backward,
-    BackwardInput: Flow.backward_input,
-    BackwardWeight: Flow.backward_weight,
-}
 
 
 def carried_value(

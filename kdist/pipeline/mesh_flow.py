@@ -11,16 +11,12 @@ from typing import Any
 
 from kdist import spmd
 from kdist.batch import join
-from kdist.pipeline.functions import Saved, StageFunctions
+from kdist.pipeline.functions import Saved
 from kdist.pipeline.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
     Instruction,
 )
 from kdist.pipeline.mesh_inputs import moved
-from kdist.pipeline.micro import MicroBatches
+from kdist.pipeline.replica_flow import ReplicaFlow
 from kdist.sparse import is_sparse
 from kdist.spmd_results import whole_value
 
@@ -28,58 +24,32 @@ import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-Unit = tuple[int, int]
-"""(virtual stage, micro-batch)"""
 
+class MeshFlow(ReplicaFlow):
+    """The values of one replica in one step, as DTensors of its slices; see `ReplicaFlow`.
 
-class MeshFlow:
-    """The values of one replica in one step, as DTensors of its slices.
+    Here `functions` are, per micro-batch, those of every virtual stage.
 
     Args:
-        runner: Knows program, meshes and stored variables.
-        replica: Which one.
-        functions: Per micro-batch, of every virtual stage.
-        micro: The batch.
-        parts: The replica's micro-batches, x as the model's inputs by name.
+        *args: Of `ReplicaFlow`.
         values: Per slice, by identity of the variable, its value.
-        shares: Per micro-batch, its share of each compiled loss; None where no loss is wanted.
-        scale: What the loss is multiplied by before differentiation.
     """
 
-    def __init__(
-        self,
-        runner: Any,
-        replica: int,
-        functions: Sequence[Sequence[StageFunctions]],
-        micro: MicroBatches,
-        parts: Sequence[Any],
-        values: Sequence[dict[int, Any]],
-        shares: Sequence[Any] | None,
-        scale: Any,
-    ) -> None:
-        self.runner, self.replica, self.functions = runner, replica, functions
-        self.micro, self.parts, self.shares, self.scale = micro, parts, shares, scale
+    def __init__(self, *args: Any, values: Sequence[dict[int, Any]]) -> None:
+        super().__init__(*args)
         self.values = values
-        self.program = runner.program
         self._sums: dict[int, dict[int, Any]] = {}
         self._rows: dict[int, dict[int, dict[int, list[Any]]]] = {}
-        self._state: dict[int, Any] = {}
-        self._sent: dict[Unit, Any] = {}
-        self._saved: dict[Unit, Saved] = {}
-        self._returned: dict[Unit, list[Any]] = {}
-        self._results: list[Any] = [None] * len(parts)
-        self._losses: list[Any] = []
 
     def run(self, one: Instruction) -> None:
         """Does an instruction."""
         self.runner.programs.replica = self.replica
-        virtual = one.virtual_stage(self.runner.schedule.num_stages)
-        _ACTIONS[type(one)](self, virtual, one.micro_batch)
+        self.act(one)
 
     def slice(self, virtual: int) -> int:
         """The slice of a virtual stage."""
         stage = self.runner.staged.stage_of(virtual)
-        return self.runner.topology.slice_number(stage, self.replica)
+        return self.topology.slice_number(stage, self.replica)
 
     def mesh(self, virtual: int) -> dtensor.Mesh:
         """The DTensor mesh of a virtual stage."""
@@ -205,7 +175,7 @@ class MeshFlow:
         if id(variable) in self._state:
             return self._state[id(variable)]
         numbers = (
-            self.runner.topology.slice_number(stage, self.replica)
+            self.topology.slice_number(stage, self.replica)
             for stage in range(self.runner.schedule.num_stages)
         )
         own = (self.values[number] for number in numbers)
@@ -218,7 +188,7 @@ class MeshFlow:
             positions = self.program.penalties_on(stage)
             if not positions or self.replica > 0:
                 continue
-            at = self.runner.topology.slice_number(stage, self.replica)
+            at = self.topology.slice_number(stage, self.replica)
             params = [self._value(self.program.state.trainable[p], stage) for p in positions]
             scale = tf.constant(0.0) if self.scale is None else self.scale
             found, gradients = self.runner.penalties(at, positions, params, scale)
@@ -242,14 +212,6 @@ class MeshFlow:
                     for virtual, pairs in by_virtual.items()
                 }
         return gradients
-
-
-_ACTIONS = {
-    Forward: MeshFlow.forward,
-    Backward: MeshFlow.backward,
-    BackwardInput: MeshFlow.backward_input,
-    BackwardWeight: MeshFlow.backward_weight,
-}
 
 
 def _packed(data: Any, mesh: dtensor.Mesh) -> Any:

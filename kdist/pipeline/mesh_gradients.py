@@ -7,8 +7,7 @@ from typing import Any
 
 from kdist import sparse
 from kdist.mesh import Topology
-from kdist.pipeline.gradients import shape_of
-from kdist.placement import Coordinate, Index, relative
+from kdist.placement import Coordinate, Index, relative, shape_of
 from kdist.plain import add_gradients, part_of
 from kdist.program import Traced
 from kdist.segmented import joined

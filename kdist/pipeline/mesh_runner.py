@@ -112,7 +112,9 @@ class MeshPipelineRunner(PipelineRunner):
         flows = []
         for r in range(self.topology.data_size):
             own = None if shares is None else shares[r]
-            flows.append(MeshFlow(self, r, functions[r], micro, named[r], values, own, scale))
+            flows.append(
+                MeshFlow(self, r, functions[r], micro, named[r], own, scale, values=values)
+            )
         for one in execution_order(schedule, self._written(functions[0][0])):
             for flow in flows:
                 flow.run(one)

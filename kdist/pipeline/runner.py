@@ -15,7 +15,6 @@ from kdist.batch import SplitBatch
 from kdist.mesh import Topology
 from kdist.pipeline.flow import Flow, carried_value
 from kdist.pipeline.functions import Pass
-from kdist.pipeline.gradients import PipelineGradients
 from kdist.pipeline.instructions import Instruction
 from kdist.pipeline.leaves import general
 from kdist.pipeline.micro import MicroBatches
@@ -23,7 +22,7 @@ from kdist.pipeline.order import Chain, execution_order, forward_only
 from kdist.pipeline.program import PipelineProgram
 from kdist.pipeline.recorder import Recorder
 from kdist.pipeline.schedule import Schedule
-from kdist.plain import PlainRunner
+from kdist.plain import PlainGradients, PlainRunner
 from kdist.variables import Stored
 
 import tensorflow as tf
@@ -150,4 +149,6 @@ class PipelineRunner(PlainRunner):
 
     def gradient_at(self, results: Sequence[Any]) -> Any:
         """How the update reads gradients; see `PlainRunner.gradient_at`."""
-        return PipelineGradients(results, self.program.trained, self.entries, self.topology)
+        found = {s: gradients for replica in results for s, gradients in replica.items()}
+        devices = [one.devices[0] for one in self.topology.slices]
+        return PlainGradients(found, self.program.trained.rows, self.entries, devices)

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from kdist.comm.processes import local_addresses
+
 FOLDER = Path(__file__).resolve().parent
 LIMIT_SECONDS = 120
-
-
-def free_addresses(count: int) -> list[str]:
-    """Addresses of ports that were free a moment ago."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def run(scenario: str, count: int, may_die: tuple[int, ...] = ()) -> list[Any]:
@@ -36,7 +25,7 @@ def run(scenario: str, count: int, may_die: tuple[int, ...] = ()) -> list[Any]:
     Returns:
         What each returned; None of those that died.
     """
-    addresses = json.dumps(free_addresses(count))
+    addresses = json.dumps(local_addresses(count))
     command = [sys.executable, str(FOLDER / "member.py"), scenario]
     processes = [
         subprocess.Popen(

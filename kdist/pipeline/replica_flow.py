@@ -1,0 +1,81 @@
+"""What is the same of a replica's way through a pipeline, whatever its stages are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kdist.pipeline.functions import Saved
+from kdist.pipeline.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+)
+from kdist.pipeline.micro import MicroBatches
+
+Unit = tuple[int, int]
+"""(virtual stage, micro-batch)"""
+
+
+class ReplicaFlow:
+    """The values of one replica in one step: what its instructions read and leave behind.
+
+    Args:
+        runner: Knows program, mesh and stored variables.
+        replica: Which one.
+        functions: The functions of the virtual stages.
+        micro: The batch.
+        parts: The replica's micro-batches, x as the model's inputs by name.
+        shares: Per micro-batch, its share of each compiled loss; None where no loss is wanted.
+        scale: What the loss is multiplied by before differentiation.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        replica: int,
+        functions: Sequence[Any],
+        micro: MicroBatches,
+        parts: Sequence[Any],
+        shares: Sequence[Any] | None,
+        scale: Any,
+    ) -> None:
+        self.runner, self.replica, self.functions = runner, replica, functions
+        self.micro, self.parts, self.shares, self.scale = micro, parts, shares, scale
+        self.program = runner.program
+        self.topology = runner.topology
+        self._state: dict[int, Any] = {}
+        self._sent: dict[Unit, Any] = {}
+        self._saved: dict[Unit, Saved] = {}
+        self._returned: dict[Unit, list[Any]] = {}
+        self._results: list[Any] = [None] * len(parts)
+        self._losses: list[Any] = []
+
+    def act(self, one: Instruction) -> Any:
+        """Does an instruction; returns what the action returns."""
+        virtual = one.virtual_stage(self.runner.schedule.num_stages)
+        actions = {
+            Forward: self.forward,
+            Backward: self.backward,
+            BackwardInput: self.backward_input,
+            BackwardWeight: self.backward_weight,
+        }
+        return actions[type(one)](virtual, one.micro_batch)
+
+    def forward(self, virtual: int, i: int) -> Any:
+        """Forward of micro-batch `i` on a virtual stage."""
+        raise NotImplementedError
+
+    def backward(self, virtual: int, i: int) -> Any:
+        """Whole backward."""
+        raise NotImplementedError
+
+    def backward_input(self, virtual: int, i: int) -> Any:
+        """Gradient of the inputs."""
+        raise NotImplementedError
+
+    def backward_weight(self, virtual: int, i: int) -> Any:
+        """Gradient of the parameters."""
+        raise NotImplementedError
