@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from kdist.compression import Classes
 from kdist.mesh import Topology
@@ -136,9 +136,16 @@ class Plan:
         fused = {n for bucket in self.buckets for each in bucket.units for n in each}
         for bucket in self.buckets:
             self._count_bucket(bucket, counts)
+        rows: dict[Hashable, list[UpdateUnit]] = {}
         for n, unit in enumerate(self.units):
             if n not in fused:
                 self._count_unit(unit, counts)
+                if unit.rows is not None:
+                    rows.setdefault((unit.variable, unit.shard), []).append(unit)
+        for parts in rows.values():
+            placement = self.weights[self.trainable[parts[0].variable]]
+            holders = placement.shards[parts[0].shard or 0].holders
+            self._count_rows([self.unit_bytes(unit) for unit in parts], len(holders), counts)
         times = dict(zip(self.trainable, self.fetches))
         for i, placement in enumerate(self.weights):
             for _ in range(times.get(i, 1)):
@@ -158,8 +165,17 @@ class Plan:
         others = len(self.weights[self.trainable[bucket.members[0]]].slices) - 1
         if bucket.members[0] not in self.compressed:
             counts["reduce"].add([(others, size) for size in sizes])
+        if self.units[bucket.units[0][0]].rows is not None:
+            self._count_rows(sizes, len({at for h in bucket.holders for at in h}), counts)
+            return
         holders = [len(set(h) - {o}) for h, o in zip(bucket.holders, bucket.owners)]
         counts["broadcast"].add(list(zip(holders, sizes)))
+
+    @staticmethod
+    def _count_rows(sizes: Sequence[int], holders: int, counts: dict[str, Count]) -> None:
+        """Rows of several owners are put together on one of them, and sent from there."""
+        counts["gather"].add([(1, size) for size in sizes[1:]])
+        counts["broadcast"].add([(holders - 1, sum(sizes))])
 
     def _count_unit(self, unit: UpdateUnit, counts: dict[str, Count]) -> None:
         placement = self.weights[self.trainable[unit.variable]]
@@ -172,11 +188,12 @@ class Plan:
             parts = [(int(at != unit.owner), n) for at, n in inner_parts(placement)]
         if travels:
             counts["reduce"].add(parts)
+        if unit.rows is not None:
+            return
         values = []
         for shard in shards:
             near = [c for c in shard.holders if not unit.replicated or c[0] == unit.owner[0]]
             nbytes = math.prod(shard.shape) * placement.itemsize
-            nbytes = nbytes if unit.rows is None else self.unit_bytes(unit)
             values.append((sum(c != unit.owner for c in near), nbytes))
         counts["broadcast"].add(values)
 

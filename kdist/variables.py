@@ -126,8 +126,68 @@ class Stored:
         local.assign(value if covers(index, self.placement.shape) else value[index])
 
 
-class Rows:
-    """Backing of a view on some rows of a local variable, which are read and written in place.
+class RowsBacking:
+    """Backing of a view on rows of local variables, which are read and written where they lie.
+
+    What is assigned between `hold` and `release` is kept in the graph instead, for the caller to
+    write: the update assigns whole variables in the end, and rows written before would be written
+    twice, after a copy of a buffer that other replicas may share.
+    """
+
+    def __init__(self) -> None:
+        self._held_in: Any = None
+        self._known: tuple[Any, Any] | None = None
+
+    def read(self) -> Any:
+        """The rows, from the variables."""
+        raise NotImplementedError
+
+    def write(self, value: Any) -> None:
+        """Writes the rows to the variables."""
+        raise NotImplementedError
+
+    def whole(self) -> Any:
+        """The rows. Within one graph they are put together once after each write."""
+        if self._known is not None and self._known[0] is _context():
+            return self._known[1]
+        value = self.read()
+        if not tf.executing_eagerly():
+            self._known = _context(), value
+        return value
+
+    def assign(self, value: Any) -> None:
+        """Writes the rows, or keeps their value while they are held."""
+        if self.held:
+            self._known = _context(), value
+        else:
+            self.write(value)
+            self._known = None
+
+    @property
+    def held(self) -> bool:
+        """Whether what is assigned now is kept."""
+        return self._held_in is not None and self._held_in is _context()
+
+    def hold(self) -> None:
+        """From now on, in the graph of now, keeps what is assigned."""
+        self._held_in = _context()
+
+    def release(self) -> None:
+        """Forgets what was kept: the caller has written it, and more."""
+        self._held_in = self._known = None
+
+    def forget(self) -> None:
+        """Others have written."""
+        self._known = None
+
+
+def _context() -> Any:
+    """The graph that is being built; another constant when executing eagerly."""
+    return RowsBacking if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+class Rows(RowsBacking):
+    """Backing of a view on some rows of one local variable, in their shape.
 
     Args:
         local: A plain local variable.
@@ -136,23 +196,29 @@ class Rows:
     """
 
     def __init__(self, local: keras.Variable, start: int, stop: int) -> None:
+        super().__init__()
         self.local = local
         self.start, self.stop = start, stop
 
-    def whole(self) -> Any:
-        """The rows."""
+    def read(self) -> Any:
+        """See `RowsBacking`."""
         return self.local.value[self.start : self.stop]
 
-    def assign(self, value: Any) -> None:
-        """Writes the rows."""
+    def write(self, value: Any) -> None:
+        """See `RowsBacking`."""
         target = _private.tf_variable(self.local)
         target[self.start : self.stop].assign(tf.cast(value, target.dtype))
 
     def scatter(self, method: str, slices: tf.IndexedSlices) -> None:
         """Calls a scatter method of the variable with indices relative to these rows."""
+        if self.held:
+            scattered = getattr(tf, f"tensor_{method}".replace("scatter", "scatter_nd"))
+            self.assign(scattered(self.whole(), slices.indices[:, None], slices.values))
+            return
         target = _private.tf_variable(self.local)
         moved = slices.indices + tf.cast(self.start, slices.indices.dtype)
         getattr(target, method)(tf.IndexedSlices(slices.values, moved))
+        self.forget()
 
 
 def rows_view(variable: keras.Variable, local: keras.Variable, rows: Index) -> keras.Variable:

@@ -31,7 +31,9 @@ _PARTS: tuple[tuple[Any, str, str], ...] = (
     (step.Step, "split", "data"),
     (DistributedUpdate, "apply", "update"),
     (update, "send_values", "value"),
-    (send, "vector_of", "bucket's value"),
+    (send, "_leaving_part", "bucket's gather"),
+    (send, "_join", "bucket's value"),
+    (send, "_send_bucket", "bucket's value"),
     (Bucket, "messages", "bucket's gradient"),
     (CompressedGradients, "bucket", "compressed"),
     (CompressedGradients, "unit", "compressed"),
@@ -70,7 +72,7 @@ class Parts:
         if sent.tensor in known:
             return known[sent.tensor]
         variable = self._variable_read_by(sent.node)
-        made_in = self.made_in.get(sent.node, "")
+        made_in = self._made_in(sent.node)
         if variable in ("learning rate", "iterations", "seed"):
             return variable
         if variable == "weight":
@@ -82,6 +84,17 @@ class Parts:
         if made_in in ("data", "metric", "share", "state", "compressed"):
             return made_in
         return f"unexplained: {sent.tensor} ({sent.op}) made in {made_in or 'no part'!r}"
+
+    def _made_in(self, node: str) -> str:
+        """The part that made a node; or the part that passes it on, where its identity is gone."""
+        made_in = self.made_in.get(node, "")
+        if made_in != "update":
+            return made_in
+        consumers = [
+            c for t in self.graph.get_operation_by_name(node).outputs for c in t.consumers()
+        ]
+        passed = [self.made_in.get(c.name, "") for c in consumers if c.type == "Identity"]
+        return next((part for part in passed if part.startswith("bucket's")), made_in)
 
     def table(self, function: ExecutedFunction) -> dict[str, int]:
         """Number of transfers by what they are."""

@@ -9,9 +9,11 @@ from kdist.layout import WeightLayout
 from kdist.mesh import Topology
 from kdist.optimizer.bucket import Bucket, FlatRows, Piece, flat_view, make_buckets
 from kdist.placement import Placement, assign_owners, place
+from kdist.variables import Rows
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -123,3 +125,45 @@ def test_a_piece_is_a_part_in_its_shape() -> None:
     np.testing.assert_array_equal(piece.value, [[1, 2], [3, 4]])
     piece.assign(np.zeros((2, 2)))
     np.testing.assert_array_equal(flat, [0, 0, 0, 0, 0, 5, 6])
+
+
+def local(values: Any) -> keras.Variable:
+    return keras.Variable(np.array(values, np.float32), name="local")
+
+
+def test_rows_that_are_held_are_written_by_others() -> None:
+    a = local([[0.0], [1.0], [2.0], [3.0]])
+    rows = FlatRows([(a, slice(0, 2))])
+    rows.hold()
+    rows.assign(tf.constant([7.0, 8.0]))
+    assert rows.whole().numpy().tolist() == [7.0, 8.0]
+    assert a.value.numpy().ravel().tolist() == [0.0, 1.0, 2.0, 3.0]
+    rows.release()
+    assert rows.whole().numpy().tolist() == [0.0, 1.0]
+
+
+def test_rows_are_held_in_one_graph_only() -> None:
+    a = local([[0.0], [1.0]])
+    rows = FlatRows([(a, slice(0, 1))])
+
+    @tf.function
+    def step() -> None:
+        rows.hold()
+        tf.cond(tf.constant(True), lambda: rows.assign(tf.constant([5.0])), lambda: None)
+        rows.release()
+
+    step()
+    assert a.value.numpy().ravel().tolist() == [5.0, 1.0]
+
+
+@pytest.mark.parametrize("method", ["scatter_update", "scatter_add", "scatter_sub"])
+@pytest.mark.parametrize("held", [False, True])
+def test_scattering_to_rows(method: str, held: bool) -> None:
+    a = local([[0.0], [1.0], [2.0], [3.0]])
+    rows = Rows(a, 2, 4)
+    if held:
+        rows.hold()
+    rows.scatter(method, tf.IndexedSlices(tf.constant([[4.0]]), tf.constant([1])))
+    expected = {"scatter_update": 4.0, "scatter_add": 7.0, "scatter_sub": -1.0}[method]
+    assert rows.whole().numpy().ravel().tolist() == [2.0, expected]
+    assert float(a.value[3, 0]) == (3.0 if held else expected)

@@ -245,7 +245,9 @@ def test_new_values_that_travel_all_at_once_are_seen(at_level: Callable) -> None
     model = at_level(2)
     live = analysed(model)
     moves = {op.kind for op in live.ops.values()} - {*CALLS, "AssignVariableOp"}
-    assert not values_at_level_2(with_edges(live, without_waits(*moves)), model)
+    # Where memory is shared, a value is there once, on the owner that puts it together.
+    changed = with_edges(live, without_waits(*moves), shared_memory=False)
+    assert most(changed, "gathered") > 2 * WHOLE + 4 * bucket(model)
 
 
 def test_gathers_without_a_gate_are_seen(at_level: Callable) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from kdist import _private
 from kdist.placement import Coordinate, Placement, UpdateUnit, shape_of
-from kdist.variables import become_view, make_local
+from kdist.variables import RowsBacking, become_view, make_local
 
 import keras
 import tensorflow as tf
@@ -128,29 +128,24 @@ def make_buckets(
     return found
 
 
-class FlatRows:
-    """Backing of a replica's vector of a bucket: the rows are read and written where they lie.
+class FlatRows(RowsBacking):
+    """Backing of a replica's vector of a bucket.
 
     Args:
         parts: Per member, its local variable and the rows of it (None for all).
     """
 
     def __init__(self, parts: Sequence[tuple[keras.Variable, slice | None]]) -> None:
+        super().__init__()
         self.parts = list(parts)
-        self._known: tuple[Any, Any] | None = None
 
-    def whole(self) -> Any:
-        """The vector. Within one graph it is put together once after each write."""
-        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        if graph is not None and self._known is not None and self._known[0] is graph:
-            return self._known[1]
+    def read(self) -> Any:
+        """See `RowsBacking`."""
         rows = [local.value if r is None else local.value[r] for local, r in self.parts]
-        vector = tf.concat([tf.reshape(row, [-1]) for row in rows], 0)
-        self._known = None if graph is None else (graph, vector)
-        return vector
+        return tf.concat([tf.reshape(row, [-1]) for row in rows], 0)
 
-    def assign(self, value: Any) -> None:
-        """Writes the vector."""
+    def write(self, value: Any) -> None:
+        """See `RowsBacking`."""
         shapes = [_rows_shape(local, r) for local, r in self.parts]
         pieces = tf.split(tf.cast(value, self.parts[0][0].dtype), [math.prod(s) for s in shapes])
         for (local, r), piece, shape in zip(self.parts, pieces, shapes):
@@ -159,11 +154,6 @@ class FlatRows:
                 target.assign(tf.reshape(piece, shape))
             else:
                 target[r].assign(tf.reshape(piece, shape))
-        self._known = None
-
-    def forget(self) -> None:
-        """Others have written."""
-        self._known = None
 
 
 def _rows_shape(local: keras.Variable, rows: slice | None) -> tuple[int, ...]:

@@ -119,6 +119,10 @@ class Jobs:
         unit = self.units[self.jobs[number].units[0]]
         return unit.owner[0] == 0 or not unit.replicated
 
+    def nbytes(self, unit: int) -> int:
+        """Bytes of what a unit updates."""
+        return self.units[unit].nbytes(self.entries[self.units[unit].variable].placement)
+
     def variable(self, job: Job) -> int:
         """Position of the (first) parameter that a job updates."""
         return self.units[job.units[0]].variable

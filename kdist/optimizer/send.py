@@ -7,14 +7,15 @@ other, `IN_FLIGHT` of them at a time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kdist import _private
 from kdist.optimizer.bucket import Bucket
 from kdist.optimizer.jobs import Jobs
 from kdist.placement import Coordinate, UpdateUnit
-from kdist.variables import Rows
 
 import keras
 import tensorflow as tf
@@ -38,6 +39,10 @@ class AnyOrder:
 
     def arrived(self, where: str, writes: Sequence[Any]) -> None:
         """Notes the operations that write one to the copies on a device, or on all."""
+
+    def all_of(self, writes: Sequence[Any]) -> Any:
+        """Stands for several writes, on the device in scope; None if nothing will wait for them."""
+        return None
 
 
 class OneByOne(AnyOrder):
@@ -63,6 +68,11 @@ class OneByOne(AnyOrder):
         """See `AnyOrder`."""
         self._arrived.setdefault(where, []).append([op for op in writes if op is not None])
 
+    def all_of(self, writes: Sequence[Any]) -> Any:
+        """See `AnyOrder`: one edge to each that waits, rather than one from every write."""
+        found = [op for op in writes if op is not None]
+        return tf.group(*found) if found else None
+
 
 def send_values(jobs: Jobs, numbers: Any, one_by_one: bool = False) -> None:
     """Sends each updated part to its other holders; those first that are ready first.
@@ -73,14 +83,32 @@ def send_values(jobs: Jobs, numbers: Any, one_by_one: bool = False) -> None:
         one_by_one: Whether values travel bucket by bucket, to save memory.
     """
     order = OneByOne() if one_by_one else AnyOrder()
+    load: Counter[Coordinate] = Counter()
     updated = {n for number in numbers for n in jobs.jobs[number].units}
     for bucket in reversed(jobs.buckets):
         units = {n for each in bucket.units for n in each}
         if units <= updated:
-            _send_bucket(jobs, bucket, order)
+            if jobs.units[bucket.units[0][0]].rows is None:
+                _send_bucket(jobs, bucket, order)
+            else:
+                _send_rows(jobs, RowParts.of_bucket(jobs, bucket), order, load)
             updated -= units
-    for n in sorted(updated, reverse=True):
-        _send_unit(jobs, jobs.units[n], jobs.jobs[jobs.of[n]].variable, order)
+    for numbers in _families(jobs, updated):
+        unit = jobs.units[numbers[0]]
+        if unit.rows is None:
+            _send_unit(jobs, unit, jobs.jobs[jobs.of[numbers[0]]].variable, order)
+        else:
+            _send_rows(jobs, RowParts.of_units(jobs, numbers), order, load)
+
+
+def _families(jobs: Jobs, units: Iterable[int]) -> list[list[int]]:
+    """Units, those that are rows of one shard together; the last parameters first."""
+    families: dict[Any, list[int]] = {}
+    for n in sorted(units, reverse=True):
+        unit = jobs.units[n]
+        key = n if unit.rows is None else (unit.variable, unit.shard)
+        families.setdefault(key, []).append(n)
+    return list(families.values())
 
 
 def _send_unit(jobs: Jobs, unit: UpdateUnit, source: keras.Variable, order: AnyOrder) -> None:
@@ -99,41 +127,108 @@ def _send_unit(jobs: Jobs, unit: UpdateUnit, source: keras.Variable, order: AnyO
                 part = value[entry.placement.shards[shard].index]
             with tf.device(entry.device(at)):
                 writes.append(_private.write(local, part))
-        elif unit.rows is None:
+        else:
             with tf.device(entry.device(at)):
                 writes.append(_private.write(local, value))
-        elif at != unit.owner:
-            (rows,) = jobs.own_rows(unit)
-            with tf.device(entry.device(at)):
-                Rows(local, rows.start, rows.stop).assign(value)
     if writes:
         order.arrived(EVERYWHERE, writes)
 
 
-def _send_bucket(jobs: Jobs, bucket: Bucket, order: AnyOrder) -> None:
-    """Sends a bucket's new values from their owners to the other holders.
+@dataclasses.dataclass(frozen=True)
+class RowParts:
+    """Shards whose rows were updated by several owners.
 
-    Members that are stored cut have nothing to gather: only other holders of a shard get it.
+    Attributes:
+        members: Position of each parameter.
+        owners: Who updated the rows, first rows first.
+        holders: Who stores the shards.
+        part: Per owner, its rows of all members.
+        joined: Puts the owners' parts together, as one tensor.
+        split: From that to a tensor per member.
+        nbytes: Of all of it.
     """
+
+    members: tuple[int, ...]
+    owners: tuple[Coordinate, ...]
+    holders: tuple[Coordinate, ...]
+    part: Callable[[int], Any]
+    joined: Callable[[list[Any]], Any]
+    split: Callable[[Any], list[Any]]
+    nbytes: int
+
+    @classmethod
+    def of_bucket(cls, jobs: Jobs, bucket: Bucket) -> RowParts:
+        """The rows of a bucket."""
+        return cls(
+            bucket.members,
+            bucket.owners,
+            tuple(sorted({at for each in bucket.holders for at in each})),
+            lambda p: vector_of(jobs, bucket, bucket.units[p]),
+            tf.stack,
+            bucket.split,
+            sum(jobs.nbytes(n) for each in bucket.units for n in each),
+        )
+
+    @classmethod
+    def of_units(cls, jobs: Jobs, numbers: Sequence[int]) -> RowParts:
+        """The rows of one shard, updated apart."""
+        numbers = sorted(numbers, key=lambda n: jobs.units[n].rows or ())
+        first = jobs.units[numbers[0]]
+        assert first.shard is not None
+        return cls(
+            (first.variable,),
+            tuple(jobs.units[n].owner for n in numbers),
+            jobs.entries[first.variable].placement.shards[first.shard].holders,
+            lambda p: jobs.jobs[jobs.of[numbers[p]]].variable.value,
+            lambda parts: tf.concat(parts, 0),
+            lambda rows: [rows],
+            sum(jobs.nbytes(n) for n in numbers),
+        )
+
+
+def _send_rows(jobs: Jobs, sent: RowParts, order: AnyOrder, load: Counter[Coordinate]) -> None:
+    """Puts rows together on one of their owners, the least loaded, and sends the whole from there.
+
+    Against an all-gather, 2 (n - 1) messages in place of n (n - 1), one write in place of n where
+    devices share their memory, and one part in n more bytes.
+    """
+    parts = [_leaving_part(jobs, sent, p, order) for p in range(len(sent.owners))]
+    root = min(sent.owners, key=lambda at: (load[at], at))
+    load[root] += sent.nbytes
+    with tf.device(jobs.device(root)):
+        joined = _join(sent, parts)
+    writes: list[Any] = []
+    for at in sent.holders:
+        locals_ = [jobs.entries[v].locals[at] for v in sent.members]
+        with tf.device(jobs.device(at)):
+            writes += map(_private.write, locals_, sent.split(joined))
+    with tf.device(jobs.device(root)):
+        order.arrived(EVERYWHERE, [order.all_of(writes)])
+
+
+def _leaving_part(jobs: Jobs, sent: RowParts, p: int, order: AnyOrder) -> Any:
+    with tf.device(jobs.device(sent.owners[p])), order.gate(EVERYWHERE):
+        return tf.identity(order.leaving(sent.part(p)))
+
+
+def _join(sent: RowParts, parts: list[Any]) -> Any:
+    return sent.joined(parts)
+
+
+def _send_bucket(jobs: Jobs, bucket: Bucket, order: AnyOrder) -> None:
+    """Sends a bucket's new values from their owners to the other holders of each shard."""
     vectors = []
     for at, units in zip(bucket.owners, bucket.units):
         with tf.device(jobs.device(at)), order.gate(_where(jobs, bucket, at)):
             vectors.append(order.leaving(vector_of(jobs, bucket, units)))
-    rows = jobs.units[bucket.units[0][0]].rows is not None
-    holders = sorted({at for each in bucket.holders for at in each})
     writes: dict[str, list[Any]] = {}
-    for at in holders:
-        if at in bucket.owners and not rows:
-            continue
-        locals_ = [jobs.entries[v].locals[at] for v in bucket.members]
-        where = _where(jobs, bucket, at)
-        with tf.device(jobs.device(at)), order.gate(where):
-            if rows:
-                values = bucket.split(tf.stack(vectors))
-            else:
-                (p,) = (p for p, each in enumerate(bucket.holders) if at in each)
-                values = bucket.pieces(vectors[p])
-            writes.setdefault(where, []).extend(map(_private.write, locals_, values))
+    for vector, holders in zip(vectors, bucket.holders):
+        for at in sorted(set(holders) - set(bucket.owners)):
+            locals_ = [jobs.entries[v].locals[at] for v in bucket.members]
+            where = _where(jobs, bucket, at)
+            with tf.device(jobs.device(at)), order.gate(where):
+                written = map(_private.write, locals_, bucket.pieces(vector))
+                writes.setdefault(where, []).extend(written)
     for where, operations in writes.items():
         order.arrived(where, operations)
 

@@ -7,7 +7,7 @@ ops, differentiable, and unable to deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 from kdist import _private
@@ -28,7 +28,7 @@ from kdist.optimizer.send import send_values
 from kdist.optimizer.source import GradientSource
 from kdist.optimizer.wrappers import unwrap
 from kdist.placement import Coordinate, UpdateUnit
-from kdist.variables import Stored, backing_of
+from kdist.variables import RowsBacking, Stored, backing_of
 
 import keras
 import tensorflow as tf
@@ -247,9 +247,10 @@ class DistributedUpdate:
                 gradients.update((self.jobs.of[n], piece) for n, piece in zip(units, pieces))
         for n, job in enumerate(self.jobs.jobs):
             unit = self.jobs.units[job.units[0]]
-            if job.flat:
-                backing_of(job.variable).forget()
-            elif n not in gradients and unit.variable in live:
+            backing = backing_of(job.variable)
+            if isinstance(backing, RowsBacking):
+                backing.forget()
+            if not job.flat and n not in gradients and unit.variable in live:
                 with tf.device(self.jobs.device(job.owner)):
                     gradients[n] = source.unit(unit.variable, unit)
         return gradients, (lambda: None) if compressed is None else compressed.commit
@@ -271,6 +272,33 @@ class DistributedUpdate:
         self.loss_scale.grow()
 
     def _apply(self, gradients: dict[int, Any]) -> None:
+        held = self._held_rows(gradients)
+        for backing in held:
+            backing.hold()
+        try:
+            self._update_and_send(gradients)
+        finally:
+            for backing in held:
+                backing.release()
+
+    def _held_rows(self, gradients: Collection[int]) -> list[RowsBacking]:
+        """Backings of rows that are sent whole right after their update, and need no write of it.
+
+        Not those that Keras writes inside a branch, whose tensors are unknown outside; nor where
+        values wait for their turn to be sent, so that keeping them would take memory.
+        """
+        found = []
+        for (leaf, _), local in zip(self.groups, self.jobs.local):
+            branches = leaf.gradient_accumulation_steps or leaf.ema_overwrite_frequency
+            if branches or self._one_by_one:
+                continue
+            for n in (n for one in local for n in one.positions if n in gradients):
+                job = self.jobs.jobs[n]
+                if self.jobs.units[job.units[0]].rows is not None:
+                    found.append(backing_of(job.variable))
+        return found
+
+    def _update_and_send(self, gradients: dict[int, Any]) -> None:
         for (leaf, _), local in zip(self.groups, self.jobs.local):
             self._clip_globally(leaf, local, gradients)
             for one in local:
