@@ -66,6 +66,8 @@ class Bucket:
 
     def messages(self, tensors: Sequence[Any]) -> list[Any]:
         """What goes to each owner."""
+        if len(self.owners) == 1:
+            return [flat(tensors)]
         return tf.unstack(self.matrix(tensors), len(self.owners))
 
     def split(self, matrix: Any) -> list[Any]:
@@ -75,11 +77,21 @@ class Bucket:
 
     def pieces(self, vector: Any) -> list[Any]:
         """The members' parts of one owner's vector: rows of each."""
-        parts = [vector] if len(self.shapes) == 1 else tf.split(vector, self.sizes)
-        shapes = [
-            (shape[0] // len(self.owners), *shape[1:]) if shape else () for shape in self.shapes
-        ]
-        return [tf.reshape(part, shape) for part, shape in zip(parts, shapes)]
+        owners = len(self.owners)
+        return unflat(vector, [(s[0] // owners, *s[1:]) if s else () for s in self.shapes])
+
+
+def flat(tensors: Sequence[Any]) -> Any:
+    """Tensors as one vector."""
+    vectors = [t if len(t.shape) == 1 else tf.reshape(t, [-1]) for t in tensors]
+    return vectors[0] if len(vectors) == 1 else tf.concat(vectors, 0)
+
+
+def unflat(vector: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
+    """The reverse of `flat`. What is a vector, as most of what is fused, stays as it is."""
+    sizes = [math.prod(shape) for shape in shapes]
+    parts = [vector] if len(sizes) == 1 else tf.split(vector, sizes)
+    return [p if len(s) == 1 else tf.reshape(p, s) for p, s in zip(parts, shapes)]
 
 
 def make_buckets(
@@ -142,18 +154,15 @@ class FlatRows(RowsBacking):
     def read(self) -> Any:
         """See `RowsBacking`."""
         rows = [local.value if r is None else local.value[r] for local, r in self.parts]
-        return tf.concat([tf.reshape(row, [-1]) for row in rows], 0)
+        return flat(rows)
 
     def write(self, value: Any) -> None:
         """See `RowsBacking`."""
         shapes = [_rows_shape(local, r) for local, r in self.parts]
-        pieces = tf.split(tf.cast(value, self.parts[0][0].dtype), [math.prod(s) for s in shapes])
-        for (local, r), piece, shape in zip(self.parts, pieces, shapes):
+        pieces = unflat(tf.cast(value, self.parts[0][0].dtype), shapes)
+        for (local, r), piece in zip(self.parts, pieces):
             target = _private.tf_variable(local)
-            if r is None:
-                target.assign(tf.reshape(piece, shape))
-            else:
-                target[r].assign(tf.reshape(piece, shape))
+            (target if r is None else target[r]).assign(piece)
 
 
 def _rows_shape(local: keras.Variable, rows: slice | None) -> tuple[int, ...]:

@@ -7,14 +7,13 @@ crosses to others. The mathematics is in `kdist.compressors`, who sends what whe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist import compressors
 from kdist.compression import PowerSGD, matrix_shape
 from kdist.mesh import Topology
-from kdist.optimizer.bucket import Bucket
+from kdist.optimizer.bucket import Bucket, flat, unflat
 from kdist.optimizer.exchange import Exchange
 from kdist.optimizer.low_rank import LowRankState
 from kdist.optimizer.source import GradientSource, bucket_gradients
@@ -227,7 +226,7 @@ class CompressedGradients:
         back = self._at_root(exchange, total)
         self.reduced(exchange.members, back)
         return self._each(
-            exchange, lambda s: pieces(widened(tf.identity(back), scale, dtype), exchange.shapes)
+            exchange, lambda s: unflat(widened(tf.identity(back), scale, dtype), exchange.shapes)
         )
 
     # -- low rank
@@ -290,12 +289,12 @@ class CompressedGradients:
         )
 
         def bases() -> Any:
-            sums = pieces(add(sent), [(rows, rank) for rows, _ in sizes])
+            sums = unflat(add(sent), [(rows, rank) for rows, _ in sizes])
             return flat([compressors.orthogonalize(p) for p in sums])
 
         whole = self._at_root(exchange, bases)
         ps = self._each(
-            exchange, lambda s: pieces(tf.identity(whole), [(rows, rank) for rows, _ in sizes])
+            exchange, lambda s: unflat(tf.identity(whole), [(rows, rank) for rows, _ in sizes])
         )
         rights = self._each(
             exchange, lambda s: [compressors.right(m, p) for m, p in zip(own[s], ps[s])]
@@ -303,7 +302,7 @@ class CompressedGradients:
         sent = self._each(exchange, lambda s: flat(rights[s]))
         total = self._at_root(exchange, lambda: add(sent))
         qs = self._each(
-            exchange, lambda s: pieces(tf.identity(total), [(cols, rank) for _, cols in sizes])
+            exchange, lambda s: unflat(tf.identity(total), [(cols, rank) for _, cols in sizes])
         )
         self._each(exchange, lambda s: self._keep(exchange, s, own[s], ps[s], rights[s], qs[s]))
         self.reduced(members, total)
@@ -355,16 +354,3 @@ def widened(message: Any, scale: Any, dtype: Any) -> Any:
 def add(parts: Sequence[Any]) -> Any:
     """The sum."""
     return tf.add_n(list(parts)) if len(parts) > 1 else tf.identity(parts[0])
-
-
-def flat(tensors: Sequence[Any]) -> Any:
-    """Tensors as one vector."""
-    vectors = [tf.reshape(t, [-1]) for t in tensors]
-    return vectors[0] if len(vectors) == 1 else tf.concat(vectors, 0)
-
-
-def pieces(vector: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
-    """The reverse of `flat`."""
-    sizes = [math.prod(shape) for shape in shapes]
-    parts = [vector] if len(sizes) == 1 else tf.split(vector, sizes)
-    return [tf.reshape(part, shape) for part, shape in zip(parts, shapes)]

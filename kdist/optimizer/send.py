@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kdist import _private
-from kdist.optimizer.bucket import Bucket
+from kdist.optimizer.bucket import Bucket, flat
 from kdist.optimizer.jobs import Jobs
 from kdist.placement import Coordinate, UpdateUnit
 
@@ -243,4 +243,4 @@ def vector_of(jobs: Jobs, bucket: Bucket, units: Sequence[int]) -> Any:
     variables = [jobs.jobs[jobs.of[n]].variable for n in units]
     if bucket.flat:
         return tf.convert_to_tensor(variables[0].value)
-    return tf.concat([tf.reshape(v.value, [-1]) for v in variables], 0)
+    return flat([v.value for v in variables])
