@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from kdist import _private
+from kdist import _private_models, _private_optimizers
 
 import keras
 import tensorflow as tf
@@ -14,7 +14,7 @@ import tensorflow as tf
 
 def is_built(model: keras.Model) -> bool:
     """Whether all variables of a model exist."""
-    return model.built and all(layer.built for layer in _private.flat_layers(model))
+    return model.built and all(layer.built for layer in _private_models.flat_layers(model))
 
 
 def adapt_callbacks(callbacks: Any) -> None:
@@ -25,7 +25,7 @@ def adapt_callbacks(callbacks: Any) -> None:
     members = getattr(callbacks, "callbacks", callbacks)
     for callback in members if isinstance(members, list | tuple) else [members]:
         if isinstance(callback, keras.callbacks.SwapEMAWeights):
-            _private.swap_keras_variables(callback)
+            _private_optimizers.swap_keras_variables(callback)
 
 
 def predict_function(step: Callable, eager: bool) -> Callable:

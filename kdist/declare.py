@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kdist import _private
+from kdist import _private_models
 from kdist.dims import Dims, check_dims
 from kdist.layout import WeightLayout, closest_names, match_pattern
 from kdist.mesh import Topology
@@ -128,7 +128,7 @@ def declaration_of(layer: keras.layers.Layer) -> ShardDeclaration | None:
 
 def declarations(model: keras.layers.Layer) -> list[tuple[keras.layers.Layer, ShardDeclaration]]:
     """Returns every declared layer of a model, itself included, with its declaration."""
-    found = [(layer, declaration_of(layer)) for layer in _private.flat_layers(model)]
+    found = [(layer, declaration_of(layer)) for layer in _private_models.flat_layers(model)]
     return [(layer, declared) for layer, declared in found if declared is not None]
 
 
@@ -183,7 +183,7 @@ def resolve_declaration(
             operand=f"the output of layer {layer.name!r}",
             batch_dim=True,
         )
-    for node in _private.calls_of(layer):
+    for node in _private_models.calls_of(layer):
         _check_call(layer, node, inputs, output, topology)
     weights = _weight_layouts(layer, declaration.weights or {}, topology)
     if kernel is not None and kernel_strategy is not None:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from kdist import _private, strategy_scope
+from kdist import _private, _private_optimizers, strategy_scope
 from kdist.config import ParallelConfig
 from kdist.contract import adapt_callbacks, as_spec, is_built, peek, predict_function
 from kdist.fusion import FusionConfig
@@ -434,7 +434,7 @@ class Parallel(PlacedModel):
             return
         optimizer = self.model.optimizer
         if optimizer is not None and not optimizer.built:
-            with _private.build_scope(optimizer):
+            with _private_optimizers.build_scope(optimizer):
                 optimizer.build(self.model.trainable_variables)
         _private.build_from_specs(self.model, data)
 

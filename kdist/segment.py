@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from kdist import _private
+from kdist import _private_models
 
 import keras
 import tensorflow as tf
@@ -135,7 +135,7 @@ def info_of(node: Any) -> NodeInfo:
         reads=tuple(dict.fromkeys(id(t) for t in node.input_tensors)),
         writes=tuple(id(t) for t in node.outputs),
         nbytes=nbytes,
-        alone=_private.functional_of(operation) is not None or looks_up(operation),
+        alone=_private_models.functional_of(operation) is not None or looks_up(operation),
     )
 
 
@@ -143,11 +143,13 @@ def looks_up(operation: Any) -> bool:
     """Whether a layer is, or has inside, an embedding: its gradient is rows, which stay rows."""
     if not isinstance(operation, keras.Layer):
         return False
-    return any(isinstance(one, keras.layers.Embedding) for one in _private.flat_layers(operation))
+    return any(
+        isinstance(one, keras.layers.Embedding) for one in _private_models.flat_layers(operation)
+    )
 
 
 def looked_up(model: keras.Model) -> list[keras.Variable]:
     """The tables of a model's embeddings."""
-    layers = _private.flat_layers(model)
+    layers = _private_models.flat_layers(model)
     tables = [one for one in layers if isinstance(one, keras.layers.Embedding)]
     return [v for table in tables for v in table.trainable_variables]

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kdist import _private
+from kdist import _private, _private_models
 from kdist.program import ForwardScope, Program
 from kdist.segment import Segment, cut, info_of
 from kdist.vjp import CapturesVariables, Vjp
@@ -111,7 +111,7 @@ class SegmentedProgram(Program):
     def segments(self, functional: Any) -> list[Segment]:
         """How the graph of a `Functional` is cut."""
         if id(functional) not in self._segments:
-            nodes = [info_of(node) for node in _private.nodes_in_order(functional)]
+            nodes = [info_of(node) for node in _private_models.nodes_in_order(functional)]
             outputs = [id(t) for t in functional.outputs]
             self._segments[id(functional)] = cut(nodes, outputs, self.limit)
         return self._segments[id(functional)]
@@ -139,27 +139,29 @@ class SegmentedProgram(Program):
         self._training = training
         with contextlib.ExitStack() as stack:
             for functional in cuttable(self.model):
-                stack.enter_context(_private.interpreted(functional, self._interpret))
+                stack.enter_context(_private_models.interpreted(functional, self._interpret))
             return super()._call(x, training)
 
     def _interpret(self, functional: Any, inputs: list[Any], operation_fn: Callable) -> Any:
         """What replaces the graph walk of a `Functional`."""
         table = {id(t): x for t, x in zip(functional.inputs, inputs)}
-        nodes = _private.nodes_in_order(functional)
+        nodes = _private_models.nodes_in_order(functional)
         if self._inside:
             walk(nodes, table, operation_fn)
-            return _private.pack_outputs(functional, [table[id(t)] for t in functional.outputs])
+            return _private_models.pack_outputs(
+                functional, [table[id(t)] for t in functional.outputs]
+            )
         for segment in self.segments(functional):
             mine = nodes[segment.start : segment.stop]
             if segment.alone or not self._call_segment(functional, segment, table, operation_fn):
                 walk(mine, table, operation_fn)
-        return _private.pack_outputs(functional, [table[id(t)] for t in functional.outputs])
+        return _private_models.pack_outputs(functional, [table[id(t)] for t in functional.outputs])
 
     def _call_segment(
         self, functional: Any, segment: Segment, table: dict[int, Any], operation_fn: Callable
     ) -> bool:
         """Runs a segment as functions; False if its nodes have to be run one by one."""
-        nodes = _private.nodes_in_order(functional)[segment.start : segment.stop]
+        nodes = _private_models.nodes_in_order(functional)[segment.start : segment.stop]
         name = nodes[0].operation.name
         if name in self.inline:
             return False
@@ -384,7 +386,7 @@ def walk(nodes: Sequence[Any], table: dict[int, Any], operation_fn: Callable) ->
 
 def cuttable(model: keras.Model) -> list[Any]:
     """The `Functional` graphs of a model that can be run in segments, nested ones included."""
-    found = [_private.functional_of(one) for one in _private.flat_layers(model)]
+    found = [_private_models.functional_of(one) for one in _private_models.flat_layers(model)]
     return list({id(one): one for one in found if one is not None}.values())
 
 

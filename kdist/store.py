@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kdist import _private
+from kdist import _private_models
 from kdist.config import ParallelConfig
 from kdist.declare import ResolvedShard, declarations, resolve_declaration
 from kdist.dims import Dims
@@ -43,7 +43,7 @@ class ModelLayouts:
         for layer, resolved in self.layers:
             self._add_declared(layer, resolved)
         self.outputs = _match_outputs(model, patterns)
-        self.model_layers = _private.flat_layers(model)
+        self.model_layers = _private_models.flat_layers(model)
         self.any_cut = any(not layout.is_replicated for layout in self.weights.values())
 
     def _add_declared(self, layer: keras.layers.Layer, resolved: ResolvedShard) -> None:
@@ -66,7 +66,7 @@ def _match_outputs(
 ) -> list[tuple[keras.layers.Layer, Dims]]:
     """Layers whose `<path>/output` an activation pattern of the layout map matches."""
     found, used = [], set()
-    for layer in _private.flat_layers(model)[1:]:
+    for layer in _private_models.flat_layers(model)[1:]:
         pattern = match_pattern(patterns, f"{layer.path}/output")
         if pattern is not None:
             used.add(pattern)

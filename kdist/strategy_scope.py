@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdist import _private
+from kdist import _private, _private_optimizers
 from kdist.config import ParallelConfig
 from kdist.mesh import Topology, mesh
 
@@ -78,7 +78,7 @@ def detach(model: keras.Model) -> None:
         variables.extend(metric.variables)
     optimizer = getattr(model, "optimizer", None)
     while optimizer is not None:
-        _private.set_optimizer_strategy(optimizer, tf.distribute.get_strategy())
+        _private_optimizers.set_optimizer_strategy(optimizer, tf.distribute.get_strategy())
         variables.extend(v for v in optimizer.variables if not _private.is_view(v))
         optimizer = getattr(optimizer, "inner_optimizer", None)
     for variable in variables:

@@ -8,7 +8,7 @@ import inspect
 import weakref
 from typing import Any
 
-from kdist import _private
+from kdist import _private, _private_optimizers
 from kdist.optimizer import formatted_slots
 from kdist.optimizer.formatted_slots import (
     SLOTS,
@@ -90,7 +90,7 @@ def round_by_hand(optimizer: Any, slots: dict[int, Any]) -> None:
         tensor.assign(form.decode(form.encode(tensor), tensor.dtype))
         return True
 
-    _private.route_assignments(optimizer, write)
+    _private_optimizers.route_assignments(optimizer, write)
 
 
 @pytest.mark.parametrize("name", [n for n in ENCODED if n not in NEEDS_DRAW])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import kdist
-from kdist import _private, _private_strategy
+from kdist import _private, _private_optimizers, _private_strategy
 
 import keras
 import numpy as np
@@ -61,7 +61,7 @@ def train(
         model.compile(make(), "mse", metrics=["mae"], **options)
     if scope is None:
         # Built while tracing, ScheduleFreeAdamW would start anew with every step.
-        with _private.build_scope(model.optimizer):
+        with _private_optimizers.build_scope(model.optimizer):
             model.optimizer.build(model.trainable_variables)
     return model, fit(model, epochs)
 

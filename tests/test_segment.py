@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdist import _private
+from kdist import _private_models
 from kdist.segment import PARTS, NodeInfo, cut, info_of, looked_up, segment_limit
 
 import keras
@@ -84,7 +84,7 @@ def test_nodes_of_a_model() -> None:
     x = keras.layers.Embedding(5, 6, name="table")(inputs)
     x = keras.Sequential([keras.layers.Dense(2)], name="nested")(x)
     model = keras.Model(inputs, keras.layers.Dense(3, name="head")(x))
-    infos = {n.name: n for n in map(info_of, _private.nodes_in_order(model))}
+    infos = {n.name: n for n in map(info_of, _private_models.nodes_in_order(model))}
     assert {name for name, n in infos.items() if n.alone} == {"table", "nested"}
     assert infos["head"].nbytes == (2 * 3 + 3) * 4
     assert [v.path for v in looked_up(model)] == ["table/embeddings"]

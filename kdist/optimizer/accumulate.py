@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kdist import _private
+from kdist import _private_optimizers
 from kdist.optimizer.source import GradientSource
 from kdist.parts import whole_of
 from kdist.placement import Coordinate, UpdateUnit, covers, relative
@@ -91,7 +91,7 @@ class LocalSums:
     def show(self, optimizer: Any) -> None:
         """Makes the optimizer's accumulators views of the totals, keeping their values."""
         for v in self.sums:
-            logical = _private.accumulator(optimizer, self.entries[v].variable)
+            logical = _private_optimizers.accumulator(optimizer, self.entries[v].variable)
             assert logical is not None
             value = tf.convert_to_tensor(logical.value)
             backing = Totals(self, v)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kdist import _private
+from kdist import _private_optimizers
 from kdist.optimizer.local import LocalOptimizer, families
 from kdist.optimizer.state_formats import FORMATS, ROUNDINGS, Format, Rounding
 from kdist.variables import ATTRIBUTE, become_view
@@ -198,7 +198,7 @@ def slot_formats(optimizer: Any, config: StateFormatConfig) -> dict[str, Format]
 
 def _known_slots(optimizer: Any, config: StateFormatConfig) -> dict[str, Slot]:
     name = type(optimizer).__name__
-    own = _private.own_class(optimizer)
+    own = _private_optimizers.own_class(optimizer)
     shipped = own is getattr(keras.optimizers, name, None) and name in SLOTS
     if not shipped and not config.slots:
         raise ValueError(
@@ -377,7 +377,7 @@ def format_slots(
                 become_view(slot, backing, None)
                 made.setdefault(name, []).append(backing)
     if made:
-        _private.route_assignments(optimizer, _write_coded)
+        _private_optimizers.route_assignments(optimizer, _write_coded)
     return made
 
 

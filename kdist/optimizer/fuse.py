@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from kdist import _private
+from kdist import _private_optimizers
 from kdist.fusion import FusionConfig, Item, assign_buckets, comm_fusion
 from kdist.placement import Placement
 
@@ -38,7 +38,7 @@ def bucket_keys(
     rules: list[Hashable] = [None] * len(variables)
     for number, (leaf, members) in enumerate(groups):
         for v in members:
-            decays = _private.decays(leaf, variables[v])
+            decays = _private_optimizers.decays(leaf, variables[v])
             rules[v] = (number, decays, str(variables[v].dtype), whole[v], compressors[v])
     ids = comm_fusion.of(variables)
     items = [

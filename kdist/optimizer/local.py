@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from kdist import _private
+from kdist import _private, _private_optimizers
 from kdist.optimizer.bucket import Piece
 from kdist.placement import Index, covers
 from kdist.variables import Rows, assemble, backing_of, become_view
@@ -46,7 +46,7 @@ def leaf_optimizers(
         return [(optimizer, list(range(len(variables))))]
     groups: dict[int, tuple[Any, list[int]]] = {}
     for i, variable in enumerate(variables):
-        leaf = _private.member_optimizer(optimizer, variable)
+        leaf = _private_optimizers.member_optimizer(optimizer, variable)
         groups.setdefault(id(leaf), (leaf, []))[1].append(i)
     return list(groups.values())
 
@@ -76,8 +76,8 @@ def clone(optimizer: Any) -> Any:
     finally:
         object.__setattr__(optimizer, "_learning_rate", shared)
     copy = type(optimizer).from_config(config)
-    _private.adopt_learning_rate(copy, optimizer)
-    _private.keep_one_copy(copy)
+    _private_optimizers.adopt_learning_rate(copy, optimizer)
+    _private_optimizers.keep_one_copy(copy)
     return copy
 
 
@@ -106,29 +106,29 @@ class LocalOptimizer:
             self.optimizer = clone(logical)
             self._carry_weight_decay_rules(logical, logical_variables)
             if any(_private.is_view(v) for v in variables):
-                _private.update_through_keras_variables(self.optimizer, scatter_rows)
+                _private_optimizers.update_through_keras_variables(self.optimizer, scatter_rows)
             self.optimizer.build(variables)
 
     def _carry_weight_decay_rules(self, logical: Any, whole: list[keras.Variable]) -> None:
-        keys, pattern = _private.weight_decay_rules(logical)
+        keys, pattern = _private_optimizers.weight_decay_rules(logical)
         mine = {
-            _private.variable_key(self.optimizer, local)
+            _private_optimizers.variable_key(self.optimizer, local)
             for local, variable in zip(self.variables, whole)
-            if _private.variable_key(logical, variable) in keys
+            if _private_optimizers.variable_key(logical, variable) in keys
         }
-        _private.set_weight_decay_rules(self.optimizer, mine, pattern)
+        _private_optimizers.set_weight_decay_rules(self.optimizer, mine, pattern)
 
     def apply(self, gradients: list[Any], variables: list[keras.Variable]) -> None:
         """Updates variables of this device; call it in the device's scope.
 
         The shared learning rate is fetched once. (Keras reads it anew for every variable.)
         """
-        with _private.fixed_learning_rate(self.optimizer):
+        with _private_optimizers.fixed_learning_rate(self.optimizer):
             self.optimizer.apply(gradients, variables)
 
     def iterations(self) -> keras.Variable:
         """The raw step counter of this device."""
-        return _private.iterations_variable(self.optimizer)
+        return _private_optimizers.iterations_variable(self.optimizer)
 
 
 def scatter_rows(variable: keras.Variable, method: str, slices: tf.IndexedSlices) -> bool:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from kdist import _private, _private_strategy, strategy_scope
+from kdist import _private, _private_optimizers, _private_strategy, strategy_scope
 from kdist.layout import WeightLayout
 from kdist.mesh import Topology
 from kdist.optimizer.config import OptimizerConfig
@@ -122,7 +122,7 @@ class MirroredUpdate(DistributedUpdate):
         """Keras's optimizers ask the strategy in scope to update all copies; these have one."""
         for group in self.jobs.local:
             for one in group:
-                _private.update_through_keras_variables(one.optimizer, scatter_rows)
+                _private_optimizers.update_through_keras_variables(one.optimizer, scatter_rows)
 
     def _keep_apart(self, variables: set[int]) -> None:
         with _private_strategy.plain_variables():

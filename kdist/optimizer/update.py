@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
-from kdist import _private
+from kdist import _private_optimizers
 from kdist.compression import Classes
 from kdist.mesh import Topology
 from kdist.optimizer.accumulate import LocalSums
@@ -345,7 +345,7 @@ class DistributedUpdate:
         """The gradient that the optimizer clips: unscaled, with what was accumulated."""
         if leaf.loss_scale_factor is not None:
             gradient = ops.divide(gradient, leaf.loss_scale_factor)
-        accumulated = _private.accumulator(one.optimizer, variable)
+        accumulated = _private_optimizers.accumulator(one.optimizer, variable)
         if accumulated is None:
             return gradient
         return ops.divide(ops.add(gradient, accumulated), leaf.gradient_accumulation_steps)

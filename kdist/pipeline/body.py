@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kdist import _private
+from kdist import _private, _private_models
 from kdist.loss import has_rows
 from kdist.pipeline.leaves import leaves, rebuild
 from kdist.pipeline.stages import StagedModel
@@ -216,14 +216,14 @@ class StageBody:
                 values = {id(t): table[n] for t, n in zip(arguments.keras_tensors, source.inputs)}
                 args, kwargs = arguments.fill_in(values)
                 operation = source.node.operation
-                if _private.takes_training(operation):
+                if _private_models.takes_training(operation):
                     kwargs["training"] = training
                 made = keras.tree.flatten(operation(*args, **kwargs))
                 table.update(zip(source.outputs, made))
 
         call = StageCall(run, self.program.model.dtype_policy)
         tensors = [t for t in table.values() if t is not None]
-        with _private.as_model_call(call):
+        with _private_models.as_model_call(call):
             call(tensors, training=training)
 
     def _loss(self, table: Mapping[str, Any], given: StageInput, training: bool) -> StageOutput:
@@ -232,7 +232,7 @@ class StageBody:
             return result
         described = self.staged.described
         flat = [table[name] for name in described.outputs]
-        result.outputs = _private.model_outputs(self.staged.functional, flat)
+        result.outputs = _private_models.model_outputs(self.staged.functional, flat)
         result.output_masks = self.program._masks(result.outputs)
         if given.loss is not None:
             y, sample_weight, shares = given.loss

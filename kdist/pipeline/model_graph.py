@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kdist import _private
+from kdist import _private_models
 from kdist.pipeline.graph import Graph, GraphNode
 from kdist.pipeline.layer_costs import Machine, layer_cost, tensor_bytes, used_variables
 
@@ -86,7 +86,7 @@ def graph_of(
     print(partition(graph_of(model).graph, 4))
     ```
     """
-    functional = _private.functional_of(model) if isinstance(model, keras.Model) else None
+    functional = _private_models.functional_of(model) if isinstance(model, keras.Model) else None
     if functional is None:
         raise ValueError(
             "Only a Functional model, or a Sequential model that has been built, has a graph that "
@@ -114,7 +114,7 @@ class _Builder:
 
     def add(self, functional: Any, names: dict[int, str], prefix: str) -> None:
         """Adds the nodes of one call of a model; `names` gets the name of each tensor's value."""
-        for node in _private.nodes_in_order(functional):
+        for node in _private_models.nodes_in_order(functional):
             name = self._name(prefix + node.operation.name)
             inner = inner_functional(node)
             if inner is None:
@@ -144,9 +144,9 @@ class _Builder:
         )
 
     def _seconds(self, node: Any) -> float:
-        inner = _private.functional_of(node.operation)
+        inner = _private_models.functional_of(node.operation)
         if inner is not None:  # nested, but kept whole
-            return sum(self._seconds(one) for one in _private.nodes_in_order(inner))
+            return sum(self._seconds(one) for one in _private_models.nodes_in_order(inner))
         cost = layer_cost(
             node.operation,
             node.arguments.keras_tensors,
@@ -174,7 +174,7 @@ class _Builder:
 
 def inner_functional(node: Any) -> Any:
     """The nested model that a node calls, if its nodes may stand in its place, else None."""
-    inner = _private.functional_of(node.operation)
+    inner = _private_models.functional_of(node.operation)
     arguments = node.arguments
     if inner is None or node.operation.activity_regularizer is not None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist import _private
+from kdist import _private_models
 from kdist.metrics import overrides
 from kdist.pipeline.body import StageBody, StageInput
 from kdist.pipeline.functions import Pass, StageFunctions
@@ -136,7 +136,7 @@ class PipelineProgram(Program):
 
     def inputs_by_name(self, x: Any) -> dict[str, Any]:
         """The model's inputs as its graph names them."""
-        flat = _private.flat_inputs(self.staged.functional, x)
+        flat = _private_models.flat_inputs(self.staged.functional, x)
         return dict(zip(self.staged.described.inputs, flat))
 
     def stage_input(

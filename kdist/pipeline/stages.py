@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kdist import _private
+from kdist import _private_models
 from kdist.mesh import Topology
 from kdist.pipeline.config import PipelineConfig
 from kdist.pipeline.graph import Graph
@@ -93,7 +93,7 @@ class StagedModel:
             described = graph_of(functional)
             graph = with_lists(described.graph, lists)
         else:
-            functional = _private.functional_of(model)
+            functional = _private_models.functional_of(model)
             described = graph_of(model)
             stages = config.stages if isinstance(config.stages, dict) else {}
             graph = _with_settings(described, described.graph.assign(stages))
@@ -164,7 +164,7 @@ def _with_settings(described: ModelGraph, graph: Graph) -> Graph:
     """Fixes what `set_stage` fixed and no pattern did."""
     wanted: dict[int, int] = {}
     for layer, stage in stage_setting.given():
-        wanted.update((id(one), stage) for one in _private.flat_layers(layer))
+        wanted.update((id(one), stage) for one in _private_models.flat_layers(layer))
     found: dict[str, int] = {}
     seen: set[int] = set()
     for node in graph.nodes:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import kdist
-from kdist import StateFormatConfig, _private
+from kdist import StateFormatConfig, _private, _private_optimizers
 from kdist.optimizer.formatted_slots import SLOTS
 from kdist.optimizer.state_formats import FORMATS
 
@@ -50,7 +50,7 @@ def rounding(factory: Callable[..., Any], formats: StateFormatConfig) -> Callabl
                     return True
             return False
 
-        _private.route_assignments(optimizer, write)
+        _private_optimizers.route_assignments(optimizer, write)
         return outer
 
     return make

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kdist import _private
+from kdist import _private_models
 from kdist.pipeline import partition
 from kdist.pipeline.model_graph import graph_of
 
@@ -212,4 +212,4 @@ def test_a_large_model_is_cut_evenly():
     for stages in (2, 4, 8):
         result = partition(described.graph, stages)
         assert {len(names) for names in result.stages} == {40 // stages}
-    assert _private.functional_of(Subclassed()) is None
+    assert _private_models.functional_of(Subclassed()) is None

@@ -1,0 +1,259 @@
+"""See `tests/test_private.py`; for `kdist._private_optimizers`."""
+
+from __future__ import annotations
+
+from kdist import _private_optimizers
+from kdist.variables import rows_view
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from .parity import assert_close, data, mlp
+from .test_private import untested
+
+
+def test_each_function_has_a_test():
+    """See `tests/test_private.py`."""
+    assert untested(_private_optimizers, __file__) == []
+
+
+def test_adopt_learning_rate():
+    source, reader = keras.optimizers.SGD(0.5), keras.optimizers.SGD(0.1)
+    _private_optimizers.adopt_learning_rate(reader, source)
+    source.learning_rate = 0.25
+    assert float(reader.learning_rate) == 0.25
+    schedule = keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5)
+    _private_optimizers.adopt_learning_rate(reader, keras.optimizers.SGD(schedule))
+    assert float(reader.learning_rate) == 1.0
+
+
+def test_fixed_learning_rate():
+    optimizer = keras.optimizers.SGD(0.5)
+    variable = keras.Variable(1.0)
+    optimizer.build([variable])
+    own = optimizer._learning_rate
+    with _private_optimizers.fixed_learning_rate(optimizer):
+        own.assign(100.0)
+        assert float(optimizer.learning_rate) == 0.5
+        optimizer.apply([tf.constant(1.0)], [variable])
+    assert float(variable) == 0.5
+    assert optimizer._learning_rate is own
+    assert float(optimizer.learning_rate) == 100.0
+
+
+def test_fixed_learning_rate_leaves_a_schedule_alone():
+    optimizer = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5))
+    schedule = optimizer._learning_rate
+    with _private_optimizers.fixed_learning_rate(optimizer):
+        assert optimizer._learning_rate is schedule
+
+
+def test_iterations_variable():
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    variable = keras.Variable(1.0)
+    optimizer.build([variable])
+    for step in range(1, 4):
+        optimizer.apply([tf.constant(1.0)], [variable])
+        assert int(_private_optimizers.iterations_variable(optimizer)) == step
+        assert int(optimizer.iterations) == step // 2
+
+
+def test_accumulator():
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    variables = [keras.Variable(1.0), keras.Variable(1.0)]
+    optimizer.build(variables)
+    optimizer.apply([tf.constant(3.0), tf.constant(4.0)], variables)
+    assert [float(_private_optimizers.accumulator(optimizer, v)) for v in variables] == [3.0, 4.0]
+    assert _private_optimizers.accumulator(keras.optimizers.SGD(), variables[0]) is None
+
+
+def excluding() -> tuple:
+    a, b = keras.Variable(np.ones(2), name="kernel"), keras.Variable(np.ones(2), name="bias")
+    optimizer = keras.optimizers.SGD(0.1, weight_decay=1.0)
+    optimizer.exclude_from_weight_decay(var_list=[a], var_names=["bias"])
+    return optimizer, a, b
+
+
+def test_weight_decay_rules():
+    optimizer, a, _ = excluding()
+    keys, pattern = _private_optimizers.weight_decay_rules(optimizer)
+    assert keys == {_private_optimizers.variable_key(optimizer, a)}
+    assert pattern.search("x/bias")
+    none, no_pattern = _private_optimizers.weight_decay_rules(keras.optimizers.SGD())
+    assert (set(none), no_pattern) == (set(), None)
+
+
+def test_set_weight_decay_rules():
+    source, a, b = excluding()
+    c = keras.Variable(np.ones(2), name="other")
+    optimizer = keras.optimizers.SGD(0.1, weight_decay=1.0)
+    _private_optimizers.set_weight_decay_rules(
+        optimizer, *_private_optimizers.weight_decay_rules(source)
+    )
+    optimizer.build([a, b, c])
+    optimizer.apply([tf.zeros(2)] * 3, [a, b, c])
+    assert_close([np.ones(2), np.ones(2)], [a, b])
+    np.testing.assert_allclose(c.numpy(), [0.9, 0.9], rtol=1e-6)
+
+
+def test_variable_key():
+    optimizer = keras.optimizers.SGD()
+    a, b = keras.Variable(1.0), keras.Variable(1.0)
+    assert _private_optimizers.variable_key(optimizer, a) == _private_optimizers.variable_key(
+        optimizer, a
+    )
+    assert _private_optimizers.variable_key(optimizer, a) != _private_optimizers.variable_key(
+        optimizer, b
+    )
+
+
+def test_set_optimizer_strategy():
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        optimizer = keras.optimizers.SGD()
+    assert optimizer._distribution_strategy is not None
+    _private_optimizers.set_optimizer_strategy(optimizer, None)
+    assert optimizer._distribution_strategy is None
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_member_optimizer(built):
+    members = {"kernel": keras.optimizers.SGD(), "bias": keras.optimizers.Adam()}
+    optimizer = keras.optimizers.MultiOptimizer(lambda v: members[v.name])
+    model = mlp()
+    if built:
+        optimizer.build(model.trainable_variables)
+    for variable in model.trainable_variables:
+        assert _private_optimizers.member_optimizer(optimizer, variable) is members[variable.name]
+
+
+def test_build_scope():
+    """Slot paths are those of a model that Keras has trained."""
+    expected = compiled_adam(train=True)
+    model = compiled_adam(train=False)
+    with _private_optimizers.build_scope(model.optimizer):
+        model.optimizer.build(model.trainable_variables)
+    assert [v.path for v in model.optimizer.variables] == [
+        v.path for v in expected.optimizer.variables
+    ]
+
+
+def compiled_adam(train: bool) -> keras.Model:
+    model = mlp()
+    model.compile(keras.optimizers.Adam(name="adam"), "mse")
+    if train:
+        model.train_on_batch(*data(4))
+    return model
+
+
+def test_swap_keras_variables():
+    """The callback then swaps with `keras.Variable.assign` alone."""
+    callback = keras.callbacks.SwapEMAWeights()
+    _private_optimizers.swap_keras_variables(callback)
+    model = mlp()
+    optimizer = keras.optimizers.SGD(use_ema=True)
+    model.compile(optimizer, "mse")
+    optimizer.build(model.trainable_variables)
+    weights = [v.numpy() for v in model.trainable_variables]
+    averages = [v.numpy() + 1 for v in optimizer._model_variables_moving_average]
+    for variable, value in zip(optimizer._model_variables_moving_average, averages):
+        variable.assign(value)
+    callback.set_model(model)
+    callback._swap_variables()
+    assert_close(averages, model.trainable_variables)
+    assert_close(weights, optimizer._model_variables_moving_average)
+    callback._finalize_ema_values()
+    assert_close(averages, optimizer._model_variables_moving_average)
+
+
+def test_update_through_keras_variables():
+    local = keras.Variable(np.zeros((4, 2)), dtype="float32", name="kernel")
+    view = rows_view(local, local, (slice(2, 4),))
+    rows = []
+
+    def scatter(variable, method, slices):
+        rows.append(method)
+        return False
+
+    for optimizer in (
+        keras.optimizers.AdamW(0.1, weight_decay=0.1, gradient_accumulation_steps=2),
+        keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=1),
+    ):
+        _private_optimizers.update_through_keras_variables(optimizer, scatter)
+        optimizer.build([view])
+        optimizer.apply([tf.ones((2, 2))], [view])
+    assert (local.numpy()[:2] == 0).all()
+    assert (local.numpy()[2:] < 0).all()
+    optimizer.apply([tf.IndexedSlices(tf.ones((1, 2)), [0], [2, 2])], [view])
+    assert "scatter_sub" in rows
+
+
+def test__without_strategies():
+    """Nadam's own part of the update stays: without it, it divides by zero."""
+    plain, local = (keras.Variable(np.ones((4,)), dtype="float32") for _ in range(2))
+    view = rows_view(local, local, (slice(0, 4),))
+    ours, keras_s = keras.optimizers.Nadam(0.1), keras.optimizers.Nadam(0.1)
+    _private_optimizers.update_through_keras_variables(ours, lambda *_: False)
+    for optimizer, variable in ((ours, view), (keras_s, plain)):
+        optimizer.build([variable])
+        for _ in range(2):
+            optimizer.apply([tf.constant([1.0, -2.0, 3.0, 0.0])], [variable])
+    np.testing.assert_allclose(local.numpy(), plain.numpy(), rtol=1e-6)
+    assert type(ours).__name__ == "Nadam" and isinstance(ours, keras.optimizers.Nadam)
+
+
+def test_own_class():
+    optimizer = keras.optimizers.Nadam()
+    assert _private_optimizers.own_class(optimizer) is keras.optimizers.Nadam
+    _private_optimizers.update_through_keras_variables(
+        optimizer, lambda variable, method, slices: False
+    )
+    assert type(optimizer) is not keras.optimizers.Nadam
+    assert _private_optimizers.own_class(optimizer) is keras.optimizers.Nadam
+
+
+def test_route_assignments():
+    """Slots and parameters are written by these three methods, and by nothing else."""
+    model = mlp()
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(model.trainable_variables)
+    plain = keras.optimizers.Adam()
+    mine = optimizer._momentums[0]
+    seen = []
+
+    def write(name: str, variable: object, value: object) -> bool:
+        seen.append(name)
+        if variable is mine:
+            getattr(mine, name)(value)
+        return variable is mine
+
+    _private_optimizers.route_assignments(optimizer, write)
+    gradients = [tf.ones_like(v) for v in model.trainable_variables]
+    optimizer.apply(gradients, model.trainable_variables)
+    assert seen == ["assign_add", "assign_add", "assign_sub"] * len(gradients)
+    twin = mlp()
+    plain.build(twin.trainable_variables)
+    plain.apply(gradients, twin.trainable_variables)
+    assert_close(plain.variables, optimizer.variables)
+    assert_close(twin.get_weights(), model.get_weights())
+
+
+def test_decays():
+    kernel, bias = keras.Variable(np.ones((2, 2)), name="kernel"), keras.Variable(1.0, name="bias")
+    optimizer = keras.optimizers.AdamW()
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    optimizer.build([kernel, bias])
+    assert _private_optimizers.decays(optimizer, kernel)
+    assert not _private_optimizers.decays(optimizer, bias)
+
+
+def test_keep_one_copy():
+    """Keras asks the strategy in scope to colocate a slot, which fails for a plain variable."""
+    plain = keras.Variable(np.zeros(2, np.float32))
+    with tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        optimizer = keras.optimizers.SGD(momentum=0.9)
+        with pytest.raises(ValueError, match="colocate_vars_with"):
+            optimizer.build([plain])
+        _private_optimizers.keep_one_copy(optimizer)
+        optimizer.build([plain])
