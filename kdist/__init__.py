@@ -24,8 +24,8 @@ from kdist.inspection import Inspection, inspect  # noqa: E402
 from kdist.loop import apply_gradients, gradients, reduce  # noqa: E402
 from kdist.mesh import mesh  # noqa: E402
 from kdist.optimizer.config import OptimizerConfig  # noqa: E402
-from kdist.optimizer.formatted_slots import StateFormatConfig  # noqa: E402
 from kdist.optimizer.sharded import ShardedOptimizer, set_parallel_optimizer  # noqa: E402
+from kdist.optimizer.state_config import StateFormatConfig  # noqa: E402
 from kdist.parallel import parallelize  # noqa: E402
 from kdist.pipeline.config import PipelineConfig  # noqa: E402
 from kdist.pipeline.model import PipelineModel  # noqa: E402

@@ -8,8 +8,6 @@ class.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,21 +17,10 @@ from kdist.contract import adapt_callbacks, as_spec, is_built, peek, predict_fun
 from kdist.fusion import FusionConfig
 from kdist.metrics import overrides
 from kdist.optimizer.update import DistributedUpdate
-from kdist.pipeline.mesh_runner import MeshPipelineRunner, MeshPipelineStep
-from kdist.pipeline.program import PipelineProgram
-from kdist.pipeline.recorder import Recorder
-from kdist.pipeline.runner import PipelineRunner
-from kdist.pipeline.step import PipelineStep
-from kdist.placed import PlacedModel
-from kdist.plain import PlainRunner
-from kdist.program import Program
-from kdist.programs import make_program
-from kdist.segmented import SegmentedProgram, as_node
-from kdist.segmented_runner import SegmentedRunner
-from kdist.spmd_runner import SpmdRunner
-from kdist.spmd_step import SpmdFunction, SpmdStep
+from kdist.spmd_step import SpmdFunction
 from kdist.step import Step
-from kdist.variables import Stored, materialised
+from kdist.steps import SteppedModel
+from kdist.variables import materialised
 
 import keras
 import tensorflow as tf
@@ -119,25 +106,18 @@ def attached(model: keras.Model) -> Parallel:
     return parallel
 
 
-class Parallel(PlacedModel):
-    """kdist's side of one model: its placed weights and its compiled steps.
+class Parallel(SteppedModel):
+    """kdist's side of one model: what Keras calls, over its placed weights and its steps.
 
     Attributes:
-        jit_compile: What `compile` was given.
-        program: The model's pure functions, once compiled and used.
         batch_specs: Of (x, y, sample_weight), once trained.
         live: The analysed step, by rows of its batch; see `kdist.memory`.
-        recorder: Notes when a pipeline's training steps ran what, if set.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
         super().__init__(model, config)
-        self.jit_compile: bool | str = "auto"
-        self.program: Program | None = None
         self.batch_specs: Any = None
         self.live: dict[int, Any] = {}
-        self.recorder: Recorder | None = None
-        self._spmd_runner: SpmdRunner | MeshPipelineRunner | None = None
 
     def install(self) -> None:
         """Attaches to the model and replaces the methods that make its functions."""
@@ -196,13 +176,9 @@ class Parallel(PlacedModel):
         return type(self.model).predict(self.model, *args, **kwargs)
 
     def _reset(self, jit_compile: bool | str) -> None:
-        self.jit_compile = jit_compile
         self.model.jit_compile = False
-        self.program = self.update = None
+        self.forget_steps(jit_compile)
         self.live.clear()
-        self._spmd_runner = None
-        self.__dict__.pop("plain_step", None)
-        self.__dict__.pop("spmd_step", None)
         self.model.train_function = None
         self.model.test_function = None
         self.model.predict_function = None
@@ -231,16 +207,6 @@ class Parallel(PlacedModel):
                 "gradients) and kdist.reduce(...): see examples/custom_loop.py. "
                 f"Received: model of type {type(self.model).__name__}"
             )
-
-    def _make_program(self) -> Program:
-        sizes = [e.placement.nbytes for e in self.entries_of(self.model.trainable_variables)]
-        mean = self.config.loss_from_layers == "mean"
-        xla = self.jit_compile is True
-        level = self.optimizer_config.level
-        if self.staged is not None:
-            wrap = functools.partial(as_node, jit_compile=xla)
-            return PipelineProgram(self.model, mean, self.staged, wrap)
-        return make_program(self.model, self.topology, level, sizes, mean, xla)
 
     def _make(self, kind: str, force: bool) -> None:
         """Gives the model a function that builds the real one from the first batch it sees."""
@@ -278,17 +244,6 @@ class Parallel(PlacedModel):
             return predict_function(step, self.model.run_eagerly)
         return self.model._make_function(step)
 
-    def fall_back(self, reason: str) -> None:
-        """Says, once, why something does not run over DTensor."""
-        if reason not in self.fallbacks:
-            self.fallbacks.append(reason)
-            warnings.warn(f"{self.model.name}: {reason}", stacklevel=4)
-
-    @property
-    def uses_spmd(self) -> bool:
-        """Whether slices are DTensor meshes: they have several devices, and no debugging."""
-        return self.topology.inner_size > 1 and not self.model.run_eagerly
-
     def _prepare(self, kind: str, example: Any) -> None:
         """Builds what the steps share, on first use.
 
@@ -303,34 +258,21 @@ class Parallel(PlacedModel):
             self.batch_specs = keras.tree.map_structure(as_spec, example)
         if self.program is None:
             self.place()
-            if self.jit_compile is True and self.topology.inner_size > 1:
-                raise ValueError(
-                    "XLA cannot compile DTensor programs. Use jit_compile='auto' or False on a "
-                    "mesh with inner axes. "
-                    f"Received: jit_compile=True with inner axes {self.topology.inner_axes}"
-                )
+            self.refuse_jit_compile()
             self.spread_parameters()
-            self.program = self._make_program()
+            self.program = self.make_program()
         if kind == "train" and self.update is None and self.program.state.trainable:
             optimizer = self.model.optimizer
             spread = self.spread()
             self.update = DistributedUpdate(
                 optimizer,
-                self._trainable(),
+                self.trainable(),
                 self.topology,
                 spread.units,
                 spread.keys,
                 self.optimizer_config,
                 self.classes(),
             )
-
-    def fetches(self) -> list[int]:
-        """See `PlacedModel.fetches`; once the step is traced, what it does."""
-        step = self.__dict__.get("plain_step")
-        runner = None if step is None else step.runner
-        if isinstance(runner, SegmentedRunner) and runner.fetched is not None:
-            return [runner.fetched[v] or 1 for v in range(len(runner.entries))]
-        return super().fetches()
 
     def step_for(self, example: Any) -> Step:
         """The steps behind the functions for custom loops.
@@ -357,71 +299,6 @@ class Parallel(PlacedModel):
         if self.uses_spmd and overrides(self.model, "compute_loss"):
             self.fall_back(WHOLE_LOSS)
         return self.spmd_step if self.uses_spmd and not self.fallbacks else self.plain_step
-
-    def _trainable(self) -> list[Stored]:
-        assert self.program is not None
-        return self.entries_of(self.program.state.trainable)
-
-    @functools.cached_property
-    def plain_step(self) -> Step:
-        """Steps on one device per slice."""
-        assert self.program is not None
-        runner: PlainRunner
-        if isinstance(self.program, PipelineProgram):
-            pipeline = PipelineRunner(
-                self.program, self._trainable(), self.topology, lambda: self.recorder
-            )
-            return PipelineStep(self, pipeline)
-        if isinstance(self.program, SegmentedProgram):
-            keep = self.optimizer_config.keep_gathered
-            runner = SegmentedRunner(
-                self.program, self._trainable(), self.topology, keep_gathered=keep
-            )
-        else:
-            runner = PlainRunner(
-                self.program,
-                self._trainable(),
-                self.topology,
-                jit_compile=self.jit_compile is True,
-                eager=self.model.run_eagerly,
-            )
-        return Step(self, runner)
-
-    @functools.cached_property
-    def spmd_step(self) -> SpmdStep:
-        """Steps on one DTensor mesh per slice."""
-        runner = self.spmd_runner()
-        if isinstance(runner, MeshPipelineRunner):
-            return MeshPipelineStep(self, runner)
-        return SpmdStep(self, runner)
-
-    def spmd_runner(self) -> SpmdRunner | MeshPipelineRunner:
-        """Runs the programs over DTensor; made on first use."""
-        if self._spmd_runner is None:
-            if self.program is None:
-                self.place()
-                self.program = self._make_program()
-            assert self.layouts is not None
-            metrics = _private.compiled_metrics(self.model) if self.model.compiled else None
-            want_outputs = metrics is not None or overrides(self.model, "compute_metrics")
-            options: dict[str, Any] = {
-                "alltoall": self.config.enable_alltoall,
-                "want_outputs": want_outputs,
-            }
-            if isinstance(self.program, PipelineProgram):
-                self._spmd_runner = MeshPipelineRunner(
-                    self.program, self._trainable(), self.topology, self.layouts, **options
-                )
-            else:
-                self._spmd_runner = SpmdRunner(
-                    self.program,
-                    self._trainable(),
-                    self.topology,
-                    self.layouts,
-                    batch_axis=self.batch_axis,
-                    **options,
-                )
-        return self._spmd_runner
 
     def _build(self, kind: str, example: Any) -> None:
         """Creates the variables of layers, metrics, losses and the optimizer, if missing."""

@@ -18,7 +18,8 @@ from kdist.batch import SplitBatch
 from kdist.mesh import Topology
 from kdist.placement import Index
 from kdist.plain import PlainGradients, PlainRunner
-from kdist.segmented import Run, SegmentedProgram
+from kdist.segment_halves import Run
+from kdist.segmented import SegmentedProgram
 from kdist.variables import Stored, assemble
 
 import tensorflow as tf

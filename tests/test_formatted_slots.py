@@ -10,14 +10,9 @@ from typing import Any
 
 from kdist import _private, _private_optimizers
 from kdist.optimizer import formatted_slots
-from kdist.optimizer.formatted_slots import (
-    SLOTS,
-    StateFormatConfig,
-    coded,
-    format_slots,
-    slot_formats,
-)
+from kdist.optimizer.formatted_slots import coded, format_slots
 from kdist.optimizer.local import LocalOptimizer, Span, families, link_slots
+from kdist.optimizer.state_config import SLOTS, StateFormatConfig, slot_formats
 from kdist.optimizer.state_formats import FIRST_MOMENT, FORMATS, SECOND_MOMENT
 from kdist.variables import make_local
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from kdist.optimizer.formatted_slots import StateFormatConfig
+from kdist.optimizer.state_config import StateFormatConfig
 
 LEVELS = (0, 1, 2, 3)
 PARTITIONS = ("auto", "slice", "parameter")

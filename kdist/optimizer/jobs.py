@@ -12,9 +12,10 @@ from kdist.mesh import Topology
 from kdist.optimizer.bucket import Bucket, flat_view, make_buckets
 from kdist.optimizer.compressed import CompressedGradients, Compression
 from kdist.optimizer.exchange import Exchange, make_exchanges
-from kdist.optimizer.formatted_slots import StateFormatConfig, format_slots
+from kdist.optimizer.formatted_slots import format_slots
 from kdist.optimizer.local import LocalOptimizer, Span, link_slots
 from kdist.optimizer.source import GradientSource
+from kdist.optimizer.state_config import StateFormatConfig
 from kdist.placement import Coordinate, Index, Placement, UpdateUnit, covers, relative, shape_of
 from kdist.variables import Stored, make_local, rows_view
 

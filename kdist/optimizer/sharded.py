@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from kdist.optimizer.config import OptimizerConfig
-from kdist.optimizer.formatted_slots import StateFormatConfig
 from kdist.optimizer.mirrored import MirroredUpdate
 from kdist.optimizer.mirrored import strategy_of as mirrored_strategy
+from kdist.optimizer.state_config import StateFormatConfig
 from kdist.optimizer.wrappers import unwrap
 from kdist.settings import Setting
 

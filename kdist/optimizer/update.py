@@ -16,7 +16,6 @@ from kdist.mesh import Topology
 from kdist.optimizer.accumulate import LocalSums
 from kdist.optimizer.compressed import bucket_vectors
 from kdist.optimizer.config import OptimizerConfig
-from kdist.optimizer.formatted_slots import slot_formats
 from kdist.optimizer.jobs import Jobs
 from kdist.optimizer.local import (
     LocalOptimizer,
@@ -26,6 +25,7 @@ from kdist.optimizer.local import (
 from kdist.optimizer.loss_scale import LossScale
 from kdist.optimizer.send import send_values
 from kdist.optimizer.source import GradientSource
+from kdist.optimizer.state_config import slot_formats
 from kdist.optimizer.wrappers import unwrap
 from kdist.placement import Coordinate, UpdateUnit
 from kdist.variables import RowsBacking, Stored, backing_of

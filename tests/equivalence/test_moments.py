@@ -9,7 +9,7 @@ from typing import Any
 
 import kdist
 from kdist import StateFormatConfig, _private, _private_optimizers
-from kdist.optimizer.formatted_slots import SLOTS
+from kdist.optimizer.state_config import SLOTS
 from kdist.optimizer.state_formats import FORMATS
 
 import keras

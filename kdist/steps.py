@@ -1,0 +1,162 @@
+"""Which program and runner execute a model's steps, made on first use."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+from kdist import _private
+from kdist.config import ParallelConfig
+from kdist.metrics import overrides
+from kdist.pipeline.mesh_runner import MeshPipelineRunner, MeshPipelineStep
+from kdist.pipeline.program import PipelineProgram
+from kdist.pipeline.recorder import Recorder
+from kdist.pipeline.runner import PipelineRunner
+from kdist.pipeline.step import PipelineStep
+from kdist.placed import PlacedModel
+from kdist.plain import PlainRunner
+from kdist.program import Program
+from kdist.programs import make_program
+from kdist.segmented import SegmentedProgram, as_node
+from kdist.segmented_runner import SegmentedRunner
+from kdist.spmd_runner import SpmdRunner
+from kdist.spmd_step import SpmdStep
+from kdist.step import Step
+from kdist.variables import Stored
+
+import keras
+
+
+class SteppedModel(PlacedModel):
+    """A placed model's pure functions, and the steps that run them.
+
+    Attributes:
+        jit_compile: What `compile` was given.
+        program: The model's pure functions, once compiled and used.
+        recorder: Notes when a pipeline's training steps ran what, if set.
+    """
+
+    def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
+        super().__init__(model, config)
+        self.jit_compile: bool | str = "auto"
+        self.program: Program | None = None
+        self.recorder: Recorder | None = None
+        self._spmd_runner: SpmdRunner | MeshPipelineRunner | None = None
+
+    def forget_steps(self, jit_compile: bool | str) -> None:
+        """Makes programs and steps anew on their next use, compiled as asked."""
+        self.jit_compile = jit_compile
+        self.program = self.update = None
+        self._spmd_runner = None
+        self.__dict__.pop("plain_step", None)
+        self.__dict__.pop("spmd_step", None)
+
+    def refuse_jit_compile(self) -> None:
+        """Raises where XLA was asked for and cannot compile.
+
+        Raises:
+            ValueError: The mesh has inner axes.
+        """
+        if self.jit_compile is True and self.topology.inner_size > 1:
+            raise ValueError(
+                "XLA cannot compile DTensor programs. Use jit_compile='auto' or False on a "
+                "mesh with inner axes. "
+                f"Received: jit_compile=True with inner axes {self.topology.inner_axes}"
+            )
+
+    def make_program(self) -> Program:
+        """The model's pure functions, as stages, segments or one."""
+        sizes = [e.placement.nbytes for e in self.entries_of(self.model.trainable_variables)]
+        mean = self.config.loss_from_layers == "mean"
+        xla = self.jit_compile is True
+        level = self.optimizer_config.level
+        if self.staged is not None:
+            wrap = functools.partial(as_node, jit_compile=xla)
+            return PipelineProgram(self.model, mean, self.staged, wrap)
+        return make_program(self.model, self.topology, level, sizes, mean, xla)
+
+    def fall_back(self, reason: str) -> None:
+        """Says, once, why something does not run over DTensor."""
+        if reason not in self.fallbacks:
+            self.fallbacks.append(reason)
+            warnings.warn(f"{self.model.name}: {reason}", stacklevel=4)
+
+    @property
+    def uses_spmd(self) -> bool:
+        """Whether slices are DTensor meshes: they have several devices, and no debugging."""
+        return self.topology.inner_size > 1 and not self.model.run_eagerly
+
+    def fetches(self) -> list[int]:
+        """See `PlacedModel.fetches`; once the step is traced, what it does."""
+        step = self.__dict__.get("plain_step")
+        runner = None if step is None else step.runner
+        if isinstance(runner, SegmentedRunner) and runner.fetched is not None:
+            return [runner.fetched[v] or 1 for v in range(len(runner.entries))]
+        return super().fetches()
+
+    def trainable(self) -> list[Stored]:
+        """What is behind each trainable variable."""
+        assert self.program is not None
+        return self.entries_of(self.program.state.trainable)
+
+    @functools.cached_property
+    def plain_step(self) -> Step:
+        """Steps on one device per slice."""
+        assert self.program is not None
+        runner: PlainRunner
+        if isinstance(self.program, PipelineProgram):
+            pipeline = PipelineRunner(
+                self.program, self.trainable(), self.topology, lambda: self.recorder
+            )
+            return PipelineStep(self, pipeline)
+        if isinstance(self.program, SegmentedProgram):
+            keep = self.optimizer_config.keep_gathered
+            runner = SegmentedRunner(
+                self.program, self.trainable(), self.topology, keep_gathered=keep
+            )
+        else:
+            runner = PlainRunner(
+                self.program,
+                self.trainable(),
+                self.topology,
+                jit_compile=self.jit_compile is True,
+                eager=self.model.run_eagerly,
+            )
+        return Step(self, runner)
+
+    @functools.cached_property
+    def spmd_step(self) -> SpmdStep:
+        """Steps on one DTensor mesh per slice."""
+        runner = self.spmd_runner()
+        if isinstance(runner, MeshPipelineRunner):
+            return MeshPipelineStep(self, runner)
+        return SpmdStep(self, runner)
+
+    def spmd_runner(self) -> SpmdRunner | MeshPipelineRunner:
+        """Runs the programs over DTensor; made on first use."""
+        if self._spmd_runner is None:
+            if self.program is None:
+                self.place()
+                self.program = self.make_program()
+            assert self.layouts is not None
+            metrics = _private.compiled_metrics(self.model) if self.model.compiled else None
+            want_outputs = metrics is not None or overrides(self.model, "compute_metrics")
+            options: dict[str, Any] = {
+                "alltoall": self.config.enable_alltoall,
+                "want_outputs": want_outputs,
+            }
+            if isinstance(self.program, PipelineProgram):
+                self._spmd_runner = MeshPipelineRunner(
+                    self.program, self.trainable(), self.topology, self.layouts, **options
+                )
+            else:
+                self._spmd_runner = SpmdRunner(
+                    self.program,
+                    self.trainable(),
+                    self.topology,
+                    self.layouts,
+                    batch_axis=self.batch_axis,
+                    **options,
+                )
+        return self._spmd_runner
