@@ -9,21 +9,22 @@ import pytest
 
 from .features import BY_NAME as FEATURES
 from .harness import compare
-from .matrix import spread
 from .optimizer_zoo import OPTIMIZERS
-from .test_pipeline import CASES, DEEP, DROPOUT, SHARED_STATE, TIED, optimizer_config, pipeline
+from .test_pipeline import (
+    CASES,
+    DEEP,
+    DENSE,
+    DROPOUT,
+    SHARED_STATE,
+    TIED,
+    optimizer_config,
+    pipeline,
+)
 
-DENSE = {
-    "dense[0246]/kernel": (None, "model"),
-    "dense[0246]/bias": ("model",),
-    "dense[1357]/kernel": ("model", None),
-}
 CUT = {
     **CASES,
-    "deep": dataclasses.replace(DEEP, layout_map=DENSE),
-    "tied_rows": dataclasses.replace(
-        TIED, layout_map={**DENSE, "table/embeddings": ("model", None)}
-    ),
+    "deep": DEEP,
+    "tied_rows": TIED,
     "tied_columns": dataclasses.replace(
         TIED, layout_map={**DENSE, "table/embeddings": (None, "model")}
     ),
@@ -71,9 +72,9 @@ ROWS: tuple[tuple[Any, ...], ...] = (
     ("dlrm", 2, 2, 2, 2, "1f1b", 0, 1, "sgd_momentum", "clipnorm", "float64"),
     ("lstm", 2, 1, 2, 2, "1f1b", 0, 1, "adam", "none", "float64"),
 )
-DEFAULT = ROWS[:2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     (
         "name",
@@ -88,7 +89,8 @@ DEFAULT = ROWS[:2]
         "feature",
         "precision",
     ),
-    spread(ROWS, DEFAULT),
+    ROWS,
+    ids=lambda value: str(value),
 )
 def test_stages_on_meshes_equal_one_device(
     name: str,
