@@ -1,7 +1,7 @@
 """Trains a byte-level GPT on Python's standard library, over a mesh of logical CPU devices.
 
+    python examples/train_gpt.py                           # pipe=2,data=2,model=2: 8 devices
     python examples/train_gpt.py --mesh data=2,model=2
-    python examples/train_gpt.py --mesh pipe=2,data=2,model=2
 
 prints what a step will do, trains with Keras's own progress bar, then shows the loss on files that
 training never saw and text that the model writes. The loss is in nats per byte: 5.55 is knowing
@@ -87,7 +87,7 @@ def generate(
 
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
-    flags.DEFINE_string("mesh", "data=2,model=2", "axes and their sizes", flag_values=values)
+    flags.DEFINE_string("mesh", "pipe=2,data=2,model=2", "axes and their sizes", flag_values=values)
     flags.DEFINE_integer(
         "micro_batches",
         2,
