@@ -56,6 +56,9 @@ def mirrored(configuration: rows.Configuration) -> Step:
     device = tf.config.list_physical_devices("CPU")[0]
     logical = [tf.config.LogicalDeviceConfiguration()] * count
     tf.config.set_logical_device_configuration(device, logical)
+    if count >= len(os.sched_getaffinity(0)):
+        # As kdist.init does: the devices keep the cores busy.
+        tf.config.threading.set_intra_op_parallelism_threads(1)
     strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(count)])
     with strategy.scope():
         model = build(configuration.sizes)

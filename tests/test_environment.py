@@ -13,7 +13,7 @@ import tensorflow as tf
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs code in a fresh process, without what this process has set."""
-    ours = ("DTENSOR_", "KERAS_BACKEND")
+    ours = ("DTENSOR_", "KERAS_BACKEND", "TF_NUM_INTRAOP_THREADS")
     clean = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     clean |= {"TF_CPP_MIN_LOG_LEVEL": "3", **environment}
     return subprocess.run(
@@ -113,3 +113,53 @@ def test_init_makes_the_devices():
         "print('devices:', len(tf.config.list_logical_devices('CPU')))"
     )
     assert "devices: 5" in result.stdout, result.stderr[-2000:]
+
+
+def threads(call: str, before: str = "", **environment: str) -> str:
+    """What `init` makes of the threads of an operation, as TensorFlow was told."""
+    result = run(
+        f"""
+        import os
+        import kdist, tensorflow as tf
+        threading = tf.config.threading
+        {before}
+        {call}
+        tf.constant(1.0) + 1.0
+        print("threads:", threading.get_intra_op_parallelism_threads())
+        """,
+        **environment,
+    )
+    assert "threads:" in result.stdout, result.stderr[-2000:]
+    return result.stdout.split("threads:")[1].strip()
+
+
+@pytest.mark.parametrize(
+    ("call", "before", "environment", "expected"),
+    [
+        ("kdist.init(cpu_devices=99)", "", {}, "1"),
+        ("kdist.init(cpu_devices=1)", "os.sched_getaffinity = lambda pid: {0, 1}", {}, "0"),
+        ("kdist.init(cpu_devices=99, threads_per_op=3)", "", {}, "3"),
+        ("kdist.init(threads_per_op=2)", "", {}, "2"),
+        (
+            "kdist.init(cpu_devices=99)",
+            "threading.set_intra_op_parallelism_threads(5)",
+            {},
+            "5",
+        ),
+        ("kdist.init(cpu_devices=99)", "", {"TF_NUM_INTRAOP_THREADS": "2"}, "0"),
+    ],
+)
+def test_threads_of_an_operation(call, before, environment, expected):
+    assert threads(call, before, **environment) == expected
+
+
+@pytest.mark.parametrize("count", [-1, True, 2.0])
+def test_init_refuses_other_threads(count):
+    with pytest.raises(ValueError, match="integer of at least 0.*Received: threads_per_op="):
+        kdist.init(threads_per_op=count)
+
+
+def test_threads_cannot_change_after_the_start():
+    tf.constant(0.0)
+    with pytest.raises(ValueError, match="already started with .* threads.*threads_per_op=7"):
+        kdist.init(threads_per_op=7)
