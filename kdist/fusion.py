@@ -67,9 +67,18 @@ class FusionConfig:
     """For `mode="auto"`: what a message between replicas costs, as `kdist.comm.calibrate` measures
     it; by default that of devices in one process."""
 
+    overlap: bool = False
+    """Whether buckets leave while the backward pass goes on at levels 0 and 1 too. The model then
+    runs in segments, as it always does from level 2 on, and a bucket is reduced as soon as the
+    segments that make its gradients are done. The step's graph grows, and so does the first step;
+    it pays where devices do not share the cores that compute. What cannot be cut into segments is
+    one, and the plan says so; a pipeline's buckets leave stage by stage anyway."""
+
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode is one of {MODES}. Received: mode={self.mode!r}")
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"overlap is True or False. Received: overlap={self.overlap!r}")
         number = isinstance(self.size_mb, int | float) and not isinstance(self.size_mb, bool)
         if not number or not self.size_mb > 0:
             raise ValueError(f"size_mb is a positive number. Received: size_mb={self.size_mb!r}")
@@ -97,9 +106,12 @@ class FusionConfig:
         object.__setattr__(self, "index", index)
 
     def __str__(self) -> str:
+        how: str = self.mode
         if self.mode == "size":
-            return f"buckets of {self.size_mb:g} MB"
-        return f"buckets end at {self.index}" if self.mode == "index" else self.mode
+            how = f"buckets of {self.size_mb:g} MB"
+        elif self.mode == "index":
+            how = f"buckets end at {self.index}"
+        return f"{how}, overlapping the backward pass" if self.overlap else how
 
 
 @dataclasses.dataclass(frozen=True)

@@ -154,7 +154,15 @@ class Parallel(SteppedModel):
 
         Args:
             fusion: The settings from the next step on.
+
+        Raises:
+            ValueError: `overlap` differs from what the model was parallelized with.
         """
+        if fusion.overlap != self.config.fusion.overlap:
+            raise ValueError(
+                "overlap changes how the model is cut, and is set before training: in "
+                f"ParallelConfig. Received: fusion={fusion!r}"
+            )
         self.config = dataclasses.replace(self.config, fusion=fusion)
         self.update = None
         if self.model.train_function is not None:

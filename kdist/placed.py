@@ -146,6 +146,11 @@ class PlacedModel:
         optimizer = self.model.optimizer if self.model.compiled else None
         return config_for(optimizer, self.config.optimizer)
 
+    @property
+    def wants_segments(self) -> bool:
+        """Whether gradients are to leave, segment by segment, while the backward pass goes on."""
+        return self.optimizer_config.level >= 2 or self.config.fusion.overlap
+
     def spread_parameters(self) -> None:
         """Moves parameters to where the compiled optimizer's level wants them."""
         config = self.optimizer_config
@@ -199,7 +204,7 @@ class PlacedModel:
         notes = list(self.fallbacks)
         if self.staged is not None:
             notes.append(self.staged.describe())
-        elif spread.config.level >= 2 and (reason := one_segment(self.model, self.topology)):
+        elif self.wants_segments and (reason := one_segment(self.model, self.topology)):
             notes.append(reason)
         if self.batch_axis is not None:
             notes.append(

@@ -15,6 +15,7 @@ from kdist import sparse
 from kdist.batch import SplitBatch
 from kdist.loss import has_rows, shares_from_counts
 from kdist.mesh import Device, Topology
+from kdist.optimizer.source import REDUCE
 from kdist.placement import Coordinate, Index, UpdateUnit, covers, shape_of
 from kdist.program import Program
 from kdist.state import carried_for
@@ -335,4 +336,4 @@ def add_gradients(parts: Sequence[Any], look_up: sparse.LookUp) -> Any:
         return sparse.add(parts, look_up.by_batch, look_up.merged)
     if len(parts) == 1:
         return parts[0]
-    return tf.add_n([tf.convert_to_tensor(p) for p in parts])
+    return tf.add_n([tf.convert_to_tensor(p) for p in parts], name=REDUCE)

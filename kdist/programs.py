@@ -1,4 +1,4 @@
-"""Which form the model's pure functions take: whole, or in segments where that saves memory."""
+"""Which form the model's pure functions take: whole, or in segments."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ import keras
 
 
 def make_program(
-    model: keras.Model, topology: Topology, level: int, sizes: Sequence[int], mean: bool, xla: bool
+    model: keras.Model,
+    topology: Topology,
+    segments: bool,
+    sizes: Sequence[int],
+    mean: bool,
+    xla: bool,
 ) -> Program:
     """The model's pure functions.
 
     Args:
         model: The built and compiled model.
         topology: The mesh.
-        level: Level of optimizer parallelism; from 2 on the model is cut into segments.
+        segments: Whether the model is to be cut into segments, if it can be.
         sizes: Bytes of each trainable parameter.
         mean: See `Program`.
         xla: Compile segments with XLA.
     """
-    if level < 2 or one_segment(model, topology):
+    if not segments or one_segment(model, topology):
         return Program(model, mean)
     wrap = functools.partial(as_node, jit_compile=xla)
     return SegmentedProgram(model, mean, segment_limit(sizes), wrap)

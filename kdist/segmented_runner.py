@@ -1,8 +1,8 @@
-"""Plain devices, segment by segment: for optimizer parallelism from level 2 on.
+"""Plain devices, segment by segment: for optimizer parallelism from level 2 on, and for overlap.
 
-A segment's gradients go to their owners as soon as its backward half has made them, and nothing
-runs more than one segment ahead of that; at level 3, a segment's parameters are gathered while the
-segment before it computes, and freed after each half.
+A segment's gradients go to their owners as soon as its backward half has made them. From level 2 on
+nothing runs more than one segment ahead of that; at level 3, a segment's parameters are gathered
+while the segment before it computes, and freed after each half.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class SegmentedRunner(PlainRunner):
         entries: `Stored` of each trainable variable.
         topology: The mesh.
         keep_gathered: Whether gathered parameters stay from the forward to the backward half.
+        free: Whether the backward pass waits for gradients to be reduced, to save memory.
 
     Attributes:
         fetched: How often each parameter is gathered in the training step that was traced last;
@@ -51,9 +52,11 @@ class SegmentedRunner(PlainRunner):
         topology: Topology,
         *,
         keep_gathered: bool,
+        free: bool,
     ) -> None:
         super().__init__(program, entries, topology)
         self.keep_gathered = keep_gathered
+        self.free = free
         self.fetched: Counter[int] | None = None
         self._forget()
 
@@ -175,7 +178,7 @@ class SegmentedRunner(PlainRunner):
 
     def order_backward(self) -> None:
         """A backward half waits for the gradients of the last but `IN_FLIGHT` to be reduced."""
-        for run in self._runs:
+        for run in self._runs if self.free else ():
             last = {v: k for k, (positions, _) in enumerate(run.calls) for v in positions}
             ready: dict[int, list[Any]] = {}
             for variables, operation in self._reduced:

@@ -70,11 +70,10 @@ class SteppedModel(PlacedModel):
         sizes = [e.placement.nbytes for e in self.entries_of(self.model.trainable_variables)]
         mean = self.config.loss_from_layers == "mean"
         xla = self.jit_compile is True
-        level = self.optimizer_config.level
         if self.staged is not None:
             wrap = functools.partial(as_node, jit_compile=xla)
             return PipelineProgram(self.model, mean, self.staged, wrap)
-        return make_program(self.model, self.topology, level, sizes, mean, xla)
+        return make_program(self.model, self.topology, self.wants_segments, sizes, mean, xla)
 
     def fall_back(self, reason: str) -> None:
         """Says, once, why something does not run over DTensor."""
@@ -112,8 +111,9 @@ class SteppedModel(PlacedModel):
             return PipelineStep(self, pipeline)
         if isinstance(self.program, SegmentedProgram):
             keep = self.optimizer_config.keep_gathered
+            free = self.optimizer_config.level >= 2
             runner = SegmentedRunner(
-                self.program, self.trainable(), self.topology, keep_gathered=keep
+                self.program, self.trainable(), self.topology, keep_gathered=keep, free=free
             )
         else:
             runner = PlainRunner(

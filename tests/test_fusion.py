@@ -8,6 +8,7 @@ import kdist
 from kdist import FusionConfig, executed
 from kdist.comm import LinkCost
 from kdist.fusion import MAX_MB, Item, assign_buckets, bucket_size, largest_fused
+from kdist.parallel import attached
 
 import keras
 import numpy as np
@@ -107,6 +108,7 @@ def test_an_index_past_the_last_parameter_is_refused() -> None:
         {"index": (2,)},
         {"mode": "none", "link": LinkCost(a=1e-3, b=1e-9)},
         {"link": 1e-3},
+        {"overlap": 1},
     ],
 )
 def test_config_refuses(options: dict[str, Any]) -> None:
@@ -236,3 +238,59 @@ def test_the_step_sends_what_the_plan_counts(
     assert len(sums) == sum(len(bucket.owners) for bucket in plan.buckets) + lone
     (reduced,) = (t.collectives for t in plan.traffic() if t.what == "reduce")
     assert reduced == len(plan.buckets) + lone
+
+
+def early_buckets(overlap: bool, level: int = 0) -> list[int]:
+    """Per bucket, in the order they leave, how many backward calls its sum waits for."""
+    model = towers()
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(data=2),
+        optimizer=kdist.OptimizerConfig(level=level, threshold_kb=0),
+        fusion=FusionConfig(mode="size", size_mb=300 / MB, overlap=overlap),
+    )
+    kdist.parallelize(model, config)
+    model.compile("adam", "mse")
+    parts, _ = first_step(model, X, Y)
+    sums = [op for op in parts.graph.get_operations() if op.name.startswith("reduce")]
+    calls = [len([op for op in above(one) if "Call" in op.type]) for one in sums]
+    assert len(calls) > 2
+    return sorted(calls)
+
+
+def above(operation: Any) -> set[Any]:
+    """Operations that must run before one."""
+    found: set[Any] = set()
+    waiting = [operation]
+    while waiting:
+        for one in (*(t.op for t in waiting[-1].inputs), *waiting.pop().control_inputs):
+            if one not in found:
+                found.add(one)
+                waiting.append(one)
+    return found
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_buckets_leave_while_the_backward_pass_goes_on(level: int) -> None:
+    calls = early_buckets(overlap=True, level=level)
+    # The first bucket waits for the forward pass and the last layers; the last one for all.
+    assert calls[0] < calls[-1]
+    assert len(set(calls)) > 2
+
+
+def test_without_overlap_all_buckets_wait_for_the_whole_pass() -> None:
+    assert set(early_buckets(overlap=False)) == {2}  # the two replicas' programs
+
+
+def test_a_model_that_is_one_segment_says_so() -> None:
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(data=2, model=2), fusion=FusionConfig(overlap=True)
+    )
+    model = kdist.parallelize(towers(), config)
+    model.compile("sgd", "mse")
+    assert any("the model is one segment" in note for note in model.plan().notes)
+
+
+def test_overlap_is_set_before_training() -> None:
+    model = kdist.parallelize(towers(), kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    with pytest.raises(ValueError, match=r"overlap changes.*Received: fusion="):
+        attached(model).set_fusion(FusionConfig(overlap=True))

@@ -10,6 +10,9 @@ from kdist.placement import Coordinate, UpdateUnit
 
 import tensorflow as tf
 
+REDUCE = "reduce"
+"""Name of the sums over the slices, in graphs and in profiles."""
+
 
 class GradientSource(Protocol):
     """The gradients of one step."""
@@ -47,7 +50,7 @@ def bucket_gradients(bucket: Bucket, source: GradientSource, devices: Any) -> li
     for p, (s, _) in enumerate(bucket.owners):
         with tf.device(devices[s][k]):
             parts = [rows[p] for rows in messages]
-            vector = tf.add_n(parts) if len(parts) > 1 else tf.identity(parts[0])
+            vector = tf.add_n(parts, name=REDUCE) if len(parts) > 1 else tf.identity(parts[0])
             source.reduced(bucket.members, vector)
             vectors.append(vector)
     return vectors

@@ -120,3 +120,27 @@ def test_accumulated_gradients_equal_one_device(
         engine=engine,
         config=config(level, gradient_accumulation_shard=shard),
     )
+
+
+OVERLAPPING = product(
+    ("mlp", "gpt_tied", "resnet", "encoder", "dlrm"),
+    (0, 1),
+    ("none", "global_clipnorm", "gradient_accumulation", "ema_overwrite"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "feature"),
+    spread(OVERLAPPING, [("mlp", 1, "gradient_accumulation"), ("encoder", 0, "none")]),
+)
+def test_overlap_equals_one_device(name: str, level: int, feature: str, engine: str) -> None:
+    import kdist
+
+    compare(
+        BY_NAME[name],
+        MESHES["data4"],
+        optimizer=OPTIMIZERS["adamw"],
+        engine=engine,
+        features=[FEATURES[feature]],
+        config={**config(level), "fusion": kdist.FusionConfig(overlap=True)},
+    )
