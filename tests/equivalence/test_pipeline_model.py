@@ -15,6 +15,7 @@ from .test_pipeline import (
     DEEP,
     DENSE,
     DROPOUT,
+    MASKED,
     SHARED_STATE,
     TIED,
     optimizer_config,
@@ -30,6 +31,14 @@ CUT = {
     ),
     "dropout": dataclasses.replace(
         DROPOUT, layout_map={"head/kernel": ("model", None)}, has_batchnorm=True
+    ),
+    "masked": dataclasses.replace(
+        MASKED,
+        layout_map={
+            "dense/kernel": (None, "model"),
+            "dense/bias": ("model",),
+            "head/kernel": ("model", None),
+        },
     ),
     "shared_state": dataclasses.replace(
         SHARED_STATE, layout_map={"dense[02]/kernel": ("model", None)}
