@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from kdist._private import is_view
@@ -46,18 +47,10 @@ def accumulator(optimizer: Any, variable: keras.Variable) -> keras.Variable | No
     return optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
 
 
-def weight_decay_rules(optimizer: Any) -> tuple[set, Any]:
-    """What `exclude_from_weight_decay` stored: (variable keys, compiled name pattern)."""
-    return (
-        getattr(optimizer, "_exclude_from_weight_decay", set()),
-        getattr(optimizer, "_exclude_from_weight_decay_pattern", None),
-    )
-
-
-def set_weight_decay_rules(optimizer: Any, keys: set, pattern: Any) -> None:
-    """Carries `exclude_from_weight_decay` over to another optimizer."""
-    optimizer._exclude_from_weight_decay = keys
-    optimizer._exclude_from_weight_decay_pattern = pattern
+def exclude_from_decay(optimizer: Any, variables: Iterable[keras.Variable]) -> None:
+    """Makes an optimizer apply its weight decay to all but some variables."""
+    optimizer._exclude_from_weight_decay = {variable_key(optimizer, v) for v in variables}
+    optimizer._exclude_from_weight_decay_pattern = None
 
 
 def variable_key(optimizer: Any, variable: keras.Variable) -> Any:
@@ -187,5 +180,21 @@ def route_assignments(optimizer: Any, write: Callable[[str, Any, Any], bool]) ->
 
 
 def decays(optimizer: Any, variable: keras.Variable) -> bool:
-    """Whether an optimizer applies its weight decay to a variable."""
-    return optimizer.weight_decay is not None and optimizer._use_weight_decay(variable)
+    """Whether an optimizer applies its weight decay to a variable.
+
+    Keras searches the patterns of `exclude_from_weight_decay(var_names=...)` in the name of the
+    `tf.Variable`, which begins with the layer's; a variable kept in parts has no such name.
+    """
+    known = types.SimpleNamespace(
+        name=f"{variable.path}:0", _unique_id=variable_key(optimizer, variable)
+    )
+    return optimizer.weight_decay is not None and optimizer._use_weight_decay(known)
+
+
+def apply_nothing(optimizer: Any) -> None:
+    """What `apply` does besides its updates: averages of weights and step counts move on.
+
+    Keras does it whenever some variable has a gradient.
+    """
+    optimizer._backend_apply_gradients([], [])
+    optimizer._iterations.assign_add(1)

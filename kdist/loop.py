@@ -40,7 +40,8 @@ def gradients(
         not depend on it.
 
     Raises:
-        ValueError: The model's gradients travel compressed.
+        ValueError: The model's gradients travel compressed; or the call is in a `tf.function` and
+            the mesh has inner axes.
 
     Example:
         >>> loss, grads = kdist.gradients(model, x, y)
@@ -74,6 +75,12 @@ def _step_for(parallel: Any, data: Any) -> Step:
     step, reason = parallel.step_for(data), too_many_shapes()
     if not parallel.uses_spmd or set(parallel.fallbacks) - {reason}:
         return step
+    if not tf.executing_eagerly():
+        raise ValueError(
+            "Programs over inner mesh axes are started eagerly. Call kdist.gradients outside of "
+            "tf.function: what it runs is compiled anyway. Received: a call in a graph, on a mesh "
+            f"with {parallel.topology.describe_axes()}"
+        )
     tensors = keras.tree.map_structure(
         lambda t: None if t is None else tf.convert_to_tensor(t), data
     )

@@ -303,7 +303,8 @@ class Parallel(SteppedModel):
                     "Call kdist.gradients(model, x, y) before kdist.apply_gradients. "
                     f"Received: model={self.model.name!r}, which has not trained yet"
                 )
-            self._prepare("train", example)
+            with tf.init_scope():  # maybe called while the user's own tf.function is traced
+                self._prepare("train", example)
         if self.uses_spmd and overrides(self.model, "compute_loss"):
             self.fall_back(WHOLE_LOSS)
         return self.spmd_step if self.uses_spmd and not self.fallbacks else self.plain_step

@@ -42,6 +42,44 @@ def test_jit_compile_on_a_data_mesh():
     assert_close(*[m.predict(data(10)[0], verbose=0) for m in models])
 
 
+@pytest.mark.parametrize("level", [0, 1])
+def test_weight_decay_excludes_by_the_name_of_a_layer(level):
+    """As for BERT: `var_names=["norm", "bias"]`; Keras searches in names such as "up/kernel:0"."""
+    optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0)
+    models = pair(DATA, optimizer=optimizer)
+
+    def decaying() -> keras.optimizers.Optimizer:
+        made = keras.optimizers.SGD(1.0, weight_decay=0.5)
+        made.exclude_from_weight_decay(var_names=["up", "down/bias"])
+        return made
+
+    compile_all(models, optimizer=decaying)
+    fit_all(models, batch_size=8)
+
+
+def test_averages_move_on_where_no_gradient_arrives():
+    """With eight devices, some have nothing to update but a layer that the loss leaves out."""
+
+    class Left(keras.layers.Layer):
+        def build(self, shape):
+            self.left = self.add_weight(shape=(4, 4), initializer="ones", name="left")
+
+        def call(self, x):
+            return x
+
+    def build() -> keras.Model:
+        model = mlp()
+        return keras.Model(model.inputs, Left(name="left")(model.outputs[0]))
+
+    optimizer = kdist.OptimizerConfig(level=1, threshold_kb=0, partition="parameter")
+    models = pair({"data": 8}, build, optimizer=optimizer)
+    options = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
+    compile_all(models, optimizer=lambda: keras.optimizers.Nadam(0.1, **options))
+    with pytest.warns(UserWarning, match="left"):
+        fit_all(models, batch_size=8)
+    assert (models[1].get_layer("left").left.numpy() == 1).all()
+
+
 def test_compile_again_with_another_optimizer_and_loss():
     models = everywhere()
     compile_all(models)

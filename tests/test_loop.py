@@ -116,6 +116,54 @@ def test_loop_and_fit_mix(axes):
     assert_same_weights(plain, parallel)
 
 
+def test_a_loop_in_one_function():
+    """Two steps in a function, and nothing built before."""
+    plain, parallel = compiled(MESHES[0])
+    batches = [tf.constant(a) for seed in (0, 1) for a in data(8, seed=seed)]
+
+    def twice(gradients: Any, apply: Any) -> Any:
+        def steps(*batches: Any) -> list:
+            losses = []
+            for x, y in zip(batches[::2], batches[1::2]):
+                loss, found = gradients(x, y)
+                apply(found)
+                losses.append(loss)
+            return losses
+
+        return steps
+
+    plain_apply = lambda g: plain.optimizer.apply(g, plain.trainable_variables)  # noqa: E731
+    expected = twice(lambda x, y: plain_gradients(plain, x, y), plain_apply)
+    function = tf.function(
+        twice(
+            lambda x, y: kdist.gradients(parallel, x, y),
+            lambda g: kdist.apply_gradients(parallel, g),
+        ),
+        autograph=False,
+    )
+    for _ in range(2):
+        assert_close(expected(*batches), function(*batches))
+    assert_same_weights(plain, parallel)
+
+
+def test_a_function_over_inner_axes_is_refused():
+    _, parallel = compiled(MESHES[1])
+    x, y = data(8)
+
+    @tf.function(autograph=False)
+    def in_graph() -> Any:
+        return kdist.gradients(parallel, x, y)[0]
+
+    with pytest.raises(ValueError, match="outside of tf.function.*Received: a call in a graph"):
+        in_graph()
+    _, found = kdist.gradients(parallel, x, y)
+    tf.function(lambda: kdist.apply_gradients(parallel, found), autograph=False)()
+    plain = mlp()
+    plain.compile(keras.optimizers.Adam(0.01), "mse")
+    plain.train_on_batch(x, y)
+    assert_same_weights(plain, parallel)
+
+
 def disconnected() -> keras.Model:
     """`unused` is trainable and the loss does not depend on it."""
     model = mlp()

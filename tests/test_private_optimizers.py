@@ -69,29 +69,11 @@ def test_accumulator():
     assert _private_optimizers.accumulator(keras.optimizers.SGD(), variables[0]) is None
 
 
-def excluding() -> tuple:
-    a, b = keras.Variable(np.ones(2), name="kernel"), keras.Variable(np.ones(2), name="bias")
+def test_exclude_from_decay():
+    a, b, c = (keras.Variable(np.ones(2), name=name) for name in "abc")
     optimizer = keras.optimizers.SGD(0.1, weight_decay=1.0)
-    optimizer.exclude_from_weight_decay(var_list=[a], var_names=["bias"])
-    return optimizer, a, b
-
-
-def test_weight_decay_rules():
-    optimizer, a, _ = excluding()
-    keys, pattern = _private_optimizers.weight_decay_rules(optimizer)
-    assert keys == {_private_optimizers.variable_key(optimizer, a)}
-    assert pattern.search("x/bias")
-    none, no_pattern = _private_optimizers.weight_decay_rules(keras.optimizers.SGD())
-    assert (set(none), no_pattern) == (set(), None)
-
-
-def test_set_weight_decay_rules():
-    source, a, b = excluding()
-    c = keras.Variable(np.ones(2), name="other")
-    optimizer = keras.optimizers.SGD(0.1, weight_decay=1.0)
-    _private_optimizers.set_weight_decay_rules(
-        optimizer, *_private_optimizers.weight_decay_rules(source)
-    )
+    optimizer.exclude_from_weight_decay(var_names=["c"])
+    _private_optimizers.exclude_from_decay(optimizer, [a, b])
     optimizer.build([a, b, c])
     optimizer.apply([tf.zeros(2)] * 3, [a, b, c])
     assert_close([np.ones(2), np.ones(2)], [a, b])
@@ -239,13 +221,47 @@ def test_route_assignments():
     assert_close(twin.get_weights(), model.get_weights())
 
 
-def test_decays():
-    kernel, bias = keras.Variable(np.ones((2, 2)), name="kernel"), keras.Variable(1.0, name="bias")
-    optimizer = keras.optimizers.AdamW()
-    optimizer.exclude_from_weight_decay(var_names=["bias"])
-    optimizer.build([kernel, bias])
-    assert _private_optimizers.decays(optimizer, kernel)
-    assert not _private_optimizers.decays(optimizer, bias)
+@pytest.mark.parametrize("names", [["bias"], ["norm"], ["norm/kernel"], ["kernel:0"], ["^kernel"]])
+def test_decays(names):
+    """As Keras decides, which knows variables by the names that TensorFlow gave them."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, name="norm_1")])
+    model.add(keras.layers.Dense(2, name="other"))
+    optimizer = keras.optimizers.SGD(1.0, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=names)
+    optimizer.build(model.trainable_variables)
+    for variable in model.trainable_variables:
+        variable.assign(tf.ones(variable.shape))
+    decays = [_private_optimizers.decays(optimizer, v) for v in model.trainable_variables]
+    zeros = [tf.zeros(v.shape) for v in model.trainable_variables]
+    keras_optimizer = keras.optimizers.SGD(1.0, weight_decay=0.5)
+    keras_optimizer.exclude_from_weight_decay(var_names=names)
+    keras_optimizer.apply(zeros, model.trainable_variables)
+    assert decays == [bool((v.numpy() == 0.5).all()) for v in model.trainable_variables]
+
+
+def test_decays_nothing_without_a_factor():
+    variable = keras.Variable(1.0)
+    optimizer = keras.optimizers.SGD()
+    optimizer.build([variable])
+    assert not _private_optimizers.decays(optimizer, variable)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"clipnorm": 1.0}])
+def test_apply_nothing(options):
+    """Averages of weights and Nadam's product move on as where another variable has a gradient."""
+    state = []
+    for idle in (False, True):
+        a, b = keras.Variable(np.ones(2), name="a"), keras.Variable(np.ones(3), name="b")
+        optimizer = keras.optimizers.Nadam(0.1, use_ema=True, **options)
+        optimizer.build([a] if idle else [a, b])
+        for _ in range(3):
+            if idle:
+                _private_optimizers.apply_nothing(optimizer)
+            else:
+                optimizer.apply([tf.ones(3, b.dtype)], [b])
+        average = optimizer._model_variables_moving_average[0]
+        state.append([optimizer.iterations, optimizer._iterations, optimizer._u_product, average])
+    assert_close(*[[v.numpy() if hasattr(v, "numpy") else v for v in one] for one in state])
 
 
 def test_keep_one_copy():

@@ -110,21 +110,23 @@ class LocalOptimizer:
             self.optimizer.build(variables)
 
     def _carry_weight_decay_rules(self, logical: Any, whole: list[keras.Variable]) -> None:
-        keys, pattern = _private_optimizers.weight_decay_rules(logical)
-        mine = {
-            _private_optimizers.variable_key(self.optimizer, local)
+        excluded = [
+            local
             for local, variable in zip(self.variables, whole)
-            if _private_optimizers.variable_key(logical, variable) in keys
-        }
-        _private_optimizers.set_weight_decay_rules(self.optimizer, mine, pattern)
+            if not _private_optimizers.decays(logical, variable)
+        ]
+        _private_optimizers.exclude_from_decay(self.optimizer, excluded)
 
     def apply(self, gradients: list[Any], variables: list[keras.Variable]) -> None:
-        """Updates variables of this device; call it in the device's scope.
+        """Updates variables of this device, maybe none; call it in the device's scope.
 
         The shared learning rate is fetched once. (Keras reads it anew for every variable.)
         """
         with _private_optimizers.fixed_learning_rate(self.optimizer):
-            self.optimizer.apply(gradients, variables)
+            if variables:
+                self.optimizer.apply(gradients, variables)
+            else:
+                _private_optimizers.apply_nothing(self.optimizer)
 
     def iterations(self) -> keras.Variable:
         """The raw step counter of this device."""

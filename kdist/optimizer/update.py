@@ -301,10 +301,11 @@ class DistributedUpdate:
     def _update_and_send(self, gradients: dict[int, Any]) -> None:
         for (leaf, _), local in zip(self.groups, self.jobs.local):
             self._clip_globally(leaf, local, gradients)
+            moves = any(n in gradients for one in local for n in one.positions)
             for one in local:
                 live = [(n, v) for n, v in zip(one.positions, one.variables) if n in gradients]
                 with tf.device(one.device):
-                    if live:
+                    if moves:
                         one.apply([gradients[n] for n, _ in live], [v for _, v in live])
                     else:
                         one.iterations().assign_add(1)
