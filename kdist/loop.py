@@ -1,7 +1,7 @@
 """Functions for writing one's own training loop over a parallelized model.
 
-They are what `fit` uses. All values are whole tensors: gradients come summed over replicas and
-assembled over inner axes, in the order of `model.trainable_variables`.
+They are what `fit` uses. All values are whole: gradients come summed over replicas and assembled
+over inner axes, in the order of `model.trainable_variables`; those of tables as rows.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ def gradients(
         sample_weight: Weights.
 
     Returns:
-        The loss (scalar), and one whole gradient per trainable variable: None where the loss does
-        not depend on it.
+        The loss (scalar), and one whole gradient per trainable variable, as a `tf.GradientTape` on
+        one device gives it: `tf.IndexedSlices` for a table whose rows are looked up, None where the
+        loss does not depend on the variable.
 
     Raises:
         ValueError: The model's gradients travel compressed; or the call is in a `tf.function` and

@@ -18,6 +18,7 @@ from kdist.optimizer.update import DistributedUpdate
 from kdist.placement import Coordinate, UpdateUnit
 from kdist.plain import part_of
 from kdist.program import Program
+from kdist.sparse import is_sparse
 from kdist.state import combine
 from kdist.variables import Stored
 
@@ -94,14 +95,19 @@ class Step:
     def finish_gradients(
         self, batch: SplitBatch, results: Sequence[dict[str, Any]], scale: Any
     ) -> list[Any]:
-        """Combines state; returns one whole gradient, or None, per trainable variable."""
+        """Combines state; returns one whole gradient, or None, per trainable variable.
+
+        Rows of tables stay rows: an optimizer squares and clips them one by one, as in `fit`.
+        """
         traced = self.program.trained
         self._combine(traced.updated, [r["updated"] for r in results], batch)
         reduced = self.runner.gradient_at([r["gradients"] for r in results])
         whole: list[Any] = [None] * len(self.program.state.trainable)
         for v in traced.connected:
-            gradient = tf.convert_to_tensor(reduced.unit(v, UpdateUnit(v, None, (0, 0))))
-            whole[v] = gradient if scale is None else gradient / tf.cast(scale, gradient.dtype)
+            gradient = reduced.unit(v, UpdateUnit(v, None, (0, 0)))
+            if scale is not None:
+                gradient = multiplied(gradient, 1 / tf.cast(scale, gradient.dtype))
+            whole[v] = gradient
         return whole
 
     def apply_whole(self, gradients: Sequence[Any]) -> None:
@@ -187,7 +193,7 @@ class WholeGradients:
     @property
     def rows(self) -> set[int]:
         """See `GradientSource`."""
-        return {v for v, g in enumerate(self.gradients) if isinstance(g, tf.IndexedSlices)}
+        return {v for v, g in enumerate(self.gradients) if is_sparse(g)}
 
     def unit(self, variable: int, unit: UpdateUnit) -> Any:
         """See `GradientSource`."""
@@ -201,11 +207,19 @@ class WholeGradients:
         placement = self.entries[variable].placement
         if at[0] != placement.slices[0]:
             return None
-        index = placement.inner_index(at[1])
-        return self._scaled(part_of(self.gradients[variable], index, placement.shape))
+        part = part_of(self.gradients[variable], placement.inner_index(at[1]), placement.shape)
+        return self._scaled(tf.convert_to_tensor(part))
 
     def reduced(self, variables: Sequence[int], gradient: Any) -> None:
         """See `GradientSource`."""
 
     def _scaled(self, gradient: Any) -> Any:
-        return gradient if self.scale is None else gradient * tf.cast(self.scale, gradient.dtype)
+        return gradient if self.scale is None else multiplied(gradient, self.scale)
+
+
+def multiplied(gradient: Any, factor: Any) -> Any:
+    """A gradient, a tensor or rows of a table, times a scalar."""
+    factor = tf.cast(factor, gradient.dtype)
+    if not is_sparse(gradient):
+        return gradient * factor
+    return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)

@@ -116,6 +116,41 @@ def test_loop_and_fit_mix(axes):
     assert_same_weights(plain, parallel)
 
 
+@both_meshes
+@pytest.mark.parametrize("scaled", [False, True])
+def test_rows_of_a_table_stay_rows(axes, scaled):
+    """A row looked up twice: Adam squares what each look-up gives, as it does in `fit`."""
+
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        ids = keras.Input((4,), dtype="int32")
+        hidden = keras.layers.Flatten()(keras.layers.Embedding(6, 4, name="table")(ids))
+        hidden = keras.layers.Dense(8, "tanh", name="up")(hidden)
+        return keras.Model(ids, keras.layers.Dense(3, name="down")(hidden))
+
+    def optimizer() -> Any:
+        adam = keras.optimizers.Adam(0.01)
+        return keras.optimizers.LossScaleOptimizer(adam, initial_scale=64.0) if scaled else adam
+
+    models = (*compiled(axes, build, optimizer), build())
+    plain, parallel, fitted = models
+    fitted.compile(optimizer(), "mse")
+    x, y = np.array([[1, 1, 2, 5], [1, 0, 2, 2]] * 4), data(8)[1]
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = plain.compute_loss(x, y, plain(x, training=True), training=True)
+            loss = plain.optimizer.scale_loss(loss)
+        grads = tape.gradient(loss, plain.trainable_variables)
+        plain.optimizer.apply(grads, plain.trainable_variables)
+        _, found = kdist.gradients(parallel, x, y)
+        assert [isinstance(g, tf.IndexedSlices) for g in found] == [True] + [False] * 4
+        assert_close(grads[0].indices, found[0].indices)
+        assert_close(grads[0].values, found[0].values * (64.0 if scaled else 1.0))
+        kdist.apply_gradients(parallel, found)
+        fitted.train_on_batch(x, y)
+    assert_same_weights(plain, parallel, fitted)
+
+
 def test_a_loop_in_one_function():
     """Two steps in a function, and nothing built before."""
     plain, parallel = compiled(MESHES[0])
