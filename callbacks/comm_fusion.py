@@ -82,6 +82,7 @@ class CommFusion(keras.callbacks.Callback):
         """Starts with the first candidate."""
         parallel = attached(self.model)
         self._times = []
+        self.tried = {}
         if self.tune:
             parallel.set_fusion(self.candidates[0])
 

@@ -27,7 +27,8 @@ class Traffic:
 
     Attributes:
         what: "reduce", "share" (sums of compressed gradients, which every replica needs),
-            "broadcast" or "gather".
+            "broadcast", "join" (new rows of several owners meet on one of them, which broadcasts
+            the whole) or "gather" (before use, of what is not stored whole).
         axis: Name of the mesh axis.
         collectives: Operations: one per bucket, or per part outside of buckets.
         messages: Tensors sent from one device to another.
@@ -132,7 +133,7 @@ class Plan:
         For gradients that travel compressed see `kdist.optimizer.exchange`.
         """
         axis = self.topology.data_axis or "-"
-        counts = {what: Count() for what in ("reduce", "share", "broadcast", "gather")}
+        counts = {what: Count() for what in ("reduce", "share", "join", "broadcast", "gather")}
         fused = {n for bucket in self.buckets for each in bucket.units for n in each}
         for bucket in self.buckets:
             self._count_bucket(bucket, counts)
@@ -174,7 +175,7 @@ class Plan:
     @staticmethod
     def _count_rows(sizes: Sequence[int], holders: int, counts: dict[str, Count]) -> None:
         """Rows of several owners are put together on one of them, and sent from there."""
-        counts["gather"].add([(1, size) for size in sizes[1:]])
+        counts["join"].add([(1, size) for size in sizes[1:]])
         counts["broadcast"].add([(holders - 1, sum(sizes))])
 
     def _count_unit(self, unit: UpdateUnit, counts: dict[str, Count]) -> None:

@@ -31,7 +31,7 @@ _PARTS: tuple[tuple[Any, str, str], ...] = (
     (step.Step, "split", "data"),
     (DistributedUpdate, "apply", "update"),
     (update, "send_values", "value"),
-    (send, "_leaving_part", "bucket's gather"),
+    (send, "_leaving_part", "bucket's join"),
     (send, "_join", "bucket's value"),
     (send, "_send_bucket", "bucket's value"),
     (Bucket, "messages", "bucket's gradient"),
@@ -75,7 +75,7 @@ class Parts:
         made_in = self._made_in(sent.node)
         if variable in ("learning rate", "iterations", "seed"):
             return variable
-        if variable == "weight":
+        if variable == "weight" and made_in != "bucket's join":
             return "value" if made_in.endswith("value") else "gather"
         if made_in in ("update", "value", "compressed") and self._part_of(sent.node) is not None:
             return str(self._part_of(sent.node))

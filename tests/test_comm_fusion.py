@@ -66,8 +66,20 @@ def test_tuning_keeps_the_fastest_and_changes_no_result(float64: None) -> None:
     assert list(callback.tried) == ["none", "buckets of 1 MB"]
     fastest = min(callback.tried, key=callback.tried.__getitem__)
     assert str(attached(model).config.fusion) == fastest
-    reduce, _ = model.plan().traffic()
+    reduce = next(t for t in model.plan().traffic() if t.what == "reduce")
     assert reduce.collectives == {"none": 4, "buckets of 1 MB": 2}[fastest]
+
+
+def test_another_fit_tunes_again() -> None:
+    """Not: starts with the first candidate and stays there."""
+    model = compiled({"data": 2})
+    callback = CommFusion(tune=True, candidates=TWO, steps=1)
+    x, y = data(16)
+    for _ in range(2):
+        model.fit(x, y, batch_size=4, verbose=0, callbacks=[callback])
+        fastest = min(callback.tried, key=callback.tried.__getitem__)
+        assert str(attached(model).config.fusion) == fastest
+        callback.tried = {"of the training before": 0.0}
 
 
 def test_training_too_short_to_tune_says_so() -> None:

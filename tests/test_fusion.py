@@ -227,7 +227,7 @@ def test_the_step_sends_what_the_plan_counts(
     table = parts.table(step)
     assert not [what for what in table if what.startswith("unexplained")], table
     planned = {t.what: (t.messages, t.nbytes) for t in model.plan().traffic()}
-    names = {"reduce": "gradient", "broadcast": "value", "gather": "gather"}
+    names = {"reduce": "gradient", "join": "join", "broadcast": "value", "gather": "gather"}
     sent = {w: (table[n], parts.nbytes(step, n)) for w, n in names.items() if n in table}
     assert sent == planned
     sums = [n for n in step.nodes if n.op == "AddN" and parts.made_in.get(n.name) == "update"]

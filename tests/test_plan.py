@@ -157,7 +157,7 @@ def test_bytes_are_those_of_the_buffers(axes: dict[str, int], cuts: Any) -> None
 )
 def test_traffic_is_what_the_step_sends(axes: Any, cuts: Any, optimizer: str) -> None:
     model, parts, step = trained(axes, cuts, optimizer)
-    names = {"reduce": "gradient", "broadcast": "value", "gather": "gather"}
+    names = {"reduce": "gradient", "join": "join", "broadcast": "value", "gather": "gather"}
     table = parts.table(step)
     assert not [what for what in table if what.startswith("unexplained")], table
     sent = {
