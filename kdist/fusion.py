@@ -111,6 +111,8 @@ class FusionConfig:
             how = f"buckets of {self.size_mb:g} MB"
         elif self.mode == "index":
             how = f"buckets end at {self.index}"
+        elif self.link is not None:
+            how = f"{self.mode}, messages of {self.link.a:g} s + {self.link.b:g} s per byte"
         return f"{how}, overlapping the backward pass" if self.overlap else how
 
 

@@ -162,6 +162,20 @@ def test_ids_reach_nested_layers_and_can_be_read() -> None:
     assert ids == [3, 3, 5, 5]
 
 
+def test_every_setting_is_printed() -> None:
+    """Tuning tells candidates apart by it."""
+    configs = [
+        FusionConfig(),
+        FusionConfig(link=LinkCost(a=1e-3, b=1e-9)),
+        FusionConfig(link=LinkCost(a=1e-3, b=2e-9)),
+        FusionConfig(mode="size", size_mb=2),
+        FusionConfig(mode="index", index=(2,)),
+        FusionConfig(mode="none"),
+        FusionConfig(overlap=True),
+    ]
+    assert len({str(config) for config in configs}) == len(configs)
+
+
 @pytest.mark.parametrize("group", [-1, 1.0, True, "1"])
 def test_other_ids_are_refused(group: Any) -> None:
     with pytest.raises(ValueError, match="integer from 0 on. Received: "):
