@@ -208,7 +208,18 @@ def joined(gradients: Sequence[Any]) -> Any:
 
 
 def as_node(concrete: Any, *, jit_compile: bool = False) -> Callable:
-    """A concrete function as one node of whatever graph calls it, on every device that does."""
+    """A concrete function as one node of whatever graph calls it, on every device that does.
+
+    Raises:
+        ValueError: XLA is asked for, and the function takes or returns what XLA keeps inside.
+    """
+    lists = [t.name for t in (*concrete.inputs, *concrete.outputs) if t.dtype == tf.variant]
+    if jit_compile and lists:
+        raise ValueError(
+            "XLA cannot hand what a loop keeps (a list of tensors) from a forward to a backward "
+            "function, as stages and segments do. Compile with jit_compile='auto' or False, or "
+            f"unroll the loop (keras.layers.LSTM(unroll=True)). Received: jit_compile=True, {lists}"
+        )
 
     def call(*arguments: Any) -> list[Any]:
         return concrete(*arguments)

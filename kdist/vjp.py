@@ -189,10 +189,15 @@ def pruned(function: Any, feeds: Sequence[Any], fetches: Sequence[Any]) -> Any:
     """The part of a wrapped function between tensors of its graph.
 
     TensorFlow's `prune` also copies what is before the feeds, without using it; an assertion there
-    would run, on inputs that nobody feeds. Pruning the copy leaves that behind.
+    would run, on inputs that nobody feeds. Pruning the copy leaves that behind. What is copied may
+    read an output of a fed operation (a loop) that is not fed itself, so these are fed as well.
     """
-    once = function.prune(list(feeds), list(fetches))
-    return once.prune(once.inputs, once.outputs)
+    fed = {t.ref() for t in feeds}
+    outputs = {t.ref(): t for one in feeds for t in one.op.outputs}
+    others = [t for ref, t in outputs.items() if ref not in fed]
+    once = function.prune([*feeds, *others], list(fetches))
+    unused = {t.ref() for t in once.inputs[len(feeds) : len(feeds) + len(others)]}
+    return once.prune([t for t in once.inputs if t.ref() not in unused], once.outputs)
 
 
 def unflatten(kinds: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:

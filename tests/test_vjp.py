@@ -125,6 +125,21 @@ def test_a_loop_is_cut_too() -> None:
     assert_same(found[0] + found[1], gradients(loop, params, inputs, cotangents))
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+def test_of_an_operation_with_several_outputs_one_may_be_kept(kept: int) -> None:
+    def both(params: list[Any], inputs: list[Any]) -> list[Any]:
+        halves = tf.split(inputs[0] * params[0], 2, axis=1)
+        # Of one half the gradient needs the value, of the other only what follows from it.
+        return [tf.square(halves[kept]) * tf.tanh(tf.transpose(tf.transpose(halves[1 - kept])))]
+
+    params, inputs = values(X), values(X)
+    vjp, outputs, saved = halves(both, params, inputs)
+    assert_same(outputs, both(params, inputs))
+    cotangents = values((5, 2))
+    found = vjp.backward(params, saved, cotangents)
+    assert_same(found[0] + found[1], gradients(both, params, inputs, cotangents))
+
+
 def test_other_variables_are_refused() -> None:
     variable = tf.Variable(1.0)
     with pytest.raises(CapturesVariables):

@@ -55,6 +55,14 @@ def _shared_state() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(CLASSES, name="head")(x), name="shared_state")
 
 
+def _recurrent() -> keras.Model:
+    """Its loop gets a gradient from a later stage and gives one to an earlier one."""
+    x = inputs = keras.Input((5, 3), name="series")
+    x = keras.layers.Dense(4, activation="tanh", name="dense")(x)
+    x = keras.layers.LSTM(8, name="lstm")(x)
+    return keras.Model(inputs, keras.layers.Dense(CLASSES, name="head")(x), name="recurrent")
+
+
 def _masked() -> keras.Model:
     x = inputs = keras.Input((TOKENS,), dtype="int32", name="tokens")
     x = keras.layers.Embedding(VOCABULARY, WIDTH, mask_zero=True, name="table")(x)
@@ -83,7 +91,8 @@ SHARED_STATE = dataclasses.replace(
 MASKED = dataclasses.replace(
     BY_NAME["encoder"], name="masked", build=_masked, zero_gradient_paths=()
 )
-CASES = {**BY_NAME, "masked": MASKED}
+RECURRENT = dataclasses.replace(BY_NAME["lstm"], name="recurrent", build=_recurrent)
+CASES = {**BY_NAME, "masked": MASKED, "recurrent": RECURRENT}
 
 DEVICES, VIRTUAL_STAGES = 8, 8
 FACTORS = {
@@ -183,6 +192,8 @@ MODELS = (
     ("resnet", 2, 1, 4, "1f1b", "adam", "none"),
     ("resnet", 4, 2, 3, "gpipe", "adam", "none"),
     ("lstm", 2, 2, 2, "1f1b", "adam", "none"),
+    ("recurrent", 3, 2, 2, "1f1b", "adam", "none"),
+    ("recurrent", 3, 1, 2, "zero_bubble", "adam", "none"),
     ("two_tower", 3, 1, 3, "1f1b", "adam", "sample_weight"),
     ("dlrm", 2, 2, 2, "1f1b", "sgd_momentum", "clipnorm"),
     ("shared_mlp", 3, 1, 3, "1f1b", "adafactor", "kernel_regularizer"),

@@ -80,6 +80,7 @@ ROWS: tuple[tuple[Any, ...], ...] = (
     ("two_tower", 2, 1, 2, 2, "1f1b", 0, 1, "adam", "none", "float64"),
     ("dlrm", 2, 2, 2, 2, "1f1b", 0, 1, "sgd_momentum", "clipnorm", "float64"),
     ("lstm", 2, 1, 2, 2, "1f1b", 0, 1, "adam", "none", "float64"),
+    ("recurrent", 3, 1, 2, 2, "1f1b", 0, 1, "adam", "none", "float64"),
 )
 
 

@@ -257,6 +257,15 @@ def test_what_a_pipeline_cannot_do_is_refused() -> None:
         plain.fit(*data(), verbose=0, callbacks=[kdist.callbacks.PipelineTimeline()])
 
 
+def test_xla_refuses_what_a_loop_keeps() -> None:
+    x = inputs = keras.Input((5, 3))
+    x = keras.layers.LSTM(4)(keras.layers.Dense(3)(x))
+    model = kdist.PipelineModel(keras.Model(inputs, x), 2, 2)
+    model.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(ValueError, match="unroll the loop.*lstm.*while"):
+        model.train_on_batch(np.zeros((4, 5, 3)), np.zeros((4, 4)))
+
+
 def test_a_pipeline_prints(capsys: Any) -> None:
     model = pipelined("interleaved")
     model.plan().summary()
