@@ -32,10 +32,24 @@ def chain() -> keras.Model:
     return keras.Model(inputs, x)
 
 
-def on_meshes(model: keras.Model, schedule: str = "1f1b", micro: int = 2, **axes: int) -> Any:
+# The boundary between the stages is cut too, where those of CUTS send it whole.
+CUT_BOUNDARY = {
+    "layer[13]/kernel": (None, "model"),
+    "layer[13]/bias": ("model",),
+    "layer[02]/kernel": ("model", None),
+}
+
+
+def on_meshes(
+    model: keras.Model,
+    schedule: str = "1f1b",
+    micro: int = 2,
+    cuts: Any = CUTS,
+    **axes: int,
+) -> Any:
     config = kdist.ParallelConfig(
         mesh=kdist.mesh(**{"pipe": 2, "data": 1, "model": 2, **axes}),
-        layout_map=CUTS,
+        layout_map=cuts,
         pipeline=kdist.PipelineConfig(micro_batches=micro, schedule=schedule),
     )
     return kdist.parallelize(model, config)
@@ -95,7 +109,8 @@ def test_calls_follow_the_order_that_cannot_deadlock(
     assert called == {0: list(wanted), 1: list(wanted)}
 
 
-def test_each_device_sends_its_part_to_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cuts", [CUTS, CUT_BOUNDARY], ids=["whole", "cut"])
+def test_each_device_sends_its_part_to_its_peer(cuts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     original = mesh_flow.moved
 
@@ -103,6 +118,7 @@ def test_each_device_sends_its_part_to_its_peer(monkeypatch: pytest.MonkeyPatch)
         result = original(tensor, mesh)
         before, after = dtensor.fetch_layout(tensor), dtensor.fetch_layout(result)
         assert before.sharding_specs == after.sharding_specs
+        assert ("model" in before.sharding_specs) == (cuts is CUT_BOUNDARY)
         for part, peer, device in zip(
             dtensor.unpack(tensor), dtensor.unpack(result), mesh.local_devices()
         ):
@@ -112,7 +128,7 @@ def test_each_device_sends_its_part_to_its_peer(monkeypatch: pytest.MonkeyPatch)
         return result
 
     monkeypatch.setattr(mesh_flow, "moved", moved)
-    model = on_meshes(chain())
+    model = on_meshes(chain(), cuts=cuts)
     model.compile("sgd", "mse")
     model.train_on_batch(*data())
     # Two micro-batches: an activation there and its gradient back.
