@@ -25,10 +25,10 @@ CUTS = {
 }
 
 
-def chain() -> keras.Model:
+def chain(**options: Any) -> keras.Model:
     x = inputs = keras.Input((WIDTH,))
     for i in range(4):
-        x = keras.layers.Dense(WIDTH, "tanh", name=f"layer{i}")(x)
+        x = keras.layers.Dense(WIDTH, "tanh", name=f"layer{i}", **options)(x)
     return keras.Model(inputs, x)
 
 
@@ -137,17 +137,34 @@ def test_each_device_sends_its_part_to_its_peer(cuts: Any, monkeypatch: pytest.M
 
 
 def test_a_loop_of_ones_own(float64: None) -> None:
-    plain, model = chain(), on_meshes(chain(), data=2)
+    plain = chain(kernel_regularizer=keras.regularizers.L2(0.1))
+    model = on_meshes(chain(kernel_regularizer=keras.regularizers.L2(0.1)), data=2)
     model.set_weights(plain.get_weights())
     for one in (plain, model):
         one.compile(keras.optimizers.SGD(0.1), "mse")
     x, y = data(6)
-    plain.train_on_batch(x, y)
     loss, gradients = kdist.gradients(model, x, y)
     kdist.apply_gradients(model, gradients)
-    assert np.isfinite(float(loss))
+    np.testing.assert_allclose(loss, plain.train_on_batch(x, y), rtol=1e-6)
     for a, b in zip(plain.get_weights(), model.get_weights()):
         np.testing.assert_allclose(a, b, atol=1e-12)
+
+
+def test_statistics_go_from_micro_batch_to_micro_batch(float64: None) -> None:
+    x = inputs = keras.Input((WIDTH,))
+    norm = keras.layers.BatchNormalization(momentum=0.7, name="norm")
+    x = norm(x)
+    for i in range(4):
+        x = keras.layers.Dense(WIDTH, name=f"layer{i}")(x)
+    model = on_meshes(keras.Model(inputs, x))
+    model.compile("sgd", "mse")
+    mean = np.zeros(WIDTH)
+    for rows in (3, 1):  # as micro-batches of 2 and 1 rows, then of 1 and none
+        x, y = data(rows)
+        model.train_on_batch(x, y)
+        for part in filter(len, np.array_split(x, 2)):
+            mean = 0.7 * mean + 0.3 * part.mean(0)
+        np.testing.assert_allclose(norm.moving_mean, mean, rtol=1e-9)
 
 
 def test_what_dtensor_cannot_run_runs_on_gathered_weights(float64: None) -> None:
