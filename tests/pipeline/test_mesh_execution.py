@@ -167,6 +167,32 @@ def test_statistics_go_from_micro_batch_to_micro_batch(float64: None) -> None:
         np.testing.assert_allclose(norm.moving_mean, mean, rtol=1e-9)
 
 
+def test_masks_losses_and_the_loss_scale(float64: None) -> None:
+    def build() -> keras.Model:
+        x = inputs = keras.Input((4,), dtype="int32")
+        x = keras.layers.Embedding(16, WIDTH, mask_zero=True, name="table")(x)
+        for i in range(2):
+            x = keras.layers.Dense(WIDTH, "tanh", name=f"layer{i}")(x)
+        outputs = {name: keras.layers.Dense(1, name=name)(x) for name in ("a", "b")}
+        return keras.Model(inputs, outputs)
+
+    plain, model = build(), on_meshes(build(), cuts={"layer1/kernel": ("model", None)})
+    model.set_weights(plain.get_weights())
+    tokens = np.random.default_rng(0).integers(1, 16, (3, 4))
+    tokens[0, 1:] = tokens[2, 3:] = 0  # so micro-batches count unlike their rows
+    y = {name: np.full((3, 4, 1), value) for name, value in (("a", 1.0), ("b", 3.0))}
+    logs = []
+    for one in (plain, model):
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), 1024.0)
+        one.compile(optimizer, {"a": "mse", "b": "mae"}, loss_weights={"a": 0.3, "b": 0.7})
+        logs.append(one.train_on_batch(tokens, y, return_dict=True))
+    assert set(logs[0]) == {"loss", "a_loss", "b_loss"}
+    for name, value in logs[0].items():
+        np.testing.assert_allclose(logs[1][name], value, rtol=1e-6)
+    for a, b in zip(plain.get_weights(), model.get_weights()):
+        np.testing.assert_allclose(a, b, atol=1e-12)
+
+
 def test_what_dtensor_cannot_run_runs_on_gathered_weights(float64: None) -> None:
     def build() -> keras.Model:
         x = inputs = keras.Input((WIDTH,))
