@@ -175,12 +175,13 @@ class PlacedModel:
         """How often a step gathers each trainable weight, if it is not stored whole.
 
         Before the step is traced, that of layers that are used once: a segment's parameters come
-        for each of its halves; tables, which are no part of a segment, once.
+        for each of its halves; tables, which are no part of a segment, once. A pipeline's stage
+        keeps what it gathers.
         """
         config, variables = self.optimizer_config, self.model.trainable_variables
         halves = config.level >= 2 and not one_segment(self.model, self.topology)
         tables = {id(v) for v in looked_up(self.model)}
-        twice = halves and not config.keep_gathered
+        twice = halves and self.staged is None and not config.keep_gathered
         gathered = {id(v) for v in variables if self.entries[id(v)].placement.gathered}
         return [2 if twice and id(v) in gathered - tables else 1 for v in variables]
 

@@ -26,9 +26,10 @@ def set_stage(layer: Any, stage: int) -> Any:
     """Fixes the pipeline stage of a layer, and of all layers inside it.
 
     It is the stage of the layer's first call; later calls (of a tied head) follow their neighbours,
-    or are named "layer#1" in `PipelineConfig(stages={...})`. Layers without a stage follow their
-    neighbours. With several chunks per stage it is the virtual stage. The same idea is MindSpore's
-    `Cell.pipeline_stage`. Takes effect in `kdist.parallelize`; the last call counts.
+    or are named "layer#1" in `PipelineConfig(stages={...})`, whose patterns go before this. Layers
+    without a stage follow their neighbours. With several chunks per stage it is the virtual stage.
+    The same idea is MindSpore's `Cell.pipeline_stage`. Takes effect in `kdist.parallelize`; the
+    last call counts.
 
     Args:
         layer: A layer or nested model.
@@ -89,6 +90,7 @@ class StagedModel:
         schedule = config.schedule_for(topology.num_stages)
         if isinstance(config.stages, tuple):
             lists = config.stages
+            _refuse_settings(model)
             functional = chained(model, lists, schedule.virtual_stages, example)
             described = graph_of(functional)
             graph = with_lists(described.graph, lists)
@@ -96,7 +98,7 @@ class StagedModel:
             functional = _private_models.functional_of(model)
             described = graph_of(model)
             stages = config.stages if isinstance(config.stages, dict) else {}
-            graph = _with_settings(described, described.graph.assign(stages))
+            graph = _with_settings(model, described, described.graph.assign(stages))
         return cls(schedule, described, partition(graph, schedule.virtual_stages), functional)
 
     def stage_of(self, virtual: int) -> int:
@@ -160,11 +162,33 @@ class StagedModel:
         return () if last else self.partition.boundaries[virtual]
 
 
-def _with_settings(described: ModelGraph, graph: Graph) -> Graph:
+def _settings(model: keras.Model) -> list[tuple[Any, int]]:
+    """What `set_stage` said of layers of a model."""
+    inside = {id(one) for one in _private_models.flat_layers(model)}
+    return [(layer, stage) for layer, stage in stage_setting.given() if id(layer) in inside]
+
+
+def _refuse_settings(model: keras.Model) -> None:
+    for layer, stage in _settings(model):
+        raise ValueError(
+            "Lists of layers say the stage of every layer. Leave out kdist.set_stage, or the "
+            f"lists. Received: set_stage of layer {layer.name!r} to {stage}"
+        )
+
+
+def _with_settings(model: keras.Model, described: ModelGraph, graph: Graph) -> Graph:
     """Fixes what `set_stage` fixed and no pattern did."""
+    called = {id(described.sources[node.name].node.operation) for node in graph.nodes}
     wanted: dict[int, int] = {}
-    for layer, stage in stage_setting.given():
-        wanted.update((id(one), stage) for one in _private_models.flat_layers(layer))
+    for layer, stage in _settings(model):
+        inside = {id(one): stage for one in _private_models.flat_layers(layer)}
+        if not called & set(inside) and not isinstance(layer, keras.layers.InputLayer):
+            raise ValueError(
+                "kdist.set_stage is for layers that the model's graph calls; what a layer calls "
+                "itself is on its stage. Set the stage of the layer around it. "
+                f"Received: layer {layer.name!r}, stage {stage}"
+            )
+        wanted.update(inside)
     found: dict[str, int] = {}
     seen: set[int] = set()
     for node in graph.nodes:

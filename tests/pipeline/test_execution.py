@@ -115,6 +115,17 @@ def test_only_neighbours_talk(replicas: int) -> None:
     }
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_level_3_gathers_once_a_step_as_planned(keep: bool) -> None:
+    config = kdist.OptimizerConfig(level=3, threshold_kb=0, keep_gathered=keep)
+    model = pipelined("1f1b", data=2, optimizer=config)
+    attached(model)._prepare("train", data())
+    step = largest(watch(lambda: model.train_on_batch(*data())))
+    sent = [t.nbytes for t in step.transfers if re.match(r".*/\dF\d/concat.*ReadVariable", t.node)]
+    (planned,) = [row for row in model.plan().traffic() if row.what == "gather"]
+    assert (len(sent), sum(sent)) == (planned.messages, planned.nbytes)
+
+
 def test_every_stage_computes_on_its_device_with_its_weights() -> None:
     model = kdist.PipelineModel(chain(), 4, 2)
     model.compile("adam", "mse")
@@ -142,18 +153,27 @@ def test_zero_bubble_computes_each_gradient_once() -> None:
 
 
 def test_a_tied_weight_is_one(float64: None) -> None:
-    tokens = inputs = keras.Input((4,), dtype="int32")
-    table = keras.layers.ReversibleEmbedding(16, WIDTH, tie_weights=True, name="table")
-    x = keras.layers.Dense(WIDTH, "tanh", name="middle")(table(tokens))
-    model = keras.Model(inputs, table(x, reverse=True))
+    def build() -> keras.Model:
+        tokens = inputs = keras.Input((4,), dtype="int32")
+        table = keras.layers.ReversibleEmbedding(16, WIDTH, tie_weights=True, name="table")
+        x = keras.layers.Dense(WIDTH, "tanh", name="middle")(table(tokens))
+        return keras.Model(inputs, table(x, reverse=True))
+
+    plain, model = build(), build()
+    model.set_weights(plain.get_weights())
     kdist.PipelineModel(model, 2, 2, assignment={"table": 0, "table#1": 1})
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     rng = np.random.default_rng(0)
-    model.train_on_batch(rng.integers(0, 16, (4, 4)), rng.integers(0, 16, (4, 4)))
-    entry = attached(model).entries[id(table.weights[0])]
+    x, y = rng.integers(0, 16, (2, 4, 4))
+    for one in (plain, model):
+        one.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        one.train_on_batch(x, y)
+    entry = attached(model).entries[id(model.get_layer("table").weights[0])]
     first, second = (np.array(local.value) for local in entry.locals.values())
     np.testing.assert_array_equal(first, second)
     assert [at[0] for at in entry.locals] == [0, 1]
+    # The gradients of both stages count.
+    for a, b in zip(plain.get_weights(), model.get_weights()):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
 def test_predict_returns_whole_outputs_in_order() -> None:
@@ -176,6 +196,32 @@ def test_set_stage_and_a_mapping() -> None:
     kdist.set_stage(model.get_layer("layer2"), 0)
     kdist.PipelineModel(model, 2, 2, assignment={"layer[01]": 0, "layer[23]": 1})
     assert attached(model).staged.partition.stages == (("layer0", "layer1"), ("layer2", "layer3"))
+
+
+class Around(keras.layers.Layer):
+    """A layer that calls another."""
+
+    def __init__(self) -> None:
+        super().__init__(name="around")
+        self.inner = keras.layers.Dense(WIDTH, name="inner")
+
+    def call(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+def test_a_stage_that_cannot_be_set_is_refused() -> None:
+    around, inputs = Around(), keras.Input((WIDTH,))
+    model = keras.Model(inputs, keras.layers.Dense(WIDTH, name="head")(around(inputs)))
+    kdist.set_stage(model.layers[0], 0)  # inputs go where they are used
+    kdist.set_stage(around.inner, 1)
+    with pytest.raises(ValueError, match="layer around it.*Received: layer 'inner', stage 1"):
+        kdist.PipelineModel(model, 2, 2)
+    model = chain(4)
+    kdist.set_stage(model.get_layer("layer0"), 1)
+    kdist.PipelineModel(model, 2, 2, assignment=[model.layers[1:3], model.layers[3:]])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="Lists of layers.*Received: set_stage of layer 'layer0'"):
+        model.train_on_batch(*data())
 
 
 def test_the_callback_records_what_was_executed(tmp_path: Any, capsys: Any) -> None:

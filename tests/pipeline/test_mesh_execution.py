@@ -41,7 +41,7 @@ CUT_BOUNDARY = {
 
 
 def on_meshes(
-    model: keras.Model,
+    network: keras.Model,
     schedule: str = "1f1b",
     micro: int = 2,
     cuts: Any = CUTS,
@@ -52,7 +52,7 @@ def on_meshes(
         layout_map=cuts,
         pipeline=kdist.PipelineConfig(micro_batches=micro, schedule=schedule),
     )
-    return kdist.parallelize(model, config)
+    return kdist.parallelize(network, config)
 
 
 def data(rows: int = 8) -> tuple[np.ndarray, np.ndarray]:
@@ -150,13 +150,14 @@ def test_a_loop_of_ones_own(float64: None) -> None:
         np.testing.assert_allclose(a, b, atol=1e-12)
 
 
-def test_statistics_go_from_micro_batch_to_micro_batch(float64: None) -> None:
+@pytest.mark.parametrize("inner", [1, 2])
+def test_statistics_go_from_micro_batch_to_micro_batch(inner: int, float64: None) -> None:
     x = inputs = keras.Input((WIDTH,))
     norm = keras.layers.BatchNormalization(momentum=0.7, name="norm")
     x = norm(x)
     for i in range(4):
         x = keras.layers.Dense(WIDTH, name=f"layer{i}")(x)
-    model = on_meshes(keras.Model(inputs, x))
+    model = on_meshes(keras.Model(inputs, x), model=inner)
     model.compile("sgd", "mse")
     mean = np.zeros(WIDTH)
     for rows in (3, 1):  # as micro-batches of 2 and 1 rows, then of 1 and none
