@@ -42,7 +42,8 @@ def calibrate(
         The constants, with the median relative error of the prediction.
 
     Raises:
-        ValueError: for a group of one device, or fewer than two sizes.
+        ValueError: for a group of one device, fewer than two sizes, a size or a number of runs
+            below 1.
 
     Example:
         >>> link = kdist.comm.calibrate()
@@ -54,6 +55,11 @@ def calibrate(
             "Two constants need messages of two sizes between two devices. Call "
             "kdist.init(cpu_devices=8) first, or give a mesh. "
             f"Received: devices={group.size}, sizes={tuple(sizes)}"
+        )
+    if min(sizes) < 1 or iterations < 1:
+        raise ValueError(
+            "Messages have at least a byte and are timed at least once. "
+            f"Received: sizes={tuple(sizes)}, iterations={iterations}"
         )
     found = [
         measure("all_reduce", algorithm, size, group, iterations=iterations)

@@ -76,6 +76,8 @@ class Call:
                 f"The root is a rank along axis {self.group.axis!r}, an integer from 0 to {p - 1}. "
                 f"Received: root={self.root!r}"
             )
+        if not isinstance(self.exclusive, bool):
+            raise ValueError(f"exclusive is True or False. Received: exclusive={self.exclusive!r}")
         self._check_pairs(p)
         if self.sizes is not None:
             self._check_sizes(p)
@@ -90,6 +92,10 @@ class Call:
             )
 
     def _check_pairs(self, p: int) -> None:
+        if not all(len(pair) == 2 and all(type(r) is int for r in pair) for pair in self.pairs):
+            raise ValueError(
+                f"A pair is two ranks, integers: (source, target). Received: pairs={self.pairs}"
+            )
         sources = [source for source, _ in self.pairs]
         targets = [target for _, target in self.pairs]
         if len(set(sources)) < len(sources) or len(set(targets)) < len(targets):
@@ -106,12 +112,14 @@ class Call:
     def _check_sizes(self, p: int) -> None:
         assert self.sizes is not None
         rows = self.sizes if self.operation == "all_to_all" else (self.sizes,)
-        whole = all(
-            not isinstance(size, int) or (size >= 0 and not isinstance(size, bool))
+        listed = isinstance(self.sizes, tuple) and all(isinstance(row, tuple) for row in rows)
+        # Lengths that are not known before the run are tensors.
+        whole = listed and not any(
+            isinstance(size, bool | float | str) or (isinstance(size, int) and size < 0)
             for row in rows
             for size in row
         )
-        if len(self.sizes) != p or not whole or any(len(row) != p for row in rows):
+        if not whole or len(self.sizes) != p or any(len(row) != p for row in rows):
             shape = f"{p} rows of {p}" if self.operation == "all_to_all" else f"{p}"
             raise ValueError(
                 f"The sizes of {self.operation} along axis {self.group.axis!r} are {shape} "

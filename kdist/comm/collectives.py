@@ -11,7 +11,7 @@ They run eagerly and inside `tf.function`, and gradient tapes see through them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from kdist.comm.call import AUTO, Call
@@ -309,7 +309,7 @@ def all_to_all(
         operation="all_to_all",
         dim=cut_dim,
         join_dim=join_dim,
-        sizes=None if sizes is None else [tuple(row) for row in sizes],
+        sizes=_as_tuple(sizes, _as_tuple),
         algorithm=algorithm,
     )
 
@@ -339,5 +339,9 @@ def run(
 ) -> Results:
     """Runs a collective; see the functions above for the arguments."""
     group = group_of(mesh, axis)
-    fixed = None if sizes is None else tuple(sizes)
-    return collective(Call(group=group, sizes=fixed, **options), values)
+    return collective(Call(group=group, sizes=_as_tuple(sizes), **options), values)
+
+
+def _as_tuple(value: Any, each: Callable[[Any], Any] = lambda one: one) -> Any:
+    """A list as a tuple; what is none stays, for `Call` to refuse."""
+    return tuple(map(each, value)) if isinstance(value, Iterable) else value

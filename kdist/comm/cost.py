@@ -42,7 +42,8 @@ class LinkCost:
     def __post_init__(self) -> None:
         for name in ("a", "b"):
             value = getattr(self, name)
-            if not math.isfinite(value) or value < 0:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not math.isfinite(value) or value < 0:
                 raise ValueError(
                     f"`{name}` of a link is a finite number of seconds, not negative. Measure it "
                     f"with kdist.comm.calibrate(). Received: {name}={value!r}"

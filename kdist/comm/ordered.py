@@ -54,7 +54,7 @@ def scan(
         axis,
         operation="scan",
         reduction=reduction,
-        exclusive=bool(exclusive),
+        exclusive=exclusive,
         algorithm=algorithm,
     )
 
@@ -92,7 +92,7 @@ def send_recv(
         mesh,
         axis,
         operation="send_recv",
-        pairs=tuple((int(source), int(target)) for source, target in pairs),
+        pairs=tuple(tuple(pair) for pair in pairs),
     )
 
 
