@@ -95,6 +95,8 @@ def explain(error: BaseException) -> str | None:
         Operation and reason on one line; None if the error is not one of these.
     """
     text = str(error)
+    if "Cannot add function" in text and "already exists" in text:
+        return "another shape of a loop that is differentiated (DTensor mixes up their bodies)"
     if "{{node" in text or "{{function_node" in text:
         return None
     if "see current operation" not in text and "tensorflow/dtensor/" not in text:

@@ -134,3 +134,27 @@ def test_shapes_are_compiled_a_bounded_number_of_times():
         for length in range(1, MAX_SHAPES + 4):
             x = tf.ones((2, length, 4))
             model.train_on_batch(x, tf.ones((2, length, 1)))
+
+
+def test_a_second_shape_of_a_loop_runs_on_gathered_weights():
+    """DTensor keeps the gradients of loops of all shapes under the same names."""
+
+    def build():
+        keras.utils.set_random_seed(0)
+        layers = [keras.Input((4, 3)), keras.layers.LSTM(4), keras.layers.Dense(2, name="head")]
+        model = keras.Sequential(layers)
+        return model
+
+    plain, model = build(), build()
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(model=2), layout_map={".*head/kernel": (None, "model")}
+    )
+    kdist.parallelize(model, config)
+    rng = np.random.default_rng(0)
+    for one in (plain, model):
+        one.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="another shape of a loop"):
+        for rows in (8, 5, 8, 3):
+            x, y = rng.normal(size=(rows, 4, 3)), rng.normal(size=(rows, 2))
+            expected = plain.train_on_batch(x, y)
+            assert model.train_on_batch(x, y) == pytest.approx(expected, rel=1e-5)
