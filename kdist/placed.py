@@ -15,7 +15,7 @@ from kdist.optimizer.fuse import bucket_keys
 from kdist.optimizer.partition import Spread, spread
 from kdist.optimizer.sharded import config_for, parallel_optimizer
 from kdist.optimizer.update import DistributedUpdate, optimizer_groups, whole_updates
-from kdist.pipeline.stages import StagedModel
+from kdist.pipeline.stages import StagedModel, stages_given
 from kdist.placement import Placement, shape_of
 from kdist.plan import Plan, make_plan
 from kdist.programs import one_segment
@@ -207,6 +207,8 @@ class PlacedModel:
             notes.append(self.staged.describe())
         elif self.wants_segments and (reason := one_segment(self.model, self.topology)):
             notes.append(reason)
+        if self.config.pipeline is None and stages_given(self.model):
+            notes.append("kdist.set_stage has no effect: ParallelConfig names no pipeline")
         if self.batch_axis is not None:
             notes.append(
                 f"a layer synchronizes over the whole batch: the {self.batch_axis!r} axis is "

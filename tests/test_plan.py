@@ -242,3 +242,10 @@ def test_traffic_is_comparable() -> None:
 )
 def test_readable_bytes(nbytes: int, text: str) -> None:
     assert readable(nbytes) == text
+
+
+def test_a_stage_without_a_pipeline_is_said_to_have_no_effect() -> None:
+    model = mlp()
+    kdist.set_stage(model.layers[0], 1)
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    assert "kdist.set_stage has no effect: ParallelConfig names no pipeline" in model.plan().notes

@@ -162,14 +162,14 @@ class StagedModel:
         return () if last else self.partition.boundaries[virtual]
 
 
-def _settings(model: keras.Model) -> list[tuple[Any, int]]:
+def stages_given(model: keras.Model) -> list[tuple[Any, int]]:
     """What `set_stage` said of layers of a model."""
     inside = {id(one) for one in _private_models.flat_layers(model)}
     return [(layer, stage) for layer, stage in stage_setting.given() if id(layer) in inside]
 
 
 def _refuse_settings(model: keras.Model) -> None:
-    for layer, stage in _settings(model):
+    for layer, stage in stages_given(model):
         raise ValueError(
             "Lists of layers say the stage of every layer. Leave out kdist.set_stage, or the "
             f"lists. Received: set_stage of layer {layer.name!r} to {stage}"
@@ -180,7 +180,7 @@ def _with_settings(model: keras.Model, described: ModelGraph, graph: Graph) -> G
     """Fixes what `set_stage` fixed and no pattern did."""
     called = {id(described.sources[node.name].node.operation) for node in graph.nodes}
     wanted: dict[int, int] = {}
-    for layer, stage in _settings(model):
+    for layer, stage in stages_given(model):
         inside = {id(one): stage for one in _private_models.flat_layers(layer)}
         if not called & set(inside) and not isinstance(layer, keras.layers.InputLayer):
             raise ValueError(
