@@ -8,6 +8,7 @@ truth. Nothing is patched in Keras: the one instance gets a subclass of its own 
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
@@ -126,7 +127,7 @@ class Stored:
         local.assign(value if covers(index, self.placement.shape) else value[index])
 
 
-class RowsBacking:
+class RowsBacking(abc.ABC):
     """Backing of a view on rows of local variables, which are read and written where they lie.
 
     What is assigned between `hold` and `release` is kept in the graph instead, for the caller to
@@ -138,13 +139,13 @@ class RowsBacking:
         self._held_in: Any = None
         self._known: tuple[Any, Any] | None = None
 
+    @abc.abstractmethod
     def read(self) -> Any:
         """The rows, from the variables."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def write(self, value: Any) -> None:
         """Writes the rows to the variables."""
-        raise NotImplementedError
 
     def whole(self) -> Any:
         """The rows. Within one graph they are put together once after each write."""

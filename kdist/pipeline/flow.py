@@ -103,12 +103,7 @@ class Flow(ReplicaFlow):
             if not self.micro.full:
                 new = tf.where(self.micro.counts[self.replica][i] > 0, new, before[key])
             self._state[key] = tf.stop_gradient(new)
-        if body.last:
-            self._results[i] = output
-        if output.loss is not None:
-            self._losses.append(output.loss)
-        self._sent[virtual, i] = output
-        self._saved[virtual, i] = saved
+        self._keep(virtual, i, output, saved, body.last)
         return _operation([*output.flat(), *saved.tensors])
 
     def backward(self, virtual: int, i: int) -> tf.Operation | None:

@@ -78,12 +78,7 @@ class MeshFlow(ReplicaFlow):
         output, saved = functions.forward(params, given)
         if self.micro.full or int(self.micro.counts[self.replica][i]) > 0:
             self._state.update(output.state)
-        if body.last:
-            self._results[i] = output
-        if output.loss is not None:
-            self._losses.append(output.loss)
-        self._sent[virtual, i] = output
-        self._saved[virtual, i] = saved
+        self._keep(virtual, i, output, saved, body.last)
 
     def backward(self, virtual: int, i: int) -> None:
         """Whole backward."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ Unit = tuple[int, int]
 """(virtual stage, micro-batch)"""
 
 
-class ReplicaFlow:
+class ReplicaFlow(abc.ABC):
     """The values of one replica in one step: what its instructions read and leave behind.
 
     Args:
@@ -64,18 +65,27 @@ class ReplicaFlow:
         }
         return actions[type(one)](virtual, one.micro_batch)
 
+    def _keep(self, virtual: int, i: int, output: Any, saved: Saved, last: bool) -> None:
+        """Notes what a forward left behind."""
+        if last:
+            self._results[i] = output
+        if output.loss is not None:
+            self._losses.append(output.loss)
+        self._sent[virtual, i] = output
+        self._saved[virtual, i] = saved
+
+    @abc.abstractmethod
     def forward(self, virtual: int, i: int) -> Any:
         """Forward of micro-batch `i` on a virtual stage."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def backward(self, virtual: int, i: int) -> Any:
         """Whole backward."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def backward_input(self, virtual: int, i: int) -> Any:
         """Gradient of the inputs."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def backward_weight(self, virtual: int, i: int) -> Any:
         """Gradient of the parameters."""
-        raise NotImplementedError
