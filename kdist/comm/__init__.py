@@ -23,9 +23,10 @@ from kdist.comm.collectives import (
 )
 from kdist.comm.cost import LinkCost, cheapest, predict
 from kdist.comm.group import Group
+from kdist.comm.membership import connect, leave
 from kdist.comm.messages import Message, Schedule
 from kdist.comm.ordered import barrier, scan, send_recv
-from kdist.comm.processes import Connection, PeerError, connect, named_errors
+from kdist.comm.processes import Connection, PeerError, named_errors
 
 __all__ = [
     "ALGORITHMS",
@@ -44,6 +45,7 @@ __all__ = [
     "cheapest",
     "connect",
     "gather",
+    "leave",
     "named_errors",
     "predict",
     "reduce",

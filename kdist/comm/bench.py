@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import kdist
-from kdist.comm import calibration, processes
+from kdist.comm import calibration, membership, processes
 from kdist.comm.algorithms import ALGORITHMS, OPERATIONS
 from kdist.comm.call import DTYPES
 from kdist.comm.cost import LinkCost
@@ -141,7 +141,7 @@ def main(arguments: list[str]) -> None:
 def _join(addresses: Sequence[str], index: int) -> Group:
     each = _DEVICES.value // len(addresses)
     kdist.init(cpu_devices=each)
-    processes.connect(addresses, index)
+    membership.connect(addresses, index)
     names = [
         f"/job:{processes.JOB}/task:{task}/device:CPU:{device}"
         for task in range(len(addresses))

@@ -85,66 +85,28 @@ class Connection:
 
 
 _connection: Connection | None = None
+_failed = False
 # Collectives of each graph so far: a number makes the keys of each its own.
 _numbers: weakref.WeakKeyDictionary[tf.Graph, int] = weakref.WeakKeyDictionary()
 _lane: tf.Variable | None = None
 _described: dict[int, str] = {}
 
 
-def connect(
-    addresses: Sequence[str], index: int, timeout_seconds: float = TIMEOUT_SECONDS
-) -> Connection:
-    """Joins the processes that communicate. Call it after `kdist.init`, before the first tensor.
-
-    It does not wait for the others; the first collective does. TensorFlow's servers listen on
-    every network interface and ask for no password: keep the ports inside a trusted network.
-
-    Args:
-        addresses: `host:port` of each process, the same list in each.
-        index: which of them is this one.
-        timeout_seconds: after which a message that does not come is an error.
-
-    Returns:
-        The connection. The devices of process i are `"/job:worker/task:i/device:CPU:0"`, ... in a
-        mesh.
-
-    Raises:
-        ValueError: for addresses that are not distinct `host:port`, an index that does not exist,
-            a timeout that is not positive, or if TensorFlow has started already.
-
-    Example:
-        >>> kdist.init(cpu_devices=1)
-        >>> kdist.comm.connect(["127.0.0.1:4001", "127.0.0.1:4002"], index=0)
-        >>> names = [f"/job:worker/task:{i}/device:CPU:0" for i in range(2)]
-        >>> mesh = keras.distribution.DeviceMesh((2,), ["data"], names)
-    """
+def join(connection: Connection) -> None:
+    """Makes this process a member; `membership.connect` has checked that it may."""
     global _connection
-    good = [bool(re.fullmatch(r"\S+:\d+", str(address))) for address in addresses]
-    if isinstance(addresses, str) or not all(good) or len(set(addresses)) != len(addresses):
-        raise ValueError(
-            "The addresses are distinct texts 'host:port', one per process. "
-            f"Received: addresses={addresses!r}"
-        )
-    if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(addresses):
-        raise ValueError(
-            f"The index of this process is an integer from 0 to {len(addresses) - 1}. "
-            f"Received: index={index!r}"
-        )
-    check_timeout(timeout_seconds)
-    if _connection is not None or _private_comm.runtime_started():
-        raise ValueError(
-            "A process joins others once, before TensorFlow starts. Call kdist.comm.connect right "
-            "after kdist.init, before any tensor, variable or layer is made. "
-            f"Received: connected already={_connection}"
-        )
-    _private_comm.join_cluster(JOB, addresses, index)
-    _connection = Connection(tuple(addresses), index, float(timeout_seconds))
-    return _connection
+    _private_comm.join_cluster(connection.job, connection.addresses, connection.index)
+    _connection = connection
 
 
 def current() -> Connection | None:
     """The connection of this process, None where it is alone."""
     return _connection
+
+
+def failed() -> bool:
+    """Whether a collective of this process has failed, after which the runtime does nothing."""
+    return _failed
 
 
 def check_timeout(seconds: float) -> None:
@@ -303,12 +265,14 @@ def named_errors() -> Iterator[None]:
         >>> with kdist.comm.named_errors():
         ...     step(batch)
     """
+    global _failed
     try:
         yield
     except tf.errors.OpError as error:
         found = _NODE.search(error.message)
         if found is None or _connection is None:
             raise
+        _failed = True
         silent = silent_peers(_connection)
         if not silent and not isinstance(error, tf.errors.DeadlineExceededError):
             time.sleep(_DYING_SECONDS)

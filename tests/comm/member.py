@@ -5,6 +5,7 @@ Prints one line of JSON: what the scenario returns.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -26,6 +27,8 @@ OPERATIONS = (
     "all_to_all", "scan",
 )  # fmt: skip
 TIMEOUT = 4.0
+BROKEN = ("missing", "killed", "raises")
+LATE_SECONDS = 3.0
 
 
 def mesh(n: int, per_process: int = 1, model: int = 1) -> keras.distribution.DeviceMesh:
@@ -231,6 +234,30 @@ def killed(index: int, n: int) -> dict:
     return failure(call)
 
 
+def late(index: int, n: int) -> dict:
+    """The last process has more to do; returns how long this one waits."""
+    comm.all_reduce([tf.ones(3)], mesh(n), "data")
+    time.sleep(LATE_SECONDS if index == n - 1 else 0)
+    started = time.monotonic()
+    comm.leave()
+    return {"seconds": time.monotonic() - started}
+
+
+def at_exit(index: int, n: int) -> float:
+    """Ends without `leave`, as programs do; the last process later. `main` prints how long."""
+    comm.all_reduce([tf.ones(3)], mesh(n), "data")
+    time.sleep(LATE_SECONDS if index == n - 1 else 0)
+    return time.monotonic()
+
+
+def raises(index: int, n: int) -> dict:
+    """The last process ends by an exception of its own, the others wait for it in a collective."""
+    comm.all_reduce([tf.ones(3)], mesh(n), "data")
+    if index == n - 1:
+        raise RuntimeError("as a bug would")
+    return failure(lambda: comm.all_reduce([tf.ones(3)], mesh(n), "data", algorithm="direct"))
+
+
 def failure(call) -> dict:
     started = time.monotonic()
     try:
@@ -249,15 +276,19 @@ def failure(call) -> dict:
 def main() -> None:
     scenario, index, addresses = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
     kdist.init(cpu_devices=2)
+    done = [0.0]
+    if scenario == "at_exit":  # the last to be registered is the first to run: after kdist's own
+        atexit.register(lambda: print(json.dumps(time.monotonic() - done[0]), flush=True))
     # A first step may take long on a busy machine; only failures need a short timeout.
-    short = scenario in ("missing", "killed")
-    comm.connect(addresses, index, timeout_seconds=TIMEOUT if short else 60.0)
+    comm.connect(addresses, index, timeout_seconds=TIMEOUT if scenario in BROKEN else 60.0)
     result = globals()[scenario](index, len(addresses))
-    if not short:
-        comm.barrier(None, mesh(len(addresses)), "data")  # nobody leaves before the others
+    if scenario == "at_exit":
+        done[0] = result
+        return
     print(json.dumps(result), flush=True)
-    if short:
+    if scenario in BROKEN:
         time.sleep(1.0)  # who has failed is not to be taken for who died
+    comm.leave()
     # Servers of peers that are gone make TensorFlow's own exit slow.
     os._exit(0)
 

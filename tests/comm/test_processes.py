@@ -42,7 +42,12 @@ def test_uneven_sizes():
 
 
 @pytest.mark.parametrize(
-    ("scenario", "count"), [pytest.param("missing", 2, marks=pytest.mark.long), ("killed", 3)]
+    ("scenario", "count"),
+    [
+        pytest.param("missing", 2, marks=pytest.mark.long),
+        ("killed", 3),
+        pytest.param("raises", 2, marks=pytest.mark.long),
+    ],
 )
 def test_a_peer_that_is_gone_is_named_in_time(scenario, count):
     found = run(scenario, count, may_die=(count - 1,))
@@ -52,5 +57,19 @@ def test_a_peer_that_is_gone_is_named_in_time(scenario, count):
         )
         assert failure["peers"] == [count - 1]
         assert (failure["axis"], failure["operation"]) == ("data", "all_reduce")
+        assert ("no answer at its address" in failure["text"]) == (scenario != "missing")
         # Its own timeout is 4 s.
         assert failure["seconds"] < 12
+
+
+def test_nobody_leaves_before_the_others():
+    """The last of three is late: the first waits to hear from it, the second for the answer."""
+    *others, last = run("late", 3)
+    assert all(waits["seconds"] > 2.5 for waits in others)  # it is 3 s late
+    assert last["seconds"] < 2.5
+
+
+@pytest.mark.long
+def test_a_program_waits_at_its_end():
+    first, last = run("at_exit", 2)
+    assert first > 2.5 > last  # it is 3 s late

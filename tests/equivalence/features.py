@@ -168,11 +168,19 @@ def _binary_metrics(case: Case) -> Options:
     return {"metrics": ranking(), "weighted_metrics": ranking()}
 
 
+@keras.saving.register_keras_serializable("kdist_tests")
+class _Decay(keras.optimizers.schedules.ExponentialDecay):
+    """In floatx: Keras's is in float32 always, which Muon cannot multiply with float64."""
+
+    def __call__(self, step: Any) -> Any:
+        return keras.ops.cast(super().__call__(step), keras.config.floatx())
+
+
 def _schedule() -> keras.optimizers.schedules.LearningRateSchedule:
-    return keras.optimizers.schedules.ExponentialDecay(0.02, decay_steps=1, decay_rate=0.5)
+    return _Decay(0.02, decay_steps=1, decay_rate=0.5)
 
 
-def _needs(*tags: str) -> frozenset[str]:
+def _tags(*tags: str) -> frozenset[str]:
     return frozenset(tags)
 
 
@@ -183,7 +191,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         name="class_weight",
         fit={"class_weight": {0: 0.2, 1: 1.0, 2: 2.5, 3: 4.0}},
-        needs=_needs("labels"),
+        needs=_tags("labels"),
     ),
     Feature(name="reduction_sum", reduction="sum"),
     Feature(
@@ -197,7 +205,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(name="constraint", edit=_constrain),
     Feature(name="frozen", edit=_freeze),
     Feature(
-        name="synchronized_batchnorm", edit=_synchronize, needs=_needs("norm"), synchronized=True
+        name="synchronized_batchnorm", edit=_synchronize, needs=_tags("norm"), synchronized=True
     ),
     Feature(name="gradient_accumulation", optimizer={"gradient_accumulation_steps": 2}),
     Feature(name="clipnorm", optimizer={"clipnorm": 0.05}),
@@ -211,12 +219,17 @@ FEATURES: tuple[Feature, ...] = (
     Feature(name="weight_decay", optimizer={"weight_decay": 0.1}),
     Feature(name="weight_decay_exclude", optimizer={"weight_decay": 0.1}, edit_optimizer=_exclude),
     Feature(name="schedule", optimizer={"learning_rate": _schedule()}),
-    Feature(name="loss_scale_factor", optimizer={"loss_scale_factor": 64.0}),
+    # Keras divides gradients by the factor, which it cannot do with those of an embedding.
     Feature(
-        name="label_metrics", compile=_label_metrics, sample_weight=True, needs=_needs("labels")
+        name="loss_scale_factor",
+        optimizer={"loss_scale_factor": 64.0},
+        excludes=_tags("embedding"),
     ),
     Feature(
-        name="binary_metrics", compile=_binary_metrics, sample_weight=True, needs=_needs("binary")
+        name="label_metrics", compile=_label_metrics, sample_weight=True, needs=_tags("labels")
+    ),
+    Feature(
+        name="binary_metrics", compile=_binary_metrics, sample_weight=True, needs=_tags("binary")
     ),
     Feature(name="own_compute_loss", edit=lambda model: _swap_class(model, OwnLoss)),
     Feature(name="own_compute_metrics", edit=lambda model: _swap_class(model, OwnMetrics)),

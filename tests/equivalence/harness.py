@@ -227,12 +227,25 @@ def _rate(optimizer: keras.optimizers.Optimizer) -> float:
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
-def _named(variables: Sequence[Any], numbered: bool) -> dict[str, np.ndarray]:
+def slot_names(paths: Sequence[str]) -> list[str]:
+    """Unique names of an optimizer's variables that tell parameter and kind.
+
+    Adafactor names its sums of rows and of columns by the last part of the parameter's name alone;
+    they come right before the parameter's velocity, which has the whole name.
+    """
+    names = list(paths)
+    for i, path in enumerate(paths):
+        for kind, distance in (("column", 1), ("row", 2)):
+            velocity = paths[i + distance] if i + distance < len(paths) else ""
+            if velocity.endswith(f"_{path.rsplit('/', 1)[-1]}_velocity"):
+                names[i] = velocity.removesuffix("velocity") + kind
+    return [f"{i}/{name}" for i, name in enumerate(names)]
+
+
+def _values(names: Sequence[str], variables: Sequence[Any]) -> dict[str, np.ndarray]:
     # Values go through the Keras variable, as a user reads them.
-    return {
-        f"{i}/{v.path}" if numbered else v.path: np.array(keras.ops.convert_to_numpy(v))
-        for i, v in enumerate(variables)
-    }
+    arrays = (np.array(keras.ops.convert_to_numpy(v)) for v in variables)
+    return dict(zip(names, arrays, strict=True))
 
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -284,12 +297,13 @@ def _outcome(
 ) -> Outcome:
     if not isinstance(outputs, dict):
         outputs = {f"output {i}": v for i, v in enumerate(keras.tree.flatten(outputs))}
+    slots = model.optimizer.variables
     return Outcome(
         history=_numbers(history),
         evaluation=_numbers(evaluation),
         predictions=outputs,
-        weights=_named(model.weights, numbered=False),
-        slots=_named(model.optimizer.variables, numbered=True),
+        weights=_values([v.path for v in model.weights], model.weights),
+        slots=_values(slot_names([v.path for v in slots]), slots),
         drift=drift,
     )
 

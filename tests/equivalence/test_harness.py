@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from .features import BY_NAME as FEATURES
-from .harness import Run, build, compare, precision, train
+from .harness import Run, build, compare, precision, slot_names, train
 from .optimizer_zoo import OPTIMIZERS
 from .pairwise import cover
 from .reference import part_sizes, reference_parts
@@ -97,6 +97,23 @@ def test_reference_of_schedule_free_starts_from_the_weights() -> None:
         start = build(run.case).get_layer("up").kernel.numpy()
     moved = train(run, "plain").weights["up/kernel"] - start
     assert 0 < np.abs(moved).max() < 0.1
+
+
+def test_adafactor_slots_tell_parameter_and_kind() -> None:
+    optimizer = keras.optimizers.Adafactor()
+    dense = keras.layers.Dense(3, name="up")
+    dense.build((None, 2))
+    optimizer.build(dense.trainable_variables)
+    assert slot_names([v.path for v in optimizer.variables]) == [
+        "0/adafactor/iteration",
+        "1/adafactor/learning_rate",
+        "2/adafactor/up_kernel_row",
+        "3/adafactor/up_kernel_column",
+        "4/adafactor/up_kernel_velocity",
+        "5/adafactor/up_bias_row",  # of a vector Keras keeps an empty one
+        "6/adafactor/up_bias_column",
+        "7/adafactor/up_bias_velocity",
+    ]
 
 
 @pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
