@@ -35,7 +35,7 @@ OPERATIONS = (
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256, typed=True)
 def schedule(operation: str, algorithm: str, size: int, root: int = 0) -> Schedule:
     """The messages of an operation.
 
@@ -56,11 +56,12 @@ def schedule(operation: str, algorithm: str, size: int, root: int = 0) -> Schedu
         >>> schedule("all_reduce", "ring", 8).rounds[0]
     """
     check(operation, algorithm, size)
-    if not 0 <= root < size or (root and operation not in ROOTED):
+    known = isinstance(root, int) and not isinstance(root, bool) and 0 <= root < size
+    if not known or (root and operation not in ROOTED):
         raise ValueError(
             f"The root of {operation!r} over {size} devices is a rank from 0 to {size - 1}"
             f"{'' if operation in ROOTED else ', and this operation has none'}. "
-            f"Received: root={root}"
+            f"Received: root={root!r}"
         )
     rounds = _BUILDERS[operation](algorithm, size) if size > 1 else ()
     if root:

@@ -21,8 +21,8 @@ from typing import Any
 
 import kdist
 from kdist.comm import calibration, membership, processes
-from kdist.comm.algorithms import ALGORITHMS, OPERATIONS
-from kdist.comm.call import DTYPES
+from kdist.comm.algorithms import ALGORITHMS, OPERATIONS, check
+from kdist.comm.call import AUTO, DTYPES, RUNTIME
 from kdist.comm.cost import LinkCost
 from kdist.comm.group import Group
 from kdist.comm.measure import Measurement, copy_seconds, measure
@@ -34,16 +34,60 @@ from rich.table import Table
 
 _OPERATIONS = flags.DEFINE_list("operations", list(OPERATIONS), "Collectives to time.")
 _ALGORITHMS = flags.DEFINE_list("algorithms", ["direct", "ring"], "Algorithms, or 'auto'.")
-_DEVICES = flags.DEFINE_integer("devices", 8, "Logical CPU devices of all processes.", 1)
+_DEVICES = flags.DEFINE_integer("devices", 8, "Logical CPU devices of all processes.", 2)
 _PROCESSES = flags.DEFINE_integer("processes", 1, "Processes on this machine.", 1)
 _MIN = flags.DEFINE_integer("min_bytes", 1 << 10, "Smallest full buffer.", 1)
 _MAX = flags.DEFINE_integer("max_bytes", 1 << 20, "Largest full buffer.", 1)
 _FACTOR = flags.DEFINE_integer("factor", 32, "From a size to the next.", 2)
-_DTYPE = flags.DEFINE_enum("dtype", "float32", DTYPES, "Dtype of the values.")
+_DTYPE = flags.DEFINE_enum(
+    "dtype", "float32", DTYPES, "Dtype of the values; the model's is float32."
+)
 _ITERATIONS = flags.DEFINE_integer("iterations", 5, "Timed runs; the median counts.", 1)
 _FORMAT = flags.DEFINE_enum("format", "text", ["text", "json"], "Form of the answer.")
 _INDEX = flags.DEFINE_integer("index", None, "Set by the first process: number of this one.")
 _ADDRESSES = flags.DEFINE_list("addresses", None, "Set by the first process: all addresses.")
+
+
+_KNOWN = (*ALGORITHMS, AUTO, RUNTIME)
+flags.register_validator(
+    "operations", lambda names: set(names) <= set(OPERATIONS), f"Any of {', '.join(OPERATIONS)}."
+)
+flags.register_validator(
+    "algorithms", lambda names: set(names) <= set(_KNOWN), f"Any of {', '.join(_KNOWN)}."
+)
+
+
+def check_flags(arguments: Sequence[str]) -> None:
+    """Refuses, before anything starts, what could not be measured.
+
+    Args:
+        arguments: the command line's without its flags: the program alone.
+    """
+    if len(arguments) > 1:
+        raise ValueError(
+            "The benchmark takes flags alone; lists have commas and no blanks. "
+            f"Received: {' '.join(arguments[1:])}"
+        )
+    if _DEVICES.value % _PROCESSES.value:
+        raise ValueError(
+            "Every process has as many devices. "
+            f"Received: devices={_DEVICES.value}, processes={_PROCESSES.value}"
+        )
+    if (_INDEX.value is None) != (_ADDRESSES.value is None):
+        raise ValueError(
+            "index and addresses are set by the first process; give --processes=2. "
+            f"Received: index={_INDEX.value}, addresses={_ADDRESSES.value}"
+        )
+    sizes(_MIN.value, _MAX.value, _FACTOR.value)
+    for operation in _OPERATIONS.value:
+        for algorithm in _ALGORITHMS.value:
+            if algorithm == RUNTIME and (operation != "all_reduce" or _PROCESSES.value == 1):
+                raise ValueError(
+                    "'runtime' is TensorFlow's own all-reduce across processes. Received: "
+                    f"algorithm='runtime', operation={operation!r}, processes={_PROCESSES.value}"
+                )
+            if algorithm in ALGORITHMS:
+                check(operation, algorithm, _DEVICES.value)
 
 
 def sizes(smallest: int, largest: int, factor: int) -> list[int]:
@@ -121,21 +165,19 @@ def _number(value: float | None, unit: float, form: str) -> str:
 
 def main(arguments: list[str]) -> None:
     """Runs the benchmark; of several processes, starts the others."""
-    del arguments
-    count = _PROCESSES.value
-    if _DEVICES.value % count:
-        raise ValueError(
-            "Every process has as many devices. "
-            f"Received: devices={_DEVICES.value}, processes={count}"
-        )
-    sizes(_MIN.value, _MAX.value, _FACTOR.value)  # refuses before anything starts
-    if count == 1:
+    check_flags(arguments)
+    addresses, index = _ADDRESSES.value, _INDEX.value
+    if _PROCESSES.value == 1:
         kdist.init(cpu_devices=_DEVICES.value)
-        show(Group.of(kdist.mesh(data=_DEVICES.value), "data"))
-    elif _INDEX.value is not None:
-        show(_join(_ADDRESSES.value or [], _INDEX.value))
+        show(_group([f"cpu:{device}" for device in range(_DEVICES.value)]))
+    elif addresses is not None and index is not None:
+        show(_join(addresses, index))
     else:
-        _start(count)
+        _start(_PROCESSES.value)
+
+
+def _group(names: Sequence[str]) -> Group:
+    return Group.of(keras.distribution.DeviceMesh((len(names),), ["data"], names), "data")
 
 
 def _join(addresses: Sequence[str], index: int) -> Group:
@@ -147,7 +189,7 @@ def _join(addresses: Sequence[str], index: int) -> Group:
         for task in range(len(addresses))
         for device in range(each)
     ]
-    return Group.of(keras.distribution.DeviceMesh((len(names),), ["data"], names), "data")
+    return _group(names)
 
 
 def _start(count: int) -> None:
@@ -175,7 +217,9 @@ def show(group: Group) -> None:
     ]
     if _INDEX.value:
         return
-    copies = {size: copy_seconds(size) for size in sorted({f.nbytes for f in found})}
+    copies = {
+        size: copy_seconds(size, _ITERATIONS.value) for size in sorted({f.nbytes for f in found})
+    }
     rows = records(found, link, copies)
     copied = [_copy_row(size, seconds) for size, seconds in copies.items()]
     if _FORMAT.value == "json":

@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from kdist.comm.collectives import group_of
 from kdist.comm.cost import LinkCost, predict, terms
 from kdist.comm.group import Group
-from kdist.comm.measure import Measurement, measure
+from kdist.comm.measure import Measurement, check_positive, measure
 from kdist.mesh import mesh as make_mesh
 
 import keras
@@ -34,7 +35,7 @@ def calibrate(
     Args:
         mesh: the mesh, or a group; by default up to 8 devices of this process. Across processes,
             every process calls this alike and gets constants of its own clock.
-        axis: its axis; of a group, left out.
+        axis: its axis; of a group or of a mesh with one axis, it may be left out.
         sizes: bytes of the values.
         iterations: timed runs of each; the median counts.
 
@@ -42,24 +43,22 @@ def calibrate(
         The constants, with the median relative error of the prediction.
 
     Raises:
-        ValueError: for a group of one device, fewer than two sizes, a size or a number of runs
-            below 1.
+        ValueError: for a group of one device, an axis that the mesh does not have, fewer than two
+            sizes, a size or a number of runs that is not an integer of at least 1.
 
     Example:
         >>> link = kdist.comm.calibrate()
         >>> kdist.comm.predict("all_gather", "ring", 1 << 20, 8, link)
     """
     group = _group(mesh, axis)
-    if group.size < 2 or len(set(sizes)) < 2:
+    for size in sizes:
+        check_positive(sizes=size, iterations=iterations)
+    # As `measure` rounds them: a float32 at least for each device.
+    if group.size < 2 or len({-(-size // (4 * group.size)) for size in sizes}) < 2:
         raise ValueError(
-            "Two constants need messages of two sizes between two devices. Call "
-            "kdist.init(cpu_devices=8) first, or give a mesh. "
+            "Two constants need messages of two sizes, apart by more than 4 bytes per device, "
+            "between two devices. Call kdist.init(cpu_devices=8) first, or give a mesh. "
             f"Received: devices={group.size}, sizes={tuple(sizes)}"
-        )
-    if min(sizes) < 1 or iterations < 1:
-        raise ValueError(
-            "Messages have at least a byte and are timed at least once. "
-            f"Received: sizes={tuple(sizes)}, iterations={iterations}"
         )
     found = [
         measure("all_reduce", algorithm, size, group, iterations=iterations)
@@ -73,7 +72,7 @@ def fit(measurements: Sequence[Measurement]) -> LinkCost:
     """The constants with the smallest relative errors, in the least-squares sense.
 
     Args:
-        measurements: at least two, of different sizes.
+        measurements: of two sizes or more, or one constant remains open.
 
     Returns:
         The constants, neither below 0, with the median relative error.
@@ -99,9 +98,11 @@ def error(found: Measurement, link: LinkCost) -> float:
 
 
 def _group(mesh: keras.distribution.DeviceMesh | Group | None, axis: str | None) -> Group:
-    if isinstance(mesh, Group):
-        return mesh
     if mesh is not None:
-        return Group.of(mesh, axis or mesh.axis_names[0])
+        if axis is None and not isinstance(mesh, Group) and len(mesh.axis_names) == 1:
+            axis = mesh.axis_names[0]
+        return group_of(mesh, axis)
+    if axis is not None:
+        raise ValueError(f"An axis is one of a mesh: give it too. Received: axis={axis!r}")
     kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
     return Group.of(make_mesh(data=min(8, len(tf.config.list_logical_devices(kind)))), "data")

@@ -8,6 +8,8 @@ from typing import Any
 from kdist.comm import algorithms
 from kdist.comm.group import Group
 
+import tensorflow as tf
+
 REDUCTIONS = ("sum", "mean", "max", "min", "product")
 DTYPES = (
     "float64",
@@ -114,10 +116,8 @@ class Call:
         rows = self.sizes if self.operation == "all_to_all" else (self.sizes,)
         listed = isinstance(self.sizes, tuple) and all(isinstance(row, tuple) for row in rows)
         # Lengths that are not known before the run are tensors.
-        whole = listed and not any(
-            isinstance(size, bool | float | str) or (isinstance(size, int) and size < 0)
-            for row in rows
-            for size in row
+        whole = listed and all(
+            tf.is_tensor(size) or (type(size) is int and size >= 0) for row in rows for size in row
         )
         if not whole or len(self.sizes) != p or any(len(row) != p for row in rows):
             shape = f"{p} rows of {p}" if self.operation == "all_to_all" else f"{p}"

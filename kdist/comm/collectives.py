@@ -11,7 +11,7 @@ They run eagerly and inside `tf.function`, and gradient tapes see through them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 from kdist.comm.call import AUTO, Call
@@ -19,6 +19,8 @@ from kdist.comm.dispatch import collective
 from kdist.comm.group import Group
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 Mesh: TypeAlias = "keras.distribution.DeviceMesh | Group"
 Results = list[Any]
@@ -309,7 +311,7 @@ def all_to_all(
         operation="all_to_all",
         dim=cut_dim,
         join_dim=join_dim,
-        sizes=_as_tuple(sizes, _as_tuple),
+        sizes=sizes,
         algorithm=algorithm,
     )
 
@@ -342,6 +344,9 @@ def run(
     return collective(Call(group=group, sizes=_as_tuple(sizes), **options), values)
 
 
-def _as_tuple(value: Any, each: Callable[[Any], Any] = lambda one: one) -> Any:
-    """A list as a tuple; what is none stays, for `Call` to refuse."""
-    return tuple(map(each, value)) if isinstance(value, Iterable) else value
+def _as_tuple(value: Any) -> Any:
+    """Lists as tuples and numpy's integers as Python's; the rest stays, for `Call` to refuse."""
+    if isinstance(value, np.integer):
+        return int(value)
+    one = isinstance(value, str) or (tf.is_tensor(value) and value.shape.rank == 0)
+    return tuple(map(_as_tuple, value)) if isinstance(value, Iterable) and not one else value

@@ -5,7 +5,7 @@ start-up time, b the time per byte, a device sends one message and receives one 
 of a schedule is then a times its rounds plus b times the largest message of each round. `terms`
 says both numbers in closed form; tests hold them to the messages of `kdist.comm.algorithms`.
 
-This module imports no TensorFlow, so that plans for any number of devices can use it.
+This module touches no device, so that plans for any number of them can use it.
 """
 
 from __future__ import annotations
@@ -80,25 +80,30 @@ def predict(operation: str, algorithm: str, nbytes: float, p: int, link: LinkCos
         Seconds.
 
     Raises:
-        ValueError: for what `algorithms.schedule` refuses, or a negative size.
+        ValueError: for what `algorithms.schedule` refuses, or a size that is negative or not
+            finite.
 
     Example:
         >>> predict("all_reduce", "ring", 64e6, 8, LinkCost(a=1e-5, b=1e-10))
         0.01134
     """
-    if nbytes < 0:
-        raise ValueError(f"A size in bytes is not negative. Received: nbytes={nbytes}")
+    number = isinstance(nbytes, int | float) and not isinstance(nbytes, bool)
+    if not number or not math.isfinite(nbytes) or nbytes < 0:
+        raise ValueError(
+            f"A size in bytes is a finite number, not negative. Received: nbytes={nbytes!r}"
+        )
     startups, share = terms(operation, algorithm, p)
     return link.a * startups + link.b * share * nbytes
 
 
 def cheapest(operation: str, nbytes: float, p: int, link: LinkCost) -> str:
     """The algorithm with the smallest predicted time; the first of `ALGORITHMS` among equals."""
+    check(operation, ALGORITHMS[0], p)
     usable = [name for name in ALGORITHMS if name != "hypercube" or not p & (p - 1)]
     return min(usable, key=lambda name: predict(operation, name, nbytes, p, link))
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024, typed=True)
 def terms(operation: str, algorithm: str, p: int) -> tuple[int, float]:
     """The two factors of a prediction: a·startups + b·share·nbytes.
 

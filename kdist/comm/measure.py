@@ -14,8 +14,9 @@ from kdist.comm.group import Group
 import numpy as np
 import tensorflow as tf
 
-# Values are 1, 2, 3: their sums over any usual number of devices are exact in every dtype.
-_PERIOD = 3
+# Values are 1, 2, 3: their sums over any usual number of devices are exact in every dtype. They
+# come in another order on each rank, with a long period: no piece looks like another.
+_VALUES, _PERIOD = (1, 2, 3), 997
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class Measurement:
         nbytes: size of the full buffer, as `cost.predict` takes it.
         devices: number of ranks p.
         seconds: median time of a run.
-        wrong: number of elements, over the devices of this process, that differ from numpy's.
+        wrong: number of elements, over all devices of the group, that differ from numpy's.
     """
 
     operation: str
@@ -47,8 +48,8 @@ class Measurement:
     def bus_bandwidth(self) -> float | None:
         """Algorithm bandwidth times what the slowest link carries; None where none is usual.
 
-        The factors are those of nccl-tests: 2(p - 1)/p for all_reduce, (p - 1)/p for
-        reduce_scatter, all_gather and all_to_all, 1 for broadcast and reduce.
+        2(p - 1)/p for all_reduce, (p - 1)/p for reduce_scatter, all_gather and all_to_all, 1 for
+        broadcast and reduce, as in nccl-tests; gather and scatter have none here.
         """
         factor = bus_factor(self.operation, self.devices)
         return None if factor is None else factor * self.algorithm_bandwidth
@@ -100,7 +101,12 @@ def measure(
 
     Returns:
         The measurement.
+
+    Raises:
+        ValueError: for a size or a number of runs that is not an integer of at least 1, and as the
+            operation itself.
     """
+    check_positive(nbytes=nbytes, iterations=iterations)
     p, size = group.size, tf.as_dtype(dtype).size
     length = max(1, -(-nbytes // (size * p))) * p
     own = length // p if operation in ("gather", "all_gather") else length
@@ -125,24 +131,58 @@ def measure(
                 with tf.device(device):
                     target.assign(result)
 
-    seconds = median_seconds(program, iterations)
-    wrong = 0
-    for rank, target in zip(local, targets):
-        if operation not in ("reduce", "gather") or rank == 0:
-            wrong += int(np.sum(target.numpy() != _expected(operation, own, rank, p, dtype)))
+    def timed() -> None:
+        program()
+        tf.test.experimental.sync_devices()  # a GPU returns before it has finished
+
+    seconds = median_seconds(timed, iterations)
+    wrong = [
+        _differing(target.numpy(), _expected(operation, own, rank, p, dtype))
+        if operation not in ("reduce", "gather") or rank == 0
+        else 0
+        for rank, target in zip(local, targets)
+    ]
     return Measurement(
         operation=operation,
         algorithm=algorithm,
         nbytes=length * size,
         devices=p,
         seconds=seconds,
-        wrong=wrong,
+        wrong=_total(wrong, group),
     )
 
 
+def check_positive(**numbers: Any) -> None:
+    """Refuses what is not an integer of at least 1."""
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(
+                f"`{name}` of a measurement is an integer of at least 1. "
+                f"Received: {name}={number!r}"
+            )
+
+
+def _differing(found: np.ndarray, expected: np.ndarray) -> int:
+    return expected.size if found.shape != expected.shape else int(np.sum(found != expected))
+
+
+def _total(counts: list[int], group: Group) -> int:
+    """Over the devices of this process, or over those of all processes."""
+    if not group.crosses_processes:
+        return sum(counts)
+    given = []
+    for count, device in zip(counts, group.local_devices):
+        with tf.device(device):
+            given.append(tf.constant([count], tf.int64))
+    return int(collectives.all_reduce(given, group)[0][0])
+
+
 def _values(length: int, rank: int, dtype: str) -> np.ndarray:
-    """1, 2, 3, 1, ..., beginning elsewhere on each rank."""
-    return _repeated(np.roll(np.arange(1, _PERIOD + 1), rank), length, dtype)
+    return _repeated(_order(rank), length, dtype)
+
+
+def _order(rank: int) -> np.ndarray:
+    return np.random.default_rng(rank).choice(_VALUES, _PERIOD)
 
 
 def _repeated(period: np.ndarray, length: int, dtype: str) -> np.ndarray:
@@ -158,6 +198,6 @@ def _expected(operation: str, own: int, rank: int, p: int, dtype: str) -> np.nda
     if operation == "all_to_all":
         return np.concatenate([np.split(_values(own, r, dtype), p)[rank] for r in range(p)])
     count = rank + 1 if operation == "scan" else p
-    period = sum(np.roll(np.arange(1, _PERIOD + 1), r) for r in range(count))
+    period = sum(map(_order, range(count)))
     total = _repeated(np.asarray(period), own, dtype)
     return np.split(total, p)[rank] if operation == "reduce_scatter" else total

@@ -9,10 +9,12 @@ it that they are done, wait for its answer, and take the end of its connection f
 from __future__ import annotations
 
 import atexit
+import contextlib
 import re
 import sys
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kdist import _private_comm
@@ -21,6 +23,8 @@ from kdist.comm.processes import TIMEOUT_SECONDS, Connection
 
 import tensorflow as tf
 
+# What the runtime raises where a peer's connection breaks.
+_ENDED = (tf.errors.UnavailableError, tf.errors.CancelledError, tf.errors.AbortedError)
 _left = False
 
 
@@ -80,15 +84,17 @@ def leave(timeout_seconds: float | None = None) -> None:
     """Waits until every process has called it, so that none ends while another still reads from it.
 
     The last call of `kdist.comm` in a program. A program that ends without it makes it then, unless
-    it ends by an exception: its peers should learn of that at once. Does nothing in a process that
-    has not joined others or has left already, or after a `PeerError`.
+    it ends by an uncaught exception: peers that wait for it should learn of that at once
+    (`sys.exit` counts as a normal end, whatever its code). Does nothing in a process that has not
+    joined others or has left already, or after a `PeerError`. The end of the first process ends the
+    waiting of all.
 
     Args:
         timeout_seconds: how long to wait; by default the connection's. After that the process goes
             all the same, with a warning.
 
     Raises:
-        ValueError: for a timeout that is not positive.
+        ValueError: for a timeout that is not finite, or below a millisecond.
 
     Example:
         >>> kdist.comm.all_reduce([gradient], mesh, "data")
@@ -102,68 +108,81 @@ def leave(timeout_seconds: float | None = None) -> None:
         return
     _left = True
     limit = timeout_seconds or connection.timeout_seconds
-    say_goodbye = _first_waits if connection.index == 0 else _others_ask
+    others = [task for task in range(len(connection.addresses)) if task != connection.index]
     try:
-        tf.function(say_goodbye, autograph=False)(
-            len(connection.addresses), connection.index, limit
-        )
+        if connection.index:
+            _ask_the_first(connection.index, limit)
+        elif others:
+            _answer_all(others, limit)
     except tf.errors.OpError as error:
-        # The first process ends when it has answered: that the answer is cut off says the same.
-        if connection.index and not isinstance(error, tf.errors.DeadlineExceededError):
-            return
+        silent = processes.silent_peers(connection)
+        advice = "Give kdist.comm.leave a longer timeout where the others have more to do."
+        if silent:
+            advice = f"No answer from task {', '.join(map(str, silent))}: see why it ended."
         warnings.warn(
             f"Process {connection.index} leaves before all others do, after at most {limit:g} s: "
-            "their collectives with it will fail. Give kdist.comm.leave a longer timeout where the "
-            f"others have more to do. Received: {type(error).__name__}",
+            f"their collectives with it will fail. {advice} Received: {type(error).__name__}",
             stacklevel=2,
         )
 
 
-def _first_waits(count: int, index: int, limit: float) -> tf.Tensor:
-    """Hears from every process, then answers each."""
-    here, others = _device(index), [_device(task) for task in range(count) if task != index]
-    with tf.device(here):
-        heard = [
-            processes.receive((1,), "int32", other, here, "leave", _name("from", other), limit)
-            for other in others
-        ]
-        with tf.control_dependencies(heard):
-            answered = [
-                processes.send(_word(), here, other, "left", _name("to", other), limit)
-                for other in others
-            ]
-    return _after(answered)
+def _answer_all(others: Sequence[int], limit: float) -> None:
+    """What the first process does: hears from every other one, then answers each."""
+    here, there = _device(0), [_device(task) for task in others]
+
+    def hear() -> tf.Tensor:
+        with tf.device(here):
+            return _after(_heard(peer, here, "leave", limit) for peer in there)
+
+    def answer(seconds: float) -> tf.Tensor:
+        with tf.device(here):
+            return _after(_told(here, peer, "left", seconds) for peer in there)
+
+    started = time.monotonic()
+    tf.function(hear, autograph=False)()
+    left = max(limit - (time.monotonic() - started), processes.SHORTEST_SECONDS)
+    # All have said that they are done: who does not take the answer has gone.
+    with contextlib.suppress(tf.errors.OpError):
+        tf.function(answer, autograph=False)(left)
 
 
-def _others_ask(count: int, index: int, limit: float) -> tf.Tensor:
-    """Tells the first process, then waits for its answer."""
-    del count
+def _ask_the_first(index: int, limit: float) -> None:
+    """What each other process does: tells the first, then waits for its answer."""
     here, first = _device(index), _device(0)
-    with tf.device(here):
-        told = processes.send(_word(), here, first, "leave", _name("to", first), limit)
-        answer = processes.receive((1,), "int32", first, here, "left", _name("from", first), limit)
-    return _after([told, answer])
+
+    def ask() -> tf.Tensor:
+        with tf.device(here):
+            return _after([_told(here, first, "leave", limit), _heard(first, here, "left", limit)])
+
+    # The first process ends when it has answered: a connection that breaks says the same.
+    with contextlib.suppress(*_ENDED):
+        tf.function(ask, autograph=False)()
 
 
-def _word() -> tf.Tensor:
-    return tf.zeros([1], tf.int32)
+def _told(here: str, peer: str, what: str, limit: float) -> tf.Operation:
+    name = processes.node_name("leave", "all", "to", peer, 0)
+    return processes.send(tf.zeros([1], tf.int32), here, peer, what, name, limit)
 
 
-def _after(messages: Sequence[Any]) -> tf.Tensor:
+def _heard(peer: str, here: str, what: str, limit: float) -> tf.Tensor:
+    name = processes.node_name("leave", "all", "from", peer, 0)
+    return processes.receive((1,), "int32", peer, here, what, name, limit)
+
+
+def _after(messages: Iterable[Any]) -> tf.Tensor:
     """A result that asks for the messages: TensorFlow prunes what nobody asks for."""
-    with tf.control_dependencies(messages):
-        return _word()
+    with tf.control_dependencies(list(messages)):
+        return tf.constant(0)
 
 
 def _device(task: int) -> str:
     return f"/job:{processes.JOB}/task:{task}/device:CPU:0"
 
 
-def _name(way: str, device: str) -> str:
-    return processes.node_name("leave", "all", way, device, 0)
-
-
 def _leave_at_exit() -> None:
-    """At the end of the program; `sys.last_value` is the exception that ended it, if one did."""
-    if getattr(sys, "last_value", None) is None:
+    """At the end of the program; `sys.last_value` is the exception that ended it, if one did.
+
+    In a prompt (`sys.ps1`) it is one that was shown on the way.
+    """
+    if hasattr(sys, "ps1") or getattr(sys, "last_value", None) is None:
         leave()

@@ -63,7 +63,8 @@ class Schedule:
         rounds: the messages, round after round.
 
     Raises:
-        ValueError: if a round is not single-port, or a rank or chunk does not exist.
+        ValueError: if a round is not single-port, a rank does not exist or sends to itself, or a
+            message carries no chunk, or several `into` others.
 
     Example:
         >>> print(schedule("broadcast", "tree", 4))
@@ -93,9 +94,15 @@ class Schedule:
                         f"A {role} is a rank from 0 to {self.size - 1}. "
                         f"Received: round {number}={messages}"
                     )
-            if any(not message.chunks for message in messages):
+            if any(not m.chunks or (m.into and len(m.chunks) != 1) for m in messages):
                 raise ValueError(
-                    f"A message carries at least one chunk. Received: round {number}={messages}"
+                    "A message carries at least one chunk, and one alone `into` others. "
+                    f"Received: round {number}={messages}"
+                )
+            if any(message.source == message.target for message in messages):
+                raise ValueError(
+                    "A device keeps what it has without a message. "
+                    f"Received: round {number}={messages}"
                 )
 
     @property

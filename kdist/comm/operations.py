@@ -76,10 +76,20 @@ def _like(values: Values) -> tuple[Shape, str]:
     return shape_of(given), given.dtype.name
 
 
-def _nbytes(values: Values) -> float:
+def full_bytes(call: Call, values: Values) -> float:
+    """Size of the full buffer, as `cost.predict` takes it; dims of unknown length count as 1.
+
+    Where rows of a value differ from rank to rank, `sizes` says so to every process alike: the
+    algorithm that follows must be the same in all of them.
+    """
     shape, dtype = _like(values)
-    static = [size for size in shape if isinstance(size, int)]
-    return math.prod(static) * tf.as_dtype(dtype).size
+    lengths = list(shape)
+    if call.sizes is not None:
+        rows = call.sizes if call.operation == "all_to_all" else (call.sizes,)
+        lengths[call.dim] = max(sum(n for n in row if isinstance(n, int)) for row in rows)
+    elif call.operation in ("gather", "all_gather"):
+        lengths.append(call.group.size)
+    return math.prod(n for n in lengths if isinstance(n, int)) * tf.as_dtype(dtype).size
 
 
 def _given(values: Values, rank: int) -> bool:
@@ -91,7 +101,7 @@ def _given(values: Values, rank: int) -> bool:
 
 def _whole(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
     """Broadcast, reduce, all_reduce."""
-    algorithm = algorithm_of(call, _nbytes(values))
+    algorithm = algorithm_of(call, full_bytes(call, values))
     if call.operation == "all_reduce" and row.size > 1 and not all(row.local):
         fits = _like(values)[1] in RUNTIME_DTYPES
         if call.algorithm == RUNTIME or (call.algorithm == AUTO and fits):
@@ -162,9 +172,8 @@ def _runtime_all_reduce(call: Call, values: Values, row: Row) -> list[tf.Tensor 
 def _joined(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
     """Gather, all_gather."""
     shape, dtype = _like(values)
-    plan = schedule(
-        call.operation, algorithm_of(call, row.size * _nbytes(values)), row.size, call.root
-    )
+    algorithm = algorithm_of(call, full_bytes(call, values))
+    plan = schedule(call.operation, algorithm, row.size, call.root)
     held: Held = [
         {rank: Slot([values[rank]])} if row.local[rank] else {} for rank in range(row.size)
     ]
@@ -184,7 +193,8 @@ def _joined(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
 
 def _cut(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
     """Scatter, reduce_scatter."""
-    plan = schedule(call.operation, algorithm_of(call, _nbytes(values)), row.size, call.root)
+    algorithm = algorithm_of(call, full_bytes(call, values))
+    plan = schedule(call.operation, algorithm, row.size, call.root)
     shape, dtype = _like(values)
     fold, finish = _fold(call)
     sizes = list(call.sizes or balanced(shape[call.dim], row.size))
@@ -205,7 +215,7 @@ def _cut(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
 def _all_to_all(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
     p = row.size
     shape, dtype = _like(values)
-    plan = schedule("all_to_all", algorithm_of(call, _nbytes(values)), p)
+    plan = schedule("all_to_all", algorithm_of(call, full_bytes(call, values)), p)
     held: Held = [{} for _ in range(p)]
     for rank in row.ranks:
         with row.on(rank):
@@ -234,7 +244,7 @@ def _all_to_all(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
 
 def _scan(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
     shape, dtype = _like(values)
-    plan = schedule("scan", algorithm_of(call, _nbytes(values)), row.size)
+    plan = schedule("scan", algorithm_of(call, full_bytes(call, values)), row.size)
     fold = FOLDS[call.reduction]
     held: Held = [{} for _ in range(row.size)]
     for rank in row.ranks:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 import socket
 import time
@@ -33,6 +34,7 @@ import tensorflow as tf
 
 JOB = "worker"
 TIMEOUT_SECONDS = 60.0
+SHORTEST_SECONDS = 1e-3
 # Keys from here on are kdist's; tf.distribute counts its own up from small numbers.
 _KEYS_FROM = 1 << 30
 _PAIR = 2
@@ -44,6 +46,7 @@ _SAME_BITS = ("uint64", "bfloat16")
 _NODE = re.compile(r"kdist_comm/(?P<operation>\w+)/axis_(?P<axis>\w+?)/(?P<rest>[\w/]+)")
 # A process that dies closes its connections before its port.
 _DYING_SECONDS = 0.5
+_TOLD = re.compile(r"Collective ops|[Tt]imed? ?out|[Dd]eadline")
 _PEER = re.compile(r"(?:from|to)_task_(\d+)")
 
 
@@ -110,11 +113,12 @@ def failed() -> bool:
 
 
 def check_timeout(seconds: float) -> None:
-    """Refuses a timeout that is not a positive number."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+    """Refuses a timeout that is none; the runtime rounds to microseconds and takes 0 for none."""
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not number or not math.isfinite(seconds) or seconds < SHORTEST_SECONDS:
         raise ValueError(
-            "A timeout is a positive number of seconds: without one, a missing peer hangs the "
-            f"others for ever. Received: timeout_seconds={seconds!r}"
+            f"A timeout is a finite number of seconds, {SHORTEST_SECONDS:g} or more: without one, "
+            f"a missing peer hangs the others for ever. Received: timeout_seconds={seconds!r}"
         )
 
 
@@ -283,8 +287,10 @@ def named_errors() -> Iterator[None]:
 
 
 def _reason(error: tf.errors.OpError) -> str:
-    lines = [line for line in error.message.splitlines() if "ollective" in line or "ime" in line]
-    return f"{type(error).__name__}: {lines[0] if lines else error.message[:200]}"
+    """What went wrong, without the places in the program that TensorFlow lists before."""
+    lines = [line.strip() for line in error.message.splitlines()]
+    told = [line for line in lines if _TOLD.search(line) and not line.startswith(("File ", "{{"))]
+    return f"{type(error).__name__}: {told[0] if told else error.message[:200]}"
 
 
 def local_addresses(count: int) -> list[str]:

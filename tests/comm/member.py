@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import kdist
@@ -241,6 +242,37 @@ def late(index: int, n: int) -> dict:
     started = time.monotonic()
     comm.leave()
     return {"seconds": time.monotonic() - started}
+
+
+def late_first(index: int, n: int) -> dict:
+    """The first process has more to do; the others wait for its answer."""
+    comm.all_reduce([tf.ones(3)], mesh(n), "data")
+    time.sleep(0 if index else LATE_SECONDS)
+    started = time.monotonic()
+    comm.leave()
+    return {"seconds": time.monotonic() - started}
+
+
+def gives_up(index: int, n: int) -> dict:
+    """All but the last process leave after a second, before the last one does."""
+    comm.all_reduce([tf.ones(3)], mesh(n), "data")
+    time.sleep(LATE_SECONDS if index == n - 1 else 0)
+    started = time.monotonic()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        comm.leave(1.0)
+    return {
+        "seconds": time.monotonic() - started,
+        "told": [str(one.message) for one in told if "leaves before" in str(one.message)],
+    }
+
+
+def auto_of_uneven(index: int, n: int) -> int:
+    """The processes' values are of very different sizes; both must choose the same algorithm."""
+    sizes = [[300_000] * 4] * 2 + [[10] * 4] * 2
+    mine = [tf.ones([sum(sizes[2 * index + k])]) for k in range(2)]
+    found = comm.all_to_all(mine, mesh(n, 2), "data", sizes=sizes)
+    return sum(int(part.shape[0]) for part in found)
 
 
 def at_exit(index: int, n: int) -> float:

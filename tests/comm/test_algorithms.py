@@ -41,6 +41,8 @@ def test_a_hypercube_of_another_size_is_refused(operation):
         (("reduce", "ring", 0), "at least 1.*Received: size=0"),
         (("reduce", "ring", 2, 2), "from 0 to 1.*Received: root=2"),
         (("scan", "ring", 2, 1), "has none.*Received: root=1"),
+        (("broadcast", "tree", 4, 0.5), "from 0 to 3.*Received: root=0.5"),
+        (("broadcast", "tree", 4, True), "from 0 to 3.*Received: root=True"),
     ],
 )
 def test_what_has_no_schedule_is_refused(arguments, message):
@@ -55,6 +57,8 @@ def test_what_has_no_schedule_is_refused(arguments, message):
         ((Message(0, 1, (0,)), Message(2, 1, (0,))), "target of at most one"),
         ((Message(0, 3, (0,)),), "from 0 to 2"),
         ((Message(0, 1, ()),), "at least one chunk"),
+        ((Message(0, 1, (0, 1), into=(2,)),), "one alone `into`"),
+        ((Message(1, 1, (0,)),), "without a message"),
     ],
 )
 def test_a_schedule_is_single_port(messages, rule):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -15,6 +16,8 @@ from kdist.comm.measure import Measurement, bus_factor, measure
 
 import pytest
 import tensorflow as tf
+from absl import flags as absl_flags
+from absl.testing import flagsaver
 
 
 def timed(algorithm: str, nbytes: int, seconds: float) -> Measurement:
@@ -59,7 +62,7 @@ def test_calibration_of_this_machine():
     link = comm.calibrate(kdist.mesh(data=2), sizes=(1 << 10, 1 << 16), iterations=1)
     assert link.a + link.b > 0
     assert link.error is not None
-    with pytest.raises(ValueError, match="two sizes between two.*Received: devices=1"):
+    with pytest.raises(ValueError, match="two sizes.*between two devices.*Received: devices=1"):
         comm.calibrate(kdist.mesh(data=1))
 
 
@@ -76,6 +79,65 @@ def test_wrong_values_are_counted(monkeypatch):
     monkeypatch.setattr(collectives, "all_reduce", lambda values, *_, **__: values)
     group = comm.Group.of(kdist.mesh(data=2), "data")
     assert measure("all_reduce", "ring", 24, group, iterations=1).wrong == 12
+
+
+def test_swapped_and_missing_parts_are_wrong(monkeypatch):
+    from kdist.comm import collectives
+
+    right = collectives.all_gather
+
+    def swapped(values, *args, **options):
+        found = right(values, *args, **options)
+        first, *rest, last = tf.split(found[1], 4)
+        return [found[0], tf.concat([last, *rest, first], 0), tf.zeros([0]), found[3]]
+
+    monkeypatch.setattr(collectives, "all_gather", swapped)
+    group = comm.Group.of(kdist.mesh(data=4), "data")
+    wrong = measure("all_gather", "ring", 1600, group, iterations=1).wrong
+    assert 400 + 100 < wrong <= 400 + 200
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--operations=barrier"], "Any of broadcast"),
+        (["--algorithms=nonsense"], "Any of direct"),
+        (["--algorithms=hypercube", "--devices=6"], "power of two"),
+        (["--algorithms=runtime"], "across processes"),
+        (["--devices=1"], "lower bound|integer"),
+        (["--index=1"], "set by the first process"),
+        (["--operations=all_reduce", "gather"], "flags alone"),
+        (["--devices=6", "--processes=4"], "as many devices"),
+        (["--min_bytes=8", "--max_bytes=4"], "largest buffer"),
+    ],
+)
+def test_the_benchmark_refuses_before_it_starts(flags, told):
+    with flagsaver.flagsaver():
+        try:
+            left = absl_flags.FLAGS(["bench", *flags])
+            with pytest.raises(ValueError, match=told):
+                bench.check_flags(left)
+        except absl_flags.Error as error:
+            assert re.search(told, str(error))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"axis": "data"}, "give it too"),
+        ({"sizes": (float("nan"), 128)}, "sizes=nan"),
+        ({"sizes": (1, 2)}, "apart by more than 4 bytes"),
+        ({"iterations": 1.5}, "iterations=1.5"),
+    ],
+)
+def test_calibration_refuses(arguments, told):
+    with pytest.raises(ValueError, match=told):
+        comm.calibrate(**arguments)
+
+
+def test_calibration_over_several_axes_needs_one():
+    with pytest.raises(ValueError, match="name of an axis"):
+        comm.calibrate(kdist.mesh(data=2, model=2))
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests():

@@ -84,6 +84,28 @@ def test_a_link_is_checked(name, value):
         LinkCost(**{"a": 1.0, "b": 1.0, name: value})
 
 
+@pytest.mark.parametrize("nbytes", [float("nan"), float("inf"), True, "8"])
+def test_a_size_is_a_number(nbytes):
+    for call in (
+        lambda: predict("reduce", "tree", nbytes, 2, LINK),
+        lambda: cheapest("reduce", nbytes, 2, LINK),
+    ):
+        with pytest.raises(ValueError, match="finite number.*Received: nbytes="):
+            call()
+
+
+def test_the_number_of_devices_is_checked_whatever_ran_before():
+    predict("reduce", "tree", 8, 12, LINK)
+    schedule("reduce", "tree", 1)
+    for call in (
+        lambda: predict("reduce", "tree", 8, 12.0, LINK),
+        lambda: cheapest("reduce", 8, 12.0, LINK),
+        lambda: schedule("reduce", "tree", True),
+    ):
+        with pytest.raises(ValueError, match="integer of at least 1"):
+            call()
+
+
 def test_predictions_are_checked():
     with pytest.raises(ValueError, match="not negative.*Received: nbytes=-1"):
         predict("reduce", "tree", -1, 2, LINK)
