@@ -27,6 +27,7 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
+import benchmark_paths  # noqa: F401
 import example_flags
 import gpt_model
 import text_data

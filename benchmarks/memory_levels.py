@@ -18,6 +18,7 @@ import keras
 import numpy as np
 from absl import app, flags
 
+import benchmark_paths  # noqa: F401
 import gpt_model
 
 FLAGS = flags.FLAGS

@@ -51,7 +51,6 @@ _PICTURE = flags.DEFINE_string("picture", "", "PNG file to draw the rows into.")
 
 def run(row: Row) -> dict[str, list[Span]]:
     """Profiles the fourth step; the spans of each kind, in seconds from its start."""
-    sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
     import kdist
 
     kdist.init(cpu_devices=_DEVICES.value)

@@ -122,7 +122,7 @@ def gpt(row: Row) -> tuple[Any, Any, Any]:
     import keras
     import tensorflow as tf
 
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    import benchmark_paths  # noqa: F401
     import gpt_model
 
     model = gpt_model.build(gpt_model.GPTSizes(256, GPT_LENGTH, 256, 4, 4))

@@ -43,11 +43,7 @@ class Worker:
     def __init__(self, configuration: rows.Configuration, python: str, *options: str):
         self.configuration = configuration
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - see close()
-        path = [str(CHECKOUT / "examples"), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(part for part in path if part),
-            "TF_CPP_MIN_LOG_LEVEL": "2",
-        }
+        environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2"}
         record = json.dumps(dataclasses.asdict(configuration))
         self.process = subprocess.Popen(
             [python, str(HERE / "step_worker.py"), record, *options],

@@ -147,6 +147,7 @@ def build(sizes: rows.Sizes) -> Any:
     """Builds the same model for every row."""
     import keras
 
+    import benchmark_paths  # noqa: F401
     import gpt_model
 
     keras.utils.set_random_seed(0)
@@ -158,6 +159,7 @@ def build(sizes: rows.Sizes) -> Any:
 
 def layout_of(configuration: rows.Configuration) -> dict[str, tuple[str | None, ...]]:
     """Returns the model's layouts, or none where the mesh has no axis `model`."""
+    import benchmark_paths  # noqa: F401
     import gpt_model
 
     return gpt_model.layout_map() if "model" in dict(configuration.axes) else {}

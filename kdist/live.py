@@ -109,6 +109,7 @@ class LiveTensors:
         ops: The operations of all devices, receiving ones with what is sent as their input.
         gradients: Outputs that are gradients of parameters.
         parameters: Names of the operations that read a parameter's variable.
+        writes: Names of the operations that assign one.
         shared_memory: Whether a transfer passes a reference, as between CPU devices of a process.
     """
 
@@ -118,11 +119,13 @@ class LiveTensors:
         gradients: Iterable[Output],
         parameters: Iterable[str],
         *,
+        writes: Iterable[str] = (),
         shared_memory: bool = False,
     ) -> None:
         self.ops = _in_order({op.name: op for op in ops})
+        self.parameters, self.writes = tuple(parameters), tuple(writes)
         self._views = VIEWS | RECEIVES if shared_memory else VIEWS
-        self._kinds = kinds(self.ops.values(), gradients, parameters)
+        self._kinds = kinds(self.ops.values(), gradients, self.parameters, self.writes)
         self.tensors = self._tensors()
 
     @property
@@ -230,18 +233,22 @@ def _in_order(ops: Mapping[str, Op]) -> dict[str, Op]:
 
 
 def kinds(
-    ops: Iterable[Op], gradients: Iterable[Output], parameters: Iterable[str]
+    ops: Iterable[Op],
+    gradients: Iterable[Output],
+    parameters: Iterable[str],
+    writes: Iterable[str] = (),
 ) -> dict[Output, Kind]:
     """What outputs are for.
 
     Gradients are the given ones, what they are summed and put together from, and what is made of
-    them by moving and adding. Gathered parameters are what is made of parameters by moving alone,
-    with a part from another device.
+    them by moving and adding. Gathered parameters are what is made of parameters, or of their new
+    values, by moving alone, with a part from another device.
 
     Args:
         ops: In order.
         gradients: See `LiveTensors`.
         parameters: See `LiveTensors`.
+        writes: See `LiveTensors`.
 
     Returns:
         The kinds of those that are not "other".
@@ -255,15 +262,15 @@ def kinds(
             found.update((i, "gradient") for i in op.inputs[:1] if op.kind in VIEWS)
             if op.kind in SUMS | {"ConcatV2", "Pack"}:
                 found.update((i, "gradient") for i in op.inputs if i[0] not in constant)
-    reads = set(parameters)
-    local: set[Output] = {(name, 0) for name in reads}
+    local: set[Output] = {(name, 0) for name in parameters}
+    local |= _new_values(ops, writes, constant)
     for op in ops:
         given = [i for i in op.inputs if i[0] not in constant]
         outputs = [(op.name, k) for k in range(len(op.nbytes))]
         if op.kind in through and any(found.get(i) == "gradient" for i in given):
             found.update(dict.fromkeys(outputs, "gradient"))
         elif op.kind in MOVES | RECEIVES and given:
-            first = given if op.kind in ("ConcatV2", "Pack") else given[:1]
+            first = _moved(op, given)
             if not all(i in local or found.get(i) == "gathered" for i in first):
                 continue
             if op.kind in RECEIVES or any(found.get(i) == "gathered" for i in first):
@@ -271,3 +278,27 @@ def kinds(
             else:
                 local.update(outputs)
     return found
+
+
+def _new_values(ops: list[Op], writes: Iterable[str], constant: set[str]) -> set[Output]:
+    """What is computed, and then moved alone, until it is assigned to parameters."""
+    by_name = {op.name: op for op in ops}
+    found: set[Output] = set()
+    # Of an assignment the first input is the variable.
+    stack = [by_name[name].inputs[1] for name in writes if name in by_name]
+    seen = set(stack)
+    while stack:
+        output = stack.pop()
+        op = by_name.get(output[0])
+        if op is None or op.kind not in MOVES | RECEIVES:
+            found.add(output)
+            continue
+        parts = _moved(op, [i for i in op.inputs if i[0] not in constant])
+        stack += [i for i in parts if i not in seen]
+        seen.update(parts)
+    return found
+
+
+def _moved(op: Op, given: list[Output]) -> list[Output]:
+    """What an operation of `MOVES` moves: not the sizes and places that it is told."""
+    return given if op.kind in ("ConcatV2", "Pack") else given[:1]

@@ -40,10 +40,11 @@ def live_tensors(
         graphs = _private_executed.function_graphs(lambda: concrete(batch))
     largest = max(graphs, key=lambda g: sum(len(p.node) for p in g.partition_graphs))
     handles = {id(v.value.handle) for v in parameters}
-    reads = _reads(concrete, handles)
+    reads = _of_variables(concrete, handles, "ReadVariableOp")
+    writes = _of_variables(concrete, handles, "AssignVariableOp")
     executed = ExecutedGraph(largest, concrete.graph)
     gradients = [o for tensor in noted if (o := executed.output(tensor))]
-    return LiveTensors(executed.ops(), gradients, reads, shared_memory=shared_memory)
+    return LiveTensors(executed.ops(), gradients, reads, writes=writes, shared_memory=shared_memory)
 
 
 @contextlib.contextmanager
@@ -89,13 +90,13 @@ def _dtype_of(handle: Any) -> tf.DType | None:
     return tf.as_dtype(data.shape_and_type[0].dtype)
 
 
-def _reads(concrete: Any, handles: set[int]) -> list[str]:
-    """Names of the operations that read some variables."""
+def _of_variables(concrete: Any, handles: set[int], kind: str) -> list[str]:
+    """Names of the operations of a kind that act on some variables."""
     inside = {id(inner) for outer, inner in concrete.graph.captures if id(outer) in handles}
     return [
         op.name
         for op in concrete.graph.get_operations()
-        if op.type == "ReadVariableOp" and id(op.inputs[0]) in inside
+        if op.type == kind and id(op.inputs[0]) in inside
     ]
 
 

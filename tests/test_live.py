@@ -138,6 +138,18 @@ def test_gathered_is_what_has_a_part_from_elsewhere() -> None:
     assert found == {("got", 0): "gathered", ("whole", 0): "gathered"}
 
 
+def test_new_values_from_elsewhere_are_gathered_too() -> None:
+    """The rows of two owners, joined on one of them and assigned here and there."""
+    ops = [op("size", "Const"), op("mine", "Sub"), op("far", "Sub", device=THERE)]
+    ops += [op("got", "_Recv", "far"), op("all", "Pack", "mine", "got"), op("norm", "Exp", "mine")]
+    ops += [op("part", "SplitV", "all", "size", "size"), op("v", "VarHandleOp")]
+    ops += [op("write", "AssignVariableOp", "v", "part", nbytes=())]
+    found = kinds(ops, [], [], ["write"])
+    assert {name for name, _ in found} == {"got", "all", "part"}
+    assert set(found.values()) == {"gathered"}
+    assert kinds(ops, [], []) == {}
+
+
 def test_a_peak_counts_what_is_asked_for() -> None:
     ops = [op("g", "Call", call=True), op("o", "Exp", nbytes=64)]
     ops += [op("use", "Call", "g", "o", nbytes=1, call=True)]

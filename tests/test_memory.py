@@ -42,12 +42,16 @@ def build(layers: int) -> keras.Model:
 
 
 def prepared(
-    level: int, replicas: int = REPLICAS, layers: int = LAYERS, **options: Any
+    level: int,
+    replicas: int = REPLICAS,
+    layers: int = LAYERS,
+    bucket_bytes: int = KERNEL,
+    **options: Any,
 ) -> keras.Model:
     """A model that is about to train: all there is to its step, without having run it."""
     spread = kdist.OptimizerConfig(level=level, threshold_kb=KERNEL / 1024, **options)
     # A bucket is a kernel: a model so small would travel in one or two.
-    fusion = kdist.FusionConfig(mode="size", size_mb=KERNEL / 2**20)
+    fusion = kdist.FusionConfig(mode="size", size_mb=bucket_bytes / 2**20)
     config = kdist.ParallelConfig(mesh=kdist.mesh(data=replicas), optimizer=spread, fusion=fusion)
     model = kdist.parallelize(build(layers), config)
     model.compile("adam", "mse")
@@ -153,6 +157,18 @@ def test_whole_gradients(level: int, at_level: Callable) -> None:
     assert most(live, "gradient", "gathered") == CUT + WHOLE
 
 
+def test_new_values_take_the_place_of_gradients_at_level_1() -> None:
+    """But for a bucket, which the device that joins it has as one and in parts."""
+    layers = 16
+    model = prepared(1, layers=layers, bucket_bytes=3 * KERNEL)
+    assert bucket(model) == 2 * KERNEL
+    live = analysed(model)
+    everything = layers * (KERNEL + BIAS)
+    assert most(live, "gradient") == everything
+    joined = layers * KERNEL / REPLICAS
+    assert everything < most(live, "gradient", "gathered") <= everything + joined
+
+
 def gradients_at_level_2(live: LiveTensors, model: keras.Model) -> bool:
     """Own shards, the segment at work, and a bucket in flight."""
     allowed = CUT / REPLICAS + WHOLE + segment(model) + bucket(model)
@@ -222,9 +238,12 @@ def with_edges(
     """The same step with other control edges."""
     kinds = live._kinds
     gradients = [o for o, kind in kinds.items() if kind == "gradient"]
-    reads = [op.name for op in live.ops.values() if op.kind == "ReadVariableOp"]
     return LiveTensors(
-        map(change, live.ops.values()), gradients, reads, shared_memory=shared_memory
+        map(change, live.ops.values()),
+        gradients,
+        live.parameters,
+        writes=live.writes,
+        shared_memory=shared_memory,
     )
 
 
