@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-
-def topology(**axes):
-    count = math.prod(axes.values())
-    names = [f"cpu:{i}" for i in range(count)]
-    device_mesh = keras.distribution.DeviceMesh(tuple(axes.values()), list(axes), names)
-    return Topology.from_mesh(device_mesh, available=names)
+from .mesh_parts import topology
 
 
 def device_mesh(shape, axis_names, devices):
