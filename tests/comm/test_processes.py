@@ -65,24 +65,22 @@ def test_a_peer_that_is_gone_is_named_in_time(scenario, count):
 def test_nobody_leaves_before_the_others():
     """The last of three is late: the first waits to hear from it, the second for the answer."""
     *others, last = run("late", 3)
-    assert all(waits["seconds"] > 2.5 for waits in others)  # it is 3 s late
-    assert last["seconds"] < 2.5
+    assert all(one["free"] > last["began"] for one in others)
 
 
 @pytest.mark.long
 def test_the_first_is_waited_for():
     first, *others = run("late_first", 3)
-    assert first["seconds"] < 2.5 < min(waits["seconds"] for waits in others)
+    assert all(one["free"] > first["began"] for one in others)
 
 
 @pytest.mark.long
 def test_a_process_that_gives_up_says_so():
-    first, second, last = run("gives_up", 3)
-    for early, index in ((first, 0), (second, 1)):
-        assert early["seconds"] < 2.5  # its limit is 1 s, the last one is 3 s late
-        assert early["told"] == [] or f"Process {index} leaves before" in early["told"][0]
-    assert len(first["told"]) == 1
-    assert last["seconds"] < 2.5
+    """Their limit is 1 s, the last one is 3 s late."""
+    first, second, _ = run("gives_up", 3)
+    assert len(first) == 1 and "Process 0 leaves before" in first[0]
+    # The second may see the first one's time run out, or that it has gone.
+    assert second == [] or "Process 1 leaves before" in second[0]
 
 
 @pytest.mark.long
@@ -93,4 +91,4 @@ def test_uneven_values_take_one_algorithm():
 @pytest.mark.long
 def test_a_program_waits_at_its_end():
     first, last = run("at_exit", 2)
-    assert first > 2.5 > last  # it is 3 s late
+    assert first["free"] > last["began"]
