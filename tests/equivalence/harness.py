@@ -12,8 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from .features import Feature
-from .outcome import TOLERANCES, Outcome, Tolerance, check
+from .outcome import HALF_BITS, TOLERANCES, Outcome, Tolerance, check, eps_of
 from .reference import reference_parts
+from .undecided import with_undecided
 from .zoo import Case, Layout
 
 REPLICA_AXES = ("data", "batch")
@@ -202,7 +203,7 @@ def compiled(run: Run, engine: str) -> keras.Model:
     model = ENGINES[engine](model, run)
     options: dict[str, Any] = {
         "loss": run.case.loss(_reduction(run)),
-        "metrics": run.case.metrics(),
+        "metrics": _metrics(run),
         "loss_weights": run.case.loss_weights,
     }
     for feature in run.features:
@@ -218,6 +219,11 @@ def compiled(run: Run, engine: str) -> keras.Model:
         with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(model.trainable_variables)
     return model
+
+
+def _metrics(run: Run) -> Any:
+    metrics = run.case.metrics()
+    return with_undecided(metrics, eps_of(run.dtype)) if run.dtype in HALF_BITS else metrics
 
 
 def _rate(optimizer: keras.optimizers.Optimizer) -> float:

@@ -23,6 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from .undecided import NAME, undecided_of
+
 Arrays = Mapping[str, np.ndarray]
 EXAMPLES_SHOWN = 6
 
@@ -39,7 +41,7 @@ class Tolerance:
         relative: Allowance relative to a tensor's largest magnitude.
         floor: Allowance relative to the largest magnitude of the tensor's kind.
         parts: The parts of an `Outcome` that are compared.
-        counting: Relative allowance of metrics that count (accuracy, AUC), if larger.
+        counting: Relative allowance of an AUC, if larger.
     """
 
     relative: float
@@ -54,10 +56,19 @@ FLOAT32 = Tolerance(relative=1e-5, floor=1e-5, parts=("history",))
 # Bits of the significand, the implicit one included.
 HALF_BITS: Mapping[str, int] = {"mixed_float16": 11, "mixed_bfloat16": 8}
 HALF_FACTOR = 2
-# A count is a step function of the outputs, so nothing follows for it from eps: one logit that
-# rounds to the other side moves an AUC over 16 examples by a hundredth of itself.
+# A count is a step function of the outputs, so nothing follows for it from eps. An accuracy may
+# differ by the examples that rounding decides (`undecided`). An AUC has no such count: one logit
+# that rounds to the other side moves it by a hundredth of itself, over 16 examples.
 HALF_COUNTING = 2e-2
-COUNTING = re.compile(r"(^|_)(accuracy|auc)$")
+COUNTING = re.compile(r"(^|_)auc$")
+ACCURACY = re.compile(r"(^|_)accuracy$")
+# Of a mean of ones and zeros in float32.
+COUNT_ROUNDING = 1e-6
+
+
+def eps_of(policy: str) -> float:
+    """Distance from 1 to the next number of a mixed policy's half type."""
+    return 2.0 ** (1 - HALF_BITS[policy])
 
 
 def half(policy: str) -> Tolerance:
@@ -78,7 +89,7 @@ def half(policy: str) -> Tolerance:
     Returns:
         The tolerance, relative to each kind of loss; weights and slots have none that would hold.
     """
-    allowed = HALF_FACTOR * 2.0 ** (1 - HALF_BITS[policy])
+    allowed = HALF_FACTOR * eps_of(policy)
     return Tolerance(relative=allowed, floor=allowed, parts=("history",), counting=HALF_COUNTING)
 
 
@@ -185,12 +196,14 @@ def _mismatches(
         kind = _kind(part, name)
         scales[kind] = max(scales.get(kind, 0.0), _magnitude(array))
     for name, array in expected.items():
-        if name not in actual:
+        if name not in actual or name.endswith(NAME):
             continue
         allowed = tolerance.relative * _magnitude(array)
         allowed = max(allowed, tolerance.floor * scales[_kind(part, name)])
         if part == "history" and COUNTING.search(name):
             allowed = max(allowed, tolerance.counting * _magnitude(array))
+        if part == "history" and ACCURACY.search(name) and undecided_of(name) in expected:
+            allowed = COUNT_ROUNDING + _magnitude(expected[undecided_of(name)])
         if part in ("weights", "slots") and _drifts(name, zero_gradient_paths):
             # Both runs wander, each at most one learning rate per update.
             allowed = max(allowed, 2.0 * drift)

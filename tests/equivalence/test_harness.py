@@ -15,6 +15,7 @@ from .harness import Run, build, compare, precision, slot_names, train
 from .optimizer_zoo import OPTIMIZERS
 from .pairwise import cover
 from .reference import part_sizes, reference_parts
+from .undecided import with_undecided
 from .zoo import BY_NAME, ZOO, Case, valid_tokens
 
 
@@ -97,6 +98,31 @@ def test_reference_of_schedule_free_starts_from_the_weights() -> None:
         start = build(run.case).get_layer("up").kernel.numpy()
     moved = train(run, "plain").weights["up/kernel"] - start
     assert 0 < np.abs(moved).max() < 0.1
+
+
+def test_examples_that_rounding_decides_are_counted() -> None:
+    metrics = {
+        "classes": [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+        "click": [keras.metrics.BinaryAccuracy(threshold=0.0, name="accuracy")],
+        "rating": [keras.metrics.MeanAbsoluteError()],
+    }
+    found = with_undecided(metrics, eps=2.0**-10)
+    assert [[m.name for m in each] for each in found.values()] == [
+        ["accuracy", "undecided"],
+        ["accuracy", "undecided"],
+        ["mean_absolute_error"],
+    ]
+    # The largest logit is 4, so that two of them move by 2 * 2 runs * 2 eps * 4 = 0.031.
+    logits = np.array([[4.0, 3.98, 0.0], [4.0, 3.96, 0.0], [-4.0, 1.0, 1.0], [0.0, 1.0, 2.0]])
+    classes = found["classes"][1]
+    classes.update_state(np.zeros(4), logits)
+    assert float(classes.result()) == 0.5
+    classes.reset_state()
+    classes.update_state(np.zeros(4), logits, sample_weight=[1.0, 1.0, 0.0, 0.0])
+    assert float(classes.result()) == 0.5
+    click = found["click"][1]
+    click.update_state(np.zeros((4, 1)), np.array([[4.0], [0.01], [-0.01], [0.02]]))
+    assert float(click.result()) == 0.5
 
 
 def test_adafactor_slots_tell_parameter_and_kind() -> None:

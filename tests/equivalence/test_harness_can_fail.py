@@ -14,7 +14,7 @@ from .features import BY_NAME as FEATURES
 from .harness import Run, compare, train
 from .matrix import spread
 from .optimizer_zoo import OPTIMIZERS
-from .outcome import FLOAT64, EquivalenceError, Outcome, check
+from .outcome import FLOAT64, EquivalenceError, Outcome, check, half
 from .zoo import BY_NAME
 
 PARTS = ("history", "evaluation", "predictions", "weights", "slots")
@@ -65,6 +65,19 @@ def test_second_moments_are_held_to_their_own_scale(outcome: Outcome) -> None:
     assert np.abs(outcome.slots[name]).max() < 1e-3
     with pytest.raises(EquivalenceError):
         check(outcome, _changed(outcome, "slots", name, lambda a: a * (1 + 1e-8)))
+
+
+def test_an_accuracy_may_differ_by_undecided_examples_alone(outcome: Outcome) -> None:
+    def of(accuracy: float, undecided: float = 1 / 16) -> Outcome:
+        history = {"loss": np.ones(2), "accuracy": np.array([0.5, accuracy])}
+        history["undecided"] = np.array([0.0, undecided])
+        return dataclasses.replace(outcome, history=history)
+
+    policy = half("mixed_float16")
+    check(of(0.5), of(0.5 + 1 / 16, undecided=0.0), policy)
+    for expected, actual in ((of(0.5), of(0.5 + 2 / 16)), (of(0.5, 0.0), of(0.5 + 1 / 16))):
+        with pytest.raises(EquivalenceError, match="accuracy"):
+            check(expected, actual, policy)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
