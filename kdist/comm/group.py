@@ -59,7 +59,7 @@ class Group:
         Raises:
             ValueError: for what `Topology.from_mesh` refuses, an axis that the mesh does not have,
                 devices of other processes before `kdist.comm.connect`, or a timeout that is not
-                positive.
+                finite, or below a millisecond.
         """
         here = processes.current()
         devices = [Device.parse(name) for name in np.asarray(mesh.devices).flatten()]

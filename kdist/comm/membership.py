@@ -48,7 +48,8 @@ def connect(
 
     Raises:
         ValueError: for addresses that are not distinct `host:port`, an index that does not exist,
-            a timeout that is not positive, or if TensorFlow has started already.
+            a timeout that is not finite or below a millisecond, or if TensorFlow has started
+            already.
 
     Example:
         >>> kdist.init(cpu_devices=1)
