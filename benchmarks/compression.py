@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import kdist
-from kdist.plan import readable
+from kdist.tables import readable
 
 import keras
 import numpy as np

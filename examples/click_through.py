@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> float:
         loss=keras.losses.BinaryCrossentropy(from_logits=True),
         metrics=[keras.metrics.AUC(from_logits=True, name="auc")],
     )
-    print(model.plan().summary())
+    model.plan().summary()
     model.fit(*train, batch_size=args.batch, epochs=args.epochs, validation_data=rest)
     auc = model.evaluate(*rest, batch_size=args.batch, verbose=0, return_dict=True)["auc"]
     print(f"\nheld-out AUC: {auc:.4f} (0.5 is guessing)")

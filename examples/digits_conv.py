@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> float:
         loss="sparse_categorical_crossentropy",
         metrics=["accuracy"],
     )
-    print(model.plan().summary())
+    model.plan().summary()
     model.fit(*train, batch_size=args.batch, epochs=args.epochs, validation_data=test)
     accuracy = model.evaluate(*test, batch_size=args.batch, verbose=0, return_dict=True)["accuracy"]
     print(f"\ntest accuracy: {accuracy:.3f}")

@@ -153,7 +153,7 @@ def main(argv: Sequence[str]) -> float:
     sizes = gpt_model.GPTSizes(256, args.length, args.width, args.depth, args.heads)
     model = kdist.parallelize(gpt_model.build(sizes, args.dtype), config)
     _compile(model, args.steps, args.learning_rate)
-    print(model.plan().summary())
+    model.plan().summary()
 
     speed = TokensPerSecond(args.batch * args.length)
     model.fit(*train, batch_size=args.batch, shuffle=False, callbacks=[speed])

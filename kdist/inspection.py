@@ -10,7 +10,8 @@ from typing import Any
 from kdist import memory as device_memory
 from kdist.lowered import Collective, format_table
 from kdist.parallel import Parallel, attached
-from kdist.plan import Plan, readable
+from kdist.plan import Plan
+from kdist.tables import readable
 
 import keras
 import tensorflow as tf

@@ -17,8 +17,8 @@ from typing import Any
 from kdist.device import Device
 from kdist.figure import new_figure
 from kdist.live import LiveTensors
-from kdist.plan import readable
 from kdist.step_graph import live_tensors
+from kdist.tables import readable
 from kdist.variables import backing_of
 
 import keras

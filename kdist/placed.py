@@ -186,7 +186,7 @@ class PlacedModel:
         return [2 if twice and id(v) in gathered - tables else 1 for v in variables]
 
     def plan(self) -> Plan:
-        """What a step will do; `print(model.plan())` or `model.plan().summary()`.
+        """What a step will do; `model.plan().summary()` prints it.
 
         Raises:
             ValueError: The model is not built, so that its weights are not known.

@@ -7,6 +7,7 @@ buffers that exist to them.
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 from collections.abc import Hashable, Sequence
 
@@ -16,9 +17,9 @@ from kdist.optimizer.bucket import Bucket
 from kdist.optimizer.exchange import Exchange
 from kdist.optimizer.partition import Decision
 from kdist.placement import Coordinate, Placement, UpdateUnit
+from kdist.plan_summary import print_plan
 
 from rich.console import Console
-from rich.table import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,83 +210,17 @@ class Plan:
             count.add([((users - 1) * stored * self.topology.inner_size, part)])
 
     def summary(self, console: Console | None = None) -> None:
-        """Prints the plan as tables.
+        """Prints the plan as tables, as wide as the terminal at most.
 
         Args:
             console: Where to print; standard output by default.
         """
-        console = console or Console()
-        console.print(f"[bold]Plan[/bold]  {self.topology.describe_axes()}")
-        if any(not w.is_whole for w in self.weights):
-            console.print(self._weights_table())
-        else:
-            console.print(f"weights: {len(self.weights)}, all of them whole on every device")
-        console.print(self._devices_table())
-        console.print(self._traffic_table())
-        if any(d.how != "whole" for d in self.decisions):
-            console.print(self._spread_table())
-        if self.classes is not None:
-            console.print(self._classes_table(self.classes))
-        for note in self.notes:
-            console.print(f"note: {note}")
+        print_plan(self, console or Console())
 
-    def _weights_table(self) -> Table:
-        cut = [w for w in self.weights if not w.is_whole]
-        total, whole = len(self.weights), sum(w.is_whole for w in self.weights)
-        table = Table(title=f"weights: {total}, {whole} of them whole on every device")
-        for column in ("cut weight", "shape", "layout", "per device"):
-            table.add_column(column)
-        for w in cut:
-            shape = w.shards[0].shape
-            table.add_row(w.path, str(w.shape), str(w.layout.dims), str(shape))
-        return table
-
-    def _devices_table(self) -> Table:
-        table = Table(title="devices")
-        for column in ("device", "slice", "weights", "updates", "bytes updated"):
-            table.add_column(column, justify="left" if column == "device" else "right")
-        plans = iter(self.devices())
-        for one in self.topology.slices:
-            for _ in one.devices:
-                p = next(plans)
-                table.add_row(
-                    p.device,
-                    str(one.index),
-                    readable(p.parameter_bytes),
-                    str(p.updates),
-                    readable(p.updated_bytes),
-                )
-        return table
-
-    def _spread_table(self) -> Table:
-        """Which parameters optimizer parallelism spreads, and why others stay whole."""
-        table = Table(title="optimizer parallelism")
-        for column in ("parameter", "how", "why"):
-            table.add_column(column)
-        for d in self.decisions:
-            table.add_row(d.path, d.how, d.reason)
-        return table
-
-    @staticmethod
-    def _classes_table(classes: Classes) -> Table:
-        """How gradients travel, and why."""
-        ratio = classes.full_bytes / max(classes.nbytes, 1)
-        table = Table(title=f"gradients on the wire: {ratio:.1f} x fewer bytes")
-        for column in ("parameter", "travels as", "bytes", "of", "why"):
-            table.add_column(column)
-        for e in classes.entries:
-            sizes = readable(e.nbytes), readable(e.full_bytes)
-            table.add_row(e.path, str(e.compressor), *sizes, e.why)
-        return table
-
-    def _traffic_table(self) -> Table:
-        table = Table(title="communication outside of layers, per step")
-        for column in ("what", "axis", "collectives", "messages", "bytes"):
-            table.add_column(column)
-        for t in self.traffic():
-            numbers = (str(t.collectives), str(t.messages), readable(t.nbytes))
-            table.add_row(t.what, t.axis, *numbers)
-        return table
+    def __str__(self) -> str:
+        text = io.StringIO()
+        self.summary(Console(file=text, width=Console().width))
+        return text.getvalue().rstrip()
 
 
 def inner_parts(placement: Placement) -> list[tuple[Coordinate, int]]:
@@ -333,12 +268,3 @@ def make_plan(
         classes=classes,
         fetches=tuple(fetches),
     )
-
-
-def readable(nbytes: float) -> str:
-    """Bytes for people: 1536 is "1.5 KB" (1 KB = 1024 bytes)."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if nbytes < 1024 or unit == "GB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    raise AssertionError

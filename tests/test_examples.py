@@ -31,6 +31,7 @@ def test_train_gpt_learns_on_each_mesh(mesh, capsys):
     # 3.5 nats is about what the frequencies of single bytes give; guessing gives 5.55.
     assert loss < 4.0 < UNIFORM
     out = capsys.readouterr().out
+    assert "None" not in out.splitlines()
     assert f"held-out loss: {loss:.3f}" in out
     assert "tokens/s" in out
 
@@ -85,6 +86,7 @@ def test_click_through_learns(capsys):
     auc = click_through.main(["click_through", *flags])
     assert auc > 0.6
     out = capsys.readouterr().out
+    assert "None" not in out.splitlines()
     assert "auc:" in out, "the progress bar shows the metric"
     assert f"held-out AUC: {auc:.4f}" in out
 
@@ -95,8 +97,9 @@ def test_clicks_use_the_rows_of_each_table():
     assert 0.2 < clicks.clicked.mean() < 0.8
 
 
-def test_digits_conv_learns():
+def test_digits_conv_learns(capsys):
     assert digits_conv.main(["digits_conv", "--epochs=4", "--filters=8"]) > 0.85
+    assert "None" not in capsys.readouterr().out.splitlines()
 
 
 def test_hybrid_matmul_gathers_exactly_once(capsys):

@@ -13,7 +13,8 @@ from kdist.layout import WeightLayout
 from kdist.mesh import Topology
 from kdist.parallel import attached
 from kdist.placement import Placement, assign_owners, place
-from kdist.plan import Plan, Traffic, inner_parts, make_plan, readable
+from kdist.plan import Plan, Traffic, inner_parts, make_plan
+from kdist.tables import readable
 
 import keras
 import numpy as np
@@ -234,14 +235,6 @@ def test_notes_are_printed() -> None:
 
 def test_traffic_is_comparable() -> None:
     assert Traffic("reduce", "data", 1, 3, 768) == Traffic("reduce", "data", 1, 3, 768)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KB"), (2**20, "1.0 MB"), (5 * 2**40, "5120.0 GB")],
-)
-def test_readable_bytes(nbytes: int, text: str) -> None:
-    assert readable(nbytes) == text
 
 
 def test_a_stage_without_a_pipeline_is_said_to_have_no_effect() -> None:
