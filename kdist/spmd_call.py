@@ -9,6 +9,7 @@ from kdist import _private, lowered, spmd, spmd_limits
 from kdist.hooks import declared_layouts
 from kdist.lowered import Collective
 from kdist.mesh import Topology
+from kdist.notices import without_notices
 from kdist.store import ModelLayouts
 
 import tensorflow as tf
@@ -97,7 +98,7 @@ class Lowered:
 
     def _first_call(self, s: int, key: Any, concrete: Any, flat: list, captures: list) -> Any:
         """Calls, lowering on the way, and reads which collectives that made."""
-        with lowered.record() as recorder, spmd.lowering(self.meshes[s]):
+        with without_notices(), lowered.record() as recorder, spmd.lowering(self.meshes[s]):
             result = _private.call_flat(concrete, flat, captures)
         if s == 0:
             found = lowered.collectives(recorder, self.meshes[0], self.paths)

@@ -50,6 +50,11 @@ _FATAL = {
     "PyFuncStateless",
     "EagerPyFunc",
 }
+
+# Keras has XLA compile what TensorFlow cannot convolve on a CPU: filters in groups, and channels
+# before three spatial dims. DTensor inlines the compiled function, which loses XLA.
+_CONVOLUTIONS = {"Conv2D", "Conv3D"}
+_XLA = "_XlaMustCompile"
 _CURRENT = re.compile(r'see current operation: (?:%[^=]*= )?"tf\.(\w+)"')
 _QUOTED = re.compile(r"'tf\.(\w+)' op")
 _LOWERING = re.compile(r"(?:^|\n|: )error: (.*)|\berror: (.*)")
@@ -68,7 +73,18 @@ def unsupported_ops(graph: tf.Graph) -> list[tuple[str, str]]:
     nodes = list(definition.node)
     for function in definition.library.function:
         nodes.extend(function.node_def)
-    return [(node.op, node.name) for node in nodes if _is_fatal(node)]
+    return [(node.op, node.name) for node in nodes if _is_fatal(node)] + _compiled(definition)
+
+
+def _compiled(definition: Any) -> list[tuple[str, str]]:
+    """Calls of functions in which XLA has to compile a convolution."""
+    found = {}
+    for function in definition.library.function:
+        convolutions = [n.op for n in function.node_def if n.op in _CONVOLUTIONS]
+        if function.attr[_XLA].b and convolutions:
+            found[function.signature.name] = f"{convolutions[0]} compiled by XLA"
+    called = [(node.attr["f"].func.name, node.name) for node in definition.node]
+    return [(found[function], name) for function, name in called if function in found]
 
 
 def _is_fatal(node: Any) -> bool:

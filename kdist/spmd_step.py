@@ -182,8 +182,9 @@ class SpmdFunction:
             self.inspected(too_many_shapes())
         if self._plain is None:
             plain = self._make_plain()
-            eager = self.model.run_eagerly
-            self._plain = plain if eager else tf.function(plain, reduce_retracing=True)
+            if not self.model.run_eagerly:
+                plain = tf.function(plain, autograph=False, reduce_retracing=True)
+            self._plain = plain
         return self._plain(data)
 
     def __call__(self, iterator: Any) -> Any:

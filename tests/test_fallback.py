@@ -47,8 +47,15 @@ def lstm(x):
     return layers.LSTM(8, name="up")(layers.Reshape((4, 2))(x))
 
 
+def grouped(x):
+    """TensorFlow convolves in groups on a CPU only under XLA, which DTensor loses."""
+    x = layers.Reshape((2, 4))(x)
+    return layers.Flatten()(layers.Conv1D(8, 2, groups=2, padding="same", name="filters")(x))
+
+
 ROWS = {
     "new axis": (lambda x: NewAxis()(x), True),
+    "grouped convolution": (grouped, True),
     "sort": (lambda x: Sorted()(x), False),
     "scan": (lambda x: Scanned()(x), True),
     "spectral": (
