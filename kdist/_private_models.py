@@ -62,7 +62,7 @@ def as_model_call(layer: keras.Layer) -> Iterator[None]:
 
 
 def takes_training(operation: Any) -> bool:
-    """Whether a `Functional` passes its `training` argument on to an operation."""
+    """Whether Keras passes `training` to it: a model that it trains, a layer of a `Functional`."""
     return getattr(operation, "_call_has_training_arg", False)
 
 

@@ -36,7 +36,7 @@ class StageCall(keras.layers.Layer):
         self.supports_masking = True
         self.built = True
 
-    def call(self, inputs: Any, training: bool = False) -> Any:
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
         """Runs the nodes; `inputs` reach them by name."""
         return self._run()
 
@@ -209,6 +209,8 @@ class StageBody:
     def _walk(self, table: dict[str, Any], training: bool) -> None:
         """Runs the nodes; `table` gets the value of every tensor's name."""
         sources = [self.staged.described.sources[name] for name in self.names]
+        # As Keras's trainer: a model whose `call` does not take it passes none to its layers.
+        flag = training if _private_models.takes_training(self.program.model) else None
 
         def run() -> None:
             for source in sources:
@@ -216,15 +218,15 @@ class StageBody:
                 values = {id(t): table[n] for t, n in zip(arguments.keras_tensors, source.inputs)}
                 args, kwargs = arguments.fill_in(values)
                 operation = source.node.operation
-                if _private_models.takes_training(operation):
-                    kwargs["training"] = training
+                if flag is not None and _private_models.takes_training(operation):
+                    kwargs["training"] = flag
                 made = keras.tree.flatten(operation(*args, **kwargs))
                 table.update(zip(source.outputs, made))
 
         call = StageCall(run, self.program.model.dtype_policy)
         tensors = [t for t in table.values() if t is not None]
         with _private_models.as_model_call(call):
-            call(tensors, training=training)
+            call(tensors, training=flag)
 
     def _loss(self, table: Mapping[str, Any], given: StageInput, training: bool) -> StageOutput:
         result = StageOutput({}, {})

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist.pipeline.graph import Graph
+from kdist.pipeline.own_call import refuse_other_call
 
 import keras
 
@@ -24,7 +25,8 @@ def chained(model: keras.Model, lists: Lists, stages: int, example: Any) -> Any:
 
     Raises:
         ValueError: The lists are not as many as stages, miss weights of the model, or have foreign
-            ones; the model has several inputs; no batch has been seen.
+            ones; the model has several inputs; no batch has been seen; the model's own `call`
+            computes something else.
     """
     if len(lists) != stages:
         raise ValueError(
@@ -57,11 +59,16 @@ def chained(model: keras.Model, lists: Lists, stages: int, example: Any) -> Any:
     for row in lists:
         for layer in row:
             x = layer(x)
-    return keras.Model(inputs, x)
+    chain = keras.Model(inputs, x)
+    refuse_other_call(model, chain, [layer for row in lists for layer in row], example)
+    return chain
 
 
 def with_lists(graph: Graph, lists: Lists) -> Graph:
-    """The graph of `chained` with the stage of every node."""
+    """The graph of `chained` with the stage of every listed layer's nodes.
+
+    What Keras computes between them (masks) follows its neighbours.
+    """
     calls: dict[str, int] = {}
     stage_of: dict[str, int] = {}
     for stage, row in enumerate(lists):
@@ -72,5 +79,5 @@ def with_lists(graph: Graph, lists: Lists) -> Graph:
             for node in graph.nodes:
                 if node.name == name or node.name.startswith(f"{name}/"):
                     stage_of[node.name] = stage
-    nodes = (dataclasses.replace(n, stage=stage_of[n.name]) for n in graph.nodes)
+    nodes = (dataclasses.replace(n, stage=stage_of.get(n.name)) for n in graph.nodes)
     return dataclasses.replace(graph, nodes=tuple(nodes))

@@ -299,10 +299,6 @@ def test_what_a_pipeline_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="run_eagerly=True"):
         model.train_on_batch(*data())
 
-    own = Subclassed()
-    own(np.zeros((1, WIDTH)))
-    with pytest.raises(ValueError, match="Only a Functional model"):
-        kdist.PipelineModel(own, 2, 2)
     with pytest.raises(ValueError, match="PipelineTimeline is for"):
         plain = kdist.parallelize(chain(2), kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
         plain.compile("sgd", "mse")
@@ -324,52 +320,6 @@ def test_a_pipeline_prints(capsys: Any) -> None:
     assert "pipeline: interleaved, 2 stages, 4 micro-batches" in capsys.readouterr().out
     assert "interleaved, 4 micro-batches" in str(attached(model).config)
     assert dataclasses.is_dataclass(attached(model).config.pipeline)
-
-
-class Subclassed(keras.Model):
-    """Calls its blocks in a loop of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = [
-            keras.Sequential([keras.layers.Dense(WIDTH, "tanh"), keras.layers.Dropout(0.0)])
-            for _ in range(4)
-        ]
-
-    def call(self, x: Any) -> Any:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def test_a_subclassed_model_with_lists_of_layers(float64: None) -> None:
-    losses = []
-    for stages in (1, 2):
-        keras.utils.set_random_seed(3)
-        model = Subclassed()
-        if stages == 2:
-            lists = [model.blocks[:3], model.blocks[3:]]
-            kdist.PipelineModel(model, 2, 3, assignment=lists)
-        model.compile("adam", "mse")
-        history = model.fit(*data(), batch_size=8, shuffle=False, epochs=2, verbose=0)
-        losses.append([*history.history["loss"], model.predict(data()[0], verbose=0).sum()])
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-9)
-    assert {at[0] for at in attached(model).entries[id(model.blocks[3].weights[0])].locals} == {1}
-
-
-@pytest.mark.parametrize(
-    ("cut", "message"),
-    [
-        (lambda blocks: [blocks], "one list per virtual stage, 2 here"),
-        (lambda blocks: [blocks[:1], blocks[2:]], "contain every layer"),
-    ],
-)
-def test_wrong_lists_of_layers_are_refused(cut: Any, message: str) -> None:
-    model = Subclassed()
-    kdist.PipelineModel(model, 2, 2, assignment=cut(model.blocks))
-    model.compile("adam", "mse")
-    with pytest.raises(ValueError, match=message):
-        model.train_on_batch(*data())
 
 
 def peak(schedule: str) -> float:
