@@ -7,7 +7,8 @@ of them moves.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import keras
@@ -16,7 +17,7 @@ from keras.src import backend as keras_backend
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
-from keras.src.trainers.compile_utils import CompileLoss
+from keras.src.trainers.compile_utils import CompileLoss, MetricsList
 
 __all__ = [
     "TensorFlowTrainer",
@@ -110,6 +111,62 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
 def compiled_metrics(model: keras.Model) -> keras.metrics.Metric | None:
     """The `CompileMetrics` container, or None."""
     return model._compile_metrics
+
+
+@contextlib.contextmanager
+def only_metrics(container: keras.metrics.Metric, chosen: Set[int]) -> Iterator[None]:
+    """Makes a built `CompileMetrics` meanwhile have the metrics of these identities alone."""
+
+    def kept(entry: MetricsList | None) -> MetricsList | None:
+        if entry is None:
+            return None
+        metrics = [metric for metric in entry.metrics if id(metric) in chosen]
+        return MetricsList(metrics, output_name=entry.output_name) if metrics else None
+
+    with replaced_metrics(container, kept):
+        yield
+
+
+def metric_calls(
+    container: keras.metrics.Metric, y: Any, y_pred: Any, sample_weight: Any
+) -> list[tuple[keras.metrics.Metric, Any, Any]]:
+    """(metric, targets, predictions) of each update that a built `CompileMetrics` makes."""
+    found: list[tuple[keras.metrics.Metric, Any, Any]] = []
+
+    class Noted(MetricsList):
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            found.extend((metric, y_true, y_pred) for metric in self.metrics)
+
+    def noted(entry: MetricsList | None) -> MetricsList | None:
+        return None if entry is None else Noted(entry.metrics)
+
+    with replaced_metrics(container, noted):
+        container.update_state(y, y_pred, sample_weight=sample_weight)
+    return found
+
+
+@contextlib.contextmanager
+def replaced_metrics(
+    container: keras.metrics.Metric, replace: Callable[[MetricsList | None], MetricsList | None]
+) -> Iterator[None]:
+    """Swaps the lists of metrics, one per output, of a built `CompileMetrics`."""
+    names = ("_flat_metrics", "_flat_weighted_metrics")
+    before = {name: getattr(container, name) for name in names}
+    try:
+        for name, entries in before.items():
+            # Past Keras's tracking, which would keep every list that was ever set.
+            object.__setattr__(container, name, [replace(entry) for entry in entries])
+        yield
+    finally:
+        for name, entries in before.items():
+            object.__setattr__(container, name, entries)
+
+
+def wrapped_function(metric: keras.metrics.Metric) -> Callable | None:
+    """The function of (y_true, y_pred) whose values a metric averages; None if it wraps none."""
+    if not isinstance(metric, keras.metrics.MeanMetricWrapper):
+        return None
+    return functools.partial(metric._fn, **metric._fn_kwargs)
 
 
 def tf_variable(variable: keras.Variable) -> tf.Variable:

@@ -1,9 +1,12 @@
 """Metrics that equal a single-device run.
 
-The replicas' parts go through one metric state one after the other, as if one device had seen them
-in order: right for sums, and for any other streaming metric. The heavy part of an update (an
-argmax, a comparison with 200 thresholds) does not depend on the state, so the runtime still does
-it on all devices at once; only the additions form a chain.
+A metric takes one of two routes. What is known to add up over rows (Keras's own metrics) is fed the
+replicas' parts one after the other, through one state, as if one device had seen them in order. The
+heavy part of an update (an argmax, a comparison with 200 thresholds) does not depend on the state,
+so the runtime still does it on all devices at once; only the additions form a chain.
+
+Everything else (a dice coefficient, a root of a mean, a metric that counts its updates) may depend
+on which rows it sees together: it is updated once per batch, over the gathered outputs.
 """
 
 from __future__ import annotations
@@ -18,39 +21,139 @@ from kdist.program import attach_masks
 import keras
 import tensorflow as tf
 
+STREAMING = frozenset(
+    one
+    for one in vars(keras.metrics).values()
+    if isinstance(one, type) and issubclass(one, keras.metrics.Metric)
+)
+"""Keras's own metrics: their state adds up over rows, wrapped functions apart."""
+
 
 def overrides(model: keras.Model, method: str) -> bool:
     """True if the user's model class defines `method` itself."""
     return getattr(type(model), method) is not getattr(keras.Model, method)
 
 
-def update_metrics(
-    model: keras.Model,
+class MetricUpdates:
+    """Updates the compiled metrics of one model from the replicas' outputs.
+
+    Args:
+        model: The compiled model.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self.model = model
+        self._known: dict[Any, bool] = {}
+
+    def update(
+        self,
+        batch: SplitBatch,
+        outputs: Sequence[Any],
+        masks: Sequence[Sequence[Any]],
+        devices: Sequence[str],
+    ) -> dict[str, Any]:
+        """Updates the metrics and returns the logs of the step.
+
+        Args:
+            batch: The batch that the replicas saw.
+            outputs: Model outputs per replica.
+            masks: Keras masks of the flat outputs, per replica.
+            devices: The device on which each replica's outputs are.
+
+        Returns:
+            What `compute_metrics` returns on one device.
+        """
+        if overrides(self.model, "compute_metrics"):
+            x, y, sample_weight = batch.whole
+            whole = _gathered(batch, outputs, masks, devices)
+            return self.model.compute_metrics(x, y, whole, sample_weight)
+        container = _private.compiled_metrics(self.model)
+        if container is not None:
+            self._update(container, batch, outputs, masks, devices)
+        return self.model.get_metrics_result()
+
+    def _update(
+        self,
+        container: keras.metrics.Metric,
+        batch: SplitBatch,
+        outputs: Sequence[Any],
+        masks: Sequence[Sequence[Any]],
+        devices: Sequence[str],
+    ) -> None:
+        chained = self._additive(container, batch, outputs[0]) if len(outputs) > 1 else set()
+        every = {id(metric) for metric in container.metrics}
+        if chained:
+            with _private.only_metrics(container, chained):
+                _chain(container, batch, outputs, masks, devices)
+        if every - chained:
+            _, y, sample_weight = batch.whole
+            with _private.only_metrics(container, every - chained), tf.device(devices[0]):
+                whole = _gathered(batch, outputs, masks, devices)
+                container.update_state(y, whole, sample_weight=sample_weight)
+
+    def _additive(
+        self, container: keras.metrics.Metric, batch: SplitBatch, outputs: Any
+    ) -> set[int]:
+        """Identities of the metrics that add up over rows in every use that `compile` makes."""
+        _, y, sample_weight = batch.parts[0]
+        calls = _private.metric_calls(container, y, outputs, sample_weight)
+        for metric, y_true, y_pred in calls:
+            key = (id(metric), _spec(y_true), _spec(y_pred))
+            if key not in self._known:
+                self._known[key] = adds_up(metric, y_true, y_pred)
+        coupled = {
+            id(metric)
+            for metric, y_true, y_pred in calls
+            if not self._known[id(metric), _spec(y_true), _spec(y_pred)]
+        }
+        return {id(metric) for metric, _, _ in calls} - coupled
+
+
+def adds_up(metric: keras.metrics.Metric, y_true: Any, y_pred: Any) -> bool:
+    """Whether it is known that updates with parts of a batch equal one with the whole batch.
+
+    Args:
+        metric: A compiled metric.
+        y_true: Targets that it gets, or their spec.
+        y_pred: Predictions that it gets, or their spec. Of rank 1 they may be taken for one row
+            (a mean over the last dim is one over the batch), so nothing is known.
+    """
+    if type(metric) not in STREAMING or y_true is None or (y_pred.shape.rank or 0) < 2:
+        return False
+    function = _private.wrapped_function(metric)
+    if function is None:
+        return True
+    # A user's function may look at other rows even where it gives one value per row.
+    return type(metric) is not keras.metrics.MeanMetricWrapper and _gives_rows(
+        function, y_true, y_pred
+    )
+
+
+def _gives_rows(function: Any, *data: Any) -> bool:
+    """Whether a function of Keras gives a value, or several, for each row: its axis may be 0."""
+
+    def rows_of(count: int) -> int | None:
+        specs = [tf.TensorSpec((count, *tensor.shape[1:]), tensor.dtype) for tensor in data]
+        with tf.init_scope():
+            traced = tf.function(function, autograph=False).get_concrete_function(*specs)
+        return traced.output_shapes[0] if traced.output_shapes.rank else None
+
+    return all(rows_of(count) == count for count in (2, 3))
+
+
+def _spec(tensor: Any) -> Any:
+    return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+
+
+def _gathered(
     batch: SplitBatch,
     outputs: Sequence[Any],
     masks: Sequence[Sequence[Any]],
     devices: Sequence[str],
-) -> dict[str, Any]:
-    """Updates the compiled metrics and returns the logs of the step.
-
-    Args:
-        model: The compiled model.
-        batch: The batch that the replicas saw.
-        outputs: Model outputs per replica.
-        masks: Keras masks of the flat outputs, per replica.
-        devices: The device on which each replica's outputs are.
-
-    Returns:
-        What `compute_metrics` returns on one device.
-    """
-    if overrides(model, "compute_metrics"):
-        x, y, sample_weight = batch.whole
-        whole = attach_masks(join(list(outputs), batch.counts), join_masks(masks, batch))
-        return model.compute_metrics(x, y, whole, sample_weight)
-    container = _private.compiled_metrics(model)
-    if container is not None:
-        _chain(container, batch, outputs, masks, devices)
-    return model.get_metrics_result()
+) -> Any:
+    """The outputs for the whole batch, with their masks, on the first replica's device."""
+    with tf.device(devices[0]):
+        return attach_masks(join(list(outputs), batch.counts), join_masks(masks, batch))
 
 
 def join_masks(masks: Sequence[Sequence[Any]], batch: SplitBatch) -> list[Any]:
@@ -67,6 +170,7 @@ def _chain(
     masks: Sequence[Sequence[Any]],
     devices: Sequence[str],
 ) -> None:
+    """Feeds the replicas' parts through one state, one after the other."""
     variables = container.variables
     state = [tf.convert_to_tensor(v.value) for v in variables]
     for r, device in enumerate(devices):

@@ -41,6 +41,7 @@ class Step:
         self.topology: Topology = parallel.topology
         self.runner = runner
         self.custom_loss = metrics.overrides(self.model, "compute_loss")
+        self.metrics = metrics.MetricUpdates(self.model)
 
     @property
     def update(self) -> DistributedUpdate:
@@ -167,8 +168,7 @@ class Step:
             for k in range(count)
         ]
         metrics.track_loss(self.model, batch, loss, terms)
-        return metrics.update_metrics(
-            self.model,
+        return self.metrics.update(
             batch,
             [r["outputs"] for r in results],
             [r["masks"] for r in results],

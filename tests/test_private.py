@@ -198,6 +198,51 @@ def test_compiled_metrics():
     assert _private.compiled_metrics(compiled()) is None
 
 
+def metrics_twice() -> tuple[keras.Model, list[keras.metrics.Metric]]:
+    model = compiled(metrics=["mae", "mse"], weighted_metrics=["mape"])
+    return model, _private.compiled_metrics(model).metrics
+
+
+def test_only_metrics():
+    model, (first, second, weighted) = metrics_twice()
+    container = _private.compiled_metrics(model)
+    container.reset_state()
+    x, y = data(4)
+    with _private.only_metrics(container, {id(second), id(weighted)}):
+        assert len(container.variables) == 4
+        container.update_state(y, y + 1.0, sample_weight=np.ones(4))
+    assert [float(metric.count) for metric in (first, second, weighted)] == [0, 4, 4]
+    assert container.metrics == [first, second, weighted]
+    assert [*container.result()] == ["mae", "mse", "mape"]
+
+
+def test_replaced_metrics():
+    model, metrics = metrics_twice()
+    container = _private.compiled_metrics(model)
+    entries = container._flat_metrics
+    with _private.replaced_metrics(container, lambda entry: None):
+        assert container.metrics == []
+    assert container._flat_metrics is entries
+    assert container.metrics == metrics
+
+
+def test_metric_calls():
+    model, metrics = metrics_twice()
+    container = _private.compiled_metrics(model)
+    before = [float(v) for v in container.variables]
+    y, y_pred = tf.ones((4, 3)), tf.zeros((4, 3))
+    calls = _private.metric_calls(container, y, y_pred, None)
+    assert [metric for metric, _, _ in calls] == metrics
+    assert all(a is y and b is y_pred for _, a, b in calls)
+    assert [float(v) for v in container.variables] == before
+
+
+def test_wrapped_function():
+    cosine = _private.wrapped_function(keras.metrics.CosineSimilarity(axis=0))
+    assert cosine(tf.ones((4, 3)), tf.ones((4, 3))).shape == (3,)
+    assert _private.wrapped_function(keras.metrics.AUC()) is None
+
+
 def test_tf_variable():
     variable = keras.Variable(np.ones(3), name="w")
     found = _private.tf_variable(variable)
