@@ -31,6 +31,7 @@ from kdist.pipeline.config import PipelineConfig  # noqa: E402
 from kdist.pipeline.model import PipelineModel  # noqa: E402
 from kdist.pipeline.stages import set_stage  # noqa: E402
 from kdist.plan import Plan  # noqa: E402
+from kdist.verification import Verification, VerificationError, verify  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,8 @@ __all__ = [
     "PowerSGD",
     "ShardedOptimizer",
     "StateFormatConfig",
+    "Verification",
+    "VerificationError",
     "apply_gradients",
     "callbacks",
     "comm",
@@ -61,4 +64,5 @@ __all__ = [
     "set_parallel_optimizer",
     "set_stage",
     "shard",
+    "verify",
 ]

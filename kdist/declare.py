@@ -96,10 +96,7 @@ def shard(
     out = None if out_strategy is None else _one_operand(out_strategy)
     if isinstance(target, keras.layers.Layer):
         operands = None if in_strategy is None else split_operands(in_strategy, "in_strategy")
-        declaration = ShardDeclaration(operands, out, _check_weights(weights))
-        # Past the layer's own __setattr__ and Keras's tracker: a declaration is no state of it.
-        object.__setattr__(target, _ATTRIBUTE, declaration)
-        return target
+        return declare(target, ShardDeclaration(operands, out, _check_weights(weights)))
     if not isinstance(target, keras.KerasTensor | tf.Tensor):
         raise ValueError(
             "shard takes a keras layer, a KerasTensor, or a tensor inside a layer's call. For a "
@@ -119,6 +116,13 @@ def shard(
     from kdist import spmd
 
     return spmd.relayout_active(target, out)
+
+
+def declare(layer: keras.layers.Layer, declaration: ShardDeclaration) -> keras.layers.Layer:
+    """Stores a declaration on a layer, in place of an earlier one; returns the layer."""
+    # Past the layer's own __setattr__ and Keras's tracker: a declaration is no state of it.
+    object.__setattr__(layer, _ATTRIBUTE, declaration)
+    return layer
 
 
 def declaration_of(layer: keras.layers.Layer) -> ShardDeclaration | None:

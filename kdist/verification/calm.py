@@ -1,0 +1,63 @@
+"""The layers that may rightly differ between one device and replicas, and switching them off.
+
+Random layers draw other masks: every replica has a stream of its own, and over inner axes masks
+depend on the layout. `BatchNormalization` takes its statistics from the rows it is given. Both are
+called as in inference, on both sides: random layers draw nothing, and `BatchNormalization` uses the
+moving statistics, which are the same. What then still differs has another cause.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from kdist import _private_models
+
+import keras
+
+
+def random_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """Layers that have a seed generator and know a `training` argument."""
+    return [
+        layer
+        for layer in _private_models.flat_layers(model)
+        if _private_models.takes_training(layer)
+        and any(isinstance(v, keras.random.SeedGenerator) for v in vars(layer).values())
+    ]
+
+
+def statistic_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """`BatchNormalization` layers that normalise with the batch's statistics."""
+    return [
+        layer
+        for layer in _private_models.flat_layers(model)
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and layer.trainable  # frozen ones use the moving statistics anyway
+    ]
+
+
+def calm(layers: list[keras.layers.Layer]) -> None:
+    """Makes layers behave, for ever, as in inference, whatever `training` they are called with.
+
+    Args:
+        layers: Layers of a twin.
+    """
+    for layer in layers:
+        own: Any = type(layer)
+        layer.__class__ = _in_inference(own)
+
+
+@functools.cache
+def _in_inference(base: Any) -> Any:
+    """A subclass whose `call` always has `training=False`."""
+    inner = base.call
+    signature = inspect.signature(inner)
+
+    @functools.wraps(inner)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.arguments["training"] = False
+        return inner(*bound.args, **bound.kwargs)
+
+    return type(base.__name__, (base,), {"call": call, "__module__": base.__module__})

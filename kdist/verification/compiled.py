@@ -1,0 +1,120 @@
+"""What `compile` gave a model, for its twin: losses, metrics, and the optimizer with its state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kdist import _private_optimizers, _private_twins
+from kdist.optimizer.wrappers import unwrap
+from kdist.verification.twin import NoTwin
+
+import keras
+import tensorflow as tf
+
+
+def compile_alike(
+    model: keras.Model, twin: keras.Model, policy: str, lossless: bool = False
+) -> None:
+    """Compiles a twin as a model was, with objects of its own; the optimizer is not built.
+
+    Args:
+        model: The compiled model.
+        twin: Its twin; parallelized already, if it will be.
+        policy: The twin's dtype policy.
+        lossless: Whether moments that are kept in 16 bits are not.
+
+    Raises:
+        NoTwin: A loss, a metric or the optimizer cannot be made again, or `compile` is overridden.
+    """
+    if type(model).compile is not keras.Model.compile:
+        raise NoTwin("its class has a `compile` of its own, whose arguments are not known")
+    options = _private_twins.compile_options(model)
+    dtype = "float64" if policy == "float64" else "float32"
+    twin.compile(
+        optimizer=optimizer_again(model.optimizer, dtype, lossless),
+        loss=_each(options["loss"], dtype),
+        loss_weights=options["loss_weights"],
+        metrics=_each(options["metrics"], dtype),
+        weighted_metrics=_each(options["weighted_metrics"], dtype),
+        run_eagerly=bool(options["run_eagerly"]),
+        jit_compile=False,
+        auto_scale_loss=False,
+    )
+
+
+def _each(given: Any, dtype: str) -> Any:
+    """Losses or metrics in their structure; names and functions as they are."""
+    if isinstance(given, dict):
+        return {key: _each(value, dtype) for key, value in given.items()}
+    if isinstance(given, list | tuple):
+        return [_each(value, dtype) for value in given]
+    if isinstance(given, keras.Loss):
+        return _private_twins.loss_in(given, dtype)
+    if isinstance(given, keras.Metric):
+        return _metric_again(given, dtype)
+    return given
+
+
+def _metric_again(metric: keras.Metric, dtype: str) -> keras.Metric:
+    config = metric.get_config()
+    if "dtype" in config:
+        config["dtype"] = dtype
+    own = type(metric)
+    try:
+        with _private_twins.own_lambdas(), keras.saving.custom_object_scope({own.__name__: own}):
+            return own.from_config(config)
+    except Exception as error:  # whatever the user's own constructor raises
+        raise NoTwin(
+            f"its metric {metric.name!r} cannot be made again from its configuration"
+        ) from error
+
+
+def optimizer_again(optimizer: Any, dtype: str, lossless: bool) -> Any:
+    """An optimizer with the same settings, not built.
+
+    Loss scaling is left out in float64, which needs none.
+    """
+    if optimizer is None:
+        return None
+    if dtype == "float64" and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    own: Any = _private_optimizers.own_class(optimizer)
+    config = optimizer.get_config()
+    if lossless and "state_format" in config:
+        config["state_format"] = {}
+    try:
+        with _private_twins.own_lambdas():
+            return own.from_config(config)
+    except Exception as error:  # whatever the user's own constructor raises
+        raise NoTwin(
+            f"its optimizer {own.__name__} cannot be made again from its configuration"
+        ) from error
+
+
+def copy_optimizer(model: keras.Model, twin: keras.Model) -> None:
+    """Builds a twin's optimizer and copies its state, and which weights are not decayed.
+
+    Raises:
+        NoTwin: The state has another form.
+    """
+    mine, again = unwrap(model.optimizer), unwrap(twin.optimizer)
+    if twin.optimizer is None:
+        return
+    excluded = _private_twins.not_decayed(mine.inner, model.trainable_variables)
+    if excluded is not None:
+        keys = {id(v) for v in excluded}
+        pairs = zip(model.trainable_variables, twin.trainable_variables)
+        chosen = [other for v, other in pairs if id(v) in keys]
+        _private_optimizers.exclude_from_decay(again.inner, chosen)
+    if not again.inner.built:
+        with _private_optimizers.build_scope(twin.optimizer):
+            twin.optimizer.build(twin.trainable_variables)
+    if not model.optimizer.built:
+        return
+    source, target = mine.inner.variables, again.inner.variables
+    if again.loss_scale is not None and mine.loss_scale is not None:
+        source, target = mine.loss_scale.variables, again.loss_scale.variables
+    if [tuple(v.shape) for v in source] != [tuple(v.shape) for v in target]:
+        raise NoTwin("its optimizer's state has another form when made again")
+    for variable, copied in zip(source, target):
+        copied.assign(tf.cast(tf.convert_to_tensor(variable.value), copied.dtype))

@@ -1,0 +1,43 @@
+"""What users declared on the layers of a model, for its twin."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from kdist.config import ParallelConfig
+from kdist.declare import declarations, declare
+from kdist.fusion import comm_fusion
+from kdist.optimizer.sharded import parallel_optimizer
+from kdist.pipeline.stages import stage_setting
+from kdist.settings import Setting
+
+import keras
+
+SETTINGS: tuple[Setting, ...] = (comm_fusion, parallel_optimizer, stage_setting)
+
+
+def copy_declarations(model: keras.Model, pair: Callable[[Any], Any]) -> None:
+    """Declares on a twin what `shard`, `set_stage` and the other settings said of a model.
+
+    Args:
+        model: The model.
+        pair: Its layers and variables to the twin's; None for others.
+    """
+    for layer, declaration in declarations(model):
+        declare(pair(layer), declaration)
+    for setting in SETTINGS:
+        for target, value in setting.given():
+            again = pair(target)
+            if again is not None:
+                setting.set(again, value)
+
+
+def config_for(config: ParallelConfig, pair: Callable[[Any], Any]) -> ParallelConfig:
+    """A model's configuration, for its twin: stages are lists of the twin's layers."""
+    pipeline = config.pipeline
+    if pipeline is not None and isinstance(pipeline.stages, tuple):
+        lists = tuple(tuple(pair(layer) for layer in row) for row in pipeline.stages)
+        pipeline = dataclasses.replace(pipeline, stages=lists)
+    return dataclasses.replace(config, pipeline=pipeline)

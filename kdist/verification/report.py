@@ -1,0 +1,127 @@
+"""What `kdist.verify` returns: a frozen report that prints itself."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kdist.verification.tolerance import Difference, Tolerance
+
+from rich.console import Console
+from rich.table import Table
+
+SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """Whether a batch gives over the mesh what it gives on one device.
+
+    Example:
+        >>> report = kdist.verify(model, x, y)
+        >>> assert report.ok, report
+    """
+
+    ok: bool
+    """True if nothing differs, or if what differs is put down to layers or settings that differ by
+    design: without them, in a second comparison, nothing does."""
+
+    differences: tuple[Difference, ...]
+    """What is out of tolerance, worst first: in the comparison of the model as it is."""
+
+    cause: str
+    """The likely cause, "" where nothing differs."""
+
+    first_layer: str | None
+    """The first layer whose outputs differ between the whole batch and the rows of each replica."""
+
+    explained_by: tuple[str, ...]
+    """Layers and settings that the differences are put down to; empty if they are not."""
+
+    unexplained: tuple[Difference, ...]
+    """What differs in the second comparison too, worst first."""
+
+    dtype: str
+    """The dtype policy that was compared in."""
+
+    way: str
+    """What was compared: twins of the model, or the model itself, and why."""
+
+    compared: Mapping[str, int]
+    """Number of arrays of each kind that were compared."""
+
+    tolerance: Tolerance
+    """How far the two runs may be apart."""
+
+    seconds: float
+    """How long it took."""
+
+    notes: tuple[str, ...] = ()
+    """What else the user should know."""
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        self.summary(Console(file=text, width=100, no_color=True))
+        return text.getvalue().rstrip()
+
+    def summary(self, console: Console | None = None) -> None:
+        """Prints the report.
+
+        Args:
+            console: Where to print; standard output by default.
+        """
+        console = console or Console()
+        console.print(self._verdict(), markup=False, highlight=False)
+        counts = ", ".join(f"{kind} {n}" for kind, n in self.compared.items())
+        lines = [f"arrays compared: {counts}", f"tolerance: {self.tolerance}", f"how: {self.way}"]
+        lines += [f"first layer that differs: {self.first_layer}"] if self.first_layer else []
+        lines += [f"note: {note}" for note in self.notes]
+        for line in lines:
+            console.print(f"  {line}", markup=False, highlight=False)
+        if self.differences:
+            console.print(_table(self.differences, "as it is"))
+        if self.unexplained and self.unexplained != self.differences:
+            console.print(_table(self.unexplained, "in the second comparison"))
+
+    def _verdict(self) -> str:
+        took = f"{self.dtype}, {self.seconds:.1f} s"
+        if not self.differences:
+            return f"Equal to one device ({took})."
+        count = len(self.differences)
+        what = f"{count} array{'s' * (count > 1)} differ{'s' * (count == 1)} from one device"
+        if self.ok:
+            return f"Equal to one device but for what differs by design ({took}). {self.cause}"
+        return f"NOT equal to one device: {what} ({took}). Likely cause: {self.cause}"
+
+
+def _table(differences: tuple[Difference, ...], title: str) -> Table:
+    shown = min(SHOWN, len(differences))
+    table = Table(
+        title=f"{title}, worst first: {shown} of {len(differences)}", title_justify="left"
+    )
+    table.add_column("what")
+    table.add_column("name", overflow="fold")
+    table.add_column("relative error", justify="right")
+    table.add_column("allowed", justify="right")
+    table.add_column("where", overflow="fold")
+    for d in differences[:SHOWN]:
+        allowed = f"{d.allowed / d.scale:.0e}" if d.scale else f"{d.allowed:.0e} absolute"
+        table.add_row(d.kind, d.name, f"{d.relative:.1e}", allowed, d.text)
+    return table
+
+
+class VerificationError(Exception):
+    """Training was refused because the mesh does not give what one device gives.
+
+    Attributes:
+        verification: The report.
+    """
+
+    def __init__(self, verification: Verification) -> None:
+        super().__init__(
+            "verify='first_step' compared the first batch with one device before any update, and "
+            f"refuses to train.\n{verification}\nRemove the cause, or set verify=None in "
+            "ParallelConfig to train anyway. Received: verify='first_step'"
+        )
+        self.verification = verification

@@ -1,0 +1,193 @@
+"""A twin: the model made again from its configuration, in float64, with the same weights and state.
+
+What is compared is then what users get, through `compile`, `train_on_batch` and the rest, and the
+model itself is only read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kdist import _private, _private_models, _private_twins
+from kdist.contract import as_spec, is_built
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+FLOATING = ("float16", "bfloat16", "float32", "mixed_float16", "mixed_bfloat16")
+
+
+class NoTwin(Exception):
+    """The model cannot be made again; the message says why."""
+
+
+@contextlib.contextmanager
+def precision(policy: str) -> Iterator[None]:
+    """Meanwhile, new layers have a dtype policy, and losses and metrics its variables' dtype."""
+    floatx, before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64" if policy == "float64" else "float32")
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(before)
+
+
+@contextlib.contextmanager
+def chance_kept() -> Iterator[None]:
+    """Meanwhile, random numbers may be drawn; then Python's and NumPy's go on as if none was."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def rewritten(config: Any, policy: str) -> Any:
+    """A configuration of layers with every floating dtype, and dtype policy, replaced.
+
+    Args:
+        config: As `get_config` gives it.
+        policy: The dtype policy to replace with, such as "float64".
+
+    Example:
+        >>> rewritten({"units": 3, "dtype": "float32"}, "float64")
+        {'units': 3, 'dtype': 'float64'}
+    """
+    if isinstance(config, dict):
+        if config.get("class_name") == "DTypePolicy":
+            name = config["config"]["name"]
+            return {**config, "config": {"name": policy if name in FLOATING else name}}
+        return {
+            key: policy
+            if key in ("dtype", "default_policy") and isinstance(value, str) and value in FLOATING
+            else rewritten(value, policy)
+            for key, value in config.items()
+        }
+    if isinstance(config, list | tuple):
+        return type(config)(rewritten(value, policy) for value in config)
+    return config
+
+
+def make_twin(model: keras.Model, policy: str, x: Any) -> keras.Model:
+    """Makes a model again and copies its weights and state.
+
+    Call it, and use the twin, within `precision(policy)`.
+
+    Args:
+        model: A built model, parallelized or not.
+        policy: "float64", or the model's own dtype policy.
+        x: The inputs that the twin will see.
+
+    Returns:
+        A plain Keras model, not parallelized, not compiled.
+
+    Raises:
+        NoTwin: The configuration does not say all that the model is.
+    """
+    try:
+        with _private_twins.own_lambdas(), _private_twins.names_kept():
+            twin = _again(model, policy)
+            if not is_built(twin):
+                spec = keras.tree.map_structure(as_spec, x)
+                _private.keras_backend.compute_output_spec(twin, spec)
+    except Exception as error:  # whatever the user's own constructors raise
+        raise NoTwin(f"it cannot be made again from its configuration ({_short(error)})") from error
+    _check_alike(model, twin)
+    _copy_model(model, twin)
+    return twin
+
+
+def _again(model: keras.Model, policy: str) -> keras.Model:
+    """The model from its configuration; what is not registered with Keras is found by name."""
+    own = type(model)
+    config = model.get_config()
+    if policy == "float64":
+        config = rewritten(config, policy)
+    with keras.saving.custom_object_scope(_own_objects(model)):
+        if _private_models.functional_of(model) is None and "layers" not in config:
+            config = _accepted(own, config)
+        return own.from_config(config)
+
+
+def _accepted(own: type, config: dict[str, Any]) -> dict[str, Any]:
+    """What a constructor takes of what Keras adds to every configuration."""
+    parameters = inspect.signature(own).parameters
+    if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+        return config
+    added = {"name", "trainable", "dtype"} - set(parameters)
+    return {key: value for key, value in config.items() if key not in added}
+
+
+def _own_objects(model: keras.Model) -> dict[str, Any]:
+    """Classes and functions of a model by name, for those that are not registered."""
+    found: dict[str, Any] = {}
+    for layer in _private_models.flat_layers(model):
+        if not type(layer).__module__.startswith("keras."):
+            found[type(layer).__name__] = type(layer)
+        for value in vars(layer).values():
+            if isinstance(value, types.FunctionType) and value.__name__ != "<lambda>":
+                found.setdefault(value.__name__, value)
+    return found
+
+
+def _check_alike(model: keras.Model, twin: keras.Model) -> None:
+    """Refuses a twin with other layers or variables."""
+    mine = [type(layer).__name__ for layer in _private_models.flat_layers(model)]
+    other = [type(layer).__name__ for layer in _private_models.flat_layers(twin)]
+    if mine != other:
+        raise NoTwin(f"made again it has {len(other)} layers instead of {len(mine)}, or other ones")
+    shapes = [tuple(v.shape) for v in model.variables]
+    if shapes != [tuple(v.shape) for v in twin.variables]:
+        raise NoTwin("made again it has other variables, as after enable_lora or quantize")
+
+
+def _copy_model(model: keras.Model, twin: keras.Model) -> None:
+    """Copies flags, paths and values."""
+    pairs = zip(_private_models.flat_layers(model), _private_models.flat_layers(twin))
+    for layer, again in pairs:
+        if again.trainable != layer.trainable:
+            again.trainable = layer.trainable
+    for variable, again in zip(model.variables, twin.variables):
+        if again.trainable != variable.trainable:
+            again.trainable = variable.trainable
+        _private.rename(again, variable)
+        again.assign(tf.cast(tf.convert_to_tensor(variable.value), again.dtype))
+
+
+def batch_in(dtype: str, data: Any) -> Any:
+    """A batch with its floating arrays in a dtype; others as they are, absent ones None."""
+
+    def convert(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if isinstance(leaf, tf.SparseTensor | tf.RaggedTensor):
+            floating = leaf.dtype.is_floating
+            return tf.cast(leaf, dtype) if floating else leaf
+        leaf = tf.convert_to_tensor(leaf)
+        return tf.cast(leaf, dtype) if leaf.dtype.is_floating else leaf
+
+    return keras.tree.map_structure(convert, data)
+
+
+def paired(model: keras.Model, twin: keras.Model) -> Callable[[Any], Any]:
+    """Maps a layer or a variable of a model to the twin's; None for what is not the model's."""
+    layers = zip(_private_models.flat_layers(model), _private_models.flat_layers(twin))
+    table = {id(one): again for one, again in layers}
+    table.update((id(one), again) for one, again in zip(model.variables, twin.variables))
+    return lambda target: table.get(id(target))
+
+
+def _short(error: BaseException) -> str:
+    """The first line of an error, not too long."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return text if len(text) <= 160 else f"{text[:157]}..."

@@ -1,0 +1,58 @@
+"""See `tests/test_private.py`; for `kdist._private_twins`."""
+
+from __future__ import annotations
+
+from kdist import _private_twins
+
+import keras
+import numpy as np
+
+
+def test_own_lambdas():
+    layer = keras.layers.Lambda(lambda t: 2 * t, name="twice")
+    with _private_twins.own_lambdas():
+        again = keras.layers.Lambda.from_config(layer.get_config())
+    np.testing.assert_array_equal(again(np.ones((1, 2))), 2 * np.ones((1, 2)))
+
+
+def test_names_kept():
+    keras.layers.Dense(1)
+    first = keras.layers.Dense(1).name
+    with _private_twins.names_kept():
+        assert keras.layers.Dense(1).name == "dense"
+    following = keras.layers.Dense(1).name
+    assert int(following.rsplit("_", 1)[1]) == int(first.rsplit("_", 1)[1]) + 1
+
+
+def test_loss_in():
+    loss = keras.losses.MeanSquaredError(name="mine", reduction="sum")
+    again = _private_twins.loss_in(loss, "float64")
+    assert (again.dtype, again.name, again.reduction) == ("float64", "mine", "sum")
+    assert again(np.zeros((2, 1)), np.ones((2, 1))).dtype == "float64"
+    assert loss.dtype == "float32"
+
+
+def test_compile_options():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD()
+    model.compile(optimizer, "mse", metrics=["mae"])
+    options = _private_twins.compile_options(model)
+    assert options["optimizer"] is optimizer
+    assert (options["loss"], options["metrics"]) == ("mse", ["mae"])
+    assert set(options) >= {"loss_weights", "weighted_metrics", "run_eagerly"}
+
+
+def test_not_decayed():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    kernel, bias = model.trainable_variables
+    optimizer = keras.optimizers.AdamW()
+    assert _private_twins.not_decayed(optimizer, [kernel, bias]) is None
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    assert _private_twins.not_decayed(optimizer, [kernel, bias]) == [bias]
+
+
+def test_added_losses():
+    layer = keras.layers.ActivityRegularization(l1=1.0)
+    layer(np.ones((2, 2)))
+    assert [float(v) for v in _private_twins.added_losses(layer)] == [2.0]
+    assert _private_twins.added_losses(keras.layers.Dense(1)) == []

@@ -1,0 +1,243 @@
+"""`kdist.verify`: equal is found equal; what is broken is found, and named."""
+
+import random
+
+import kdist
+from kdist.verification.cause import likely_cause
+from kdist.verification.study import Study
+from kdist.verification.tolerance import Difference
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from .equivalence import zoo
+from .equivalence.harness import Run, compiled, precision
+from .equivalence.matrix import product, spread
+
+MESHES = {
+    "data2": {"data": 2},
+    "data4": {"data": 4},
+    "data2_model2": {"data": 2, "model": 2},
+    "pipe2_data2": {"pipe": 2, "data": 2},
+    "pipe2_data2_model2": {"pipe": 2, "data": 2, "model": 2},
+}
+
+
+def zoo_model(case, mesh, dtype="float32", **config):
+    if "pipe" in mesh:
+        config.setdefault("pipeline", kdist.PipelineConfig(micro_batches=2))
+    run = Run(
+        case=case,
+        mesh_axes=mesh,
+        optimizer=lambda **options: keras.optimizers.Adam(0.01, **options),
+        config=config,
+        dtype=dtype,
+    )
+    with precision(dtype):
+        return compiled(run, "kdist")
+
+
+def small(*middle, axes=None, loss="mse", metrics=(), **config):
+    """A compiled model of two Dense layers with something in between."""
+    inputs = keras.Input((6,), name="features")
+    x = layers.Dense(8, activation="tanh", name="up")(inputs)
+    for layer in middle:
+        x = layer(x)
+    model = keras.Model(inputs, layers.Dense(2, name="down")(x), name="small")
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(**axes or {"data": 2}), **config))
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=list(metrics))
+    return model
+
+
+def batch(rows=6):
+    rng = np.random.default_rng(0)
+    # A mean that drifts along the rows: the replicas' parts are unlike each other.
+    x = rng.normal(size=(rows, 6)) + np.linspace(-1, 1, rows)[:, None]
+    return x.astype("float32"), rng.normal(size=(rows, 2)).astype("float32")
+
+
+EQUAL = product([c for c in zoo.ZOO if not c.has_batchnorm], MESHES)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    spread(
+        [(case.name, mesh) for case, mesh in EQUAL],
+        [("two_tower", "data4"), ("mlp", "data2_model2")],
+    ),
+)
+def test_the_zoo_is_equal_to_one_device(name, mesh):
+    case = zoo.BY_NAME[name]
+    model = zoo_model(case, MESHES[mesh])
+    report = kdist.verify(model, *case.data(3, 7))
+    assert report.ok and report.differences == (), report
+    assert report.dtype == "float64"
+    assert min(report.compared[kind] for kind in ("output", "loss", "gradient", "slot")) > 0
+    assert "Equal to one device" in str(report)
+
+
+LEVELS = [(case.name, level) for case in (zoo.MLP, zoo.GPT) for level in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("name", "level"), spread(LEVELS, [("mlp", 3)]))
+def test_levels_are_equal_to_one_device(name, level):
+    case = zoo.BY_NAME[name]
+    optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0)
+    report = kdist.verify(zoo_model(case, {"data": 4}, optimizer=optimizer), *case.data(3, 8))
+    assert report.ok and report.differences == (), report
+
+
+def observable(model):
+    """Everything that must stay, bit by bit."""
+    variables = [*model.variables, *model.optimizer.variables]
+    for metric in model.metrics:
+        variables += metric.variables
+    return [keras.ops.convert_to_numpy(v) for v in variables]
+
+
+def test_nothing_of_the_model_changes():
+    metrics = [keras.metrics.MeanAbsoluteError(name="error")]
+    noise = layers.Dropout(0.3, name="noise"), layers.BatchNormalization(name="norm")
+    model = small(*noise, metrics=metrics)
+    x, y = batch()
+    model.fit(x, y, epochs=2, verbose=0)
+    before, floatx = observable(model), keras.config.floatx()
+    layers.Dense(1)
+    number = int(layers.Dense(1).name.split("_")[-1])
+    draws = random.getstate(), np.random.get_state()[1].tolist()
+    report = kdist.verify(model, x, y)
+    assert report.ok, report
+    after = observable(model)
+    assert len(before) == len(after)
+    for a, b in zip(before, after):
+        np.testing.assert_array_equal(a, b)
+        assert a.dtype == b.dtype
+    assert keras.config.floatx() == floatx
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == draws
+    assert int(layers.Dense(1).name.split("_")[-1]) == number + 1, "a name was used up"
+
+
+def test_dropout_and_batch_normalization_are_named():
+    noise = layers.Dropout(0.3, name="noise"), layers.BatchNormalization(name="norm")
+    report = kdist.verify(small(*noise), *batch())
+    assert report.ok and report.differences
+    assert report.explained_by == ("noise", "norm")
+    assert report.first_layer == "noise"
+    assert report.unexplained == ()
+    assert "noise" in report.cause and "norm" in report.cause
+    assert "by design" in str(report)
+
+
+def test_batch_normalization_on_one_replica_is_no_excuse():
+    report = kdist.verify(small(layers.BatchNormalization(), axes={"model": 2}), *batch())
+    assert report.ok and report.differences == () == report.explained_by
+
+
+class Centre(layers.Layer):
+    """Takes the mean over the batch off."""
+
+    def call(self, inputs):
+        return inputs - ops.mean(inputs, axis=0, keepdims=True)
+
+
+def test_a_layer_in_which_rows_meet_is_named():
+    noise, centre = layers.Dropout(0.3, name="noise"), Centre(name="centre")
+    report = kdist.verify(small(centre, noise), *batch())
+    assert not report.ok
+    assert report.first_layer == "centre"
+    assert "'centre'" in report.cause and "Centre" in report.cause
+    assert report.explained_by == ()
+    assert "NOT equal" in str(report)
+
+
+def test_a_dropped_gradient_is_named(monkeypatch):
+    from kdist import plain
+
+    whole = plain.PlainGradients.unit
+
+    def dropped(self, variable, unit):
+        """One replica's gradient alone, of the second layer's kernel."""
+        if self.entries[variable].variable.path.endswith("down/kernel"):
+            self.gradients = {0: self.gradients[0]}
+        return whole(self, variable, unit)
+
+    monkeypatch.setattr(plain.PlainGradients, "unit", dropped)
+    report = kdist.verify(small(), *batch())
+    assert not report.ok
+    kinds = {d.kind for d in report.differences}
+    assert "gradient" in kinds and not kinds & {"output", "loss"}
+    assert "down/kernel" in report.cause and "gradient" in report.cause
+    assert report.first_layer is None
+
+
+def test_a_wrong_share_of_the_loss_is_named(monkeypatch):
+    from kdist import plain
+
+    monkeypatch.setattr(plain, "row_shares", lambda b: [tf.constant(0.6, tf.float64)] * 2)
+    report = kdist.verify(small(), *batch())
+    assert not report.ok
+    assert "loss term 'loss'" in report.cause
+
+
+class Penalty(layers.Layer):
+    """Adds a sum over rows to the loss."""
+
+    def call(self, inputs):
+        self.add_loss(ops.sum(ops.square(inputs)))
+        return inputs
+
+
+def test_a_sum_given_to_add_loss_is_named():
+    report = kdist.verify(small(Penalty(name="penalty")), *batch())
+    assert not report.ok
+    assert "'penalty'" in report.cause and "loss_from_layers='sum'" in report.cause
+    summed = kdist.verify(small(Penalty(name="penalty"), loss_from_layers="sum"), *batch())
+    assert summed.ok and summed.differences == (), summed
+
+
+def test_compression_is_named_only_if_the_rest_is_equal(monkeypatch):
+    compression = kdist.CompressionConfig(rest="bf16")
+    report = kdist.verify(small(compression=compression), *batch())
+    assert report.ok and report.differences
+    assert report.explained_by == ("compression",)
+    assert {d.kind for d in report.differences} <= {"weight", "slot"}
+    broken = kdist.verify(small(Centre(name="centre"), compression=compression), *batch())
+    assert not broken.ok and broken.explained_by == ()
+    assert "'centre'" in broken.cause
+
+
+def difference(kind, name="x"):
+    return Difference(kind, name, 1.0, 1.0, 1e-9, "")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "text"),
+    [
+        (["output", "loss", "gradient"], "parallel execution"),
+        (["loss", "gradient", "weight"], "loss term"),
+        (["gradient", "weight", "slot"], "gradient of"),
+        (["weight", "metric"], "update"),
+        (["slot"], "update"),
+        (["metric", "state"], "metric"),
+        (["state"], "state"),
+        ([], ""),
+    ],
+)
+def test_the_cause_is_where_differences_begin(kinds, text):
+    cause = likely_cause([difference(kind) for kind in kinds], Study())
+    assert text in cause and bool(cause) == bool(kinds)
+
+
+def test_what_cannot_be_verified_is_refused():
+    with pytest.raises(ValueError, match="plain Keras model"):
+        kdist.verify(keras.Sequential([keras.Input((2,)), layers.Dense(1)]), *batch())
+    model = small()
+    with pytest.raises(ValueError, match="dtype='half'"):
+        kdist.verify(model, *batch(), dtype="half")
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    with pytest.raises(ValueError, match="model.compile"):
+        kdist.verify(model, *batch())
