@@ -51,7 +51,8 @@ class ParallelConfig:
     same for its model."""
 
     fusion: FusionConfig = FusionConfig()
-    """Which gradients, and which gathered parameters, travel together."""
+    """Which gradients, and their new values, travel together. What level 3 gathers does not: each
+    parameter is gathered by itself."""
 
     compression: CompressionConfig | None = None
     """How gradients travel over the data axis: cast to 16 bits, or as low-rank factors. None: as

@@ -281,6 +281,7 @@ class Parallel(SteppedModel):
                 self.optimizer_config,
                 self.classes(),
             )
+            self.warn_without_effect()
 
     def step_for(self, example: Any) -> Step:
         """The steps behind the functions for custom loops.
