@@ -67,6 +67,10 @@ class ParallelConfig:
     each replica's number of examples, right for values that are means over examples, which
     includes Keras's activity regularizers. `"sum"`: added, right for sums over examples."""
 
+    verify: Literal["first_step"] | None = None
+    """`"first_step"`: the first training batch is compared with one device before any update, and
+    training is refused with a `kdist.VerificationError` where they differ. See `kdist.verify`."""
+
     def __post_init__(self) -> None:
         topology = self.topology
         read_layout_map(self.layout_map, topology)
@@ -98,6 +102,11 @@ class ParallelConfig:
                 "loss_from_layers is 'mean' (values that layers give to add_loss are means over "
                 "examples) or 'sum' (they are sums). "
                 f"Received: loss_from_layers={self.loss_from_layers!r}"
+            )
+        if self.verify not in (None, "first_step"):
+            raise ValueError(
+                "verify is 'first_step' (the first training batch is compared with one device) or "
+                f"None. Received: verify={self.verify!r}"
             )
 
     def _check_pipeline(self, topology: Topology) -> None:
@@ -144,4 +153,6 @@ class ParallelConfig:
         if self.pipeline is not None:
             lines.append(f"  pipeline: {self.pipeline}")
         lines.append(f"  loss_from_layers: {self.loss_from_layers}")
+        if self.verify is not None:
+            lines.append(f"  verify: {self.verify}")
         return "\n".join(lines)

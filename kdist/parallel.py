@@ -112,12 +112,14 @@ class Parallel(SteppedModel):
     Attributes:
         batch_specs: Of (x, y, sample_weight), once trained.
         live: The analysed step, by rows of its batch; see `kdist.memory`.
+        verified: Whether the first batch was compared with one device, if that was asked for.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
         super().__init__(model, config)
         self.batch_specs: Any = None
         self.live: dict[int, Any] = {}
+        self.verified = False
 
     def install(self) -> None:
         """Attaches to the model and replaces the methods that make its functions."""
@@ -228,11 +230,34 @@ class Parallel(SteppedModel):
                 if kind == "predict":
                     example = source[0]
                 else:
+                    if kind == "train":
+                        source = self.verify_first(source)
                     source, example = peek(source)
                 made["inner"] = self._function(kind, example)
             return made["inner"](source)
 
         setattr(self.model, attribute, function)
+
+    def verify_first(self, source: Any) -> Any:
+        """Verifies the first training batch if the configuration asks for it; see `kdist.verify`.
+
+        Args:
+            source: An iterator of batches.
+
+        Returns:
+            What yields the batches of the train function's first call.
+
+        Raises:
+            VerificationError: The mesh does not give what one device gives.
+        """
+        if self.config.verify is None or self.verified:
+            return source
+        # Here, because it makes and parallelizes models.
+        from kdist.verification.first_step import verify_first
+
+        source = verify_first(self.model, source)
+        self.verified = True
+        return source
 
     def _function(self, kind: str, example: Any) -> Callable:
         """What Keras calls: `kind` is "train", "test" or "predict"."""
