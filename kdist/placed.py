@@ -245,6 +245,7 @@ class PlacedModel:
         if self.staged is not None:
             notes.append(self.staged.describe())
         notes += map(str, self.without_effect())
+        notes += map(str, self.layouts.uncut if self.layouts is not None else ())
         if self.batch_axis is not None:
             notes.append(
                 f"a layer synchronizes over the whole batch: the {self.batch_axis!r} axis is "

@@ -249,6 +249,28 @@ def _others(case: _Case) -> Iterator[WithoutEffect]:
 RULES = (_level, _accumulation, _asked_to_spread, _segments, _fusion, _others)
 
 
+def uncut_dim(
+    what: str, dim: int, size: int | None, count: int, axes: Sequence[str]
+) -> WithoutEffect:
+    """The note on a declared cut of a dim that does not divide; seen while a program is traced.
+
+    Args:
+        what: The tensor's name.
+        dim: Which of its dims.
+        size: Elements of the dim; None where the trace does not know.
+        count: Parts that were declared.
+        axes: The mesh axes that make them.
+    """
+    over = " x ".join(map(repr, axes))
+    size_is = "an unknown number of" if size is None else size
+    return WithoutEffect(
+        f"the cut of dim {dim} of {what} into {count} parts over {over}",
+        f"it has {size_is} elements there, no multiple of {count}, so every device has all of them",
+        f"Make the dim a multiple of {count} (dim 0: the rows of a replica's batch, or "
+        "micro-batch, count), or cut another one",
+    )
+
+
 def named(names: Sequence[str]) -> str:
     """Up to three names in quotes, and how many more there are."""
     more = len(names) - SHOWN_NAMES
