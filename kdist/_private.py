@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.losses import losses as keras_losses
 from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
 from keras.src.trainers.compile_utils import CompileLoss, MetricsList
 
@@ -52,15 +53,16 @@ def add_loss_values(scope: keras.StatelessScope) -> list[Any]:
     return list(scope.losses)
 
 
-@contextlib.contextmanager
-def override_losses(model: keras.Model, values: Sequence[Any]) -> Iterator[None]:
-    """Makes `model.losses` read as `values` (used where the whole batch's loss is computed)."""
-    before = model._losses_override
-    model._losses_override = list(values)
-    try:
-        yield
-    finally:
-        model._losses_override = before
+def adder_of(model: keras.Model, value: Any) -> keras.Layer | None:
+    """The layer of a model that gave a collected value to `add_loss`; None if it is not tracked."""
+    layers = (layer for layer in model._flatten_layers() if id(value) in layer._loss_ids)
+    return next(layers, None)
+
+
+def add_loss_for(layer: keras.Layer, value: Any, scope: keras.StatelessScope) -> None:
+    """Collects a value in a scope as if a layer had just given it to `add_loss`."""
+    scope.add_loss(value)
+    layer._loss_ids.add(id(value))
 
 
 def regularization_losses(model: keras.Model) -> list[Any]:
@@ -72,6 +74,19 @@ def compiled_losses(model: keras.Model) -> list[CompileLoss.Loss]:
     """The flat list of (path, loss, weight, name) of a built `CompileLoss`; empty without one."""
     compiled = model._compile_loss
     return list(compiled._flat_losses) if compiled is not None else []
+
+
+def loss_function(loss: keras.Loss) -> tuple[Any, dict[str, Any]]:
+    """The function that a loss object wraps, and its options; (None, {}) if it wraps none."""
+    wrapper = keras_losses.LossFunctionWrapper
+    if not isinstance(loss, wrapper) or type(loss).call is not wrapper.call:
+        return None, {}
+    return loss.fn, dict(loss._fn_kwargs)
+
+
+def compiled_loss(model: keras.Model) -> CompileLoss:
+    """All compiled losses as one: called with targets, outputs, and perhaps sample weights."""
+    return model._compile_loss
 
 
 def loss_trackers(model: keras.Model) -> list[keras.metrics.Metric]:
@@ -101,6 +116,15 @@ def replaced_losses(model: keras.Model, losses: Sequence[Any]) -> Iterator[None]
 def build_from_specs(model: keras.Model, specs: Any) -> None:
     """Builds layers, metrics, losses and the optimizer from the specs of one batch."""
     model._symbolic_build(data_batch=specs)
+
+
+def build_from_loss(model: keras.Model, specs: Any) -> None:
+    """Builds the layers that only `compute_loss` calls, from the specs of one batch."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(specs)
+    y_pred = keras_backend.compute_output_spec(model, x, training=False)
+    keras_backend.compute_output_spec(
+        model._compute_loss, x, y, y_pred, sample_weight=sample_weight, training=False
+    )
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Metric:

@@ -60,7 +60,7 @@ class Inspection:
             parts.append(f"  {t.what} over {t.axis}: {t.messages} messages, {readable(t.nbytes)}")
         parts.extend(f"gathered before use: {path}" for path in self.gathered)
         parts.extend(f"not over DTensor: {reason}" for reason in self.fallbacks)
-        parts.extend(f"note: {note}" for note in self.plan.notes if note not in self.fallbacks)
+        parts.extend(f"note: {n}" for n in self.plan.notes if n not in self.fallbacks)
         return "\n".join(parts)
 
     def save_memory(self, path: str | pathlib.Path, title: str = "") -> None:
@@ -100,7 +100,7 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
     """
     parallel = attached(model)
     collectives: Sequence[Collective] = ()
-    if parallel.topology.inner_size > 1 and not parallel.fallbacks:
+    if parallel.topology.inner_size > 1 and not parallel.fallbacks and not parallel.whole_loss:
         runner = parallel.spmd_runner()
         if not runner.recorded():
             runner.lower_without_loss(_zeros(model, batch_size or len(parallel.topology.devices)))
@@ -138,6 +138,6 @@ def _gathered(parallel: Parallel) -> list[str]:
     paths = [
         e.placement.path for e in parallel.entries.values() if e.placement.data_dim is not None
     ]
-    if parallel.topology.inner_size > 1 and not parallel.fallbacks:
+    if parallel.topology.inner_size > 1 and not parallel.fallbacks and not parallel.whole_loss:
         paths += parallel.spmd_runner().gathered_paths()
     return paths

@@ -38,22 +38,11 @@ class TermKind:
 
 
 def term_kinds(model: keras.Model) -> list[TermKind]:
-    """One `TermKind` per compiled loss.
-
-    Raises:
-        ValueError: A loss has no reduction, so that "the" loss is not a scalar.
-    """
-    kinds = []
-    for _, loss, _, name in _private.compiled_losses(model):
-        reduction = loss.reduction
-        if reduction is None or reduction == "none":
-            raise ValueError(
-                "A compiled loss must reduce to a scalar to be combined over replicas. Use "
-                "reduction='sum_over_batch_size' or 'sum'. "
-                f"Received: loss={name!r} with reduction={reduction!r}"
-            )
-        kinds.append(TermKind(name, reduction == "sum", reduction == "mean_with_sample_weight"))
-    return kinds
+    """One `TermKind` per compiled loss; of one without a reduction, see `kdist.whole_loss`."""
+    return [
+        TermKind(name, loss.reduction == "sum", loss.reduction == "mean_with_sample_weight")
+        for _, loss, _, name in _private.compiled_losses(model)
+    ]
 
 
 def has_rows(rows_share: Any) -> Any:

@@ -15,6 +15,7 @@ from kdist import _private, _private_optimizers, strategy_scope
 from kdist.config import ParallelConfig
 from kdist.contract import adapt_callbacks, as_spec, is_built, peek, predict_function
 from kdist.fusion import FusionConfig
+from kdist.loss_terms import loss_terms
 from kdist.metrics import overrides
 from kdist.optimizer.update import DistributedUpdate
 from kdist.spmd_step import SpmdFunction
@@ -38,7 +39,6 @@ METHODS = (
     "plan",
 )
 """What a parallel model has of its own, on the instance."""
-WHOLE_LOSS = "an overridden compute_loss is computed over the whole batch, on gathered weights"
 
 
 def parallelize(model: keras.Model, config: ParallelConfig | None = None) -> keras.Model:
@@ -112,14 +112,12 @@ class Parallel(SteppedModel):
     Attributes:
         batch_specs: Of (x, y, sample_weight), once trained.
         live: The analysed step, by rows of its batch; see `kdist.memory`.
-        verified: Whether the first batch was compared with one device, if that was asked for.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
         super().__init__(model, config)
         self.batch_specs: Any = None
         self.live: dict[int, Any] = {}
-        self.verified = False
 
     def install(self) -> None:
         """Attaches to the model and replaces the methods that make its functions."""
@@ -230,41 +228,16 @@ class Parallel(SteppedModel):
                 if kind == "predict":
                     example = source[0]
                 else:
-                    if kind == "train":
-                        source = self.verify_first(source)
                     source, example = peek(source)
                 made["inner"] = self._function(kind, example)
             return made["inner"](source)
 
         setattr(self.model, attribute, function)
 
-    def verify_first(self, source: Any) -> Any:
-        """Verifies the first training batch if the configuration asks for it; see `kdist.verify`.
-
-        Args:
-            source: An iterator of batches.
-
-        Returns:
-            What yields the batches of the train function's first call.
-
-        Raises:
-            VerificationError: The mesh does not give what one device gives.
-        """
-        if self.config.verify is None or self.verified:
-            return source
-        # Here, because it makes and parallelizes models.
-        from kdist.verification.first_step import verify_first
-
-        source = verify_first(self.model, source)
-        self.verified = True
-        return source
-
     def _function(self, kind: str, example: Any) -> Callable:
         """What Keras calls: `kind` is "train", "test" or "predict"."""
         self._prepare(kind, example)
-        if self.uses_spmd and kind != "predict" and overrides(self.model, "compute_loss"):
-            self.fall_back(WHOLE_LOSS)
-        elif self.uses_spmd:
+        if self.uses_spmd if kind == "predict" else self.trains_over_spmd:
             function = SpmdFunction(
                 getattr(self.spmd_step, kind),
                 lambda: getattr(self.plain_step, kind),
@@ -289,11 +262,15 @@ class Parallel(SteppedModel):
         self._build(kind, example)
         if kind == "train":
             self.batch_specs = keras.tree.map_structure(as_spec, example)
+        if kind != "predict" and self.loss_terms is None:
+            self._look_at_loss(example)
         if self.program is None:
             self.place()
             self.refuse_jit_compile()
             self.spread_parameters()
             self.program = self.make_program()
+        if kind != "predict" and self.whole_loss:
+            self.say_whole_loss()
         if kind == "train" and self.update is None and self.program.state.trainable:
             optimizer = self.model.optimizer
             spread = self.spread()
@@ -306,7 +283,15 @@ class Parallel(SteppedModel):
                 self.optimizer_config,
                 self.classes(),
             )
-            self.warn_without_effect()
+
+    def _look_at_loss(self, example: Any) -> None:
+        """Finds out how the compiled losses split; steps may have been made before, to predict."""
+        before = self.whole_loss
+        terms = loss_terms(self.model, keras.tree.map_structure(as_spec, example))
+        self.loss_terms = terms
+        if self.whole_loss != before:
+            self.forget_steps(self.jit_compile)
+            self.loss_terms = terms
 
     def step_for(self, example: Any) -> Step:
         """The steps behind the functions for custom loops.
@@ -331,9 +316,7 @@ class Parallel(SteppedModel):
                 )
             with tf.init_scope():  # maybe called while the user's own tf.function is traced
                 self._prepare("train", example)
-        if self.uses_spmd and overrides(self.model, "compute_loss"):
-            self.fall_back(WHOLE_LOSS)
-        return self.spmd_step if self.uses_spmd and not self.fallbacks else self.plain_step
+        return self.spmd_step if self.trains_over_spmd and not self.fallbacks else self.plain_step
 
     def _build(self, kind: str, example: Any) -> None:
         """Creates the variables of layers, metrics, losses and the optimizer, if missing."""
@@ -344,6 +327,8 @@ class Parallel(SteppedModel):
             _private.keras_backend.compute_output_spec(self.model, x)
         if kind == "predict":
             return
+        if not is_built(self.model) and self.whole_loss:
+            _private.build_from_loss(self.model, data)
         optimizer = self.model.optimizer
         if optimizer is not None and not optimizer.built:
             with _private_optimizers.build_scope(optimizer):

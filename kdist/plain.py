@@ -169,44 +169,38 @@ class PlainRunner:
                 results.append(self._forward(*self._inputs(r), batch.parts[r][0]))
         return results
 
-    def training_results(self, batch: SplitBatch, training: bool = True) -> list[dict[str, Any]]:
-        """Outputs and collected losses of every slice, without a loss."""
-        results = []
+    def collect(
+        self, batch: SplitBatch, training: bool
+    ) -> tuple[list[tuple[list[Any], list[Any]]], list[dict[str, Any]]]:
+        """Forward pass of every slice without a loss: what it was given, and its results."""
+        inputs, results = [], []
         for r, device in enumerate(self.devices):
             with tf.device(device):
-                results.append(self._collect(*self._inputs(r), batch.parts[r][0], training))
-        return results
+                inputs.append(self._inputs(r))
+                results.append(self._collect(*inputs[r], batch.parts[r][0], training))
+        return inputs, results
 
     def pull_back(
         self,
         batch: SplitBatch,
-        results: Sequence[dict[str, Any]],
+        inputs: Sequence[tuple[list[Any], list[Any]]],
         cotangents: Sequence[Sequence[Any]],
-        added: Sequence[Any],
-        penalties: Sequence[Any],
-    ) -> list[dict[str, Any]]:
-        """Adds each slice's gradients to `results`, given those of its outputs.
+        added: Sequence[Sequence[Any]],
+    ) -> list[list[Any]]:
+        """Gradients of every slice, given those of what `collect` returned.
 
         Args:
             batch: The batch.
-            results: From `training_results`.
+            inputs: What `collect` gave to each slice.
             cotangents: Per slice, the gradient of each flat output (None: unused).
-            added: Gradient of each combined `add_loss` value (None: unused).
-            penalties: Gradient of each weight penalty (None: unused).
+            added: Per slice, the gradient of each `add_loss` value (None: unused).
         """
-        weights = layer_weights(batch, self.program.add_loss_mean)
-        pulled = []
+        found = []
         for r, device in enumerate(self.devices):
-            once = float(r == 0)
             with tf.device(device):
-                extra = [None if d is None else d * tf.cast(weights[r], d.dtype) for d in added]
-                extra += [None if d is None else d * tf.cast(once, d.dtype) for d in penalties]
-                gradients = self._pull(
-                    *self._inputs(r), batch.parts[r][0], list(cotangents[r]), extra
-                )
-            terms: list[Any] = []
-            pulled.append({**results[r], "gradients": gradients, "terms": terms})
-        return pulled
+                given = list(cotangents[r]), list(added[r])
+                found.append(self._pull(*inputs[r], batch.parts[r][0], *given))
+        return found
 
     def order_backward(self) -> None:
         """Orders what the update made against the backward pass; nothing to do here."""
@@ -233,6 +227,10 @@ class PlainGradients:
         rows: How variables whose gradient is rows are looked up.
         entries: `Stored` of each trainable variable.
         devices: The device of each slice.
+
+    Attributes:
+        once: Gradients that are there once for all slices, on the first one's device, by trainable
+            variable: of weights that a loss over the whole batch uses.
     """
 
     def __init__(
@@ -243,6 +241,7 @@ class PlainGradients:
         devices: Sequence[str],
     ) -> None:
         self.gradients = gradients
+        self.once: Mapping[int, Any] = {}
         self.look_ups = rows
         self.entries = list(entries)
         self.devices = list(devices)
@@ -250,26 +249,40 @@ class PlainGradients:
 
     @property
     def rows(self) -> set[int]:
-        """See `GradientSource`."""
-        return set(self.look_ups)
+        """See `GradientSource`; both kinds of gradients have to be rows for their sum to be."""
+        used = {v for one in self.gradients.values() for v in one}
+        once = {v for v, gradient in self.once.items() if sparse.is_sparse(gradient)}
+        return (set(self.look_ups) - set(self.once)) | (once - (used - set(self.look_ups)))
 
     def unit(self, variable: int, unit: UpdateUnit) -> Any:
         """See `GradientSource`."""
-        if unit.rows is not None and variable in self.look_ups:
+        if unit.rows is not None and variable in self.rows:
             return self._rows_of_table(variable, unit)
         placement = self.entries[variable].placement
-        parts = []
-        for s in placement.slices:
-            gradient = self.gradients.get(s, {}).get(variable)
-            if gradient is None:
-                continue
-            if unit.shard is not None:
-                with tf.device(self.devices[s]):
-                    gradient = part_of(gradient, unit.index(placement), placement.shape)
-            parts.append(gradient)
-        total = add_gradients(parts, self.look_ups.get(variable, sparse.LookUp()))
+        index = unit.index(placement) if unit.shard is not None else None
+        total = self._total(variable, index)
         self.reduced([variable], total)
         return total
+
+    def _total(self, variable: int, index: Index | None = None) -> Any:
+        """Sum over the slices of a gradient, or of its part at `index`."""
+        placement = self.entries[variable].placement
+
+        def part(gradient: Any, s: int) -> Any:
+            if index is None:
+                return gradient
+            with tf.device(self.devices[s]):
+                return part_of(gradient, index, placement.shape)
+
+        found = {s: self.gradients.get(s, {}).get(variable) for s in placement.slices}
+        parts = [part(gradient, s) for s, gradient in found.items() if gradient is not None]
+        if variable not in self.once:
+            return add_gradients(parts, self.look_ups.get(variable, sparse.LookUp()))
+        once = part(self.once[variable], placement.slices[0])
+        if not parts:
+            return once
+        total = add_gradients(parts, self.look_ups.get(variable, sparse.LookUp()))
+        return add_gradients([total, once], sparse.LookUp())
 
     def _rows_of_table(self, variable: int, unit: UpdateUnit) -> Any:
         """Of a table's gradient, what falls on some rows: joined once, then cut for each owner.
@@ -278,10 +291,10 @@ class PlainGradients:
         """
         placement = self.entries[variable].placement
         slices = [s for s in placement.slices if variable in self.gradients.get(s, {})]
+        slices = slices or [placement.slices[0]]
         with tf.device(self.devices[slices[variable % len(slices)]]):
             if variable not in self._tables:
-                parts = [self.gradients[s][variable] for s in slices]
-                self._tables[variable] = add_gradients(parts, self.look_ups[variable])
+                self._tables[variable] = self._total(variable)
                 self.reduced([variable], self._tables[variable])
             return part_of(self._tables[variable], unit.index(placement), placement.shape)
 
@@ -291,10 +304,17 @@ class PlainGradients:
         if at[0] not in placement.slices:
             return None
         index = placement.inner_index(at[1])
-        gradient = self.gradients.get(at[0], {}).get(variable)
-        if gradient is None:  # of a tied weight, on a stage through which no gradient flows
+        found = [self.gradients.get(at[0], {}).get(variable)]
+        if at[0] == placement.slices[0]:
+            found.append(self.once.get(variable))
+        parts = [
+            part_of(tf.convert_to_tensor(gradient), index, placement.shape)
+            for gradient in found
+            if gradient is not None
+        ]
+        if not parts:  # a tied weight, on a stage through which no gradient flows
             return tf.zeros(shape_of(index), self.entries[variable].variable.dtype)
-        return part_of(tf.convert_to_tensor(gradient), index, placement.shape)
+        return parts[0] if len(parts) == 1 else tf.add_n(parts)
 
     def reduced(self, variables: Sequence[int], gradient: Any) -> None:
         """See `GradientSource`."""

@@ -80,6 +80,8 @@ class Traced:
     """Positions in `ModelState.written` that the forward pass writes."""
     counts_by_data: bool = False
     """Some loss term counts by a mask or weights, so shares need the counting pass."""
+    adders: list[keras.Layer | None] = dataclasses.field(default_factory=list)
+    """The layer that added each `add_loss` value of `Program.collect`; None for one outside."""
 
 
 class ForwardScope(keras.StatelessScope):
@@ -91,6 +93,7 @@ class ForwardScope(keras.StatelessScope):
 
     Attributes:
         given: The value that each variable came with, by identity.
+        written: The variables that were written, by identity.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class ForwardScope(keras.StatelessScope):
     ) -> None:
         super().__init__(mapping, collect_losses=True)
         self.given = dict(self.state_mapping)
+        self.written: dict[int, keras.Variable] = {}
         self._trainable = {id(v) for v in trainable}
 
     def current(self, variable: keras.Variable) -> Any:
@@ -107,6 +111,7 @@ class ForwardScope(keras.StatelessScope):
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         """Notes the new value of a variable."""
         variable, value = update
+        self.written[id(variable)] = variable
         if id(variable) in self._trainable:
             given = self.given[id(variable)]
             value = tf.stop_gradient(value) + (given - tf.stop_gradient(given))
@@ -146,7 +151,7 @@ class Program:
         Returns:
             The outputs, and the scope that holds updated state and collected losses.
         """
-        scope = self._scope(params, carried)
+        scope = self.scope(params, carried)
         with scope:
             outputs = self._call(x, training)
         return outputs, scope
@@ -209,7 +214,7 @@ class Program:
     ) -> dict[str, Any]:
         """The forward pass and this replica's part of the loss; see `loss_and_gradients`."""
         x, y, sample_weight = data
-        scope = self._scope(params, carried)
+        scope = self.scope(params, carried)
         with scope:
             outputs = self._call(x, training)
             seen = outputs if view is None else view(outputs)
@@ -261,7 +266,7 @@ class Program:
         Only masks survive from the forward pass; TensorFlow prunes the rest of it.
         """
         x, y, sample_weight = data
-        with self._scope(params, carried):
+        with self.scope(params, carried):
             outputs = self._call(x, training)
             terms = [CountedLoss(e, kind, rows) for e, kind in zip(self._losses(), self.kinds)]
             with _private.replaced_losses(self.model, terms):
@@ -274,49 +279,44 @@ class Program:
         carried: list[Any],
         x: Any,
         cotangents: Sequence[Any],
-        extra: Sequence[Any],
+        added: Sequence[Any],
     ) -> list[Any]:
-        """Vector-Jacobian product: gradients given those of the outputs.
+        """Vector-Jacobian product: gradients given those of what `collect` returns.
 
         Args:
             params: Values of the trainable variables.
             carried: Values of `ModelState.carried`, as the forward pass got them.
             x: Inputs of this replica.
-            cotangents: Gradient of the loss with respect to each flat output.
-            extra: The same for each value that `add_loss` collected, then each weight penalty.
+            cotangents: Gradient of the loss with respect to each flat output; None without one.
+            added: The same for each `add_loss` value.
 
         Returns:
             Gradients of the connected variables.
         """
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(params)
-            scope = self._scope(params, carried)
-            with scope:
-                outputs = keras.tree.flatten(self._call(x, True))
-                collected = _private.add_loss_values(scope)
-                collected += _private.regularization_losses(self.model)
-            pairs = [(o, c) for o, c in zip(outputs, cotangents) if c is not None]
-            pairs += [(o, c) for o, c in zip(collected, extra) if c is not None]
-            sums = [tf.reduce_sum(o * tf.cast(c, o.dtype)) for o, c in pairs]
-            target = tf.add_n([tf.cast(s, sums[0].dtype) for s in sums])
-        found = tape.gradient(target, params)
-        return self._connected(found, x)
+            outputs, scope = self.forward(params, carried, x, training=True)
+            made = keras.tree.flatten(outputs)
+            made += [ops.sum(value) for value in _private.add_loss_values(scope)]
+        pairs = [(t, c) for t, c in zip(made, (*cotangents, *added)) if c is not None]
+        if not pairs:
+            return self._connected([None] * len(params), x)
+        targets, given = zip(*pairs)
+        return self._connected(tape.gradient(targets, params, output_gradients=given), x)
 
     def collect(
         self, params: list[Any], carried: list[Any], x: Any, training: bool
     ) -> dict[str, Any]:
         """The forward pass with everything it collects, and no loss."""
-        scope = self._scope(params, carried)
-        with scope:
-            outputs = self._call(x, training)
-            penalties = _private.regularization_losses(self.model)
+        outputs, scope = self.forward(params, carried, x, training)
+        added, traced = _private.add_loss_values(scope), self.traced(training)
+        traced.adders = [_private.adder_of(self.model, value) for value in added]
         return {
             "outputs": outputs,
             "masks": self._masks(outputs),
-            "added": [ops.sum(value) for value in _private.add_loss_values(scope)],
-            "penalties": penalties,
+            "added": [ops.sum(value) for value in added],
             "terms": [],
-            "updated": self._collect_updates(scope, self.traced(training)),
+            "updated": self._collect_updates(scope, traced),
         }
 
     def _connected(self, found: Sequence[Any], data: Any) -> list[Any]:
@@ -331,7 +331,8 @@ class Program:
         }
         return [g for g in found if g is not None]
 
-    def _scope(self, params: Sequence[Any], carried: Sequence[Any]) -> ForwardScope:
+    def scope(self, params: Sequence[Any], carried: Sequence[Any]) -> ForwardScope:
+        """The scope in which the model's variables have these values."""
         mapping = [*zip(self.state.trainable, params), *zip(self.state.carried, carried)]
         return ForwardScope(mapping, self.state.trainable)
 

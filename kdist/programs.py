@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 
 from kdist.mesh import Topology
-from kdist.metrics import overrides
 from kdist.program import Program
 from kdist.segment import segment_limit
 from kdist.segmented import SegmentedProgram, as_node, cuttable
@@ -21,6 +20,7 @@ def make_program(
     sizes: Sequence[int],
     mean: bool,
     xla: bool,
+    whole_loss: str,
 ) -> Program:
     """The model's pure functions.
 
@@ -31,22 +31,23 @@ def make_program(
         sizes: Bytes of each trainable parameter.
         mean: See `Program`.
         xla: Compile segments with XLA.
+        whole_loss: See `kdist.loss_terms.whole_loss`.
     """
-    if not segments or one_segment(model, topology):
+    if not segments or one_segment(model, topology, whole_loss):
         return Program(model, mean)
     wrap = functools.partial(as_node, jit_compile=xla)
     return SegmentedProgram(model, mean, segment_limit(sizes), wrap)
 
 
-def one_segment(model: keras.Model, topology: Topology) -> str:
+def one_segment(model: keras.Model, topology: Topology, whole_loss: str) -> str:
     """Why a model is one segment, "" if it can be cut."""
     reason = ""
     if topology.inner_size > 1:
         reason = "slices are DTensor meshes"
     elif model.run_eagerly:
         reason = "run_eagerly"
-    elif overrides(model, "compute_loss"):
-        reason = "an overridden compute_loss"
+    elif whole_loss:
+        reason = whole_loss
     elif not cuttable(model):
         reason = "not a Functional or Sequential model"
     return reason and f"{reason}: the model is one segment"

@@ -93,7 +93,8 @@ class SegmentedProgram(Program):
                 parts[i].append(gradient)
         return [joined(gradients) for gradients in parts]
 
-    def _scope(self, params: Sequence[Any], carried: Sequence[Any]) -> ForwardScope:
+    def scope(self, params: Sequence[Any], carried: Sequence[Any]) -> ForwardScope:
+        """Parameters that are not given are fetched by the segment that uses them."""
         given = [(v, p) for v, p in zip(self.state.trainable, params) if p is not None]
         mapping = [*given, *zip(self.state.carried, carried)]
         self._outer = FetchingScope(mapping, self.state.trainable, self.run)

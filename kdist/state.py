@@ -8,13 +8,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kdist.batch import SplitBatch
 from kdist.program import ModelState
 from kdist.variables import stored
 
+import keras
 import tensorflow as tf
 
 SEED_STRIDE = 0x9E3779B1
@@ -46,13 +47,27 @@ def combine(
     values: Sequence[Sequence[Any]],
     batch: SplitBatch,
 ) -> None:
-    """Writes back the state that the replicas' forward passes changed.
+    """Writes back the state that the replicas' forward passes changed; see `combined`."""
+    for variable, value in combined(state, updated, values, batch):
+        variable.assign(value)
+
+
+def combined(
+    state: ModelState,
+    updated: Sequence[int],
+    values: Sequence[Sequence[Any]],
+    batch: SplitBatch,
+) -> Iterator[tuple[keras.Variable, Any]]:
+    """What the state that the replicas' forward passes changed is after the step.
 
     Args:
         state: The model's variables.
         updated: Positions in `state.written` that changed.
         values: New values, per replica, in the order of `updated`.
         batch: Tells which replicas had rows.
+
+    Yields:
+        Each variable with its new value.
     """
     seeds_from = len(state.fixed)
     metrics_from = seeds_from + len(state.seeds)
@@ -61,13 +76,13 @@ def combine(
         variable = state.written[position]
         new = [replica[j] for replica in values]
         if len(new) == 1 or seeds_from <= position < metrics_from:
-            variable.assign(new[0])
+            yield variable, new[0]
         elif metrics_from <= position < len(state.carried):
             old = tf.convert_to_tensor(variable.value)
             added = [(n - old) * tf.cast(u, old.dtype) for n, u in zip(new, used)]
-            variable.assign(old + tf.add_n(added))
+            yield variable, old + tf.add_n(added)
         elif new[0].dtype.is_floating:
             weighted = [n * tf.cast(u, n.dtype) for n, u in zip(new, used)]
-            variable.assign(tf.add_n(weighted) / tf.cast(tf.add_n(used), new[0].dtype))
+            yield variable, tf.add_n(weighted) / tf.cast(tf.add_n(used), new[0].dtype)
         else:
-            variable.assign(new[0])
+            yield variable, new[0]

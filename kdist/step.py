@@ -11,9 +11,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from kdist import metrics, whole_loss
+from kdist import metrics
 from kdist.batch import SplitBatch, join, split
 from kdist.mesh import Topology
+from kdist.optimizer.source import GradientSource
 from kdist.optimizer.update import DistributedUpdate
 from kdist.placement import Coordinate, UpdateUnit
 from kdist.plain import part_of
@@ -40,7 +41,6 @@ class Step:
         self.program: Program = parallel.program
         self.topology: Topology = parallel.topology
         self.runner = runner
-        self.custom_loss = metrics.overrides(self.model, "compute_loss")
         self.metrics = metrics.MetricUpdates(self.model)
 
     @property
@@ -51,24 +51,27 @@ class Step:
     def train(self, data: Any) -> dict[str, Any]:
         """One training step on a global batch; returns the logs."""
         batch = self.split(data)
-        if self.custom_loss:
-            results, loss = whole_loss.gradients(self.model, self.runner, batch, self._scale())
-        else:
-            results = self.runner.gradients(batch, self._scale())
-            loss = self._total(results, "loss")
+        results, loss = self._differentiated(batch, self._scale())
         return self.finish_training(batch, results, loss)
+
+    def _differentiated(
+        self, batch: SplitBatch, scale: Any
+    ) -> tuple[Sequence[dict[str, Any]], Any]:
+        """Results per slice, gradients included, and the loss."""
+        results = self.runner.gradients(batch, scale)
+        return results, self._total(results, "loss")
 
     def finish_training(
         self, batch: SplitBatch, results: Sequence[dict[str, Any]], loss: Any
     ) -> dict[str, Any]:
         """Everything after the slices' compute: update, state, metrics."""
-        self._combine(self.program.trained.updated, [r["updated"] for r in results], batch)
+        self._keep_state(batch, results, training=True)
         self.apply_results(results)
         return self._logs(batch, results, loss)
 
     def apply_results(self, results: Sequence[dict[str, Any]]) -> None:
         """Reduces the slices' gradients and updates the parameters."""
-        connected = self.program.trained.connected
+        connected = self._connected(results)
         if not self.program.state.trainable:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
             return
@@ -79,18 +82,22 @@ class Step:
                 f"Received: model={self.model.name!r} with "
                 f"{len(self.program.state.trainable)} trainable weights"
             )
-        self.update.apply(self.runner.gradient_at([r["gradients"] for r in results]), connected)
+        self.update.apply(self._source(results), connected)
         self.runner.order_backward()
+
+    def _connected(self, results: Sequence[dict[str, Any]]) -> list[int]:
+        """Positions of the trainable variables that have a gradient."""
+        return self.program.trained.connected
+
+    def _source(self, results: Sequence[dict[str, Any]]) -> GradientSource:
+        """Where the update reads the gradients of some results."""
+        return self.runner.gradient_at([r["gradients"] for r in results])
 
     def gradients(self, data: Any) -> tuple[Any, list[Any]]:
         """Loss and whole gradients of a global batch, for the user's own loop."""
         batch = self.split(data)
         scale = self._scale()
-        if self.custom_loss:
-            results, loss = whole_loss.gradients(self.model, self.runner, batch, scale)
-        else:
-            results = self.runner.gradients(batch, scale)
-            loss = self._total(results, "loss")
+        results, loss = self._differentiated(batch, scale)
         return loss, self.finish_gradients(batch, results, scale)
 
     def finish_gradients(
@@ -100,11 +107,10 @@ class Step:
 
         Rows of tables stay rows: an optimizer squares and clips them one by one, as in `fit`.
         """
-        traced = self.program.trained
-        self._combine(traced.updated, [r["updated"] for r in results], batch)
-        reduced = self.runner.gradient_at([r["gradients"] for r in results])
+        self._keep_state(batch, results, training=True)
+        reduced = self._source(results)
         whole: list[Any] = [None] * len(self.program.state.trainable)
-        for v in traced.connected:
+        for v in self._connected(results):
             gradient = reduced.unit(v, UpdateUnit(v, None, (0, 0)))
             if scale is not None:
                 gradient = multiplied(gradient, 1 / tf.cast(scale, gradient.dtype))
@@ -119,21 +125,19 @@ class Step:
     def test(self, data: Any) -> dict[str, Any]:
         """One evaluation step on a global batch; returns the logs."""
         batch = self.split(data)
-        if self.custom_loss:
-            results, loss = whole_loss.losses(self.model, self.runner, batch)
-        else:
-            results = self.runner.losses(batch)
-            loss = self._total(results, "loss")
+        results, loss = self._evaluated(batch)
         return self.finish_testing(batch, results, loss)
+
+    def _evaluated(self, batch: SplitBatch) -> tuple[Sequence[dict[str, Any]], Any]:
+        """Results per slice in inference mode, and the loss."""
+        results = self.runner.losses(batch)
+        return results, self._total(results, "loss")
 
     def finish_testing(
         self, batch: SplitBatch, results: Sequence[dict[str, Any]], loss: Any
     ) -> dict[str, Any]:
         """State and metrics after evaluation."""
-        state, traced = self.program.state, self.program.tested
-        kept = [j for j, i in enumerate(traced.updated) if i >= len(state.fixed)]
-        positions = [traced.updated[j] for j in kept]
-        self._combine(positions, [[r["updated"][j] for j in kept] for r in results], batch)
+        self._keep_state(batch, results, training=False)
         return self._logs(batch, results, loss)
 
     def predict(self, data: Any) -> Any:
@@ -146,6 +150,24 @@ class Step:
         """Cuts what the data pipeline yields over the slices."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         return split(x, y, sample_weight, self.topology.data_size)
+
+    def _keep_state(
+        self, batch: SplitBatch, results: Sequence[dict[str, Any]], training: bool
+    ) -> None:
+        """Writes back the state that the forward passes changed."""
+        self._combine(*self._changed(results, training), batch)
+
+    def _changed(
+        self, results: Sequence[dict[str, Any]], training: bool
+    ) -> tuple[list[int], list[list[Any]]]:
+        """Positions in `ModelState.written` that are kept, and per slice their new values.
+
+        Evaluation leaves statistics as they are.
+        """
+        updated = self.program.traced(training).updated
+        first = 0 if training else len(self.program.state.fixed)
+        kept = [j for j, position in enumerate(updated) if position >= first]
+        return [updated[j] for j in kept], [[r["updated"][j] for j in kept] for r in results]
 
     def _combine(
         self, updated: Sequence[int], values: Sequence[Sequence[Any]], batch: SplitBatch

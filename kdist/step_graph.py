@@ -55,13 +55,16 @@ def _noting_gradients(runner: Any, noted: list[Any]) -> Iterator[None]:
     def gradient_at(results: Sequence[Sequence[Any]]) -> Any:
         # Lists by variable; in a pipeline, dicts by slice and variable.
         noted.extend(g for g in tf.nest.flatten(list(results)) if g is not None)
-        return original(results)
+        sources.append(original(results))
+        return sources[-1]
 
+    sources: list[Any] = []
     runner.gradient_at = gradient_at
     try:
         yield
     finally:
         del runner.gradient_at
+    noted.extend(g for source in sources for g in getattr(source, "once", {}).values())
 
 
 @contextlib.contextmanager

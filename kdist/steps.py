@@ -24,6 +24,7 @@ from kdist.spmd_runner import SpmdRunner
 from kdist.spmd_step import SpmdStep
 from kdist.step import Step
 from kdist.variables import Stored
+from kdist.whole_loss import WholeLossStep
 
 import keras
 
@@ -43,11 +44,12 @@ class SteppedModel(PlacedModel):
         self.program: Program | None = None
         self.recorder: Recorder | None = None
         self._spmd_runner: SpmdRunner | MeshPipelineRunner | None = None
+        self._said: set[str] = set()
 
     def forget_steps(self, jit_compile: bool | str) -> None:
         """Makes programs and steps anew on their next use, compiled as asked."""
         self.jit_compile = jit_compile
-        self.program = self.update = None
+        self.program = self.update = self.loss_terms = None
         self._spmd_runner = None
         self.__dict__.pop("plain_step", None)
         self.__dict__.pop("spmd_step", None)
@@ -72,8 +74,10 @@ class SteppedModel(PlacedModel):
         xla = self.jit_compile is True
         if self.staged is not None:
             wrap = functools.partial(as_node, jit_compile=xla)
-            return PipelineProgram(self.model, mean, self.staged, wrap)
-        return make_program(self.model, self.topology, self.wants_segments, sizes, mean, xla)
+            return PipelineProgram(self.model, mean, self.staged, wrap, self.whole_loss)
+        return make_program(
+            self.model, self.topology, self.wants_segments, sizes, mean, xla, self.whole_loss
+        )
 
     def fall_back(self, reason: str) -> None:
         """Says, once, why something does not run over DTensor."""
@@ -81,10 +85,23 @@ class SteppedModel(PlacedModel):
             self.fallbacks.append(reason)
             warnings.warn(f"{self.model.name}: {reason}", stacklevel=4)
 
+    def say_whole_loss(self) -> None:
+        """Says, once, that a loss is computed over the whole batch, where nobody asked for it."""
+        if self.topology.inner_size > 1:
+            self.fall_back(self.whole_loss_note)
+        elif self.whole_loss_note not in self._said and not overrides(self.model, "compute_loss"):
+            self._said.add(self.whole_loss_note)
+            warnings.warn(f"{self.model.name}: {self.whole_loss_note}", stacklevel=4)
+
     @property
     def uses_spmd(self) -> bool:
         """Whether slices are DTensor meshes: they have several devices, and no debugging."""
         return self.topology.inner_size > 1 and not self.model.run_eagerly
+
+    @property
+    def trains_over_spmd(self) -> bool:
+        """Whether losses are computed there too; those over the whole batch are not."""
+        return self.uses_spmd and not self.whole_loss
 
     def fetches(self) -> list[int]:
         """See `PlacedModel.fetches`; once the step is traced, what it does."""
@@ -123,7 +140,7 @@ class SteppedModel(PlacedModel):
                 jit_compile=self.jit_compile is True,
                 eager=self.model.run_eagerly,
             )
-        return Step(self, runner)
+        return WholeLossStep(self, runner) if self.whole_loss else Step(self, runner)
 
     @functools.cached_property
     def spmd_step(self) -> SpmdStep:

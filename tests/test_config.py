@@ -28,7 +28,6 @@ def test_only_these_fields_exist():
         "compression",
         "pipeline",
         "loss_from_layers",
-        "verify",
     ]
     with pytest.raises(TypeError, match="recompute"):
         ParallelConfig(mesh=mesh(data=2), recompute=None)

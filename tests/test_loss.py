@@ -85,14 +85,6 @@ def test_no_compiled_loss_has_no_kinds():
     assert term_kinds(model) == []
 
 
-@pytest.mark.parametrize("reduction", ["none", None])
-def test_a_loss_without_reduction_is_refused(reduction):
-    parallel = kdist.parallelize(mlp(), kdist.ParallelConfig(mesh=kdist.mesh(data=4)))
-    parallel.compile("sgd", keras.losses.MeanSquaredError(reduction=reduction))
-    with pytest.raises(ValueError, match=r"(?s)scalar.*sum_over_batch_size.*Received: loss="):
-        parallel.train_on_batch(*data(8))
-
-
 # -- one term ----------------------------------------------------------------------------------
 
 REDUCTIONS = ["sum_over_batch_size", "mean", "sum", "mean_with_sample_weight"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from kdist import _private, _private_strategy
 
@@ -111,11 +112,61 @@ def test_add_loss_values():
     assert [float(v) for v in _private.add_loss_values(scope)] == [5.0]
 
 
-def test_override_losses():
-    model = mlp()
-    with _private.override_losses(model, [tf.constant(7.0)]):
+def added_five() -> tuple[keras.Model, Any]:
+    """A model in which one layer adds a loss, and what it added in a call."""
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, keras.layers.ActivityRegularization(l2=1.0)(inputs))
+    with keras.StatelessScope(collect_losses=True) as scope:
+        model(tf.constant([[1.0, 2.0]]))
+    return model, _private.add_loss_values(scope)[0]
+
+
+def test_adder_of():
+    model, value = added_five()
+    assert _private.adder_of(model, value) is model.layers[1]
+    assert _private.adder_of(model, tf.constant(5.0)) is None
+
+
+def test_add_loss_for():
+    """A value in another scope counts among the model's losses."""
+    model, _ = added_five()
+    with keras.StatelessScope(collect_losses=True) as scope:
+        assert model.losses == []
+        _private.add_loss_for(model.layers[1], tf.constant(7.0), scope)
         assert [float(v) for v in model.losses] == [7.0]
-    assert model.losses == []
+
+
+def test_loss_function():
+    class Own(keras.losses.MeanSquaredError):
+        def call(self, y_true, y_pred):
+            return super().call(y_true, y_pred)
+
+    function, options = _private.loss_function(keras.losses.CosineSimilarity(axis=1))
+    assert function is keras.losses.cosine_similarity
+    assert options == {"axis": 1}
+    assert _private.loss_function(Own()) == (None, {})
+
+
+def test_build_from_loss():
+    class Head(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return keras.ops.mean(self.head(y_pred))
+
+    model = Head(inputs=(model := mlp()).inputs, outputs=model.outputs)
+    model.head = keras.layers.Dense(2)
+    specs = (keras.KerasTensor((None, 6)), keras.KerasTensor((None, 3)))
+    _private.build_from_loss(model, specs)
+    assert model.head.built
+    assert len(model.trainable_variables) == 6
+
+
+def test_compiled_loss():
+    model = mlp()
+    model.compile("sgd", "mse")
+    x, y = data(4)
+    loss = float(model.train_on_batch(x, y))
+    model.set_weights(mlp().get_weights())
+    assert_close(loss, float(_private.compiled_loss(model)(y, model(x))))
 
 
 def test_regularization_losses():

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist import _private_models
-from kdist.metrics import overrides
 from kdist.pipeline.body import StageBody, StageInput
 from kdist.pipeline.functions import Pass, StageFunctions
 from kdist.pipeline.leaves import leaves, rebuild, signature, specs
@@ -27,6 +26,7 @@ class PipelineProgram(Program):
         add_loss_mean: See `Program`.
         staged: The cut.
         wrap: Makes a callable of a concrete function.
+        whole_loss: See `kdist.loss_terms.whole_loss`.
 
     Raises:
         ValueError: The model does what a pipeline cannot.
@@ -38,9 +38,10 @@ class PipelineProgram(Program):
         add_loss_mean: bool,
         staged: StagedModel,
         wrap: Callable[[Any], Callable],
+        whole_loss: str = "",
     ) -> None:
         super().__init__(model, add_loss_mean)
-        refuse(model)
+        refuse(model, whole_loss)
         self.staged = staged
         self.wrap = wrap
         count = staged.schedule.virtual_stages
@@ -237,17 +238,23 @@ def _key(part: Any) -> tuple:
     return (repr(keras.tree.map_structure(lambda t: t is None, part)), signature(leaves(part)))
 
 
-def refuse(model: keras.Model) -> None:
+def refuse(model: keras.Model, whole_loss: str) -> None:
     """Refuses what a pipeline cannot do.
 
+    Args:
+        model: The model.
+        whole_loss: Why its loss has to be computed over the whole batch, "" if it need not be.
+
     Raises:
-        ValueError: See there.
+        ValueError: The loss is not one of micro-batches, or `run_eagerly` is set, or the model has
+            an activity regularizer.
     """
-    if overrides(model, "compute_loss"):
+    if whole_loss:
         raise ValueError(
-            "A pipeline computes the loss per micro-batch, on the last stage; an overridden "
-            "`compute_loss` sees the whole batch. Pass the loss to `compile`, or call `add_loss` "
-            f"in a layer. Received: model of type {type(model).__name__}"
+            "A pipeline computes the loss per micro-batch, on the last stage. Compile with losses "
+            "of one value per row that are averaged or summed, call `add_loss` in a layer, or use "
+            "a mesh without `pipe`, where such a loss is computed over the whole batch. "
+            f"Received: {whole_loss}, in a model of type {type(model).__name__}"
         )
     if model.run_eagerly:
         raise ValueError(
