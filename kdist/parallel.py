@@ -112,12 +112,14 @@ class Parallel(SteppedModel):
     Attributes:
         batch_specs: Of (x, y, sample_weight), once trained.
         live: The analysed step, by rows of its batch; see `kdist.memory`.
+        unknown_to_optimizer: Weights that came and went since `compile`, if any did.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
         super().__init__(model, config)
         self.batch_specs: Any = None
         self.live: dict[int, Any] = {}
+        self.unknown_to_optimizer: tuple[list[str], list[str]] | None = None
 
     def install(self) -> None:
         """Attaches to the model and replaces the methods that make its functions."""
@@ -147,6 +149,9 @@ class Parallel(SteppedModel):
         if "jit_compile" in config:
             config["jit_compile"] = wanted
         self._reset(wanted)
+        self.unknown_to_optimizer = None
+        if self.layouts is not None and is_built(self.model):
+            self.place()
         self.spread_parameters()
 
     def set_fusion(self, fusion: FusionConfig) -> None:
@@ -162,6 +167,13 @@ class Parallel(SteppedModel):
             raise ValueError(
                 "overlap changes how the model is cut, and is set before training: in "
                 f"ParallelConfig. Received: fusion={fusion!r}"
+            )
+        trainable = [v.path for v in self.model.trainable_variables]
+        planned = [] if self.program is None else [v.path for v in self.program.state.trainable]
+        if self.program is not None and trainable != planned:
+            raise ValueError(
+                "Which weights train has changed since compile(). Call model.compile(...) first. "
+                f"Received: {len(planned)} trainable weights then, {len(trainable)} now"
             )
         self.config = dataclasses.replace(self.config, fusion=fusion)
         self.update = None
@@ -219,6 +231,8 @@ class Parallel(SteppedModel):
     def _make(self, kind: str, force: bool) -> None:
         """Gives the model a function that builds the real one from the first batch it sees."""
         attribute = f"{kind}_function"
+        if self.layouts is not None:
+            self._take_up_weights(kind)
         if getattr(self.model, attribute) is not None and not force:
             return
         made: dict[str, Callable] = {}
@@ -233,6 +247,26 @@ class Parallel(SteppedModel):
             return made["inner"](source)
 
         setattr(self.model, attribute, function)
+
+    def _take_up_weights(self, kind: str) -> None:
+        """Makes the steps anew if the model has gained or lost weights since they were made.
+
+        Raises:
+            ValueError: To train, the optimizer has to know the new weights first.
+        """
+        gained, lost = self.gained_and_lost()
+        if gained or lost:
+            optimizer = self.model.optimizer if self.model.compiled else None
+            if optimizer is not None and optimizer.built:
+                self.unknown_to_optimizer = (gained, lost)
+            self._reset(self.jit_compile)
+        if kind == "train" and self.unknown_to_optimizer is not None:
+            gained, lost = self.unknown_to_optimizer
+            raise ValueError(
+                "The model's weights have changed since compile(), which enable_lora, quantize "
+                "and new layers do. Call model.compile(...) again before training goes on. "
+                f"Received: new weights={gained}, gone={lost}"
+            )
 
     def _function(self, kind: str, example: Any) -> Callable:
         """What Keras calls: `kind` is "train", "test" or "predict"."""

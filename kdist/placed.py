@@ -60,19 +60,50 @@ class PlacedModel:
         self.loss_terms: tuple[LossTerm, ...] | None = None
 
     def place(self) -> None:
-        """Resolves the layouts and moves the weights to their devices, once."""
-        if self.layouts is None:
-            strategy_scope.refuse_scope()
-            if self._synchronizes():
-                self.batch_axis = self.topology.data_axis
-                self.topology = self.topology.with_data_inside()
-            self.layouts = ModelLayouts(self.model, self.config, self.topology)
-            self._refuse_compression()
-            if self.config.pipeline is not None:
-                self.staged = StagedModel.of(
-                    self.model, self.config.pipeline, self.topology, self.example_input
-                )
-            self.entries = place_weights(self._placements(), self.topology)
+        """Resolves the layouts and moves the weights to their devices.
+
+        Once, and again when the model has gained or lost weights since.
+        """
+        if self.layouts is not None:
+            if self.gained_and_lost() != ([], []):
+                self._place_again()
+            return
+        strategy_scope.refuse_scope()
+        if self._synchronizes():
+            self.batch_axis = self.topology.data_axis
+            self.topology = self.topology.with_data_inside()
+        self.layouts = ModelLayouts(self.model, self.config, self.topology)
+        self._refuse_compression()
+        self._cut_into_stages()
+        self.entries = place_weights(self._placements(), self.topology)
+
+    def gained_and_lost(self) -> tuple[list[str], list[str]]:
+        """Paths of weights that the model has, and has no more, since they were placed.
+
+        LoRA, quantization and new layers change a model's weights.
+        """
+        weights = self.model.weights
+        now = {id(v) for v in weights}
+        gained = [v.path for v in weights if id(v) not in self.entries]
+        return gained, [e.variable.path for key, e in self.entries.items() if key not in now]
+
+    def _place_again(self) -> None:
+        """Places new weights, and old ones that stages now lie elsewhere for."""
+        self.layouts = ModelLayouts(self.model, self.config, self.topology)
+        self._cut_into_stages()
+        self.level = 0
+        placed, before = self._placements(), self.entries
+        new = [(v, placement) for v, placement in placed if id(v) not in before]
+        self.entries = place_weights(new, self.topology)
+        for variable, placement in placed:
+            if id(variable) in before:
+                self.entries[id(variable)] = replace(before[id(variable)], placement)
+
+    def _cut_into_stages(self) -> None:
+        if self.config.pipeline is not None:
+            self.staged = StagedModel.of(
+                self.model, self.config.pipeline, self.topology, self.example_input
+            )
 
     def _placements(self) -> list[tuple[keras.Variable, Placement]]:
         """Where the layouts and the stages alone put each weight."""
