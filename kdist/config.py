@@ -51,7 +51,8 @@ class ParallelConfig:
     same for its model."""
 
     fusion: FusionConfig = FusionConfig()
-    """Which gradients, and which gathered parameters, travel together."""
+    """Which gradients, and their new values, travel together. What level 3 gathers does not: each
+    parameter is gathered by itself."""
 
     compression: CompressionConfig | None = None
     """How gradients travel over the data axis: cast to 16 bits, or as low-rank factors. None: as
@@ -65,6 +66,10 @@ class ParallelConfig:
     """How values that layers give to `add_loss` are combined over replicas. `"mean"`: weighted by
     each replica's number of examples, right for values that are means over examples, which
     includes Keras's activity regularizers. `"sum"`: added, right for sums over examples."""
+
+    verify: Literal["first_step"] | None = None
+    """`"first_step"`: the first training batch is compared with one device before any update, and
+    training is refused with a `kdist.VerificationError` where they differ. See `kdist.verify`."""
 
     def __post_init__(self) -> None:
         topology = self.topology
@@ -97,6 +102,11 @@ class ParallelConfig:
                 "loss_from_layers is 'mean' (values that layers give to add_loss are means over "
                 "examples) or 'sum' (they are sums). "
                 f"Received: loss_from_layers={self.loss_from_layers!r}"
+            )
+        if self.verify not in (None, "first_step"):
+            raise ValueError(
+                "verify is 'first_step' (the first training batch is compared with one device) or "
+                f"None. Received: verify={self.verify!r}"
             )
 
     def _check_pipeline(self, topology: Topology) -> None:
@@ -143,4 +153,6 @@ class ParallelConfig:
         if self.pipeline is not None:
             lines.append(f"  pipeline: {self.pipeline}")
         lines.append(f"  loss_from_layers: {self.loss_from_layers}")
+        if self.verify is not None:
+            lines.append(f"  verify: {self.verify}")
         return "\n".join(lines)

@@ -242,7 +242,7 @@ class _Shapes:
         """Shape of `name` or `name:k`, None if it cannot be told."""
         if self._graph is None:
             self._graph = _imported(self._definition)
-        name, _, output = tensor.partition(":")
+        name, _, output = _importable(tensor).partition(":")
         try:
             found = self._graph.get_tensor_by_name(f"{name}:{output or 0}").shape
         except (KeyError, ValueError):
@@ -256,6 +256,9 @@ def _imported(definition: Any) -> tf.Graph:
     unique.CopyFrom(definition)
     del unique.node[:]
     unique.node.extend({n.name: n for n in reversed(definition.node)}.values())
+    for node in unique.node:
+        node.name = _importable(node.name)
+        node.input[:] = map(_importable, node.input)
     try:
         return _graph(unique)
     except ValueError:
@@ -263,6 +266,12 @@ def _imported(definition: Any) -> tf.Graph:
         for node in unique.node:
             node.attr.pop("_output_shapes", None)
         return _graph(unique)
+
+
+def _importable(name: str) -> str:
+    """TensorFlow names operations that run eagerly `_EagerConst` and such, and imports none."""
+    control, plain = ("^", name[1:]) if name.startswith("^") else ("", name)
+    return f"{control}eager{plain}" if plain.startswith("_") else name
 
 
 def _graph(definition: Any) -> tf.Graph:

@@ -34,8 +34,9 @@ comm_fusion: Setting[int] = Setting("kdist.set_comm_fusion")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusionConfig:
-    """How gradients, and what optimizer parallelism gathers, are fused into buckets.
+    """How gradients, and the new values that they lead to, are fused into buckets.
 
+    Parameters that level 3 gathers before use are not fused, nor are gradients of embedding tables.
     Ids given with `kdist.set_comm_fusion` go before modes.
 
     Raises:

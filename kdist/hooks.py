@@ -46,7 +46,7 @@ def declared_layouts(layouts: ModelLayouts) -> Iterator[None]:
     for layer, axis in tables:
         object.__setattr__(layer, "call", _columns_pinned(layer.call, axis))
     for layer, inputs, output in hooked:
-        object.__setattr__(layer, "call", _laid_out(layer.call, inputs, output))
+        object.__setattr__(layer, "call", _laid_out(layer, inputs, output))
     try:
         yield
     finally:
@@ -85,17 +85,23 @@ def _columns_pinned(call: Callable, axis: str | None) -> Callable:
     return pinned
 
 
-def _laid_out(call: Callable, inputs: tuple[Dims | None, ...], output: Dims | None) -> Callable:
+def _laid_out(
+    layer: keras.layers.Layer, inputs: tuple[Dims | None, ...], output: Dims | None
+) -> Callable:
+    call, name = layer.call, layer.path or layer.name
+
     def laid_out(*args: Any, **kwargs: Any) -> Any:
         operands = list(args)
         for i, dims in enumerate(inputs):
             if dims is not None and i < len(operands):
-                operands[i] = _relayout(operands[i], dims)
+                operands[i] = _relayout(operands[i], dims, f"input {i} of layer {name!r}")
         outputs = call(*operands, **kwargs)
-        return outputs if output is None else _relayout(outputs, output)
+        if output is None:
+            return outputs
+        return _relayout(outputs, output, f"the output of layer {name!r}")
 
     return laid_out
 
 
-def _relayout(value: Any, dims: Dims) -> Any:
-    return keras.tree.map_structure(lambda t: spmd.relayout_active(t, dims), value)
+def _relayout(value: Any, dims: Dims, what: str) -> Any:
+    return keras.tree.map_structure(lambda t: spmd.relayout_active(t, dims, what), value)

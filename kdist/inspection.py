@@ -60,7 +60,7 @@ class Inspection:
             parts.append(f"  {t.what} over {t.axis}: {t.messages} messages, {readable(t.nbytes)}")
         parts.extend(f"gathered before use: {path}" for path in self.gathered)
         parts.extend(f"not over DTensor: {reason}" for reason in self.fallbacks)
-        parts.extend(f"note: {n}" for n in self.plan.notes if n not in self.fallbacks)
+        parts.extend(f"note: {note}" for note in self.plan.notes if note not in self.fallbacks)
         return "\n".join(parts)
 
     def save_memory(self, path: str | pathlib.Path, title: str = "") -> None:

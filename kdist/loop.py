@@ -50,6 +50,7 @@ def gradients(
         >>> kdist.apply_gradients(model, grads)
     """
     parallel, data = _without_compression(model), (x, y, sample_weight)
+    _verify_first(parallel, data)
     try:
         return _step_for(parallel, data).gradients(data)
     except CannotExpand as reason:
@@ -57,6 +58,19 @@ def gradients(
             f"DTensor cannot run {reason}. The model runs on gathered weights instead."
         )
         return parallel.plain_step.gradients(data)
+
+
+def _verify_first(parallel: Any, data: Any) -> None:
+    """Verifies the loop's first batch, if the configuration asks for it."""
+    if parallel.config.verify is None or parallel.verified:
+        return
+    if not tf.executing_eagerly():
+        raise ValueError(
+            "The first batch of a loop is verified before anything is traced. Call "
+            "kdist.gradients(model, x, y) once outside of tf.function, or set verify=None. "
+            f"Received: a call in a graph, verify={parallel.config.verify!r}"
+        )
+    parallel.verify_first([data])
 
 
 def _without_compression(model: keras.Model) -> Any:

@@ -112,6 +112,7 @@ class Parallel(SteppedModel):
     Attributes:
         batch_specs: Of (x, y, sample_weight), once trained.
         live: The analysed step, by rows of its batch; see `kdist.memory`.
+        verified: Whether the first batch was compared with one device, if that was asked for.
         unknown_to_optimizer: Weights that came and went since `compile`, if any did.
     """
 
@@ -119,6 +120,7 @@ class Parallel(SteppedModel):
         super().__init__(model, config)
         self.batch_specs: Any = None
         self.live: dict[int, Any] = {}
+        self.verified = False
         self.unknown_to_optimizer: tuple[list[str], list[str]] | None = None
 
     def install(self) -> None:
@@ -242,11 +244,34 @@ class Parallel(SteppedModel):
                 if kind == "predict":
                     example = source[0]
                 else:
+                    if kind == "train":
+                        source = self.verify_first(source)
                     source, example = peek(source)
                 made["inner"] = self._function(kind, example)
             return made["inner"](source)
 
         setattr(self.model, attribute, function)
+
+    def verify_first(self, source: Any) -> Any:
+        """Verifies the first training batch if the configuration asks for it; see `kdist.verify`.
+
+        Args:
+            source: An iterator of batches.
+
+        Returns:
+            What yields the batches of the train function's first call.
+
+        Raises:
+            VerificationError: The mesh does not give what one device gives.
+        """
+        if self.config.verify is None or self.verified:
+            return source
+        # Here, because it makes and parallelizes models.
+        from kdist.verification.first_step import verify_first
+
+        source = verify_first(self.model, source)
+        self.verified = True
+        return source
 
     def _take_up_weights(self, kind: str) -> None:
         """Makes the steps anew if the model has gained or lost weights since they were made.
@@ -317,6 +342,7 @@ class Parallel(SteppedModel):
                 self.optimizer_config,
                 self.classes(),
             )
+            self.warn_without_effect()
 
     def _look_at_loss(self, example: Any) -> None:
         """Finds out how the compiled losses split; steps may have been made before, to predict."""

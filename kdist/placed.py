@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from kdist import strategy_scope
 from kdist.compression import Classes, Compressor
 from kdist.config import ParallelConfig
 from kdist.contract import is_built
+from kdist.fusion import comm_fusion
 from kdist.loss_terms import LossTerm, whole_loss
 from kdist.optimizer.config import OptimizerConfig
 from kdist.optimizer.fuse import bucket_keys
@@ -23,6 +25,7 @@ from kdist.programs import one_segment
 from kdist.segment import looked_up
 from kdist.store import ModelLayouts, place_weights, placements
 from kdist.variables import Stored, replace
+from kdist.without_effect import ModelFacts, WithoutEffect, without_effect
 
 import keras
 
@@ -57,6 +60,7 @@ class PlacedModel:
         self.update: DistributedUpdate | None = None
         self.staged: StagedModel | None = None
         self.example_input: Any = None
+        self._told: set[WithoutEffect] = set()
         self.loss_terms: tuple[LossTerm, ...] | None = None
 
     def place(self) -> None:
@@ -236,6 +240,41 @@ class PlacedModel:
         gathered = {id(v) for v in variables if self.entries[id(v)].placement.gathered}
         return [2 if twice and id(v) in gathered - tables else 1 for v in variables]
 
+    def without_effect(self) -> list[WithoutEffect]:
+        """Settings without effect on this model and mesh; the weights are placed."""
+        config, decisions = self.optimizer_config, self.spread().decisions
+        variables = self.model.trainable_variables
+        whole = {d.path: d.reason for d in decisions if d.how == "whole"}
+        asked = parallel_optimizer.of(variables)
+        spread = [d.path for d in decisions if d.how != "whole"]
+        optimizer = self.model.optimizer if self.model.compiled else None
+        steps = [
+            leaf.gradient_accumulation_steps or 1
+            for leaf, _ in optimizer_groups(optimizer, variables)
+        ]
+        facts = ModelFacts(
+            compiled=optimizer is not None,
+            accumulation_steps=max(steps, default=1),
+            one_segment=one_segment(self.model, self.topology, self.whole_loss),
+            staged_layers=tuple(layer.name for layer, _ in stages_given(self.model)),
+            not_spread=whole,
+            asked_to_spread=tuple(v.path for v, wanted in zip(variables, asked) if wanted),
+            spread=len(spread),
+            fusion_ids={v.path: n for v, n in zip(variables, comm_fusion.of(variables)) if n},
+            tables=tuple(v.path for v in looked_up(self.model)),
+            gathered=tuple(spread) if config.level == 3 else (),
+            travels=any(len(p.slices) > 1 for _, p in self._placements()),
+            data_inside=self.batch_axis is not None,
+        )
+        return without_effect(self.config, config, self.topology, facts)
+
+    def warn_without_effect(self) -> None:
+        """Warns of settings without effect, of each once."""
+        for note in self.without_effect():
+            if note not in self._told:
+                self._told.add(note)
+                warnings.warn(f"{self.model.name}: {note}", stacklevel=2)
+
     def plan(self) -> Plan:
         """What a step will do; `model.plan().summary()` prints it.
 
@@ -258,12 +297,8 @@ class PlacedModel:
             notes.append(self.whole_loss_note)
         if self.staged is not None:
             notes.append(self.staged.describe())
-        elif self.wants_segments and (
-            reason := one_segment(self.model, self.topology, self.whole_loss)
-        ):
-            notes.append(reason)
-        if self.config.pipeline is None and stages_given(self.model):
-            notes.append("kdist.set_stage has no effect: ParallelConfig names no pipeline")
+        notes += map(str, self.without_effect())
+        notes += map(str, self.layouts.uncut if self.layouts is not None else ())
         if self.batch_axis is not None:
             notes.append(
                 f"a layer synchronizes over the whole batch: the {self.batch_axis!r} axis is "
@@ -272,8 +307,6 @@ class PlacedModel:
         jobs = None if self.update is None else self.update.jobs
         buckets = spread.buckets if jobs is None else tuple(jobs.buckets)
         exchanges = spread.exchanges if jobs is None else jobs.exchanges
-        if self.config.compression is not None and self.topology.data_size == 1:
-            notes.append("one replica: no gradient travels, so none is compressed")
         return make_plan(
             self.topology,
             weights,

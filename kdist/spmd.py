@@ -17,6 +17,7 @@ from kdist import _private_dtensor
 from kdist.device import Device
 from kdist.dims import Dims, axes_of, cut_of, inner_dims
 from kdist.mesh import Topology
+from kdist.without_effect import WithoutEffect, uncut_dim
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
@@ -36,7 +37,7 @@ class Trace:
         used: whether a re-layout named this mesh, which ties the trace to this slice.
         gather_first: whether gradients are made whole before they are cut like their parameters,
             so that no all-to-all moves a cut from one dim to another.
-        uncut: (shape, dims) of every declared layout that did not fit and was left (partly) uncut.
+        uncut: Declared cuts that were left out because a dim does not divide.
     """
 
     mesh: dtensor.Mesh
@@ -44,7 +45,7 @@ class Trace:
     alltoall: bool
     used: bool = False
     gather_first: bool = False
-    uncut: list[tuple[tuple[int | None, ...], Dims]] = dataclasses.field(default_factory=list)
+    uncut: list[WithoutEffect] = dataclasses.field(default_factory=list)
 
 
 class _Traces(threading.local):
@@ -154,17 +155,18 @@ def layout_for(mesh: dtensor.Mesh, dims: Dims, topology: Topology) -> dtensor.La
     return dtensor.Layout(specs, mesh)
 
 
-def relayout_active(tensor: Any, strategy: Sequence[Any]) -> Any:
+def relayout_active(tensor: Any, strategy: Sequence[Any], what: str = "a tensor") -> Any:
     """Lays a tensor out as declared if a program is being traced; else returns it as it is.
 
     Args:
         tensor: a tensor of any rank from that of the strategy on.
         strategy: one entry a dim: names or cut counts, see `kdist.strategy.parse_strategy`. Dims
             beyond its end are not cut.
+        what: The tensor's name, for notes.
 
     Returns:
         The tensor. A dim that does not divide (the rows of a last, smaller batch) is not cut in
-        this trace; `Trace.uncut` notes it.
+        this trace, since DTensor has equal parts only; `Trace.uncut` notes it.
 
     Raises:
         ValueError: if the strategy has more entries than the tensor dims, or does not parse.
@@ -176,20 +178,20 @@ def relayout_active(tensor: Any, strategy: Sequence[Any]) -> Any:
     from kdist.strategy import parse_strategy
 
     shape = tuple(tensor.shape)
-    count = any(isinstance(entry, int) for entry in strategy)
-    padding = (1 if count else None,) * (len(shape) - len(strategy))
+    counted = any(isinstance(entry, int) for entry in strategy)
+    padding = (1 if counted else None,) * (len(shape) - len(strategy))
     dims = parse_strategy(
         (*strategy, *padding), trace.topology, len(shape), operand="the tensor", batch_dim=True
     )
     inner = inner_dims(dims, trace.topology)
-    fitting = tuple(
-        dim if size is not None and size % cut_of(dim, trace.topology) == 0 else None
-        for dim, size in zip(inner, shape, strict=True)
-    )
-    if fitting != inner:
-        trace.uncut.append((shape, inner))
+    fitting = list(inner)
+    for i, (dim, size) in enumerate(zip(inner, shape, strict=True)):
+        count = cut_of(dim, trace.topology)
+        if size is None or size % count:
+            fitting[i] = None
+            trace.uncut.append(uncut_dim(what, i, size, count, axes_of(dim)))
     trace.used = True
-    layout = layout_for(trace.mesh, fitting, trace.topology)
+    layout = layout_for(trace.mesh, tuple(fitting), trace.topology)
     return relayout(tensor, layout, trace.alltoall)
 
 

@@ -144,6 +144,7 @@ class Lowered:
             # `_refuse_alltoall` looks at what came of it.
             trace.alltoall = self.alltoall or not self.gather_first
             concrete = traced.get_concrete_function(*specs)
+        self.layouts.tell_uncut(trace.uncut)
         bad = spmd_limits.unsupported_ops(concrete.graph)
         if bad:
             raise CannotExpand(", ".join(f"{kind} ({name})" for kind, name in bad[:3]))

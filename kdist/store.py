@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kdist import _private_models
@@ -14,6 +14,7 @@ from kdist.layout import WeightLayout, match_pattern, resolve_layouts
 from kdist.mesh import Topology
 from kdist.placement import Group, Placement, place
 from kdist.variables import Stored, distribute, stored
+from kdist.without_effect import WithoutEffect
 
 import keras
 import tensorflow as tf
@@ -29,6 +30,7 @@ class ModelLayouts:
         outputs: Layout of the output of layers that an activation pattern matches.
         model_layers: Every layer of the model.
         any_cut: Whether any weight is cut.
+        uncut: Declared cuts of activations that a traced program left out.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig, topology: Topology) -> None:
@@ -44,7 +46,15 @@ class ModelLayouts:
             self._add_declared(layer, resolved)
         self.outputs = _match_outputs(model, patterns)
         self.model_layers = _private_models.flat_layers(model)
+        self.uncut: list[WithoutEffect] = []
         self.any_cut = any(not layout.is_replicated for layout in self.weights.values())
+
+    def tell_uncut(self, found: Iterable[WithoutEffect]) -> None:
+        """Notes declared cuts that a trace left out, and warns of each once."""
+        for note in found:
+            if note not in self.uncut:
+                self.uncut.append(note)
+                warnings.warn(str(note), stacklevel=2)
 
     def _add_declared(self, layer: keras.layers.Layer, resolved: ResolvedShard) -> None:
         for variable in layer.weights:

@@ -50,7 +50,9 @@ class Relayout(keras.layers.Layer):
         # Here, because the engine imports this package's layers.
         from kdist import spmd
 
-        return spmd.relayout_active(inputs, self.layout)
+        return spmd.relayout_active(
+            inputs, self.layout, f"the output of layer {self.path or self.name!r}"
+        )
 
     def compute_output_spec(self, inputs: Any) -> keras.KerasTensor:
         """Returns a symbolic tensor of the input's shape and dtype."""

@@ -28,6 +28,7 @@ def test_only_these_fields_exist():
         "compression",
         "pipeline",
         "loss_from_layers",
+        "verify",
     ]
     with pytest.raises(TypeError, match="recompute"):
         ParallelConfig(mesh=mesh(data=2), recompute=None)

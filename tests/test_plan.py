@@ -235,10 +235,3 @@ def test_notes_are_printed() -> None:
 
 def test_traffic_is_comparable() -> None:
     assert Traffic("reduce", "data", 1, 3, 768) == Traffic("reduce", "data", 1, 3, 768)
-
-
-def test_a_stage_without_a_pipeline_is_said_to_have_no_effect() -> None:
-    model = mlp()
-    kdist.set_stage(model.layers[0], 1)
-    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
-    assert "kdist.set_stage has no effect: ParallelConfig names no pipeline" in model.plan().notes

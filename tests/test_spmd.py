@@ -4,6 +4,7 @@ import threading
 from kdist import lowered, spmd, spmd_limits
 from kdist.mesh import Topology
 from kdist.mesh import mesh as make_device_mesh
+from kdist.without_effect import uncut_dim
 
 import keras
 import numpy as np
@@ -190,9 +191,9 @@ def test_a_dim_that_does_not_divide_stays_whole():
     mesh, topology = inner_mesh(model=4)
     x = cut(np.zeros((6, 8), "float32"), mesh, None, None)
     with spmd.tracing(mesh, topology, alltoall=False) as trace:
-        result, _ = kinds(mesh, lambda x: spmd.relayout_active(x, ("model", None)), x)
+        result, _ = kinds(mesh, lambda x: spmd.relayout_active(x, ("model", None), "x"), x)
     assert specs(result) == (None, None)
-    assert trace.uncut == [((6, 8), ("model", None))]
+    assert trace.uncut == [uncut_dim("x", 0, 6, 4, ("model",))]
 
 
 def test_pack_and_replicate():

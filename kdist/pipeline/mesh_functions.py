@@ -201,6 +201,7 @@ class MeshPrograms:
                 trace.gather_first = self.gather_first
                 trace.alltoall = self.alltoall or not self.gather_first
                 made = MeshStageFunctions(body, given, wanted, wrap)
+            self.layouts.tell_uncut(trace.uncut)
             # Explicit layouts name a mesh: such a trace serves one replica only.
             tied = tied or trace.used
             return made

@@ -22,9 +22,21 @@ def random_layers(model: keras.Model) -> list[keras.layers.Layer]:
     return [
         layer
         for layer in _private_models.flat_layers(model)
-        if _private_models.takes_training(layer)
-        and any(isinstance(v, keras.random.SeedGenerator) for v in vars(layer).values())
+        if _generators(layer) and _private_models.takes_training(layer)
     ]
+
+
+def always_random(model: keras.Model) -> list[keras.layers.Layer]:
+    """Layers that draw random numbers and cannot be told to stop: they know no `training`."""
+    return [
+        layer
+        for layer in _private_models.flat_layers(model)
+        if _generators(layer) and not _private_models.takes_training(layer)
+    ]
+
+
+def _generators(layer: keras.layers.Layer) -> list[keras.random.SeedGenerator]:
+    return [v for v in vars(layer).values() if isinstance(v, keras.random.SeedGenerator)]
 
 
 def statistic_layers(model: keras.Model) -> list[keras.layers.Layer]:

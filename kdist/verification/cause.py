@@ -22,6 +22,11 @@ def likely_cause(differences: Sequence[Difference], study: Study) -> str:
     if not differences:
         return ""
     if study.layer is not None:
+        if study.random:
+            return (
+                f"layer {study.layer!r} ({study.text}) draws random numbers, and has no `training` "
+                "argument to switch that off for a comparison."
+            )
         return (
             f"rows of the batch meet in layer {study.layer!r} ({study.text}): a replica sees its "
             "own rows only."

@@ -40,4 +40,4 @@ def config_for(config: ParallelConfig, pair: Callable[[Any], Any]) -> ParallelCo
     if pipeline is not None and isinstance(pipeline.stages, tuple):
         lists = tuple(tuple(pair(layer) for layer in row) for row in pipeline.stages)
         pipeline = dataclasses.replace(pipeline, stages=lists)
-    return dataclasses.replace(config, pipeline=pipeline)
+    return dataclasses.replace(config, pipeline=pipeline, verify=None)

@@ -44,8 +44,8 @@ def over_mesh(model: keras.Model, batch: tuple[Any, Any, Any]) -> Observed:
 
 def _observe(model: keras.Model, batch: tuple[Any, Any, Any], found: Gradients) -> Observed:
     x, y, sample_weight = batch
-    output = output_arrays(model, model.predict_on_batch(x))
     before = [as_array(v.value) for v in model.variables]
+    output = output_arrays(model, model.predict_on_batch(x))
     values = found()
     for variable, value in zip(model.variables, before):
         variable.assign(value)

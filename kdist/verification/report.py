@@ -72,7 +72,7 @@ class Verification:
             console: Where to print; standard output by default.
         """
         console = console or Console()
-        console.print(self._verdict(), markup=False, highlight=False)
+        console.print(self.verdict, markup=False, highlight=False)
         counts = ", ".join(f"{kind} {n}" for kind, n in self.compared.items())
         lines = [f"arrays compared: {counts}", f"tolerance: {self.tolerance}", f"how: {self.way}"]
         lines += [f"first layer that differs: {self.first_layer}"] if self.first_layer else []
@@ -84,7 +84,9 @@ class Verification:
         if self.unexplained and self.unexplained != self.differences:
             console.print(_table(self.unexplained, "in the second comparison"))
 
-    def _verdict(self) -> str:
+    @property
+    def verdict(self) -> str:
+        """The result in one line."""
         took = f"{self.dtype}, {self.seconds:.1f} s"
         if not self.differences:
             return f"Equal to one device ({took})."

@@ -13,6 +13,7 @@ from typing import Any
 
 from kdist import _private_models, _private_twins
 from kdist.batch import part_bounds
+from kdist.verification.calm import always_random
 from kdist.verification.observe import as_array, call_for_training
 from kdist.verification.tolerance import Tolerance, compare, magnitude
 
@@ -28,11 +29,13 @@ class Study:
     Attributes:
         layer: The first layer, in the order in which calls end, whose rows differ; None if none.
         text: By how much, of which class.
+        random: Whether it draws random numbers, and cannot be told to stop.
         added: Layers whose `add_loss` values are no means over rows.
     """
 
     layer: str | None = None
     text: str = ""
+    random: bool = False
     added: tuple[str, ...] = ()
 
 
@@ -93,7 +96,8 @@ def study(
         restore()
     sizes = [b - a for a, b in bounds]
     layer, text = _first_difference(whole, pieces, sizes, tolerance)
-    return Study(layer, text, _not_means(whole, pieces, sizes, tolerance))
+    random = layer in {one.name for one in always_random(model)}
+    return Study(layer, text, random, _not_means(whole, pieces, sizes, tolerance))
 
 
 def _forward(model: keras.Model, x: Any) -> _Pass:

@@ -1,0 +1,221 @@
+"""Walks through a traced graph and the functions it calls, with what is known of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kdist import _private_graphs
+from kdist.rows import contractions, control, elementwise, joins, look_ups, reductions, shaping
+from kdist.rows.node import RULES, Node
+from kdist.rows.numbers import fixed, power_of
+from kdist.rows.values import Const, Linear, Mixed, Mixing, RowsMeet, Value, join
+
+# Imported for the rules that they register.
+assert contractions and elementwise and joins and look_ups and reductions and shaping
+
+ROW_BY_ROW = "kdist_row_by_row"
+"""Name of an `IdentityN(result, argument)` whose first output counts as the argument does."""
+LOOP_LIMIT = 12
+"""Passes over a loop's body after which it counts as mixing; each can only lose knowledge."""
+SHAPE_ONLY = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
+ASSIGN = {
+    "AssignVariableOp",
+    "AssignAddVariableOp",
+    "AssignSubVariableOp",
+    "ResourceScatterAdd",
+    "ResourceScatterUpdate",
+    "ResourceScatterSub",
+}
+
+
+class Interpreter:
+    """Follows the batch through graphs.
+
+    Args:
+        batch: Its size B in these graphs.
+
+    Attributes:
+        mixings: Where rows met first, in graph order.
+        accepted: The same inside of what is marked to count row by row.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.mixings: list[Mixing] = []
+        self.accepted: list[Mixing] = []
+        self._written: dict[int, Value] = {}
+        self._special: Mapping[str, Callable[[Any, list[Value]], list[Value]]] = {
+            "IdentityN": self._identities,
+            "PartitionedCall": self._call,
+            "StatefulPartitionedCall": self._call,
+            "If": self._branches,
+            "StatelessIf": self._branches,
+            "Case": self._branches,
+            "StatelessCase": self._branches,
+            "While": self._loop,
+            "StatelessWhile": self._loop,
+            "ReadVariableOp": self._read,
+            **dict.fromkeys(ASSIGN, self._assign),
+        }
+
+    def evaluate(
+        self, graph: Any, given: Mapping[int, Value], outputs: Sequence[Any]
+    ) -> list[Value]:
+        """What is known about some tensors of a graph.
+
+        Args:
+            graph: A traced graph.
+            given: By identity of a placeholder, what is known about it; others are constants.
+            outputs: Tensors of the graph.
+        """
+        known = dict(given)
+        for op in _needed(graph, outputs):
+            if op.type in ("Placeholder", "PlaceholderWithDefault"):
+                known.setdefault(id(op.outputs[0]), Const())
+                continue
+            values = [known[id(t)] for t in op.inputs]
+            for tensor, value in zip(op.outputs, self._outputs(op, values)):
+                known[id(tensor)] = value
+        return [known[id(t)] for t in outputs]
+
+    def _outputs(self, op: Any, values: list[Value]) -> list[Value]:
+        count = len(op.outputs)
+        special = self._special.get(op.type)
+        try:
+            if special is not None:
+                return special(op, values)
+            mixed = [v for v in values if isinstance(v, Mixed)]
+            if mixed and op.type not in SHAPE_ONLY:
+                return [mixed[0]] * count
+            apart = [Const() if isinstance(v, Mixed) else v for v in values]
+            return self._by_rule(Node(op, apart, self.batch))
+        except RowsMeet:
+            return [Mixed(self._note(op, values))] * count
+
+    def _by_rule(self, node: Node) -> list[Value]:
+        count = len(node.op.outputs)
+        try:
+            found = RULES.get(node.op.type, control.without_rule)(node)
+        except RowsMeet:
+            if not node.constant:
+                raise
+            found = control.without_rule(node)
+        values = found if isinstance(found, list) else [found] * count
+        return [self._refined(t, v) for t, v in zip(node.op.outputs, values)]
+
+    def _refined(self, tensor: Any, value: Value) -> Value:
+        """A constant that depends on the batch's size, with its power if the graph fixes it."""
+        if not isinstance(value, Const) or value.power == 0:
+            return value
+        known = fixed(tensor)
+        return value if known is None else Const(value.flat, power_of(known, self.batch))
+
+    def _note(self, op: Any, values: Sequence[Value]) -> Mixing:
+        """Lists an operation at which rows meet; a sum over rows that it gets is named with it."""
+        sums = [v.origin.operation for v in values if isinstance(v, Linear)]
+        operation = f"{sums[0]}, then {op.type}" if sums else op.type
+        mixing = Mixing(_scope(op.name), operation, op.name)
+        self.mixings.append(mixing)
+        return mixing
+
+    def _identities(self, op: Any, values: list[Value]) -> list[Value]:
+        scope, _, name = op.name.rpartition("/")
+        if not name.startswith(ROW_BY_ROW):
+            return values
+        inside = [m for m in self.mixings if m.name.startswith(f"{scope}/")]
+        if not isinstance(values[1], Mixed):
+            self.mixings = [m for m in self.mixings if m not in inside]
+            self.accepted.extend(inside)
+        return [values[1], values[1]]
+
+    def _assign(self, op: Any, values: list[Value]) -> list[Value]:
+        """A variable that is written within the graph is read as what was written."""
+        if all(isinstance(v, Const) for v in values[1:]):
+            return []
+        if op.type == "AssignVariableOp":
+            self._written[id(op.inputs[0])] = values[1]
+        else:
+            self._written[id(op.inputs[0])] = Mixed(self._note(op, values))
+        return []
+
+    def _read(self, op: Any, values: list[Value]) -> list[Value]:
+        return [self._written.get(id(op.inputs[0]), values[0])]
+
+    def _function(self, op: Any, attribute: Any) -> Any:
+        graph = _private_graphs.function_graph(op.graph, attribute.name)
+        if graph is None:
+            raise RowsMeet
+        return graph
+
+    def _body(self, graph: Any, values: Sequence[Value]) -> list[Value]:
+        if len(graph.inputs) != len(values):
+            raise RowsMeet
+        given = {id(t): v for t, v in zip(graph.inputs, values)}
+        return self.evaluate(graph, given, graph.outputs)
+
+    def _call(self, op: Any, values: list[Value]) -> list[Value]:
+        if all(isinstance(v, Const) and v.power == 0 for v in values) and not op.outputs:
+            return []
+        return self._body(self._function(op, op.get_attr("f")), values)
+
+    def _branches(self, op: Any, values: list[Value]) -> list[Value]:
+        """Either branch, if no row decides which."""
+        if op.type.endswith("Case"):
+            attributes = op.get_attr("branches")
+        else:
+            attributes = [op.get_attr("then_branch"), op.get_attr("else_branch")]
+        if isinstance(values[0], Mixed):
+            return [values[0]] * len(op.outputs)
+        if not isinstance(values[0], Const):
+            raise RowsMeet
+        found = [self._body(self._function(op, a), values[1:]) for a in attributes]
+        first = found[0]
+        for other in found[1:]:
+            first = [join(a, b) for a, b in zip(first, other)]
+        return first
+
+    def _loop(self, op: Any, values: list[Value]) -> list[Value]:
+        """What stays true however often the body runs, if no row decides how often."""
+        condition = self._function(op, op.get_attr("cond"))
+        body = self._function(op, op.get_attr("body"))
+        before = list(self.mixings)
+        for _ in range(LOOP_LIMIT):
+            self.mixings = list(before)
+            (runs,) = self._body(condition, values)
+            after = [join(old, new) for old, new in zip(values, self._body(body, values))]
+            if isinstance(runs, Mixed):
+                return [runs] * len(values)
+            if not isinstance(runs, Const):
+                raise RowsMeet
+            if after == values:
+                if runs.power != 0:
+                    self._only_unchanged(body, values)
+                return values
+            values = after
+        raise RowsMeet
+
+    def _only_unchanged(self, body: Any, values: Sequence[Value]) -> None:
+        """Where the batch's size decides how often: only counters may change."""
+        for old, new, value in zip(body.inputs, body.outputs, values):
+            changed = old is not new and new.op.type != "Identity"
+            if changed and not (isinstance(value, Const) and value.power is None):
+                raise RowsMeet
+
+
+def _scope(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def _needed(graph: Any, outputs: Sequence[Any]) -> list[Any]:
+    """The operations that outputs, or writes to variables, depend on, in graph order."""
+    operations = graph.get_operations()
+    waiting = [t.op for t in outputs]
+    waiting += [op for op in operations if op.type in ASSIGN]
+    needed: set[int] = set()
+    while waiting:
+        op = waiting.pop()
+        if id(op) not in needed:
+            needed.add(id(op))
+            waiting.extend(t.op for t in op.inputs)
+    return [op for op in operations if id(op) in needed]

@@ -1,0 +1,143 @@
+"""`study`: traces a function of a batch and says how each output depends on the rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kdist.rows.interpreter import Interpreter
+from kdist.rows.values import Const, Flow, Linear, Mixed, Mixing, Rows, Value, flow_of
+
+import keras
+import tensorflow as tf
+
+PRIMES = (467, 479, 487, 491, 499, 503, 541, 547, 557, 563, 569, 571, 577, 587, 593, 599)
+"""Batch sizes to trace with: far from round numbers, so that their multiples are recognised."""
+UNKNOWN = 64
+"""What stands for dims of unknown size, dim 0 apart."""
+
+
+class NotStudied(ValueError):
+    """A function that cannot be traced on a batch of a given size, with the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowStudy:
+    """How the outputs of a function depend on the rows of its batch.
+
+    Attributes:
+        outputs: One per flat output.
+        mixings: The operations at which rows meet first, in graph order. What follows from rows
+            that have met already is not listed again.
+        causes: Per flat output, where its rows met first, or where they were summed; None for
+            constants and rows that stay apart.
+        sized: Per flat output, whether it depends on how many rows there are.
+        accepted: Where rows meet inside of what was marked to count row by row.
+    """
+
+    outputs: tuple[Flow, ...]
+    mixings: tuple[Mixing, ...]
+    causes: tuple[Mixing | None, ...]
+    sized: tuple[bool, ...]
+    accepted: tuple[Mixing, ...] = ()
+
+
+def study(
+    function: Callable[..., Any],
+    *specs: Any,
+    batch_size: int | None = None,
+    avoid: Iterable[int] = (),
+) -> RowStudy:
+    """Follows the batch through a function: what stays row by row, what is a mean, what mixes.
+
+    The function is traced once, on a batch size of its own, and nothing runs. An operation that the
+    analysis does not know counts as mixing.
+
+    Args:
+        function: Takes tensors in the structure of `specs`; what it returns is flattened.
+        *specs: Nested structures of `tf.TensorSpec` (or None), whose dim 0 is the batch. Specs of
+            rank 0 are constants. Other dims of unknown size get one.
+        batch_size: The only size that the function takes, if there is one.
+        avoid: Sizes that the batch size must not be mistaken for, such as those of weights.
+
+    Raises:
+        NotStudied: The function fails while it is traced.
+
+    Example:
+        >>> spec = tf.TensorSpec((None, 3))
+        >>> study(lambda x: (x * 2, tf.reduce_mean(x), x - tf.reduce_mean(x)), spec).outputs
+        (<Flow.ROWS: 'rows'>, <Flow.MEAN: 'mean'>, <Flow.MIXED: 'mixed'>)
+    """
+    flat = [s for s in keras.tree.flatten(specs) if s is not None]
+    taken = {d for s in flat for d in s.shape[1:] if d} | set(avoid)
+    batch = batch_size or next((p for p in PRIMES if all(n % p for n in taken)), PRIMES[0])
+    graph, given, outputs = _trace(function, specs, [_sized(s, batch) for s in flat])
+    interpreter = Interpreter(batch)
+    values = interpreter.evaluate(graph, given, [o for o in outputs if o is not None])
+    found = iter(values)
+    return _result(interpreter, [Const() if o is None else next(found) for o in outputs], outputs)
+
+
+def _sized(spec: tf.TensorSpec, batch: int) -> tf.TensorSpec:
+    """A spec with all sizes known."""
+    if spec.shape.rank is None:
+        raise NotStudied(f"The rank of an input is unknown. Received: {spec}")
+    dims = [batch if i == 0 else (d or UNKNOWN) for i, d in enumerate(spec.shape)]
+    return tf.TensorSpec(dims, spec.dtype)
+
+
+def _trace(
+    function: Callable[..., Any], specs: Sequence[Any], flat: Sequence[tf.TensorSpec]
+) -> tuple[Any, dict[int, Value], list[Any]]:
+    """The function's graph, what is known about its inputs, and its flat outputs."""
+    given: dict[int, Value] = {}
+    outputs: list[Any] = []
+
+    def traced(*tensors: Any) -> None:
+        for tensor in tensors:
+            given[id(tensor)] = Rows(0) if tensor.shape.rank else Const(flat=None)
+        left = iter(tensors)
+        arguments = [_filled(spec, left) for spec in specs]
+        for leaf in keras.tree.flatten(function(*arguments)):
+            outputs.append(None if leaf is None else tf.convert_to_tensor(leaf))
+
+    try:
+        wrapped = tf.compat.v1.wrap_function(traced, list(flat))
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise NotStudied(f"{type(error).__name__}: {lines[0]}") from error
+    return wrapped.graph, given, outputs
+
+
+def _filled(spec: Any, tensors: Any) -> Any:
+    return keras.tree.map_structure(lambda s: None if s is None else next(tensors), spec)
+
+
+def _result(interpreter: Interpreter, values: Sequence[Value], tensors: Sequence[Any]) -> RowStudy:
+    return RowStudy(
+        tuple(flow_of(v) for v in values),
+        tuple(interpreter.mixings),
+        tuple(_cause(v, t) for v, t in zip(values, tensors)),
+        tuple(_depends_on_size(v) for v in values),
+        tuple(interpreter.accepted),
+    )
+
+
+def _cause(value: Value, tensor: Any) -> Mixing | None:
+    if isinstance(value, Mixed):
+        return value.cause
+    if isinstance(value, Linear):
+        return value.origin
+    if flow_of(value) is Flow.MIXED:
+        op = tensor.op
+        return Mixing(op.name.rpartition("/")[0], op.type, op.name)
+    return None
+
+
+def _depends_on_size(value: Value) -> bool:
+    if isinstance(value, Mixed):
+        return True
+    if isinstance(value, Linear):
+        return value.power != -1
+    return value.power != 0

@@ -1,0 +1,293 @@
+"""What each operation does to rows: tables of functions and of what they are."""
+
+from collections.abc import Callable
+from typing import Any
+
+from kdist.rows import Flow, NotStudied, study
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+MATRIX = tf.TensorSpec((None, 4))
+CUBE = tf.TensorSpec((None, 3, 4))
+IMAGES = tf.TensorSpec((None, 8, 8, 3))
+LABELS = tf.TensorSpec((None,), tf.int32)
+RNG = np.random.default_rng(0)
+WRITTEN = tf.Variable(tf.zeros((4,)))
+SQUARE = RNG.normal(size=(4, 4)).astype("float32")
+
+
+def flow(function: Callable, *specs: tf.TensorSpec) -> Flow:
+    (found,) = study(function, *(specs or (MATRIX,))).outputs
+    return found
+
+
+def named(table: dict[str, Any]) -> Any:
+    return pytest.mark.parametrize("function", table.values(), ids=table.keys())
+
+
+def filtered(x: Any, **options: Any) -> Any:
+    kernel = np.ones((3, 3, x.shape[-1], 2), "float32")
+    return tf.nn.conv2d(x, kernel, 1, "SAME", **options)
+
+
+ROW_BY_ROW: dict[str, Any] = {
+    "square": lambda x: x * x + 1.0,
+    "softmax of features": lambda x: ops.softmax(x, axis=-1),
+    "standardised features": lambda x: (x - ops.mean(x, -1, True)) / ops.std(x, -1, keepdims=True),
+    "matrix product": lambda x: x @ SQUARE,
+    "weights first": lambda x: ops.transpose(SQUARE @ ops.transpose(x)),
+    "a bias of every feature": lambda x: x + SQUARE[0],
+    "reshape and back": lambda x: ops.reshape(ops.reshape(x, (-1, 2)) * 2, (-1, 4)),
+    "transpose and back": lambda x: ops.transpose(ops.exp(ops.transpose(x))),
+    "tile and cut": lambda x: ops.split(ops.tile(x, (3, 1)), 3)[1],
+    "repeat and mean": lambda x: ops.mean(ops.reshape(ops.repeat(x, 3, 0), (-1, 3, 4)), 1),
+    "two batches joined and parted": lambda x: ops.split(ops.concatenate([x, 2 * x]), 2)[0],
+    "stacked": lambda x: ops.stack([x, x], axis=1),
+    "unstacked": lambda x: ops.unstack(x, axis=1)[2],
+    "slice of features": lambda x: x[:, 1:3],
+    "feature": lambda x: x[..., 2],
+    "new dim": lambda x: x[:, None],
+    "reversed features": lambda x: x[:, ::-1],
+    "rolled features": lambda x: ops.roll(x, 1, axis=1),
+    "sum of earlier features": lambda x: ops.cumsum(x, axis=1),
+    "sorted features": lambda x: ops.sort(x, axis=1),
+    "best feature": lambda x: ops.argmax(x, axis=1),
+    "best features": lambda x: ops.top_k(x, 2)[0],
+    "one hot": lambda x: ops.one_hot(ops.argmax(x, axis=1), 4),
+    "look-up": lambda x: ops.take(SQUARE, ops.argmax(x, axis=1), axis=0),
+    "look-up in the row": lambda x: ops.take_along_axis(x, ops.argsort(x, axis=1), axis=1),
+    "chosen features": lambda x: ops.take(x, [0, 2], axis=1),
+    "padded": lambda x: ops.pad(x, ((0, 0), (1, 2))),
+    "where": lambda x: ops.where(x > 0, x, 0.0),
+    "where of the row": lambda x: ops.where(ops.sum(x, 1, True) > 0, x, -x),
+    "noise": lambda x: x + keras.random.normal(ops.shape(x)),
+    "dropout": lambda x: tf.nn.dropout(x, 0.5),
+    "depth dropout": lambda x: x * keras.random.uniform((ops.shape(x)[0], 1)),
+    "zeros of the batch": lambda x: x + ops.zeros((ops.shape(x)[0], 4)),
+    "positions": lambda x: x + ops.cast(ops.arange(4), "float32"),
+    "positions for all rows": lambda x: (
+        x + ops.broadcast_to(ops.cast(ops.arange(4), "float32"), ops.shape(x))
+    ),
+    "einsum with weights": lambda x: ops.einsum("bi,ij->bj", x, SQUARE),
+    "outer product in the row": lambda x: ops.einsum("bi,bj->bij", x, x),
+    "product in the row": lambda x: ops.einsum("...i,...i->...", x, x),
+    "jax-like map": lambda x: ops.vectorized_map(lambda r: r * 2, x),
+    "branch by a constant": lambda x: ops.cond(SQUARE[0, 0] > 0, lambda: x, lambda: x * 2),
+    "loop over features": lambda x: ops.fori_loop(0, 4, lambda i, s: s + x[:, i], x[:, 0] * 0),
+    "scan over features": lambda x: ops.scan(
+        lambda c, r: (c + r, c * r), ops.zeros_like(x[:, 0]), ops.transpose(x)
+    )[0],
+    "function": lambda x: tf.function(lambda t: t * 2)(x),
+    "own gradient": tf.custom_gradient(lambda x: (x * 2, lambda g: g)),
+    "size of the batch cancelled": lambda x: x / ops.shape(x)[0] * ops.shape(x)[0],
+    "matrix of the row": lambda x: tf.linalg.inv(ops.einsum("bi,bj->bij", x, x)),
+    "shape of what has met": lambda x: x + ops.zeros_like(x - ops.mean(x)),
+}
+MEANS: dict[str, Any] = {
+    "mean": lambda x: ops.mean(ops.square(x)),
+    "mean per feature": lambda x: ops.mean(x, axis=0),
+    "mean of a sum": lambda x: ops.mean(ops.sum(ops.square(x), axis=1)),
+    "sum by the batch's size": lambda x: ops.sum(ops.square(x)) / ops.shape(x)[0],
+    "by its size in the graph": lambda x: ops.sum(x) / ops.cast(tf.shape(x)[0], "float32"),
+    "by the number of elements": lambda x: ops.sum(x) / ops.cast(tf.size(x), "float32"),
+    "rows by the batch's size": lambda x: ops.sum(ops.square(x) / ops.shape(x)[0]),
+    "times its inverse": lambda x: ops.sum(x) * (1 / ops.shape(x)[0]),
+    "scaled and moved": lambda x: 0.1 * ops.mean(x, 0) - 3.0,
+    "weighted features": lambda x: ops.mean(x, axis=0, keepdims=True) @ SQUARE,
+    "two means": lambda x: ops.mean(x) + ops.mean(ops.exp(x)),
+    "means stacked": lambda x: ops.stack([ops.mean(x), ops.mean(x * x), 0.5]),
+    "mean outer product": lambda x: ops.transpose(x) @ x / ops.shape(x)[0],
+    "a loss": lambda x: keras.losses.MeanSquaredError()(x, ops.exp(x)),
+    "mean over tokens": lambda x: ops.mean(ops.reshape(x, (-1, 2)), axis=0),
+    "mean in a loop": lambda x: ops.fori_loop(0, 4, lambda i, s: s + ops.mean(x[:, i]), 0.0),
+}
+SUMS: dict[str, Any] = {
+    "sum": ops.sum,
+    "sum of features by row": lambda x: ops.sum(x, axis=0),
+    "outer products": lambda x: ops.transpose(x) @ x,
+    "weighted": lambda x: 0.1 * ops.sum(ops.square(x)),
+    "mean times the batch's size": lambda x: ops.mean(x) * ops.shape(x)[0],
+    "half the squares": tf.nn.l2_loss,
+    "no start": lambda x: sum([ops.sum(x), ops.sum(x * x)]),
+}
+MIXED: dict[str, Any] = {
+    "centred": lambda x: x - ops.mean(x, axis=0),
+    "deviation": lambda x: ops.std(x, axis=0),
+    "softmax over rows": lambda x: ops.softmax(x, axis=0),
+    "rolled": lambda x: ops.roll(x, 1, axis=0),
+    "rolled flat": lambda x: ops.roll(x, 1),
+    "reversed": lambda x: x[::-1],
+    "shuffled": tf.random.shuffle,
+    "permuted": lambda x: ops.take(x, ops.argsort(keras.random.uniform((x.shape[0],))), axis=0),
+    "earlier rows": lambda x: ops.cumsum(x, axis=0),
+    "row 0": lambda x: x[0],
+    "all but row 0": lambda x: x[1:],
+    "half of the batch": lambda x: ops.split(x[: x.shape[0] // 2 * 2], 2)[0],
+    "similarities": lambda x: x @ ops.transpose(x),
+    "distances": lambda x: ops.sum(ops.square(x[:, None] - x[None]), -1),
+    "largest": lambda x: ops.max(x, axis=0),
+    "any": lambda x: ops.any(x > 0),
+    "product of means": lambda x: ops.mean(x) * ops.mean(x),
+    "root of a mean": lambda x: ops.sqrt(ops.mean(x)),
+    "mean over a mask": lambda x: (
+        ops.sum(ops.where(x > 0, x, 0.0)) / ops.sum(ops.cast(x > 0, "float32"))
+    ),
+    "sum and a constant": lambda x: ops.sum(x) + 1.0,
+    "sum and a mean": lambda x: ops.sum(x) + ops.mean(x),
+    "sorted rows": lambda x: ops.sort(x, axis=0),
+    "position in the batch": lambda x: x * ops.cast(ops.arange(x.shape[0]), "float32")[:, None],
+    "rows by the batch's size": lambda x: x / ops.shape(x)[0],
+    "batch and its size": lambda x: x + ops.shape(x)[0],
+    "the batch elsewhere": ops.transpose,
+    "two batches": lambda x: ops.concatenate([x, x]),
+    "branch by the batch": lambda x: ops.cond(ops.sum(x) > 0, lambda: x, lambda: 2 * x),
+    "loop by the batch": lambda x: ops.while_loop(
+        lambda t: ops.sum(t) < 9, lambda t: (t + 1.0,), (x,)
+    )[0],
+    "loop over rows": lambda x: tf.map_fn(lambda r: r * 2, x),
+    "distinct": lambda x: tf.unique(ops.reshape(x, (-1,)))[1],
+    "segments": lambda x: ops.segment_sum(x, ops.argmax(x, axis=1), num_segments=4),
+    "pads rows": lambda x: ops.pad(x, ((1, 0), (0, 0)))[:-1],
+    "a row decides": lambda x: ops.take(x, ops.argmax(x, axis=0), axis=1),
+    "written and read": lambda x: _written_and_read(x),
+}
+
+
+def _written_and_read(x: Any) -> Any:
+    WRITTEN.assign(ops.mean(x, axis=0))
+    return x - WRITTEN
+
+
+@named(ROW_BY_ROW)
+def test_rows_stay_apart(function: Callable) -> None:
+    assert flow(function) is Flow.ROWS
+
+
+@named(MEANS)
+def test_means(function: Callable) -> None:
+    assert flow(function) is Flow.MEAN
+
+
+@named(SUMS)
+def test_sums(function: Callable) -> None:
+    assert flow(function) is Flow.SUM
+
+
+@named(MIXED)
+def test_rows_meet(function: Callable) -> None:
+    assert flow(function) is Flow.MIXED
+
+
+@named(
+    {
+        "number": lambda x: 2.0,
+        "weights": lambda x: SQUARE @ SQUARE,
+        "noise": lambda x: keras.random.normal((3,)),
+        "shape": lambda x: ops.shape(x)[1],
+    }
+)
+def test_constants(function: Callable) -> None:
+    study_ = study(function, MATRIX)
+    assert (study_.outputs, study_.sized) == ((Flow.CONSTANT,), (False,))
+
+
+@named(
+    {
+        "rows": lambda x: ops.shape(x)[0],
+        "in the graph": lambda x: tf.shape(x)[0] + 1,
+        "ones": lambda x: ops.sum(ops.ones_like(x)),
+        "positions": lambda x: ops.arange(ops.shape(x)[0]),
+    }
+)
+def test_counts_of_rows_are_constants_that_depend_on_the_size(function: Callable) -> None:
+    study_ = study(function, MATRIX)
+    assert (study_.outputs, study_.sized) == ((Flow.CONSTANT,), (True,))
+
+
+@named(
+    {
+        "convolution": filtered,
+        "dilated": lambda x: filtered(x, dilations=2),
+        "blocks": lambda x: tf.batch_to_space(
+            tf.nn.relu(tf.space_to_batch(x, [2, 2], [[0, 0], [0, 0]])), [2, 2], [[0, 0], [0, 0]]
+        ),
+        "pooled": lambda x: ops.average_pool(ops.max_pool(x, 2), 2),
+        "resized": lambda x: ops.image.resize(x, (4, 4)),
+        "grey": ops.image.rgb_to_grayscale,
+        "flipped": tf.image.flip_left_right,
+        "patches": lambda x: ops.image.extract_patches(x, 2),
+    }
+)
+def test_images_stay_apart(function: Callable) -> None:
+    assert flow(function, IMAGES) is Flow.ROWS
+
+
+def test_attention_between_tokens_keeps_rows_apart() -> None:
+    def attention(x: Any) -> Any:
+        scores = ops.softmax(ops.einsum("bth,bsh->bts", x, x))
+        return scores @ x
+
+    assert flow(attention, CUBE) is Flow.ROWS
+    assert flow(lambda x: ops.einsum("bth,cth->bc", x, x), CUBE) is Flow.MIXED
+
+
+@pytest.mark.parametrize("layer", ["LSTM", "GRU", "SimpleRNN"])
+def test_loops_of_recurrent_layers(layer: str) -> None:
+    made = getattr(keras.layers, layer)(5, return_sequences=True)
+    made.build((None, 3, 4))
+    assert flow(made, CUBE) is Flow.ROWS
+    assert flow(lambda x: made(x - ops.mean(x, axis=0)), CUBE) is Flow.MIXED
+
+
+def test_labels_per_row() -> None:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
+    assert flow(loss, LABELS, MATRIX) is Flow.ROWS
+
+
+def test_the_first_operations_are_listed_and_not_what_follows() -> None:
+    found = study(lambda x: ops.exp(ops.roll(x, 1, axis=0)) + ops.sort(x, axis=0), MATRIX)
+    assert [m.operation for m in found.mixings] == ["Roll", "TopKV2"]
+
+
+def test_a_sum_that_is_used_for_more_is_named_with_its_use() -> None:
+    def centred(x: Any) -> Any:
+        with tf.name_scope("centre"):
+            return x - ops.mean(x, axis=0)
+
+    (mixing,) = study(centred, MATRIX).mixings
+    assert (mixing.layer, mixing.operation) == ("centre", "Mean, then Sub")
+    assert str(mixing) == "Mean, then Sub in layer 'centre'"
+
+
+def test_structures_and_outputs_without_tensors() -> None:
+    found = study(lambda d, y: {"a": d["x"], "b": y, "c": None}, {"x": MATRIX}, None)
+    assert found.outputs == (Flow.ROWS, Flow.CONSTANT, Flow.CONSTANT)
+
+
+def test_an_unknown_operation_counts_as_mixing() -> None:
+    found = study(lambda x: tf.numpy_function(np.sort, [x], tf.float32), MATRIX)
+    assert [m.operation for m in found.mixings] == ["PyFunc"]
+
+
+def test_what_no_output_needs_is_not_looked_at() -> None:
+    def checked(x: Any) -> Any:
+        tf.debugging.assert_less(x, 9.0)
+        return x
+
+    assert study(checked, MATRIX).mixings == ()
+
+
+def test_a_function_that_fails_says_why() -> None:
+    with pytest.raises(NotStudied, match="ValueError: no"):
+        study(lambda x: (_ for _ in ()).throw(ValueError("no")), MATRIX)
+
+
+def test_the_only_size_that_a_function_takes() -> None:
+    with pytest.raises(NotStudied, match="reshape"):
+        study(lambda x: ops.reshape(x, (6, 2, 2)), MATRIX)
+    found = study(lambda x: ops.reshape(x, (6, 2, 2)), MATRIX, batch_size=6)
+    assert found.outputs == (Flow.ROWS,)
