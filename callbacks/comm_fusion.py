@@ -51,7 +51,8 @@ class CommFusion(keras.callbacks.Callback):
         verbose: Print what was tried.
 
     Raises:
-        ValueError: For no candidates or steps; and, when training starts, for a plain Keras model.
+        ValueError: For no candidates or steps; and, when training starts, for a plain Keras model,
+            or one without replicas that exchange gradients.
 
     Example:
         >>> model.fit(x, y, epochs=3, callbacks=[kdist.callbacks.CommFusion(tune=True)])
@@ -81,6 +82,12 @@ class CommFusion(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Starts with the first candidate."""
         parallel = attached(self.model)
+        if parallel.whole_batch is not None:
+            raise ValueError(
+                "CommFusion logs what replicas exchange, and this model has none: "
+                f"{parallel.whole_batch.note}. Leave the callback out, or use "
+                f"{parallel.whole_batch.instead}. Received: model={self.model.name!r}"
+            )
         self._times = []
         self.tried = {}
         if self.tune:

@@ -10,6 +10,7 @@ from kdist.layout import read_layout_map
 from kdist.mesh import PIPE_NAME, Topology
 from kdist.optimizer.config import OptimizerConfig
 from kdist.pipeline.config import PipelineConfig
+from kdist.whole_batch import GLOBAL
 
 import keras
 
@@ -62,6 +63,15 @@ class ParallelConfig:
     """How the model is cut into stages over the mesh's `pipe` axis, and in which order they work.
     Goes with that axis: both or none."""
 
+    batch_semantics: Literal["replica", "global"] = "replica"
+    """What a layer sees in which rows of the batch meet. `"replica"`: its replica's rows, as on any
+    data-parallel system: a contrastive loss has the negatives of its replica alone, a
+    `BatchNormalization` normalises by the statistics of its replica's rows. `"global"`: all rows,
+    as on one device; `BatchNormalization` too, whatever its `synchronized`. The data axis then is
+    inside DTensor, as an inner axis that cuts the batch, and optimizer levels, fusion, compression
+    and `pipe` are refused. A batch that the axis does not divide is computed whole on every
+    device."""
+
     loss_from_layers: Literal["mean", "sum"] = "mean"
     """How values that layers give to `add_loss` are combined over replicas. `"mean"`: weighted by
     each replica's number of examples, right for values that are means over examples, which
@@ -108,6 +118,29 @@ class ParallelConfig:
                 "verify is 'first_step' (the first training batch is compared with one device) or "
                 f"None. Received: verify={self.verify!r}"
             )
+        self._check_batch_semantics()
+
+    def _check_batch_semantics(self) -> None:
+        if self.batch_semantics not in ("replica", "global"):
+            raise ValueError(
+                "batch_semantics is 'replica' (layers see their replica's rows) or 'global' (they "
+                f"see the whole batch). Received: batch_semantics={self.batch_semantics!r}"
+            )
+        if self.batch_semantics == "replica":
+            return
+        if self.loss_from_layers != "mean":
+            raise ValueError(
+                "With batch_semantics='global' add_loss gets values of the whole batch, which are "
+                "not combined over replicas. Use batch_semantics='replica', or leave "
+                "loss_from_layers out. "
+                f"Received: loss_from_layers={self.loss_from_layers!r}"
+            )
+        GLOBAL.refuse(
+            optimizer=self.optimizer,
+            fusion=self.fusion,
+            compression=self.compression,
+            pipeline=self.pipeline,
+        )
 
     def _check_pipeline(self, topology: Topology) -> None:
         if self.pipeline is not None and not isinstance(self.pipeline, PipelineConfig):
@@ -152,6 +185,7 @@ class ParallelConfig:
             lines += [f"  {line}" for line in str(self.compression).splitlines()]
         if self.pipeline is not None:
             lines.append(f"  pipeline: {self.pipeline}")
+        lines.append(f"  batch_semantics: {self.batch_semantics}")
         lines.append(f"  loss_from_layers: {self.loss_from_layers}")
         if self.verify is not None:
             lines.append(f"  verify: {self.verify}")

@@ -200,20 +200,18 @@ class Topology:
         """Every device string, slice after slice."""
         return tuple(device for piece in self.slices for device in piece.devices)
 
+    @property
+    def rows_cut(self) -> bool:
+        """Whether an inner axis cuts the batch: the data axis, after `with_data_inside`."""
+        return any(name in DATA_NAMES for name, _ in self.inner_axes)
+
     def with_data_inside(self) -> "Topology":
         """The same mesh with its data axis as an inner axis: one slice over all devices.
 
-        For models whose layers compute over the whole batch (synchronized BatchNormalization).
+        For models that compute over the whole batch; see `kdist.whole_batch`, which refuses stages.
         """
         if self.data_axis is None:
             return self
-        if self.num_stages > 1:
-            raise ValueError(
-                "A layer that computes over the whole batch (BatchNormalization with "
-                "synchronized=True) cannot be in a pipeline of several replicas: a stage sees one "
-                "micro-batch at a time. Use synchronized=False, or a mesh without `pipe`. "
-                f"Received: mesh {self.describe_axes()}"
-            )
         inner = list(zip(self.axis_names, self.shape, strict=True))
         place = self.axis_names.index(self.data_axis)
         rows = np.array([piece.devices for piece in self.slices], dtype=object)

@@ -25,6 +25,7 @@ from kdist.programs import one_segment
 from kdist.segment import looked_up
 from kdist.store import ModelLayouts, place_weights, placements
 from kdist.variables import Stored, replace
+from kdist.whole_batch import GLOBAL, SYNCHRONIZED, WholeBatch
 from kdist.without_effect import ModelFacts, WithoutEffect, without_effect
 
 import keras
@@ -42,6 +43,7 @@ class PlacedModel:
         fallbacks: Why some function runs on gathered weights, if one does.
         level: The level of optimizer parallelism that the weights are placed for.
         update: The distributed optimizer, once trained.
+        whole_batch: Why layers compute over the whole batch, if they do.
         batch_axis: The data axis where it is inside DTensor (see `Topology.with_data_inside`).
         staged: How the model is cut into stages, once it is built, if it is a pipeline.
         example_input: Spec of the model's input, once a batch was seen.
@@ -55,6 +57,7 @@ class PlacedModel:
         self.entries: dict[int, Stored] = {}
         self.layouts: ModelLayouts | None = None
         self.fallbacks: list[str] = []
+        self.whole_batch: WholeBatch | None = None
         self.batch_axis: str | None = None
         self.level = 0
         self.update: DistributedUpdate | None = None
@@ -73,11 +76,13 @@ class PlacedModel:
                 self._place_again()
             return
         strategy_scope.refuse_scope()
-        if self._synchronizes():
+        self.whole_batch = self._whole_batch()
+        self.refuse_without_replicas(self.config)
+        if self.whole_batch is not None:
             self.batch_axis = self.topology.data_axis
             self.topology = self.topology.with_data_inside()
         self.layouts = ModelLayouts(self.model, self.config, self.topology)
-        self._refuse_compression()
+        self.classes()  # checks the patterns of compression before anything moves
         self._cut_into_stages()
         self.entries = place_weights(self._placements(), self.topology)
 
@@ -93,6 +98,13 @@ class PlacedModel:
 
     def _place_again(self) -> None:
         """Places new weights, and old ones that stages now lie elsewhere for."""
+        if self.whole_batch is None and (found := self._whole_batch()) is not None:
+            raise ValueError(
+                f"{found.cause} computes over the whole batch, which moves the data axis inside "
+                "DTensor; that is decided when a model is parallelized. Build the model with that "
+                f"layer first, or use {found.instead}. Received: model={self.model.name!r} with a "
+                "layer that was added after kdist.parallelize"
+            )
         self.layouts = ModelLayouts(self.model, self.config, self.topology)
         self._cut_into_stages()
         self.level = 0
@@ -117,17 +129,21 @@ class PlacedModel:
             groups = self.staged.groups(self.model, self.topology)
         return placements(self.model, self.layouts, self.topology, groups)
 
-    def _refuse_compression(self) -> None:
-        """Checks patterns, and that there is something to compress, before anything moves."""
-        if self.config.compression is None:
-            return
-        if self.batch_axis is not None:
-            raise ValueError(
-                "A layer synchronizes over the whole batch, so the data axis is inside DTensor, "
-                "which sums the gradients itself. Use BatchNormalization(synchronized=False), or "
-                f"no compression. Received: compression={self.config.compression!r}"
+    def refuse_without_replicas(self, config: ParallelConfig) -> None:
+        """Refuses settings for replicas where the data axis is inside DTensor.
+
+        Raises:
+            ValueError: For the first of them that is not its default.
+        """
+        if self.whole_batch is not None:
+            ids = comm_fusion.of(self.model.trainable_variables)
+            self.whole_batch.refuse(
+                optimizer=self.optimizer_config,
+                fusion=config.fusion,
+                compression=config.compression,
+                pipeline=config.pipeline,
+                fusion_ids=any(i is not None for i in ids),
             )
-        self.classes()
 
     def classes(self) -> Classes | None:
         """How the gradient of each trainable variable travels; None without compression.
@@ -192,6 +208,7 @@ class PlacedModel:
     def spread_parameters(self) -> None:
         """Moves parameters to where the compiled optimizer's level wants them."""
         config = self.optimizer_config
+        self.refuse_without_replicas(self.config)
         if self.layouts is None or not self.model.compiled or config.level == 0 == self.level:
             return
         self.level = config.level
@@ -216,11 +233,14 @@ class PlacedModel:
             how = "computed over the whole batch, on gathered weights"
         return f"{self.whole_loss}: {how}"
 
-    def _synchronizes(self) -> bool:
-        """Whether a layer computes over the whole batch, so that `data` must be inside DTensor."""
-        return self.topology.data_size > 1 and any(
-            getattr(layer, "synchronized", False) for layer in self.model._flatten_layers()
-        )
+    def _whole_batch(self) -> WholeBatch | None:
+        """Why `data` must be inside DTensor, None if replicas compute apart."""
+        if self.topology.data_size == 1 and self.config.pipeline is None:
+            return None
+        if self.config.batch_semantics == "global":
+            return GLOBAL
+        layers = self.model._flatten_layers()
+        return SYNCHRONIZED if any(getattr(one, "synchronized", False) for one in layers) else None
 
     def entries_of(self, variables: Sequence[keras.Variable]) -> list[Stored]:
         """Local variables behind some weights."""
@@ -264,7 +284,7 @@ class PlacedModel:
             tables=tuple(v.path for v in looked_up(self.model)),
             gathered=tuple(spread) if config.level == 3 else (),
             travels=any(len(p.slices) > 1 for _, p in self._placements()),
-            data_inside=self.batch_axis is not None,
+            data_inside=self.whole_batch is not None,
         )
         return without_effect(self.config, config, self.topology, facts)
 
@@ -299,11 +319,8 @@ class PlacedModel:
             notes.append(self.staged.describe())
         notes += map(str, self.without_effect())
         notes += map(str, self.layouts.uncut if self.layouts is not None else ())
-        if self.batch_axis is not None:
-            notes.append(
-                f"a layer synchronizes over the whole batch: the {self.batch_axis!r} axis is "
-                "inside DTensor, as an inner axis that cuts the batch"
-            )
+        if self.whole_batch is not None:
+            notes.append(self.whole_batch.note)
         jobs = None if self.update is None else self.update.jobs
         buckets = spread.buckets if jobs is None else tuple(jobs.buckets)
         exchanges = spread.exchanges if jobs is None else jobs.exchanges

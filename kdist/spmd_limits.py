@@ -6,6 +6,7 @@ Found by running every layer and 60 operations of Keras forward and backward und
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -57,14 +58,16 @@ _CONVOLUTIONS = {"Conv2D", "Conv3D"}
 _XLA = "_XlaMustCompile"
 _CURRENT = re.compile(r'see current operation: (?:%[^=]*= )?"tf\.(\w+)"')
 _QUOTED = re.compile(r"'tf\.(\w+)' op")
+_BACKWARD = "gradient_tape/"
 _LOWERING = re.compile(r"(?:^|\n|: )error: (.*)|\berror: (.*)")
 
 
-def unsupported_ops(graph: tf.Graph) -> list[tuple[str, str]]:
+def unsupported_ops(graph: tf.Graph, rows_cut: bool = False) -> list[tuple[str, str]]:
     """Operations of a traced program that DTensor must not even be tried on.
 
     Args:
         graph: graph of a concrete function; bodies of its loops and branches are looked at too.
+        rows_cut: whether an inner axis cuts the batch.
 
     Returns:
         (operation type, operation name), in graph order. Empty for a program that may be tried.
@@ -73,7 +76,17 @@ def unsupported_ops(graph: tf.Graph) -> list[tuple[str, str]]:
     nodes = list(definition.node)
     for function in definition.library.function:
         nodes.extend(function.node_def)
-    return [(node.op, node.name) for node in nodes if _is_fatal(node)] + _compiled(definition)
+    bad = [(node.op, node.name) for node in nodes if _is_fatal(node)]
+    if rows_cut:
+        bad += _differentiated_sorts(nodes)
+    return bad + _compiled(definition)
+
+
+def _differentiated_sorts(nodes: Sequence[Any]) -> list[tuple[str, str]]:
+    """Sorts with a backward pass: it numbers the rows of the batch, and writes those of a part."""
+    sorts = [node for node in nodes if node.op == "TopKV2"]
+    backward = any(node.op == "ScatterNd" and _BACKWARD in node.name for node in nodes)
+    return [(f"the gradient of {node.op}", node.name) for node in sorts if backward]
 
 
 def _compiled(definition: Any) -> list[tuple[str, str]]:

@@ -61,10 +61,11 @@ class SteppedModel(PlacedModel):
             ValueError: The mesh has inner axes.
         """
         if self.jit_compile is True and self.topology.inner_size > 1:
+            why = "" if self.whole_batch is None else f" ({self.whole_batch.note})"
             raise ValueError(
                 "XLA cannot compile DTensor programs. Use jit_compile='auto' or False on a "
                 "mesh with inner axes. "
-                f"Received: jit_compile=True with inner axes {self.topology.inner_axes}"
+                f"Received: jit_compile=True with inner axes {self.topology.inner_axes}{why}"
             )
 
     def make_program(self) -> Program:

@@ -1,7 +1,11 @@
 import dataclasses
 
+from kdist.compression import CompressionConfig
 from kdist.config import ParallelConfig
+from kdist.fusion import FusionConfig
 from kdist.mesh import Topology, mesh
+from kdist.optimizer.config import OptimizerConfig
+from kdist.pipeline.config import PipelineConfig
 
 import keras
 import pytest
@@ -13,6 +17,7 @@ def test_defaults():
     assert config.mesh is made
     assert config.layout_map is None
     assert config.enable_alltoall is False
+    assert config.batch_semantics == "replica"
     assert config.loss_from_layers == "mean"
     assert config.topology == Topology.from_mesh(made)
 
@@ -27,6 +32,7 @@ def test_only_these_fields_exist():
         "fusion",
         "compression",
         "pipeline",
+        "batch_semantics",
         "loss_from_layers",
         "verify",
     ]
@@ -103,6 +109,43 @@ def test_loss_from_layers_is_mean_or_sum(value):
         ParallelConfig(mesh=mesh(data=2), loss_from_layers=value)
 
 
+@pytest.mark.parametrize("value", [None, True, "whole", ["global"]])
+def test_batch_semantics_is_replica_or_global(value):
+    with pytest.raises(ValueError, match="Received: batch_semantics="):
+        ParallelConfig(mesh=mesh(data=2), batch_semantics=value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": OptimizerConfig(level=1)}, "optimizer level 0.*optimizer="),
+        ({"optimizer": OptimizerConfig(level=3)}, "optimizer level 0.*optimizer="),
+        ({"fusion": FusionConfig(mode="none")}, "default fusion.*Received: fusion="),
+        ({"fusion": FusionConfig(overlap=True)}, "default fusion.*Received: fusion="),
+        ({"compression": CompressionConfig(rest="bf16")}, "no compression.*Received: compression="),
+        ({"loss_from_layers": "sum"}, "Received: loss_from_layers='sum'"),
+    ],
+)
+def test_global_semantics_refuse_what_replicas_do(options, message):
+    assert ParallelConfig(mesh=mesh(data=2), **options).batch_semantics == "replica"
+    with pytest.raises(ValueError, match="batch_semantics='replica'.*" + message):
+        ParallelConfig(mesh=mesh(data=2), batch_semantics="global", **options)
+
+
+def test_global_semantics_refuse_stages():
+    with pytest.raises(ValueError, match="batch_semantics='replica', or a mesh without `pipe`"):
+        ParallelConfig(
+            mesh=mesh(pipe=2, data=2),
+            pipeline=PipelineConfig(micro_batches=2),
+            batch_semantics="global",
+        )
+
+
+def test_global_semantics_are_printed():
+    config = ParallelConfig(mesh=mesh(data=2), batch_semantics="global")
+    assert "  batch_semantics: global" in str(config).splitlines()
+
+
 def test_replace_checks_again():
     config = ParallelConfig(mesh=mesh(data=2), loss_from_layers="sum")
     assert dataclasses.replace(config, enable_alltoall=True).loss_from_layers == "sum"
@@ -127,6 +170,7 @@ def test_prints_readably():
         "  enable_alltoall: False",
         "  optimizer: level 0 (off)",
         "  fusion: auto",
+        "  batch_semantics: replica",
         "  loss_from_layers: mean",
     ]
     assert "  layout_map: none" in str(ParallelConfig(mesh=mesh(data=2))).splitlines()

@@ -105,11 +105,6 @@ def test_slices_of_stages_and_replicas():
     assert made.group(1) == (2, 3) and made.slice_number(1, 0) == 2
 
 
-def test_data_cannot_move_inside_a_pipeline():
-    with pytest.raises(ValueError, match="synchronized=False.*Received: mesh pipe=2, data=2"):
-        topology(pipe=2, data=2).with_data_inside()
-
-
 def test_mesh_refuses_words_of_dtensor_as_names():
     with pytest.raises(ValueError, match="An axis name is"):
         mesh(unsharded=2)

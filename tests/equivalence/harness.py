@@ -351,6 +351,7 @@ def train_batches(run: Run, engine: str, sizes: Sequence[int]) -> Outcome:
 def reference_engine(run: Run) -> str:
     """Engine of the reference: "parts" where the split is part of the mathematics, or "plain"."""
     synchronized = any(feature.synchronized for feature in run.features)
+    synchronized |= run.config.get("batch_semantics") == "global"
     several = run.replicas * run.micro_batches > 1
     splits = run.case.has_batchnorm and several and not synchronized
     return "parts" if splits else "plain"
