@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src import backend as keras_backend
+from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses import losses as keras_losses
@@ -213,6 +214,20 @@ def set_tf_variable(variable: keras.Variable, value: tf.Variable | None) -> None
 def autocast(variable: keras.Variable, value: Any) -> Any:
     """Applies the running autocast scope, as `Variable.value` does."""
     return variable._maybe_autocast(value)
+
+
+@contextlib.contextmanager
+def as_stored() -> Iterator[None]:
+    """Meanwhile, variables have the dtypes that they are stored in, also within a layer's call.
+
+    There a mixed policy casts what is read, and `Variable.dtype` is that of the cast.
+    """
+    before = global_state.get_global_attribute("autocast_scope")
+    global_state.set_global_attribute("autocast_scope", None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("autocast_scope", before)
 
 
 def rename(variable: keras.Variable, like: keras.Variable) -> None:

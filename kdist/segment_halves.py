@@ -54,37 +54,65 @@ class Run:
 class SegmentInputs:
     """What goes into a segment besides parameters: boundary tensors, their masks, state.
 
+    A Keras mask is an attribute of a tensor object. A layer may take it off its input (attention
+    does), or return its input itself (dropout in inference): then all who read that object, under
+    whatever key, see the same. So an object goes in once, and is one object inside, too.
+
     Attributes:
-        tensors: All of them, flat.
-        present: Per boundary tensor, whether it is there (an optional input may not be).
-        masked: Per boundary tensor, whether it carries a Keras mask.
+        tensors: Boundary tensors and masks, each object once; then state.
+        boundary: Per key that the segment reads, the position of its tensor; None for an optional
+            input that is not given.
+        masks: Position of a boundary tensor -> position of its mask, where it has one.
         signature: Tells apart what needs a trace of its own.
     """
 
     tensors: list[Any]
-    present: tuple[bool, ...]
-    masked: tuple[bool, ...]
+    boundary: tuple[int | None, ...]
+    masks: dict[int, int]
     signature: tuple
 
     @classmethod
     def of(cls, segment: Segment, table: dict[int, Any], state: Sequence[Any]) -> SegmentInputs:
         """Collects them."""
-        boundary = [table[key] for key in segment.reads]
-        masks = [None if x is None else _private.get_mask(x) for x in boundary]
-        tensors = [tf.convert_to_tensor(t) for t in (*boundary, *masks, *state) if t is not None]
-        present = tuple(x is not None for x in boundary)
-        masked = tuple(m is not None for m in masks)
+        objects = Objects([])
+        values = [table[key] for key in segment.reads]
+        boundary = tuple(None if x is None else objects.position(x) for x in values)
+        masks = objects.masks([i for i in boundary if i is not None])
+        tensors = [tf.convert_to_tensor(t) for t in (*objects.tensors, *state)]
+        given = {i: m for i, m in masks.items() if m is not None}
         specs = tuple((t.dtype.name, tuple(t.shape)) for t in tensors)
-        return cls(tensors, present, masked, (present, masked, specs))
+        return cls(tensors, boundary, given, (boundary, tuple(given.items()), specs))
 
-    def unflatten(self, flat: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Boundary tensors (with masks on them) and state, from tensors like `tensors`."""
-        items = iter(flat)
-        boundary = [next(items) if there else None for there in self.present]
-        for x, has_mask in zip(boundary, self.masked):
-            if has_mask:
-                _private.set_mask(x, next(items))
-        return boundary, list(items)
+    def unflatten(self, flat: Sequence[Any], state: int) -> tuple[list[Any], list[Any]]:
+        """Boundary tensors (with masks on them) and `state` values, from tensors like `tensors`."""
+        for i, mask in self.masks.items():
+            _private.set_mask(flat[i], flat[mask])
+        boundary = [None if i is None else flat[i] for i in self.boundary]
+        return boundary, list(flat[len(flat) - state :])
+
+
+class Objects:
+    """A list of tensors in which each object has one position.
+
+    Args:
+        tensors: Those that it starts with.
+    """
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self.tensors = list(tensors)
+        self._positions = {id(t): i for i, t in enumerate(self.tensors)}
+
+    def position(self, tensor: Any) -> int:
+        """Where a tensor is; it is put at the end if it is not there yet."""
+        position = self._positions.setdefault(id(tensor), len(self.tensors))
+        if position == len(self.tensors):
+            self.tensors.append(tensor)
+        return position
+
+    def masks(self, positions: Sequence[int]) -> dict[int, int | None]:
+        """Per position, that of the tensor's Keras mask; None where it has none."""
+        found = {i: _private.get_mask(self.tensors[i]) for i in positions}
+        return {i: None if mask is None else self.position(mask) for i, mask in found.items()}
 
 
 class SegmentHalves:
@@ -113,7 +141,9 @@ class SegmentHalves:
         self.operation_fn = operation_fn
         self.trainable, self.others = list(trainable), list(others)
         self.inputs = inputs
-        self.masked: tuple[bool, ...] = ()
+        self.writes: list[int] = []
+        self.masks: dict[int, int | None] = {}
+        self.made = 0
         self.losses = 0
         self.written: list[keras.Variable] = []
         self.flows: list[list[int]] = []
@@ -134,22 +164,31 @@ class SegmentHalves:
 
     def _compute(self, params: list[Any], flat: list[Any]) -> list[Any]:
         """The segment as a pure function."""
-        boundary, state = self.inputs.unflatten(flat)
+        boundary, state = self.inputs.unflatten(flat, len(self.others))
         mapping = [*zip(self.trainable, params), *zip(self.others, state)]
         scope = ForwardScope(mapping, self.trainable)
         table = dict(zip(self.segment.reads, boundary))
         with scope:
             walk(self.nodes, table, self.operation_fn)
-        outputs = [table[key] for key in self.segment.writes]
-        masks = [_private.get_mask(t) for t in outputs]
+        made = self._leave(flat, table)
         losses = _private.add_loss_values(scope)
         variables = [*self.trainable, *self.others]
         self.written = [v for v in variables if scope.current(v) is not scope.given[id(v)]]
-        self.masked = tuple(m is not None for m in masks)
-        self.losses = len(losses)
+        self.made, self.losses = len(made), len(losses)
         updated = [scope.current(v) for v in self.written]
-        flat_outputs = [*outputs, *(m for m in masks if m is not None), *losses, *updated]
-        return [tf.convert_to_tensor(t) for t in flat_outputs]
+        return [tf.convert_to_tensor(t) for t in (*made, *losses, *updated)]
+
+    def _leave(self, flat: list[Any], table: dict[int, Any]) -> list[Any]:
+        """Tensors to hand out: those of `writes` and masks, where they are not given ones.
+
+        Notes which objects `writes` are and which masks these and the boundary tensors have now, by
+        position among what was given and what is handed out.
+        """
+        objects = Objects(flat)
+        self.writes = [objects.position(table[key]) for key in self.segment.writes]
+        boundary = [i for i in self.inputs.boundary if i is not None]
+        self.masks = objects.masks([*boundary, *self.writes])
+        return objects.tensors[len(flat) :]
 
     def call(
         self,
@@ -186,14 +225,15 @@ class SegmentHalves:
 
         return list(both(*params, *inputs.tensors))
 
-    def deliver(self, outputs: Sequence[Any], table: dict[int, Any], scope: Any) -> None:
-        """Puts flat outputs where the walk of the graph would have left them."""
-        items = iter(outputs)
-        made = [next(items) for _ in self.segment.writes]
-        for tensor, has_mask in zip(made, self.masked):
-            if has_mask:
-                _private.set_mask(tensor, next(items))
-        table.update(zip(self.segment.writes, made))
+    def deliver(
+        self, inputs: SegmentInputs, outputs: Sequence[Any], table: dict[int, Any], scope: Any
+    ) -> None:
+        """Leaves everything as the walk of the graph would have: tensors, masks, losses, state."""
+        objects = [*inputs.tensors, *outputs[: self.made]]
+        table.update((key, objects[i]) for key, i in zip(self.segment.writes, self.writes))
+        for i, mask in self.masks.items():
+            _private.set_mask(objects[i], None if mask is None else objects[mask])
+        items = iter(outputs[self.made :])
         for _ in range(self.losses):
             scope.add_loss(next(items))
         for variable, value in zip(self.written, items):

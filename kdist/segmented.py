@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kdist import _private_models
+from kdist import _private, _private_models
 from kdist.program import ForwardScope, Program
 from kdist.segment import Segment, cut, info_of
 from kdist.segment_halves import Fetch, Run, SegmentHalves, SegmentInputs, walk
@@ -75,7 +75,8 @@ class SegmentedProgram(Program):
     def segments(self, functional: Any) -> list[Segment]:
         """How the graph of a `Functional` is cut."""
         if id(functional) not in self._segments:
-            nodes = [info_of(node) for node in _private_models.nodes_in_order(functional)]
+            with _private.as_stored():
+                nodes = [info_of(node) for node in _private_models.nodes_in_order(functional)]
             outputs = [id(t) for t in functional.outputs]
             self._segments[id(functional)] = cut(nodes, outputs, self.limit)
         return self._segments[id(functional)]
@@ -138,7 +139,8 @@ class SegmentedProgram(Program):
         key = (id(functional), segment.start, self._training, differentiate, inputs.signature)
         if key not in self._halves:
             halves = SegmentHalves(segment, nodes, operation_fn, trainable, others, inputs)
-            specs = [tf.TensorSpec(v.shape, v.dtype) for v in trainable]
+            with _private.as_stored():
+                specs = [tf.TensorSpec(v.shape, v.dtype) for v in trainable]
             self._inside = True
             try:
                 reason = halves.trace(specs, self.wrap, differentiate)
@@ -188,7 +190,7 @@ class SegmentedProgram(Program):
         self.flows.update(
             (id(t), [inputs.tensors[j] for j in flow]) for t, flow in zip(outputs, halves.flows)
         )
-        halves.deliver(outputs, table, self._outer)
+        halves.deliver(inputs, outputs, table, self._outer)
 
 
 def cuttable(model: keras.Model) -> list[Any]:
@@ -223,8 +225,26 @@ def as_node(concrete: Any, *, jit_compile: bool = False) -> Callable:
         )
 
     def call(*arguments: Any) -> list[Any]:
+        check_dtypes(concrete, arguments)
         return concrete(*arguments)
 
     if jit_compile:
         return tf.function(call, autograph=False, jit_compile=True)
     return tf.function(call, autograph=False, experimental_attributes={"_noinline": True})
+
+
+def check_dtypes(concrete: Any, arguments: Sequence[Any]) -> None:
+    """Refuses arguments that a concrete function was not traced for.
+
+    TensorFlow would find out when it runs, and often report no more than that the other devices'
+    receives were cancelled.
+
+    Raises:
+        TypeError: Naming the first one.
+    """
+    for i, (given, wanted) in enumerate(zip(arguments, concrete.inputs)):
+        if given.dtype != wanted.dtype:
+            raise TypeError(
+                "A function takes the dtypes that it was traced for, here "
+                f"{wanted.dtype.name} as argument {i} of {concrete.name}. Received: {given!r}"
+            )

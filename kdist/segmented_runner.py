@@ -146,7 +146,8 @@ class SegmentedRunner(PlainRunner):
         parts = []
         for shard in entry.placement.shards:
             at = shard.holders[0]
-            with tf.device(entry.device(at)):
+            # As the optimizer updates it: the model's call, which casts, is running.
+            with tf.device(entry.device(at)), _private.as_stored():
                 value = tf.convert_to_tensor(entry.locals[at].value)
             parts.append((at[0], shard.index, value))
         return parts

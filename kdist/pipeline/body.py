@@ -86,6 +86,10 @@ class StageInput:
         parts = [rebuild(part, [next(given) for _ in leaves(part)]) for part in self.parts]
         names: list[Mapping[Any, Any]] = [self.boundary, self.masks, self.state, self.inputs]
         boundary, masks, state, inputs = (dict(zip(old, new)) for old, new in zip(names, parts))
+        # A layer may return its input itself: who takes a Keras mask off one, takes it off both.
+        first: dict[int, str] = {}
+        for name, tensor in self.boundary.items():
+            boundary[name] = boundary[first.setdefault(id(tensor), name)]
         return StageInput(boundary, masks, state, inputs, *parts[4:])
 
 

@@ -18,6 +18,24 @@ MESHES: Mapping[str, Mapping[str, int]] = {
     "data2_model4": {"data": 2, "model": 4},
 }
 
+LEVELS = ("level0", "level1", "level2", "level3", "overlap")
+
+
+def level_config(level: str) -> dict[str, Any]:
+    """Options of `kdist.ParallelConfig`: optimizer parallelism of every parameter, or overlap.
+
+    Args:
+        level: One of `LEVELS`.
+    """
+    import kdist
+
+    if level == "overlap":
+        return {"fusion": kdist.FusionConfig(overlap=True)}
+    if level == "level0":
+        return {}
+    # Every parameter, however small: these models have no big ones.
+    return {"optimizer": kdist.OptimizerConfig(level=int(level[-1]), threshold_kb=0)}
+
 
 def spread(rows: Iterable[Sequence[Any]], default: Iterable[Sequence[Any]]) -> list[Any]:
     """Parameters for `pytest.mark.parametrize`: rows outside `default` are marked long.

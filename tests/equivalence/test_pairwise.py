@@ -31,7 +31,7 @@ def allowed(row: Row) -> bool:
 
 # Relative times of first steps, measured: where the default suite spends its time.
 MODEL_COST = {"gpt": 4, "gpt_tied": 4, "encoder": 3, "dlrm": 2, "lstm": 2, "two_tower": 2}
-MODEL_COST["resnet"] = 1.5
+MODEL_COST |= {"post_norm": 3, "lstm_attention": 4, "siamese": 1.5, "resnet": 1.5}
 MESH_COST = {"data4": 1.3, "model2": 1.3, "data8": 2, "model4": 1.6, "data2_model2": 1.6}
 MESH_COST["data2_model4"] = 2
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from .harness import Run, compare, compiled, precision
-from .matrix import MESHES, product, spread
+from .matrix import LEVELS, MESHES, level_config, product, spread
 from .optimizer_zoo import OPTIMIZERS
+from .outcome import Outcome
 from .zoo import BY_NAME
 
 ROWS = product(BY_NAME, ("data4", "data2_model2"))
@@ -42,7 +43,11 @@ def test_mixed_policy_loss(name: str, mesh: str, dtype: str, engine: str) -> Non
         engine=engine,
         dtype=dtype,
     )
-    # Weights stay float32, and counts and the loss scale are exact, however the rest is rounded.
+    _check_exact(expected, actual)
+
+
+def _check_exact(expected: Outcome, actual: Outcome) -> None:
+    """Weights stay float32; counts and the loss scale are exact, however the rest is rounded."""
     for part in ("weights", "slots"):
         left, right = getattr(expected, part), getattr(actual, part)
         assert list(left) == list(right)
@@ -50,6 +55,29 @@ def test_mixed_policy_loss(name: str, mesh: str, dtype: str, engine: str) -> Non
             assert left[path].dtype == right[path].dtype, path
             if path.endswith(("iteration", "step_counter", "dynamic_scale", "learning_rate")):
                 np.testing.assert_array_equal(left[path], right[path], err_msg=path)
+
+
+DTYPES = ("float64", "float32", "mixed_float16", "mixed_bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype", "mesh"),
+    spread(
+        product(LEVELS, DTYPES, ("data4", "data2_model2")),
+        [("level2", "mixed_float16", "data4"), ("level3", "mixed_bfloat16", "data4")],
+    ),
+)
+def test_level_in_every_precision(level: str, dtype: str, mesh: str, engine: str) -> None:
+    # Levels 2 and 3 and overlap run several segments inside the model's call, which casts.
+    expected, actual = compare(
+        BY_NAME["mlp"],
+        MESHES[mesh],
+        optimizer=OPTIMIZERS["loss_scale_sgd" if dtype == "mixed_float16" else "sgd_momentum"],
+        engine=engine,
+        dtype=dtype,
+        config=level_config(level),
+    )
+    _check_exact(expected, actual)
 
 
 def _state(model: keras.Model) -> dict[str, np.ndarray]:

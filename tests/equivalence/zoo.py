@@ -9,71 +9,51 @@ the suite. Everything runs in float64, where a difference between two correct pr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import keras
 import numpy as np
-from keras import layers, ops
+from keras import layers
 
-Layout = tuple[str | None, ...]
-Data = tuple[Any, Any, Any]
+from .attention_models import (
+    ATTENTION,
+    ENCODER,
+    GPT,
+    GPT_TIED,
+    LSTM_ATTENTION,
+    POST_NORM,
+    valid_tokens,
+)
+from .case import (
+    CLASSES,
+    FEED_FORWARD,
+    TOKENS,
+    VOCABULARY,
+    WIDTH,
+    Case,
+    Data,
+    Layout,
+    accuracy,
+    labels,
+    sparse_loss,
+    tags,
+    weights,
+)
 
-TOKENS = 6
-VOCABULARY = 16
-WIDTH = 8
-HEADS = 4
-CLASSES = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """One model of the zoo and everything needed to train it.
-
-    Attributes:
-        name: Unique name, used as test id.
-        build: Makes a fresh, uncompiled model. Seed Keras first to make it deterministic.
-        data: `data(seed, samples)` gives `(x, y, sample_weight)` as NumPy arrays or dicts of them.
-        loss: `loss(reduction)` gives fresh losses in the structure that `compile` expects.
-        metrics: Gives fresh metrics in the structure that `compile` expects.
-        layout_map: Pattern of a variable path -> mesh axis (or None) of each of its dims.
-        loss_weights: As `compile` expects.
-        has_batchnorm: Training depends on how the batch is split.
-        zero_gradient_paths: Patterns of variables whose true gradient is zero, so that only
-            rounding moves them (the key bias: softmax ignores what all keys have in common).
-        tags: What features may rely on: `labels` (one output with integer labels of shape
-            `(n,)`), `masked`, `embedding`, `dict`, `dense` (a Dense layer of rank-2 input),
-            `norm` (BatchNormalization), `binary` (one output, labels 0 and 1, logits).
-    """
-
-    name: str
-    build: Callable[[], keras.Model]
-    data: Callable[[int, int], Data]
-    loss: Callable[[str], Any]
-    metrics: Callable[[], Any]
-    layout_map: Mapping[str, Layout]
-    loss_weights: Any = None
-    has_batchnorm: bool = False
-    zero_gradient_paths: tuple[str, ...] = ()
-    tags: frozenset[str] = frozenset()
-
-
-def _sparse_loss(reduction: str) -> keras.losses.Loss:
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-
-
-def _accuracy() -> list[keras.metrics.Metric]:
-    return [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
-
-
-def _labels(rng: np.random.Generator, *shape: int, classes: int = CLASSES) -> np.ndarray:
-    return rng.integers(0, classes, shape).astype("int32")
-
-
-def _weights(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    # Far from 1 and far from each other: an average that forgets them is visibly wrong.
-    return rng.uniform(0.1, 3.0, shape)
-
+# All of the zoo can be had from here, whatever file it is in.
+__all__ = [
+    "ATTENTION",
+    "BY_NAME",
+    "CLASSES",
+    "TOKENS",
+    "VOCABULARY",
+    "WIDTH",
+    "ZOO",
+    "Case",
+    "Data",
+    "Layout",
+    "valid_tokens",
+]
 
 # MLP ------------------------------------------------------------------------------------------
 
@@ -97,82 +77,29 @@ def _shared_mlp() -> keras.Model:
 def _mlp_data(seed: int, samples: int) -> Data:
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(samples, 12))
-    return x, _labels(rng, samples), _weights(rng, samples)
+    return x, labels(rng, samples), weights(rng, samples)
 
 
-FEED_FORWARD: Mapping[str, Layout] = {
-    ".*up.*/kernel": (None, "model"),
-    ".*up.*/bias": ("model",),
-    ".*down.*/kernel": ("model", None),
-}
+# Shared and frozen layers ---------------------------------------------------------------------
 
 
-# GPT ------------------------------------------------------------------------------------------
+def _siamese() -> keras.Model:
+    """A nested model and a frozen layer, each called twice."""
+    x = features = keras.Input((12,), name="features")
+    x = layers.Dense(16, activation="gelu", name="up")(x)
+    x = layers.Dense(WIDTH, activation="tanh", name="down")(x)
+    tower = keras.Model(features, x, name="tower")
+    fixed = layers.Dense(WIDTH, activation="tanh", trainable=False, name="fixed")
+    left, right = keras.Input((12,), name="left"), keras.Input((12,), name="right")
+    x = layers.Concatenate(name="joint")([fixed(tower(left)), fixed(tower(right))])
+    outputs = layers.Dense(CLASSES, name="head")(x)
+    return keras.Model({"left": left, "right": right}, outputs, name="siamese")
 
 
-@keras.saving.register_keras_serializable("equivalence")
-class Positions(layers.Layer):
-    """Adds a trained vector per position to inputs of shape `(batch, tokens, width)`."""
-
-    def build(self, input_shape: tuple[int | None, ...]) -> None:
-        self.table = self.add_weight(shape=input_shape[1:], initializer="normal", name="table")
-
-    def call(self, inputs: Any) -> Any:
-        return inputs + self.table
-
-
-def _block(x: Any, name: str, causal: bool) -> Any:
-    attention = layers.MultiHeadAttention(HEADS, WIDTH // HEADS, name=f"{name}_attention")
-    h = layers.LayerNormalization(name=f"{name}_norm")(x)
-    x = layers.Add(name=f"{name}_add")([x, attention(h, h, use_causal_mask=causal)])
-    h = layers.LayerNormalization(name=f"{name}_feed_norm")(x)
-    h = layers.Dense(2 * WIDTH, activation="gelu", name=f"{name}_up")(h)
-    return layers.Add(name=f"{name}_feed_add")([x, layers.Dense(WIDTH, name=f"{name}_down")(h)])
-
-
-def _gpt(tied: bool) -> keras.Model:
-    x = inputs = keras.Input((TOKENS,), dtype="int32", name="tokens")
-    tokens = layers.ReversibleEmbedding(
-        VOCABULARY, WIDTH, tie_weights=tied, embeddings_initializer="normal", name="vocabulary"
-    )
-    x = Positions(name="positions")(tokens(x))
-    for i in range(2):
-        x = _block(x, f"block{i}", causal=True)
-    x = layers.LayerNormalization(name="final_norm")(x)
-    return keras.Model(inputs, tokens(x, reverse=True), name="gpt_tied" if tied else "gpt")
-
-
-def _gpt_data(seed: int, samples: int) -> Data:
+def _siamese_data(seed: int, samples: int) -> Data:
     rng = np.random.default_rng(seed)
-    text = _labels(rng, samples, TOKENS + 1, classes=VOCABULARY)
-    return text[:, :-1], text[:, 1:], _weights(rng, samples, TOKENS)
-
-
-ATTENTION: Mapping[str, Layout] = {
-    ".*attention/(query|key|value)/kernel": (None, "model", None),
-    ".*attention/(query|key|value)/bias": ("model", None),
-    ".*attention/attention_output/kernel": ("model", None, None),
-}
-KEY_BIAS = (".*attention/key/bias",)
-
-
-# Encoder with masks ---------------------------------------------------------------------------
-
-
-def _encoder() -> keras.Model:
-    x = inputs = keras.Input((TOKENS,), dtype="int32", name="tokens")
-    x = layers.Embedding(VOCABULARY, WIDTH, mask_zero=True, name="vocabulary")(x)
-    x = _block(x, "block0", causal=False)
-    return keras.Model(inputs, layers.Dense(CLASSES, name="head")(x), name="encoder")
-
-
-def _encoder_data(seed: int, samples: int) -> Data:
-    rng = np.random.default_rng(seed)
-    x = rng.integers(1, VOCABULARY, (samples, TOKENS)).astype("int32")
-    # Lengths rise along the data, so that the parts of a batch hold unequal counts of valid tokens.
-    lengths = 1 + (np.arange(samples) * TOKENS) // max(samples, 1) % TOKENS
-    x[np.arange(TOKENS)[None, :] >= lengths[:, None]] = 0
-    return x, _labels(rng, samples, TOKENS), _weights(rng, samples, TOKENS)
+    x = {side: rng.normal(size=(samples, 12)) for side in ("left", "right")}
+    return x, labels(rng, samples), weights(rng, samples)
 
 
 # Convolutions and BatchNormalization ----------------------------------------------------------
@@ -193,7 +120,7 @@ def _resnet_data(seed: int, samples: int) -> Data:
     rng = np.random.default_rng(seed)
     # A mean that drifts along the data: statistics of one part are far from the whole batch's.
     x = rng.normal(size=(samples, 6, 6, 3)) + np.linspace(-1, 1, samples)[:, None, None, None]
-    return x, _labels(rng, samples), _weights(rng, samples)
+    return x, labels(rng, samples), weights(rng, samples)
 
 
 # Recurrence -----------------------------------------------------------------------------------
@@ -207,7 +134,7 @@ def _lstm() -> keras.Model:
 
 def _lstm_data(seed: int, samples: int) -> Data:
     rng = np.random.default_rng(seed)
-    return rng.normal(size=(samples, 5, 3)), _labels(rng, samples), _weights(rng, samples)
+    return rng.normal(size=(samples, 5, 3)), labels(rng, samples), weights(rng, samples)
 
 
 # Two inputs, two losses -----------------------------------------------------------------------
@@ -235,7 +162,7 @@ def _two_tower_data(seed: int, samples: int) -> Data:
         "click": rng.integers(0, 2, (samples, 1)).astype("float64"),
         "rating": rng.normal(size=(samples, 2)),
     }
-    return x, y, {"click": _weights(rng, samples), "rating": _weights(rng, samples)}
+    return x, y, {"click": weights(rng, samples), "rating": weights(rng, samples)}
 
 
 def _two_tower_loss(reduction: str) -> dict[str, keras.losses.Loss]:
@@ -271,62 +198,46 @@ def _dlrm_data(seed: int, samples: int) -> Data:
     x: dict[str, np.ndarray] = {"numbers": rng.normal(size=(samples, 4))}
     for i, rows in enumerate((12, 16, 8)):
         x[f"id{i}"] = rng.integers(0, rows, samples).astype("int32")
-    return x, rng.integers(0, 2, (samples, 1)).astype("float64"), _weights(rng, samples)
-
-
-def _tags(*names: str) -> frozenset[str]:
-    return frozenset(names)
+    return x, rng.integers(0, 2, (samples, 1)).astype("float64"), weights(rng, samples)
 
 
 MLP = Case(
     name="mlp",
     build=_mlp,
     data=_mlp_data,
-    loss=_sparse_loss,
-    metrics=_accuracy,
+    loss=sparse_loss,
+    metrics=accuracy,
     layout_map=FEED_FORWARD,
-    tags=_tags("labels", "dense"),
+    tags=tags("labels", "dense"),
 )
 SHARED_MLP = dataclasses.replace(MLP, name="shared_mlp", build=_shared_mlp)
-GPT = Case(
-    name="gpt",
-    build=lambda: _gpt(tied=False),
-    data=_gpt_data,
-    loss=_sparse_loss,
-    metrics=_accuracy,
-    layout_map={**FEED_FORWARD, **ATTENTION, "vocabulary/embeddings": ("model", None)},
-    zero_gradient_paths=KEY_BIAS,
-    tags=_tags("embedding"),
-)
-GPT_TIED = dataclasses.replace(GPT, name="gpt_tied", build=lambda: _gpt(tied=True))
-ENCODER = Case(
-    name="encoder",
-    build=_encoder,
-    data=_encoder_data,
-    loss=_sparse_loss,
-    metrics=_accuracy,
-    layout_map={**FEED_FORWARD, **ATTENTION},
-    zero_gradient_paths=KEY_BIAS,
-    tags=_tags("embedding", "masked"),
+SIAMESE = Case(
+    name="siamese",
+    build=_siamese,
+    data=_siamese_data,
+    loss=sparse_loss,
+    metrics=accuracy,
+    layout_map=FEED_FORWARD,
+    tags=tags("labels", "dict", "dense"),
 )
 RESNET = Case(
     name="resnet",
     build=_resnet,
     data=_resnet_data,
-    loss=_sparse_loss,
-    metrics=_accuracy,
+    loss=sparse_loss,
+    metrics=accuracy,
     layout_map={"body/kernel": (None, None, None, "model"), "head/kernel": ("model", None)},
     has_batchnorm=True,
-    tags=_tags("labels", "dense", "norm"),
+    tags=tags("labels", "dense", "norm"),
 )
 LSTM = Case(
     name="lstm",
     build=_lstm,
     data=_lstm_data,
-    loss=_sparse_loss,
-    metrics=_accuracy,
+    loss=sparse_loss,
+    metrics=accuracy,
     layout_map={".*lstm_cell/kernel": (None, "model"), "head/kernel": ("model", None)},
-    tags=_tags("labels", "dense"),
+    tags=tags("labels", "dense"),
 )
 TWO_TOWER = Case(
     name="two_tower",
@@ -339,7 +250,7 @@ TWO_TOWER = Case(
     },
     layout_map=FEED_FORWARD,
     loss_weights={"click": 0.7, "rating": 0.3},
-    tags=_tags("dict", "dense"),
+    tags=tags("dict", "dense"),
 )
 DLRM = Case(
     name="dlrm",
@@ -348,7 +259,7 @@ DLRM = Case(
     loss=lambda reduction: keras.losses.BinaryCrossentropy(from_logits=True, reduction=reduction),
     metrics=lambda: [keras.metrics.AUC(from_logits=True, name="auc")],
     layout_map={**FEED_FORWARD, ".*_table/embeddings": ("model", None)},
-    tags=_tags("dict", "embedding", "dense", "binary"),
+    tags=tags("dict", "embedding", "dense", "binary"),
 )
 
 ZOO: tuple[Case, ...] = (
@@ -357,14 +268,12 @@ ZOO: tuple[Case, ...] = (
     GPT,
     GPT_TIED,
     ENCODER,
+    POST_NORM,
+    LSTM_ATTENTION,
+    SIAMESE,
     RESNET,
     LSTM,
     TWO_TOWER,
     DLRM,
 )
 BY_NAME: Mapping[str, Case] = {case.name: case for case in ZOO}
-
-
-def valid_tokens(x: np.ndarray) -> np.ndarray:
-    """Count of tokens that `Embedding(mask_zero=True)` keeps, per example, shape `(n,)`."""
-    return np.asarray(ops.sum(ops.cast(ops.not_equal(x, 0), "int32"), axis=1))
