@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kdist.mesh import Topology
 from kdist.program import Program
-from kdist.segment import segment_limit
+from kdist.segment import cut, segment_limit
 from kdist.segmented import SegmentedProgram, as_node, cuttable
 
 import keras
@@ -36,7 +36,7 @@ def make_program(
     if not segments or one_segment(model, topology, whole_loss):
         return Program(model, mean)
     wrap = functools.partial(as_node, jit_compile=xla)
-    return SegmentedProgram(model, mean, segment_limit(sizes), wrap)
+    return SegmentedProgram(model, mean, functools.partial(cut, limit=segment_limit(sizes)), wrap)
 
 
 def one_segment(model: keras.Model, topology: Topology, whole_loss: str) -> str:

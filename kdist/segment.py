@@ -72,12 +72,19 @@ def cut(nodes: Sequence[NodeInfo], outputs: Sequence[int], limit: int) -> list[S
         Segments that cover all nodes, in order.
     """
     crossing = _crossing(nodes, outputs)
-    segments, start = [], 0
+    stops, start = [], 0
     while start < len(nodes):
-        stop = start + 1 if nodes[start].alone else _stop(nodes, crossing, start, limit)
-        segments.append(_segment(nodes, outputs, start, stop))
-        start = stop
-    return segments
+        start = start + 1 if nodes[start].alone else _stop(nodes, crossing, start, limit)
+        stops.append(start)
+    return cut_at(nodes, outputs, stops)
+
+
+def cut_at(
+    nodes: Sequence[NodeInfo], outputs: Sequence[int], stops: Sequence[int]
+) -> list[Segment]:
+    """The segments that end at given positions, rising to the number of nodes; see `cut`."""
+    starts = [0, *stops[:-1]]
+    return [_segment(nodes, outputs, start, stop) for start, stop in zip(starts, stops)]
 
 
 PARTS = 8

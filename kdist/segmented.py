@@ -12,7 +12,7 @@ from typing import Any
 
 from kdist import _private, _private_models
 from kdist.program import ForwardScope, Program
-from kdist.segment import Segment, cut, info_of
+from kdist.segment import NodeInfo, Segment, info_of
 from kdist.segment_halves import Fetch, Run, SegmentHalves, SegmentInputs, walk
 
 import keras
@@ -43,7 +43,7 @@ class SegmentedProgram(Program):
     Args:
         model: See `Program`.
         add_loss_mean: See `Program`.
-        limit: Bytes of parameters of a segment.
+        cut: Cuts nodes, given the keys of their outputs, into segments (see `kdist.segment.cut`).
         wrap: Makes a callable of a concrete function.
 
     Attributes:
@@ -51,10 +51,14 @@ class SegmentedProgram(Program):
     """
 
     def __init__(
-        self, model: keras.Model, add_loss_mean: bool, limit: int, wrap: Callable[[Any], Callable]
+        self,
+        model: keras.Model,
+        add_loss_mean: bool,
+        cut: Callable[[Sequence[NodeInfo], Sequence[int]], list[Segment]],
+        wrap: Callable[[Any], Callable],
     ) -> None:
         super().__init__(model, add_loss_mean)
-        self.limit = limit
+        self.cut = cut
         self.wrap = wrap
         self.run = Run()
         self._position = {id(v): i for i, v in enumerate(self.state.trainable)}
@@ -78,7 +82,7 @@ class SegmentedProgram(Program):
             with _private.as_stored():
                 nodes = [info_of(node) for node in _private_models.nodes_in_order(functional)]
             outputs = [id(t) for t in functional.outputs]
-            self._segments[id(functional)] = cut(nodes, outputs, self.limit)
+            self._segments[id(functional)] = self.cut(nodes, outputs)
         return self._segments[id(functional)]
 
     def _watch(self, tape: tf.GradientTape, params: Sequence[Any]) -> None:
