@@ -43,6 +43,11 @@ class ParallelConfig:
     `keras.distribution.TensorLayout`s, or a `keras.distribution.LayoutMap`. None: every weight
     that no `kdist.shard` declares is whole on every device."""
 
+    indivisible: Literal["error", "replicate"] = "error"
+    """What becomes of a weight that the layout map or `kdist.shard` cuts along a dim that does not
+    divide, such as the one key head of a multi-query model. `"replicate"`: that dim is whole on
+    every device, and the plan says so."""
+
     enable_alltoall: bool = False
     """Whether a re-layout that moves a cut from one dim of a tensor to another may use the
     all-to-all collective. Otherwise the tensor is made whole and cut again."""
@@ -87,6 +92,11 @@ class ParallelConfig:
         if isinstance(self.layout_map, dict):
             # The user's dict may change later, unchecked.
             object.__setattr__(self, "layout_map", dict(self.layout_map))
+        if self.indivisible not in ("error", "replicate"):
+            raise ValueError(
+                "indivisible is 'error', or 'replicate' (a dim that does not divide is whole on "
+                f"every device). Received: indivisible={self.indivisible!r}"
+            )
         if not isinstance(self.enable_alltoall, bool):
             raise ValueError(
                 "enable_alltoall is True or False. "
@@ -178,6 +188,7 @@ class ParallelConfig:
             f"  layout_map: {len(patterns)} patterns" if patterns else "  layout_map: none"
         )
         lines += [f"    {pattern:<{width}}  {dims}" for pattern, dims in patterns.items()]
+        lines.append(f"  indivisible: {self.indivisible}")
         lines.append(f"  enable_alltoall: {self.enable_alltoall}")
         lines.append(f"  optimizer: {self.optimizer}")
         lines.append(f"  fusion: {self.fusion}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kdist import _private_models
-from kdist.dims import Dims, check_dims
+from kdist.dims import Dims, WeightFit, check_dims
 from kdist.layout import WeightLayout, closest_names, match_pattern
 from kdist.mesh import Topology
 from kdist.strategy import Strategy, check_strategy, parse_strategy, split_operands
@@ -137,7 +137,10 @@ def declarations(model: keras.layers.Layer) -> list[tuple[keras.layers.Layer, Sh
 
 
 def resolve_declaration(
-    layer: keras.layers.Layer, declaration: ShardDeclaration, topology: Topology
+    layer: keras.layers.Layer,
+    declaration: ShardDeclaration,
+    topology: Topology,
+    fit: WeightFit | None = None,
 ) -> ResolvedShard:
     """Reads a declaration on a mesh and checks it against what is known of the layer.
 
@@ -148,6 +151,7 @@ def resolve_declaration(
         layer: the layer.
         declaration: what `shard` stored.
         topology: the mesh.
+        fit: what becomes of a weight's dim that does not divide; an error by default.
 
     Returns:
         The layouts of inputs, output and weights. Inputs and output keep the data axis on dim 0
@@ -189,9 +193,10 @@ def resolve_declaration(
         )
     for node in _private_models.calls_of(layer):
         _check_call(layer, node, inputs, output, topology)
-    weights = _weight_layouts(layer, declaration.weights or {}, topology)
+    fit = fit or WeightFit(topology)
+    weights = _weight_layouts(layer, declaration.weights or {}, fit)
     if kernel is not None and kernel_strategy is not None:
-        _add_kernel(layer, kernel, kernel_strategy, weights, topology)
+        _add_kernel(layer, kernel, kernel_strategy, weights, fit)
     return ResolvedShard(inputs, output, weights)
 
 
@@ -264,7 +269,7 @@ def _inside(layer: keras.layers.Layer, variable: keras.Variable) -> str:
 
 
 def _weight_layouts(
-    layer: keras.layers.Layer, weights: Mapping[str, Strategy], topology: Topology
+    layer: keras.layers.Layer, weights: Mapping[str, Strategy], fit: WeightFit
 ) -> dict[str, WeightLayout]:
     """Resolves `weights`: a path inside the layer wins over a name, and a name over a regex."""
     layouts, used = {}, set()
@@ -284,7 +289,7 @@ def _weight_layouts(
         if key is None:
             continue
         used.add(key)
-        layouts[variable.path] = _weight_layout(variable, weights[key], topology)
+        layouts[variable.path] = _weight_layout(variable, weights[key], fit)
     unused = [key for key in weights if key not in used]
     if unused:
         names = [_inside(layer, variable) for variable in layer.weights]
@@ -296,12 +301,11 @@ def _weight_layouts(
     return layouts
 
 
-def _weight_layout(variable: keras.Variable, strategy: Any, topology: Topology) -> WeightLayout:
+def _weight_layout(variable: keras.Variable, strategy: Any, fit: WeightFit) -> WeightLayout:
     shape = tuple(variable.shape)
     what = repr(variable.path)
-    dims = parse_strategy(strategy, topology, len(shape), operand=what, batch_dim=False)
-    check_dims(dims, shape, topology, what)
-    return WeightLayout(dims)
+    dims = parse_strategy(strategy, fit.topology, len(shape), operand=what, batch_dim=False)
+    return WeightLayout(fit(dims, shape, what))
 
 
 def _add_kernel(
@@ -309,10 +313,10 @@ def _add_kernel(
     kernel: keras.Variable,
     strategy: Strategy,
     weights: dict[str, WeightLayout],
-    topology: Topology,
+    fit: WeightFit,
 ) -> None:
     """Adds the kernel's layout from in_strategy to `weights`, and the bias that follows it."""
-    layout = _weight_layout(kernel, strategy, topology)
+    layout = _weight_layout(kernel, strategy, fit)
     declared = weights.setdefault(kernel.path, layout)
     if declared != layout:
         raise ValueError(

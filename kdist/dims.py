@@ -12,6 +12,7 @@ from kdist.mesh import PIPE_NAME, Topology
 
 Dim = None | str | tuple[str, ...]
 Dims = tuple[Dim, ...]
+LEAVE_WHOLE = ", or leave it whole with ParallelConfig(indivisible='replicate')"
 
 
 def axes_of(dim: Dim) -> tuple[str, ...]:
@@ -67,6 +68,7 @@ def check_dims(
     what: str,
     *,
     skip_dim_0: bool = False,
+    or_else: str = "",
 ) -> None:
     """Checks that a layout fits a shape.
 
@@ -76,6 +78,7 @@ def check_dims(
         topology: the mesh.
         what: what the layout belongs to, for messages.
         skip_dim_0: leave dim 0 unchecked: a batch, whose size may change from step to step.
+        or_else: another fix than the usual ones, for messages.
 
     Raises:
         ValueError: if the rank differs, or a dim is no multiple of the sizes of its axes.
@@ -95,9 +98,57 @@ def check_dims(
         names = " x ".join(f"{axis}={topology.axis_size(axis)}" for axis in axes_of(dim))
         raise ValueError(
             f"Dim {index} of {what} has {size} elements, which {names} cannot cut into {cut} "
-            f"equal parts: make it a multiple of {cut} ({would} would work), or cut another dim. "
-            f"Received: layout={dims}, shape={tuple(shape)}"
+            f"equal parts: make it a multiple of {cut} ({would} would work), or cut another "
+            f"dim{or_else}. Received: layout={dims}, shape={tuple(shape)}"
         )
+
+
+class WeightFit:
+    """What becomes of the layout of a weight whose dims do not all divide.
+
+    Args:
+        topology: The mesh.
+        replicate: Whether such a dim is left whole; else it is an error.
+
+    Attributes:
+        notes: A line for each dim that was left whole.
+
+    Example:
+    ```python
+    fit = WeightFit(topology, replicate=True)
+    fit(("model", None), (1, 8), "'key/kernel'")  # (None, None) on model=2
+    ```
+    """
+
+    def __init__(self, topology: Topology, replicate: bool = False) -> None:
+        self.topology = topology
+        self.replicate = replicate
+        self.notes: list[str] = []
+
+    def __call__(self, dims: Dims, shape: Sequence[int], what: str) -> Dims:
+        """The layout, without the cuts that do not fit the shape.
+
+        Args:
+            dims: The layout.
+            shape: The weight's shape.
+            what: The weight's name, for messages.
+
+        Raises:
+            ValueError: If the rank differs; or a dim does not divide and is not to be left whole.
+        """
+        if not self.replicate or len(dims) != len(shape):
+            check_dims(dims, shape, self.topology, what, or_else=LEAVE_WHOLE)
+            return dims
+        fitting = list(dims)
+        for i, (dim, size) in enumerate(zip(dims, shape)):
+            cut = cut_of(dim, self.topology)
+            if size % cut:
+                fitting[i] = None
+                axes = " x ".join(f"{a}={self.topology.axis_size(a)}" for a in axes_of(dim))
+                note = f"dim {i} of {what} is whole: its {size} elements do not divide by {axes}"
+                if note not in self.notes:
+                    self.notes.append(note)
+        return tuple(fitting)
 
 
 def collapse(axes: tuple[str, ...]) -> Dim:

@@ -22,7 +22,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kdist.dims import Dims, axes_of, check_dims, clean_dims, cut_of, inner_dims, named_dims
+from kdist.dims import (
+    Dims,
+    WeightFit,
+    axes_of,
+    check_dims,
+    clean_dims,
+    cut_of,
+    inner_dims,
+    named_dims,
+)
 from kdist.mesh import Topology
 from kdist.strategy import parse_strategy
 
@@ -212,7 +221,10 @@ def read_layout_map(layout_map: Any, topology: Topology) -> dict[str, Dims]:
 
 
 def resolve_layouts(
-    variables: Sequence[tuple[str, Sequence[int]]], layout_map: Any, topology: Topology
+    variables: Sequence[tuple[str, Sequence[int]]],
+    layout_map: Any,
+    topology: Topology,
+    fit: WeightFit | None = None,
 ) -> tuple[dict[str, WeightLayout], dict[str, Dims]]:
     """Gives every variable its layout.
 
@@ -220,6 +232,7 @@ def resolve_layouts(
         variables: (path, shape) of each.
         layout_map: as `read_layout_map` takes it. A variable that nothing matches is replicated.
         topology: the mesh.
+        fit: what becomes of a dim that does not divide; an error by default.
 
     Returns:
         Path to layout, for every variable; and pattern to layout for the patterns that end in
@@ -241,6 +254,7 @@ def resolve_layouts(
     patterns = read_layout_map(layout_map, topology)
     outputs = {p: dims for p, dims in patterns.items() if is_activation_pattern(p)}
     for_weights = {p: dims for p, dims in patterns.items() if p not in outputs}
+    fit = fit or WeightFit(topology)
     layouts, used = {}, set()
     for path, shape in variables:
         pattern = match_pattern(for_weights, path)
@@ -248,8 +262,7 @@ def resolve_layouts(
             layouts[path] = WeightLayout.replicated(len(shape))
             continue
         used.add(pattern)
-        check_dims(for_weights[pattern], shape, topology, f"{path!r}")
-        layouts[path] = WeightLayout(for_weights[pattern])
+        layouts[path] = WeightLayout(fit(for_weights[pattern], shape, f"{path!r}"))
     unused = [pattern for pattern in for_weights if pattern not in used]
     if unused and isinstance(layout_map, keras.distribution.LayoutMap):
         warnings.warn(

@@ -318,7 +318,8 @@ class PlacedModel:
         if self.staged is not None:
             notes.append(self.staged.describe())
         notes += map(str, self.without_effect())
-        notes += map(str, self.layouts.uncut if self.layouts is not None else ())
+        if self.layouts is not None:
+            notes += [*self.layouts.left_whole, *map(str, self.layouts.uncut)]
         if self.whole_batch is not None:
             notes.append(self.whole_batch.note)
         jobs = None if self.update is None else self.update.jobs

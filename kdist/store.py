@@ -9,7 +9,7 @@ from typing import Any
 from kdist import _private_models
 from kdist.config import ParallelConfig
 from kdist.declare import ResolvedShard, declarations, resolve_declaration
-from kdist.dims import Dims
+from kdist.dims import Dims, WeightFit
 from kdist.layout import WeightLayout, match_pattern, resolve_layouts
 from kdist.mesh import Topology
 from kdist.placement import Group, Placement, place
@@ -31,15 +31,17 @@ class ModelLayouts:
         model_layers: Every layer of the model.
         any_cut: Whether any weight is cut.
         uncut: Declared cuts of activations that a traced program left out.
+        left_whole: A line for each dim of a weight that its layout cuts and that does not divide.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig, topology: Topology) -> None:
         self.topology = topology
+        fit = WeightFit(topology, replicate=config.indivisible == "replicate")
         pairs = [(v.path, tuple(v.shape)) for v in model.weights]
-        by_path, patterns = resolve_layouts(pairs, config.layout_map, topology)
+        by_path, patterns = resolve_layouts(pairs, config.layout_map, topology, fit)
         self.weights: dict[int, WeightLayout] = {id(v): by_path[v.path] for v in model.weights}
         self.layers: list[tuple[keras.layers.Layer, ResolvedShard]] = [
-            (layer, resolve_declaration(layer, declared, topology))
+            (layer, resolve_declaration(layer, declared, topology, fit))
             for layer, declared in declarations(model)
         ]
         for layer, resolved in self.layers:
@@ -47,6 +49,7 @@ class ModelLayouts:
         self.outputs = _match_outputs(model, patterns)
         self.model_layers = _private_models.flat_layers(model)
         self.uncut: list[WithoutEffect] = []
+        self.left_whole = tuple(fit.notes)
         self.any_cut = any(not layout.is_replicated for layout in self.weights.values())
 
     def tell_uncut(self, found: Iterable[WithoutEffect]) -> None:

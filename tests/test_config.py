@@ -27,6 +27,7 @@ def test_only_these_fields_exist():
     assert names == [
         "mesh",
         "layout_map",
+        "indivisible",
         "enable_alltoall",
         "optimizer",
         "fusion",
@@ -103,6 +104,12 @@ def test_enable_alltoall_is_a_bool(value):
         ParallelConfig(mesh=mesh(data=2), enable_alltoall=value)
 
 
+@pytest.mark.parametrize("value", [None, "pad", True, ["error"]])
+def test_indivisible_is_error_or_replicate(value):
+    with pytest.raises(ValueError, match="Received: indivisible="):
+        ParallelConfig(mesh=mesh(data=2), indivisible=value)
+
+
 @pytest.mark.parametrize("value", [None, "none", "average", ["mean"]])
 def test_loss_from_layers_is_mean_or_sum(value):
     with pytest.raises(ValueError, match="Received: loss_from_layers="):
@@ -167,6 +174,7 @@ def test_prints_readably():
         "  layout_map: 2 patterns",
         "    .*up/kernel  (None, 'model')",
         "    .*bias       ('model',)",
+        "  indivisible: error",
         "  enable_alltoall: False",
         "  optimizer: level 0 (off)",
         "  fusion: auto",
