@@ -1,9 +1,10 @@
 """Metrics that equal a single-device run.
 
-A metric takes one of two routes. What is known to add up over rows (Keras's own metrics) is fed the
-replicas' parts one after the other, through one state, as if one device had seen them in order. The
-heavy part of an update (an argmax, a comparison with 200 thresholds) does not depend on the state,
-so the runtime still does it on all devices at once; only the additions form a chain.
+A metric takes one of two routes. What is known to add up over rows (Keras's own metrics, and
+functions whose values each depend on one row) is fed the replicas' parts one after the other,
+through one state, as if one device had seen them in order. The heavy part of an update (an argmax,
+a comparison with 200 thresholds) does not depend on the state, so the runtime still does it on all
+devices at once; only the additions form a chain.
 
 Everything else (a dice coefficient, a root of a mean, a metric that counts its updates) may depend
 on which rows it sees together: it is updated once per batch, over the gathered outputs.
@@ -11,12 +12,13 @@ on which rows it sees together: it is updated once per batch, over the gathered 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist import _private
 from kdist.batch import SplitBatch, join
 from kdist.program import attach_masks
+from kdist.rows import Flow, NotStudied, study
 
 import keras
 import tensorflow as tf
@@ -26,7 +28,7 @@ STREAMING = frozenset(
     for one in vars(keras.metrics).values()
     if isinstance(one, type) and issubclass(one, keras.metrics.Metric)
 )
-"""Keras's own metrics: their state adds up over rows, wrapped functions apart."""
+"""Keras's own metrics: their state adds up over rows, if the function adds up that some wrap."""
 
 
 def overrides(model: keras.Model, method: str) -> bool:
@@ -118,27 +120,25 @@ def adds_up(metric: keras.metrics.Metric, y_true: Any, y_pred: Any) -> bool:
         y_pred: Predictions that it gets, or their spec. Of rank 1 they may be taken for one row
             (a mean over the last dim is one over the batch), so nothing is known.
     """
-    if type(metric) not in STREAMING or y_true is None or (y_pred.shape.rank or 0) < 2:
+    if type(metric) not in STREAMING or y_true is None or y_true.shape.rank is None:
+        return False
+    if (y_pred.shape.rank or 0) < 2:
         return False
     function = _private.wrapped_function(metric)
-    if function is None:
-        return True
-    # A user's function may look at other rows even where it gives one value per row.
-    return type(metric) is not keras.metrics.MeanMetricWrapper and _gives_rows(
-        function, y_true, y_pred
-    )
+    return function is None or _row_by_row(function, _as_spec(y_true), _as_spec(y_pred))
 
 
-def _gives_rows(function: Any, *data: Any) -> bool:
-    """Whether a function of Keras gives a value, or several, for each row: its axis may be 0."""
+def _row_by_row(function: Callable, *specs: tf.TensorSpec) -> bool:
+    """Whether each value of a function is known to depend on one row alone."""
+    try:
+        found = study(function, *specs)
+    except NotStudied:
+        return False
+    return all(flow is Flow.ROWS for flow in found.outputs)
 
-    def rows_of(count: int) -> int | None:
-        specs = [tf.TensorSpec((count, *tensor.shape[1:]), tensor.dtype) for tensor in data]
-        with tf.init_scope():
-            traced = tf.function(function, autograph=False).get_concrete_function(*specs)
-        return traced.output_shapes[0] if traced.output_shapes.rank else None
 
-    return all(rows_of(count) == count for count in (2, 3))
+def _as_spec(tensor: Any) -> tf.TensorSpec:
+    return tf.TensorSpec((None, *tensor.shape[1:]), tensor.dtype)
 
 
 def _spec(tensor: Any) -> Any:
