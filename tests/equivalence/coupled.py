@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -60,7 +61,7 @@ class Experts(layers.Layer):
 
 
 class Counters(layers.Layer):
-    """Counts rows and calls, keeps a running mean, and averages in metrics of its own."""
+    """Counts rows and steps, keeps running values, and averages in metrics of its own."""
 
     def build(self, input_shape: Any) -> None:
         def count(name: str) -> keras.Variable:
@@ -68,17 +69,18 @@ class Counters(layers.Layer):
                 shape=(), dtype="int32", initializer="zeros", trainable=False, name=name
             )
 
-        self.rows, self.calls = count("rows"), count("calls")
+        self.rows, self.steps = count("rows"), count("steps")
         self.running = self.add_weight(
             shape=input_shape[1:], initializer="zeros", trainable=False, name="running"
         )
         self.spread = keras.metrics.Mean(name="spread")
         self.seen = keras.metrics.Sum(name="seen")
 
-    def call(self, inputs: Any) -> Any:
-        self.rows.assign_add(ops.shape(inputs)[0])
-        self.calls.assign_add(1)
-        self.running.assign(0.9 * self.running + 0.1 * ops.max(inputs, axis=0))
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            self.rows.assign_add(ops.shape(inputs)[0])
+            self.steps.assign_add(1)
+            self.running.assign(0.9 * self.running + 0.1 * ops.max(inputs, axis=0))
         self.spread.update_state(ops.std(inputs))
         self.seen.update_state(ops.ones_like(inputs[:, 0]))
         return inputs
@@ -149,6 +151,7 @@ FUNCTIONS: Mapping[str, Callable[[Any], Any]] = {
     "ranked": lambda x: x * ops.cast(ops.argsort(ops.argsort(x, axis=0), axis=0), x.dtype),
     "largest": lambda x: x + ops.sum(ops.top_k(ops.transpose(x), 2)[0], axis=1),
     "normalized": lambda x: x / ops.norm(x),
+    "top_values": lambda x: x + ops.sum(ops.top_k(x, 2)[0], axis=1, keepdims=True),
 }
 LAYERS: Mapping[str, Callable[[], layers.Layer]] = {
     **{
@@ -160,14 +163,35 @@ LAYERS: Mapping[str, Callable[[], layers.Layer]] = {
     "counters": lambda: Counters(name="counters"),
     "batchnorm": lambda: layers.BatchNormalization(name="batchnorm"),
 }
+NAMED = ("contrastive", "scaled", "mixup", "centred", "experts", "counters", "batchnorm")
+"""What users meet: each of these trains on other numbers where replicas compute apart."""
 
 
-def _build(make: Callable[[], layers.Layer]) -> keras.Model:
+def _build(names: Sequence[str], statistics: bool = False) -> keras.Model:
     x = inputs = keras.Input((FEATURES,), name="features")
     x = layers.Dense(16, activation="tanh", name="up")(x)
-    x = make()(x)
+    for name in names:
+        x = LAYERS[name]()(x)
     x = layers.Dense(FEATURES, activation="tanh", name="down")(x)
-    return keras.Model(inputs, layers.Dense(CLASSES, name="head")(x), name="coupled")
+    outputs: Any = layers.Dense(CLASSES, name="head")(x)
+    if statistics:
+        outputs = {"head": outputs, "statistics": Statistics(name="statistics")(x)}
+    return keras.Model(inputs, outputs, name="coupled")
+
+
+class Statistics(layers.Layer):
+    """Means over the batch: an output of shape (width,), without a batch dim."""
+
+    def call(self, inputs: Any) -> Any:
+        return ops.mean(inputs, axis=0)
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        return input_shape[1:]
+
+
+def distance_of_means(y_true: Any, y_pred: Any) -> Any:
+    """How far the batch's mean of targets of shape (rows, width) is from (width,) values."""
+    return ops.mean(ops.square(ops.mean(y_true, axis=0) - y_pred))
 
 
 def _data(seed: int, samples: int) -> Data:
@@ -177,16 +201,38 @@ def _data(seed: int, samples: int) -> Data:
     return x, y, rng.uniform(0.1, 3.0, samples)
 
 
-def case(name: str) -> Case:
-    """A model with one layer in which rows meet, of `LAYERS`."""
+def _two_targets(seed: int, samples: int) -> Data:
+    x, y, weight = _data(seed, samples)
+    return x, {"head": y, "statistics": np.tanh(x)}, weight
+
+
+def _loss(reduction: str) -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+
+
+def _accuracy() -> list[keras.metrics.Metric]:
+    return [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
+
+
+def case(*names: str) -> Case:
+    """A model with layers in which rows meet, of `LAYERS`."""
     return Case(
-        name=name,
-        build=functools.partial(_build, LAYERS[name]),
+        name="+".join(names),
+        build=functools.partial(_build, names),
         data=_data,
-        loss=lambda reduction: keras.losses.SparseCategoricalCrossentropy(
-            from_logits=True, reduction=reduction
-        ),
-        metrics=lambda: [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+        loss=_loss,
+        metrics=_accuracy,
         layout_map=FEED_FORWARD,
         tags=frozenset({"labels", "dense"}),
     )
+
+
+WITHOUT_BATCH = dataclasses.replace(
+    case(),
+    name="without_batch_dim",
+    build=functools.partial(_build, (), statistics=True),
+    data=_two_targets,
+    loss=lambda reduction: {"head": _loss(reduction), "statistics": distance_of_means},
+    metrics=lambda: {"head": _accuracy()},
+)
+"""A model with an output that has no batch dim, and a loss on it."""

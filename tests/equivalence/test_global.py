@@ -6,47 +6,111 @@ from typing import Any
 
 import pytest
 
-from .coupled import LAYERS, case
-from .harness import compare
+from .coupled import LAYERS, NAMED, WITHOUT_BATCH, case
+from .features import BY_NAME as FEATURES
+from .harness import Run, compare, train_batches
 from .matrix import product, spread
 from .optimizer_zoo import OPTIMIZERS
-from .zoo import BY_NAME
+from .outcome import FLOAT64, EquivalenceError, check
+from .test_ways import SIZES, sliced_over_data
+from .zoo import BY_NAME, Case
 
 MESHES = {"data4": {"data": 4}, "data2_model2": {"data": 2, "model": 2}}
+GLOBAL = {"batch_semantics": "global"}
+
+
+def _compare(what: Case, mesh: str, engine: str, **options: Any) -> None:
+    # Batches of 8, 8 and 3 examples: one that does not divide, and is smaller than four replicas.
+    settings = {"samples": 19, "epochs": 1, "config": GLOBAL, **options}
+    compare(
+        what,
+        MESHES[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        engine=engine,
+        reference="plain",
+        **settings,
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "mesh"), spread(product(BY_NAME, MESHES), [("resnet", "data2_model2")])
 )
 def test_model_equals_one_device(name: str, mesh: str, engine: str) -> None:
-    # Batches of 8, 8 and 3 examples: one that does not divide, and is smaller than four replicas.
-    compare(
-        BY_NAME[name],
-        MESHES[mesh],
-        optimizer=OPTIMIZERS["adam"],
-        engine=engine,
-        reference="plain",
-        samples=19,
-        config={"batch_semantics": "global"},
-    )
+    _compare(BY_NAME[name], mesh, engine, epochs=2)
 
 
 # Layers in which rows meet ------------------------------------------------------------------------
 
 
-def _compare_coupled(name: str, mesh: str, engine: str, **options: Any) -> None:
-    compare(
-        case(name),
-        MESHES[mesh],
-        optimizer=OPTIMIZERS["adam"],
-        engine=engine,
-        reference="plain",
-        samples=19,
-        epochs=1,
-        **options,
-    )
+@pytest.mark.parametrize("mesh", spread(product(MESHES), [("data4",)]))
+def test_all_that_users_meet_at_once(mesh: str, engine: str) -> None:
+    _compare(case(*NAMED), mesh, engine)
 
 
 @pytest.mark.parametrize(("name", "mesh"), spread(product(LAYERS, MESHES), []))
 def test_layer_that_couples_rows_equals_one_device(name: str, mesh: str, engine: str) -> None:
-    _compare_coupled(name, mesh, engine, config={"batch_semantics": "global"})
+    _compare(case(name), mesh, engine)
+
+
+@pytest.mark.parametrize("name", spread(product(NAMED), [("contrastive",), ("counters",)]))
+def test_replicas_apart_train_on_other_numbers(name: str) -> None:
+    with pytest.raises(EquivalenceError, match="differ from the reference"):
+        _compare(case(name), "data4", "kdist", config={})
+
+
+@pytest.mark.parametrize("mesh", spread(product(MESHES), []))
+def test_an_output_without_a_batch_dim(mesh: str, engine: str) -> None:
+    _compare(WITHOUT_BATCH, mesh, engine)
+
+
+# Ways of training ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("feature", "name"),
+    spread(
+        [
+            (feature.name, name)
+            for feature in FEATURES.values()
+            for name in ("mlp", "encoder", "resnet", "two_tower")
+            if feature.fits(BY_NAME[name])
+        ],
+        [],
+    ),
+)
+def test_feature_equals_one_device(feature: str, name: str, engine: str) -> None:
+    _compare(BY_NAME[name], "data2_model2", engine, features=(FEATURES[feature],))
+
+
+@pytest.mark.parametrize("way", ["run_eagerly", "three_steps_per_execution", "own_compute_loss"])
+@pytest.mark.long
+def test_ways_that_leave_dtensor_see_the_whole_batch_too(way: str, engine: str) -> None:
+    _compare(case("contrastive"), "data4", engine, features=(FEATURES[way],))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), spread(product(("mlp", "encoder", "resnet"), MESHES), [])
+)
+def test_batches_of_many_sizes(name: str, mesh: str, engine: str) -> None:
+    run = Run(
+        case=BY_NAME[name],
+        mesh_axes=MESHES[mesh],
+        optimizer=OPTIMIZERS["sgd_momentum"],
+        features=(FEATURES["sample_weight"],),
+        config=GLOBAL,
+    )
+    expected = train_batches(run, "plain", SIZES)
+    actual = train_batches(run, engine, SIZES)
+    check(expected, actual, FLOAT64, run.case.zero_gradient_paths, title=run.title)
+
+
+@pytest.mark.parametrize(("name", "mesh"), spread(product(("mlp", "resnet"), MESHES), []))
+def test_weights_sliced_over_data(name: str, mesh: str, engine: str) -> None:
+    layouts = sliced_over_data(BY_NAME[name], MESHES[mesh])
+    _compare(BY_NAME[name], mesh, engine, layout_map=layouts)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed_float16", "mixed_bfloat16"])
+@pytest.mark.long
+def test_other_precision(dtype: str, engine: str) -> None:
+    _compare(BY_NAME["mlp"], "data2_model2", engine, dtype=dtype)
