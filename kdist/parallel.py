@@ -136,7 +136,7 @@ class Parallel(SteppedModel):
         for name in METHODS:
             object.__setattr__(model, name, getattr(self, name))
         if model.compiled:
-            self._reset(bool(model.jit_compile))
+            self.forget_functions(bool(model.jit_compile))
             self.spread_parameters()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -150,7 +150,7 @@ class Parallel(SteppedModel):
         config = self.model._compile_config.config
         if "jit_compile" in config:
             config["jit_compile"] = wanted
-        self._reset(wanted)
+        self.forget_functions(wanted)
         self.unknown_to_optimizer = None
         if self.layouts is not None and is_built(self.model):
             self.place()
@@ -200,7 +200,8 @@ class Parallel(SteppedModel):
         adapt_callbacks(kwargs.get("callbacks"))
         return type(self.model).predict(self.model, *args, **kwargs)
 
-    def _reset(self, jit_compile: bool | str) -> None:
+    def forget_functions(self, jit_compile: bool | str) -> None:
+        """Makes all functions anew on their next use, compiled as asked; state stays."""
         self.model.jit_compile = False
         self.forget_steps(jit_compile)
         self.live.clear()
@@ -249,6 +250,7 @@ class Parallel(SteppedModel):
                 else:
                     if kind == "train":
                         source = self.verify_first(source)
+                        self.model.train_function = function
                     source, example = peek(source)
                 made["inner"] = self._function(kind, example)
             return made["inner"](source)
@@ -272,9 +274,12 @@ class Parallel(SteppedModel):
         # Here, because it makes and parallelizes models.
         from kdist.verification.first_step import verify_first
 
-        source = verify_first(self.model, source)
-        self.verified = True
-        return source
+        self.verified = True  # before, since it may take gradients of this very model
+        try:
+            return verify_first(self.model, source)
+        except BaseException:
+            self.verified = False
+            raise
 
     def _take_up_weights(self, kind: str) -> None:
         """Makes the steps anew if the model has gained or lost weights since they were made.
@@ -287,7 +292,7 @@ class Parallel(SteppedModel):
             optimizer = self.model.optimizer if self.model.compiled else None
             if optimizer is not None and optimizer.built:
                 self.unknown_to_optimizer = (gained, lost)
-            self._reset(self.jit_compile)
+            self.forget_functions(self.jit_compile)
         if kind == "train" and self.unknown_to_optimizer is not None:
             gained, lost = self.unknown_to_optimizer
             raise ValueError(

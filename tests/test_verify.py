@@ -308,3 +308,142 @@ def test_a_layer_that_always_draws_is_named():
     report = kdist.verify(small(Noise(name="noise")), *batch())
     assert not report.ok
     assert "'noise'" in report.cause and "draws random numbers" in report.cause
+
+
+class Wrapped(keras.Model):
+    """Cannot be made again: its configuration has no layer."""
+
+    def __init__(self, inner):
+        super().__init__(name="wrapped")
+        self.inner = inner
+
+    def call(self, inputs, training=False):
+        return self.inner(inputs, training=training)
+
+
+def wrapped(*middle, **config):
+    inner = [layers.Dense(8, activation="tanh", name="up"), *middle, layers.Dense(2, name="down")]
+    model = Wrapped(keras.Sequential([keras.Input((6,)), *inner]))
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2), **config))
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    return model
+
+
+def test_a_model_without_a_twin_is_compared_itself():
+    x, y = batch()
+    histories = []
+    for verify in (None, "first_step"):
+        keras.utils.set_random_seed(0)
+        noise = layers.Dropout(0.3, name="noise"), layers.BatchNormalization(name="norm")
+        model = wrapped(*noise, verify=verify)
+        histories.append(model.fit(x, y, epochs=3, verbose=0).history)
+    assert histories[0] == histories[1]
+    before = observable(model)
+    report = kdist.verify(model, x, y)
+    assert report.ok and report.explained_by == ("noise", "norm"), report
+    assert report.dtype == "float32"
+    assert "the model itself" in report.way and "without an update" in report.way
+    for a, b in zip(before, observable(model)):
+        np.testing.assert_array_equal(a, b)
+    model.fit(x, y, verbose=0)
+    assert not kdist.verify(wrapped(Centre(name="centre")), x, y).ok
+    with pytest.raises(ValueError, match="compressed"):
+        kdist.verify(wrapped(compression=kdist.CompressionConfig(rest="bf16")), x, y)
+
+
+class Hidden(layers.Layer):
+    """Has a factor that its configuration does not have."""
+
+    def call(self, inputs):
+        return inputs * getattr(self, "_factor", 1.0)
+
+
+def test_a_twin_that_predicts_otherwise_is_no_twin():
+    layer = Hidden()
+    layer._factor = 3.0
+    report = kdist.verify(small(layer), *batch())
+    assert report.ok, report
+    assert "predicts another output" in report.way
+
+
+def test_what_was_set_after_construction_is_the_twins_too():
+    dropout = layers.Dropout(0.5, name="noise")
+    model = small(dropout)
+    dropout.rate = 0.0
+    assert kdist.verify(model, *batch()).differences == ()
+
+
+def test_a_model_that_does_not_fit_one_device_is_refused():
+    model = small()
+    weights = 8 * sum(int(np.prod(v.shape)) for v in model.weights)
+    # Gradients, the outputs of both layers, the optimizer's two scalars.
+    least = 2 * weights + 8 * 6 * (8 + 2) + 8 * 2
+    assert kdist.verify(model, *batch(), memory_limit=least).ok
+    with pytest.raises(ValueError, match=f"{least} bytes at least.*has {least - 1} bytes"):
+        kdist.verify(model, *batch(), memory_limit=least - 1)
+
+
+class Norm(layers.Layer):
+    """Divides by the root of the mean square, in float32 whatever the policy; then a product."""
+
+    def build(self, input_shape):
+        self.kernel = self.add_weight(shape=(input_shape[-1], 8), name="kernel")
+
+    def call(self, inputs):
+        x = ops.cast(inputs, "float32")
+        x = x / ops.sqrt(ops.mean(x * x, axis=-1, keepdims=True) + 1e-5)
+        return ops.matmul(ops.cast(x, self.compute_dtype), self.kernel)
+
+
+def test_a_model_that_rounds_inside_gets_a_wider_tolerance_and_says_so():
+    layout = {".*mid/kernel": (None, "model")}
+    middle = Norm(), Norm(), Norm(), layers.Dense(4, name="mid")
+    report = kdist.verify(small(*middle, axes={"data": 2, "model": 2}, layout_map=layout), *batch())
+    assert report.ok, report
+    assert report.tolerance.relative["loss"] == 1e-5
+    assert any("rounds to fewer bits" in note for note in report.notes)
+
+
+POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
+CASES = [case.name for case in zoo.ZOO if not case.has_batchnorm]
+FIRST = [("mlp", "mixed_float16", "data4"), ("two_tower", "float32", "data2")]
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "mesh"),
+    spread(product(CASES, POLICIES, ("data2", "data4", "data2_model2")), FIRST),
+)
+def test_the_zoo_is_equal_in_its_own_dtype(name, policy, mesh):
+    case = zoo.BY_NAME[name]
+    with precision(policy):
+        model = zoo_model(case, MESHES[mesh], policy)
+        loss = case.loss("sum_over_batch_size")
+        model.compile(keras.optimizers.Adam(0.01), loss, case.loss_weights, case.metrics())
+        report = kdist.verify(model, *case.data(3, 8), dtype="own")
+    assert report.ok and report.differences == (), report
+    assert report.dtype == policy
+
+
+# A weight that is off by this much of itself on the mesh must be found.
+FOUND = {"float64": 1e-8, "float32": 1e-3, "mixed_float16": 0.2, "mixed_bfloat16": 1.0}
+
+
+@pytest.mark.parametrize("policy", FOUND)
+def test_a_slightly_wrong_weight_is_found(policy, monkeypatch):
+    from kdist.verification import trial
+
+    make = trial._mesh_twin
+
+    def wrong(*args):
+        twin, parallel = make(*args)
+        kernel = twin.get_layer("down").kernel
+        kernel.assign(kernel * (1 + FOUND[policy]))
+        return twin, parallel
+
+    monkeypatch.setattr(trial, "_mesh_twin", wrong)
+    dtype = "float64" if policy == "float64" else "own"
+    with precision("float32" if policy == "float64" else policy):
+        model = small()
+    report = kdist.verify(model, *batch(), dtype=dtype)
+    assert not report.ok and report.dtype == policy
+    assert "output" in report.cause

@@ -56,11 +56,11 @@ def _each(given: Any, dtype: str) -> Any:
 
 
 def _metric_again(metric: keras.Metric, dtype: str) -> keras.Metric:
-    config = metric.get_config()
-    if "dtype" in config:
-        config["dtype"] = dtype
     own = type(metric)
     try:
+        config = metric.get_config()
+        if "dtype" in config:
+            config["dtype"] = dtype
         with _private_twins.own_lambdas(), keras.saving.custom_object_scope({own.__name__: own}):
             return own.from_config(config)
     except Exception as error:  # whatever the user's own constructor raises
@@ -79,10 +79,10 @@ def optimizer_again(optimizer: Any, dtype: str, lossless: bool) -> Any:
     if dtype == "float64" and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     own: Any = _private_optimizers.own_class(optimizer)
-    config = optimizer.get_config()
-    if lossless and "state_format" in config:
-        config["state_format"] = {}
     try:
+        config = optimizer.get_config()
+        if lossless and "state_format" in config:
+            config["state_format"] = {}
         with _private_twins.own_lambdas():
             return own.from_config(config)
     except Exception as error:  # whatever the user's own constructor raises

@@ -64,6 +64,13 @@ def _observe(model: keras.Model, batch: tuple[Any, Any, Any], found: Gradients) 
     )
 
 
+def predicted(model: keras.Model, x: Any) -> dict[str, np.ndarray]:
+    """What a model, parallelized or not, predicts on the device in scope; nothing is written."""
+    with keras.StatelessScope():
+        outputs = model(x, training=False) if _private_models.takes_training(model) else model(x)
+    return output_arrays(model, outputs)
+
+
 def plain_gradients(model: keras.Model, batch: tuple[Any, Any, Any]) -> list[Any]:
     """Gradients on one device, as Keras's own train step computes them, unscaled.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from kdist.batch import leading
 from kdist.config import ParallelConfig
 from kdist.optimizer.state_config import StateFormatConfig
 from kdist.optimizer.wrappers import unwrap
@@ -14,11 +16,17 @@ from kdist.verification.compiled import compile_alike, copy_optimizer
 from kdist.verification.declared import config_for, copy_declarations
 from kdist.verification.observe import as_array, on_one_device, over_mesh
 from kdist.verification.observed import Comparison, Observed, compare_runs
+from kdist.verification.rounding import rounds_inside
 from kdist.verification.study import Study, bounds_of, study
-from kdist.verification.tolerance import Tolerance
-from kdist.verification.twin import batch_in, make_twin, paired, precision
+from kdist.verification.tolerance import TOLERANCES, Tolerance, compare, magnitude
+from kdist.verification.twin import NoTwin, batch_in, make_twin, paired, precision
 
 import keras
+import numpy as np
+import tensorflow as tf
+
+UNLIKE = 100
+"""How much more than rounding the outputs of a model and its twin may be apart."""
 
 
 class OneDeviceFailed(Exception):
@@ -34,12 +42,14 @@ class Request:
         batch: (x, y, sample_weight).
         policy: The dtype policy to compare in.
         tolerance: How far the runs may be apart.
+        outputs: What the model itself predicts, by name; empty if that cannot be compared.
     """
 
     model: keras.Model
     batch: tuple[Any, Any, Any]
     policy: str
     tolerance: Tolerance
+    outputs: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     @property
     def config(self) -> ParallelConfig:
@@ -53,17 +63,22 @@ class Trial:
 
     Attributes:
         comparison: The differences.
+        runs: What was compared: one device, the mesh.
         study: What the layers give for each replica's rows; empty if nothing differs.
         random: Names of layers that rightly draw other random numbers than one device does.
         statistics: Names of layers that rightly normalise by the replicas' own statistics.
         notes: Why the mesh ran on gathered weights, if it did.
+        rounds: An operation that makes float64 values smaller; None if there is none, or nothing
+            differs.
     """
 
     comparison: Comparison
+    runs: tuple[Observed, Observed]
     study: Study
     random: tuple[str, ...]
     statistics: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    rounds: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -74,6 +89,20 @@ class Trial:
     def excused(self) -> tuple[str, ...]:
         """Names of all layers that may rightly differ."""
         return self.random + self.statistics
+
+
+def study_of(
+    model: keras.Model,
+    x: Any,
+    parallel: Parallel,
+    tolerance: Tolerance,
+    restore: Callable[[], None],
+) -> Study:
+    """What a model's layers give for the rows that each replica, or micro-batch, has of a batch."""
+    rows = int(leading(x).shape[0])
+    bounds = bounds_of(rows, parallel.topology.data_size, _micro_batches(parallel.config))
+    with tf.device(parallel.config.topology.devices[0]):
+        return study(model, x, bounds, tolerance, restore)
 
 
 def lossy_settings(model: keras.Model) -> tuple[str, ...]:
@@ -103,29 +132,32 @@ def run_trial(request: Request, *, quiet: bool = False, lossless: bool = False) 
         batch = batch_in(keras.config.floatx(), request.batch)
         plain = make_twin(request.model, request.policy, batch[0])
         mesh, parallel = _mesh_twin(request, batch[0], lossless)
-        random, statistics = _excused(plain, parallel)
+        random, statistics = excused(plain, parallel)
         if quiet:
-            calm(_named(plain, random + statistics))
-            calm(_named(mesh, random + statistics))
+            calm(named(plain, random + statistics))
+            calm(named(mesh, random + statistics))
         for twin in (plain, mesh):
             compile_alike(request.model, twin, request.policy, lossless)
             copy_optimizer(request.model, twin)
         start = [(v, as_array(v.value)) for v in plain.variables]
         device = request.config.topology.devices[0]
         one = _on_one_device(plain, batch, device)
-        comparison = compare_runs(one, over_mesh(mesh, batch), request.tolerance)
+        _refuse_unlike(request, one)
+        runs = one, over_mesh(mesh, batch)
+        comparison = compare_runs(*runs, request.tolerance)
 
         def restore() -> None:
             for variable, value in start:
                 variable.assign(value)
 
-        found = Study()
+        found, rounds = Study(), None
         if not comparison.ok:
             restore()
-            rows = int(keras.tree.flatten(batch[0])[0].shape[0])
-            bounds = bounds_of(rows, parallel.topology.data_size, _micro_batches(parallel.config))
-            found = study(plain, batch[0], bounds, request.tolerance, restore)
-        return Trial(comparison, found, random, statistics, tuple(parallel.fallbacks))
+            if request.policy == "float64":
+                rounds = rounds_inside(plain, batch[0])
+            found = study_of(plain, batch[0], parallel, request.tolerance, restore)
+        notes = tuple(parallel.fallbacks)
+        return Trial(comparison, runs, found, random, statistics, notes, rounds)
 
 
 def _mesh_twin(request: Request, x: Any, lossless: bool) -> tuple[keras.Model, Parallel]:
@@ -148,7 +180,20 @@ def _on_one_device(plain: keras.Model, batch: tuple[Any, Any, Any], device: str)
         raise OneDeviceFailed(str(error).strip().splitlines()[0][:200]) from error
 
 
-def _excused(plain: keras.Model, parallel: Parallel) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _refuse_unlike(request: Request, one: Observed) -> None:
+    """Refuses a twin that predicts something else than the model.
+
+    Raises:
+        NoTwin: The outputs differ by more than the model's own dtype explains.
+    """
+    loose = UNLIKE * TOLERANCES[request.model.dtype_policy.name].relative["output"]
+    floor = max((magnitude(a) for a in request.outputs.values()), default=0.0)
+    for (name, mine), again in zip(request.outputs.items(), one.output.values()):
+        if compare("output", name, mine, again, loose * max(magnitude(mine), floor)) is not None:
+            raise NoTwin(f"made again from its configuration it predicts another output {name!r}")
+
+
+def excused(plain: keras.Model, parallel: Parallel) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the layers that may rightly differ on this mesh: (random, statistics)."""
     parts = parallel.topology.data_size * _micro_batches(parallel.config)
     split = parts > 1 or parallel.topology.inner_size > 1
@@ -157,7 +202,8 @@ def _excused(plain: keras.Model, parallel: Parallel) -> tuple[tuple[str, ...], t
     return tuple(random), tuple(statistics)
 
 
-def _named(model: keras.Model, names: tuple[str, ...]) -> list[keras.layers.Layer]:
+def named(model: keras.Model, names: tuple[str, ...]) -> list[keras.layers.Layer]:
+    """The random layers and those with statistics that have one of some names."""
     return [one for one in random_layers(model) + statistic_layers(model) if one.name in names]
 
 

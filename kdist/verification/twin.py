@@ -22,6 +22,11 @@ import tensorflow as tf
 
 FLOATING = ("float16", "bfloat16", "float32", "mixed_float16", "mixed_bfloat16")
 
+OF_TRAINING = frozenset(
+    {"built", "compiled", "stop_training", "steps_per_execution", "unrolled_steps_per_execution"}
+)
+"""Attributes that `build`, `compile` and `fit` set on a model."""
+
 
 class NoTwin(Exception):
     """The model cannot be made again; the message says why."""
@@ -156,11 +161,21 @@ def _copy_model(model: keras.Model, twin: keras.Model) -> None:
     for layer, again in pairs:
         if again.trainable != layer.trainable:
             again.trainable = layer.trainable
+        _copy_settings(layer, again)
     for variable, again in zip(model.variables, twin.variables):
         if again.trainable != variable.trainable:
             again.trainable = variable.trainable
         _private.rename(again, variable)
         again.assign(tf.cast(tf.convert_to_tensor(variable.value), again.dtype))
+
+
+def _copy_settings(layer: keras.layers.Layer, again: keras.layers.Layer) -> None:
+    """Copies numbers, flags and names that were set after construction, as `layer.rate = 0.2`."""
+    for key, value in vars(layer).items():
+        plain = isinstance(value, bool | int | float | str | None) and value not in FLOATING
+        own = not key.startswith("_") and key not in OF_TRAINING
+        if plain and own and vars(again).get(key, layer) != value:
+            object.__setattr__(again, key, value)
 
 
 def batch_in(dtype: str, data: Any) -> Any:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from kdist.batch import leading
 from kdist.contract import is_built
 from kdist.parallel import attached
+from kdist.verification.calm import always_random
 from kdist.verification.cause import likely_cause
+from kdist.verification.itself import run_itself
+from kdist.verification.observe import predicted
+from kdist.verification.observed import compare_runs
+from kdist.verification.one_device import refuse_too_large
 from kdist.verification.report import Verification
 from kdist.verification.tolerance import TOLERANCES
 from kdist.verification.trial import OneDeviceFailed, Request, Trial, lossy_settings, run_trial
-from kdist.verification.twin import NoTwin, chance_kept
+from kdist.verification.twin import NoTwin, batch_in, chance_kept
 
 import keras
 
@@ -25,6 +32,7 @@ def verify(
     sample_weight: Any = None,
     *,
     dtype: str = "float64",
+    memory_limit: int | None = None,
 ) -> Verification:
     """Compares one batch on one device with the same batch over the mesh.
 
@@ -46,13 +54,15 @@ def verify(
         sample_weight: Weights of examples.
         dtype: "float64", where rounding cannot hide a mistake; the model's own dtype policy where
             it does not run in float64. "own": its dtype policy, with wider tolerances.
+        memory_limit: Bytes of the one device; None for what is known of it (the host's memory, or
+            the limit that a GPU was given).
 
     Returns:
         A `Verification`; print it.
 
     Raises:
-        ValueError: The model is not parallelized, or not compiled; the dtype is another; or the
-            model cannot be made again from its configuration.
+        ValueError: The model is not parallelized, or not compiled; the dtype is another; the model
+            does not fit one device.
 
     Example:
         >>> report = kdist.verify(model, x[:32], y[:32])
@@ -73,80 +83,121 @@ def verify(
     batch = (x, y, sample_weight)
     if not is_built(model):
         parallel.step_for(batch)
+    rows = int(leading(batch_in("float32", x)).shape[0])
+    itemsize = 8 if dtype == "float64" else 4
+    refuse_too_large(model, rows, itemsize, parallel.config.topology.devices[0], memory_limit)
     with chance_kept(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        try:
-            return _verified(model, batch, dtype, started, lambda: _texts(caught))
-        except NoTwin as reason:
-            raise ValueError(
-                "kdist.verify compares twins of the model, which has to be made again from its "
-                f"configuration. Received: model {model.name!r}; {reason}"
-            ) from reason
+        request, trials, way = _compared(model, batch, dtype)
+        return _report(request, trials, way, time.perf_counter() - started, _texts(caught))
 
 
-def _verified(
-    model: keras.Model, batch: Any, dtype: str, started: float, warned: Callable[[], list[str]]
-) -> Verification:
+def _compared(model: keras.Model, batch: Any, dtype: str) -> tuple[Request, list[_Tried], str]:
+    """Compares twins, in float64 where that runs; the model itself where there are no twins.
+
+    Returns:
+        The request, the comparisons, and how they were made.
+    """
     own = model.dtype_policy.name
-    policy = own if dtype == "own" else "float64"
     way = "a twin of the model on one device, and one over the mesh"
+    request = _request(model, batch, own if dtype == "own" else "float64")
     try:
-        request, trials, explained = _trials(model, batch, policy)
-    except OneDeviceFailed as reason:
-        if policy == own:
-            raise ValueError(f"The model does not run on one device: {reason}") from reason
-        way += f", in {own}: on one device it does not run in float64 ({reason})"
-        request, trials, explained = _trials(model, batch, own)
-    first, last = trials[0], trials[-1]
-    cause = _by_design(explained) if last.ok and not first.ok else ""
-    if not last.ok:
-        cause = likely_cause(last.comparison.differences, last.study)
+        try:
+            return request, _trials(request, run_trial), way
+        except OneDeviceFailed as reason:
+            if request.policy == own:
+                raise NoTwin(f"its twin does not run on one device: {reason}") from reason
+            way += f", in {own}: on one device it does not run in float64 ({reason})"
+            request = dataclasses.replace(request, policy=own, tolerance=TOLERANCES[own])
+            return request, _trials(request, run_trial), way
+    except NoTwin as reason:
+        request = dataclasses.replace(request, policy=own, tolerance=TOLERANCES[own])
+        way = f"the model itself, in {own}, without an update, weights, slots and metrics: {reason}"
+        return request, _trials(request, _itself), way
+
+
+def _request(model: keras.Model, batch: Any, policy: str) -> Request:
+    outputs = {} if always_random(model) else predicted(model, batch_in("float32", batch[0]))
+    return Request(model, batch, policy, TOLERANCES[policy], outputs)
+
+
+def _itself(request: Request, *, quiet: bool = False, lossless: bool = False) -> Trial:
+    """`run_itself`; settings that round what is kept do not matter without an update."""
+    return run_itself(request, quiet=quiet)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tried:
+    """A comparison, and what it leaves out: kind -> names of layers or settings."""
+
+    trial: Trial
+    without: Mapping[str, tuple[str, ...]]
+
+
+def _trials(request: Request, run: Callable[..., Trial]) -> list[_Tried]:
+    """The comparison, and those without what differs by design while it fails."""
+    first = run(request)
+    tried = [_Tried(first, {})]
+    quiet = {"random": first.random, "statistics": first.statistics}
+    if not first.ok and any(quiet.values()):
+        tried.append(_Tried(run(request, quiet=True), quiet))
+    lossy = lossy_settings(request.model)
+    if not tried[-1].trial.ok and lossy:
+        without = {**(quiet if any(quiet.values()) else {}), "lossy": lossy}
+        last = run(request, quiet=any(quiet.values()), lossless=True)
+        tried.append(_Tried(last, without))
+    return tried
+
+
+def _report(
+    request: Request, tried: list[_Tried], way: str, seconds: float, warned: list[str]
+) -> Verification:
+    notes = list(tried[0].trial.notes)
+    if not tried[-1].trial.ok and tried[-1].trial.rounds is not None:
+        request, tried = _in_fewer_bits(request, tried)
+        notes.append(
+            "in float64 too the model rounds to fewer bits inside, at "
+            f"{tried[-1].trial.rounds!r}: float32's tolerance is used"
+        )
+    first, last = tried[0].trial, tried[-1].trial
+    without = tried[-1].without if last.ok and not first.ok else {}
+    cause = likely_cause(last.comparison.differences, last.study)
     return Verification(
         ok=last.ok,
         differences=first.comparison.differences,
-        cause=cause,
+        cause=_by_design(without) if without else cause,
         first_layer=first.study.layer,
-        explained_by=sum(explained.values(), ()) if last.ok else (),
+        explained_by=sum(without.values(), ()),
         unexplained=last.comparison.differences,
         dtype=request.policy,
         way=way,
         compared=first.comparison.compared,
         tolerance=request.tolerance,
-        seconds=time.perf_counter() - started,
-        notes=tuple(dict.fromkeys([*first.notes, *warned()])),
+        seconds=seconds,
+        notes=tuple(dict.fromkeys([*notes, *warned])),
     )
 
 
-def _trials(
-    model: keras.Model, batch: Any, policy: str
-) -> tuple[Request, list[Trial], dict[str, tuple[str, ...]]]:
-    """The comparison, and those without what differs by design while it fails.
+def _in_fewer_bits(request: Request, tried: list[_Tried]) -> tuple[Request, list[_Tried]]:
+    """The same runs with float32's tolerance, for a model that rounds to float32 inside."""
+    tolerance = TOLERANCES["float32"]
 
-    Returns:
-        The request, the comparisons, and what the last one leaves out: kind -> names.
-    """
-    request = Request(model, batch, policy, TOLERANCES[policy])
-    trials = [run_trial(request)]
-    explained: dict[str, tuple[str, ...]] = {}
-    first = trials[0]
-    if not first.ok and first.excused:
-        explained = {"random": first.random, "statistics": first.statistics}
-        trials.append(run_trial(request, quiet=True))
-    lossy = lossy_settings(model)
-    if not trials[-1].ok and lossy:
-        explained["lossy"] = lossy
-        trials.append(run_trial(request, quiet=bool(first.excused), lossless=True))
-    return request, trials, explained
+    def again(one: _Tried) -> _Tried:
+        comparison = compare_runs(*one.trial.runs, tolerance)
+        return _Tried(dataclasses.replace(one.trial, comparison=comparison), one.without)
+
+    request = dataclasses.replace(request, tolerance=tolerance)
+    return request, [again(one) for one in tried]
 
 
-def _by_design(explained: dict[str, tuple[str, ...]]) -> str:
+def _by_design(without: Mapping[str, tuple[str, ...]]) -> str:
     """What the differences are put down to."""
     texts = {
         "random": "random layers draw other numbers on replicas than on one device",
         "statistics": "BatchNormalization normalises each replica's rows by themselves",
         "lossy": "settings that round on purpose",
     }
-    parts = [f"{texts[kind]}: {', '.join(names)}" for kind, names in explained.items() if names]
+    parts = [f"{texts[kind]}: {', '.join(names)}" for kind, names in without.items() if names]
     return "; ".join(parts) + "."
 
 

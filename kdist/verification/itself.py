@@ -1,0 +1,146 @@
+"""Comparing a model itself, in its own dtype, where no twin can be made of it.
+
+One device calls the model as a pure function: its weights' values come in, nothing is written. The
+mesh gives outputs and gradients; what that moves on (statistics, seeds) is put back. No update is
+made, so that weights, slots and metrics need no putting back, and are not compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from kdist import _private
+from kdist.loop import gradients
+from kdist.parallel import Parallel, attached
+from kdist.program import ModelState
+from kdist.verification.calm import calm
+from kdist.verification.observe import (
+    as_array,
+    by_path,
+    call_for_training,
+    gradient_arrays,
+    output_arrays,
+    predicted,
+    unique,
+)
+from kdist.verification.observed import Observed, compare_runs
+from kdist.verification.study import Study
+from kdist.verification.trial import Request, Trial, excused, named, study_of
+from kdist.verification.twin import batch_in
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+def run_itself(request: Request, *, quiet: bool = False) -> Trial:
+    """Compares one device with the mesh, on the model itself.
+
+    Args:
+        request: What to compare, in the model's own dtype policy.
+        quiet: Random layers draw nothing, `BatchNormalization` uses the given statistics. The
+            model's steps are then traced anew, here and when it trains next.
+
+    Raises:
+        ValueError: Its gradients travel compressed, so the mesh gives none.
+    """
+    model, parallel = request.model, attached(request.model)
+    if parallel.config.compression is not None and parallel.topology.data_size > 1:
+        raise ValueError(
+            "kdist.verify compares twins of a model, made from its configuration; without one, it "
+            "compares gradients, and compressed ones cannot be had. Give the model a get_config "
+            f"that from_config takes, or leave compression out. Received: {model.name!r}"
+        )
+    batch = batch_in("float32" if request.policy != "float64" else "float64", request.batch)
+    parallel.step_for(batch)  # builds losses and metrics
+    random, statistics = excused(model, parallel)
+    layers = named(model, random + statistics) if quiet else []
+    with _unchanged(model) as restore, _calmed(layers, parallel):
+        with tf.device(request.config.topology.devices[0]):
+            one = _alone(model, batch)
+        mesh = _over_mesh(model, batch)
+        restore()
+        comparison = compare_runs(one, mesh, request.tolerance)
+        found = Study()
+        if not comparison.ok:
+            found = study_of(model, batch[0], parallel, request.tolerance, restore)
+    notes = tuple(parallel.fallbacks)
+    return Trial(comparison, (one, mesh), found, random, statistics, notes)
+
+
+@contextlib.contextmanager
+def _unchanged(model: keras.Model) -> Iterator[Any]:
+    """Gives a function that puts back a model's variables that changed, and calls it at the end."""
+    before = [(v, as_array(v.value)) for v in model.variables]
+    exact = [tf.identity(v.value) for v in model.variables]
+
+    def restore() -> None:
+        for (variable, value), whole in zip(before, exact):
+            if not np.array_equal(as_array(variable.value), value):
+                variable.assign(whole)
+
+    try:
+        yield restore
+    finally:
+        restore()
+
+
+@contextlib.contextmanager
+def _calmed(layers: list[keras.layers.Layer], parallel: Parallel) -> Iterator[None]:
+    """Meanwhile, layers behave as in inference; programs traced so are forgotten."""
+    if not layers:
+        yield
+        return
+    classes: list[Any] = [type(layer) for layer in layers]
+    parallel.forget_functions(parallel.jit_compile)
+    calm(layers)
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, classes):
+            layer.__class__ = own
+        parallel.forget_functions(parallel.jit_compile)
+
+
+def _alone(model: keras.Model, batch: tuple[Any, Any, Any]) -> Observed:
+    """What one device gives for a batch, from the weights' whole values."""
+    x, y, sample_weight = batch
+    state = ModelState.of(model)
+    params = [tf.identity(v.value) for v in state.trainable]
+    scope = keras.StatelessScope(list(zip(state.trainable, params)), collect_losses=True)
+    with tf.GradientTape() as tape:
+        tape.watch(params)
+        with scope:
+            y_pred = call_for_training(model, x)
+            loss = _private.compute_loss(model, x, y, y_pred, sample_weight, training=True)
+            scaled = model.optimizer.scale_loss(loss)
+            factor = model.optimizer.scale_loss(tf.ones((), loss.dtype))
+    found = tape.gradient(scaled, params)
+    unscaled = [
+        None if g is None else tf.convert_to_tensor(g) / tf.cast(factor, g.dtype) for g in found
+    ]
+    names = unique([v.path for v in state.carried])
+    now = [scope.get_current_value(v) for v in state.carried]
+    values = [v.value if new is None else new for v, new in zip(state.carried, now)]
+    return Observed(
+        output=predicted(model, x),
+        loss={"loss": as_array(loss)},
+        metric={},
+        gradient=gradient_arrays(model, unscaled),
+        state={name: as_array(value) for name, value in zip(names, values)},
+    )
+
+
+def _over_mesh(model: keras.Model, batch: tuple[Any, Any, Any]) -> Observed:
+    """What the mesh gives; statistics and seeds move on."""
+    output = output_arrays(model, model.predict_on_batch(batch[0]))
+    loss, found = gradients(model, *batch)
+    return Observed(
+        output=output,
+        loss={"loss": as_array(loss)},
+        metric={},
+        gradient=gradient_arrays(model, found),
+        state=by_path(ModelState.of(model).carried),
+    )
