@@ -258,28 +258,13 @@ class Parallel(SteppedModel):
         setattr(self.model, attribute, function)
 
     def verify_first(self, source: Any) -> Any:
-        """Verifies the first training batch if the configuration asks for it; see `kdist.verify`.
-
-        Args:
-            source: An iterator of batches.
-
-        Returns:
-            What yields the batches of the train function's first call.
-
-        Raises:
-            VerificationError: The mesh does not give what one device gives.
-        """
+        """Verifies the first batch if that is asked for; returns what yields the same batches."""
         if self.config.verify is None or self.verified:
             return source
         # Here, because it makes and parallelizes models.
         from kdist.verification.first_step import verify_first
 
-        self.verified = True  # before, since it may take gradients of this very model
-        try:
-            return verify_first(self.model, source)
-        except BaseException:
-            self.verified = False
-            raise
+        return verify_first(self, source)
 
     def _take_up_weights(self, kind: str) -> None:
         """Makes the steps anew if the model has gained or lost weights since they were made.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from kdist.parallel import Parallel
 from kdist.spmd_step import without_optionals
 from kdist.verification.report import VerificationError
 from kdist.verification.verify import verify
@@ -26,11 +27,11 @@ def verify_batch(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None
     Console(soft_wrap=True).print(f"verify='first_step': {report.verdict}", highlight=False)
 
 
-def verify_first(model: keras.Model, source: Any) -> Any:
-    """Verifies the first batch of what `fit` trains on.
+def verify_first(parallel: Parallel, source: Any) -> Any:
+    """Verifies the first batch of what `fit` trains on; notes it in `parallel.verified`.
 
     Args:
-        model: The model.
+        parallel: The model that trains.
         source: The iterator that Keras passes to the train function.
 
     Returns:
@@ -40,10 +41,16 @@ def verify_first(model: keras.Model, source: Any) -> Any:
     Raises:
         VerificationError: The mesh does not give what one device gives.
     """
-    taken = list(itertools.islice(source, model.steps_per_execution))
+    taken = list(itertools.islice(source, parallel.model.steps_per_execution))
     if not taken:
         return iter(())
-    verify_batch(model, *keras.utils.unpack_x_y_sample_weight(without_optionals(taken[0])))
+    parallel.verified = True  # before, since gradients of this very model may be taken
+    try:
+        data = keras.utils.unpack_x_y_sample_weight(without_optionals(taken[0]))
+        verify_batch(parallel.model, *data)
+    except BaseException:
+        parallel.verified = False
+        raise
     if not isinstance(source, tf.data.Iterator):
         return iter(taken)
     # Of the same kind and spec as the later ones, so that the step is traced once.
