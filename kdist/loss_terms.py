@@ -14,8 +14,10 @@ from typing import Any
 
 from kdist import _private
 from kdist.metrics import overrides
+from kdist.rows import Flow, NotStudied, study
 
 import keras
+import tensorflow as tf
 from keras import losses, ops
 
 ROW_WISE = frozenset(
@@ -81,7 +83,7 @@ def loss_terms(model: keras.Model, data: Any) -> tuple[LossTerm, ...]:
     return tuple(
         LossTerm(
             f"{one.loss.name!r}" + (f" of output {entry.name!r}" if several else ""),
-            one.couples,
+            one.couples(),
             one.loss.reduction in (None, "none"),
         )
         for entry, one in zip(compiled, seen)
@@ -115,39 +117,47 @@ def whole_loss(model: keras.Model, terms: Sequence[LossTerm], parts: int) -> str
 
 
 class _Seen:
-    """Stands for one compiled loss during a trace without values: notes what its `call` gives.
+    """Stands for one compiled loss during a trace without values: notes what it is called with.
 
     Attributes:
         is_known: Whether it is one of Keras's that give one value per row.
-        couples: See `LossTerm`.
+        specs: Of targets and outputs, once called.
     """
 
     def __init__(self, loss: keras.Loss) -> None:
         self.loss = loss
-        self.couples = ""
-        self.function, self.options = _private.loss_function(loss)
-        self.is_known = self.function in ROW_WISE and self.options.get("axis", -1) == -1
-        if type(loss).__call__ is not keras.Loss.__call__:
-            self.is_known, self.couples = False, "its __call__ is overridden"
+        self.specs: Any = None
+        function, options = _private.loss_function(loss)
+        own_call = type(loss).__call__ is not keras.Loss.__call__
+        self.is_known = not own_call and function in ROW_WISE and options.get("axis", -1) == -1
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        """Any value; what is seen is kept in `couples`."""
-        self.couples = self.couples or self._look(
-            *keras.tree.map_structure(self._cast, (y_true, y_pred))
-        )
+        """Any value; what it is called with is kept in `specs`."""
+
+        def spec(value: Any) -> tf.TensorSpec:
+            return tf.TensorSpec(ops.convert_to_tensor(value).shape, self.loss.dtype)
+
+        self.specs = keras.tree.map_structure(spec, (y_true, y_pred))
         return ops.zeros((), self.loss.dtype)
 
-    def _cast(self, value: Any) -> Any:
-        return ops.convert_to_tensor(value, dtype=self.loss.dtype)
-
-    def _look(self, y_true: Any, y_pred: Any) -> str:
-        if self.function is losses.circle:
-            return "it compares rows with each other"
-        if self.function in (losses.dice, losses.tversky):
-            axis = self.options.get("axis")
-            axes = () if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
-            if 0 in axes or -len(y_pred.shape) in axes:
-                return f"axis={axis}"
-        if len(ops.shape(self.loss.call(y_true, y_pred))) == 0:
-            return "it gives one number per batch"
+    def couples(self) -> str:
+        """See `LossTerm`."""
+        if type(self.loss).__call__ is not keras.Loss.__call__:
+            return "its __call__ is overridden"
+        if self.specs is None or (self.is_known and len(self.specs[1].shape) > 1):
+            return ""
+        try:
+            found = study(self._values_and_mask, *self.specs)
+        except NotStudied as reason:
+            return f"what it does could not be traced: {reason}"
+        allowed = {Flow.ROWS}
+        for flow, cause, sized in zip(found.outputs, found.causes, found.sized):
+            if sized or flow not in allowed:
+                return f"in {cause.operation}" if cause else "it depends on their number"
+            allowed = {Flow.ROWS, Flow.CONSTANT}  # a mask
         return ""
+
+    def _values_and_mask(self, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
+        """What Keras combines: the loss's values, and the mask that it may put on them."""
+        values = self.loss.call(y_true, y_pred)
+        return values, _private.get_mask(values)

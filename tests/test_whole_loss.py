@@ -38,6 +38,16 @@ class Mean(keras.losses.Loss):
         return ops.mean(ops.abs(y_true - y_pred))
 
 
+def centred(y: Any, p: Any) -> Any:
+    """One number per row, but each has seen all rows."""
+    return ops.mean(ops.square(p - ops.mean(p, axis=0)), axis=-1)
+
+
+def divided(y: Any, p: Any) -> Any:
+    """One number per row, each of which depends on how many there are."""
+    return ops.mean(ops.abs(y - p), axis=-1) / ops.cast(ops.shape(y)[0], p.dtype)
+
+
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
@@ -45,6 +55,8 @@ class Mean(keras.losses.Loss):
         (keras.losses.Tversky(axis=(0, 1)), r"'tversky' couples the rows"),
         (Mean(name="own"), r"'own' couples the rows"),
         (lambda y, p: ops.max(ops.abs(y - p)), "'lambda' couples the rows"),
+        (centred, "'centred' couples the rows"),
+        (divided, "'divided' couples the rows"),
         (keras.losses.MeanSquaredError(reduction=None), r"'mean_squared_error' has no reduction"),
     ],
 )

@@ -70,7 +70,8 @@ class WorstRow(keras.losses.MeanSquaredError):
 
 def _probabilities() -> keras.Model:
     model = MLP.build()
-    return keras.Model(model.inputs, layers.Softmax(name="softmax")(model.outputs[0]))
+    outputs = layers.Activation("sigmoid", name="probabilities")(model.outputs[0])
+    return keras.Model(model.inputs, outputs, name="mlp")
 
 
 def _one_hot_data(seed: int, samples: int) -> Data:
@@ -109,6 +110,8 @@ COUPLED: tuple[Case, ...] = (
     _coupled("ranknet", lambda r: ranknet),
     _coupled("root_mean_square", lambda r: RootMeanSquare(reduction=r)),
     _coupled("ntxent", lambda r: NTXent(reduction=r)),
+    # One number per row, which only the graph tells from a loss of rows.
+    _coupled("ntxent_of_rows", lambda r: contrasted),
     _coupled("own_call", lambda r: WorstRow(reduction=r)),
     _coupled("unreduced", lambda r: keras.losses.MeanSquaredError(reduction="none")),
     dataclasses.replace(TWO_TOWER, name="one_of_two", loss=_tower_loss),
