@@ -11,6 +11,7 @@ from kdist import memory as device_memory
 from kdist.lowered import Collective, format_table
 from kdist.parallel import Parallel, attached
 from kdist.plan import Plan
+from kdist.rows.model import ModelStudy
 from kdist.tables import readable
 
 import keras
@@ -30,6 +31,7 @@ class Inspection:
         fallbacks: Why the model, or part of it, does not run over DTensor.
         gathered: Weights that are stored cut and gathered before use.
         not_analysed: Why gradients and gathered parameters are not counted, "" if they are.
+        rows: Where rows of the batch meet while each replica computes its own.
     """
 
     collectives: tuple[Collective, ...]
@@ -38,6 +40,7 @@ class Inspection:
     fallbacks: tuple[str, ...]
     gathered: tuple[str, ...]
     not_analysed: str = ""
+    rows: ModelStudy = ModelStudy()
 
     def count(self, kind: str, layer: str | None = None, phase: str | None = None) -> int:
         """Number of collectives of a kind, optionally of one layer or phase."""
@@ -61,6 +64,7 @@ class Inspection:
         parts.extend(f"gathered before use: {path}" for path in self.gathered)
         parts.extend(f"not over DTensor: {reason}" for reason in self.fallbacks)
         parts.extend(f"note: {note}" for note in self.plan.notes if note not in self.fallbacks)
+        parts.extend(self.rows.lines())
         return "\n".join(parts)
 
     def save_memory(self, path: str | pathlib.Path, title: str = "") -> None:
@@ -114,6 +118,7 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
         tuple(parallel.fallbacks),
         tuple(_gathered(parallel)),
         reason,
+        parallel.study_rows(training=True),
     )
 
 

@@ -323,6 +323,7 @@ class Parallel(SteppedModel):
             self.program = self.make_program()
         if kind != "predict" and self.whole_loss:
             self.say_whole_loss()
+        self.study_rows(training=kind == "train")
         if kind == "train" and self.update is None and self.program.state.trainable:
             optimizer = self.model.optimizer
             spread = self.spread()

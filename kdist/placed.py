@@ -63,7 +63,7 @@ class PlacedModel:
         self.update: DistributedUpdate | None = None
         self.staged: StagedModel | None = None
         self.example_input: Any = None
-        self._told: set[WithoutEffect] = set()
+        self._told: set[str] = set()
         self.loss_terms: tuple[LossTerm, ...] | None = None
 
     def place(self) -> None:
@@ -291,9 +291,13 @@ class PlacedModel:
     def warn_without_effect(self) -> None:
         """Warns of settings without effect, of each once."""
         for note in self.without_effect():
-            if note not in self._told:
-                self._told.add(note)
-                warnings.warn(f"{self.model.name}: {note}", stacklevel=2)
+            self.warn_once(str(note))
+
+    def warn_once(self, note: str) -> None:
+        """Warns of something about the model, unless it was said before."""
+        if note not in self._told:
+            self._told.add(note)
+            warnings.warn(f"{self.model.name}: {note}", stacklevel=3)
 
     def plan(self) -> Plan:
         """What a step will do; `model.plan().summary()` prints it.

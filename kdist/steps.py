@@ -18,6 +18,7 @@ from kdist.placed import PlacedModel
 from kdist.plain import PlainRunner
 from kdist.program import Program
 from kdist.programs import make_program
+from kdist.rows.model import ModelStudy, study_model
 from kdist.segmented import SegmentedProgram, as_node
 from kdist.segmented_runner import SegmentedRunner
 from kdist.spmd_runner import SpmdRunner
@@ -36,6 +37,7 @@ class SteppedModel(PlacedModel):
         jit_compile: What `compile` was given.
         program: The model's pure functions, once compiled and used.
         recorder: Notes when a pipeline's training steps ran what, if set.
+        row_studies: Where rows of the batch meet in the model, by whether in training.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
@@ -43,6 +45,7 @@ class SteppedModel(PlacedModel):
         self.jit_compile: bool | str = "auto"
         self.program: Program | None = None
         self.recorder: Recorder | None = None
+        self.row_studies: dict[bool, ModelStudy] = {}
         self._spmd_runner: SpmdRunner | MeshPipelineRunner | None = None
         self._said: set[str] = set()
 
@@ -53,6 +56,30 @@ class SteppedModel(PlacedModel):
         self._spmd_runner = None
         self.__dict__.pop("plain_step", None)
         self.__dict__.pop("spmd_step", None)
+
+    def study_rows(self, training: bool) -> ModelStudy:
+        """Where rows of the batch meet in the model, looked at on first use; warns of it, once.
+
+        Args:
+            training: Whether in the pass of training; one that is known is not done again for the
+                other.
+        """
+        known = self.row_studies.get(True) or self.row_studies.get(training)
+        if known is not None:
+            return known
+        pipeline = self.config.pipeline
+        cut = pipeline is not None and pipeline.micro_batches > 1
+        if self.topology.data_size == 1 and not cut:
+            return ModelStudy()
+        x = self.example_input
+        if x is None:
+            x = getattr(self.model, "input", None) if self.model.built else None
+        study = study_model(self.model, x, training, self.config.loss_from_layers)
+        self.row_studies[training] = study
+        text = study.warning(micro_batches=cut)
+        if text:
+            self.warn_once(text)
+        return study
 
     def refuse_jit_compile(self) -> None:
         """Raises where XLA was asked for and cannot compile.

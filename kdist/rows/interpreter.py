@@ -116,7 +116,8 @@ class Interpreter:
         sums = [v.origin.operation for v in values if isinstance(v, Linear)]
         operation = f"{sums[0]}, then {op.type}" if sums else op.type
         mixing = Mixing(_scope(op.name), operation, op.name)
-        self.mixings.append(mixing)
+        if mixing not in self.mixings:  # a loop's body is looked at several times
+            self.mixings.append(mixing)
         return mixing
 
     def _identities(self, op: Any, values: list[Value]) -> list[Value]:
@@ -179,9 +180,7 @@ class Interpreter:
         """What stays true however often the body runs, if no row decides how often."""
         condition = self._function(op, op.get_attr("cond"))
         body = self._function(op, op.get_attr("body"))
-        before = list(self.mixings)
         for _ in range(LOOP_LIMIT):
-            self.mixings = list(before)
             (runs,) = self._body(condition, values)
             after = [join(old, new) for old, new in zip(values, self._body(body, values))]
             if isinstance(runs, Mixed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import tensorflow as tf
 
 PRIMES = (467, 479, 487, 491, 499, 503, 541, 547, 557, 563, 569, 571, 577, 587, 593, 599)
 """Batch sizes to trace with: far from round numbers, so that their multiples are recognised."""
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 UNKNOWN = 64
 """What stands for dims of unknown size, dim 0 apart."""
 
@@ -69,14 +71,54 @@ def study(
         >>> study(lambda x: (x * 2, tf.reduce_mean(x), x - tf.reduce_mean(x)), spec).outputs
         (<Flow.ROWS: 'rows'>, <Flow.MEAN: 'mean'>, <Flow.MIXED: 'mixed'>)
     """
+    return analyse(function, *specs, batch_size=batch_size, avoid=avoid).study()
+
+
+@dataclasses.dataclass(frozen=True)
+class Analysis:
+    """A traced function with what is known about its outputs; see `study`.
+
+    Attributes:
+        batch: The batch's size in the trace.
+        tensors: The flat outputs, None where the function returned None.
+        values: What is known about each.
+        mixings: See `RowStudy`.
+        accepted: See `RowStudy`.
+    """
+
+    batch: int
+    tensors: tuple[Any, ...]
+    values: tuple[Value, ...]
+    mixings: tuple[Mixing, ...]
+    accepted: tuple[Mixing, ...]
+
+    def study(self) -> RowStudy:
+        """The same in public terms."""
+        return RowStudy(
+            tuple(flow_of(v) for v in self.values),
+            self.mixings,
+            tuple(cause(v, t) for v, t in zip(self.values, self.tensors)),
+            tuple(_depends_on_size(v) for v in self.values),
+            self.accepted,
+        )
+
+
+def analyse(
+    function: Callable[..., Any],
+    *specs: Any,
+    batch_size: int | None = None,
+    avoid: Iterable[int] = (),
+) -> Analysis:
+    """`study`, with what is known about each output in full."""
     flat = [s for s in keras.tree.flatten(specs) if s is not None]
     taken = {d for s in flat for d in s.shape[1:] if d} | set(avoid)
     batch = batch_size or next((p for p in PRIMES if all(n % p for n in taken)), PRIMES[0])
     graph, given, outputs = _trace(function, specs, [_sized(s, batch) for s in flat])
     interpreter = Interpreter(batch)
-    values = interpreter.evaluate(graph, given, [o for o in outputs if o is not None])
-    found = iter(values)
-    return _result(interpreter, [Const() if o is None else next(found) for o in outputs], outputs)
+    found = iter(interpreter.evaluate(graph, given, [o for o in outputs if o is not None]))
+    values = tuple(Const(flat=None) if o is None else next(found) for o in outputs)
+    mixings = tuple(interpreter.mixings), tuple(dict.fromkeys(interpreter.accepted))
+    return Analysis(batch, tuple(outputs), values, *mixings)
 
 
 def _sized(spec: tf.TensorSpec, batch: int) -> tf.TensorSpec:
@@ -105,26 +147,22 @@ def _trace(
     try:
         wrapped = tf.compat.v1.wrap_function(traced, list(flat))
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        raise NotStudied(f"{type(error).__name__}: {lines[0]}") from error
+        raise NotStudied(_reason(error)) from error
     return wrapped.graph, given, outputs
+
+
+def _reason(error: Exception) -> str:
+    """An error in a line: what Keras adds about the layer's arguments, and colours, left out."""
+    text = _COLOUR.sub("", str(error)).partition("Arguments received by")[0]
+    return f"{type(error).__name__}: {' '.join(text.split())}"
 
 
 def _filled(spec: Any, tensors: Any) -> Any:
     return keras.tree.map_structure(lambda s: None if s is None else next(tensors), spec)
 
 
-def _result(interpreter: Interpreter, values: Sequence[Value], tensors: Sequence[Any]) -> RowStudy:
-    return RowStudy(
-        tuple(flow_of(v) for v in values),
-        tuple(interpreter.mixings),
-        tuple(_cause(v, t) for v, t in zip(values, tensors)),
-        tuple(_depends_on_size(v) for v in values),
-        tuple(interpreter.accepted),
-    )
-
-
-def _cause(value: Value, tensor: Any) -> Mixing | None:
+def cause(value: Value, tensor: Any) -> Mixing | None:
+    """Where the rows of a tensor met first, or were summed; None where they stay apart."""
     if isinstance(value, Mixed):
         return value.cause
     if isinstance(value, Linear):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import random
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +16,6 @@ from kdist import _private, _private_models, _private_twins
 from kdist.contract import as_spec, is_built
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 FLOATING = ("float16", "bfloat16", "float32", "mixed_float16", "mixed_bfloat16")
@@ -43,17 +41,6 @@ def precision(policy: str) -> Iterator[None]:
     finally:
         keras.config.set_floatx(floatx)
         keras.config.set_dtype_policy(before)
-
-
-@contextlib.contextmanager
-def chance_kept() -> Iterator[None]:
-    """Meanwhile, random numbers may be drawn; then Python's and NumPy's go on as if none was."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def rewritten(config: Any, policy: str) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kdist.batch import leading
+from kdist.chance import chance_kept
 from kdist.contract import is_built
 from kdist.parallel import attached
 from kdist.verification.calm import always_random
@@ -20,7 +21,7 @@ from kdist.verification.one_device import refuse_too_large
 from kdist.verification.report import Verification
 from kdist.verification.tolerance import TOLERANCES
 from kdist.verification.trial import OneDeviceFailed, Request, Trial, lossy_settings, run_trial
-from kdist.verification.twin import NoTwin, batch_in, chance_kept
+from kdist.verification.twin import NoTwin, batch_in
 
 import keras
 

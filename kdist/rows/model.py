@@ -1,0 +1,294 @@
+"""Where rows of the batch meet in a Keras model: outputs, `add_loss`, state, one by one.
+
+A replica computes its own rows. What follows from them alone equals one device: outputs row by
+row, means over rows, statistics that are linear in means. Everything else is a `Finding`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from kdist import _private_models
+from kdist.chance import chance_kept
+from kdist.lowered import layer_of
+from kdist.program import Program
+from kdist.rows.interpreter import ROW_BY_ROW
+from kdist.rows.study import Analysis, NotStudied, analyse, cause
+from kdist.rows.values import Const, Flow, Linear, Mixing, Rows, Value, flow_of
+
+import keras
+import tensorflow as tf
+
+SHOWN = 3
+"""So many findings are spelled out in a warning."""
+GLOBAL = 'ParallelConfig(batch_semantics="global")'
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that replicas compute otherwise than one device.
+
+    Attributes:
+        what: "output 'logits'", "a value given to add_loss", "state 'counter/count'".
+        why: What it is, as a sentence goes on after `what`.
+        where: The operation at which rows meet, or are counted; None if it is not one operation.
+    """
+
+    what: str
+    why: str
+    where: Mixing | None = None
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.why}" + (f" ({self.where})" if self.where else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelStudy:
+    """Where rows of the batch meet in a model.
+
+    Attributes:
+        findings: What replicas compute otherwise than one device, worst first.
+        mixings: Every operation at which rows meet first, with the layer that it serves.
+        statistics: Paths of the BatchNormalization layers that normalise each replica's rows.
+        failed: Why the model could not be looked at, "" if it was.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    mixings: tuple[Mixing, ...] = ()
+    statistics: tuple[str, ...] = ()
+    failed: str = ""
+
+    def lines(self) -> list[str]:
+        """All of it, a line each."""
+        lines = [f"on each replica's rows: {finding}" for finding in self.findings]
+        shown = {finding.where for finding in self.findings}
+        lines += [f"rows of a replica meet: {m}" for m in self.mixings if m not in shown]
+        if self.statistics:
+            names = ", ".join(self.statistics)
+            lines.append(f"batch statistics of each replica's rows: {names}")
+        if self.failed:
+            lines.append(f"whether rows of a batch meet was not found out: {self.failed}")
+        return lines
+
+    def warning(self, micro_batches: bool = False) -> str:
+        """One paragraph for all findings: which, what happens, what to do; "" without any.
+
+        Args:
+            micro_batches: Whether parts of a step see a micro-batch, and not all of a replica's
+                rows.
+        """
+        rows = "each micro-batch's rows" if micro_batches else "each replica's rows"
+        mesh = "use a mesh without `pipe` and set" if micro_batches else "set"
+        if self.failed:
+            return (
+                f"It could not be found out whether rows of a batch meet in this model, "
+                f"which is computed on {rows}: {self.failed}. If they do (a mean or a sort over "
+                f"the batch, similarities between rows), {mesh} {GLOBAL}."
+            )
+        if not self.findings:
+            return ""
+        told = "; ".join(str(finding) for finding in self.findings[:SHOWN])
+        more = len(self.findings) - SHOWN
+        rest = f"; and {more} more, which kdist.inspect(model) lists" if more > 0 else ""
+        return (
+            f"Computed on {rows}, and so not as on one device: {told}{rest}. "
+            f"To compute over the whole batch, {mesh} {GLOBAL}."
+        )
+
+
+def study_model(model: keras.Model, x: Any, training: bool, loss_from_layers: str) -> ModelStudy:
+    """Follows the batch through a built model's forward pass. Nothing runs.
+
+    Args:
+        model: The model.
+        x: Its inputs, as structure of anything with shape and dtype; dim 0 is the batch.
+        training: Whether the pass is that of training.
+        loss_from_layers: See `ParallelConfig`.
+    """
+    try:
+        if x is None:
+            raise NotStudied("its inputs are not known before the first batch")
+        program = Program(model, loss_from_layers == "mean")
+        specs = keras.tree.map_structure(_spec, x)
+        sizes = [n for v in program.state.written for n in v.shape]
+        names: list[str] = []
+        with chance_kept(), _statistics_row_by_row(model):
+            analysis = analyse(
+                _pass_of(program, training, names),
+                specs,
+                batch_size=_static_batch(model),
+                avoid=[n for n in sizes if n],
+            )
+        return _Reading(program, analysis, names, loss_from_layers).result()
+    except NotStudied as error:
+        return ModelStudy(failed=str(error))
+    except Exception as error:  # whatever a model does: training must not depend on this
+        return ModelStudy(failed=f"{type(error).__name__}: {error}")
+
+
+def _spec(leaf: Any) -> tf.TensorSpec | None:
+    if leaf is None:
+        return None
+    if getattr(leaf, "sparse", False) or getattr(leaf, "ragged", False):
+        raise NotStudied("an input is sparse or ragged")
+    return tf.TensorSpec(leaf.shape, leaf.dtype)
+
+
+def _static_batch(model: keras.Model) -> int | None:
+    """The only batch size that a model takes, if its inputs name one."""
+    inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])
+    sizes = {t.shape[0] for t in inputs if t is not None and len(t.shape)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _pass_of(program: Program, training: bool, names: list[str]) -> Callable[[Any], Any]:
+    """The forward pass as a function of the inputs, all state being constants of unknown value.
+
+    Metrics start at zero, so that what is added to them shows. The function fills `names`: for
+    each flat output "output:i", "added:i" or "state:i", i counting within its kind, and for state
+    being the position in `ModelState.written`.
+    """
+    state = program.state
+
+    def forward(x: Any) -> Any:
+        params = [_unknown(v) for v in state.trainable]
+        carried = [_unknown(v) for v in state.fixed + state.seeds]
+        carried += [tf.zeros(v.shape, v.dtype) for v in state.metrics]
+        result = program.collect(params, carried, x, training)
+        outputs = keras.tree.flatten(result["outputs"])
+        names.extend(f"output:{i}" for i in range(len(outputs)))
+        names.extend(f"added:{i}" for i in range(len(result["added"])))
+        names.extend(f"state:{i}" for i in program.traced(training).updated)
+        return [*outputs, *result["added"], *result["updated"]]
+
+    return forward
+
+
+def _unknown(variable: keras.Variable) -> Any:
+    return tf.compat.v1.placeholder(variable.dtype, variable.shape)
+
+
+@contextlib.contextmanager
+def _statistics_row_by_row(model: keras.Model) -> Iterator[None]:
+    """Meanwhile, what BatchNormalization layers return is marked to count row by row.
+
+    That they normalise by a replica's rows is known and documented, and would hide what follows.
+    """
+    layers = [
+        layer
+        for layer in _private_models.flat_layers(model)
+        if isinstance(layer, keras.layers.BatchNormalization) and "call" not in layer.__dict__
+    ]
+    for layer in layers:
+        object.__setattr__(layer, "call", _marked(layer.call))
+    try:
+        yield
+    finally:
+        for layer in layers:
+            object.__delattr__(layer, "call")
+
+
+def _marked(call: Callable) -> Callable:
+    def row_by_row(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = call(inputs, *args, **kwargs)
+        return tf.identity_n([outputs, inputs], name=ROW_BY_ROW)[0]
+
+    return row_by_row
+
+
+class _Reading:
+    """Turns what is known about the tensors of a model's pass into findings."""
+
+    def __init__(
+        self, program: Program, analysis: Analysis, names: Sequence[str], loss_from_layers: str
+    ) -> None:
+        self.program, self.analysis, self.names = program, analysis, names
+        self.loss_from_layers = loss_from_layers
+        self.layers = _private_models.flat_layers(program.model)
+        self.paths = [layer.path for layer in self.layers if layer.path]
+
+    def result(self) -> ModelStudy:
+        """Outputs and losses first, then state."""
+        kinds = {"output": self._output, "added": self._added, "state": self._state}
+        found: list[Finding] = []
+        for i, name in enumerate(self.names):
+            kind, _, number = name.partition(":")
+            finding = kinds[kind](int(number), self.analysis.values[i], self.analysis.tensors[i])
+            if finding is not None:
+                found.append(finding)
+        statistics = [self._in_layer(m).layer for m in self.analysis.accepted]
+        return ModelStudy(
+            tuple(found),
+            tuple(self._in_layer(m) for m in self.analysis.mixings),
+            tuple(dict.fromkeys(statistics)),
+        )
+
+    def _in_layer(self, mixing: Mixing) -> Mixing:
+        path = layer_of(mixing.name, self.paths) or self.program.model.name
+        return dataclasses.replace(mixing, layer=path)
+
+    def _where(self, value: Value, tensor: Any) -> Mixing | None:
+        found = cause(value, tensor)
+        return None if found is None else self._in_layer(found)
+
+    def _output(self, index: int, value: Value, tensor: Any) -> Finding | None:
+        if tensor is None or flow_of(value) is Flow.ROWS:
+            return None
+        alike = isinstance(value, Const) and value.power == 0 and value.is_flat(0)
+        if alike and tensor.shape.rank and tensor.shape[0] == self.analysis.batch:
+            return None
+        names = getattr(self.program.model, "output_names", None) or []
+        name = f"output {names[index]!r}" if index < len(names) else f"output {index}"
+        where = self._where(value, tensor)
+        if isinstance(value, Linear | Const | Rows):
+            return Finding(name, "has no row of its own for each row of the batch", where)
+        return Finding(name, "mixes rows", where)
+
+    def _added(self, index: int, value: Value, tensor: Any) -> Finding | None:
+        flow, where = flow_of(value), self._where(value, tensor)
+        if where is not None and where.name == tensor.op.name:
+            # A value of several entries is summed by the program, outside of the layer.
+            where = self._in_layer(dataclasses.replace(where, name=tensor.op.inputs[0].op.name))
+        name = "a value given to add_loss"
+        constant = isinstance(value, Const) and value.power == 0
+        if self.loss_from_layers == "sum":
+            if flow is Flow.SUM or (isinstance(value, Const) and value.power == 1):
+                return None
+            if flow is Flow.MEAN or constant:
+                why = 'is no sum over rows, and loss_from_layers="sum" adds it replica by replica'
+                return Finding(name, why, where)
+        elif flow is Flow.MEAN or constant:
+            return None
+        elif flow is Flow.SUM or isinstance(value, Const):
+            why = 'is a sum over rows, which loss_from_layers="sum" is for'
+            return Finding(name, why, where)
+        return Finding(name, "mixes rows", where)
+
+    def _state(self, position: int, value: Value, tensor: Any) -> Finding | None:
+        state = self.program.state
+        variable = state.written[position]
+        known = isinstance(value, Const) and value.power == 0
+        if id(variable) in self._statistics():
+            return None
+        name, where = f"state {variable.path!r}", self._where(value, tensor)
+        if any(variable is v for v in state.metrics):
+            added = isinstance(value, Linear) and value.power == 0
+            counted = isinstance(value, Const) and value.power == 1
+            if added or counted:
+                return None
+            return Finding(name, "is a metric to which not every row adds its own part", where)
+        if known or (flow_of(value) is Flow.MEAN and tensor.dtype.is_floating):
+            return None
+        if isinstance(value, Const):
+            return Finding(name, "counts rows", where)
+        if isinstance(value, Rows):
+            return Finding(name, "holds rows of the batch", where)
+        why = "is no mean over rows" if tensor.dtype.is_floating else "counts what is in the rows"
+        return Finding(name, why, where)
+
+    def _statistics(self) -> set[int]:
+        layers = [n for n in self.layers if isinstance(n, keras.layers.BatchNormalization)]
+        return {id(v) for layer in layers for v in layer.variables}
