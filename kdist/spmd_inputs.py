@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist import spmd
+from kdist.batch import leading
 from kdist.dims import inner_dims
 from kdist.mesh import Topology
 from kdist.placement import Placement, coordinate_of
 from kdist.program import ModelState
 from kdist.state import replica_seed
 from kdist.variables import Stored, stored
+from kdist.without_effect import WithoutEffect, uncut_dim
 
 import keras
 import tensorflow as tf
@@ -27,6 +29,7 @@ class SliceInputs:
         topology: The mesh.
         meshes: DTensor mesh of each slice.
         batch_axis: Inner axis that cuts the batch of the inputs, if any.
+        tell_uncut: Told of batches that it does not divide.
     """
 
     def __init__(
@@ -35,7 +38,8 @@ class SliceInputs:
         entries: Sequence[Stored],
         topology: Topology,
         meshes: Sequence[dtensor.Mesh],
-        batch_axis: str | None,
+        batch_axis: str | None = None,
+        tell_uncut: Callable[[Sequence[WithoutEffect]], None] = lambda notes: None,
     ) -> None:
         self.state = state
         self.entries = list(entries)
@@ -43,6 +47,7 @@ class SliceInputs:
         self.topology = topology
         self.meshes = list(meshes)
         self.batch_axis = batch_axis
+        self.tell_uncut = tell_uncut
         self._reader: Callable | None = None
 
     def packed_state(self) -> list[tuple[list, list]]:
@@ -69,6 +74,10 @@ class SliceInputs:
 
     def packed_data(self, data: Any, s: int) -> Any:
         """Data of slice `s` on its devices."""
+        if self.batch_axis is not None:
+            rows, size = leading(data).shape[0], self.meshes[s].dim_size(self.batch_axis)
+            if rows % size:
+                self.tell_uncut([uncut_dim("the batch", 0, rows, size, [self.batch_axis])])
         return keras.tree.map_structure(
             lambda t: None if t is None else self._pack_leaf(t, s), data
         )

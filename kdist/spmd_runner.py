@@ -62,7 +62,9 @@ class SpmdRunner:
         self.entries = list(entries)
         self.topology = topology
         self.meshes = [spmd.make_mesh(one.devices, topology) for one in topology.slices]
-        self.inputs = SliceInputs(program.state, entries, topology, self.meshes, batch_axis)
+        self.inputs = SliceInputs(
+            program.state, entries, topology, self.meshes, batch_axis, layouts.tell_uncut
+        )
         self.programs = SpmdPrograms(program, entries, topology, layouts, want_outputs)
         paths = [
             layer.path or layer.name for layer in layouts.model_layers if layer is not program.model

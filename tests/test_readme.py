@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "docs" / "optimizer_parallelism.md"]
+PAGES = [README, *(ROOT / "docs" / f"{n}.md" for n in ("optimizer_parallelism", "batch_semantics"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,9 @@ import kdist
 
 import keras
 import pytest
+import tensorflow as tf
 
-from .parity import data
+from .parity import assert_close, assert_same_weights, compile_all, data, pair
 
 BATCHNORM = "BatchNormalization(synchronized=False)"
 GLOBAL = "batch_semantics='replica'"
@@ -115,3 +117,54 @@ def test_one_replica_is_the_whole_batch_already(axes):
     config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), optimizer=kdist.OptimizerConfig(level=1))
     model = kdist.parallelize(synchronized(), config)
     assert "whole batch" not in str(model.plan())
+
+
+@of_both
+def test_a_batch_that_does_not_divide_is_computed_whole_and_said_so(which):
+    model = parallel(which)
+    model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="the cut of dim 0 of the batch into 4 parts over 'data'"):
+        model.fit(*data(11), batch_size=8, verbose=0)
+    assert any("it has 3 elements there" in note for note in model.plan().notes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(*data(11), batch_size=8, verbose=0)
+
+
+def test_a_layer_that_synchronizes_comes_too_late_after_parallelize():
+    config = kdist.ParallelConfig(mesh=kdist.mesh(data=4))
+    model = kdist.parallelize(keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)]), config)
+    model.add(keras.layers.BatchNormalization(synchronized=True))
+    with pytest.raises(ValueError, match="decided when a model is parallelized.*Received: model="):
+        model.compile("sgd", "mse")
+
+
+def standardized() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dense(8, "tanh", name="up")(inputs)
+    hidden = Standardized(name="standardized")(hidden)
+    return keras.Model(inputs, keras.layers.Dense(3, name="down")(hidden))
+
+
+class Standardized(keras.layers.Layer):
+    """Rows by the batch's standard deviation."""
+
+    def call(self, inputs: Any) -> Any:
+        return inputs / keras.ops.std(inputs, axis=0)
+
+
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "model": 2}])
+def test_an_own_loop_sees_the_whole_batch(axes, float64):
+    plain, model = pair(axes, standardized, batch_semantics="global")
+    compile_all([plain, model], optimizer=lambda: keras.optimizers.SGD(0.1), metrics=[])
+    for rows in (8, 3):
+        x, y = data(rows)
+        with tf.GradientTape() as tape:
+            expected = plain.compute_loss(y=y, y_pred=plain(x, training=True))
+        wanted = tape.gradient(expected, plain.trainable_variables)
+        plain.optimizer.apply(wanted, plain.trainable_variables)
+        loss, gradients = kdist.gradients(model, x, y)
+        kdist.apply_gradients(model, gradients)
+        assert_close([expected, *wanted], [loss, *gradients])
+        assert_same_weights(plain, model)

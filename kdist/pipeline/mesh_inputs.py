@@ -37,7 +37,7 @@ class StageInputs(SliceInputs):
         meshes: Sequence[dtensor.Mesh],
         used: Sequence[Sequence[keras.Variable]],
     ) -> None:
-        super().__init__(state, entries, topology, meshes, None)
+        super().__init__(state, entries, topology, meshes)
         self.used = used
 
     def packed(self) -> list[dict[int, Any]]:
