@@ -4,7 +4,8 @@
 #
 #   sh run.sh train [flags]   the GPT example       (--help lists the flags)
 #   sh run.sh test [args]     the tests             (--long adds the long ones, and installs KerasHub for
-#                                                    them; other args go to pytest)
+#                                                    them; --part 2/3 runs the second third of what
+#                                                    is selected; other args go to pytest)
 #   sh run.sh lint            ruff and mypy
 #   sh run.sh bench [flags]   step times against plain Keras, MirroredStrategy, JAX
 #   sh run.sh python [args]   Python inside the environment

@@ -18,6 +18,8 @@ import kdist
 import keras
 import pytest
 
+from .part import Part
+
 kdist.init(cpu_devices=8)
 
 TESTS_RUN = pytest.StashKey[int]()
@@ -25,12 +27,26 @@ TESTS_RUN = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests marked `long` too")
+    parser.addoption(
+        "--part",
+        type=Part.parse,
+        metavar="i/n",
+        help="run the i-th of n parts of the selected tests; the same tests on every run",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # The default expression is in pyproject.toml; an expression of the user's own stays.
     if config.getoption("--long") and config.option.markexpr == "not long":
         config.option.markexpr = ""
+
+
+@pytest.hookimpl(trylast=True)  # of what is left when marks and names have been looked at
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part: Part | None = config.getoption("--part")
+    if part is not None:
+        config.hook.pytest_deselected(items=part.rest(items))
+        items[:] = part.of(items)
 
 
 @pytest.fixture(scope="session", autouse=True)
