@@ -106,7 +106,7 @@ def test_attention_takes_the_mask_off_what_later_segments_read(net: Net) -> None
     check(net, set(range(8)))
 
 
-@settings(20)
+@settings(8)
 @hypothesis.given(**GIVEN)
 def test_a_random_graph_cut_anywhere_equals_the_whole(net: Net, stops: set[int]) -> None:
     check(net, stops)

@@ -44,6 +44,11 @@ class Net:
     steps: tuple[Step, ...]
     outputs: tuple[int, ...]
 
+    def name(self, i: int) -> str:
+        """The name of the layer that step `i` calls."""
+        step = self.steps[i]
+        return step.kind if step.shared or step.kind == "nested" else f"{step.kind}{i}"
+
     def build(self) -> keras.Model:
         """The model: (tokens, features) -> outputs of shape (batch, tokens, width)."""
         keras.utils.set_random_seed(0)
@@ -54,8 +59,7 @@ class Net:
         tensors = [features, table(tokens)]
         for i, step in enumerate(self.steps):
             a, b = (tensors[-1 - n % len(tensors)] for n in (step.a, step.b))
-            shared = step.shared or step.kind == "nested"
-            name = step.kind if shared else f"{step.kind}{i}"
+            name = self.name(i)
             layer = made.get(name) or _layer(step.kind, name)
             made[name] = layer
             tensors.append(_call(layer, step.kind, a, b))

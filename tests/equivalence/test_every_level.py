@@ -19,9 +19,14 @@ from .zoo import BY_NAME
 
 ROWS = product(BY_NAME, LEVELS[1:], ("data4", "data2_model2"))
 
+# Where attention takes masks off what a later segment reads, and kinds of models that the default
+# rows of test_levels leave out. All pairs would take ten times as long.
 DEFAULT = [
     ("post_norm", "level3", "data4"),
     ("lstm_attention", "overlap", "data4"),
+    ("siamese", "level2", "data4"),
+    ("two_tower", "level2", "data2_model2"),
+    ("resnet", "level1", "data4"),
 ]
 
 
