@@ -6,10 +6,10 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kdist.tables import Column, number, print_prose, table
 from kdist.verification.tolerance import Difference, Tolerance
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 
 SHOWN = 8
 
@@ -72,17 +72,18 @@ class Verification:
             console: Where to print; standard output by default.
         """
         console = console or Console()
-        console.print(self.verdict, markup=False, highlight=False)
+        print_prose(console, self.verdict)
         counts = ", ".join(f"{kind} {n}" for kind, n in self.compared.items())
         lines = [f"arrays compared: {counts}", f"tolerance: {self.tolerance}", f"how: {self.way}"]
         lines += [f"first layer that differs: {self.first_layer}"] if self.first_layer else []
         lines += [f"note: {note}" for note in self.notes]
         for line in lines:
-            console.print(f"  {line}", markup=False, highlight=False)
+            print_prose(console, f"  {line}")
         if self.differences:
-            console.print(_table(self.differences, "as it is"))
+            console.print(_table(self.differences, "as it is", console.width))
         if self.unexplained and self.unexplained != self.differences:
-            console.print(_table(self.unexplained, "in the second comparison"))
+            title = "without what differs by design"
+            console.print(_table(self.unexplained, title, console.width))
 
     @property
     def verdict(self) -> str:
@@ -97,20 +98,15 @@ class Verification:
         return f"NOT equal to one device: {what} ({took}). Likely cause: {self.cause}"
 
 
-def _table(differences: tuple[Difference, ...], title: str) -> Table:
-    shown = min(SHOWN, len(differences))
-    table = Table(
-        title=f"{title}, worst first: {shown} of {len(differences)}", title_justify="left"
-    )
-    table.add_column("what")
-    table.add_column("name", overflow="fold")
-    table.add_column("relative error", justify="right")
-    table.add_column("allowed", justify="right")
-    table.add_column("where", overflow="fold")
-    for d in differences[:SHOWN]:
+def _table(differences: tuple[Difference, ...], title: str, width: int) -> RenderableType:
+    shown = differences[:SHOWN]
+    title = f"{title}, worst first: {len(shown)} of {len(differences)}"
+    columns = [Column("array"), number("off"), number("allowed"), Column("where", prose=True)]
+    rows = []
+    for d in shown:
         allowed = f"{d.allowed / d.scale:.0e}" if d.scale else f"{d.allowed:.0e} absolute"
-        table.add_row(d.kind, d.name, f"{d.relative:.1e}", allowed, d.text)
-    return table
+        rows.append((f"{d.kind} {d.name}", f"{d.relative:.1e}", allowed, d.text))
+    return table(title, columns, rows, width)
 
 
 class VerificationError(Exception):

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from kdist import _private_models, _private_twins
+from kdist import _private_models, _private_twins, rows
 from kdist.batch import part_bounds
+from kdist.program import ModelState
+from kdist.state import replica_seed
 from kdist.verification.calm import always_random
 from kdist.verification.observe import as_array, call_for_training
 from kdist.verification.tolerance import Tolerance, compare, magnitude
@@ -56,15 +58,23 @@ class _Pass:
     added: dict[str, float]
 
 
-def bounds_of(rows: int, replicas: int, micro_batches: int) -> list[tuple[int, int]]:
-    """Rows of each part that is computed by itself: micro-batches of replicas, empty ones left out.
+class Part(NamedTuple):
+    """Rows of a batch that are computed by themselves: a micro-batch of a replica."""
 
-    >>> bounds_of(8, replicas=2, micro_batches=2)
-    [(0, 2), (2, 4), (4, 6), (6, 8)]
+    replica: int
+    start: int
+    stop: int
+
+
+def parts_of(rows: int, replicas: int, micro_batches: int) -> list[Part]:
+    """The parts of a batch, empty ones left out.
+
+    >>> [tuple(part) for part in parts_of(6, replicas=2, micro_batches=2)]
+    [(0, 0, 2), (0, 2, 3), (1, 3, 5), (1, 5, 6)]
     """
     return [
-        (start + a, start + b)
-        for start, stop in part_bounds(rows, replicas)
+        Part(replica, start + a, start + b)
+        for replica, (start, stop) in enumerate(part_bounds(rows, replicas))
         for a, b in part_bounds(stop - start, micro_batches)
         if b > a
     ]
@@ -73,7 +83,7 @@ def bounds_of(rows: int, replicas: int, micro_batches: int) -> list[tuple[int, i
 def study(
     model: keras.Model,
     x: Any,
-    bounds: Sequence[tuple[int, int]],
+    parts: Sequence[Part],
     tolerance: Tolerance,
     restore: Callable[[], None],
 ) -> Study:
@@ -82,22 +92,38 @@ def study(
     Args:
         model: A plain model, on one device.
         x: Its inputs, as tensors with the batch as leading dim.
-        bounds: Rows of each part; see `bounds_of`.
+        parts: See `parts_of`.
         tolerance: How far outputs may be apart.
         restore: Puts the model's variables back; called after each pass.
     """
-    if len(bounds) < 2 or any(isinstance(t, tf.SparseTensor) for t in keras.tree.flatten(x)):
+    if len(parts) < 2 or any(isinstance(t, tf.SparseTensor) for t in keras.tree.flatten(x)):
         return Study()
     whole = _forward(model, x)
     restore()
     pieces = []
-    for a, b in bounds:
-        pieces.append(_forward(model, keras.tree.map_structure(lambda t, a=a, b=b: t[a:b], x)))
+    for part in parts:
+        for seed in ModelState.of(model).seeds:
+            seed.assign(replica_seed(tf.convert_to_tensor(seed.value), part.replica))
+        own = keras.tree.map_structure(lambda t, part=part: t[part.start : part.stop], x)
+        pieces.append(_forward(model, own))
         restore()
-    sizes = [b - a for a, b in bounds]
+    sizes = [part.stop - part.start for part in parts]
     layer, text = _first_difference(whole, pieces, sizes, tolerance)
     random = layer in {one.name for one in always_random(model)}
+    if layer is not None and not random:
+        text = ", ".join([text, *_operations(model, x, layer)])
     return Study(layer, text, random, _not_means(whole, pieces, sizes, tolerance))
+
+
+def _operations(model: keras.Model, x: Any, layer: str) -> list[str]:
+    """The operations of a layer at which rows meet, if the analysis of the graph knows them."""
+    specs = keras.tree.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), x)
+    try:
+        found = rows.study(lambda x: call_for_training(model, x), specs).mixings
+    except rows.NotStudied:
+        return []
+    inside = [m.operation for m in found if layer in m.layer.split("/") or layer in m.name]
+    return [f"at {operation}" for operation in dict.fromkeys(inside)][:3]
 
 
 def _forward(model: keras.Model, x: Any) -> _Pass:
@@ -154,8 +180,7 @@ def _first_difference(
             allowed = tolerance.relative["output"] * max(magnitude(array), tolerance.floor)
             found = compare("output", one.layer, array, joined, allowed)
             if found is not None:
-                off = f"{found.relative:.1e} of its scale"
-                return one.layer, f"{one.kind} {one.layer!r}, {off}"
+                return one.layer, f"{one.kind}, off by {found.relative:.1e} of its scale"
     return None, ""
 
 

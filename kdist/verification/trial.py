@@ -17,7 +17,7 @@ from kdist.verification.declared import config_for, copy_declarations
 from kdist.verification.observe import as_array, on_one_device, over_mesh
 from kdist.verification.observed import Comparison, Observed, compare_runs
 from kdist.verification.rounding import rounds_inside
-from kdist.verification.study import Study, bounds_of, study
+from kdist.verification.study import Study, parts_of, study
 from kdist.verification.tolerance import TOLERANCES, Tolerance, compare, magnitude
 from kdist.verification.twin import NoTwin, batch_in, make_twin, paired, precision
 
@@ -100,9 +100,9 @@ def study_of(
 ) -> Study:
     """What a model's layers give for the rows that each replica, or micro-batch, has of a batch."""
     rows = int(leading(x).shape[0])
-    bounds = bounds_of(rows, parallel.topology.data_size, _micro_batches(parallel.config))
+    parts = parts_of(rows, parallel.topology.data_size, _micro_batches(parallel.config))
     with tf.device(parallel.config.topology.devices[0]):
-        return study(model, x, bounds, tolerance, restore)
+        return study(model, x, parts, tolerance, restore)
 
 
 def lossy_settings(model: keras.Model) -> tuple[str, ...]:
