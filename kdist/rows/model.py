@@ -240,7 +240,8 @@ class _Reading:
         alike = isinstance(value, Const) and value.power == 0 and value.is_flat(0)
         if alike and tensor.shape.rank and tensor.shape[0] == self.analysis.batch:
             return None
-        names = getattr(self.program.model, "output_names", None) or []
+        model = self.program.model
+        names = getattr(_private_models.functional_of(model) or model, "output_names", None) or []
         name = f"output {names[index]!r}" if index < len(names) else f"output {index}"
         where = self._where(value, tensor)
         if isinstance(value, Linear | Const | Rows):
