@@ -52,6 +52,7 @@ class SteppedModel(PlacedModel):
     def forget_steps(self, jit_compile: bool | str) -> None:
         """Makes programs and steps anew on their next use, compiled as asked."""
         self.jit_compile = jit_compile
+        self.fallbacks = [line for line in self.fallbacks if line != self.whole_loss_note]
         self.program = self.update = self.loss_terms = None
         self._spmd_runner = None
         self.__dict__.pop("plain_step", None)

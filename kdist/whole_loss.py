@@ -90,12 +90,21 @@ class WholeLossStep(Step):
         """The model's loss over the whole batch, and the variables that it writes."""
         x, y, sample_weight = batch.whole
         masks = join_masks([r["masks"] for r in results], batch)
-        outputs = attach_masks(join([r["outputs"] for r in results], batch.counts), masks)
+        outputs = attach_masks(self._joined([r["outputs"] for r in results], batch), masks)
         scope = self.program.scope(*given)
         with scope:
             self._add_losses(scope, batch, results, training)
             loss = _private.compute_loss(self.model, x, y, outputs, sample_weight, training)
         return loss, {key: (v, scope.current(v)) for key, v in scope.written.items()}
+
+    @staticmethod
+    def _joined(outputs: list[Any], batch: SplitBatch) -> Any:
+        """The whole batch's outputs; of known size where Keras would know it while tracing."""
+        joined = join(outputs, batch.counts)
+        for leaf in keras.tree.flatten(joined):
+            if isinstance(leaf, tf.Tensor) and batch.static_size is not None:
+                leaf.set_shape([batch.static_size, *leaf.shape[1:]])
+        return joined
 
     def _add_losses(
         self, scope: ForwardScope, batch: SplitBatch, results: Sequence[dict], training: bool

@@ -264,7 +264,8 @@ def test_gradients_of_a_scaled_loss_are_unscaled(axes):
 
 class OwnLoss(keras.Model):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return keras.ops.max(keras.ops.abs(y - y_pred)) + keras.ops.mean(y_pred**2)
+        penalty = 0.1 * keras.ops.sum(self.get_layer("up").kernel ** 2)
+        return keras.ops.max(keras.ops.abs(y - y_pred)) + keras.ops.mean(y_pred**2) + penalty
 
 
 @both_meshes
@@ -278,6 +279,38 @@ def test_gradients_of_an_overridden_loss(axes):
     loss, found = kdist.gradients(parallel, x, y)
     expected_loss, expected = plain_gradients(plain, tf.constant(x), tf.constant(y))
     assert_close([expected_loss, *expected], [loss, *found])
+
+
+class Centres(keras.Model):
+    """Looks up a table in the loss alone."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.centres = keras.layers.Embedding(5, 3, name="centres")
+        self.centres.build(())
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        centres = self.centres(keras.ops.argmax(y, axis=-1))
+        return keras.ops.mean((y_pred - centres) ** 2)
+
+
+@both_meshes
+def test_rows_that_the_loss_looks_up_stay_rows(axes):
+    def build() -> keras.Model:
+        model = mlp()
+        return Centres(model.inputs, model.outputs[0])
+
+    plain, parallel = compiled(axes, build, lambda: keras.optimizers.SGD(0.1), loss=None)
+    x, y = data(5)
+    loss, found = kdist.gradients(parallel, x, y)
+    expected_loss, expected = plain_gradients(plain, tf.constant(x), tf.constant(y))
+    assert isinstance(found[-1], tf.IndexedSlices)
+    assert found[-1].indices.shape == (5,)
+    whole = [tf.convert_to_tensor(g) for g in found]
+    assert_close([expected_loss, *expected], [loss, *whole])
+    kdist.apply_gradients(parallel, found)
+    plain.optimizer.apply(expected, plain.trainable_variables)
+    assert_same_weights(plain, parallel)
 
 
 def test_gradients_of_a_model_that_dtensor_cannot_run():

@@ -8,9 +8,10 @@ import keras
 import pytest
 
 from .features import BY_NAME as FEATURES
-from .harness import compare
+from .harness import Run, compare, train_batches
 from .matrix import MESHES, product, spread
 from .optimizer_zoo import OPTIMIZERS
+from .outcome import FLOAT64, check
 from .test_levels import config
 from .whole_losses import BY_NAME, COUPLED, WEIGHTED
 
@@ -57,6 +58,29 @@ def test_loss_equals_one_device(name: str, mesh: str, sizes: str, engine: str) -
 )
 def test_loss_at_every_level(name: str, level: int, mesh: str, engine: str) -> None:
     _run(name, mesh, "ragged", engine, config=config(level))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    spread(product(("dice", "unreduced", "one_of_two", "masked"), ("data4", "data2_model2")), []),
+)
+def test_batches_of_many_sizes(name: str, mesh: str, engine: str) -> None:
+    """`train_on_batch`, whose batches have a known size: Keras counts losses of outputs by it."""
+    run = Run(case=BY_NAME[name], mesh_axes=MESHES[mesh], optimizer=OPTIMIZERS["sgd_momentum"])
+    expected, actual = (train_batches(run, e, (8, 5, 3, 13)) for e in ("plain", engine))
+    check(expected, actual, FLOAT64, run.case.zero_gradient_paths, title=run.title)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["dice", "unreduced", "centres", "projection"])
+def test_xla_computes_the_same(name: str, engine: str) -> None:
+    _run(name, "data4", "even", engine, compile={"jit_compile": True})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["circle", "one_number"])
+def test_class_weights(name: str, engine: str) -> None:
+    _run(name, "data4", "ragged", engine, features=[FEATURES["class_weight"]])
 
 
 COMPOSED = (

@@ -13,7 +13,9 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from .zoo import CLASSES, FEED_FORWARD, MLP, TWO_TOWER, Case, Data
+from .attention_models import ENCODER
+from .case import CLASSES, FEED_FORWARD, Case, Data
+from .zoo import MLP, TWO_TOWER
 
 # Losses that couple rows -----------------------------------------------------------------------
 
@@ -79,6 +81,11 @@ def _one_hot_data(seed: int, samples: int) -> Data:
     return x, np.eye(CLASSES)[labels], weight
 
 
+def _number_data(seed: int, samples: int) -> Data:
+    x, labels, weight = MLP.data(seed, samples)
+    return x, labels.astype("float64"), weight
+
+
 def _coupled(name: str, loss: Callable[[str], Any]) -> Case:
     return dataclasses.replace(
         MLP,
@@ -88,6 +95,17 @@ def _coupled(name: str, loss: Callable[[str], Any]) -> Case:
         loss=loss,
         metrics=lambda: [keras.metrics.MeanSquaredError(name="error")],
     )
+
+
+def perplexity(y: Any, p: Any) -> Any:
+    """A root of the whole batch's entropy: one number, times the weight of each valid position."""
+    return ops.exp(ops.mean(ops.sparse_categorical_crossentropy(y, p, from_logits=True)))
+
+
+def _one_number() -> keras.Model:
+    x = inputs = keras.Input((12,), name="features")
+    x = layers.Dense(16, activation="tanh", name="up")(x)
+    return keras.Model(inputs, layers.Dense(1, name="down")(x)[:, 0], name="one_number")
 
 
 def _tower_loss(reduction: str) -> Any:
@@ -115,6 +133,16 @@ COUPLED: tuple[Case, ...] = (
     _coupled("own_call", lambda r: WorstRow(reduction=r)),
     _coupled("unreduced", lambda r: keras.losses.MeanSquaredError(reduction="none")),
     dataclasses.replace(TWO_TOWER, name="one_of_two", loss=_tower_loss),
+    dataclasses.replace(ENCODER, name="masked", loss=lambda r: perplexity, metrics=list),
+    # Outputs of shape (n,): a mean over the last axis is one over the rows.
+    dataclasses.replace(
+        MLP,
+        name="one_number",
+        build=_one_number,
+        data=_number_data,
+        loss=lambda r: keras.losses.MeanSquaredError(reduction=r),
+        metrics=list,
+    ),
 )
 
 
