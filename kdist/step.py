@@ -160,14 +160,8 @@ class Step:
     def _changed(
         self, results: Sequence[dict[str, Any]], training: bool
     ) -> tuple[list[int], list[list[Any]]]:
-        """Positions in `ModelState.written` that are kept, and per slice their new values.
-
-        Evaluation leaves statistics as they are.
-        """
-        updated = self.program.traced(training).updated
-        first = 0 if training else len(self.program.state.fixed)
-        kept = [j for j, position in enumerate(updated) if position >= first]
-        return [updated[j] for j in kept], [[r["updated"][j] for j in kept] for r in results]
+        """Positions in `ModelState.written` that changed, and per slice their new values."""
+        return self.program.traced(training).updated, [r["updated"] for r in results]
 
     def _combine(
         self, updated: Sequence[int], values: Sequence[Sequence[Any]], batch: SplitBatch

@@ -155,3 +155,44 @@ def test_sparse_inputs_on_a_data_mesh():
     _, y = data(10)
     fit_all(models, lambda: tf.data.Dataset.from_tensor_slices((x, y)).batch(5), epochs=2)
     assert_close(*[m.predict(x, verbose=0) for m in models])
+
+
+class Watched(keras.layers.Layer):
+    """Counts its calls, in evaluation too, and remembers the mean of the last one."""
+
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
+        options: dict[str, Any] = {"initializer": "zeros", "trainable": False}
+        self.calls = self.add_weight(shape=(), dtype="int32", name="calls", **options)
+        self.last = self.add_weight(shape=input_shape[1:], name="last", **options)
+
+    def call(self, inputs: Any) -> Any:
+        self.calls.assign_add(1)
+        self.last.assign(keras.ops.mean(inputs, axis=0))
+        return inputs
+
+
+def test_state_that_a_layer_writes_in_evaluation_is_kept():
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(4)
+        layers = [keras.layers.Dense(8, name="up"), Watched(name="watched")]
+        return keras.Sequential([keras.Input((6,)), *layers], name="watching")
+
+    plain = build()
+    cuts = {".*up/kernel": (None, "model")}
+    parallel = [
+        kdist.parallelize(
+            build(),
+            kdist.ParallelConfig(
+                mesh=kdist.mesh(**axes), layout_map=cuts if "model" in axes else None
+            ),
+        )
+        for axes in MESHES
+    ]
+    models = (plain, *parallel)
+    compile_all(models)
+    x = data()[0]
+    for model in models:
+        model.fit(x, np.tanh(x @ np.ones((6, 8))), batch_size=8, epochs=1, verbose=0, shuffle=False)
+        model.evaluate(x[::-1], np.ones((24, 8)), batch_size=8, verbose=0)
+    assert int(plain.layers[1].calls) == 6
+    assert_same_weights(*models)

@@ -13,6 +13,7 @@ from .matrix import product, spread
 from .optimizer_zoo import OPTIMIZERS
 from .outcome import FLOAT64, EquivalenceError, check
 from .test_ways import SIZES, sliced_over_data
+from .whole_losses import BY_NAME as LOSSES
 from .zoo import BY_NAME, Case
 
 MESHES = {"data4": {"data": 4}, "data2_model2": {"data": 2, "model": 2}}
@@ -61,6 +62,11 @@ def test_replicas_apart_train_on_other_numbers(name: str) -> None:
 @pytest.mark.parametrize("mesh", spread(product(MESHES), []))
 def test_an_output_without_a_batch_dim(mesh: str, engine: str) -> None:
     _compare(WITHOUT_BATCH, mesh, engine)
+
+
+@pytest.mark.parametrize(("name", "mesh"), spread(product(LOSSES, MESHES), []))
+def test_loss_that_couples_rows(name: str, mesh: str, engine: str) -> None:
+    _compare(LOSSES[name], mesh, engine)
 
 
 # Ways of training ---------------------------------------------------------------------------------
