@@ -67,7 +67,7 @@ def compare_runs(one: Observed, mesh: Observed, tolerance: Tolerance) -> Compari
     """
     found: list[Difference] = []
     compared: dict[str, int] = {}
-    undecided = _undecided(one, tolerance)
+    undecided = _undecided(one, mesh, tolerance)
     for kind in KINDS:
         left, right = one.of(kind), mesh.of(kind)
         if kind not in tolerance.relative or left is None or right is None:
@@ -100,12 +100,18 @@ def _compare_kind(
     return found
 
 
-def _undecided(one: Observed, tolerance: Tolerance) -> Arrays:
-    """Which elements of each gradient are rounding alone; an exact zero is decided."""
+def _undecided(one: Observed, mesh: Observed, tolerance: Tolerance) -> Arrays:
+    """Which elements of each gradient are rounding alone, on both sides; zeros on both are not."""
     if one.gradient is None:
         return {}
     least = tolerance.decided * max((magnitude(g) for g in one.gradient.values()), default=0.0)
-    return {path: (np.abs(g) <= least) & (np.asarray(g) != 0.0) for path, g in one.gradient.items()}
+    found = {}
+    for path, gradient in one.gradient.items():
+        other = (mesh.gradient or {}).get(path, gradient)
+        if np.shape(other) == np.shape(gradient):
+            largest = np.maximum(np.abs(gradient), np.abs(other))
+            found[path] = (largest <= least) & (largest != 0.0)
+    return found
 
 
 def _ignored(name: str, shape: tuple[int, ...], undecided: Arrays) -> np.ndarray | None:
