@@ -15,7 +15,6 @@ BATCH_INPUT: Mapping[str, int] = {
     "AdjustContrastv2": 0,
     "AvgPool": 0,
     "AvgPool3D": 0,
-    "Conv": 0,
     "Conv2D": 0,
     "Conv2DBackpropInput": 2,
     "Conv3D": 0,
@@ -39,6 +38,9 @@ BATCH_INPUT: Mapping[str, int] = {
     "SpaceToDepth": 0,
 }
 """Operations on one image after the other, and which input holds the images along dim 0."""
+IMAGES = 4
+"""Dims of a batch of images; some operations take one image without a batch too."""
+COLOURS = {"HSVToRGB", "RGBToHSV"}
 LINEAR_IN_IMAGES = {name for name in BATCH_INPUT if "Conv" in name or name.startswith("Avg")}
 
 
@@ -161,11 +163,30 @@ def images(node: Node) -> Value:
     if isinstance(value, Const):
         flat = frozenset({0}) if value.is_flat(0) else frozenset[int]()
         return Const(flat, 0 if all(p == 0 for p in powers(node.values)) else None)
-    if isinstance(value, Rows) and value.dim != 0:
+    images = len(node.shape(index)) >= IMAGES or node.op.type in COLOURS
+    if isinstance(value, Rows) and (value.dim != 0 or not images):
         raise RowsMeet
     if node.op.type not in LINEAR_IN_IMAGES and (isinstance(value, Linear) or value.power):
         raise RowsMeet
     return value
+
+
+@rule("ImageProjectiveTransformV2", "ImageProjectiveTransformV3")
+def transformed(node: Node) -> Value:
+    """One image after the other, each with its own transform, or all with one."""
+    node.only_constants(*range(2, len(node.values)))
+    if node.constant:
+        return Const(power=0 if all(p == 0 for p in powers(node.values)) else None)
+    if any(p != 0 for p in powers(node.values[:2])):
+        raise RowsMeet
+    places = {v for v in node.values[:2] if isinstance(v, Rows)}
+    for i, value in enumerate(node.values[:2]):
+        if isinstance(value, Const) and node.shape(i)[0] != 1 and not value.is_flat(0):
+            raise RowsMeet
+    linear = any(isinstance(v, Linear) for v in node.values[:2])
+    if linear or len(places) != 1 or any(p.dim != 0 for p in places):
+        raise RowsMeet
+    return places.pop()
 
 
 @rule("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")

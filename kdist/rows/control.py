@@ -91,8 +91,9 @@ def stack(node: Node) -> Value:
     value = node.values[0]
     if isinstance(value, Rows):
         return dataclasses.replace(value, dim=value.dim + 1)
-    if isinstance(value, Const) and value.flat is not None:
-        return Const(frozenset(d + 1 for d in value.flat), value.power)
+    if isinstance(value, Const):  # tensors at different places may differ
+        dims = range(len(node.out_shape()) - 1) if value.flat is None else value.flat
+        return Const(frozenset(d + 1 for d in dims), value.power)
     return value
 
 

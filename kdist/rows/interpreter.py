@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kdist import _private_graphs
@@ -10,6 +10,8 @@ from kdist.rows import contractions, control, elementwise, joins, look_ups, redu
 from kdist.rows.node import RULES, Node
 from kdist.rows.numbers import fixed, power_of
 from kdist.rows.values import Const, Linear, Mixed, Mixing, RowsMeet, Value, join
+
+import tensorflow as tf
 
 # Imported for the rules that they register.
 assert contractions and elementwise and joins and look_ups and reductions and shaping
@@ -19,6 +21,7 @@ ROW_BY_ROW = "kdist_row_by_row"
 LOOP_LIMIT = 12
 """Passes over a loop's body after which it counts as mixing; each can only lose knowledge."""
 SHAPE_ONLY = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
+CALLS = {"StatefulPartitionedCall", "If", "Case", "While"}
 ASSIGN = {
     "AssignVariableOp",
     "AssignAddVariableOp",
@@ -149,16 +152,25 @@ class Interpreter:
             raise RowsMeet
         return graph
 
-    def _body(self, graph: Any, values: Sequence[Value]) -> list[Value]:
+    def _body(self, graph: Any, outside: Sequence[Any], values: Sequence[Value]) -> list[Value]:
+        """What a called graph returns for tensors outside of it; it may write their variables."""
         if len(graph.inputs) != len(values):
             raise RowsMeet
         given = {id(t): v for t, v in zip(graph.inputs, values)}
-        return self.evaluate(graph, given, graph.outputs)
+        pairs = list(zip(outside, graph.inputs))
+        self._pass_on((id(a), id(b)) for a, b in pairs)
+        found = self.evaluate(graph, given, graph.outputs)
+        self._pass_on((id(b), id(a)) for a, b in pairs)
+        return found
+
+    def _pass_on(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Notes what was written to one name of a variable for its other name."""
+        for one, other in pairs:
+            if one in self._written:
+                self._written[other] = self._written[one]
 
     def _call(self, op: Any, values: list[Value]) -> list[Value]:
-        if all(isinstance(v, Const) and v.power == 0 for v in values) and not op.outputs:
-            return []
-        return self._body(self._function(op, op.get_attr("f")), values)
+        return self._body(self._function(op, op.get_attr("f")), op.inputs, values)
 
     def _branches(self, op: Any, values: list[Value]) -> list[Value]:
         """Either branch, if no row decides which."""
@@ -170,7 +182,7 @@ class Interpreter:
             return [values[0]] * len(op.outputs)
         if not isinstance(values[0], Const):
             raise RowsMeet
-        found = [self._body(self._function(op, a), values[1:]) for a in attributes]
+        found = [self._body(self._function(op, a), op.inputs[1:], values[1:]) for a in attributes]
         first = found[0]
         for other in found[1:]:
             first = [join(a, b) for a, b in zip(first, other)]
@@ -181,8 +193,10 @@ class Interpreter:
         condition = self._function(op, op.get_attr("cond"))
         body = self._function(op, op.get_attr("body"))
         for _ in range(LOOP_LIMIT):
-            (runs,) = self._body(condition, values)
-            after = [join(old, new) for old, new in zip(values, self._body(body, values))]
+            (runs,) = self._body(condition, op.inputs, values)
+            after = [
+                join(old, new) for old, new in zip(values, self._body(body, op.inputs, values))
+            ]
             if isinstance(runs, Mixed):
                 return [runs] * len(values)
             if not isinstance(runs, Const):
@@ -206,11 +220,16 @@ def _scope(name: str) -> str:
     return name.rpartition("/")[0]
 
 
+def _may_write(op: Any) -> bool:
+    """Whether an operation calls a function that gets a variable to write."""
+    return op.type in CALLS and any(t.dtype == tf.resource for t in op.inputs)
+
+
 def _needed(graph: Any, outputs: Sequence[Any]) -> list[Any]:
     """The operations that outputs, or writes to variables, depend on, in graph order."""
     operations = graph.get_operations()
     waiting = [t.op for t in outputs]
-    waiting += [op for op in operations if op.type in ASSIGN]
+    waiting += [op for op in operations if op.type in ASSIGN or _may_write(op)]
     needed: set[int] = set()
     while waiting:
         op = waiting.pop()

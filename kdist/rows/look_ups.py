@@ -90,6 +90,18 @@ def gather_nd(node: Node) -> Value:
     raise RowsMeet
 
 
+@rule("LookupTableFindV2")
+def find_in_table(node: Node) -> Value:
+    """Every key by itself."""
+    keys = node.values[1]
+    if node.constant:
+        return Const(power=0 if all(p == 0 for p in powers(node.values)) else None)
+    node.only_constants(0, 2)
+    if not isinstance(keys, Rows) or keys.power:
+        raise RowsMeet
+    return keys
+
+
 @rule("OneHot")
 def one_hot(node: Node) -> Value:
     """A new dim behind, or before, the others."""

@@ -132,6 +132,7 @@ def tile(node: Node) -> Value:
 @rule("Fill")
 def fill(node: Node) -> Value:
     """One value everywhere."""
+    node.only_constants(0)
     value = node.values[1]
     if isinstance(value, Const):
         return Const(flat=None, power=value.power)

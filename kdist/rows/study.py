@@ -110,6 +110,8 @@ def analyse(
     avoid: Iterable[int] = (),
 ) -> Analysis:
     """`study`, with what is known about each output in full."""
+    if batch_size == 1:
+        raise NotStudied("a batch of one row has no rows that could meet")
     flat = [s for s in keras.tree.flatten(specs) if s is not None]
     taken = {d for s in flat for d in s.shape[1:] if d} | set(avoid)
     batch = batch_size or next((p for p in PRIMES if all(n % p for n in taken)), PRIMES[0])

@@ -184,6 +184,50 @@ def test_what_equals_one_device_is_not_told(function: Callable) -> None:
     assert (study.lines(), study.warning()) == ([], "")
 
 
+SEQUENCE, IMAGE = (6, 4), (8, 8, 3)
+LAYERS: dict[str, tuple[Callable, tuple[int, ...]]] = {
+    "RandomFlip": (layers.RandomFlip, IMAGE),
+    "RandomRotation": (lambda: layers.RandomRotation(0.1), IMAGE),
+    "RandomContrast": (lambda: layers.RandomContrast(0.1), IMAGE),
+    "RandomErasing": (layers.RandomErasing, IMAGE),
+    "AlphaDropout": (lambda: layers.AlphaDropout(0.5), SEQUENCE),
+    "SpatialDropout1D": (lambda: layers.SpatialDropout1D(0.5), SEQUENCE),
+    "GroupNormalization": (lambda: layers.GroupNormalization(1), IMAGE),
+    "SpectralNormalization": (lambda: layers.SpectralNormalization(layers.Dense(3)), (6,)),
+    "dilated DepthwiseConv2D": (lambda: layers.DepthwiseConv2D(3, dilation_rate=2), IMAGE),
+    "Conv2D in groups": (lambda: layers.Conv2D(3, 3, groups=3), IMAGE),
+    "Conv2DTranspose": (lambda: layers.Conv2DTranspose(3, 3), IMAGE),
+    "causal Conv1D": (lambda: layers.Conv1D(3, 3, padding="causal"), SEQUENCE),
+    "ConvLSTM2D": (lambda: layers.ConvLSTM2D(3, 3), (2, *IMAGE)),
+    "TimeDistributed": (lambda: layers.TimeDistributed(layers.Conv2D(3, 3)), (2, *IMAGE)),
+    "Bidirectional": (lambda: layers.Bidirectional(layers.GRU(3)), SEQUENCE),
+    "stacked cells": (
+        lambda: layers.RNN(layers.StackedRNNCells([layers.LSTMCell(3), layers.GRUCell(2)])),
+        SEQUENCE,
+    ),
+    "Discretization": (lambda: layers.Discretization([0.0, 1.0]), (6,)),
+    "recomputed": (
+        lambda: layers.Lambda(lambda x: keras.remat(lambda t: ops.tanh(t) * t)(x)),
+        SEQUENCE,
+    ),
+}
+
+
+@pytest.mark.parametrize(("layer", "shape"), LAYERS.values(), ids=LAYERS.keys())
+def test_layers_that_keep_rows_apart_are_silent(layer: Callable, shape: tuple[int, ...]) -> None:
+    inputs = keras.Input(shape)
+    model = keras.Model(inputs, layer()(inputs))
+    assert studied(model, np.zeros((4, *shape), "float32")).lines() == []
+
+
+@pytest.mark.parametrize("layer", [layers.MixUp, layers.CutMix], ids=["MixUp", "CutMix"])
+def test_keras_layers_that_mix_rows_are_told(layer: Callable) -> None:
+    inputs = keras.Input(IMAGE)
+    model = keras.Model(inputs, layer(name="mixing")(inputs))
+    (finding,) = studied(model, np.zeros((4, *IMAGE), "float32")).findings
+    assert str(finding) == "output 'mixing' mixes rows (GatherV2 in layer 'mixing')"
+
+
 def test_sums_are_right_where_layers_give_sums() -> None:
     total = model_of(beside(lambda layer, x: layer.add_loss(ops.sum(x * x))))
     mean = model_of(beside(lambda layer, x: layer.add_loss(ops.mean(x * x))))

@@ -154,11 +154,25 @@ MIXED: dict[str, Any] = {
     "pads rows": lambda x: ops.pad(x, ((1, 0), (0, 0)))[:-1],
     "a row decides": lambda x: ops.take(x, ops.argmax(x, axis=0), axis=1),
     "written and read": lambda x: _written_and_read(x),
+    "written in a function": lambda x: _written_in_a_function(x),
+    "positions collected in a loop": lambda x: (
+        x + tf.map_fn(lambda i: i, tf.range(x.shape[0], dtype="float32"))[:, None]
+    ),
+    "one image of many rows": lambda x: tf.image.adjust_contrast(x[:, :, None], 2.0)[:, :, 0],
 }
 
 
 def _written_and_read(x: Any) -> Any:
     WRITTEN.assign(ops.mean(x, axis=0))
+    return x - WRITTEN
+
+
+def _written_in_a_function(x: Any) -> Any:
+    @tf.function(autograph=False)
+    def write(t: Any) -> None:
+        WRITTEN.assign(ops.mean(t, axis=0))
+
+    write(x)
     return x - WRITTEN
 
 
