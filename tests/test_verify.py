@@ -134,6 +134,7 @@ def test_dropout_and_batch_normalization_are_named():
     assert "by design" in str(report)
 
 
+@pytest.mark.long
 def test_batch_normalization_on_one_replica_is_no_excuse():
     report = kdist.verify(small(layers.BatchNormalization(), axes={"model": 2}), *batch())
     assert report.ok and report.differences == () == report.explained_by

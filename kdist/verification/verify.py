@@ -48,6 +48,9 @@ def verify(
     gradients and 16-bit moments. Only if nothing differs then is the first difference put down to
     these, by name.
 
+    A model that cannot be made again from its configuration is compared itself, in its own dtype
+    and without an update; what that moves on is put back, and `Verification.way` says so.
+
     Args:
         model: A parallelized, compiled model, before or after training.
         x: Inputs of one batch: arrays or tensors.
