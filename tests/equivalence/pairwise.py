@@ -79,7 +79,9 @@ def cover(
     return rows
 
 
-def spanning(rows: Sequence[Row], cost: Callable[[Row], float]) -> list[Row]:
+def spanning(
+    rows: Sequence[Row], cost: Callable[[Row], float], held: Sequence[Row] = ()
+) -> list[Row]:
     """A cheap choice of rows in which every value of every factor appears at least once.
 
     Greedy weighted set cover (Chvatal, 1979): again and again the row with the most new values for
@@ -88,11 +90,13 @@ def spanning(rows: Sequence[Row], cost: Callable[[Row], float]) -> list[Row]:
     Args:
         rows: Rows of `cover`.
         cost: Relative cost of a row, positive.
+        held: Further rows that are chosen anyway.
 
     Returns:
         Some of the rows, in their order. Deterministic.
     """
-    missing = {item for row in rows for item in row.items()}
+    given = {item for row in held for item in row.items()}
+    missing = {item for row in rows for item in row.items()} - given
     chosen: list[int] = []
     while missing:
         best = max(
@@ -102,7 +106,7 @@ def spanning(rows: Sequence[Row], cost: Callable[[Row], float]) -> list[Row]:
         missing -= set(rows[best].items())
     for i in sorted(chosen, key=lambda i: -cost(rows[i])):
         others = {item for j in chosen if j != i for item in rows[j].items()}
-        if set(rows[i].items()) <= others:
+        if set(rows[i].items()) <= others | given:
             chosen.remove(i)
     return [rows[i] for i in sorted(chosen)]
 

@@ -95,18 +95,19 @@ RECURRENT = dataclasses.replace(BY_NAME["lstm"], name="recurrent", build=_recurr
 CASES = {**BY_NAME, "masked": MASKED, "recurrent": RECURRENT}
 
 DEVICES, VIRTUAL_STAGES = 8, 8
+# Greedy covering depends on the order; with this one the proportions below hold in few rows.
 FACTORS = {
     "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble"),
-    "stages": (2, 4),
-    "micro_batches": (2, 3, 4),
-    "chunks": (1, 2, 3),
-    "data": (1, 2),
-    "model": (1, 2),
-    "level": (0, 1, 2, 3),
-    "accumulation": (1, 2),
     "precision": ("float64", "mixed_float16", "mixed_bfloat16"),
-    "tied": (False, True),
+    "level": (0, 1, 2, 3),
+    "chunks": (1, 2, 3),
+    "model": (1, 2),
     "fusion": ("auto", "none"),
+    "data": (1, 2),
+    "stages": (2, 4),
+    "tied": (True, False),
+    "micro_batches": (2, 3, 4),
+    "accumulation": (1, 2),
 }
 
 
@@ -115,6 +116,8 @@ def _allowed(row: Row) -> bool:
     known = {"schedule", "chunks"} <= set(row)
     if known and (row["schedule"] == "interleaved") != (row["chunks"] > 1):
         return False
+    if row.get("level", 0) > 0 and row.get("data", 2) == 1:
+        return False  # one replica has nobody to share with
     devices = row.get("stages", 1) * row.get("data", 1) * row.get("model", 1)
     return devices <= DEVICES and row.get("stages", 1) * row.get("chunks", 1) <= VIRTUAL_STAGES
 
@@ -122,12 +125,26 @@ def _allowed(row: Row) -> bool:
 def _cost(row: Row) -> float:
     work = (1 + row["tied"]) * row["stages"] * (1 + row["data"]) * row["micro_batches"]
     # Each part of a stage on a mesh is lowered by itself.
-    return work * row["chunks"] * (4 if row["model"] > 1 else 1)
+    return work * row["chunks"] * (6 if row["model"] > 1 else 1)
 
 
 COVERED = cover(FACTORS, _allowed)
 ROWS = [tuple(row.values()) for row in COVERED]
-DEFAULT = [tuple(row.values()) for row in spanning(COVERED, _cost)]
+
+
+def _default() -> list[tuple[Any, ...]]:
+    """Every choice at least once: a row for each other precision, the rest in float64."""
+    mixed = [
+        min((row for row in COVERED if row["precision"] == precision), key=_cost)
+        for precision in FACTORS["precision"][1:]
+    ]
+    exact = [row for row in COVERED if row["precision"] == "float64"]
+    hybrid = [{**row, "hybrid": row["data"] > 1 < row["model"]} for row in exact]
+    chosen = [*mixed, *spanning(hybrid, _cost, held=mixed)]
+    return [tuple(row[name] for name in FACTORS) for row in chosen]
+
+
+DEFAULT = _default()
 
 
 def pipeline(**options: Any) -> Any:
@@ -151,16 +168,16 @@ def fusion_config(mode: str) -> Any:
 @pytest.mark.parametrize(tuple(FACTORS), spread(ROWS, DEFAULT))
 def test_combination_equals_one_device(
     schedule: str,
-    stages: int,
-    micro_batches: int,
-    chunks: int,
-    data: int,
-    model: int,
-    level: int,
-    accumulation: int,
     precision: str,
-    tied: bool,
+    level: int,
+    chunks: int,
+    model: int,
     fusion: str,
+    data: int,
+    stages: int,
+    tied: bool,
+    micro_batches: int,
+    accumulation: int,
     engine: str,
 ) -> None:
     scaled = precision == "mixed_float16"
@@ -279,8 +296,23 @@ def test_one_stage_and_eight(stages: int, engine: str) -> None:
     )
 
 
+@pytest.mark.parametrize("rows", [ROWS, DEFAULT], ids=["all", "default"])
+def test_the_rows_are_ones_that_can_tell(rows: list[tuple[Any, ...]]) -> None:
+    """Mixed precision compares losses alone; a level does nothing on one replica."""
+    named = [dict(zip(FACTORS, row)) for row in rows]
+    levels = [row for row in named if row["level"] > 0]
+    assert all(row["data"] > 1 for row in levels)
+    for some in (named, levels):
+        assert 2 * sum(row["precision"] == "float64" for row in some) >= len(some)
+        assert 2 * sum(row["tied"] for row in some) >= len(some)
+    assert any(
+        row["data"] > 1 < row["model"] and row["precision"] == "float64" and row["level"] > 0
+        for row in named
+    )
+
+
 def test_the_default_rows_are_few_and_reach_every_choice() -> None:
-    assert len(DEFAULT) <= 8
+    assert len(DEFAULT) <= 7
     for position, values in enumerate(FACTORS.values()):
         assert {row[position] for row in DEFAULT} == set(values)
 
@@ -289,7 +321,7 @@ def test_every_allowed_pair_is_in_a_row() -> None:
     held = set().union(*(pairs_of(row) for row in COVERED))
     pairs = itertools.combinations(FACTORS.items(), 2)
     items = [((a, x), (b, y)) for (a, xs), (b, ys) in pairs for x in xs for y in ys]
-    missing = [pair for pair in items if pair not in held]
-    # 4 stages x 3 chunks are more parts than the model has; other schedules have one chunk.
-    assert {dict(pair).get("chunks") for pair in missing} == {1, 2, 3}
-    assert all("schedule" in dict(p) or dict(p) == {"stages": 4, "chunks": 3} for p in missing)
+    missing = {pair for pair in items if pair not in held}
+    # 4 stages on 2 devices each leave none for a second replica, and so for a level.
+    alone = {pair for pair in items if not _allowed(dict(pair))}
+    assert missing == alone
