@@ -198,3 +198,13 @@ def apply_nothing(optimizer: Any) -> None:
     """
     optimizer._backend_apply_gradients([], [])
     optimizer._iterations.assign_add(1)
+
+
+def decay_and_count(optimizer: Any, variables: list[keras.Variable]) -> None:
+    """What `apply` does to the weights, and to its own state, that needs no gradient."""
+    optimizer._apply_weight_decay(variables)
+    # Averages of weights are made of what the gradients give.
+    if optimizer.use_ema:
+        optimizer._iterations.assign_add(1)
+    else:
+        apply_nothing(optimizer)

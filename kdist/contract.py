@@ -41,6 +41,50 @@ def predict_function(step: Callable, eager: bool) -> Callable:
     return predict
 
 
+def train_function(step: Callable, model: keras.Model, no_batch: Callable[[], None]) -> Callable:
+    """Keras's train function over a step on plain devices.
+
+    Keras's own takes the batch inside of the step's graph. When none comes, parts of the update
+    that need no gradient have run by then, on one device and not on another. Here nothing starts
+    before there is a batch.
+
+    Args:
+        step: Trains on one batch.
+        model: The model.
+        no_batch: Called when the data has run out.
+    """
+    function = model._make_function(step)
+
+    def on_batch(batch: tf.experimental.Optional) -> Any:
+        return step(without_optionals(batch.get_value()))
+
+    one = tf.function(on_batch, autograph=False, reduce_retracing=True)
+
+    def train(iterator: Any) -> Any:
+        if not single_steps(model, iterator):
+            return function(iterator)
+        batch = iterator.get_next_as_optional()
+        if not batch.has_value():
+            no_batch()
+            raise StopIteration
+        return one(batch)
+
+    return train
+
+
+def single_steps(model: keras.Model, iterator: Any) -> bool:
+    """Whether Keras would run one step in one graph with the iterator that feeds it."""
+    tensors = isinstance(iterator, tf.data.Iterator)
+    return tensors and model.steps_per_execution == 1 and not model.run_eagerly
+
+
+def without_optionals(data: Any) -> Any:
+    """Absent data, which generators yield as empty optionals, as None."""
+    return keras.tree.map_structure(
+        lambda t: None if isinstance(t, tf.experimental.Optional) else t, data
+    )
+
+
 def as_spec(leaf: Any) -> Any:
     """A symbolic stand-in for a tensor, array or tensor spec; None for absent data."""
     if leaf is None or isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec):

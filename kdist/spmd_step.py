@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdist.batch import SplitBatch, join, split
+from kdist.contract import single_steps, without_optionals
 from kdist.spmd_call import CannotExpand, signature
 from kdist.spmd_runner import SpmdRunner
 from kdist.step import Step
@@ -149,6 +150,7 @@ class SpmdFunction:
         plain: Makes the same step on plain devices.
         model: The model.
         inspected: Told about the fallback: `inspected(reason)`.
+        no_batch: Called when the data has run out.
     """
 
     def __init__(
@@ -157,10 +159,12 @@ class SpmdFunction:
         plain: Callable[[], Callable],
         model: keras.Model,
         inspected: Callable[[str], None],
+        no_batch: Callable[[], None] = lambda: None,
     ) -> None:
         self.step = step
         self.model = model
         self.inspected = inspected
+        self.no_batch = no_batch
         self._make_plain = plain
         self._plain: Callable | None = None
         self._shapes = Shapes()
@@ -199,6 +203,8 @@ class SpmdFunction:
                 data = next(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
                 if logs is None:
+                    if single_steps(self.model, iterator):
+                        self.no_batch()
                     raise StopIteration from None
                 break
             logs = self.on_batch(without_optionals(data), known)
@@ -210,10 +216,3 @@ class SpmdFunction:
         if len(outputs) == 1:
             return outputs[0]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
-
-
-def without_optionals(data: Any) -> Any:
-    """Absent data, which generators yield as empty optionals, as None."""
-    return keras.tree.map_structure(
-        lambda t: None if isinstance(t, tf.experimental.Optional) else t, data
-    )

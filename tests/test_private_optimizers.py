@@ -273,3 +273,16 @@ def test_keep_one_copy():
             optimizer.build([plain])
         _private_optimizers.keep_one_copy(optimizer)
         optimizer.build([plain])
+
+
+@pytest.mark.parametrize("use_ema", [False, True])
+def test_decay_and_count(use_ema):
+    """As in Keras's `apply`, without what comes from the gradients: averages do not move."""
+    variable = keras.Variable(np.ones(2))
+    optimizer = keras.optimizers.Nadam(0.5, weight_decay=0.5, use_ema=use_ema)
+    optimizer.build([variable])
+    product = float(optimizer._u_product.numpy())
+    _private_optimizers.decay_and_count(optimizer, [variable])
+    assert_close([variable.numpy()], [np.full(2, 0.75)])
+    assert int(optimizer.iterations) == 1
+    assert (float(optimizer._u_product.numpy()) == product) == use_ema

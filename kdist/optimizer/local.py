@@ -128,6 +128,11 @@ class LocalOptimizer:
             else:
                 _private_optimizers.apply_nothing(self.optimizer)
 
+    def without_gradients(self, variables: list[keras.Variable]) -> None:
+        """Does what an update does that needs no gradient; call it in the device's scope."""
+        with _private_optimizers.fixed_learning_rate(self.optimizer):
+            _private_optimizers.decay_and_count(self.optimizer, variables)
+
     def iterations(self) -> keras.Variable:
         """The raw step counter of this device."""
         return _private_optimizers.iterations_variable(self.optimizer)

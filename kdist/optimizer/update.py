@@ -315,6 +315,31 @@ class DistributedUpdate:
         numbers = range(len(self.jobs.jobs)) if overwritten else gradients
         send_values(self.jobs, numbers, self._one_by_one)
 
+    def without_batch(self, connected: Sequence[int]) -> None:
+        """What Keras updates in a step whose batch does not come, because the data has run out.
+
+        Its graph counts the step and decays weights before it learns that; where these wait for
+        the gradients (loss scaling, accumulation) it does nothing. A run goes on from there.
+
+        Args:
+            connected: Trainable variables with a gradient.
+        """
+        if self.loss_scale is not None:
+            return
+        live = set(self.jobs.updating(set(connected)))
+        for (leaf, _), local in zip(self.groups, self.jobs.local):
+            if leaf.gradient_accumulation_steps:
+                continue
+            for one in local:
+                with tf.device(one.device):
+                    one.without_gradients(
+                        [v for n, v in zip(one.positions, one.variables) if n in live]
+                    )
+        if self.inner not in [leaf for leaf, _ in self.groups]:
+            self.inner._iterations.assign_add(1)
+        if any(leaf.weight_decay is not None for leaf, _ in self.groups):
+            send_values(self.jobs, live, self._one_by_one)
+
     def _clip_globally(
         self, leaf: Any, local: Sequence[LocalOptimizer], gradients: dict[int, Any]
     ) -> None:
