@@ -28,7 +28,24 @@ def adapt_callbacks(callbacks: Any) -> None:
             _private_optimizers.swap_keras_variables(callback)
 
 
-def predict_function(step: Callable, eager: bool) -> Callable:
+def step_function(
+    kind: str, step: Callable, model: keras.Model, no_batch: Callable[[], None]
+) -> Callable:
+    """Keras's train, test or predict function over a step on plain devices.
+
+    Args:
+        kind: "train", "test" or "predict".
+        step: Computes one batch.
+        model: The model.
+        no_batch: Called when data to train on has run out.
+    """
+    if kind == "predict":
+        return _predict_function(step, model.run_eagerly)
+    function = model._make_function(step)
+    return _train_function(step, function, model, no_batch) if kind == "train" else function
+
+
+def _predict_function(step: Callable, eager: bool) -> Callable:
     """Keras's predict function over a step on plain devices."""
     one = step if eager else tf.function(step, autograph=False, reduce_retracing=True)
 
@@ -41,19 +58,14 @@ def predict_function(step: Callable, eager: bool) -> Callable:
     return predict
 
 
-def train_function(step: Callable, model: keras.Model, no_batch: Callable[[], None]) -> Callable:
-    """Keras's train function over a step on plain devices.
+def _train_function(
+    step: Callable, function: Callable, model: keras.Model, no_batch: Callable[[], None]
+) -> Callable:
+    """`function`, Keras's own, but that nothing starts before there is a batch.
 
-    Keras's own takes the batch inside of the step's graph. When none comes, parts of the update
-    that need no gradient have run by then, on one device and not on another. Here nothing starts
-    before there is a batch.
-
-    Args:
-        step: Trains on one batch.
-        model: The model.
-        no_batch: Called when the data has run out.
+    Keras takes the batch inside of the step's graph. When none comes, parts of the update that need
+    no gradient have run by then, on one device and not on another.
     """
-    function = model._make_function(step)
 
     def on_batch(batch: tf.experimental.Optional) -> Any:
         return step(without_optionals(batch.get_value()))

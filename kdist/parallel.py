@@ -13,14 +13,7 @@ from typing import Any
 
 from kdist import _private, _private_optimizers, strategy_scope
 from kdist.config import ParallelConfig
-from kdist.contract import (
-    adapt_callbacks,
-    as_spec,
-    is_built,
-    peek,
-    predict_function,
-    train_function,
-)
+from kdist.contract import adapt_callbacks, as_spec, is_built, peek, step_function
 from kdist.fusion import FusionConfig
 from kdist.loss_terms import loss_terms
 from kdist.metrics import overrides
@@ -296,7 +289,7 @@ class Parallel(SteppedModel):
     def _function(self, kind: str, example: Any) -> Callable:
         """What Keras calls: `kind` is "train", "test" or "predict"."""
         self._prepare(kind, example)
-        no_batch = self._no_batch if kind == "train" else (lambda: None)
+        no_batch = self.no_batch if kind == "train" else (lambda: None)
         if self.uses_spmd if kind == "predict" else self.trains_over_spmd:
             function = SpmdFunction(
                 getattr(self.spmd_step, kind),
@@ -306,18 +299,7 @@ class Parallel(SteppedModel):
                 no_batch,
             )
             return function.predict if kind == "predict" else function
-        step = getattr(self.plain_step, kind)
-        if kind == "predict":
-            return predict_function(step, self.model.run_eagerly)
-        if kind == "train":
-            return train_function(step, self.model, no_batch)
-        return self.model._make_function(step)
-
-    def _no_batch(self) -> None:
-        """What Keras's step has done by the time it learns that the data has run out."""
-        if self.update is not None and self.jit_compile is not True:
-            connected = self.program.trained.connected if self.program is not None else []
-            tf.function(self.update.without_batch, autograph=False)(connected)
+        return step_function(kind, getattr(self.plain_step, kind), self.model, no_batch)
 
     def _prepare(self, kind: str, example: Any) -> None:
         """Builds what the steps share, on first use.

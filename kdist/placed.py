@@ -11,6 +11,7 @@ from kdist import strategy_scope
 from kdist.compression import Classes, Compressor
 from kdist.config import ParallelConfig
 from kdist.contract import is_built
+from kdist.fixed_batch import refuse_fixed_batch, refuse_row_state
 from kdist.fusion import comm_fusion
 from kdist.loss_terms import LossTerm, whole_loss
 from kdist.optimizer.config import OptimizerConfig
@@ -51,6 +52,7 @@ class PlacedModel:
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
+        refuse_row_state(model)
         self.model = model
         self.config = config
         self.topology = config.topology
@@ -81,6 +83,7 @@ class PlacedModel:
         if self.whole_batch is not None:
             self.batch_axis = self.topology.data_axis
             self.topology = self.topology.with_data_inside()
+        self._refuse_batches()
         self.layouts = ModelLayouts(self.model, self.config, self.topology)
         self.classes()  # checks the patterns of compression before anything moves
         self._cut_into_stages()
@@ -105,6 +108,7 @@ class PlacedModel:
                 f"layer first, or use {found.instead}. Received: model={self.model.name!r} with a "
                 "layer that was added after kdist.parallelize"
             )
+        self._refuse_batches()
         self.layouts = ModelLayouts(self.model, self.config, self.topology)
         self._cut_into_stages()
         self.level = 0
@@ -114,6 +118,13 @@ class PlacedModel:
         for variable, placement in placed:
             if id(variable) in before:
                 self.entries[id(variable)] = replace(before[id(variable)], placement)
+
+    def _refuse_batches(self) -> None:
+        """Refuses a model that replicas and micro-batches would give other batches than it has."""
+        refuse_row_state(self.model)
+        pipeline = self.config.pipeline
+        micro_batches = 1 if pipeline is None else pipeline.micro_batches
+        refuse_fixed_batch(self.model, self.topology.data_size, micro_batches)
 
     def _cut_into_stages(self) -> None:
         if self.config.pipeline is not None:

@@ -28,6 +28,7 @@ from kdist.variables import Stored
 from kdist.whole_loss import WholeLossStep
 
 import keras
+import tensorflow as tf
 
 
 class SteppedModel(PlacedModel):
@@ -131,6 +132,12 @@ class SteppedModel(PlacedModel):
     def trains_over_spmd(self) -> bool:
         """Whether losses are computed there too; those over the whole batch are not."""
         return self.uses_spmd and not self.whole_loss
+
+    def no_batch(self) -> None:
+        """Does what Keras's step has done by the time it learns that the data has run out."""
+        if self.update is not None and self.program is not None and self.jit_compile is not True:
+            connected = self.program.trained.connected
+            tf.function(self.update.without_batch, autograph=False)(connected)
 
     def fetches(self) -> list[int]:
         """See `PlacedModel.fetches`; once the step is traced, what it does."""
