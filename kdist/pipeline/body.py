@@ -159,6 +159,7 @@ class StageBody:
     Attributes:
         trainable: Positions of the trainable variables that it uses.
         carried: The other state that it uses.
+        unmasked: Per node that has been traced, the tensors that it took the Keras mask off.
     """
 
     def __init__(self, program: Program, staged: StagedModel, virtual: int) -> None:
@@ -171,6 +172,7 @@ class StageBody:
         state = program.state
         self.trainable = [i for i, v in enumerate(state.trainable) if id(v) in used]
         self.carried = [v for v in state.carried if id(v) in used]
+        self.unmasked: dict[str, set[str]] = {}
 
     def _used(self) -> list[keras.Variable]:
         graph, described = self.staged.partition.graph, self.staged.described
@@ -212,19 +214,22 @@ class StageBody:
 
     def _walk(self, table: dict[str, Any], training: bool) -> None:
         """Runs the nodes; `table` gets the value of every tensor's name."""
-        sources = [self.staged.described.sources[name] for name in self.names]
+        sources = {name: self.staged.described.sources[name] for name in self.names}
         # As Keras's trainer: a model whose `call` does not take it passes none to its layers.
         flag = training if _private_models.takes_training(self.program.model) else None
 
         def run() -> None:
-            for source in sources:
+            for name, source in sources.items():
                 arguments = source.node.arguments
                 values = {id(t): table[n] for t, n in zip(arguments.keras_tensors, source.inputs)}
                 args, kwargs = arguments.fill_in(values)
                 operation = source.node.operation
                 if flag is not None and _private_models.takes_training(operation):
                     kwargs["training"] = flag
+                masked = [x for x in values.values() if _has_mask(x)]
                 made = keras.tree.flatten(operation(*args, **kwargs))
+                bare = {id(x) for x in masked if not _has_mask(x)}
+                self.unmasked[name] = {n for n, x in table.items() if id(x) in bare}
                 table.update(zip(source.outputs, made))
 
         call = StageCall(run, self.program.model.dtype_policy)
@@ -266,3 +271,7 @@ class StageBody:
             values.append(ops.cast(value, keras.config.floatx()))
         if values:
             result.loss = values[0] if len(values) == 1 else ops.sum(ops.stack(values))
+
+
+def _has_mask(value: Any) -> bool:
+    return value is not None and _private.get_mask(value) is not None

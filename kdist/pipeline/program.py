@@ -9,6 +9,7 @@ from kdist import _private_models
 from kdist.pipeline.body import StageBody, StageInput
 from kdist.pipeline.functions import Pass, StageFunctions
 from kdist.pipeline.leaves import leaves, rebuild, signature, specs
+from kdist.pipeline.mask_order import check_mask_order
 from kdist.pipeline.stages import StagedModel
 from kdist.program import Program
 from kdist.sparse import LookUp
@@ -97,6 +98,8 @@ class PipelineProgram(Program):
             found.append(make(body, given))
             output = found[-1].example_output
             boundary, masks = output.boundary, output.masks
+        unmasked = {name: tensors for body in bodies for name, tensors in body.unmasked.items()}
+        check_mask_order(self.staged.described.graph, self.staged.partition.stages, unmasked)
         if terms is not None and not any(one.has_loss for one in found) and not self._penalties():
             raise self.no_loss()
         written = {v for one in found for v in one.example_output.state}
