@@ -46,6 +46,9 @@ ROW_WISE = frozenset(
 """Keras's own losses that give one value per row, where outputs have another dim than that of rows
 and `axis` is the last one."""
 
+OVERRIDDEN = "an overridden compute_loss"
+"""Why the loss of a model is computed over the whole batch that says so itself."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LossTerm:
@@ -105,7 +108,7 @@ def whole_loss(model: keras.Model, terms: Sequence[LossTerm], parts: int) -> str
         parts: Into how many parts a batch is split.
     """
     if overrides(model, "compute_loss"):
-        return "an overridden compute_loss"
+        return OVERRIDDEN
     reasons = [f"the loss {t.name} has no reduction" for t in terms if t.unreduced]
     if parts > 1:
         reasons += [

@@ -8,6 +8,7 @@ from typing import Any
 
 from kdist import _private
 from kdist.config import ParallelConfig
+from kdist.loss_terms import OVERRIDDEN
 from kdist.metrics import overrides
 from kdist.pipeline.mesh_runner import MeshPipelineRunner, MeshPipelineStep
 from kdist.pipeline.program import PipelineProgram
@@ -119,7 +120,7 @@ class SteppedModel(PlacedModel):
         """Says, once, that a loss is computed over the whole batch, where nobody asked for it."""
         if self.topology.inner_size > 1:
             self.fall_back(self.whole_loss_note)
-        elif self.whole_loss_note not in self._said and not overrides(self.model, "compute_loss"):
+        elif self.whole_loss_note not in self._said and self.whole_loss != OVERRIDDEN:
             self._said.add(self.whole_loss_note)
             warnings.warn(f"{self.model.name}: {self.whole_loss_note}", stacklevel=4)
 
