@@ -142,7 +142,10 @@ def _as_spec(tensor: Any) -> tf.TensorSpec:
 
 
 def _spec(tensor: Any) -> Any:
-    return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+    """What a decision about a tensor depends on: all but its number of rows."""
+    if tensor is None or tensor.shape.rank is None:
+        return None
+    return tensor.shape.rank, *tensor.shape[1:], tensor.dtype
 
 
 def _gathered(
