@@ -50,8 +50,9 @@ def get_layout_map(mesh: Any) -> keras.distribution.LayoutMap:
     layout_map["decoder_block.*attention.*(query|key|value)/kernel"] = (data, model, None)
     layout_map["decoder_block.*attention.*(query|key|value)/bias"] = (model, None)
     layout_map["decoder_block.*attention_output/kernel"] = (model, None, data)
-    layout_map["decoder_block.*ffw_gating/kernel"] = (model, data)
-    layout_map["decoder_block.*ffw_linear/kernel"] = (data, model)
+    layout_map["decoder_block.*ffw_gating/kernel"] = (data, model)
+    layout_map["decoder_block.*ffw_gating/bias"] = (data,)
+    layout_map["decoder_block.*ffw_linear/kernel"] = (model, data)
     return layout_map
 
 
@@ -91,6 +92,23 @@ def test_a_multi_query_model_equals_one_device(mesh: str, level: int, engine: st
     )
 
 
+def test_it_runs_over_dtensor() -> None:
+    """The comparison above is not one of gathered weights."""
+    with precision("float64"):
+        model = build(CASE)
+        mesh = kdist.mesh(**HYBRID)
+        config = kdist.ParallelConfig(
+            mesh=mesh, layout_map=several_axes(mesh), indivisible="replicate"
+        )
+        kdist.parallelize(model, config)
+        model.compile("sgd", CASE.loss("sum_over_batch_size"))
+        x, y, _ = CASE.data(0, 8)
+        model.train_on_batch(x, y)
+    inspection = kdist.inspect(model)
+    assert inspection.fallbacks == ()
+    assert inspection.count("all-reduce", phase="forward") >= 2
+
+
 def test_what_is_left_whole_is_in_the_plan() -> None:
     run = Run(
         case=CASE,
@@ -114,9 +132,13 @@ def test_what_is_left_whole_is_in_the_plan() -> None:
             expected.append(
                 f"dim 0 of {what}bias' is whole: its 1 elements do not divide by model=2"
             )
-        for dim, name in ((1, "gating"), (0, "linear")):
-            what = f"'{block}_ffw_{name}/kernel'"
-            expected.append(f"dim {dim} of {what} is whole: its 9 elements do not divide by data=2")
+        for dim, name, axis in (
+            (1, "gating/kernel", "model"),
+            (0, "gating/bias", "data"),
+            (0, "linear/kernel", "model"),
+        ):
+            what = f"dim {dim} of '{block}_ffw_{name}' is whole: "
+            expected.append(f"{what}its 9 elements do not divide by {axis}=2")
     assert sorted(note for note in plan.notes if " is whole: " in note) == sorted(expected)
     parts = {w.path: w.shards[0].shape for w in plan.weights}
     assert parts["token_embedding/embeddings"] == (VOCABULARY, WIDTH)
