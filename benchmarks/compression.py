@@ -91,10 +91,13 @@ def train(row: Row, args: Any, train_on: Any, held_out: Any) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     scalars = 12  # step counter and learning rate of each local optimizer
     memory = kdist.inspect(model).memory
+    plan = model.plan()
+    looked_up = args.batch // args.replicas * args.length
     return {
         "name": row.name,
         "loss": float(model.evaluate(*held_out, batch_size=args.batch, verbose=0)),
-        "sent": sum(t.nbytes for t in model.plan().traffic()),
+        "sent": sum(t.nbytes for t in plan.traffic())
+        + sum(t.nbytes(looked_up) for t in plan.tables()),
         "moments": sum(m.slots - scalars for m in memory if m.slots),
         "kept": sum(m.compression for m in memory),
         "steps_per_s": (args.steps - 1) / seconds,

@@ -16,8 +16,6 @@ import keras
 from rich.console import Console
 from rich.table import Table
 
-ALGORITHM = "direct"
-"""How the engine moves a bucket in one process: every device to its owner, and back from it."""
 CANDIDATES = (
     FusionConfig(),
     FusionConfig(mode="none"),
@@ -34,11 +32,16 @@ class CommFusion(keras.callbacks.Callback):
 
     | key | value |
     | --- | --- |
-    | `comm_collectives` | collectives of a step |
-    | `comm_bytes` | bytes that they send between devices |
+    | `comm_collectives` | collectives of a step, as `model.plan()` counts them |
+    | `comm_bytes` | bytes that they send between devices, gradients of tables left out |
     | `comm_seconds` | their time when they run alone, the median of a few runs |
-    | `comm_direct` | how many of them use the algorithm "direct" (see `kdist.comm`): all |
+    | `comm_direct` | collectives whose messages go straight from a value's maker to its users |
+    | `comm_joined` | collectives that go through one device, where parts of several are joined |
     | `comm_bus_gb_per_s` | bus bandwidth as nccl-tests counts it: bytes per device and ns |
+    | `comm_row_bytes/<table>` | bytes of a table's gradient, per row that a replica looks up |
+
+    The time is that of one function with all of it, its call included; it is 0 only where nothing
+    is sent. The rows that tables' gradients send depend on the batch, and are not timed.
 
     Put it before callbacks that write logs.
 
@@ -142,11 +145,21 @@ class CommFusion(keras.callbacks.Callback):
         parallel = attached(self.model)
         if logs is None or parallel.update is None:
             return
-        traffic = [t for t in parallel.plan().traffic() if t.what != "gather"]
-        collectives = sum(t.collectives for t in traffic)
-        found = replay(parallel.update.jobs, sum(t.nbytes for t in traffic))
-        logs["comm_collectives"] = collectives
+        plan = parallel.plan()
+        traffic = plan.traffic()
+        times = dict(zip(plan.trainable, plan.fetches))
+        gathers = [
+            (entry, times.get(i, 1))
+            for i, entry in enumerate(parallel.entries_of(self.model.weights))
+            if entry.placement.gathered
+        ]
+        tables = dict(plan.look_ups)
+        found = replay(parallel.update.jobs, gathers, tables, sum(t.nbytes for t in traffic))
+        logs["comm_collectives"] = sum(t.collectives for t in traffic)
         logs["comm_bytes"] = found.nbytes
         logs["comm_seconds"] = found.seconds
-        logs[f"comm_{ALGORITHM}"] = collectives
+        logs["comm_direct"] = sum(t.collectives - t.joined for t in traffic)
+        logs["comm_joined"] = sum(t.joined for t in traffic)
         logs["comm_bus_gb_per_s"] = found.bus_bandwidth / 1e9
+        for one in plan.tables():
+            logs[f"comm_row_bytes/{one.path}"] = one.row_bytes

@@ -61,6 +61,8 @@ class Inspection:
         parts.append("between replicas, per step")
         for t in self.plan.traffic():
             parts.append(f"  {t.what} over {t.axis}: {t.messages} messages, {readable(t.nbytes)}")
+        for table in self.plan.tables():
+            parts.append(f"  rows of {table.path}: {table.messages} messages, {table}")
         parts.extend(f"gathered before use: {path}" for path in self.gathered)
         parts.extend(f"not over DTensor: {reason}" for reason in self.fallbacks)
         parts.extend(f"note: {note}" for note in self.plan.notes if note not in self.fallbacks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +23,8 @@ from kdist.pipeline.stages import StagedModel, stages_given
 from kdist.placement import Placement, shape_of
 from kdist.plan import Plan, make_plan
 from kdist.programs import one_segment
-from kdist.segment import looked_up
+from kdist.segment import gradients_of_rows, looked_up
+from kdist.sparse import LookUp
 from kdist.store import ModelLayouts, place_weights, placements
 from kdist.variables import Stored, replace
 from kdist.whole_batch import GLOBAL, SYNCHRONIZED, WholeBatch
@@ -257,6 +258,15 @@ class PlacedModel:
         """Local variables behind some weights."""
         return [self.entries[id(v)] for v in variables]
 
+    def look_ups(self) -> Mapping[int, LookUp]:
+        """The trainable weights whose gradients are rows of a table, and how they are looked up.
+
+        Before the step is traced, the tables of untied embeddings.
+        """
+        rows = {id(v) for v in gradients_of_rows(self.model)}
+        trainable = self.model.trainable_variables
+        return {i: LookUp() for i, v in enumerate(trainable) if id(v) in rows}
+
     def fetches(self) -> list[int]:
         """How often a step gathers each trainable weight, if it is not stored whole.
 
@@ -351,4 +361,6 @@ class PlacedModel:
             exchanges,
             self.classes(),
             self.fetches(),
+            self.look_ups(),
+            1 if self.config.pipeline is None else self.config.pipeline.micro_batches,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from kdist.compression import Classes
 from kdist.mesh import Topology
@@ -18,6 +18,8 @@ from kdist.optimizer.exchange import Exchange
 from kdist.optimizer.partition import Decision
 from kdist.placement import Coordinate, Placement, UpdateUnit
 from kdist.plan_summary import print_plan
+from kdist.sparse import LookUp
+from kdist.table_traffic import TableTraffic, table_traffic
 
 from rich.console import Console
 
@@ -34,6 +36,9 @@ class Traffic:
         collectives: Operations: one per bucket, or per part outside of buckets.
         messages: Tensors sent from one device to another.
         nbytes: Their bytes.
+        joined: How many of the collectives go through one owner, where parts of several are put
+            together; the messages of all others go straight from where a value is made to where
+            it is used.
     """
 
     what: str
@@ -41,6 +46,7 @@ class Traffic:
     collectives: int
     messages: int
     nbytes: int
+    joined: int = 0
 
 
 @dataclasses.dataclass
@@ -50,10 +56,13 @@ class Count:
     collectives: int = 0
     messages: int = 0
     nbytes: int = 0
+    joined: int = 0
 
-    def add(self, sent: Sequence[tuple[int, int]]) -> None:
+    def add(self, sent: Sequence[tuple[int, int]], joined: bool = False) -> None:
         """Adds a collective: (messages, bytes of each)."""
-        self.collectives += any(messages for messages, _ in sent)
+        made = any(messages for messages, _ in sent)
+        self.collectives += made
+        self.joined += made and joined
         self.messages += sum(messages for messages, _ in sent)
         self.nbytes += sum(messages * size for messages, size in sent)
 
@@ -91,6 +100,8 @@ class Plan:
         classes: How each gradient travels; None for all as they are.
         fetches: How often a step gathers each trainable weight that is not stored whole; once if
             not given.
+        look_ups: By trainable variable whose gradient is rows of a table, how they are looked up.
+        micro_batches: That each replica's part of a batch is cut into.
     """
 
     topology: Topology
@@ -103,6 +114,8 @@ class Plan:
     exchanges: tuple[Exchange, ...] = ()
     classes: Classes | None = None
     fetches: tuple[int, ...] = ()
+    look_ups: tuple[tuple[int, LookUp], ...] = ()
+    micro_batches: int = 1
 
     @property
     def compressed(self) -> set[int]:
@@ -131,7 +144,8 @@ class Plan:
         other holder; together what a ring all-reduce would move. Parts in a bucket travel as one
         message. An update that needs the whole of a tensor gets its parts over the inner axes too.
         Weights stored sliced over data are gathered before use instead, and nothing is broadcast.
-        For gradients that travel compressed see `kdist.optimizer.exchange`.
+        For gradients that travel compressed see `kdist.optimizer.exchange`. Gradients of embedding
+        tables are not among these: see `tables`.
         """
         axis = self.topology.data_axis or "-"
         counts = {what: Count() for what in ("reduce", "share", "join", "broadcast", "gather")}
@@ -157,10 +171,19 @@ class Plan:
                 for messages, size in collectives:
                     counts[what].add([(messages, size)])
         return [
-            Traffic(k, axis, c.collectives, c.messages, c.nbytes)
+            Traffic(k, axis, c.collectives, c.messages, c.nbytes, c.joined)
             for k, c in counts.items()
             if c.messages
         ]
+
+    def tables(self) -> list[TableTraffic]:
+        """What gradients of embedding tables send per step, by rows that are looked up."""
+        found = []
+        for variable, look_up in self.look_ups:
+            units = [unit for unit in self.units if unit.variable == variable]
+            placement = self.weights[self.trainable[variable]]
+            found.append(table_traffic(placement, units, look_up, self.micro_batches))
+        return [table for table in found if table.messages]
 
     def _count_bucket(self, bucket: Bucket, counts: dict[str, Count]) -> None:
         sizes = [sum(self.unit_bytes(self.units[n]) for n in units) for units in bucket.units]
@@ -176,12 +199,13 @@ class Plan:
     @staticmethod
     def _count_rows(sizes: Sequence[int], holders: int, counts: dict[str, Count]) -> None:
         """Rows of several owners are put together on one of them, and sent from there."""
-        counts["join"].add([(1, size) for size in sizes[1:]])
-        counts["broadcast"].add([(holders - 1, sum(sizes))])
+        counts["join"].add([(1, size) for size in sizes[1:]], joined=True)
+        counts["broadcast"].add([(holders - 1, sum(sizes))], joined=True)
 
     def _count_unit(self, unit: UpdateUnit, counts: dict[str, Count]) -> None:
         placement = self.weights[self.trainable[unit.variable]]
         travels = unit.variable not in self.compressed
+        travels = travels and unit.variable not in dict(self.look_ups)
         if unit.shard is not None:
             shards = [placement.shards[unit.shard]]
             parts = [(len(placement.slices) - 1, self.unit_bytes(unit))]
@@ -254,6 +278,8 @@ def make_plan(
     exchanges: Sequence[Exchange] = (),
     classes: Classes | None = None,
     fetches: Sequence[int] = (),
+    look_ups: Mapping[int, LookUp] | None = None,
+    micro_batches: int = 1,
 ) -> Plan:
     """Puts a plan together."""
     return Plan(
@@ -267,4 +293,6 @@ def make_plan(
         exchanges=tuple(exchanges),
         classes=classes,
         fetches=tuple(fetches),
+        look_ups=tuple(sorted((look_ups or {}).items())),
+        micro_batches=micro_batches,
     )

@@ -28,6 +28,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         print_prose(console, f"weights: {len(plan.weights)}, all of them whole on every device")
     console.print(_devices(plan, width), "")
     console.print(_traffic(plan, width), "")
+    if plan.tables():
+        console.print(_tables(plan, width), "")
     if any(d.how != "whole" for d in plan.decisions):
         console.print(_spread(plan, width), "")
     if plan.classes is not None:
@@ -68,6 +70,13 @@ def _traffic(plan: Plan, width: int) -> RenderableType:
         for t in plan.traffic()
     ]
     return table("communication outside of layers, per step", columns, rows, width)
+
+
+def _tables(plan: Plan, width: int) -> RenderableType:
+    """What gradients of embedding tables send: rows, so that bytes depend on the batch."""
+    columns = [Column("table"), number("messages"), Column("bytes", prose=True)]
+    rows = [(t.path, str(t.messages), str(t)) for t in plan.tables()]
+    return table("gradients of embedding tables, reduced as rows, per step", columns, rows, width)
 
 
 def _spread(plan: Plan, width: int) -> RenderableType:

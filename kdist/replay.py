@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kdist.optimizer.compressed import bucket_vectors
@@ -13,6 +13,7 @@ from kdist.optimizer.jobs import Jobs
 from kdist.optimizer.send import send_values
 from kdist.parts import whole_of
 from kdist.placement import Coordinate, UpdateUnit, relative
+from kdist.variables import Stored
 
 import tensorflow as tf
 
@@ -22,26 +23,27 @@ RUNS = 5
 class Stand:
     """Gradients of the right sizes, in place of real ones; see `GradientSource`.
 
+    They lie on their devices before the clock starts.
+
     Args:
         jobs: What is updated where.
-        value: A scalar of the step's graph, so that nothing is folded away.
     """
 
     rows: set[int] = set()
 
-    def __init__(self, jobs: Jobs, value: Any) -> None:
+    def __init__(self, jobs: Jobs) -> None:
         self.jobs = jobs
-        self.value = value
         self._made: dict[Any, Any] = {}
 
     def local(self, variable: int, at: Coordinate) -> Any:
         """See `GradientSource`."""
+        entry = self.jobs.entries[variable]
+        if at[0] not in entry.placement.slices:
+            return None
         if (variable, at) not in self._made:
-            entry = self.jobs.entries[variable]
             shape = [i.stop - i.start for i in entry.placement.inner_index(at[1])]
-            with tf.device(self.jobs.device(at)):
-                value = tf.cast(self.value, entry.variable.dtype)
-                self._made[variable, at] = tf.fill(shape, value)
+            with tf.init_scope(), tf.device(self.jobs.device(at)):
+                self._made[variable, at] = tf.zeros(shape, entry.variable.dtype)
         return self._made[variable, at]
 
     def unit(self, variable: int, unit: UpdateUnit) -> Any:
@@ -55,7 +57,7 @@ class Stand:
 
     def _total(self, variable: int, k: int, index: Any) -> Any:
         parts = []
-        for s in range(self.jobs.topology.data_size):
+        for s in self.jobs.entries[variable].placement.slices:
             with tf.device(self.jobs.device((s, k))):
                 part = self.local(variable, (s, k))
                 parts.append(part if index is None else part[index])
@@ -70,7 +72,7 @@ class Measured:
     """What the communication of a step took on its own.
 
     Attributes:
-        seconds: Median time of the reductions and of sending the values back.
+        seconds: Median time; 0 where nothing is sent.
         nbytes: Bytes that travel between devices.
         devices: Devices that take part.
     """
@@ -85,35 +87,39 @@ class Measured:
         return self.nbytes / self.devices / self.seconds if self.seconds else 0.0
 
 
-def replay(jobs: Jobs, nbytes: int, runs: int = RUNS) -> Measured:
-    """Measures the reductions of the update and the sending back of values, without compute.
+def replay(
+    jobs: Jobs,
+    gathers: Sequence[tuple[Stored, int]],
+    tables: Collection[int],
+    nbytes: int,
+    runs: int = RUNS,
+) -> Measured:
+    """Measures a step's gathers, reductions and the sending back of values, without compute.
 
-    Values are sent as they are: nothing changes. Making the stand-in gradients is measured apart
-    and taken off; compressing them counts.
+    One function does all of it, on gradients that are there before; calling it counts, as does
+    compressing, and so the time is never 0 where something is sent. Values are sent as they are:
+    nothing changes. Gradients of embedding tables, whose size depends on the batch, are left out.
 
     Args:
         jobs: What is updated where.
-        nbytes: Bytes that they send, from the plan.
+        gathers: What is gathered before use, and how often.
+        tables: Trainable variables whose gradients are rows.
+        nbytes: Bytes that all of it sends, from the plan.
         runs: Repetitions; their median counts.
     """
-    compute = _seconds(lambda value: _make(jobs, Stand(jobs, value)), runs)
-    together = _seconds(lambda value: _communicate(jobs, Stand(jobs, value)), runs)
-    return Measured(max(together - compute, 0.0), nbytes, len(jobs.topology.devices))
+    devices = len(jobs.topology.devices)
+    if not nbytes:
+        return Measured(0.0, 0, devices)
+    stand = Stand(jobs)
+    function = tf.function(lambda: _communicate(jobs, gathers, tables, stand), autograph=False)
+    return Measured(_seconds(function, runs), nbytes, devices)
 
 
-def _make(jobs: Jobs, stand: Stand) -> list[Any]:
-    made = []
-    for v, entry in enumerate(jobs.entries):
-        for s, row in enumerate(entry.placement.table):
-            for k in range(len(row)):
-                with tf.device(jobs.device((s, k))):
-                    made.append(tf.reshape(stand.local(v, (s, k)), [-1])[:1])
-    return made
-
-
-def _communicate(jobs: Jobs, stand: Stand) -> list[Any]:
+def _communicate(
+    jobs: Jobs, gathers: Sequence[tuple[Stored, int]], tables: Collection[int], stand: Stand
+) -> list[Any]:
     devices = [one.devices for one in jobs.topology.slices]
-    ends = _make(jobs, stand)
+    ends = _gather(gathers)
     # What low-rank compression keeps is not written: nothing commits.
     source = jobs.compressed(stand, None) or stand
     fused = set()
@@ -121,22 +127,39 @@ def _communicate(jobs: Jobs, stand: Stand) -> list[Any]:
         fused |= {n for units in bucket.units for n in units}
         for at, vector in zip(bucket.owners, bucket_vectors(bucket, source, devices)):
             with tf.device(jobs.device(at)):
-                ends.append(vector[:1])
+                ends.append(_first(vector))
     for n, unit in enumerate(jobs.units):
-        if n not in fused:
+        if n not in fused and unit.variable not in tables:
             with tf.device(jobs.device(unit.owner)):
-                ends.append(tf.reshape(source.unit(unit.variable, unit), [-1])[:1])
+                ends.append(_first(source.unit(unit.variable, unit)))
     send_values(jobs, range(len(jobs.jobs)))
     return ends
 
 
-def _seconds(body: Callable[[Any], Any], runs: int) -> float:
-    function = tf.function(body, autograph=False)
-    value = tf.constant(0.0)
-    function(value)
+def _gather(gathers: Sequence[tuple[Stored, int]]) -> list[Any]:
+    """What is stored cut, made whole wherever it is used, one use after another."""
+    ends: list[Any] = []
+    for entry, times in gathers:
+        for s in entry.placement.slices:
+            for k in range(len(entry.placement.table[s])):
+                before: list[Any] = []
+                for _ in range(times):
+                    with tf.device(entry.device((s, k))), tf.control_dependencies(before):
+                        before = [_first(tf.identity(entry.used_at((s, k))))]
+                ends += before
+    return ends
+
+
+def _first(tensor: Any) -> Any:
+    """An element that is there when the tensor is."""
+    return tf.reshape(tensor, [-1])[:1]
+
+
+def _seconds(function: Callable[[], Any], runs: int) -> float:
+    """Median time of a call, the first one left out."""
     times = []
-    for _ in range(runs):
+    for _ in range(runs + 1):
         start = time.perf_counter()
-        tf.nest.map_structure(lambda t: t.numpy(), function(value))
+        tf.nest.map_structure(lambda t: t.numpy(), function())
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return statistics.median(times[1:])

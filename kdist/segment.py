@@ -160,3 +160,20 @@ def looked_up(model: keras.Model) -> list[keras.Variable]:
     layers = _private_models.flat_layers(model)
     tables = [one for one in layers if isinstance(one, keras.layers.Embedding)]
     return [v for table in tables for v in table.trainable_variables]
+
+
+def gradients_of_rows(model: keras.Model) -> list[keras.Variable]:
+    """The tables whose gradients are rows, as far as layers tell before a step is traced.
+
+    The gradient of a table that is regularized, or is the head's kernel too, is dense.
+    """
+    layers = _private_models.flat_layers(model)
+    return [
+        one.embeddings
+        for one in layers
+        if isinstance(one, keras.layers.Embedding)
+        and one.built
+        and one.embeddings.trainable
+        and one.embeddings.regularizer is None
+        and not getattr(one, "tie_weights", False)
+    ]

@@ -1,4 +1,6 @@
-"""Embedding gradients stay rows: what is looked up is what travels, never the whole table.
+"""Embedding gradients stay rows: what is looked up is what travels, not the whole table.
+
+That is so of gradients. New values of a table are sent whole by its owner.
 
 A single device hands its optimizer one row per look-up. Keras's optimizers square and clip those
 rows one by one, duplicates included, so to equal a single device the optimizer must get the same
@@ -28,10 +30,12 @@ class LookUp:
         by_batch: The look-ups depend on the batch; else all replicas look up the same.
         merged: Look-ups of the same row were merged before they were made
             (`embedding_lookup_sparse`, sparse inputs), so the whole batch's are to be merged too.
+        index_bytes: Bytes of an index.
     """
 
     by_batch: bool = True
     merged: bool = False
+    index_bytes: int = 4
 
 
 PASSED_ON = frozenset({"Cast", "Identity", "Reshape", "ConcatV2", "StopGradient"})
@@ -44,7 +48,8 @@ Flows = Mapping[int, Sequence[Any]]
 
 def look_up(indices: Any, sources: Sequence[Any], flows: Flows | None = None) -> LookUp:
     """Reads from a traced graph how a gradient's indices came about."""
-    return LookUp(depends_on(indices, sources, flows), _is_merged(indices))
+    by_batch = depends_on(indices, sources, flows)
+    return LookUp(by_batch, _is_merged(indices), indices.dtype.size)
 
 
 def _is_merged(tensor: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from kdist import _private
@@ -22,6 +23,7 @@ from kdist.programs import make_program
 from kdist.rows.model import ModelStudy, study_model
 from kdist.segmented import SegmentedProgram, as_node
 from kdist.segmented_runner import SegmentedRunner
+from kdist.sparse import LookUp
 from kdist.spmd_runner import SpmdRunner
 from kdist.spmd_step import SpmdStep
 from kdist.step import Step
@@ -139,6 +141,12 @@ class SteppedModel(PlacedModel):
         if self.update is not None and self.program is not None and self.jit_compile is not True:
             connected = self.program.trained.connected
             tf.function(self.update.without_batch, autograph=False)(connected)
+
+    def look_ups(self) -> Mapping[int, LookUp]:
+        """See `PlacedModel.look_ups`; once the step is traced, what it does."""
+        if self.program is None or not self.program.trained.connected:
+            return super().look_ups()
+        return self.program.trained.rows
 
     def fetches(self) -> list[int]:
         """See `PlacedModel.fetches`; once the step is traced, what it does."""

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kdist import executed, plain, step
+from kdist import executed, plain, sparse, step
 from kdist.executed import ExecutedFunction, Transfer
 from kdist.optimizer import send, update
 from kdist.optimizer.bucket import Bucket
@@ -38,6 +38,8 @@ _PARTS: tuple[tuple[Any, str, str], ...] = (
     (CompressedGradients, "bucket", "compressed"),
     (CompressedGradients, "unit", "compressed"),
     (step.Step, "_logs", "metric"),
+    (sparse, "restrict", "rows"),
+    (plain.PlainGradients, "_rows_of_table", "rows"),
     (plain, "row_shares", "share"),
     (plain.PlainRunner, "_broadcast_rows", "share"),
     (step, "combine", "state"),
@@ -68,9 +70,8 @@ class Parts:
         if sent.control:
             return "control"
         sent = self.inlined(sent)
-        known = self._kept_results
-        if sent.tensor in known:
-            return known[sent.tensor]
+        if sent.tensor in self._kept_results:
+            return self.results[self._kept_results[sent.tensor]]
         variable = self._variable_read_by(sent.node)
         made_in = self._made_in(sent.node)
         if variable in ("learning rate", "iterations", "seed"):
@@ -81,7 +82,7 @@ class Parts:
             return str(self._part_of(sent.node))
         if made_in.startswith("bucket's"):
             return made_in.removeprefix("bucket's ")
-        if made_in in ("data", "metric", "share", "state", "compressed"):
+        if made_in in ("rows", "data", "metric", "share", "state", "compressed"):
             return made_in
         return f"unexplained: {sent.tensor} ({sent.op}) made in {made_in or 'no part'!r}"
 
@@ -110,7 +111,8 @@ class Parts:
 
     def _shape(self, sent: Transfer) -> tf.TensorShape:
         """From the trace, which knows the shapes of what calls return; or as executed."""
-        shape = self.shapes.get(sent.tensor, sent.shape)
+        traced = self._kept_results.get(sent.tensor, sent.tensor)
+        shape = self.shapes.get(traced, sent.shape)
         if shape is None:
             name = sent.tensor if ":" in sent.tensor else f"{sent.tensor}:0"
             shape = self.graph.get_tensor_by_name(name).shape
@@ -118,7 +120,10 @@ class Parts:
 
     @functools.cached_property
     def _kept_results(self) -> dict[str, str]:
-        """`results` as TensorFlow numbers them: it drops a call's outputs that nobody needs."""
+        """Names of results as executed, to their names as traced.
+
+        TensorFlow drops a call's outputs that nobody needs, and numbers the others anew.
+        """
         stack = [*self.graph.control_outputs, *(t.op for t in self.graph.outputs)]
         needed: set[Any] = set()
         while stack:
@@ -127,13 +132,13 @@ class Parts:
                 needed.add(operation)
                 stack += [*operation.control_inputs, *(t.op for t in operation.inputs)]
         renamed = {}
-        for name, what in self.results.items():
+        for name in self.results:
             node, _, output = name.partition(":")
             outputs = self.graph.get_operation_by_name(node).outputs
             kept = [any(c in needed for c in t.consumers()) for t in outputs]
             position = sum(kept[: int(output or 0)])
             if kept[int(output or 0)]:
-                renamed[f"{node}:{position}" if position else node] = what
+                renamed[f"{node}:{position}" if position else node] = name
         return renamed
 
     def _variable_read_by(self, node: str) -> str:
@@ -241,6 +246,7 @@ def _noting(parts: Parts, function: Callable) -> Callable:
     def wrapped(self: Any, batch: Any, results: Any, loss: Any) -> Any:
         parts.graph = tf.compat.v1.get_default_graph()
         for result in results:
+            parts.note(_of_tables(result["gradients"]), "rows")
             parts.note(result["gradients"], "gradient")
             parts.note(result["loss"], "loss")
             parts.note(result["terms"], "loss")
@@ -250,6 +256,19 @@ def _noting(parts: Parts, function: Callable) -> Callable:
         return function(self, batch, results, loss)
 
     return wrapped
+
+
+def _of_tables(gradients: Any) -> list[Any]:
+    """Gradients that are rows: `IndexedSlices`, or per device of a mesh (values, indices)."""
+    if isinstance(gradients, dict):
+        return [rows for one in gradients.values() for rows in _of_tables(one)]
+    if isinstance(gradients, tf.IndexedSlices):
+        return [gradients]
+    if isinstance(gradients, tuple) and len(gradients) == 2:
+        return [gradients]
+    if isinstance(gradients, list | tuple):
+        return [rows for one in gradients for rows in _of_tables(one)]
+    return []
 
 
 def first_step(model: keras.Model, x: Any, y: Any) -> tuple[Parts, list[ExecutedFunction]]:

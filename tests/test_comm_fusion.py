@@ -13,7 +13,8 @@ import pytest
 
 from .parity import CUTS, assert_close, data, mlp
 
-KEYS = {"comm_collectives", "comm_bytes", "comm_seconds", "comm_direct", "comm_bus_gb_per_s"}
+KEYS = {"comm_collectives", "comm_bytes", "comm_seconds", "comm_direct", "comm_joined"}
+KEYS |= {"comm_bus_gb_per_s"}
 TWO = (FusionConfig(mode="none"), FusionConfig(mode="size", size_mb=1))
 
 
@@ -30,7 +31,9 @@ def compiled(axes: dict[str, int] | None = None, level: int = 0) -> keras.Model:
     return model
 
 
-@pytest.mark.parametrize(("axes", "level"), [({"data": 4}, 1), ({"data": 2, "model": 2}, 0)])
+@pytest.mark.parametrize(
+    ("axes", "level"), [({"data": 4}, 1), ({"data": 2, "model": 2}, 0), ({"data": 2}, 3)]
+)
 def test_figures_are_in_the_logs(axes: dict[str, int], level: int) -> None:
     model = compiled(axes, level)
     x, y = data(16)
@@ -46,9 +49,29 @@ def test_figures_are_in_the_logs(axes: dict[str, int], level: int) -> None:
     planned = model.plan().traffic()
     assert found["comm_collectives"] == [sum(t.collectives for t in planned)] * 2
     assert found["comm_bytes"] == [sum(t.nbytes for t in planned)] * 2
-    assert all(seconds >= 0 for seconds in found["comm_seconds"])
+    assert found["comm_joined"] == [sum(t.joined for t in planned)] * 2
+    assert (found["comm_joined"][0] > 0) == (level == 1)
+    assert np.add(found["comm_direct"], found["comm_joined"]).tolist() == found["comm_collectives"]
+    assert all(seconds > 0 for seconds in found["comm_seconds"])
+    assert all(bandwidth > 0 for bandwidth in found["comm_bus_gb_per_s"])
     # Measuring sends values as they are.
     assert_close(weights, model.get_weights())
+
+
+def test_the_gathers_of_level_3_are_measured_too() -> None:
+    model = compiled({"data": 4}, 3)
+    x, y = data(16)
+    found = model.fit(x, y, verbose=0, callbacks=[CommFusion()]).history
+    (gather,) = [t for t in model.plan().traffic() if t.what == "gather"]
+    assert found["comm_collectives"][0] > gather.collectives > 0
+    assert found["comm_bytes"][0] > gather.nbytes > 0
+
+
+def test_one_replica_communicates_nothing() -> None:
+    model = compiled({"data": 1})
+    found = model.fit(*data(8), verbose=0, callbacks=[CommFusion()]).history
+    assert found["comm_collectives"] == found["comm_bytes"] == found["comm_seconds"] == [0]
+    assert found["comm_bus_gb_per_s"] == [0]
 
 
 def test_tuning_keeps_the_fastest_and_changes_no_result(float64: None) -> None:
