@@ -5,13 +5,10 @@
 Every row trains the same model, from the same weights, on the same windows in the same order, over
 four replicas. "sent" are the bytes of gradients and new values that cross devices in a step, as
 `model.plan()` counts them; tests/test_exchange.py holds that to executed steps. State is summed
-over devices. Results go to benchmarks/results/ as JSON.
+over devices. Results are kept with --keep: see results_file.py.
 """
 
 import dataclasses
-import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +20,7 @@ from kdist.tables import readable
 
 import keras
 import numpy as np
+import results_file
 from absl import flags
 from rich.console import Console
 from rich.table import Table
@@ -147,6 +145,7 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_float("learning_rate", 4e-3, "highest learning rate", flag_values=values)
     flags.DEFINE_float("megabytes", 2.0, "text to read", flag_values=values)
     flags.DEFINE_string("out", "", "JSON file to write", flag_values=values)
+    flags.DEFINE_bool("keep", False, "write the tracked file of results", flag_values=values)
     return values
 
 
@@ -163,17 +162,10 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
         records.append(train(row, args, train_on, held_out))
         print(f"{row.name}: loss {records[-1]['loss']:.4f}", file=sys.stderr, flush=True)
     Console().print(table(records))
-    result = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": {"cores": os.cpu_count(), "system": platform.platform()},
-        "settings": {k: v for k, v in args.flag_values_dict().items() if k != "out"},
-        "rows": records,
-    }
-    out = Path(args.out or HERE / "results" / f"compression_{time.strftime('%Y%m%d_%H%M%S')}.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"written: {out}", file=sys.stderr)
-    return result
+    settings = {k: v for k, v in args.flag_values_dict().items() if k not in ("out", "keep")}
+    path = results_file.save("compression", settings, records, keep=args.keep, out=args.out)
+    print(f"written: {path}", file=sys.stderr)
+    return {"settings": settings, "rows": records}
 
 
 if __name__ == "__main__":

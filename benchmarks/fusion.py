@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import kdist
@@ -26,6 +25,7 @@ from kdist.comm.processes import local_addresses
 
 import keras
 import numpy as np
+import results_file
 import tensorflow as tf
 from absl import app, flags
 from rich.console import Console
@@ -37,6 +37,7 @@ _REPLICAS = flags.DEFINE_integer("replicas", 8, "Replicas in one process.", 2)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Interleaved rounds.", 1)
 _STEPS = flags.DEFINE_integer("steps", 5, "Steps in a round.", 1)
 _OUT = flags.DEFINE_string("out", "", "JSON file to write.")
+_KEEP = flags.DEFINE_bool("keep", False, "Write the tracked file of results.")
 _ADDRESSES = flags.DEFINE_list("addresses", None, "Of the processes; set by the first one.")
 _INDEX = flags.DEFINE_integer("index", None, "Of this process; set by the first one.")
 
@@ -171,11 +172,11 @@ def main(_: list[str]) -> None:
     kdist.init(cpu_devices=_REPLICAS.value)
     local = in_one_process()
     show(local, remote)
-    folder = Path(__file__).resolve().parent / "results"
-    out = Path(_OUT.value or folder / f"fusion_{time.strftime('%Y%m%d_%H%M%S')}.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"in_one_process": local, "across_processes": remote}, indent=1))
-    print(f"written: {out}")
+    sizes = (_DEPTH, _WIDTH, _REPLICAS, _ROUNDS, _STEPS)
+    settings = {one.name: one.value for one in sizes}
+    found = {"in_one_process": local, "across_processes": remote}
+    path = results_file.save("fusion", settings, found, keep=_KEEP.value, out=_OUT.value or "")
+    print(f"written: {path}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from kdist import memory
 
 import keras
 import numpy as np
+import results_file
 from absl import app, flags
 
 import benchmark_paths  # noqa: F401
@@ -26,6 +27,7 @@ flags.DEFINE_integer("data", 4, "replicas")
 flags.DEFINE_integer("depth", 4, "blocks of the GPT")
 flags.DEFINE_integer("width", 128, "features of a token")
 flags.DEFINE_string("picture", "", "file for a picture, PNG")
+flags.DEFINE_bool("keep", False, "write the tracked file of results")
 
 FORMULA = {0: "16", 1: "8 + 8/N", 2: "4 + 12/N", 3: "16/N"}
 VALUES: dict[int, Callable[[int], float]] = {
@@ -54,7 +56,7 @@ def measured(level: int) -> tuple[int, memory.DeviceMemory]:
 def main(_: list[str]) -> None:
     """Prints a table in Markdown."""
     kdist.init(cpu_devices=FLAGS.data)
-    n, bars = FLAGS.data, []
+    n, bars, rows = FLAGS.data, [], []
     print(f"| level | formula, N = {n} | weights | state | gradients | gathered | both | sum |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for level, text in FORMULA.items():
@@ -64,7 +66,11 @@ def main(_: list[str]) -> None:
         total = most.parameters + most.slots + (most.both or 0)
         numbers = " | ".join(f"{(part or 0) / count:.2f}" for part in (*parts, total))
         print(f"| {level} | {text} = {value:.2f} | {numbers} |", flush=True)
+        rows.append({"level": level, "formula": value, "total": total / count})
         bars.append(dataclasses.replace(most, device=f"level {level}"))
+    settings = {"data": n, "depth": FLAGS.depth, "width": FLAGS.width}
+    path = results_file.save(f"memory_levels_data{n}", settings, rows, keep=FLAGS.keep)
+    print(f"written: {path}")
     if FLAGS.picture:
         memory.save_png(bars, FLAGS.picture, f"Memory of a device, data {n}")
 

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import results_file
 from absl import app, flags
 from rich.console import Console
 from rich.table import Table
@@ -46,6 +47,7 @@ ROWS = (
 )
 _ROW = flags.DEFINE_string("row", "", "For the program's own use: the row to run.")
 _DEVICES = flags.DEFINE_integer("devices", 4, "Replicas.", lower_bound=2)
+_KEEP = flags.DEFINE_bool("keep", False, "Write the tracked file of results.")
 _PICTURE = flags.DEFINE_string("picture", "", "PNG file to draw the rows into.")
 
 
@@ -155,13 +157,17 @@ def main(_: list[str]) -> None:
     table = Table(title=f"sums of gradients in one step, {_DEVICES.value} replicas")
     for column in ("row", "sums", "before backward ends", "of their time"):
         table.add_column(column, justify="left" if column == "row" else "right")
-    results = {}
+    results, rows = {}, {}
     for row in ROWS:
         with console.status(row.name):
             results[row.name] = measure(row)
         early, count, share = summary(results[row.name])
+        rows[row.name] = {"sums": count, "early": early, "share": share}
         table.add_row(row.name, str(count), str(early), f"{share:.0%}")
     console.print(table)
+    settings = {"devices": _DEVICES.value}
+    path = results_file.save("overlap", settings, rows, keep=_KEEP.value)
+    console.print(f"written: {path}")
     if _PICTURE.value:
         draw(results, _PICTURE.value)
         console.print(f"drawn: {_PICTURE.value}")

@@ -1,10 +1,12 @@
 """Measures pipelines against one device, on one machine.
 
-    python benchmarks/pipeline.py [--rounds 5] [--json benchmarks/results/pipeline.json]
+    python benchmarks/pipeline.py [--rounds 5] [--keep]
 
-Every row is a process of its own; the rounds go through all of them in turn. Shown is the best of
-the rounds: what other work on the machine adds only makes times longer. The first step includes
-tracing. "Memory" is the peak of a step beyond what is there between steps.
+Every row is a process of its own, with TensorFlow's threads as Keras's users have them; the rounds
+go through all of them in turn, and medians are shown. The first step includes tracing. "Memory" is
+the peak of a step beyond what is there between steps, taken in a further process: TensorFlow counts
+bytes only while oneDNN is on, which it is not by itself on every processor. With --keep the results
+are those that are tracked: see results_file.py.
 """
 
 import dataclasses
@@ -12,10 +14,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
+import results_file
 from absl import app, flags
 from rich.console import Console
 from rich.table import Table
@@ -70,15 +74,19 @@ ROWS = (
 GPT_LENGTH, GPT_BATCH = 128, 32
 
 
-def work(row: Row) -> None:
-    """Runs one row: answers first step and memory, then the times of steps, until told to end."""
+def work(row: Row, memory: bool) -> None:
+    """Runs one row: answers its memory, or the first step and the times of steps until told to end.
+
+    Args:
+        row: The row.
+        memory: Whether memory is asked for.
+    """
     if row.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: row.cores])
-    import kdist
+    if row.stages:
+        import kdist
 
-    kdist.init(cpu_devices=row.devices)
-    import tensorflow as tf
-
+        kdist.init(cpu_devices=row.devices)
     model, x, y = gpt(row) if row.gpt else mlp(row)
 
     def step() -> float:
@@ -88,19 +96,26 @@ def work(row: Row) -> None:
 
     first = step()
     step()
+    if memory:
+        answer(memory_mb=peak_of(step) / 2**20)
+        return
+    answer(first_s=first)
+    for _ in sys.stdin:
+        answer(step_s=[step() for _ in range(STEPS)])
+
+
+def peak_of(step: Callable[[], Any]) -> int:
+    """Bytes that a step takes beyond what is there between steps; oneDNN must be on."""
+    import tensorflow as tf
+
     tf.config.experimental.reset_memory_stats("CPU:0")
     before = tf.config.experimental.get_memory_info("CPU:0")["current"]
     step()
-    peak = tf.config.experimental.get_memory_info("CPU:0")["peak"] - before
-    answer(first_s=first, memory_mb=peak / 2**20)
-    for _ in sys.stdin:
-        answer(step_s=min(step() for _ in range(STEPS)))
+    return int(tf.config.experimental.get_memory_info("CPU:0")["peak"]) - before
 
 
 def mlp(row: Row) -> tuple[Any, Any, Any]:
     """The compiled MLP, inputs and targets."""
-    import kdist
-
     import keras
     import tensorflow as tf
 
@@ -109,6 +124,8 @@ def mlp(row: Row) -> tuple[Any, Any, Any]:
         x = keras.layers.Dense(WIDTH, "relu", name=f"layer{i}")(x)
     model = keras.Model(inputs, x)
     if row.stages:
+        import kdist
+
         kdist.PipelineModel(model, row.stages, row.micro_batches, row.schedule)
     model.compile("sgd", "mse")
     data = tf.random.stateless_normal((BATCH, WIDTH), [0, 1])
@@ -117,8 +134,6 @@ def mlp(row: Row) -> tuple[Any, Any, Any]:
 
 def gpt(row: Row) -> tuple[Any, Any, Any]:
     """The compiled GPT of the examples, tokens and targets."""
-    import kdist
-
     import keras
     import tensorflow as tf
 
@@ -127,6 +142,8 @@ def gpt(row: Row) -> tuple[Any, Any, Any]:
 
     model = gpt_model.build(gpt_model.GPTSizes(256, GPT_LENGTH, 256, 4, 4))
     if row.stages:
+        import kdist
+
         config = kdist.ParallelConfig(
             mesh=kdist.mesh(pipe=row.stages, data=row.data, model=row.model),
             layout_map=gpt_model.layout_map(),
@@ -147,35 +164,51 @@ def answer(**record: Any) -> None:
 
 
 class Worker:
-    """The process of one row."""
+    """The process of one row.
 
-    def __init__(self, row: Row) -> None:
-        environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1"}
+    Args:
+        row: The row.
+        memory: Whether its memory is measured, instead of its times.
+
+    Attributes:
+        first: What the process answered first.
+        times: Seconds of each measured step.
+    """
+
+    def __init__(self, row: Row, memory: bool = False) -> None:
+        environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
+        if memory:
+            environment["TF_ENABLE_ONEDNN_OPTS"] = "1"
         self.row = row
+        self.times: list[float] = []
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
+        command = [sys.executable, __file__, "--row", json.dumps(dataclasses.asdict(row))]
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--row", json.dumps(dataclasses.asdict(row))],
+            [*command, "--memory"] if memory else command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             text=True,
             env=environment,
         )
-        self.record = self._read()
+        self.first = self._read()
 
     def measure(self) -> None:
         """One round."""
         assert self.process.stdin is not None
         print("go", file=self.process.stdin, flush=True)
-        found = self._read()["step_s"]
-        self.record["step_s"] = min(found, self.record.get("step_s", found))
+        self.times += self._read()["step_s"]
 
-    def _read(self) -> dict[str, float]:
+    def _read(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(MARK):
-                found: dict[str, float] = json.loads(line.removeprefix(MARK))
+                found: dict[str, Any] = json.loads(line.removeprefix(MARK))
                 return found
-        raise RuntimeError(f"The row ended early. Received: {self.row}")
+        self._errors.seek(0)
+        raise RuntimeError(
+            f"The row ended early. Received: {self.row}\n{self._errors.read()[-2000:]}"
+        )
 
     def end(self) -> None:
         """Lets the process finish."""
@@ -184,20 +217,25 @@ class Worker:
         self.process.wait()
 
 
-def bars(found: dict[str, dict[str, float]]) -> list[tuple[str, float, str]]:
+def bars(found: dict[str, dict[str, Any]]) -> list[tuple[str, float, str]]:
     """What is asked for: name, measured, bar."""
     from kdist.pipeline import live_formula
 
-    one, core = found["one device"]["step_s"], found["one device, one core"]["step_s"]
+    times = {name: record["step_s"]["median"] for name, record in found.items()}
+    one, core = times["one device"], times["one device, one core"]
     four, gpipe = found["4 stages, 8 micro-batches"], found["4 stages, 8 micro-batches, gpipe"]
     live = live_formula("1f1b", 4, 8) or ()
     formula = 8 * 4 / sum(live)
     memory = gpipe["memory_mb"] / four["memory_mb"]
     return [
-        ("4 stages against one device, both cores: time", four["step_s"] / one, "<= 1.1"),
+        (
+            "4 stages against one device, both cores: time",
+            times["4 stages, 8 micro-batches"] / one,
+            "<= 1.1",
+        ),
         (
             "2 stages on 2 cores against one device on one: speed",
-            core / found["2 stages, 8 micro-batches"]["step_s"],
+            core / times["2 stages, 8 micro-batches"],
             ">= 1.6",
         ),
         (
@@ -207,7 +245,7 @@ def bars(found: dict[str, dict[str, float]]) -> list[tuple[str, float, str]]:
         ),
         (
             "GPT at pipe 2 x data 2 x model 2 against one device: time",
-            found["GPT, pipe 2 x data 2 x model 2"]["step_s"] / found["GPT, one device"]["step_s"],
+            times["GPT, pipe 2 x data 2 x model 2"] / times["GPT, one device"],
             "<= 1.4",
         ),
         ("peak memory of gpipe over 1f1b", memory, f"activations alone: {formula:.2f}"),
@@ -218,23 +256,18 @@ def main(arguments: list[str]) -> None:
     """Runs all rows, or one as a worker."""
     options = flags.FLAGS
     if options.row:
-        work(Row(**json.loads(options.row)))
+        work(Row(**json.loads(options.row)), options.memory)
         return
-    workers = [Worker(row) for row in ROWS]
-    for _ in range(options.rounds):
-        for worker in workers:
-            worker.measure()
-    for worker in workers:
-        worker.end()
-    found = {worker.row.name: worker.record for worker in workers}
-    table = Table(title=f"MLP {LAYERS} x {WIDTH}, batch {BATCH}, {os.cpu_count()} cores, best of")
+    found = measured(options.rounds)
+    title = f"MLP {LAYERS} x {WIDTH}, batch {BATCH}, {os.cpu_count()} cores, medians"
+    table = Table(title=title)
     for title in ("row", "first step", "step", "memory"):
         table.add_column(title, justify="left" if title == "row" else "right")
     for name, record in found.items():
         table.add_row(
             name,
             f"{record['first_s']:.2f} s",
-            f"{record['step_s'] * 1e3:.0f} ms",
+            f"{record['step_s']['median'] * 1e3:.0f} ms",
             f"{record['memory_mb']:.0f} MB",
         )
     console = Console()
@@ -242,14 +275,37 @@ def main(arguments: list[str]) -> None:
     results = bars(found)
     for name, value, bar in results:
         console.print(f"{name}: {value:.2f} (bar {bar})")
-    if options.json:
-        path = Path(options.json)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"rows": found, "bars": results}, indent=1))
+    settings = {"rounds": options.rounds, "steps_in_a_round": STEPS}
+    path = results_file.save("pipeline", settings, found, keep=options.keep, bars=results)
+    console.print(f"written: {path}")
+
+
+def measured(rounds: int) -> dict[str, dict[str, Any]]:
+    """First step, spread of the steps and memory of every row."""
+    memory = {}
+    for row in ROWS:
+        worker = Worker(row, memory=True)
+        memory[row.name] = worker.first["memory_mb"]
+        worker.end()
+    workers = [Worker(row) for row in ROWS]
+    for _ in range(rounds):
+        for worker in workers:
+            worker.measure()
+    for worker in workers:
+        worker.end()
+    return {
+        worker.row.name: {
+            "first_s": worker.first["first_s"],
+            "step_s": results_file.spread_of(worker.times),
+            "memory_mb": memory[worker.row.name],
+        }
+        for worker in workers
+    }
 
 
 if __name__ == "__main__":
     flags.DEFINE_integer("rounds", 5, "Rounds through all rows.")
-    flags.DEFINE_string("json", "", "File for the results.")
+    flags.DEFINE_bool("keep", False, "Write the tracked file of results.")
+    flags.DEFINE_bool("memory", False, "For the program's own use: measure memory.")
     flags.DEFINE_string("row", "", "For the program's own use: the row to run.")
     app.run(main)

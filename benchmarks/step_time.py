@@ -14,17 +14,16 @@ JSON.
 import dataclasses
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import venv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import results_file
 from absl import flags
 from rich.console import Console
 from rich.table import Table
@@ -212,6 +211,7 @@ def _flags() -> flags.FlagValues:
         "only", "", "run rows whose name has this text, and plain", flag_values=values
     )
     flags.DEFINE_string("out", "", "JSON file to write", flag_values=values)
+    flags.DEFINE_bool("keep", False, "write the tracked file of results", flag_values=values)
     for field in dataclasses.fields(rows.Sizes):
         value = getattr(default, field.name)
         flags.DEFINE_integer(field.name, value, "size", lower_bound=1, flag_values=values)
@@ -244,18 +244,13 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
         for row in rows.growth_rows(sizes):
             growth += measure([row], pythons, 0, 0)
         Console().print(growth_table(growth))
-    result = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": {"cores": os.cpu_count(), "system": platform.platform()},
-        "rounds": args.rounds,
-        "steps_in_a_round": args.steps,
-        "step_rows": steps,
-        "growth_rows": growth,
-    }
-    out = Path(args.out or HERE / "results" / f"step_time_{time.strftime('%Y%m%d_%H%M%S')}.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    console.print(f"written: {out}")
+    for record in (*steps, *growth):
+        if record.get("steps_s"):
+            record["step_s"] = results_file.spread_of(record["steps_s"])
+    result = {"step_rows": steps, "growth_rows": growth}
+    settings = {"rounds": args.rounds, "steps_in_a_round": args.steps, **chosen_sizes}
+    path = results_file.save("step_time", settings, result, keep=args.keep, out=args.out)
+    console.print(f"written: {path}")
     return result
 
 

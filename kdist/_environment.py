@@ -54,9 +54,8 @@ def init(cpu_devices: int | None = None, threads_per_op: int | None = None) -> N
         threads_per_op: number of threads among which TensorFlow cuts the work of one operation on
             a CPU (its intra-op parallelism); 0 is a thread per core. None leaves it as it is,
             unless there are at least as many CPU devices as cores: then it is 1, since the devices
-            keep all cores busy and cutting operations up costs time (8 devices on 2 cores: a
-            fifth of a training step). What the user set in TensorFlow, or in the environment,
-            stays.
+            keep all cores busy and cutting operations up costs time. What the user set in
+            TensorFlow, or in the environment, stays.
 
     Raises:
         ValueError: if a number is not an integer of at least 1 (0 for threads), or if TensorFlow
