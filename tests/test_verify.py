@@ -69,7 +69,7 @@ EQUAL = product([c for c in zoo.ZOO if not c.has_batchnorm], MESHES)
     ("name", "mesh"),
     spread(
         [(case.name, mesh) for case, mesh in EQUAL],
-        [("two_tower", "data4"), ("mlp", "data2_model2")],
+        [("mlp", "data2_model2")],
     ),
 )
 def test_the_zoo_is_equal_to_one_device(name, mesh):
@@ -82,10 +82,10 @@ def test_the_zoo_is_equal_to_one_device(name, mesh):
     assert "Equal to one device" in str(report)
 
 
-LEVELS = [(case.name, level) for case in (zoo.MLP, zoo.GPT) for level in (1, 2, 3)]
+LEVELS = [(case.name, level) for case in (zoo.MLP, zoo.GPT, zoo.TWO_TOWER) for level in (1, 2, 3)]
 
 
-@pytest.mark.parametrize(("name", "level"), spread(LEVELS, [("mlp", 3)]))
+@pytest.mark.parametrize(("name", "level"), spread(LEVELS, [("two_tower", 3)]))
 def test_levels_are_equal_to_one_device(name, level):
     case = zoo.BY_NAME[name]
     optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0)
