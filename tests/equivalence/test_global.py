@@ -33,9 +33,7 @@ def _compare(what: Case, mesh: str, engine: str, **options: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"), spread(product(BY_NAME, MESHES), [("resnet", "data2_model2")])
-)
+@pytest.mark.parametrize(("name", "mesh"), spread(product(BY_NAME, MESHES), []))
 def test_model_equals_one_device(name: str, mesh: str, engine: str) -> None:
     _compare(BY_NAME[name], mesh, engine, epochs=2)
 
@@ -53,7 +51,7 @@ def test_layer_that_couples_rows_equals_one_device(name: str, mesh: str, engine:
     _compare(case(name), mesh, engine)
 
 
-@pytest.mark.parametrize("name", spread(product(NAMED), [("contrastive",), ("counters",)]))
+@pytest.mark.parametrize("name", spread(product(NAMED), [("contrastive",)]))
 def test_replicas_apart_train_on_other_numbers(name: str) -> None:
     with pytest.raises(EquivalenceError, match="differ from the reference"):
         _compare(case(name), "data4", "kdist", config={})

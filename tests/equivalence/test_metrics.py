@@ -190,7 +190,6 @@ ROWS = [row for row in product(CASES, MESHES, FORMS) if _possible(*row)]
         [
             ("mlp", "data4", "weighted"),
             ("two_tower", "data2_model2", "none"),
-            ("mlp", "pipe2_data2", "weighted"),
         ],
     ),
 )
