@@ -58,15 +58,6 @@ def test_figures_are_in_the_logs(axes: dict[str, int], level: int) -> None:
     assert_close(weights, model.get_weights())
 
 
-def test_the_gathers_of_level_3_are_measured_too() -> None:
-    model = compiled({"data": 4}, 3)
-    x, y = data(16)
-    found = model.fit(x, y, verbose=0, callbacks=[CommFusion()]).history
-    (gather,) = [t for t in model.plan().traffic() if t.what == "gather"]
-    assert found["comm_collectives"][0] > gather.collectives > 0
-    assert found["comm_bytes"][0] > gather.nbytes > 0
-
-
 def test_one_replica_communicates_nothing() -> None:
     model = compiled({"data": 1})
     found = model.fit(*data(8), verbose=0, callbacks=[CommFusion()]).history
