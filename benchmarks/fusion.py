@@ -4,8 +4,8 @@
 
 In one process the training step of a deep, narrow model is timed under several `FusionConfig`s, in
 interleaved rounds. Across two processes the same gradients are all-reduced one by one, and as one
-tensor, with `kdist.comm`. Shown are medians and ratios within this run. JSON goes to
-benchmarks/results/.
+tensor, with `kdist.comm`. Shown are medians and ratios within this run. Results are
+kept with --keep: see results_file.py.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ Each configuration is a process of its own and stays alive; the rounds go throug
 turn (A B C A B C), so what slows the machine for a while slows every row. The column
 "used" counts the devices that computed: a time for a mesh of four of which two compute is
 not the time of that mesh. Shown are medians: they
-compare rows of one run, and say nothing about another machine. Results go to benchmarks/results/ as
-JSON.
+compare rows of one run, and say nothing about another machine. Results are kept with
+--keep: see results_file.py.
 """
 
 import dataclasses
