@@ -16,18 +16,23 @@ from .optimizer_zoo import OPTIMIZERS
 from .random_graphs import Net, Step, nets
 
 
-def _second_stage(net: Net, first: int) -> dict[str, int]:
-    """Layers of the steps from number `first` on that lead to an output."""
+def _stages(net: Net, first: int) -> dict[str, int]:
+    """Puts the steps from number `first` on into the second stage, those that lead to an output."""
     there = {layer.name for layer in net.build().layers}
-    names = [net.name(i) for i in range(first, len(net.steps))]
-    return {name: 1 for name in names if name in there}
+    later = {net.name(i) for i in range(first, len(net.steps))}
+    found = {"table": 0, **dict.fromkeys(sorted(later), 1)}
+    # The nodes of a nested model stand in its place, where it is not given a mask.
+    return {
+        "nested(/.*)?" if name == "nested" else name: stage
+        for name, stage in found.items()
+        if name in there
+    }
 
 
-def _check(net: Net, first: int, engine: str) -> None:
+def _check(net: Net, stages: dict[str, int], engine: str) -> None:
     import kdist
 
     count = len(net.build().outputs)
-    stages = {"table": 0, **_second_stage(net, first)}
 
     def data(seed: int, samples: int) -> Data:
         x, y = random_graphs.data(seed, samples)
@@ -62,7 +67,8 @@ def test_a_mask_is_taken_off_a_tensor_that_was_sent_twice(engine: str) -> None:
         Step("attention", 0, 0, False),
         Step("add", 0, 2, False),
     )
-    _check(Net(steps, ()), 1, engine)
+    net = Net(steps, ())
+    _check(net, _stages(net, 1), engine)
 
 
 def _settings(examples: int) -> hypothesis.settings:
@@ -80,5 +86,11 @@ def _settings(examples: int) -> hypothesis.settings:
 @_settings(40)
 @hypothesis.given(net=nets(), first=st.integers(0, 7))
 def test_random_graphs_in_stages_equal_one_device(net: Net, first: int, engine: str) -> None:
-    hypothesis.assume(_second_stage(net, first))
-    _check(net, first, engine)
+    stages = _stages(net, first)
+    hypothesis.assume({0, 1} <= set(stages.values()))
+    try:
+        _check(net, stages, engine)
+    except ValueError as refused:
+        # Keras may call layers in another order than that of the steps.
+        hypothesis.assume("takes the Keras mask off" not in str(refused))
+        raise
