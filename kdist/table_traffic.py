@@ -48,7 +48,8 @@ def table_traffic(
         placement: Where the table is stored.
         units: Who updates which part of it.
         look_up: How its rows are looked up.
-        micro_batches: Of a replica; the rows of each travel by themselves.
+        micro_batches: Of a replica; the rows of each travel by themselves, but for those that are
+            picked out for a part of the table.
     """
     replicas = len(placement.slices)
     blocks = _columns(placement)
@@ -72,7 +73,7 @@ def table_traffic(
             at_most = True
         else:
             # Each row goes to the one owner of the part that it falls on.
-            sent, rows = len(sharing) * (replicas - 1) * micro_batches, replicas
+            sent, rows = len(sharing) * (replicas - 1), replicas
             at_most = True
         messages, row_bytes = messages + sent, row_bytes + rows * row * bool(sent)
     return TableTraffic(placement.path, messages, row_bytes, at_most)

@@ -52,6 +52,7 @@ DEFAULT = [
     (1, "data2_model2", "index", True),
     (3, "data2_model2", "size", False),
     (1, "pipe2_data2", "none", True),
+    (3, "pipe2_data2", "auto", True),
 ]
 
 
