@@ -51,7 +51,7 @@ class PlainRunner:
         self._gradients = self._function(program.loss_and_gradients, jit_compile)
         self._loss = self._function(program.loss, jit_compile)
         self._counts = self._function(program.counts, False)
-        self._forward = self._function(self._outputs, jit_compile)
+        self._forward = self._function(program.infer, jit_compile)
         self._collect = self._function(program.collect, jit_compile)
         self._pull = self._function(program.cotangent_gradients, jit_compile)
 
@@ -156,12 +156,8 @@ class PlainRunner:
                 counts.append(self._counts(*inputs[r], batch.parts[r], batch.counts[r], training))
         return counts
 
-    def _outputs(self, params: list[Any], carried: list[Any], x: Any) -> Any:
-        outputs, _ = self.program.forward(params, carried, x, training=False)
-        return outputs
-
-    def outputs(self, batch: SplitBatch) -> list[Any]:
-        """Inference-mode outputs of every slice."""
+    def outputs(self, batch: SplitBatch) -> list[dict[str, Any]]:
+        """Outputs of every slice in inference mode, and new state; see `Program.infer`."""
         results = []
         for r, device in enumerate(self.devices):
             with tf.device(device), self._replica(r):

@@ -156,6 +156,11 @@ class Program:
             outputs = self._call(x, training)
         return outputs, scope
 
+    def infer(self, params: Sequence[Any], carried: Sequence[Any], x: Any) -> dict[str, Any]:
+        """Inference-mode `outputs` and `updated` state: layers may draw and count there too."""
+        outputs, scope = self.forward(params, carried, x, training=False)
+        return {"outputs": outputs, "updated": self._collect_updates(scope, self.tested)}
+
     def loss_and_gradients(
         self,
         params: list[Any],

@@ -89,8 +89,8 @@ class SegmentedRunner(PlainRunner):
         self._order_reads()
         return results
 
-    def outputs(self, batch: SplitBatch) -> list[Any]:
-        """Inference-mode outputs of every slice."""
+    def outputs(self, batch: SplitBatch) -> list[dict[str, Any]]:
+        """See `PlainRunner.outputs`."""
         self._forget()
         results = super().outputs(batch)
         self._order_reads()

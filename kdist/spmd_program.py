@@ -76,11 +76,12 @@ class SpmdPrograms:
         used, state = self._gather(params, carried)
         return self.program.counts(used, state, data, rows, training=True)
 
-    def outputs(self, params: Any, carried: Any, x: Any) -> Any:
-        """Inference-mode outputs, in whatever layout they have."""
+    def outputs(self, params: Any, carried: Any, x: Any) -> dict[str, Any]:
+        """See `Program.infer`; outputs in whatever layout they have."""
         used, state = self._gather(params, carried)
-        outputs, _ = self.program.forward(used, state, x, training=False)
-        return outputs
+        result = self.program.infer(used, state, x)
+        result["updated"] = self._laid_back(result["updated"], params, carried, False)
+        return result
 
     def probe(self, params: Any, carried: Any, x: Any) -> tuple[Any, list[Any]]:
         """A forward and backward pass without a loss, for `kdist.inspect`.
@@ -114,14 +115,18 @@ class SpmdPrograms:
     def _finish(
         self, result: dict, params: Sequence[Any], carried: Sequence[Any], training: bool
     ) -> dict:
-        positions = self.program.traced(training).updated
-        given = [*carried, *params]
-        result["updated"] = [
-            like(value, given[i]) for i, value in zip(positions, result["updated"])
-        ]
+        result["updated"] = self._laid_back(result["updated"], params, carried, training)
         if not self.want_outputs:
             result["outputs"], result["masks"] = None, []
         return result
+
+    def _laid_back(
+        self, updated: Sequence[Any], params: Sequence[Any], carried: Sequence[Any], training: bool
+    ) -> list[Any]:
+        """New state in the layouts in which the old came."""
+        positions = self.program.traced(training).updated
+        given = [*carried, *params]
+        return [like(value, given[i]) for i, value in zip(positions, updated)]
 
 
 def positions(variables: Sequence[keras.Variable], chosen: set[int]) -> frozenset[int]:

@@ -93,14 +93,20 @@ class SpmdRunner:
         """Loss and outputs of every slice, in inference mode."""
         return self._run(self._losses, batch, ())
 
-    def outputs(self, batch: SplitBatch) -> list[Any]:
-        """Inference-mode outputs of every slice."""
+    def outputs(self, batch: SplitBatch) -> list[dict[str, Any]]:
+        """See `PlainRunner.outputs`; state as per-device lists."""
         state = self.inputs.packed_state()
         calls = []
         for s in range(len(self.meshes)):
             x = self.inputs.packed_data(batch.parts[s][0], s)
             calls.append(self._outputs(s, signature(x), (*state[s], x)))
-        return [keras.tree.map_structure(whole_value, one) for one in calls]
+        return [
+            {
+                "outputs": keras.tree.map_structure(whole_value, one["outputs"]),
+                "updated": [dtensor.unpack(u) for u in one["updated"]],
+            }
+            for one in calls
+        ]
 
     def _run(self, program: Lowered, batch: SplitBatch, extra: tuple) -> list[dict[str, Any]]:
         state = self.inputs.packed_state()

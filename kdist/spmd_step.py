@@ -34,6 +34,7 @@ class SpmdStep(Step):
         self._finish_gradients = tf.function(self._whole_gradients, autograph=False)
         self._apply_whole = tf.function(super().apply_whole, autograph=False)
         self._finish_test = tf.function(self._finish_testing, autograph=False)
+        self._keep_predicted = tf.function(self._keep_inferred, autograph=False)
         self.loop_shapes = Shapes()
         """Shapes of the batches of the user's own loop."""
 
@@ -53,7 +54,11 @@ class SpmdStep(Step):
         """Outputs for a global batch, rows in order."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         batch = split(x, None, None, self.topology.data_size)
-        return join(self.runner.outputs(batch), batch.counts)
+        results = self.runner.outputs(batch)
+        if self.program.tested.updated:
+            updated = [{"updated": r["updated"]} for r in results]
+            self._keep_predicted(as_nest(batch), full_parts(batch), updated)
+        return join([r["outputs"] for r in results], batch.counts)
 
     def gradients(self, data: Any) -> tuple[Any, list[Any]]:
         """Loss and whole gradients of a global batch, for the user's own loop."""
@@ -91,6 +96,10 @@ class SpmdStep(Step):
         batch = from_nest(nest, full, known_size)
         results = self._with_whole_state(results, False)
         return self.finish_testing(batch, results, self._total(results, "loss"))
+
+    def _keep_inferred(self, nest: Any, full: bool, results: Any) -> None:
+        batch = from_nest(nest, full, False)
+        self._keep_state(batch, self._with_whole_state(results, False), training=False)
 
 
 def as_nest(batch: SplitBatch) -> tuple:

@@ -144,7 +144,9 @@ class Step:
         """Outputs for a global batch, rows in order."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         batch = split(x, None, None, self.topology.data_size)
-        return join(self.runner.outputs(batch), batch.counts)
+        results = self.runner.outputs(batch)
+        self._keep_state(batch, results, training=False)
+        return join([r["outputs"] for r in results], batch.counts)
 
     def split(self, data: Any) -> SplitBatch:
         """Cuts what the data pipeline yields over the slices."""

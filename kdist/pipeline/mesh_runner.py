@@ -72,8 +72,8 @@ class MeshPipelineRunner(PipelineRunner):
         self._adder = self._lower(add_lists)
         self._penalties: dict[tuple[int, ...], Lowered] = {}
 
-    def outputs(self, batch: SplitBatch) -> list[Any]:
-        """Inference-mode outputs of every replica."""
+    def outputs(self, batch: SplitBatch) -> list[dict[str, Any]]:
+        """See `PlainRunner.outputs`, per replica."""
         wanted, self.want_outputs = self.want_outputs, True
         try:
             return super().outputs(batch)

@@ -69,11 +69,10 @@ class PipelineRunner(PlainRunner):
         schedule = forward_only(self.schedule)
         return self._run_schedule(Pass(training=False), schedule, batch, None, with_loss=True)
 
-    def outputs(self, batch: SplitBatch) -> list[Any]:
-        """Inference-mode outputs of every replica."""
+    def outputs(self, batch: SplitBatch) -> list[dict[str, Any]]:
+        """See `PlainRunner.outputs`, per replica."""
         schedule = forward_only(self.schedule)
-        results = self._run_schedule(Pass(training=False), schedule, batch, None, with_loss=False)
-        return [r["outputs"] for r in results]
+        return self._run_schedule(Pass(training=False), schedule, batch, None, with_loss=False)
 
     def _run_schedule(
         self, wanted: Pass, schedule: Schedule, batch: SplitBatch, scale: Any, with_loss: bool
