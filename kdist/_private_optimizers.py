@@ -202,6 +202,17 @@ def apply_nothing(optimizer: Any) -> None:
 
 def decay_and_count(optimizer: Any, variables: list[keras.Variable]) -> None:
     """What `apply` does to the weights, and to its own state, that needs no gradient."""
+    steps = optimizer.gradient_accumulation_steps
+    if steps:
+
+        def due() -> None:
+            optimizer._apply_weight_decay(variables)
+            optimizer._backend_reset_gradient_accumulators()
+
+        # The branch that updates does so before its gradients come; the count is behind them.
+        count = tf.convert_to_tensor(optimizer._iterations.value) + 1
+        tf.cond(count % steps == 0, due, lambda: None)
+        return
     optimizer._apply_weight_decay(variables)
     # Averages of weights are made of what the gradients give.
     if optimizer.use_ema:

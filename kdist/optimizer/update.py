@@ -319,7 +319,8 @@ class DistributedUpdate:
         """What Keras updates in a step whose batch does not come, because the data has run out.
 
         Its graph counts the step and decays weights before it learns that; where these wait for
-        the gradients (loss scaling, accumulation) it does nothing. A run goes on from there.
+        the gradients (loss scaling; the count, with accumulation) it does not. A run goes on from
+        there.
 
         Args:
             connected: Trainable variables with a gradient.
@@ -327,9 +328,12 @@ class DistributedUpdate:
         if self.loss_scale is not None:
             return
         live = set(self.jobs.updating(set(connected)))
-        for (leaf, _), local in zip(self.groups, self.jobs.local):
-            if leaf.gradient_accumulation_steps:
-                continue
+        for number, sums in self.sums.items():
+            leaf, first = self.groups[number][0], self.jobs.local[number][0]
+            step = tf.convert_to_tensor(first.iterations().value) + 1
+            due = step % leaf.gradient_accumulation_steps == 0
+            tf.cond(due, lambda sums=sums: sums.reset(sorted(sums.sums)), lambda: None)
+        for local in self.jobs.local:
             for one in local:
                 with tf.device(one.device):
                     one.without_gradients(
