@@ -16,7 +16,8 @@ import keras
 import numpy as np
 import pytest
 
-TOLERANCE = 1e-9
+from .equivalence.outcome import check_arrays
+
 MESHES = ({"data": 4}, {"data": 2, "model": 2})
 NAMES = ("plain", "data", "inner")
 """Of the models that `everywhere` makes."""
@@ -103,25 +104,33 @@ def assert_same_weights(plain: keras.Model, *others: keras.Model) -> None:
     """Weights, and the optimizer's variables if there are any, agree in order and value."""
     for other in others:
         assert [v.path for v in plain.weights] == [v.path for v in other.weights]
-    assert_close(*[m.get_weights() for m in (plain, *others)])
-    if plain.compiled and plain.optimizer is not None and plain.optimizer.built:
-        assert_close(*[[v.numpy() for v in m.optimizer.variables] for m in (plain, *others)])
+        _check_variables("weights", plain.weights, other.weights)
+        if plain.compiled and plain.optimizer is not None and plain.optimizer.built:
+            _check_variables("slots", plain.optimizer.variables, other.optimizer.variables)
+
+
+def _check_variables(
+    part: str, expected: Sequence[keras.Variable], actual: Sequence[keras.Variable]
+) -> None:
+    """Compares by position: what Keras numbers (`adam_1`) is not named alike."""
+    names = [f"{i}/{v.path}" for i, v in enumerate(expected)]
+    both = [[np.asarray(v.numpy()) for v in one] for one in (expected, actual)]
+    check_arrays(part, *(dict(zip(names, arrays, strict=True)) for arrays in both))
 
 
 def assert_close(expected: Any, *others: Any) -> None:
-    """Equal structures of arrays, to `TOLERANCE` relative and absolute."""
-    left = keras.tree.flatten(expected)
+    """Equal structures of arrays, each to 1e-9 of its scale; see `equivalence/outcome.py`."""
+    left = _numbered(expected)
     for number, other in enumerate(others, 1):
-        right = keras.tree.flatten(other)
+        right = _numbered(other)
         assert len(left) == len(right), (len(left), len(right))
-        for x, y in zip(left, right, strict=True):
-            np.testing.assert_allclose(
-                np.asarray(y),
-                np.asarray(x),
-                rtol=TOLERANCE,
-                atol=TOLERANCE,
-                err_msg=f"argument {number} differs from the first",
-            )
+        check_arrays("value", left, right, f"argument {number} differs from the first")
+
+
+def _numbered(values: Any) -> dict[str, np.ndarray]:
+    """The leaves of a structure by position; of any dtype, since logs come as Python's numbers."""
+    leaves = keras.tree.flatten(values)
+    return {str(i): np.asarray(leaf).astype("float64") for i, leaf in enumerate(leaves)}
 
 
 def assert_same_history(first: Any, *others: Any) -> None:

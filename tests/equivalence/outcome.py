@@ -212,6 +212,21 @@ def _mismatches(
             yield found
 
 
+def check_arrays(part: str, expected: Arrays, actual: Arrays, title: str = "") -> None:
+    """Raises when named arrays of two runs differ, by the yardstick of float64.
+
+    Args:
+        part: What they are. Those of `slots` are of several kinds, told by the end of their names.
+        expected: Name -> array of the reference.
+        actual: Name -> array of the run under test, in the same order.
+        title: What ran, for the message.
+
+    Raises:
+        EquivalenceError: Naming the worst arrays first.
+    """
+    _report([*_mismatches(part, expected, actual, FLOAT64, 0.0, ())], title)
+
+
 def check(
     expected: Outcome,
     actual: Outcome,
@@ -243,6 +258,11 @@ def check(
             zero_gradient_paths,
         )
     ]
+    _report(found, title)
+
+
+def _report(found: list[Mismatch], title: str) -> None:
+    """Raises if there are mismatches, naming the worst first."""
     if not found:
         return
     found.sort(key=lambda mismatch: -mismatch.excess)
