@@ -119,7 +119,7 @@ def test_shared_weights_are_tied():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_embedding_and_head_of_a_gpt(tied):
-    described = graph_of(zoo._gpt(tied))
+    described = graph_of((zoo.GPT_TIED if tied else zoo.GPT).build())
     result = partition(described.graph, 2)
     assert "vocabulary" in result.stages[0] and "vocabulary#1" in result.stages[1]
     assert result.tied == ({"vocabulary/embeddings": (0, 1)} if tied else {})
