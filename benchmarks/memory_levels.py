@@ -30,6 +30,7 @@ flags.DEFINE_string("picture", "", "file for a picture, PNG")
 flags.DEFINE_bool("keep", False, "write the tracked file of results")
 
 FORMULA = {0: "16", 1: "8 + 8/N", 2: "4 + 12/N", 3: "16/N"}
+COLUMNS = ("weights", "state", "gradients", "gathered", "both", "sum")
 VALUES: dict[int, Callable[[int], float]] = {
     0: lambda n: 16,
     1: lambda n: 8 + 8 / n,
@@ -57,16 +58,17 @@ def main(_: list[str]) -> None:
     """Prints a table in Markdown."""
     kdist.init(cpu_devices=FLAGS.data)
     n, bars, rows = FLAGS.data, [], []
-    print(f"| level | formula, N = {n} | weights | state | gradients | gathered | both | sum |")
+    print(f"| level | formula, N = {n} | {' | '.join(COLUMNS)} |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for level, text in FORMULA.items():
         count, most = measured(level)
         value = VALUES[level](n)
         parts = (most.parameters, most.slots, most.gradients, most.gathered, most.both)
         total = most.parameters + most.slots + (most.both or 0)
-        numbers = " | ".join(f"{(part or 0) / count:.2f}" for part in (*parts, total))
+        each = [(part or 0) / count for part in (*parts, total)]
+        numbers = " | ".join(f"{one:.2f}" for one in each)
         print(f"| {level} | {text} = {value:.2f} | {numbers} |", flush=True)
-        rows.append({"level": level, "formula": value, "total": total / count})
+        rows.append({"level": level, "formula": value, **dict(zip(COLUMNS, each))})
         bars.append(dataclasses.replace(most, device=f"level {level}"))
     settings = {"data": n, "depth": FLAGS.depth, "width": FLAGS.width}
     path = results_file.save(f"memory_levels_data{n}", settings, rows, keep=FLAGS.keep)

@@ -1,0 +1,119 @@
+"""The tables of README and docs that show kept results, made from `benchmarks/results/*.json`.
+
+    sh run.sh python benchmarks/results_tables.py
+
+writes them anew, each between `<!-- results: NAME -->` and `<!-- end of results -->`. A test holds
+the pages to what this gives, so that no figure outlives the run it came from.
+"""
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kdist.tables import readable
+
+import results_file
+
+CHECKOUT = results_file.FOLDER.parent.parent
+PAGES = ("README.md", "docs/memory.md", "docs/compression.md", "docs/pipeline.md")
+PLACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.S)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def step_time(record: dict[str, Any]) -> str:
+    """Steps relative to plain Keras, and first steps."""
+    rows = record["rows"]["step_rows"]
+    base = statistics.median(rows[0]["steps_s"])
+    found = []
+    for row in rows:
+        ratio = statistics.median(row["steps_s"]) / base
+        found.append([row["name"], f"{ratio:.2f}", f"{row['first_step_s']:.1f} s"])
+    return table(("", "step, to plain Keras", "first step"), found)
+
+
+def memory_levels(record: dict[str, Any]) -> str:
+    """Bytes per parameter, by level."""
+    n = record["settings"]["data"]
+    columns = ("weights", "state", "gradients", "gathered", "both", "sum")
+    rows = [
+        [str(row["level"]), f"{row['formula']:.2f}", *(f"{row[one]:.2f}" for one in columns)]
+        for row in record["rows"]
+    ]
+    return table(("level", f"formula, N = {n}", *columns), rows)
+
+
+def compression(record: dict[str, Any]) -> str:
+    """What is sent and kept, and the loss, by what is compressed."""
+    first = record["rows"][0]
+    rows = []
+    for row in record["rows"]:
+        less = first["sent"] / row["sent"]
+        worse = row["loss"] / first["loss"] - 1
+        rows.append(
+            [
+                row["name"],
+                readable(row["sent"]) + (f" ({less:.1f} x less)" if less > 1.05 else ""),
+                readable(row["moments"]),
+                readable(row["kept"]) if row["kept"] else "",
+                f"{row['loss']:.4f}" + (f" ({worse:+.2%})" if row is not first else ""),
+            ]
+        )
+    return table(("compressed", "sent in a step", "moments", "errors kept", "loss"), rows)
+
+
+def pipeline(record: dict[str, Any]) -> str:
+    """Ratios that the benchmark has bars for."""
+    rows = [[name, f"{value:.2f}", str(bar)] for name, value, bar in record["bars"]]
+    return table(("", "measured", "bar"), rows)
+
+
+KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "step_time": step_time,
+    "memory_levels_data4": memory_levels,
+    "memory_levels_data8": memory_levels,
+    "compression": compression,
+    "pipeline": pipeline,
+}
+
+
+def source(record: dict[str, Any]) -> str:
+    """Where and when a run was made."""
+    machine, versions = record["machine"], record["versions"]
+    return (
+        f"\nMeasured {record['date'][:10]} at commit {record['commit'].rstrip('+')} on "
+        f"{machine['cores']} cores of {machine['processor']}, TensorFlow {versions['tensorflow']}, "
+        f"Keras {versions['keras']}: `benchmarks/results/{record['name']}.json`.\n"
+    )
+
+
+def with_results(text: str) -> str:
+    """A page with its tables made anew from the kept results."""
+
+    def filled(found: re.Match) -> str:
+        name = found.group(2)
+        record = json.loads((results_file.FOLDER / f"{name}.json").read_text())
+        return f"{found.group(1)}{KINDS[name](record)}{source(record)}{found.group(3)}"
+
+    return PLACE.sub(filled, text)
+
+
+def main() -> None:
+    """Writes the pages."""
+    for name in PAGES:
+        page = Path(CHECKOUT / name)
+        before = page.read_text()
+        after = with_results(before)
+        page.write_text(after)
+        print(f"{name}: {'written' if after != before else 'unchanged'}")
+
+
+if __name__ == "__main__":
+    main()
