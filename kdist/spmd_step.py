@@ -99,7 +99,8 @@ class SpmdStep(Step):
 
     def _keep_inferred(self, nest: Any, full: bool, results: Any) -> None:
         batch = from_nest(nest, full, False)
-        self._keep_state(batch, self._with_whole_state(results, False), training=False)
+        results = self._with_whole_state(results, False)
+        self._combine(*self._changed(results, training=False), batch)
 
 
 def as_nest(batch: SplitBatch) -> tuple:

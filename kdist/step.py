@@ -145,7 +145,7 @@ class Step:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         batch = split(x, None, None, self.topology.data_size)
         results = self.runner.outputs(batch)
-        self._keep_state(batch, results, training=False)
+        self._combine(*self._changed(results, training=False), batch)
         return join([r["outputs"] for r in results], batch.counts)
 
     def split(self, data: Any) -> SplitBatch:
