@@ -63,7 +63,7 @@ def compression(record: dict[str, Any]) -> str:
                 readable(row["sent"]) + (f" ({less:.1f} x less)" if less > 1.05 else ""),
                 readable(row["moments"]),
                 readable(row["kept"]) if row["kept"] else "",
-                f"{row['loss']:.4f}" + (f" ({worse:+.2%})" if row is not first else ""),
+                f"{row['loss']:.4f}" + (f" ({worse:+.2%})" if abs(worse) >= 5e-5 else ""),
             ]
         )
     return table(("compressed", "sent in a step", "moments", "errors kept", "loss"), rows)
