@@ -6,15 +6,22 @@ import contextlib
 import random
 from collections.abc import Iterator
 
+from kdist import _private
+
 import numpy as np
+import tensorflow as tf
 
 
 @contextlib.contextmanager
 def chance_kept() -> Iterator[None]:
-    """Meanwhile, random numbers may be drawn; then Python's and NumPy's go on as if none was."""
+    """Meanwhile, random numbers may be drawn; then Python, NumPy and Keras go on as if none was."""
     python, numpy = random.getstate(), np.random.get_state()
+    generator = _private.unseeded_generator() if tf.executing_eagerly() else None
+    unseeded = None if generator is None else tf.identity(generator.value)
     try:
         yield
     finally:
+        if generator is not None:
+            generator.assign(unseeded)
         random.setstate(python)
         np.random.set_state(numpy)

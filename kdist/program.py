@@ -27,7 +27,7 @@ class ModelState:
     Attributes:
         trainable: Updated by the optimizer from gradients.
         fixed: Other weights: frozen ones, and statistics that the forward pass may update.
-        seeds: States of seed generators.
+        seeds: States of seed generators; of the one for operations without a seed too, once used.
         metrics: Variables of metrics that layers or the model own.
     """
 
@@ -48,6 +48,9 @@ class ModelState:
             if id(v) not in known:
                 known.add(id(v))
                 (fixed if id(v) in weights else seeds).append(v)
+        unseeded = _private.unseeded_generator()
+        if unseeded is not None and id(unseeded) not in known:
+            seeds.append(unseeded)
         metrics: list[keras.Variable] = []
         for metric in model.metrics:
             own = (_private.loss_tracker(model), _private.compiled_metrics(model))
@@ -364,7 +367,19 @@ class Program:
         return extra
 
     def _collect_updates(self, scope: ForwardScope, traced: Traced) -> list[Any]:
-        """New values of the variables that the forward pass wrote."""
+        """New values of the variables that the forward pass wrote.
+
+        Raises:
+            ValueError: It wrote a variable that the model does not list: the value would be lost.
+        """
+        listed = {id(v) for v in self.state.written}
+        lost = [v.path for key, v in scope.written.items() if key not in listed]
+        if lost:
+            raise ValueError(
+                "A layer writes variables that the model does not list, so what it writes would be "
+                "lost. Make them weights of the layer: self.add_weight(..., trainable=False). "
+                f"Received: model={self.model.name!r}, which writes {lost}"
+            )
         pairs = [(scope.current(v), scope.given.get(id(v))) for v in self.state.written]
         traced.updated = [i for i, (now, given) in enumerate(pairs) if now is not given]
         return [pairs[i][0] for i in traced.updated]

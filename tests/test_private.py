@@ -434,3 +434,14 @@ def test_private_strategy():
         assert _private_strategy.copies(variable) == ()
         assert _private_strategy.strategy_of(variable) is None
         assert variable.device.endswith("CPU:1")
+
+
+def test_unseeded_generator() -> None:
+    keras.utils.clear_session(free_memory=False)
+    assert _private.unseeded_generator() is None
+    keras.random.normal((1,))
+    state = _private.unseeded_generator()
+    assert state is not None
+    before = keras.ops.convert_to_numpy(state).copy()
+    keras.random.normal((1,))
+    assert not np.array_equal(before, keras.ops.convert_to_numpy(state))
