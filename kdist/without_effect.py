@@ -118,9 +118,16 @@ def without_effect(
 
 
 def _level(case: _Case) -> Iterator[WithoutEffect]:
-    """Levels without replicas, or that leave every parameter whole."""
+    """A threshold without a level; levels without replicas, or that leave every parameter whole."""
     level, facts = case.optimizer.level, case.facts
     if level == 0:
+        threshold = case.optimizer.threshold_kb
+        if threshold != OptimizerConfig.threshold_kb:
+            yield WithoutEffect(
+                f"threshold_kb={threshold:g}",
+                "level 0 cuts nothing",
+                "Raise level, or leave it out",
+            )
         return
     if not case.replicas:
         yield WithoutEffect(_level_settings(case.optimizer), case.no_replicas, ADD_DATA)

@@ -6,6 +6,7 @@ kind, rows of tables, stored and updated bytes, and what the callback logs.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from typing import Any
@@ -19,6 +20,7 @@ from kdist.parallel import attached
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from .equivalence.matrix import product, spread
 from .step_parts import Parts, first_step
@@ -30,6 +32,7 @@ MESHES = {
     "data4": {"data": 4},
     "data2_model2": {"data": 2, "model": 2},
     "pipe2_data2": {"pipe": 2, "data": 2},
+    "pipe2_data2_model2": {"pipe": 2, "data": 2, "model": 2},
 }
 FUSIONS = {
     "auto": FusionConfig(),
@@ -53,6 +56,7 @@ DEFAULT = [
     (3, "data2_model2", "size", False),
     (1, "pipe2_data2", "none", True),
     (3, "pipe2_data2", "auto", True),
+    (2, "pipe2_data2_model2", "size", False),
 ]
 
 
@@ -104,6 +108,9 @@ def test_figures_are_those_of_the_executed_step(
     check_tables(plan, parts, functions, embedding)
     check_bytes_at_rest(model, plan)
     check_callback(model, plan)
+    inspection = kdist.inspect(model, BATCH)
+    check_collectives(inspection, functions)
+    check_peaks(level, inspection, parts, functions)
 
 
 def the_step(functions: list[executed.ExecutedFunction]) -> executed.ExecutedFunction:
@@ -181,6 +188,63 @@ def check_bytes_at_rest(model: keras.Model, plan: Any) -> None:
     for memory in kdist.memory.measure(parallel, None):
         assert memory.parameters == weights[memory.device]
         assert memory.slots == slots[memory.device] + scalars[memory.device]
+
+
+KINDS = {
+    "CollectiveReduceV2": "all-reduce",
+    "CollectiveGatherV2": "all-gather",
+    "CollectiveAllToAllV2": "all-to-all",
+}
+
+
+def check_collectives(inspection: kdist.Inspection, functions: Any) -> None:
+    """What `inspect` says of one slice is what each device took part in."""
+    executed_on: dict[str, Counter[Any]] = {}
+    for node in (n for f in functions for n in f.select(r"Collective\w+V2")):
+        executed_on.setdefault(node.device, Counter())[KINDS[node.op], node.shape] += 1
+    said = Counter((one.kind, one.shape) for one in inspection.collectives)
+    topology = inspection.plan.topology
+    if topology.inner_size == 1:
+        assert not said and not executed_on
+    elif topology.num_stages == 1:
+        assert said and executed_on == dict.fromkeys(topology.devices, said)
+    else:  # each stage has collectives of its own, once per micro-batch
+        total = sum(executed_on.values(), Counter[Any]())
+        assert said and total == Counter({k: 4 * n for k, n in said.items()})
+    for one in inspection.collectives:
+        assert one.bytes == math.prod(one.shape) * 4
+
+
+def check_peaks(level: int, inspection: kdist.Inspection, parts: Parts, functions: Any) -> None:
+    """Gradients and gathered parameters, against what the executed step was sent and made.
+
+    The exact formulas, on a model of many layers, are in `test_memory.py`.
+    """
+    plan = inspection.plan
+    if plan.topology.inner_size > 1:
+        assert "DTensor" in inspection.not_analysed
+        assert {(m.gradients, m.gathered, m.both, m.live) for m in inspection.memory} == {
+            (None, None, None, None)
+        }
+        return
+    assert not inspection.not_analysed
+    step, arrived = the_step(functions), Counter[str]()
+    for sent in step.transfers:
+        if parts.explain(sent) in ("gather", "value", "join"):
+            size = tf.as_dtype(sent.dtype).size
+            arrived[sent.target] += parts._shape(parts.inlined(sent)).num_elements() * size
+    shards = plan.topology.data_size if level == 3 else 1
+    used = {d.device: d.parameter_bytes * shards for d in plan.devices()}
+    for m in inspection.memory:
+        assert None not in (m.gradients, m.gathered, m.both, m.live)
+        assert max(m.gradients, m.gathered) <= m.both <= m.gradients + m.gathered
+        assert m.both <= m.live
+        # A bucket that a device joins is there as one and in parts.
+        assert m.gathered <= (2 * used[m.device] if arrived[m.device] else 0)
+        if plan.topology.num_stages == 1 and not plan.tables() and level < 2:
+            assert m.gradients == used[m.device]
+        if level == 3:
+            assert m.gathered > 0
 
 
 def check_callback(model: keras.Model, plan: Any) -> None:

@@ -40,6 +40,9 @@ class Subclassed(keras.Model):
     def call(self, x: Any) -> Any:
         return self.down(self.up(x))
 
+    def compute_output_shape(self, shape: Any) -> Any:
+        return (*shape[:-1], 4)
+
 
 def subclassed() -> keras.Model:
     model = Subclassed()
@@ -92,7 +95,7 @@ def made(
         mesh=kdist.mesh(**axes), optimizer=level or OptimizerConfig(), **options
     )
     kdist.parallelize(model, config)
-    model.compile(optimizer, "mse")
+    model.compile(optimizer() if callable(optimizer) else optimizer, "mse")
     return model
 
 
@@ -104,6 +107,19 @@ PIPE = {"pipe": 2, "data": 2}
 STAGES = PipelineConfig(micro_batches=2, stages={"up": 0, "down": 1})
 FREED = "when gradients and gathered parameters are freed"
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "threshold at level 0": (
+        {"axes": {"data": 2}, **at(0)},
+        ["threshold_kb=0 has no effect: level 0 cuts nothing. Raise level"],
+    ),
+    "threshold of a sharded optimizer at level 0": (
+        {
+            "axes": {"data": 2, "model": 2},
+            "optimizer": lambda: kdist.ShardedOptimizer(
+                keras.optimizers.SGD(), level=0, threshold_kb=8
+            ),
+        },
+        ["threshold_kb=8 has no effect: level 0 cuts nothing. Raise level"],
+    ),
     "level, no data axis": (
         {"axes": {"model": 2}, **at(2)},
         ["level=2 has no effect: gradients travel between replicas, and the mesh model=2 has one"],
