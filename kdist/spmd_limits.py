@@ -38,7 +38,7 @@ GATHER_ON_READ: tuple[type, ...] = (
 
 # Operations after which DTensor ends the process, or fails while it runs, which breaks DTensor for
 # the rest of the process. Found by running every layer and 60 operations of Keras forward and
-# backward; see `tests/test_spmd.py`.
+# backward; see `tests/test_spmd_limits.py`.
 _FATAL = {
     # The backward pass of a loop that reads a computed list: recurrent layers, scan, map.
     "TensorListElementShape",

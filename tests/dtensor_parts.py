@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from kdist import spmd
+from kdist import lowered, spmd
 from kdist.mesh import Topology, mesh
 
 import numpy as np
@@ -29,3 +30,25 @@ def cut(value: np.ndarray, over: dtensor.Mesh, *dims: str | None) -> Any:
                 part = np.split(part, over.shape()[position], axis=dim)[place[position]]
         parts.append(tf.constant(part))
     return spmd.pack(parts, dtensor.Layout([axis or dtensor.UNSHARDED for axis in dims], over))
+
+
+def whole(tensor: Any, mesh: dtensor.Mesh) -> np.ndarray:
+    """The value of a DTensor, gathered."""
+    gathered = dtensor.relayout(tensor, dtensor.Layout.replicated(mesh, tensor.shape.rank))
+    return dtensor.unpack(gathered)[0].numpy()
+
+
+def specs(tensor: Any) -> tuple[str | None, ...]:
+    """The axis that cuts each dim of a DTensor."""
+    return tuple(
+        None if s == dtensor.UNSHARDED else s for s in dtensor.fetch_layout(tensor).sharding_specs
+    )
+
+
+def kinds(mesh: dtensor.Mesh, program: Callable, *inputs: Any) -> tuple[Any, list[str]]:
+    """Result, and kinds of the collectives of the lowered program."""
+    function = tf.function(program, autograph=False)
+    with lowered.record() as recorder, dtensor.default_mesh(mesh):
+        result = function(*inputs)
+        tf.nest.map_structure(lambda t: dtensor.unpack(t)[0].numpy(), result)
+    return result, [c.kind for c in lowered.collectives(recorder, mesh)]

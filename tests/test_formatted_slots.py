@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import inspect
 import weakref
 from typing import Any
 
@@ -12,7 +11,7 @@ from kdist import _private, _private_optimizers
 from kdist.optimizer import formatted_slots
 from kdist.optimizer.formatted_slots import coded, format_slots
 from kdist.optimizer.local import LocalOptimizer, Span, families, link_slots
-from kdist.optimizer.state_config import SLOTS, StateFormatConfig, slot_formats
+from kdist.optimizer.state_config import SLOTS, StateFormatConfig
 from kdist.optimizer.state_formats import FIRST_MOMENT, FORMATS, SECOND_MOMENT
 from kdist.variables import make_local
 
@@ -21,23 +20,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-BOTH = StateFormatConfig(first="1-6-9", second="0-6-10")
-DRAWN = dataclasses.replace(BOTH, rounding="stochastic")
-SHAPES = {"kernel": (6, 5), "bias": (5,)}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "SGD": {"momentum": 0.9, "nesterov": True},
-    "RMSprop": {"momentum": 0.9},
-    "Adam": {"amsgrad": True},
-    "AdamW": {"weight_decay": 0.1},
-    "Muon": {"exclude_layers": ["bias"]},
-}
+from .slot_parts import BOTH, DRAWN, SHAPES, make, variables
+
 NEEDS_DRAW = ("Adagrad", "Adafactor")
 ENCODED = sorted(set(SLOTS) - {"Ftrl"})
-
-
-def variables(dtype: str = "float64") -> list[keras.Variable]:
-    rng = np.random.default_rng(3)
-    return [keras.Variable(rng.normal(size=s), dtype=dtype, name=n) for n, s in SHAPES.items()]
 
 
 def gradients(step: int, dtype: str = "float64") -> list[tf.Tensor]:
@@ -45,16 +31,6 @@ def gradients(step: int, dtype: str = "float64") -> list[tf.Tensor]:
     scales = 10.0 ** rng.uniform(-4, 1.5, size=5)  # squares within the range of 0-6-10
     values = [rng.normal(size=s) * scales for s in SHAPES.values()]
     return [tf.constant(v, dtype) for v in values]
-
-
-def make(name: str, dtype: str = "float64", **options: Any) -> tuple[Any, list[keras.Variable]]:
-    """A built optimizer and its variables."""
-    mine = variables(dtype)
-    optimizer = getattr(keras.optimizers, name)(
-        learning_rate=0.01, **OPTIONS.get(name, {}) | options
-    )
-    optimizer.build(mine)
-    return optimizer, mine
 
 
 def local_of(optimizer: Any, mine: list[keras.Variable], device: str = "/CPU:1") -> LocalOptimizer:
@@ -317,87 +293,7 @@ def test_rows_of_an_embedding(float64: None):
     np.testing.assert_array_equal(after[[0, 2, 3, 5]], before[[0, 2, 3, 5]])
 
 
-def test_every_slot_of_every_optimizer_is_classified():
-    """A slot that Keras adds is found here first."""
-    shipped = [
-        name
-        for name, cls in vars(keras.optimizers).items()
-        if inspect.isclass(cls)
-        and issubclass(cls, keras.Optimizer)
-        and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
-    ]
-    assert sorted(shipped) == sorted(SLOTS)
-    for name in shipped:
-        options = {"RMSprop": {"centered": True}}.get(name, {})
-        optimizer, _ = make(name, use_ema=True, gradient_accumulation_steps=2, **options)
-        common = {"_model_variables_moving_average", "_accumulated_gradients"}
-        assert set(families(optimizer, 2)) - common == {
-            slot for slot in SLOTS[name] if getattr(optimizer, slot, [])
-        }
-        for slot in SLOTS[name].values():
-            assert slot.keep is None or isinstance(getattr(optimizer, slot.keep), float)
-            assert bool(slot.why) == (slot.moment == "whole")
-
-
-class Custom(keras.optimizers.Adam):
-    """An optimizer that Keras does not ship."""
-
-
-def refused(optimizer: Any, config: StateFormatConfig, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        slot_formats(optimizer, config)
-
-
-def test_custom_optimizers_name_their_slots():
-    mine = variables()
-    optimizer = Custom()
-    optimizer.build(mine)
-    refused(optimizer, BOTH, "Received: optimizer of class Custom")
-    named = dataclasses.replace(BOTH, slots={"_velocities": "second"})
-    assert slot_formats(optimizer, named) == {"_velocities": SECOND_MOMENT}
-    missing = dataclasses.replace(BOTH, slots={"velocity": "second"})
-    refused(optimizer, missing, r"has \['_momentums', '_velocities'.*'velocity': 'second'")
-    whole, _ = make("Adam")
-    left = dataclasses.replace(BOTH, slots={"_velocities": "whole"})
-    assert sorted(slot_formats(whole, left)) == ["_momentums", "_velocity_hats"]
-
-
-def test_what_rounding_would_break_is_refused():
-    refused(make("RMSprop", centered=True)[0], BOTH, r"step NaN.*second='0-6-10'")
-    first = StateFormatConfig(first="1-6-9")
-    assert list(slot_formats(make("RMSprop", centered=True)[0], first)) == ["_momentums"]
-    refused(make("Ftrl")[0], DRAWN, "_linears: the parameter is computed from it")
-    refused(make("SGD", momentum=0.0)[0].__class__(), BOTH, "no moment")
-    refused(make("Adagrad")[0], BOTH, "a sum")
-    refused(make("Adam")[0], StateFormatConfig(second="bf16"), "beta_2=0.999.*second='bf16'")
-    refused(make("Adam", beta_2=0.9999)[0], BOTH, "beta_2=0.9999")
-    assert slot_formats(make("Adam", beta_2=0.9999)[0], DRAWN)
-    assert list(slot_formats(make("ScheduleFreeAdamW")[0], BOTH)) == ["_velocities"]
-
-
 def test_slots_of_16_bits_are_refused():
     local = local_of(*make("Adam", "bfloat16"))
     with pytest.raises(ValueError, match="dtype 'bfloat16'"):
         format_slots(local, BOTH)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"first": "0-6-10"},
-        {"second": "1-6-9"},
-        {"rounding": "down"},
-        {"seed": 1.5},
-        {"slots": {"_m": "third"}},
-    ],
-)
-def test_config_refuses(options: dict[str, Any]):
-    (value,) = options.values()
-    with pytest.raises(ValueError, match="Received") as error:
-        StateFormatConfig(**options)
-    assert repr(value) in str(error.value)
-
-
-def test_config_is_printed():
-    text = str(dataclasses.replace(DRAWN, slots={"_m": "first"}))
-    assert "first: 1-6-9" in text and "rounding: stochastic" in text and "slot _m: first" in text

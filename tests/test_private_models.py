@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from .parity import assert_close, data, mlp
-from .test_private import two_outputs, untested
+from .private_checks import two_outputs, untested
 
 
 def test_each_function_has_a_test():

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from .parity import assert_close, data, mlp
-from .test_private import untested
+from .private_checks import untested
 
 
 def test_each_function_has_a_test():

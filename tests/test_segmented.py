@@ -15,6 +15,7 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 from .equivalence.random_graphs import Net, Step, data, nets
+from .equivalence.repeatable import repeatable
 from .parity import in_float64
 
 ROWS = 4
@@ -81,17 +82,6 @@ def check(net: Net, stops: Any) -> None:
                 )
 
 
-def settings(examples: int) -> hypothesis.settings:
-    return hypothesis.settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        print_blob=True,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-
-
 GIVEN = {"net": nets(), "stops": st.sets(st.integers(1, 12))}
 POST_NORM = Net((Step("attention", 0, 0, False), Step("add", 0, 1, False)), ())
 ALIAS = Net(
@@ -106,14 +96,14 @@ def test_attention_takes_the_mask_off_what_later_segments_read(net: Net) -> None
     check(net, set(range(8)))
 
 
-@settings(8)
+@repeatable(8)
 @hypothesis.given(**GIVEN)
 def test_a_random_graph_cut_anywhere_equals_the_whole(net: Net, stops: set[int]) -> None:
     check(net, stops)
 
 
 @pytest.mark.long
-@settings(300)
+@repeatable(300)
 @hypothesis.given(**GIVEN)
 def test_many_random_graphs_cut_anywhere_equal_the_whole(net: Net, stops: set[int]) -> None:
     check(net, stops)

@@ -13,19 +13,18 @@ from keras import layers, ops
 from .case import (
     CLASSES,
     FEED_FORWARD,
-    HEADS,
     TOKENS,
     VOCABULARY,
     WIDTH,
     Case,
     Data,
     Layout,
-    accuracy,
     labels,
-    sparse_loss,
     tags,
     weights,
 )
+
+HEADS = 4
 
 # GPT ------------------------------------------------------------------------------------------
 
@@ -122,8 +121,6 @@ GPT = Case(
     name="gpt",
     build=lambda: _gpt(tied=False),
     data=_gpt_data,
-    loss=sparse_loss,
-    metrics=accuracy,
     layout_map={**FEED_FORWARD, **ATTENTION, "vocabulary/embeddings": ("model", None)},
     zero_gradient_paths=KEY_BIAS,
     tags=tags("embedding"),
@@ -133,8 +130,6 @@ ENCODER = Case(
     name="encoder",
     build=_encoder,
     data=_encoder_data,
-    loss=sparse_loss,
-    metrics=accuracy,
     layout_map={**FEED_FORWARD, **ATTENTION},
     zero_gradient_paths=KEY_BIAS,
     tags=tags("embedding", "masked"),

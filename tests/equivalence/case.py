@@ -15,8 +15,15 @@ Data = tuple[Any, Any, Any]
 TOKENS = 6
 VOCABULARY = 16
 WIDTH = 8
-HEADS = 4
 CLASSES = 4
+
+
+def sparse_loss(reduction: str) -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+
+
+def accuracy() -> list[keras.metrics.Metric]:
+    return [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,9 +34,10 @@ class Case:
         name: Unique name, used as test id.
         build: Makes a fresh, uncompiled model. Seed Keras first to make it deterministic.
         data: `data(seed, samples)` gives `(x, y, sample_weight)` as NumPy arrays or dicts of them.
-        loss: `loss(reduction)` gives fresh losses in the structure that `compile` expects.
-        metrics: Gives fresh metrics in the structure that `compile` expects.
         layout_map: Pattern of a variable path -> mesh axis (or None) of each of its dims.
+        loss: `loss(reduction)` gives fresh losses in the structure that `compile` expects; by
+            default that of one output of logits, with integer labels.
+        metrics: Gives fresh metrics in the structure that `compile` expects.
         loss_weights: As `compile` expects.
         has_batchnorm: Training depends on how the batch is split.
         zero_gradient_paths: Patterns of variables whose true gradient is zero, so that only
@@ -42,21 +50,13 @@ class Case:
     name: str
     build: Callable[[], keras.Model]
     data: Callable[[int, int], Data]
-    loss: Callable[[str], Any]
-    metrics: Callable[[], Any]
     layout_map: Mapping[str, Layout]
+    loss: Callable[[str], Any] = sparse_loss
+    metrics: Callable[[], Any] = accuracy
     loss_weights: Any = None
     has_batchnorm: bool = False
     zero_gradient_paths: tuple[str, ...] = ()
     tags: frozenset[str] = frozenset()
-
-
-def sparse_loss(reduction: str) -> keras.losses.Loss:
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-
-
-def accuracy() -> list[keras.metrics.Metric]:
-    return [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
 
 
 def labels(rng: np.random.Generator, *shape: int, classes: int = CLASSES) -> np.ndarray:

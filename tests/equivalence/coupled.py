@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from .zoo import CLASSES, FEED_FORWARD, Case, Data
+from .case import CLASSES, FEED_FORWARD, Case, Data, accuracy, sparse_loss
 
 FEATURES = 12
 
@@ -206,22 +206,12 @@ def _two_targets(seed: int, samples: int) -> Data:
     return x, {"head": y, "statistics": np.tanh(x)}, weight
 
 
-def _loss(reduction: str) -> keras.losses.Loss:
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-
-
-def _accuracy() -> list[keras.metrics.Metric]:
-    return [keras.metrics.SparseCategoricalAccuracy(name="accuracy")]
-
-
 def case(*names: str) -> Case:
     """A model with layers in which rows meet, of `LAYERS`."""
     return Case(
         name="+".join(names),
         build=functools.partial(_build, names),
         data=_data,
-        loss=_loss,
-        metrics=_accuracy,
         layout_map=FEED_FORWARD,
         tags=frozenset({"labels", "dense"}),
     )
@@ -232,7 +222,7 @@ WITHOUT_BATCH = dataclasses.replace(
     name="without_batch_dim",
     build=functools.partial(_build, (), statistics=True),
     data=_two_targets,
-    loss=lambda reduction: {"head": _loss(reduction), "statistics": distance_of_means},
-    metrics=lambda: {"head": _accuracy()},
+    loss=lambda reduction: {"head": sparse_loss(reduction), "statistics": distance_of_means},
+    metrics=lambda: {"head": accuracy()},
 )
 """A model with an output that has no batch dim, and a loss on it."""

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from .zoo import CLASSES, Case
+from .case import CLASSES, Case
 
 Options = Mapping[str, Any]
 

@@ -11,11 +11,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from .case import Case, Layout
 from .features import Feature
 from .outcome import HALF_BITS, TOLERANCES, Outcome, Tolerance, check, eps_of
 from .reference import reference_parts
 from .undecided import with_undecided
-from .zoo import Case, Layout
 
 REPLICA_AXES = ("data", "batch")
 SEED = 1234

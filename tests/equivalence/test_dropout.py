@@ -13,10 +13,11 @@ import keras
 import numpy as np
 import pytest
 
+from .case import Layout
 from .harness import ENGINES, Run, precision
 from .matrix import MESHES, spread
 from .optimizer_zoo import OPTIMIZERS
-from .zoo import MLP, Layout
+from .zoo import MLP
 
 EXAMPLES = 8
 BLOCK = 64

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from .case import Case
 from .coupled import LAYERS, NAMED, WITHOUT_BATCH, case
 from .features import BY_NAME as FEATURES
 from .harness import Run, compare, train_batches
@@ -14,7 +15,7 @@ from .optimizer_zoo import OPTIMIZERS
 from .outcome import FLOAT64, EquivalenceError, check
 from .test_ways import SIZES, sliced_over_data
 from .whole_losses import BY_NAME as LOSSES
-from .zoo import BY_NAME, Case
+from .zoo import BY_NAME
 
 MESHES = {"data4": {"data": 4}, "data2_model2": {"data": 2, "model": 2}}
 GLOBAL = {"batch_semantics": "global"}

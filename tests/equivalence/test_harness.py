@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from .attention_models import valid_tokens
+from .case import Case
 from .features import BY_NAME as FEATURES
 from .harness import Run, build, compare, precision, slot_names, train
 from .optimizer_zoo import OPTIMIZERS
 from .pairwise import cover
 from .reference import part_sizes, reference_parts
 from .undecided import with_undecided
-from .zoo import BY_NAME, ZOO, Case, valid_tokens
+from .zoo import BY_NAME, ZOO
 
 
 @pytest.mark.parametrize(

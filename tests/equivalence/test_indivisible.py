@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from keras import layers
 
+from .attention_models import GPT
+from .case import TOKENS, WIDTH
 from .harness import Run, build, compare, compiled, precision
 from .matrix import product, spread
 from .optimizer_zoo import OPTIMIZERS
-from .zoo import GPT, TOKENS, WIDTH
 
 HIDDEN = 9
 VOCABULARY = 18

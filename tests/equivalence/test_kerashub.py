@@ -16,11 +16,11 @@ import keras
 import numpy as np
 import pytest
 
+from .case import Case, Data, Layout
 from .features import Feature
 from .harness import Run, compare, compiled, precision, train
 from .optimizer_zoo import OPTIMIZERS
 from .outcome import FLOAT32, check
-from .zoo import Case, Data, Layout
 
 pytestmark = pytest.mark.long
 
@@ -89,10 +89,7 @@ def _case(name: str, build: Callable[[], keras.Model], data: Callable[[int, int]
         name=name,
         build=build,
         data=data,
-        loss=lambda reduction: keras.losses.SparseCategoricalCrossentropy(
-            from_logits=True, reduction=reduction
-        ),
-        metrics=lambda: [],
+        metrics=list,
         layout_map=ENCODER_LAYOUT,
         zero_gradient_paths=(".*/key/bias",),
     )

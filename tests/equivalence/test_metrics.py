@@ -12,12 +12,13 @@ import keras
 import pytest
 from keras import ops
 
+from .case import Case
 from .features import BY_NAME as FEATURES
 from .features import Feature
 from .harness import compare
 from .matrix import product, spread
 from .optimizer_zoo import OPTIMIZERS
-from .zoo import BY_NAME, Case
+from .zoo import BY_NAME
 
 
 def _one_hot(y_true: Any, y_pred: Any) -> Any:

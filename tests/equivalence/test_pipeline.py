@@ -9,12 +9,14 @@ from typing import Any
 import keras
 import pytest
 
+from .attention_models import GPT
+from .case import CLASSES, TOKENS, VOCABULARY, WIDTH, Case
 from .features import BY_NAME as FEATURES
 from .harness import compare
 from .matrix import spread
 from .optimizer_zoo import OPTIMIZERS
 from .pairwise import Row, cover, pairs_of, spanning
-from .zoo import BY_NAME, CLASSES, GPT, MLP, RESNET, TOKENS, VOCABULARY, WIDTH, Case
+from .zoo import BY_NAME, MLP, RESNET
 
 LAYERS = 8
 

@@ -11,9 +11,10 @@ import keras
 import numpy as np
 import pytest
 
+from .case import CLASSES, Case, Data, Layout
 from .harness import compare
 from .optimizer_zoo import OPTIMIZERS
-from .zoo import CLASSES, Case, Data, Layout
+from .repeatable import repeatable
 
 ACTIVATIONS = ("linear", "relu", "gelu", "tanh", "sigmoid", "softplus", "swish", "elu")
 WIDTHS = (4, 8, 12)
@@ -88,10 +89,6 @@ def _check(net: Net, axes: dict[str, int], samples: int, engine: str) -> None:
         name="random",
         build=net.build,
         data=_data,
-        loss=lambda reduction: keras.losses.SparseCategoricalCrossentropy(
-            from_logits=True, reduction=reduction
-        ),
-        metrics=lambda: [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
         layout_map=net.layouts(),
     )
     compare(
@@ -104,17 +101,6 @@ def _check(net: Net, axes: dict[str, int], samples: int, engine: str) -> None:
     )
 
 
-def _settings(examples: int) -> hypothesis.settings:
-    return hypothesis.settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        print_blob=True,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-
-
 GIVEN = {
     "net": nets(),
     "axes": st.sampled_from(MESHES),
@@ -122,7 +108,7 @@ GIVEN = {
 }
 
 
-@_settings(2)
+@repeatable(2)
 @hypothesis.given(**GIVEN)
 def test_random_models_equal_one_device(
     engine: str, net: Net, axes: dict[str, int], samples: int
@@ -131,7 +117,7 @@ def test_random_models_equal_one_device(
 
 
 @pytest.mark.long
-@_settings(100)
+@repeatable(100)
 @hypothesis.given(**GIVEN)
 def test_many_random_models_equal_one_device(
     engine: str, net: Net, axes: dict[str, int], samples: int

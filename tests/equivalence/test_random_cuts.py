@@ -14,6 +14,7 @@ from .case import Case, Data
 from .harness import compare
 from .optimizer_zoo import OPTIMIZERS
 from .random_graphs import Net, Step, nets
+from .repeatable import repeatable
 
 
 def _stages(net: Net, first: int) -> dict[str, int]:
@@ -71,19 +72,8 @@ def test_a_mask_is_taken_off_a_tensor_that_was_sent_twice(engine: str) -> None:
     _check(net, _stages(net, 1), engine)
 
 
-def _settings(examples: int) -> hypothesis.settings:
-    return hypothesis.settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        print_blob=True,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-
-
 @pytest.mark.long
-@_settings(40)
+@repeatable(40)
 @hypothesis.given(net=nets(), first=st.integers(0, 7))
 def test_random_graphs_in_stages_equal_one_device(net: Net, first: int, engine: str) -> None:
     stages = _stages(net, first)

@@ -14,7 +14,8 @@ import keras
 import numpy as np
 import pytest
 
-from .zoo import ZOO, Case
+from .case import Case
+from .zoo import ZOO
 
 TOKENS = np.arange(2 * 8, dtype="int32").reshape(2, 8)
 SIZES = {"vocabulary_size": 32, "num_layers": 2, "hidden_dim": 16, "intermediate_dim": 32}

@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping
 import keras
 import pytest
 
+from .attention_models import ATTENTION
+from .case import Case, Layout
 from .features import BY_NAME as FEATURES
 from .harness import Run, build, compare, compiled, precision, reference_engine, train_batches
 from .matrix import MESHES, product, spread
 from .optimizer_zoo import OPTIMIZERS
 from .outcome import FLOAT64, check
-from .zoo import ATTENTION, BY_NAME, Case, Layout
+from .zoo import BY_NAME
 
 DATA_MESHES = [mesh for mesh, axes in MESHES.items() if "model" not in axes]
 INNER_MESHES = [mesh for mesh, axes in MESHES.items() if "model" in axes]

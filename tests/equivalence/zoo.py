@@ -15,45 +15,8 @@ import keras
 import numpy as np
 from keras import layers
 
-from .attention_models import (
-    ATTENTION,
-    ENCODER,
-    GPT,
-    GPT_TIED,
-    LSTM_ATTENTION,
-    POST_NORM,
-    valid_tokens,
-)
-from .case import (
-    CLASSES,
-    FEED_FORWARD,
-    TOKENS,
-    VOCABULARY,
-    WIDTH,
-    Case,
-    Data,
-    Layout,
-    accuracy,
-    labels,
-    sparse_loss,
-    tags,
-    weights,
-)
-
-# All of the zoo can be had from here, whatever file it is in.
-__all__ = [
-    "ATTENTION",
-    "BY_NAME",
-    "CLASSES",
-    "TOKENS",
-    "VOCABULARY",
-    "WIDTH",
-    "ZOO",
-    "Case",
-    "Data",
-    "Layout",
-    "valid_tokens",
-]
+from .attention_models import ENCODER, GPT, GPT_TIED, LSTM_ATTENTION, POST_NORM
+from .case import CLASSES, FEED_FORWARD, WIDTH, Case, Data, labels, tags, weights
 
 # MLP ------------------------------------------------------------------------------------------
 
@@ -205,8 +168,6 @@ MLP = Case(
     name="mlp",
     build=_mlp,
     data=_mlp_data,
-    loss=sparse_loss,
-    metrics=accuracy,
     layout_map=FEED_FORWARD,
     tags=tags("labels", "dense"),
 )
@@ -215,8 +176,6 @@ SIAMESE = Case(
     name="siamese",
     build=_siamese,
     data=_siamese_data,
-    loss=sparse_loss,
-    metrics=accuracy,
     layout_map=FEED_FORWARD,
     tags=tags("labels", "dict", "dense"),
 )
@@ -224,8 +183,6 @@ RESNET = Case(
     name="resnet",
     build=_resnet,
     data=_resnet_data,
-    loss=sparse_loss,
-    metrics=accuracy,
     layout_map={"body/kernel": (None, None, None, "model"), "head/kernel": ("model", None)},
     has_batchnorm=True,
     tags=tags("labels", "dense", "norm"),
@@ -234,8 +191,6 @@ LSTM = Case(
     name="lstm",
     build=_lstm,
     data=_lstm_data,
-    loss=sparse_loss,
-    metrics=accuracy,
     layout_map={".*lstm_cell/kernel": (None, "model"), "head/kernel": ("model", None)},
     tags=tags("labels", "dense"),
 )
