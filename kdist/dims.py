@@ -29,12 +29,16 @@ def cut_of(dim: Dim, topology: Topology) -> int:
 
 def inner_dims(dims: Dims, topology: Topology) -> Dims:
     """Returns `dims` without the data axis."""
+    return without_axis(dims, topology.data_axis, topology)
 
-    def inner(dim: Dim) -> Dim:
-        kept = tuple(a for a in axes_of(dim) if topology.canonical(a) != topology.data_axis)
-        return collapse(kept)
 
-    return tuple(inner(dim) for dim in dims)
+def without_axis(dims: Dims, axis: str | None, topology: Topology) -> Dims:
+    """Returns `dims` without one axis of the mesh, named as the mesh names it."""
+
+    def kept(dim: Dim) -> Dim:
+        return collapse(tuple(a for a in axes_of(dim) if topology.canonical(a) != axis))
+
+    return tuple(kept(dim) for dim in dims)
 
 
 def named_dims(value: Iterable[Any], topology: Topology, what: str) -> Dims:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist import _private, sparse, spmd, spmd_limits
-from kdist.dims import axes_of, inner_dims
+from kdist.dims import Dims, axes_of, inner_dims, without_axis
 from kdist.mesh import Topology
 from kdist.placement import Placement
 from kdist.program import Program
@@ -27,6 +27,7 @@ class SpmdPrograms:
         topology: The mesh.
         layouts: The model's resolved layouts.
         want_outputs: Whether training and test steps must return the model's outputs.
+        batch_axis: Inner axis that cuts the batch of the inputs, if any.
     """
 
     def __init__(
@@ -36,14 +37,15 @@ class SpmdPrograms:
         topology: Topology,
         layouts: ModelLayouts,
         want_outputs: bool,
+        batch_axis: str | None = None,
     ) -> None:
         self.program = program
         self.placements = [entry.placement for entry in entries]
         self.topology = topology
         self.want_outputs = want_outputs
-        cut = whole_readers(layouts)
-        self.gathered_params = positions(program.state.trainable, cut)
-        self.gathered_carried = positions(program.state.carried, cut)
+        used = gathered_dims(layouts, batch_axis)
+        self.gathered_params = positions(program.state.trainable, used)
+        self.gathered_carried = positions(program.state.carried, used)
 
     def gradients(
         self, params: Any, carried: Any, data: Any, shares: Any, rows: Any, first: Any, scale: Any
@@ -103,13 +105,12 @@ class SpmdPrograms:
         return (laid.values, laid.indices) if sparse.is_sparse(laid) else laid
 
     def _gather(self, params: Sequence[Any], carried: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Makes the weights whole that some layer's operations cannot take in parts."""
-        used = [
-            whole_in_program(p) if i in self.gathered_params else p for i, p in enumerate(params)
-        ]
-        state = [
-            whole_in_program(c) if i in self.gathered_carried else c for i, c in enumerate(carried)
-        ]
+        """The weights in the layouts in which operations take them; see `gathered_dims`."""
+        used, state = list(params), list(carried)
+        for i, dims in self.gathered_params.items():
+            used[i] = in_layout(params[i], dims)
+        for i, dims in self.gathered_carried.items():
+            state[i] = in_layout(carried[i], dims)
         return used, state
 
     def _finish(
@@ -129,9 +130,9 @@ class SpmdPrograms:
         return [like(value, given[i]) for i, value in zip(positions, updated)]
 
 
-def positions(variables: Sequence[keras.Variable], chosen: set[int]) -> frozenset[int]:
-    """Positions of the variables whose identity is among `chosen`."""
-    return frozenset(i for i, v in enumerate(variables) if id(v) in chosen)
+def positions(variables: Sequence[keras.Variable], by_key: Mapping[int, Dims]) -> dict[int, Dims]:
+    """Position -> layout of the variables whose identity has one in `by_key`."""
+    return {i: by_key[id(v)] for i, v in enumerate(variables) if id(v) in by_key}
 
 
 def cut_by_rows(placement: Placement, topology: Topology) -> bool:
@@ -141,10 +142,15 @@ def cut_by_rows(placement: Placement, topology: Topology) -> bool:
 
 def whole_in_program(tensor: Any) -> Any:
     """Makes a tensor whole on every device of the slice that is being traced."""
+    return in_layout(tensor, (None,) * tensor.shape.rank)
+
+
+def in_layout(tensor: Any, dims: Dims) -> Any:
+    """Lays a tensor out on the slice that is being traced."""
     trace = spmd.active()
     assert trace is not None
     trace.used = True
-    return dtensor.relayout(tensor, dtensor.Layout.replicated(trace.mesh, tensor.shape.rank))
+    return dtensor.relayout(tensor, spmd.layout_for(trace.mesh, dims, trace.topology))
 
 
 def like(tensor: Any, other: Any) -> Any:
@@ -191,3 +197,24 @@ def whole_readers(layouts: ModelLayouts) -> set[int]:
     ]
     needed = {id(v) for layer in layers for v in layer.weights}
     return {key for key in needed if not layouts.weights[key].is_replicated}
+
+
+def gathered_dims(layouts: ModelLayouts, batch_axis: str | None) -> dict[int, Dims]:
+    """Layouts in which operations take weights, by identity, where not as they are stored.
+
+    What some layer's operations cannot take in parts is whole. What the axis of the batch cuts is
+    gathered over that axis, as a weight that is sliced over replicas is: one axis cannot cut both
+    the rows that an operation reads and its weights.
+
+    Args:
+        layouts: The model's layouts.
+        batch_axis: Inner axis that cuts the batch of the inputs, if any.
+    """
+    found: dict[int, Dims] = {}
+    for key, layout in layouts.weights.items():
+        dims = without_axis(layout.dims, batch_axis, layouts.topology)
+        if batch_axis is not None and dims != layout.dims:
+            found[key] = dims
+    for key in whole_readers(layouts):
+        found[key] = (None,) * len(layouts.weights[key].dims)
+    return found

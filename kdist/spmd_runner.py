@@ -65,7 +65,7 @@ class SpmdRunner:
         self.inputs = SliceInputs(
             program.state, entries, topology, self.meshes, batch_axis, layouts.tell_uncut
         )
-        self.programs = SpmdPrograms(program, entries, topology, layouts, want_outputs)
+        self.programs = SpmdPrograms(program, entries, topology, layouts, want_outputs, batch_axis)
         paths = [
             layer.path or layer.name for layer in layouts.model_layers if layer is not program.model
         ]
@@ -164,7 +164,7 @@ class SpmdRunner:
         self._probe(0, signature(packed), (*self.inputs.packed_state()[0], packed))
 
     def gathered_paths(self) -> list[str]:
-        """Weights that are made whole before use because an operation cannot take parts."""
+        """Weights that are gathered before use because an operation cannot take such parts."""
         state = self.program.state
         trainable = [state.trainable[i].path for i in sorted(self.programs.gathered_params)]
         return trainable + [state.carried[i].path for i in sorted(self.programs.gathered_carried)]

@@ -108,6 +108,16 @@ def test_xla_is_refused(which):
 
 
 @of_both
+def test_weights_stored_in_slices_over_the_data_axis_are_gathered_before_use(which):
+    model = parallel(which, {"data": 2}, layout_map={".*down/kernel": ("data", None)})
+    model.compile("sgd", "mse")
+    model.fit(*data(8), batch_size=8, verbose=0)
+    shown = kdist.inspect(model)
+    assert shown.fallbacks == ()
+    assert "down/kernel" in "".join(shown.gathered)
+
+
+@of_both
 def test_the_plan_says_it(which):
     assert "computes over the whole batch" in str(parallel(which).plan())
 

@@ -15,6 +15,7 @@ from keras import layers, ops
 
 from .attention_models import ENCODER
 from .case import CLASSES, FEED_FORWARD, Case, Data
+from .features import OwnLoss
 from .zoo import MLP, TWO_TOWER
 
 # Losses that couple rows -----------------------------------------------------------------------
@@ -149,22 +150,8 @@ COUPLED: tuple[Case, ...] = (
 # Weights that only `compute_loss` uses ---------------------------------------------------------
 
 
-class Own(keras.Model):
-    """Adds `extra` to the compiled loss, on the same arguments."""
-
-    def compute_loss(
-        self,
-        x: Any = None,
-        y: Any = None,
-        y_pred: Any = None,
-        sample_weight: Any = None,
-        training: bool = True,
-    ) -> Any:
-        loss = super().compute_loss(x, y, y_pred, sample_weight, training=training)
-        return loss + self.extra(x, y, y_pred, training)
-
-    def extra(self, x: Any, y: Any, y_pred: Any, training: bool) -> Any:
-        raise NotImplementedError
+class Own(OwnLoss, keras.Model):
+    """A model to which subclasses give what is added to the compiled loss."""
 
 
 class KernelPenalty(Own):
