@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import keras
@@ -61,21 +61,27 @@ def add_loss_values(scope: keras.StatelessScope) -> list[Any]:
     return list(scope.losses)
 
 
-def adder_of(model: keras.Model, value: Any) -> keras.Layer | None:
-    """The layer of a model that gave a collected value to `add_loss`; None if it is not tracked."""
-    layers = (layer for layer in model._flatten_layers() if id(value) in layer._loss_ids)
-    return next(layers, None)
+def adder_of(layers: Iterable[keras.Layer], value: Any) -> keras.Layer | None:
+    """Which of some layers gave a collected value to `add_loss`; None if none of them did."""
+    return next((layer for layer in layers if id(value) in layer._loss_ids), None)
 
 
-def add_loss_for(layer: keras.Layer, value: Any, scope: keras.StatelessScope) -> None:
-    """Collects a value in a scope as if a layer had just given it to `add_loss`."""
+def add_loss_for(layer: keras.Layer | None, value: Any, scope: keras.StatelessScope) -> None:
+    """Collects a value in a scope as if a layer, where it is known, had just added it."""
     scope.add_loss(value)
-    layer._loss_ids.add(id(value))
+    if layer is not None:
+        layer._loss_ids.add(id(value))
 
 
-def regularization_losses(model: keras.Model) -> list[Any]:
-    """Weight regularization penalties, one per regularized variable, in the running scope."""
-    return model._get_regularization_losses()
+def clear_losses(layer: Any) -> None:
+    """Makes a layer forget what it gave to `add_loss`, as Keras does when a model is called."""
+    layer._clear_losses()
+
+
+def regularization_losses(model: keras.Model) -> list[tuple[keras.Variable, Any]]:
+    """Each regularized variable with its weight penalty, in the running scope."""
+    regularized = [v for v in model.trainable_weights if v.regularizer is not None]
+    return list(zip(regularized, model._get_regularization_losses(), strict=True))
 
 
 def compiled_losses(model: keras.Model) -> list[CompileLoss.Loss]:
@@ -101,6 +107,35 @@ def loss_trackers(model: keras.Model) -> list[keras.metrics.Metric]:
     """The per-output loss metrics, one per compiled loss if there is more than one."""
     compiled = model._compile_loss
     return list(compiled.metrics) if compiled is not None else []
+
+
+def losses_built(model: keras.Model) -> bool:
+    """Whether the losses that `compile` got, if any, know the outputs they belong to."""
+    return model._compile_loss is None or model._compile_loss.built
+
+
+@contextlib.contextmanager
+def noted_losses(model: keras.Model) -> Iterator[list[Any]]:
+    """Meanwhile, notes what each compiled loss returns, in their order; they are built."""
+    found: list[Any] = []
+    compiled = model._compile_loss
+    if compiled is None:
+        yield found
+        return
+
+    def noted(loss: Any) -> Callable:
+        def call(*args: Any) -> Any:
+            found.append(loss(*args))
+            return found[-1]
+
+        return call
+
+    before = compiled._flat_losses
+    compiled._flat_losses = [entry._replace(loss=noted(entry.loss)) for entry in before]
+    try:
+        yield found
+    finally:
+        compiled._flat_losses = before
 
 
 @contextlib.contextmanager

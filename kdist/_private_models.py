@@ -37,6 +37,11 @@ def flat_layers(layer: keras.Layer) -> list[keras.Layer]:
     return list(layer._flatten_layers())
 
 
+def layers_of(node: Any) -> list[keras.Layer]:
+    """The layer that a node calls and all layers inside it; none for an operation."""
+    return flat_layers(node.operation) if isinstance(node.operation, keras.Layer) else []
+
+
 def calls_of(layer: keras.Layer) -> list[Any]:
     """The calls of a layer on symbolic tensors: nodes with `arguments` and `outputs`."""
     return list(layer._inbound_nodes)

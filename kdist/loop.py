@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.batch import split
-from kdist.parallel import attached
+from kdist.parallel import Parallel, attached
 from kdist.plain import row_shares
 from kdist.spmd_call import CannotExpand
 from kdist.spmd_step import too_many_shapes
 from kdist.step import Step
+from kdist.training_pass import TrainingPass
 
 import keras
 import tensorflow as tf
@@ -51,6 +52,17 @@ def gradients(
     """
     parallel, data = _without_compression(model), (x, y, sample_weight)
     _verify_first(parallel, data)
+    found = training_pass(parallel, data)
+    return found.loss, found.gradients
+
+
+def training_pass(parallel: Parallel, data: Any) -> TrainingPass:
+    """One forward and backward pass over the mesh; see `gradients`.
+
+    Args:
+        parallel: Of a compiled model.
+        data: A batch: (x, y, sample_weight).
+    """
     try:
         return _step_for(parallel, data).gradients(data)
     except CannotExpand as reason:

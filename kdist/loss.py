@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist import _private
+from kdist.loss_parts import added_name
 
 import keras
 import tensorflow as tf
@@ -48,6 +49,28 @@ def term_kinds(model: keras.Model) -> list[TermKind]:
 def has_rows(rows_share: Any) -> Any:
     """1 for a replica with rows, 0 for one that computes on a stand-in; in the share's dtype."""
     return ops.cast(rows_share > 0, rows_share.dtype)
+
+
+def added_parts(
+    scope: keras.StatelessScope, layers: Sequence[keras.Layer], rows_share: Any, mean: bool
+) -> list[tuple[str, Any]]:
+    """What layers gave to `add_loss` in a scope, with names, as it counts on a replica.
+
+    Args:
+        scope: The scope of the forward pass.
+        layers: The layers that may have added something.
+        rows_share: The replica's share of the rows.
+        mean: Whether the values are means over rows; otherwise they count fully where there are
+            rows.
+    """
+    weight = rows_share if mean else has_rows(rows_share)
+    found = []
+    for value in _private.add_loss_values(scope):
+        name = added_name(_private.adder_of(layers, value))
+        value = ops.sum(value)
+        value = value * ops.cast(weight, value.dtype)
+        found.append((name, ops.cast(value, keras.config.floatx())))
+    return found
 
 
 class SharedLoss:

@@ -12,8 +12,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist import _private, sparse
-from kdist.loss import CountedLoss, SharedLoss, TermKind, has_rows, term_kinds
+from kdist import _private, _private_models, sparse
+from kdist.loss import CountedLoss, SharedLoss, TermKind, added_parts, term_kinds
+from kdist.loss_parts import collected, penalty_name
 
 import keras
 import tensorflow as tf
@@ -189,8 +190,9 @@ class Program:
 
         Returns:
             Dict of `loss` (this replica's part of the sum), `terms` (its part of each compiled
-            loss), `gradients` (of the connected variables), `updated` (new values of the state
-            that was written), `outputs`, `masks`.
+            loss), `loss_parts` (its part of the rest of the loss, see `kdist.loss_parts`),
+            `gradients` (of the connected variables), `updated` (new values of the state that was
+            written), `outputs`, `masks`.
         """
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             self._watch(tape, params)
@@ -228,7 +230,8 @@ class Program:
             seen = outputs if view is None else view(outputs)
             value, terms = self.compiled_loss(seen, y, sample_weight, shares, rows_share)
             values = [] if value is None else [value]
-            values += self._extra_losses(scope, rows_share, first)
+            extra = self._extra_losses(scope, rows_share, first)
+            values += [part for _, part in extra]
         if not values:
             raise self.no_loss()
         self.traced(training).counts_by_data = any(t.counts_by_data for t in terms)
@@ -236,6 +239,7 @@ class Program:
         return {
             "loss": total,
             "terms": [t.value for t in terms],
+            "loss_parts": collected(extra),
             "updated": self._collect_updates(scope, self.traced(training)),
             "outputs": outputs,
             "masks": self._masks(outputs),
@@ -318,7 +322,8 @@ class Program:
         """The forward pass with everything it collects, and no loss."""
         outputs, scope = self.forward(params, carried, x, training)
         added, traced = _private.add_loss_values(scope), self.traced(training)
-        traced.adders = [_private.adder_of(self.model, value) for value in added]
+        layers = _private_models.flat_layers(self.model)
+        traced.adders = [_private.adder_of(layers, value) for value in added]
         return {
             "outputs": outputs,
             "masks": self._masks(outputs),
@@ -352,18 +357,15 @@ class Program:
     def _losses(self) -> list[Any]:
         return [entry.loss for entry in _private.compiled_losses(self.model)]
 
-    def _extra_losses(self, scope: keras.StatelessScope, rows_share: Any, first: Any) -> list[Any]:
+    def _extra_losses(
+        self, scope: keras.StatelessScope, rows_share: Any, first: Any
+    ) -> list[tuple[str, Any]]:
         """`add_loss` values by the share of rows (or summed where there are), penalties once."""
-        extra = []
-        for value in _private.add_loss_values(scope):
-            weight = rows_share if self.add_loss_mean else has_rows(rows_share)
-            value = ops.sum(value)
-            value = value * ops.cast(weight, value.dtype)
-            extra.append(ops.cast(value, keras.config.floatx()))
-        for value in _private.regularization_losses(self.model):
-            extra.append(
-                ops.cast(ops.sum(value) * ops.cast(first, value.dtype), keras.config.floatx())
-            )
+        layers = _private_models.flat_layers(self.model)
+        extra = added_parts(scope, layers, rows_share, self.add_loss_mean)
+        for variable, value in _private.regularization_losses(self.model):
+            value = ops.sum(value) * ops.cast(first, value.dtype)
+            extra.append((penalty_name(variable), ops.cast(value, keras.config.floatx())))
         return extra
 
     def _collect_updates(self, scope: ForwardScope, traced: Traced) -> list[Any]:

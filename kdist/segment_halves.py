@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist import _private
+from kdist import _private, _private_models
 from kdist.program import ForwardScope
 from kdist.segment import Segment
 from kdist.vjp import CapturesVariables, Vjp
@@ -144,7 +144,7 @@ class SegmentHalves:
         self.writes: list[int] = []
         self.masks: dict[int, int | None] = {}
         self.made = 0
-        self.losses = 0
+        self.adders: list[keras.Layer | None] = []
         self.written: list[keras.Variable] = []
         self.flows: list[list[int]] = []
         self._vjp: Vjp | None = None
@@ -174,7 +174,9 @@ class SegmentHalves:
         losses = _private.add_loss_values(scope)
         variables = [*self.trainable, *self.others]
         self.written = [v for v in variables if scope.current(v) is not scope.given[id(v)]]
-        self.made, self.losses = len(made), len(losses)
+        layers = [layer for node in self.nodes for layer in _private_models.layers_of(node)]
+        self.adders = [_private.adder_of(layers, value) for value in losses]
+        self.made = len(made)
         updated = [scope.current(v) for v in self.written]
         return [tf.convert_to_tensor(t) for t in (*made, *losses, *updated)]
 
@@ -234,8 +236,8 @@ class SegmentHalves:
         for i, mask in self.masks.items():
             _private.set_mask(objects[i], None if mask is None else objects[mask])
         items = iter(outputs[self.made :])
-        for _ in range(self.losses):
-            scope.add_loss(next(items))
+        for layer in self.adders:
+            _private.add_loss_for(layer, next(items), scope)
         for variable, value in zip(self.written, items):
             scope.add_update((variable, value))
 

@@ -27,6 +27,7 @@ class SpmdPrograms:
         topology: The mesh.
         layouts: The model's resolved layouts.
         want_outputs: Whether training and test steps must return the model's outputs.
+        want_parts: Whether they must return every part of the loss.
         batch_axis: Inner axis that cuts the batch of the inputs, if any.
     """
 
@@ -37,12 +38,13 @@ class SpmdPrograms:
         topology: Topology,
         layouts: ModelLayouts,
         want_outputs: bool,
+        want_parts: bool,
         batch_axis: str | None = None,
     ) -> None:
         self.program = program
         self.placements = [entry.placement for entry in entries]
         self.topology = topology
-        self.want_outputs = want_outputs
+        self.want_outputs, self.want_parts = want_outputs, want_parts
         used = gathered_dims(layouts, batch_axis)
         self.gathered_params = positions(program.state.trainable, used)
         self.gathered_carried = positions(program.state.carried, used)
@@ -119,6 +121,8 @@ class SpmdPrograms:
         result["updated"] = self._laid_back(result["updated"], params, carried, training)
         if not self.want_outputs:
             result["outputs"], result["masks"] = None, []
+        if not self.want_parts:
+            result["loss_parts"] = {}
         return result
 
     def _laid_back(

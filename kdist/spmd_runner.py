@@ -30,7 +30,7 @@ import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-PLAIN_RESULTS = ("loss", "terms", "outputs", "masks")
+PLAIN_RESULTS = ("loss", "terms", "loss_parts", "outputs", "masks")
 """What a step needs as whole tensors."""
 
 
@@ -44,6 +44,7 @@ class SpmdRunner:
         layouts: The model's resolved layouts.
         alltoall: Whether re-layouts may use all-to-all.
         want_outputs: Whether training and test steps must return the model's outputs.
+        want_parts: Whether they must return every part of the loss.
         batch_axis: Inner axis that cuts the batch of the inputs, if any.
     """
 
@@ -56,6 +57,7 @@ class SpmdRunner:
         *,
         alltoall: bool,
         want_outputs: bool,
+        want_parts: bool,
         batch_axis: str | None = None,
     ) -> None:
         self.program = program
@@ -65,7 +67,9 @@ class SpmdRunner:
         self.inputs = SliceInputs(
             program.state, entries, topology, self.meshes, batch_axis, layouts.tell_uncut
         )
-        self.programs = SpmdPrograms(program, entries, topology, layouts, want_outputs, batch_axis)
+        self.programs = SpmdPrograms(
+            program, entries, topology, layouts, want_outputs, want_parts, batch_axis
+        )
         paths = [
             layer.path or layer.name for layer in layouts.model_layers if layer is not program.model
         ]

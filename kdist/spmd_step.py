@@ -15,6 +15,7 @@ from kdist.contract import single_steps, without_optionals
 from kdist.spmd_call import CannotExpand, signature
 from kdist.spmd_runner import SpmdRunner
 from kdist.step import Step
+from kdist.training_pass import TrainingPass
 
 import keras
 import tensorflow as tf
@@ -41,13 +42,13 @@ class SpmdStep(Step):
     def train(self, data: Any, known_size: bool = True) -> dict[str, Any]:
         """One training step on a global batch."""
         batch = self.split(data)
-        results = self.runner.gradients(batch, self._scale())
+        results = _reduced(self.runner.gradients(batch, self._scale()))
         return self._finish_train(as_nest(batch), full_parts(batch), known_size, results)
 
     def test(self, data: Any, known_size: bool = True) -> dict[str, Any]:
         """One evaluation step on a global batch."""
         batch = self.split(data)
-        results = self.runner.losses(batch)
+        results = _reduced(self.runner.losses(batch))
         return self._finish_test(as_nest(batch), full_parts(batch), known_size, results)
 
     def predict(self, data: Any, known_size: bool = True) -> Any:
@@ -60,12 +61,14 @@ class SpmdStep(Step):
             self._keep_predicted(as_nest(batch), full_parts(batch), updated)
         return join([r["outputs"] for r in results], batch.counts)
 
-    def gradients(self, data: Any) -> tuple[Any, list[Any]]:
+    def gradients(self, data: Any) -> TrainingPass:
         """Loss and whole gradients of a global batch, for the user's own loop."""
         batch = self.split(data)
         scale = self._scale()
         results = self.runner.gradients(batch, scale)
-        return self._finish_gradients(as_nest(batch), full_parts(batch), scale, results)
+        nest = as_nest(batch)
+        loss, found = self._finish_gradients(nest, full_parts(batch), scale, _reduced(results))
+        return TrainingPass(loss, found, batch, results)
 
     def apply_whole(self, gradients: Any) -> None:
         """Updates the parameters from whole gradients."""
@@ -101,6 +104,11 @@ class SpmdStep(Step):
         batch = from_nest(nest, full, False)
         results = self._with_whole_state(results, False)
         self._combine(*self._changed(results, training=False), batch)
+
+
+def _reduced(results: Any) -> Any:
+    """What the slices gave, without what only a look at a single pass uses."""
+    return [{key: v for key, v in r.items() if key != "loss_parts"} for r in results]
 
 
 def as_nest(batch: SplitBatch) -> tuple:

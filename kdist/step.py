@@ -21,6 +21,7 @@ from kdist.plain import part_of
 from kdist.program import Program
 from kdist.sparse import is_sparse
 from kdist.state import combine
+from kdist.training_pass import TrainingPass
 from kdist.variables import Stored
 
 import keras
@@ -93,12 +94,12 @@ class Step:
         """Where the update reads the gradients of some results."""
         return self.runner.gradient_at([r["gradients"] for r in results])
 
-    def gradients(self, data: Any) -> tuple[Any, list[Any]]:
+    def gradients(self, data: Any) -> TrainingPass:
         """Loss and whole gradients of a global batch, for the user's own loop."""
         batch = self.split(data)
         scale = self._scale()
         results, loss = self._differentiated(batch, scale)
-        return loss, self.finish_gradients(batch, results, scale)
+        return TrainingPass(loss, self.finish_gradients(batch, results, scale), batch, results)
 
     def finish_gradients(
         self, batch: SplitBatch, results: Sequence[dict[str, Any]], scale: Any

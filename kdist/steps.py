@@ -42,6 +42,7 @@ class SteppedModel(PlacedModel):
         program: The model's pure functions, once compiled and used.
         recorder: Notes when a pipeline's training steps ran what, if set.
         row_studies: Where rows of the batch meet in the model, by whether in training.
+        observed: Whether training steps return outputs and every part of the loss in any case.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
@@ -50,6 +51,7 @@ class SteppedModel(PlacedModel):
         self.program: Program | None = None
         self.recorder: Recorder | None = None
         self.row_studies: dict[bool, ModelStudy] = {}
+        self.observed = False
         self._spmd_runner: SpmdRunner | MeshPipelineRunner | None = None
         self._said: set[str] = set()
 
@@ -204,9 +206,11 @@ class SteppedModel(PlacedModel):
             assert self.layouts is not None
             metrics = _private.compiled_metrics(self.model) if self.model.compiled else None
             want_outputs = metrics is not None or overrides(self.model, "compute_metrics")
+            want_outputs = want_outputs or self.observed
             options: dict[str, Any] = {
                 "alltoall": self.config.enable_alltoall,
                 "want_outputs": want_outputs,
+                "want_parts": self.observed,
             }
             if isinstance(self.program, PipelineProgram):
                 self._spmd_runner = MeshPipelineRunner(

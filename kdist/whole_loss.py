@@ -14,6 +14,8 @@ from typing import Any
 
 from kdist import _private
 from kdist.batch import SplitBatch, join
+from kdist.loss_parts import LossParts, compute_loss
+from kdist.loss_terms import OVERRIDDEN
 from kdist.metrics import join_masks
 from kdist.optimizer.source import GradientSource
 from kdist.plain import layer_weights
@@ -31,8 +33,9 @@ State = Mapping[int, tuple[keras.Variable, Any]]
 class WholeLossStep(Step):
     """The steps of a model whose loss is computed over the whole batch; see `Step`.
 
-    Of what it calls results, the first slice's have two entries more: `state`, everything that the
-    step writes, and `once`, the gradients of the weights that the loss uses, by position.
+    Of what it calls results, the first slice's have entries more: `state`, everything that the step
+    writes; `once`, the gradients of the weights that the loss uses, by position; and `loss_parts`,
+    compiled losses among them.
     """
 
     def _differentiated(
@@ -47,7 +50,7 @@ class WholeLossStep(Step):
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch([t for t in keras.tree.flatten([outputs, added]) if is_floating(t)])
                 tape.watch(params)
-                loss, written = self._loss(batch, results, (params, carried), training=True)
+                loss, written, parts = self._loss(batch, results, (params, carried), training=True)
                 target = loss if scale is None else loss * tf.cast(scale, loss.dtype)
             sources = [t if is_floating(t) else None for t in keras.tree.flatten(outputs)]
             found = _gradient(tape, target, [*sources, *keras.tree.flatten(added), *params])
@@ -57,6 +60,7 @@ class WholeLossStep(Step):
         results = [{**r, "gradients": g} for r, g in zip(results, gradients)]
         results[0]["once"] = {v: g for v, g in enumerate(found) if g is not None}
         results[0]["state"] = {**state, **written}
+        results[0]["loss_parts"] = parts
         return results, loss
 
     def _evaluated(self, batch: SplitBatch) -> tuple[Sequence[dict[str, Any]], Any]:
@@ -64,7 +68,7 @@ class WholeLossStep(Step):
         with tf.device(self.runner.devices[0]):
             state = self._state_after(batch, results, training=False)
             given = self._given(inputs[0], state)
-            loss, written = self._loss(batch, results, given, training=False)
+            loss, written, _ = self._loss(batch, results, given, training=False)
         results[0]["state"] = {**state, **written}
         return results, loss
 
@@ -86,16 +90,23 @@ class WholeLossStep(Step):
 
     def _loss(
         self, batch: SplitBatch, results: Sequence[dict], given: tuple[list, list], training: bool
-    ) -> tuple[Any, State]:
-        """The model's loss over the whole batch, and the variables that it writes."""
+    ) -> tuple[Any, State, LossParts]:
+        """The model's loss over the whole batch, the variables that it writes, and its parts.
+
+        Of a `compute_loss` of the user's own, no parts are known.
+        """
         x, y, sample_weight = batch.whole
         masks = join_masks([r["masks"] for r in results], batch)
         outputs = attach_masks(self._joined([r["outputs"] for r in results], batch), masks)
         scope = self.program.scope(*given)
         with scope:
             self._add_losses(scope, batch, results, training)
-            loss = _private.compute_loss(self.model, x, y, outputs, sample_weight, training)
-        return loss, {key: (v, scope.current(v)) for key, v in scope.written.items()}
+            if self.parallel.whole_loss == OVERRIDDEN:
+                loss = _private.compute_loss(self.model, x, y, outputs, sample_weight, training)
+                parts: LossParts = {}
+            else:
+                loss, parts = compute_loss(self.model, x, y, outputs, sample_weight, training)
+        return loss, {key: (v, scope.current(v)) for key, v in scope.written.items()}, parts
 
     @staticmethod
     def _joined(outputs: list[Any], batch: SplitBatch) -> Any:

@@ -33,8 +33,14 @@ def added_five() -> tuple[keras.Model, Any]:
 
 def test_adder_of():
     model, value = added_five()
-    assert _private.adder_of(model, value) is model.layers[1]
-    assert _private.adder_of(model, tf.constant(5.0)) is None
+    assert _private.adder_of(model.layers, value) is model.layers[1]
+    assert _private.adder_of(model.layers, tf.constant(5.0)) is None
+
+
+def test_clear_losses():
+    model, value = added_five()
+    _private.clear_losses(model.layers[1])
+    assert _private.adder_of(model.layers, value) is None
 
 
 def test_add_loss_for():
@@ -84,10 +90,11 @@ def test_regularization_losses():
     inputs = keras.Input((2,))
     model = keras.Model(inputs, keras.layers.Dense(2, kernel_regularizer="l2")(inputs))
     kernel = model.layers[1].kernel
-    (found,) = _private.regularization_losses(model)
+    ((variable, found),) = _private.regularization_losses(model)
+    assert variable is kernel
     np.testing.assert_allclose(found, 0.01 * (kernel.numpy() ** 2).sum(), rtol=1e-6)
     with keras.StatelessScope([(kernel, tf.ones((2, 2)))]):
-        (found,) = _private.regularization_losses(model)
+        ((_, found),) = _private.regularization_losses(model)
     np.testing.assert_allclose(found, 0.04, rtol=1e-6)
 
 
@@ -125,6 +132,27 @@ def test_replaced_losses():
     assert float(value) == 21.0
     assert _private.compiled_losses(model) == before
     assert [float(m.result()) for m in _private.loss_trackers(model)] == trackers
+
+
+def test_losses_built():
+    model = mlp()
+    model.compile("sgd", "mse")
+    assert not _private.losses_built(model)
+    x, y = data(4)
+    model.train_on_batch(x, y)
+    assert _private.losses_built(model)
+    model.compile("sgd")
+    assert _private.losses_built(model)
+
+
+def test_noted_losses():
+    model = two_outputs()
+    x, y = data(4)
+    before = list(_private.compiled_losses(model))
+    with _private.noted_losses(model) as values:
+        total = _private.compiled_loss(model)({"down": y, "other": y}, model(x))
+    np.testing.assert_allclose(float(values[0]) + 2 * float(values[1]), total, rtol=1e-6)
+    assert _private.compiled_losses(model) == before
 
 
 def test_replaced_losses_without_a_loss():

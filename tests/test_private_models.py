@@ -53,6 +53,18 @@ def test_flat_layers():
     assert {layer.name for layer in found[1:]} >= {"mlp", "up", "down", "last"}
 
 
+def test_layers_of():
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, keras.ops.tanh(inputs))
+    (node,) = _private_models.nodes_in_order(model)
+    assert _private_models.layers_of(node) == []
+    model = mlp()
+    nodes = _private_models.nodes_in_order(model)
+    assert [layer.name for node in nodes for layer in _private_models.layers_of(node)] == [
+        layer.name for layer in model.layers[1:]
+    ]
+
+
 def test_calls_of():
     shared = keras.layers.Dense(3)
     first, second = keras.Input((3,)), keras.Input((3,))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kdist import _private_twins
 
 import keras
@@ -32,6 +34,22 @@ def test_loss_in():
     assert loss.dtype == "float32"
 
 
+class Rounded(keras.losses.Loss):
+    """Not registered with Keras, and without a `get_config`."""
+
+    def __init__(self, digits: int) -> None:
+        super().__init__()
+        self.digits = digits
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.round(y_true - y_pred, self.digits)
+
+
+def test_loss_in_of_an_own_class():
+    again = _private_twins.loss_in(Rounded(1), "float64")
+    assert isinstance(again, Rounded) and (again.digits, again.dtype) == (1, "float64")
+
+
 def test_compile_options():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     optimizer = keras.optimizers.SGD()
@@ -49,6 +67,21 @@ def test_not_decayed():
     assert _private_twins.not_decayed(optimizer, [kernel, bias]) is None
     optimizer.exclude_from_weight_decay(var_names=["bias"])
     assert _private_twins.not_decayed(optimizer, [kernel, bias]) == [bias]
+
+
+def test_equal_draws():
+    seeds = keras.random.SeedGenerator(1)
+    with _private_twins.equal_draws():
+        normal = keras.random.normal((2, 3), mean=1.0, stddev=2.0, seed=seeds)
+        cut = keras.random.truncated_normal((2,), dtype="float64", seed=seeds)
+        uniform = keras.random.uniform((3,), 2.0, 4.0, seed=seeds)
+    np.testing.assert_allclose(normal, np.full((2, 3), 2.2), rtol=1e-6)
+    np.testing.assert_allclose(cut, np.full(2, 0.6))
+    assert cut.dtype == "float64"
+    np.testing.assert_allclose(uniform, np.full(3, 3.2), rtol=1e-6)
+    assert seeds.state.numpy().tolist() == [1, 0]
+    drawn = keras.random.normal((4,), seed=seeds).numpy()
+    assert len(set(drawn.tolist())) == 4
 
 
 def test_added_losses():

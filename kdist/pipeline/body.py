@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist import _private, _private_models
-from kdist.loss import has_rows
+from kdist.loss import added_parts
+from kdist.loss_parts import LossParts, collected
 from kdist.pipeline.leaves import leaves, rebuild
 from kdist.pipeline.stages import StagedModel
 from kdist.program import ForwardScope, Program
@@ -105,6 +106,7 @@ class StageOutput:
         outputs: There, the model's outputs.
         output_masks: And the mask, or None, of each flat one.
         state: New values of the state that it wrote, by identity of the variable.
+        loss_parts: What its layers added to the loss, by name; see `kdist.loss_parts`.
     """
 
     boundary: dict[str, Any]
@@ -114,6 +116,7 @@ class StageOutput:
     outputs: Any = None
     output_masks: list[Any] = dataclasses.field(default_factory=list)
     state: dict[int, Any] = dataclasses.field(default_factory=dict)
+    loss_parts: LossParts = dataclasses.field(default_factory=dict)
 
     @property
     def parts(self) -> list[Any]:
@@ -126,6 +129,7 @@ class StageOutput:
             self.terms,
             self.outputs,
             self.output_masks,
+            list(self.loss_parts.values()),
         ]
 
     def flat(self) -> list[tf.Tensor]:
@@ -136,7 +140,7 @@ class StageOutput:
         """The same with other tensors."""
         given = iter(flat)
         parts = [rebuild(part, [next(given) for _ in leaves(part)]) for part in self.parts]
-        boundary, loss, masks, state, terms, outputs, output_masks = parts
+        boundary, loss, masks, state, terms, outputs, output_masks, loss_parts = parts
         return StageOutput(
             dict(zip(self.boundary, boundary)),
             dict(zip(self.masks, masks)),
@@ -145,6 +149,7 @@ class StageOutput:
             outputs,
             output_masks,
             dict(zip(self.state, state)),
+            dict(zip(self.loss_parts, loss_parts)),
         )
 
 
@@ -173,6 +178,8 @@ class StageBody:
         self.trainable = [i for i, v in enumerate(state.trainable) if id(v) in used]
         self.carried = [v for v in state.carried if id(v) in used]
         self.unmasked: dict[str, set[str]] = {}
+        nodes = [staged.described.sources[name].node for name in self.names]
+        self._layers = [layer for node in nodes for layer in _private_models.layers_of(node)]
 
     def _used(self) -> list[keras.Variable]:
         graph, described = self.staged.partition.graph, self.staged.described
@@ -197,6 +204,8 @@ class StageBody:
         table = {**given.inputs, **given.boundary}
         for name, mask in given.masks.items():
             _private.set_mask(table[name], mask)
+        for layer in self._layers:
+            _private.clear_losses(layer)
         with scope:
             self._walk(table, training)
             result = self._loss(table, given, training)
@@ -263,12 +272,10 @@ class StageBody:
         if given.rows_share is None:
             return
         mean = self.program.add_loss_mean
-        weight = given.rows_share if mean else has_rows(given.rows_share)
+        added = added_parts(scope, self._layers, given.rows_share, mean)
+        result.loss_parts = collected(added)
         values = [] if result.loss is None else [result.loss]
-        for value in _private.add_loss_values(scope):
-            value = ops.sum(value)
-            value = value * ops.cast(weight, value.dtype)
-            values.append(ops.cast(value, keras.config.floatx()))
+        values += [value for _, value in added]
         if values:
             result.loss = values[0] if len(values) == 1 else ops.sum(ops.stack(values))
 

@@ -186,6 +186,7 @@ class Flow(ReplicaFlow):
             losses = [*self._losses, *penalties]
             if losses:
                 result["loss"] = losses[0] if len(losses) == 1 else tf.add_n(losses)
+        result["loss_parts"] = self._loss_parts
         traced = self.program.traced(self.functions[0].wanted.training)
         written = self.program.state.written
         result["updated"] = [self._state[id(written[i])] for i in traced.updated]
@@ -224,6 +225,7 @@ class Flow(ReplicaFlow):
             for position, param in zip(positions, params):
                 value = self.program.state.trainable[position].regularizer(param)
                 values.append(tf.cast(tf.reduce_sum(value), keras.config.floatx()))
+            self._note_penalties(positions, values)
             if self.scale is None:
                 return values
             target = tf.add_n(values) * tf.cast(self.scale, values[0].dtype)

@@ -147,6 +147,8 @@ class MeshFlow(ReplicaFlow):
         if losses:
             values = [whole_value(value) for value in losses]
             result["loss"] = values[0] if len(values) == 1 else tf.add_n(values)
+        parts = self._loss_parts if self.runner.want_parts else {}
+        result["loss_parts"] = keras.tree.map_structure(whole_value, parts)
         training = self.functions[0][0].wanted.training
         written = [self.program.state.written[i] for i in self.program.traced(training).updated]
         result["updated"] = [dtensor.unpack(self._written_value(v)) for v in written]
@@ -188,6 +190,7 @@ class MeshFlow(ReplicaFlow):
             scale = tf.constant(0.0) if self.scale is None else self.scale
             found, gradients = self.runner.penalties(at, positions, params, scale)
             values += found
+            self._note_penalties(positions, found)
             if self.scale is not None:
                 self._add(at, self._sums.setdefault(at, {}), dict(zip(positions, gradients)))
         return values

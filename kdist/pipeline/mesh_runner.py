@@ -46,6 +46,7 @@ class MeshPipelineRunner(PipelineRunner):
         layouts: The model's resolved layouts.
         alltoall: Whether re-layouts may use all-to-all.
         want_outputs: Whether training and test steps must return the model's outputs.
+        want_parts: Whether they must return every part of the loss.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class MeshPipelineRunner(PipelineRunner):
         *,
         alltoall: bool,
         want_outputs: bool,
+        want_parts: bool,
     ) -> None:
         super().__init__(program, entries, topology)
-        self.want_outputs = want_outputs
+        self.want_outputs, self.want_parts = want_outputs, want_parts
         self.meshes = [spmd.make_mesh(one.devices, topology) for one in topology.slices]
         placements = [entry.placement for entry in entries]
         self.programs = MeshPrograms(program, placements, topology, self.meshes, layouts, alltoall)

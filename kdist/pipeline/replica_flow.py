@@ -6,6 +6,7 @@ import abc
 from collections.abc import Sequence
 from typing import Any
 
+from kdist.loss_parts import LossParts, collected, merged, penalty_name
 from kdist.pipeline.functions import Saved
 from kdist.pipeline.instructions import (
     Backward,
@@ -53,6 +54,7 @@ class ReplicaFlow(abc.ABC):
         self._returned: dict[Unit, list[Any]] = {}
         self._results: list[Any] = [None] * len(parts)
         self._losses: list[Any] = []
+        self._loss_parts: LossParts = {}
 
     def act(self, one: Instruction) -> Any:
         """Does an instruction; returns what the action returns."""
@@ -71,8 +73,14 @@ class ReplicaFlow(abc.ABC):
             self._results[i] = output
         if output.loss is not None:
             self._losses.append(output.loss)
+        self._loss_parts = merged([self._loss_parts, output.loss_parts])
         self._sent[virtual, i] = output
         self._saved[virtual, i] = saved
+
+    def _note_penalties(self, positions: Sequence[int], values: Sequence[Any]) -> None:
+        """Notes the penalties of some trainable variables as parts of the loss."""
+        names = [penalty_name(self.program.state.trainable[p]) for p in positions]
+        self._loss_parts = merged([self._loss_parts, collected(zip(names, values))])
 
     @abc.abstractmethod
     def forward(self, virtual: int, i: int) -> Any:

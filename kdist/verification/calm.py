@@ -3,7 +3,9 @@
 Random layers draw other masks: every replica has a stream of its own, and over inner axes masks
 depend on the layout. `BatchNormalization` takes its statistics from the rows it is given. Both are
 called as in inference, on both sides: random layers draw nothing, and `BatchNormalization` uses the
-moving statistics, which are the same. What then still differs has another cause.
+moving statistics, which are the same. A layer that draws in inference too, as the sampling of a
+variational autoencoder does, gets one and the same number for each draw. What then still differs
+has another cause.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import functools
 import inspect
 from typing import Any
 
-from kdist import _private_models
+from kdist import _private_models, _private_twins
 
 import keras
 
@@ -50,14 +52,15 @@ def statistic_layers(model: keras.Model) -> list[keras.layers.Layer]:
 
 
 def calm(layers: list[keras.layers.Layer]) -> None:
-    """Makes layers behave, for ever, as in inference, whatever `training` they are called with.
+    """Makes layers draw nothing, or equal numbers, for ever; those with `training` as in inference.
 
     Args:
         layers: Layers of a twin.
     """
     for layer in layers:
         own: Any = type(layer)
-        layer.__class__ = _in_inference(own)
+        told = _private_models.takes_training(layer)
+        layer.__class__ = _in_inference(own) if told else _drawing_alike(own)
 
 
 @functools.cache
@@ -71,5 +74,18 @@ def _in_inference(base: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         bound.arguments["training"] = False
         return inner(*bound.args, **bound.kwargs)
+
+    return type(base.__name__, (base,), {"call": call, "__module__": base.__module__})
+
+
+@functools.cache
+def _drawing_alike(base: Any) -> Any:
+    """A subclass whose `call` gets one and the same number for each draw."""
+    inner = base.call
+
+    @functools.wraps(inner)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _private_twins.equal_draws():
+            return inner(self, *args, **kwargs)
 
     return type(base.__name__, (base,), {"call": call, "__module__": base.__module__})

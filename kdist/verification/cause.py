@@ -24,8 +24,8 @@ def likely_cause(differences: Sequence[Difference], study: Study) -> str:
     if study.layer is not None:
         if study.random:
             return (
-                f"layer {study.layer!r} ({study.text}) draws random numbers, and has no `training` "
-                "argument to switch that off for a comparison."
+                f"layer {study.layer!r} ({study.text}) draws random numbers in inference too, in a "
+                "way that a comparison can neither switch off nor make equal."
             )
         return (
             f"rows of the batch meet in layer {study.layer!r} ({study.text}): a replica sees its "
@@ -37,7 +37,13 @@ def likely_cause(differences: Sequence[Difference], study: Study) -> str:
             f"output {found[0].name!r} differs, and no layer does on the rows of each replica: it "
             "arises in the parallel execution (layouts, gathers, stages)."
         )
-    if found := worst["loss"]:
+    if found := worst["training_output"]:
+        return (
+            f"output {found[0].name!r} agrees in inference and not in training mode, and no layer "
+            "differs on the rows of each replica: it arises in the parallel execution of what "
+            "layers do in training."
+        )
+    if found := sorted(worst["loss"], key=lambda d: d.name == "loss"):  # parts before their sum
         if study.added:
             return (
                 f"add_loss of layer {', '.join(map(repr, study.added))} is no mean over rows. If "
@@ -56,7 +62,7 @@ def likely_cause(differences: Sequence[Difference], study: Study) -> str:
     return _late_cause(worst)
 
 
-_ORDER = ("output", "loss", "gradient", "metric", "state", "weight", "slot")
+_ORDER = ("output", "training_output", "loss", "gradient", "metric", "state", "weight", "slot")
 
 
 def _late_cause(worst: dict[str, list[Difference]]) -> str:

@@ -11,8 +11,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from kdist import _private
-from kdist.loop import gradients
 from kdist.parallel import Parallel, attached
 from kdist.program import ModelState
 from kdist.verification.calm import calm
@@ -21,9 +19,13 @@ from kdist.verification.observe import (
     by_path,
     call_for_training,
     gradient_arrays,
+    loss_and_parts,
+    loss_arrays,
+    mesh_pass,
     output_arrays,
     predicted,
     unique,
+    unscaled,
 )
 from kdist.verification.observed import Observed, compare_runs
 from kdist.verification.study import Study
@@ -55,9 +57,9 @@ def run_itself(request: Request, *, quiet: bool = False) -> Trial:
         )
     batch = batch_in("float32" if request.policy != "float64" else "float64", request.batch)
     parallel.step_for(batch)  # builds losses and metrics
-    random, statistics = excused(model, parallel)
+    random, statistics = excused(model, parallel, batch[0])
     layers = named(model, random + statistics) if quiet else []
-    with _unchanged(model) as restore, _calmed(layers, parallel):
+    with _unchanged(model) as restore, _observed(layers, parallel):
         with tf.device(request.config.topology.devices[0]):
             one = _alone(model, batch)
         mesh = _over_mesh(model, batch)
@@ -88,20 +90,26 @@ def _unchanged(model: keras.Model) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _calmed(layers: list[keras.layers.Layer], parallel: Parallel) -> Iterator[None]:
-    """Meanwhile, layers behave as in inference; programs traced so are forgotten."""
-    if not layers:
-        yield
-        return
+def _observed(layers: list[keras.layers.Layer], parallel: Parallel) -> Iterator[None]:
+    """Meanwhile, steps return all that is compared, and some layers behave as in inference.
+
+    Programs that are traced for this alone are forgotten: those with other layers, and those over
+    inner axes, which otherwise leave out what a step does not need.
+    """
     classes: list[Any] = [type(layer) for layer in layers]
-    parallel.forget_functions(parallel.jit_compile)
+    anew = bool(layers) or parallel.trains_over_spmd
+    if anew:
+        parallel.forget_functions(parallel.jit_compile)
+    parallel.observed = True
     calm(layers)
     try:
         yield
     finally:
         for layer, own in zip(layers, classes):
             layer.__class__ = own
-        parallel.forget_functions(parallel.jit_compile)
+        parallel.observed = False
+        if anew:
+            parallel.forget_functions(parallel.jit_compile)
 
 
 def _alone(model: keras.Model, batch: tuple[Any, Any, Any]) -> Observed:
@@ -114,21 +122,18 @@ def _alone(model: keras.Model, batch: tuple[Any, Any, Any]) -> Observed:
         tape.watch(params)
         with scope:
             y_pred = call_for_training(model, x)
-            loss = _private.compute_loss(model, x, y, y_pred, sample_weight, training=True)
+            loss, parts = loss_and_parts(model, x, y, y_pred, sample_weight)
             scaled = model.optimizer.scale_loss(loss)
-            factor = model.optimizer.scale_loss(tf.ones((), loss.dtype))
     found = tape.gradient(scaled, params)
-    unscaled = [
-        None if g is None else tf.convert_to_tensor(g) / tf.cast(factor, g.dtype) for g in found
-    ]
     names = unique([v.path for v in state.carried])
     now = [scope.get_current_value(v) for v in state.carried]
     values = [v.value if new is None else new for v, new in zip(state.carried, now)]
     return Observed(
         output=predicted(model, x),
-        loss={"loss": as_array(loss)},
+        training_output=output_arrays(model, y_pred),
+        loss=loss_arrays(loss, parts),
         metric={},
-        gradient=gradient_arrays(model, unscaled),
+        gradient=gradient_arrays(model, unscaled(model, found, loss.dtype)),
         state={name: as_array(value) for name, value in zip(names, values)},
     )
 
@@ -136,11 +141,12 @@ def _alone(model: keras.Model, batch: tuple[Any, Any, Any]) -> Observed:
 def _over_mesh(model: keras.Model, batch: tuple[Any, Any, Any]) -> Observed:
     """What the mesh gives; statistics and seeds move on."""
     output = output_arrays(model, model.predict_on_batch(batch[0]))
-    loss, found = gradients(model, *batch)
+    found = mesh_pass(model, batch)
     return Observed(
         output=output,
-        loss={"loss": as_array(loss)},
+        training_output=found.output,
+        loss=found.loss,
         metric={},
-        gradient=gradient_arrays(model, found),
+        gradient=found.gradient,
         state=by_path(ModelState.of(model).carried),
     )

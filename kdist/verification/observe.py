@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist import _private, _private_models
-from kdist.loop import gradients
-from kdist.parallel import parallel_of
+from kdist.loop import training_pass
+from kdist.loss_parts import added_up, compute_loss
+from kdist.metrics import overrides
+from kdist.parallel import attached
 from kdist.program import ModelState
-from kdist.verification.observed import Observed
+from kdist.verification.observed import Arrays, Observed
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-Gradients = Callable[[], Sequence[Any] | None]
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """What a forward and backward pass in training mode gave, name -> array.
+
+    Attributes:
+        output: The outputs, rows in the order of the batch; None where they cannot be had.
+        loss: The loss, and each of its parts; of a `compute_loss` of the user's own none are known.
+        gradient: Of each trainable weight that has one; None where none can be had.
+    """
+
+    output: Arrays | None
+    loss: Arrays
+    gradient: Arrays | None
 
 
 def on_one_device(model: keras.Model, batch: tuple[Any, Any, Any], device: str) -> Observed:
@@ -28,7 +44,7 @@ def on_one_device(model: keras.Model, batch: tuple[Any, Any, Any], device: str) 
         device: The device to run on.
     """
     with tf.device(device):
-        return _observe(model, batch, lambda: plain_gradients(model, batch))
+        return _observe(model, batch, lambda: plain_pass(model, batch))
 
 
 def over_mesh(model: keras.Model, batch: tuple[Any, Any, Any]) -> Observed:
@@ -36,28 +52,27 @@ def over_mesh(model: keras.Model, batch: tuple[Any, Any, Any]) -> Observed:
 
     Gradients that travel compressed are not to be had; what the update made of them is.
     """
-    parallel = parallel_of(model)
-    assert parallel is not None
-    compressed = parallel.config.compression is not None and parallel.topology.data_size > 1
-    return _observe(model, batch, lambda: None if compressed else gradients(model, *batch)[1])
+    return _observe(model, batch, lambda: mesh_pass(model, batch))
 
 
-def _observe(model: keras.Model, batch: tuple[Any, Any, Any], found: Gradients) -> Observed:
+def _observe(
+    model: keras.Model, batch: tuple[Any, Any, Any], train: Callable[[], Pass]
+) -> Observed:
     x, y, sample_weight = batch
     before = [as_array(v.value) for v in model.variables]
     output = output_arrays(model, model.predict_on_batch(x))
-    values = found()
+    found = train()
     for variable, value in zip(model.variables, before):
         variable.assign(value)
-    gradient = None if values is None else gradient_arrays(model, values)
     logs = model.train_on_batch(x, y, sample_weight, return_dict=True)
     losses = {"loss", *(tracker.name for tracker in _private.loss_trackers(model))}
     state = ModelState.of(model)
     return Observed(
         output=output,
-        loss={k: np.asarray(v) for k, v in logs.items() if k in losses},
+        training_output=found.output,
+        loss={**found.loss, **{k: np.asarray(v) for k, v in logs.items() if k in losses}},
         metric={k: np.asarray(v) for k, v in logs.items() if k not in losses},
-        gradient=gradient,
+        gradient=found.gradient,
         state=by_path(state.carried),
         weight=by_path(state.trainable),
         slot={} if model.optimizer is None else by_path(model.optimizer.variables),
@@ -71,22 +86,59 @@ def predicted(model: keras.Model, x: Any) -> dict[str, np.ndarray]:
     return output_arrays(model, outputs)
 
 
-def plain_gradients(model: keras.Model, batch: tuple[Any, Any, Any]) -> list[Any]:
-    """Gradients on one device, as Keras's own train step computes them, unscaled.
-
-    Returns:
-        One gradient, or None, per trainable variable.
-    """
-    variables = model.trainable_variables
+def plain_pass(model: keras.Model, batch: tuple[Any, Any, Any]) -> Pass:
+    """A pass on one device, as Keras's own train step computes it; gradients unscaled."""
     x, y, sample_weight = batch
+    variables = model.trainable_variables
     with tf.GradientTape() as tape:
         y_pred = call_for_training(model, x)
-        loss = _private.compute_loss(model, x, y, y_pred, sample_weight, training=True)
+        loss, parts = loss_and_parts(model, x, y, y_pred, sample_weight)
         scaled = loss if model.optimizer is None else model.optimizer.scale_loss(loss)
     found = tape.gradient(scaled, [v.value for v in variables])
+    output = output_arrays(model, y_pred)
+    return Pass(
+        output, loss_arrays(loss, parts), gradient_arrays(model, unscaled(model, found, loss.dtype))
+    )
+
+
+def mesh_pass(model: keras.Model, batch: tuple[Any, Any, Any]) -> Pass:
+    """A pass over the mesh of a parallelized model; gradients that travel compressed are left out.
+
+    Args:
+        model: The model; `observed` is set on what kdist attached to it.
+        batch: (x, y, sample_weight) as tensors.
+    """
+    parallel = attached(model)
+    compressed = parallel.config.compression is not None and parallel.topology.data_size > 1
+    found = training_pass(parallel, batch)
+    outputs = found.outputs()
+    return Pass(
+        None if outputs is None else output_arrays(model, outputs),
+        loss_arrays(found.loss, found.loss_parts(model)),
+        None if compressed else gradient_arrays(model, found.gradients),
+    )
+
+
+def loss_and_parts(
+    model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The loss of one device for its outputs, and its parts by name."""
+    if overrides(model, "compute_loss"):
+        return _private.compute_loss(model, x, y, y_pred, sample_weight, training=True), {}
+    loss, parts = compute_loss(model, x, y, y_pred, sample_weight)
+    return loss, added_up(parts)
+
+
+def loss_arrays(loss: Any, parts: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The loss and its parts as arrays."""
+    return {name: as_array(value) for name, value in {"loss": loss, **parts}.items()}
+
+
+def unscaled(model: keras.Model, found: Sequence[Any], dtype: Any) -> list[Any]:
+    """Gradients without the loss scale that the optimizer asked for."""
     if model.optimizer is None:
         return list(found)
-    factor = model.optimizer.scale_loss(tf.ones((), loss.dtype))
+    factor = model.optimizer.scale_loss(tf.ones((), dtype))
     return [
         None if g is None else tf.convert_to_tensor(g) / tf.cast(factor, g.dtype) for g in found
     ]
@@ -98,12 +150,14 @@ def call_for_training(model: keras.Model, x: Any) -> Any:
 
 
 def output_arrays(model: keras.Model, outputs: Any) -> dict[str, np.ndarray]:
-    """Outputs by name."""
-    flat = keras.tree.flatten(outputs)
+    """Outputs by name: keys of a dict, else what Keras calls them, else by order."""
+    flat = keras.tree.flatten_with_path(outputs)
     names = list(getattr(model, "output_names", None) or ())
-    if len(names) != len(flat):
+    if isinstance(outputs, dict):
+        names = ["/".join(map(str, path)) for path, _ in flat]
+    elif len(names) != len(flat):
         names = [f"output {i}" if len(flat) > 1 else "output" for i in range(len(flat))]
-    return {name: as_array(value) for name, value in zip(names, flat)}
+    return {name: as_array(value) for name, (_, value) in zip(names, flat)}
 
 
 def gradient_arrays(model: keras.Model, found: Sequence[Any]) -> dict[str, np.ndarray]:

@@ -18,12 +18,14 @@ class Observed:
 
     Attributes:
         output: Outputs in inference mode.
-        loss: The loss, and each of its terms if there are several.
+        loss: The loss, and each of its parts: see `kdist.loss_parts`.
         metric: Metrics after the batch, in training mode.
         gradient: Of each trainable weight that has one, by path; None where none can be had.
         state: Statistics, seeds and counters of layers after one training step, by path.
         weight: Trainable weights after one training step, by path; None where none was made.
         slot: The optimizer's variables after it; None where none was made.
+        training_output: Outputs in training mode, rows in the order of the batch; None where the
+            pass does not give them.
     """
 
     output: Arrays
@@ -33,6 +35,7 @@ class Observed:
     state: Arrays
     weight: Arrays | None = None
     slot: Arrays | None = None
+    training_output: Arrays | None = None
 
     def of(self, kind: Kind) -> Arrays | None:
         """The arrays of a kind."""

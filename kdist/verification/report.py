@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kdist.tables import Column, number, print_prose, table
-from kdist.verification.tolerance import Difference, Tolerance
+from kdist.verification.tolerance import KINDS, Difference, Tolerance
 
 from rich.console import Console, RenderableType
 
@@ -74,7 +74,10 @@ class Verification:
         console = console or Console()
         print_prose(console, self.verdict)
         counts = ", ".join(f"{kind} {n}" for kind, n in self.compared.items())
-        lines = [f"arrays compared: {counts}", f"tolerance: {self.tolerance}", f"how: {self.way}"]
+        left_out = [kind for kind in KINDS if kind not in self.compared]
+        lines = [f"arrays compared: {counts}"]
+        lines += [f"not compared: {', '.join(left_out)}"] if left_out else []
+        lines += [f"tolerance: {self.tolerance}", f"how: {self.way}"]
         lines += [f"first layer that differs: {self.first_layer}"] if self.first_layer else []
         lines += [f"note: {note}" for note in self.notes]
         for line in lines:

@@ -15,7 +15,7 @@ from kdist import _private_models, _private_twins, rows
 from kdist.batch import part_bounds
 from kdist.program import ModelState
 from kdist.state import replica_seed
-from kdist.verification.calm import always_random
+from kdist.verification.calm import always_random, random_layers
 from kdist.verification.observe import as_array, call_for_training
 from kdist.verification.tolerance import Tolerance, compare, magnitude
 
@@ -31,7 +31,7 @@ class Study:
     Attributes:
         layer: The first layer, in the order in which calls end, whose rows differ; None if none.
         text: By how much, of which class.
-        random: Whether it draws random numbers, and cannot be told to stop.
+        random: Whether it draws random numbers in inference too.
         added: Layers whose `add_loss` values are no means over rows.
     """
 
@@ -109,21 +109,38 @@ def study(
         restore()
     sizes = [part.stop - part.start for part in parts]
     layer, text = _first_difference(whole, pieces, sizes, tolerance)
-    random = layer in {one.name for one in always_random(model)}
+    random = layer in {one.name for one in [*random_layers(model), *always_random(model)]}
     if layer is not None and not random:
         text = ", ".join([text, *_operations(model, x, layer)])
     return Study(layer, text, random, _not_means(whole, pieces, sizes, tolerance))
 
 
+def rows_meet_in(model: keras.Model, x: Any, layer: keras.layers.Layer) -> bool:
+    """Whether rows of the batch meet in a layer, as far as is known; True where it is not."""
+    try:
+        return bool(_mixings(model, x, layer.name))
+    except rows.NotStudied:
+        return True
+
+
 def _operations(model: keras.Model, x: Any, layer: str) -> list[str]:
     """The operations of a layer at which rows meet, if the analysis of the graph knows them."""
-    specs = keras.tree.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), x)
     try:
-        found = rows.study(lambda x: call_for_training(model, x), specs).mixings
+        return [f"at {operation}" for operation in _mixings(model, x, layer)][:3]
     except rows.NotStudied:
         return []
+
+
+def _mixings(model: keras.Model, x: Any, layer: str) -> list[str]:
+    """Kinds of the operations of a layer at which rows meet.
+
+    Raises:
+        NotStudied: The model's graph cannot be analysed.
+    """
+    specs = keras.tree.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), x)
+    found = rows.study(lambda x: call_for_training(model, x), specs).mixings
     inside = [m.operation for m in found if layer in m.layer.split("/") or layer in m.name]
-    return [f"at {operation}" for operation in dict.fromkeys(inside)][:3]
+    return list(dict.fromkeys(inside))
 
 
 def _forward(model: keras.Model, x: Any) -> _Pass:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
 
-Kind = Literal["output", "loss", "metric", "gradient", "state", "weight", "slot"]
-KINDS: tuple[Kind, ...] = ("output", "loss", "metric", "gradient", "state", "weight", "slot")
+Kind = Literal["output", "training_output", "loss", "metric", "gradient", "state", "weight", "slot"]
+KINDS: tuple[Kind, ...] = typing.get_args(Kind)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,7 @@ def _half(bits: int) -> Tolerance:
     eps = 2.0 ** (1 - bits)
     relative: dict[Kind, float] = {
         "output": 16 * eps,
+        "training_output": 16 * eps,
         "loss": 2 * eps,
         "metric": max(0.1, 2 * eps),
         "gradient": 32 * eps,
@@ -63,6 +65,7 @@ FLOAT64 = Tolerance(relative=dict.fromkeys(KINDS, 1e-9), floor=1e-12, decided=1e
 FLOAT32 = Tolerance(
     relative={
         "output": 1e-5,
+        "training_output": 1e-5,
         "loss": 1e-5,
         "metric": 1e-3,
         "gradient": 1e-4,
@@ -89,11 +92,12 @@ class Difference:
     """One array that is out of tolerance.
 
     Attributes:
-        kind: What it is: an output, a loss term, a metric, a gradient, a state of a layer, a weight
-            or an optimizer slot after one update.
-        name: Its name: path of a variable, key of the logs, name of an output.
+        kind: What it is: an output in inference or in training mode, the loss or a part of it, a
+            metric, a gradient, a state of a layer, a weight or an optimizer slot after one update.
+        name: Its name: path of a variable, key of the logs, name of an output or of a part of the
+            loss.
         error: The largest absolute difference; infinite where one side has no such array, or one of
-            another shape.
+            another shape or dtype.
         scale: The largest magnitude on one device.
         allowed: The largest absolute difference allowed.
         text: Where it is and what both sides have there.
@@ -127,6 +131,74 @@ def magnitude(array: np.ndarray) -> float:
     return float(values.max()) if values.size else 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Gap:
+    """How far two arrays that should be equal are apart.
+
+    Attributes:
+        error: The largest absolute difference; infinite where shape or dtype differ, or where one
+            side has NaN or infinity and the other has not.
+        scale: The largest finite magnitude of the first one.
+        allowed: The largest absolute difference allowed.
+        text: Where it is, and what both sides have there.
+    """
+
+    error: float
+    scale: float
+    allowed: float
+    text: str
+
+
+def gap(
+    one: np.ndarray,
+    other: np.ndarray,
+    allowed: float,
+    ignored: np.ndarray | None = None,
+    names: tuple[str, str] = ("on one device", "over the mesh"),
+) -> Gap | None:
+    """Compares two arrays.
+
+    Args:
+        one: The array of the reference.
+        other: The array under test.
+        allowed: The largest absolute difference allowed. Integers, which nothing rounds, have to be
+            equal.
+        ignored: Boolean, in the arrays' shape: elements that are not compared.
+        names: What the two are called in the text.
+
+    Returns:
+        How far they are apart, or None within the allowance. NaN equals NaN, infinity itself.
+    """
+    one, other = np.asarray(one), np.asarray(other)
+    allowed = 0.0 if one.dtype.kind in "iub" else allowed
+    scale = magnitude(one)
+    for what in ("shape", "dtype"):
+        left, right = getattr(one, what), getattr(other, what)
+        if left != right:
+            text = f"{what} {left} {names[0]}, {right} {names[1]}"
+            return Gap(float("inf"), scale, allowed, text)
+    differ = (one != other) & ~(np.not_equal(one, one) & np.not_equal(other, other))
+    if ignored is not None:
+        differ &= ~ignored
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = np.where(differ, np.abs(one.astype("float64") - other.astype("float64")), 0.0)
+    # Not finite on one side; or integers that differ by less than float64 can tell.
+    error = np.where(np.isnan(error), np.inf, np.where(differ & (error == 0), 1.0, error))
+    worst = float(error.max()) if error.size else 0.0
+    if worst <= allowed:
+        return None
+    at = tuple(int(i) for i in np.unravel_index(int(error.argmax()), error.shape))
+    where = f" at {list(at)}" if at else ""
+    count = int((error > allowed).sum())
+    more = f", {count} of {error.size} entries off" if error.size > 1 else ""
+    text = f"{_number(one[at])} {names[0]}, {_number(other[at])} {names[1]}{where}{more}"
+    return Gap(worst, scale, allowed, text)
+
+
+def _number(value: np.generic) -> str:
+    return f"{value:.12g}" if value.dtype.kind == "f" else str(value)
+
+
 def compare(
     kind: Kind,
     name: str,
@@ -135,7 +207,7 @@ def compare(
     allowed: float,
     ignored: np.ndarray | None = None,
 ) -> Difference | None:
-    """Compares what one device and the mesh have.
+    """Compares what one device and the mesh have; see `gap`.
 
     Args:
         kind: See `Difference`.
@@ -146,24 +218,9 @@ def compare(
         ignored: Boolean, in the array's shape: elements that are not compared.
 
     Returns:
-        The difference, or None within the allowance. NaN equals NaN.
+        The difference, or None within the allowance.
     """
-    one, mesh = np.asarray(one), np.asarray(mesh)
-    scale = magnitude(one)
-    if one.shape != mesh.shape:
-        text = f"shape {one.shape} on one device, {mesh.shape} over the mesh"
-        return Difference(kind, name, float("inf"), scale, allowed, text)
-    left, right = one.astype("float64"), mesh.astype("float64")
-    agree = (left == right) | (np.isnan(left) & np.isnan(right))
-    if ignored is not None:
-        agree |= ignored
-    with np.errstate(invalid="ignore"):
-        error = np.where(agree, 0.0, np.abs(left - right))
-    error = np.where(np.isnan(error), np.inf, error)
-    worst = float(error.max()) if error.size else 0.0
-    if worst <= allowed:
+    found = gap(one, mesh, allowed, ignored)
+    if found is None:
         return None
-    at = tuple(int(i) for i in np.unravel_index(int(error.argmax()), error.shape))
-    where = f" at {list(at)}" if at else ""
-    text = f"{left[at]:.9g} on one device, {right[at]:.9g} over the mesh{where}"
-    return Difference(kind, name, worst, scale, allowed, text)
+    return Difference(kind, name, found.error, found.scale, found.allowed, found.text)

@@ -11,13 +11,13 @@ from kdist.config import ParallelConfig
 from kdist.optimizer.state_config import StateFormatConfig
 from kdist.optimizer.wrappers import unwrap
 from kdist.parallel import Parallel, attached, parallelize
-from kdist.verification.calm import calm, random_layers, statistic_layers
+from kdist.verification.calm import always_random, calm, random_layers, statistic_layers
 from kdist.verification.compiled import compile_alike, copy_optimizer
 from kdist.verification.declared import config_for, copy_declarations
 from kdist.verification.observe import as_array, on_one_device, over_mesh
 from kdist.verification.observed import Comparison, Observed, compare_runs
 from kdist.verification.rounding import rounds_inside
-from kdist.verification.study import Study, parts_of, study
+from kdist.verification.study import Study, parts_of, rows_meet_in, study
 from kdist.verification.tolerance import TOLERANCES, Tolerance, compare, magnitude
 from kdist.verification.twin import NoTwin, batch_in, make_twin, paired, precision
 
@@ -132,7 +132,7 @@ def run_trial(request: Request, *, quiet: bool = False, lossless: bool = False) 
         batch = batch_in(keras.config.floatx(), request.batch)
         plain = make_twin(request.model, request.policy, batch[0])
         mesh, parallel = _mesh_twin(request, batch[0], lossless)
-        random, statistics = excused(plain, parallel)
+        random, statistics = excused(plain, parallel, batch[0])
         if quiet:
             calm(named(plain, random + statistics))
             calm(named(mesh, random + statistics))
@@ -170,6 +170,7 @@ def _mesh_twin(request: Request, x: Any, lossless: bool) -> tuple[keras.Model, P
     pair = paired(request.model, twin)
     copy_declarations(request.model, pair)
     parallelize(twin, config_for(config, pair))
+    attached(twin).observed = True
     return twin, attached(twin)
 
 
@@ -188,23 +189,33 @@ def _refuse_unlike(request: Request, one: Observed) -> None:
     """
     loose = UNLIKE * TOLERANCES[request.model.dtype_policy.name].relative["output"]
     floor = max((magnitude(a) for a in request.outputs.values()), default=0.0)
-    for (name, mine), again in zip(request.outputs.items(), one.output.values()):
-        if compare("output", name, mine, again, loose * max(magnitude(mine), floor)) is not None:
+    for name, mine in request.outputs.items():
+        allowed, again = loose * max(magnitude(mine), floor), one.output.get(name)
+        mine = mine if again is None else mine.astype(again.dtype)
+        if again is None or compare("output", name, mine, again, allowed) is not None:
             raise NoTwin(f"made again from its configuration it predicts another output {name!r}")
 
 
-def excused(plain: keras.Model, parallel: Parallel) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the layers that may rightly differ on this mesh: (random, statistics)."""
+def excused(
+    plain: keras.Model, parallel: Parallel, x: Any
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the layers that may rightly differ on this mesh: (random, statistics).
+
+    Of layers that draw in inference too, those in which rows of the batch meet are not among them:
+    equal draws would hide that (a random order becomes the order in which the rows are).
+    """
     parts = parallel.topology.data_size * _micro_batches(parallel.config)
     split = parts > 1 or parallel.topology.inner_size > 1
-    random = [layer.name for layer in random_layers(plain)] if split else []
+    always = [one for one in always_random(plain) if split and not rows_meet_in(plain, x, one)]
+    random = [layer.name for layer in [*random_layers(plain), *always]] if split else []
     statistics = [layer.name for layer in statistic_layers(plain)] if parts > 1 else []
     return tuple(random), tuple(statistics)
 
 
 def named(model: keras.Model, names: tuple[str, ...]) -> list[keras.layers.Layer]:
     """The random layers and those with statistics that have one of some names."""
-    return [one for one in random_layers(model) + statistic_layers(model) if one.name in names]
+    found = random_layers(model) + always_random(model) + statistic_layers(model)
+    return [one for one in found if one.name in names]
 
 
 def _micro_batches(config: ParallelConfig) -> int:

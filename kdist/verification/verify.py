@@ -11,6 +11,7 @@ from typing import Any
 from kdist.batch import leading
 from kdist.chance import chance_kept
 from kdist.contract import is_built
+from kdist.metrics import overrides
 from kdist.parallel import attached
 from kdist.verification.calm import always_random
 from kdist.verification.cause import likely_cause
@@ -39,9 +40,10 @@ def verify(
 
     Two twins of the model are made from its configuration, with its weights, state and optimizer:
     a plain one on the mesh's first device, and one that is parallelized as the model is. Both
-    predict the batch and train one step on it. Outputs, each loss term, metrics, gradients, state
-    of layers, and weights and optimizer slots after the update are compared. The model itself, and
-    the random numbers that Python and NumPy draw later, stay as they are, bit by bit.
+    predict the batch and train one step on it. Outputs in inference and in training, the loss and
+    each of its parts, metrics, gradients, state of layers, and weights and optimizer slots after
+    the update are compared. The model itself, and the random numbers that Python and NumPy draw
+    later, stay as they are, bit by bit.
 
     If something differs, the comparison is made once more with random layers switched off and
     `BatchNormalization` given its moving statistics on both sides, and then without compressed
@@ -157,6 +159,9 @@ def _report(
     request: Request, tried: list[_Tried], way: str, seconds: float, warned: list[str]
 ) -> Verification:
     notes = list(tried[0].trial.notes)
+    if overrides(request.model, "compute_loss"):
+        name = type(request.model).__name__
+        notes.append(f"{name}.compute_loss is the model's own: the loss is compared as one term")
     if not tried[-1].trial.ok and tried[-1].trial.rounds is not None:
         request, tried = _in_fewer_bits(request, tried)
         notes.append(

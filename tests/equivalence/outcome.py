@@ -21,6 +21,8 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from kdist.verification.tolerance import gap, magnitude
+
 import numpy as np
 
 from .undecided import NAME, undecided_of
@@ -135,12 +137,6 @@ def _kind(part: str, name: str) -> str:
     return f"{part}:{name.rsplit('_', 1)[-1]}" if part == "slots" else f"{part}:"
 
 
-def _magnitude(array: np.ndarray) -> float:
-    values = np.abs(np.asarray(array, dtype="float64"))
-    values = values[np.isfinite(values)]
-    return float(values.max()) if values.size else 0.0
-
-
 def _drifts(name: str, patterns: Sequence[str]) -> bool:
     flat = re.sub(r"\W", "_", name)
     return any(re.search(re.sub(r"/", "_", pattern), flat) for pattern in patterns)
@@ -149,28 +145,15 @@ def _drifts(name: str, patterns: Sequence[str]) -> bool:
 def _compare_array(
     name: str, expected: np.ndarray, actual: np.ndarray, allowed: float
 ) -> Mismatch | None:
-    expected, actual = np.asarray(expected), np.asarray(actual)
-    if expected.shape != actual.shape:
-        return Mismatch(name, f"shape {actual.shape}, expected {expected.shape}", np.inf)
-    if expected.dtype != actual.dtype:
-        return Mismatch(name, f"dtype {actual.dtype}, expected {expected.dtype}", np.inf)
-    left, right = expected.astype("float64"), actual.astype("float64")
-    agree = (left == right) | (np.isnan(left) & np.isnan(right))
-    with np.errstate(invalid="ignore"):
-        error = np.where(agree, 0.0, np.abs(left - right))
-    error = np.where(np.isnan(error), np.inf, error)
-    worst = float(error.max()) if error.size else 0.0
-    if worst <= allowed:
+    found = gap(expected, actual, allowed, names=("expected", "got"))
+    if found is None:
         return None
-    index = tuple(int(i) for i in np.unravel_index(int(error.argmax()), error.shape))
-    scale = _magnitude(expected)
+    relative = found.error / found.scale if found.scale else np.inf
     text = (
-        f"off by {worst:.3e} (allowed {allowed:.3e}, scale {scale:.3e}, relative "
-        f"{worst / scale if scale else np.inf:.3e}) at {index}: expected "
-        f"{left[index]:.17g}, got {right[index]:.17g}; {int((error > allowed).sum())} of "
-        f"{error.size} entries off"
+        f"off by {found.error:.3e} (allowed {found.allowed:.3e}, scale {found.scale:.3e}, relative "
+        f"{relative:.3e}): {found.text}"
     )
-    return Mismatch(name, text, worst / allowed if allowed else np.inf)
+    return Mismatch(name, text, found.error / found.allowed if found.allowed else np.inf)
 
 
 def _mismatches(
@@ -194,16 +177,16 @@ def _mismatches(
     scales: dict[str, float] = {}
     for name, array in expected.items():
         kind = _kind(part, name)
-        scales[kind] = max(scales.get(kind, 0.0), _magnitude(array))
+        scales[kind] = max(scales.get(kind, 0.0), magnitude(array))
     for name, array in expected.items():
         if name not in actual or name.endswith(NAME):
             continue
-        allowed = tolerance.relative * _magnitude(array)
+        allowed = tolerance.relative * magnitude(array)
         allowed = max(allowed, tolerance.floor * scales[_kind(part, name)])
         if part == "history" and COUNTING.search(name):
-            allowed = max(allowed, tolerance.counting * _magnitude(array))
+            allowed = max(allowed, tolerance.counting * magnitude(array))
         if part == "history" and ACCURACY.search(name) and undecided_of(name) in expected:
-            allowed = COUNT_ROUNDING + _magnitude(expected[undecided_of(name)])
+            allowed = COUNT_ROUNDING + magnitude(expected[undecided_of(name)])
         if part in ("weights", "slots") and _drifts(name, zero_gradient_paths):
             # Both runs wander, each at most one learning rate per update.
             allowed = max(allowed, 2.0 * drift)

@@ -1,0 +1,121 @@
+"""How a model is compared: by twins, or itself; it stays as it is, or is refused."""
+
+import random
+
+import kdist
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from .models import Centre, batch, observable, small, wrapped
+
+
+def test_nothing_of_the_model_changes():
+    metrics = [keras.metrics.MeanAbsoluteError(name="error")]
+    noise = layers.Dropout(0.3, name="noise"), layers.BatchNormalization(name="norm")
+    model = small(*noise, metrics=metrics)
+    x, y = batch()
+    model.fit(x, y, epochs=2, verbose=0)
+    before, floatx = observable(model), keras.config.floatx()
+    layers.Dense(1)
+    number = int(layers.Dense(1).name.split("_")[-1])
+    draws = random.getstate(), np.random.get_state()[1].tolist()
+    report = kdist.verify(model, x, y)
+    assert report.ok, report
+    after = observable(model)
+    assert len(before) == len(after)
+    for a, b in zip(before, after):
+        np.testing.assert_array_equal(a, b)
+        assert a.dtype == b.dtype
+    assert keras.config.floatx() == floatx
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == draws
+    assert int(layers.Dense(1).name.split("_")[-1]) == number + 1, "a name was used up"
+
+
+def test_what_cannot_be_verified_is_refused():
+    with pytest.raises(ValueError, match="plain Keras model"):
+        kdist.verify(keras.Sequential([keras.Input((2,)), layers.Dense(1)]), *batch())
+    model = small()
+    with pytest.raises(ValueError, match="dtype='half'"):
+        kdist.verify(model, *batch(), dtype="half")
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    with pytest.raises(ValueError, match="model.compile"):
+        kdist.verify(model, *batch())
+
+
+def test_a_model_without_a_twin_is_compared_itself():
+    x, y = batch()
+    histories = []
+    for verify in (None, "first_step"):
+        keras.utils.set_random_seed(0)
+        noise = layers.Dropout(0.3, name="noise"), layers.BatchNormalization(name="norm")
+        model = wrapped(*noise, verify=verify)
+        histories.append(model.fit(x, y, epochs=3, verbose=0).history)
+    assert histories[0] == histories[1]
+    before = observable(model)
+    report = kdist.verify(model, x, y)
+    assert report.ok and report.explained_by == ("noise", "norm"), report
+    assert report.dtype == "float32"
+    assert "the model itself" in report.way and "without an update" in report.way
+    for a, b in zip(before, observable(model)):
+        np.testing.assert_array_equal(a, b)
+    model.fit(x, y, verbose=0)
+    assert not kdist.verify(wrapped(Centre(name="centre")), x, y).ok
+    with pytest.raises(ValueError, match="compressed"):
+        kdist.verify(wrapped(compression=kdist.CompressionConfig(rest="bf16")), x, y)
+
+
+class Hidden(layers.Layer):
+    """Has a factor that its configuration does not have."""
+
+    def call(self, inputs):
+        return inputs * getattr(self, "_factor", 1.0)
+
+
+def test_a_twin_that_predicts_otherwise_is_no_twin():
+    layer = Hidden()
+    layer._factor = 3.0
+    report = kdist.verify(small(layer), *batch())
+    assert report.ok, report
+    assert "predicts another output" in report.way
+
+
+def test_what_was_set_after_construction_is_the_twins_too():
+    dropout = layers.Dropout(0.5, name="noise")
+    model = small(dropout)
+    dropout.rate = 0.0
+    assert kdist.verify(model, *batch()).differences == ()
+
+
+def test_a_model_that_does_not_fit_one_device_is_refused():
+    model = small()
+    weights = 8 * sum(int(np.prod(v.shape)) for v in model.weights)
+    # Gradients, the outputs of both layers, the optimizer's two scalars.
+    least = 2 * weights + 8 * 6 * (8 + 2) + 8 * 2
+    assert kdist.verify(model, *batch(), memory_limit=least).ok
+    with pytest.raises(ValueError, match=f"{least} bytes at least.*has {least - 1} bytes"):
+        kdist.verify(model, *batch(), memory_limit=least - 1)
+
+
+class Norm(layers.Layer):
+    """Divides by the root of the mean square, in float32 whatever the policy; then a product."""
+
+    def build(self, input_shape):
+        self.kernel = self.add_weight(shape=(input_shape[-1], 8), name="kernel")
+
+    def call(self, inputs):
+        x = ops.cast(inputs, "float32")
+        x = x / ops.sqrt(ops.mean(x * x, axis=-1, keepdims=True) + 1e-5)
+        return ops.matmul(ops.cast(x, self.compute_dtype), self.kernel)
+
+
+def test_a_model_that_rounds_inside_gets_a_wider_tolerance_and_says_so():
+    layout = {".*mid/kernel": (None, "model")}
+    middle = Norm(), Norm(), Norm(), layers.Dense(4, name="mid")
+    report = kdist.verify(small(*middle, axes={"data": 2, "model": 2}, layout_map=layout), *batch())
+    assert report.ok, report
+    assert report.tolerance.relative["loss"] == 1e-5
+    assert any("rounds to fewer bits" in note for note in report.notes)
