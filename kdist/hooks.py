@@ -66,10 +66,9 @@ def _channels_whole(call: Callable) -> Callable:
 
 
 def _column_axis(layer: keras.layers.Layer, layouts: ModelLayouts) -> str | None:
-    """The inner axis that cuts the columns of an embedding table, if one does."""
-    layout = layouts.weights[id(layer.weights[0])]
-    inner = axes_of(layout.inner(layouts.topology).dims[1])
-    return inner[0] if inner else None
+    """The inner axis that cuts the columns of an embedding table as it is read, if one does."""
+    axes = axes_of(layouts.read(id(layer.weights[0]))[1])
+    return axes[0] if axes else None
 
 
 def _columns_pinned(call: Callable, axis: str | None) -> Callable:

@@ -201,9 +201,9 @@ class Topology:
         return tuple(device for piece in self.slices for device in piece.devices)
 
     @property
-    def rows_cut(self) -> bool:
-        """Whether an inner axis cuts the batch: the data axis, after `with_data_inside`."""
-        return any(name in DATA_NAMES for name, _ in self.inner_axes)
+    def rows_axis(self) -> str | None:
+        """The inner axis that cuts the batch: the data axis, after `with_data_inside`."""
+        return next((name for name, _ in self.inner_axes if name in DATA_NAMES), None)
 
     def with_data_inside(self) -> "Topology":
         """The same mesh with its data axis as an inner axis: one slice over all devices.

@@ -145,7 +145,7 @@ class Lowered:
             trace.alltoall = self.alltoall or not self.gather_first
             concrete = traced.get_concrete_function(*specs)
         self.layouts.tell_uncut(trace.uncut)
-        bad = spmd_limits.unsupported_ops(concrete.graph, self.topology.rows_cut)
+        bad = spmd_limits.unsupported_ops(concrete.graph, self.topology.rows_axis is not None)
         if bad:
             raise CannotExpand(", ".join(f"{kind} ({name})" for kind, name in bad[:3]))
         # Explicit layouts name a mesh: such a trace serves one slice only.

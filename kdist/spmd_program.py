@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist import _private, sparse, spmd, spmd_limits
-from kdist.dims import Dims, axes_of, inner_dims, without_axis
+from kdist.dims import Dims, inner_dims
 from kdist.mesh import Topology
 from kdist.placement import Placement
 from kdist.program import Program
@@ -28,7 +28,6 @@ class SpmdPrograms:
         layouts: The model's resolved layouts.
         want_outputs: Whether training and test steps must return the model's outputs.
         want_parts: Whether they must return every part of the loss.
-        batch_axis: Inner axis that cuts the batch of the inputs, if any.
     """
 
     def __init__(
@@ -39,13 +38,12 @@ class SpmdPrograms:
         layouts: ModelLayouts,
         want_outputs: bool,
         want_parts: bool,
-        batch_axis: str | None = None,
     ) -> None:
         self.program = program
         self.placements = [entry.placement for entry in entries]
         self.topology = topology
         self.want_outputs, self.want_parts = want_outputs, want_parts
-        used = gathered_dims(layouts, batch_axis)
+        used = gathered_dims(layouts)
         self.gathered_params = positions(program.state.trainable, used)
         self.gathered_carried = positions(program.state.carried, used)
 
@@ -139,11 +137,6 @@ def positions(variables: Sequence[keras.Variable], by_key: Mapping[int, Dims]) -
     return {i: by_key[id(v)] for i, v in enumerate(variables) if id(v) in by_key}
 
 
-def cut_by_rows(placement: Placement, topology: Topology) -> bool:
-    """Whether an inner axis cuts dim 0 of a variable."""
-    return bool(axes_of(inner_dims(placement.layout.dims, topology)[0]))
-
-
 def whole_in_program(tensor: Any) -> Any:
     """Makes a tensor whole on every device of the slice that is being traced."""
     return in_layout(tensor, (None,) * tensor.shape.rank)
@@ -188,9 +181,12 @@ def laid_out(gradient: Any, param: Any, placement: Placement, topology: Topology
     """A gradient in its parameter's layout; rows keep whole indices, and are cut by columns."""
     if not sparse.is_sparse(gradient):
         return like(gradient, param)
+    trace = spmd.active()
+    assert trace is not None
     indices = whole_in_program(gradient.indices)
-    by_rows = cut_by_rows(placement, topology)
-    values = whole_in_program(gradient.values) if by_rows else like(gradient.values, param)
+    values = whole_in_program(gradient.values) if trace.gather_first else gradient.values
+    # Rows are of the whole table, whatever rows of it a device stores.
+    values = in_layout(values, (None, *inner_dims(placement.layout.dims, topology)[1:]))
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
@@ -203,22 +199,16 @@ def whole_readers(layouts: ModelLayouts) -> set[int]:
     return {key for key in needed if not layouts.weights[key].is_replicated}
 
 
-def gathered_dims(layouts: ModelLayouts, batch_axis: str | None) -> dict[int, Dims]:
-    """Layouts in which operations take weights, by identity, where not as they are stored.
+def gathered_dims(layouts: ModelLayouts) -> dict[int, Dims]:
+    """Layouts in which operations read weights, by identity, of those not stored so on a slice.
 
-    What some layer's operations cannot take in parts is whole. What the axis of the batch cuts is
-    gathered over that axis, as a weight that is sliced over replicas is: one axis cannot cut both
-    the rows that an operation reads and its weights.
-
-    Args:
-        layouts: The model's layouts.
-        batch_axis: Inner axis that cuts the batch of the inputs, if any.
+    They are gathered over the axis that cuts the batch (see `ModelLayouts.read`), or whole where
+    some layer's operations cannot take parts.
     """
     found: dict[int, Dims] = {}
     for key, layout in layouts.weights.items():
-        dims = without_axis(layout.dims, batch_axis, layouts.topology)
-        if batch_axis is not None and dims != layout.dims:
-            found[key] = dims
+        if layouts.read(key) != layout.inner(layouts.topology).dims:
+            found[key] = layouts.read(key)
     for key in whole_readers(layouts):
         found[key] = (None,) * len(layouts.weights[key].dims)
     return found

@@ -11,7 +11,6 @@ from kdist.placement import Coordinate, Index, Placement, UpdateUnit, relative
 from kdist.plain import add_gradients, part_of
 from kdist.program import Traced
 from kdist.sparse import LookUp
-from kdist.spmd_program import cut_by_rows
 from kdist.variables import assemble
 
 import tensorflow as tf
@@ -58,8 +57,6 @@ class SliceGradients:
             return self._at(variable, unit.owner[1], unit.index(placement))
         if variable not in self.rows:
             return whole_of(placement, lambda k: self._at(variable, k, None))
-        if cut_by_rows(placement, self.topology):
-            return self._at(variable, 0, None)
         return join_columns(placement, lambda k: self._at(variable, k, None))
 
     def _at(self, variable: int, k: int, index: Index | None) -> Any:
@@ -98,7 +95,10 @@ def as_gradient(part: Any, placement: Placement) -> Any:
 
 def join_columns(placement: Placement, part: Callable[[int], Any]) -> Any:
     """Rows of the whole table from rows of its column blocks."""
-    blocks = distinct_parts(placement)
+    columns: dict[tuple[int, ...], tuple[Index, int]] = {}
+    for index, k in distinct_parts(placement):
+        columns.setdefault(tuple(dim.start for dim in index[1:]), (index, k))
+    blocks = list(columns.values())
     rows = part(blocks[0][1])
     if len(blocks) == 1:
         return rows

@@ -67,9 +67,7 @@ class SpmdRunner:
         self.inputs = SliceInputs(
             program.state, entries, topology, self.meshes, batch_axis, layouts.tell_uncut
         )
-        self.programs = SpmdPrograms(
-            program, entries, topology, layouts, want_outputs, want_parts, batch_axis
-        )
+        self.programs = SpmdPrograms(program, entries, topology, layouts, want_outputs, want_parts)
         paths = [
             layer.path or layer.name for layer in layouts.model_layers if layer is not program.model
         ]

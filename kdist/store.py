@@ -9,7 +9,7 @@ from typing import Any
 from kdist import _private_models
 from kdist.config import ParallelConfig
 from kdist.declare import ResolvedShard, declarations, resolve_declaration
-from kdist.dims import Dims, WeightFit
+from kdist.dims import Dims, WeightFit, without_axis
 from kdist.layout import WeightLayout, match_pattern, resolve_layouts
 from kdist.mesh import Topology
 from kdist.placement import Group, Placement, place
@@ -51,6 +51,15 @@ class ModelLayouts:
         self.uncut: list[WithoutEffect] = []
         self.left_whole = tuple(fit.notes)
         self.any_cut = any(not layout.is_replicated for layout in self.weights.values())
+
+    def read(self, key: int) -> Dims:
+        """Layout in which a slice's operations read a weight, by identity of the variable.
+
+        Not cut by the data axis: what that slices is gathered first. One axis cannot cut both the
+        rows that an operation reads and its weights.
+        """
+        inner = self.weights[key].inner(self.topology).dims
+        return without_axis(inner, self.topology.rows_axis, self.topology)
 
     def tell_uncut(self, found: Iterable[WithoutEffect]) -> None:
         """Notes declared cuts that a trace left out, and warns of each once."""

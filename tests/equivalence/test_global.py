@@ -109,7 +109,10 @@ def test_batches_of_many_sizes(name: str, mesh: str, engine: str) -> None:
     check(expected, actual, FLOAT64, run.case.zero_gradient_paths, title=run.title)
 
 
-@pytest.mark.parametrize(("name", "mesh"), spread(product(("mlp", "resnet"), MESHES), []))
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    spread(product(("mlp", "encoder", "resnet", "dlrm"), MESHES), [("dlrm", "data4")]),
+)
 def test_weights_sliced_over_data(name: str, mesh: str, engine: str) -> None:
     layouts = sliced_over_data(BY_NAME[name], MESHES[mesh])
     _compare(BY_NAME[name], mesh, engine, layout_map=layouts)
