@@ -121,7 +121,9 @@ class OwnLoss:
         training: bool = True,
     ) -> Any:
         loss = super().compute_loss(x, y, y_pred, sample_weight, training=training)
-        return loss + self.extra(x, y, y_pred, training)
+        # Not `+`: in half precision what is made of outputs is 16 bit wide, while losses, penalties
+        # and weights are not.
+        return ops.add(loss, self.extra(x, y, y_pred, training))
 
     def extra(self, x: Any, y: Any, y_pred: Any, training: bool) -> Any:
         """A mean over the batch, of every output."""

@@ -179,8 +179,11 @@ class Projection(Own):
     def extra(self, x: Any, y: Any, y_pred: Any, training: bool) -> Any:
         projected = self.project(y_pred, training=training)
         self.spread.update_state(ops.max(projected, axis=-1))
+        extra = ops.mean(ops.square(projected))
         # After the head was called: its activity regularizer's value is among the losses now.
-        return ops.mean(ops.square(projected)) + 0.5 * sum(self.losses)
+        for loss in self.losses:
+            extra = ops.add(extra, 0.5 * loss)
+        return extra
 
 
 class Temperature(Own):
@@ -222,9 +225,8 @@ class DenseCentres(SharedCentres):
     """The same table, whole in the loss: rows and a dense gradient meet."""
 
     def extra(self, x: Any, y: Any, y_pred: Any, training: bool) -> Any:
-        return super().extra(x, y, y_pred, training) + 0.1 * ops.sum(
-            ops.square(self.get_layer("table").embeddings)
-        )
+        table = self.get_layer("table").embeddings
+        return ops.add(super().extra(x, y, y_pred, training), 0.1 * ops.sum(ops.square(table)))
 
 
 def _like_mlp(kind: type) -> Callable[[], keras.Model]:
