@@ -29,8 +29,7 @@ class PipelineTimeline(keras.callbacks.Callback):
         timeline: A `kdist.pipeline.Timeline` of the last step of the last epoch, in seconds.
 
     Raises:
-        ValueError: When training starts, if the model is no pipeline, has fewer replicas, or its
-            stages are cut over inner axes.
+        ValueError: When training starts, if the model is no pipeline, or has fewer replicas.
 
     Example:
         >>> timeline = kdist.callbacks.PipelineTimeline("step.json")
@@ -64,12 +63,6 @@ class PipelineTimeline(keras.callbacks.Callback):
                 "PipelineTimeline is for a model trained as a pipeline (kdist.PipelineModel, or "
                 f"ParallelConfig(pipeline=...)), and a replica below {replicas}. "
                 f"Received: model={model.name!r}, replica={self.replica}"
-            )
-        if parallel.uses_spmd:
-            raise ValueError(
-                "PipelineTimeline reads clocks inside the graph of a step; with inner axes every "
-                "call of a stage is a graph of its own. Leave the callback out, or use a mesh of "
-                f"'pipe' and 'data' alone. Received: mesh {parallel.topology.describe_axes()}"
             )
         self._recorder = parallel.recorder = Recorder()
         model.train_function = None

@@ -5,24 +5,22 @@ TensorFlow 2.21 has no public way to do these things; `tests/test_lowered.py` an
 
 - `Context.list_function_names`, `Context.get_function_def`: DTensor registers the per-device
   program that it lowered from a function under the name `_func_<number>_<number>`.
-- `_pywrap_dtensor_device.Pack`: what `dtensor.pack` calls. The public function converts every
-  component first, which is three quarters of its cost (2.1 against 0.56 ms for 52 parameters on 4
-  devices).
-- `BaseResourceVariable(handle=...)`: a variable over a resource that exists already, here the
-  component of a DTensor variable on one device.
+- `Context.add_function_def`, `Context.remove_function`: a function that was put together node by
+  node is called by its name from then on, and forgotten when nobody can call it any more.
+- `op_def_registry.get`: what kind of operation a type is.
+- `Operation._set_attr`: an attribute whose name begins with an underscore goes through DTensor.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.dtensor.python import api as dtensor_api
-from tensorflow.experimental import dtensor
-from tensorflow.python import _pywrap_dtensor_device
+from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager import context
-from tensorflow.python.ops import handle_data_util, resource_variable_ops
+from tensorflow.python.framework import op_def_registry
 
 _LOWERED = "_func_"
 
@@ -47,33 +45,51 @@ def function_def(name: str) -> Any:
     return context.context().get_function_def(name)
 
 
-def pack(parts: Sequence[tf.Tensor], layout: dtensor.Layout) -> tf.Tensor:
-    """`dtensor.pack` of eager tensors without its conversions; one per local device, in order."""
-    device = dtensor_api._dtensor_device()
-    device._register_mesh(layout.mesh)
-    with tf.device(device.name):
-        return _pywrap_dtensor_device.Pack(
-            context.context()._handle, list(parts), layout.to_string(), device._device_info, False
-        )
+def tag(tensor: Any, name: str, number: int) -> None:
+    """Writes a number on the operation of a graph that makes a tensor; DTensor keeps it."""
+    tensor.op._set_attr(name, attr_value_pb2.AttrValue(i=number))
 
 
-def component_variable(handle: tf.Tensor, like: Any, shape: Sequence[int]) -> tf.Variable:
-    """A plain variable over the resource of one device of a DTensor variable.
+def has_effects(op: str) -> bool:
+    """Whether operations of a type do something besides returning values: print, assert, write."""
+    return bool(op_def_registry.get(op).is_stateful)
+
+
+class Registered:
+    """A function definition that graphs can call by its name, for as long as this object lives.
 
     Args:
-        handle: one of `dtensor.unpack(variable.handle)`.
-        like: the DTensor variable; must outlive the result, which does not own the resource.
-        shape: shape of the component.
+        definition: A `FunctionDef`; its nodes name their devices, and its control outputs are what
+            has to run though no result needs it.
+        needs: What has to live as long.
     """
-    shape = tf.TensorShape(shape)
-    # An unpacked handle does not know what it points to; a function that captures it asks.
-    handle._handle_data = handle_data_util.create_handle_data(shape, like.dtype)
-    name = like.name.split(":")[0]
-    return resource_variable_ops.BaseResourceVariable(
-        handle=handle,
-        shape=shape,
-        dtype=like.dtype,
-        trainable=like.trainable,
-        name=name,
-        handle_name=name,
-    )
+
+    def __init__(self, definition: Any, needs: Any = None) -> None:
+        self.needs = needs
+        self.name = definition.signature.name
+        self.has_effects = bool(definition.signature.control_output)
+        context.context().add_function_def(definition)
+        weakref.finalize(self, _forget, self.name)
+
+    def call(self, inputs: Sequence[Any], dtypes: Sequence[tf.DType]) -> list[Any]:
+        """Calls it in the graph that is being traced.
+
+        Args:
+            inputs: Its arguments.
+            dtypes: Of its results.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        # It may be called when whoever traced it is gone.
+        while graph is not None and graph.building_function:
+            graph.add_to_collection("kdist_functions", self)
+            graph = getattr(graph, "outer_graph", None)
+        call = tf.raw_ops.PartitionedCall
+        if self.has_effects:
+            call = tf.raw_ops.StatefulPartitionedCall
+        return list(call(args=list(inputs), Tout=list(dtypes), f=self.name))
+
+
+def _forget(name: str) -> None:
+    running = context.context()
+    if running.has_function(name):
+        running.remove_function(name)

@@ -24,7 +24,7 @@ class SplitBatch:
         parts: One (x, y, sample_weight) per replica.
         counts: Rows that count, one scalar int32 tensor per replica.
         size: Rows of the global batch, scalar int32 tensor.
-        static_size: The same if it is known while tracing, else None.
+        static_size: The same if one device would know it while tracing, else None.
         full: True if it is known that every replica has rows.
     """
 
@@ -52,7 +52,7 @@ def leading(data: Any) -> Any:
     return next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
 
 
-def split(x: Any, y: Any, sample_weight: Any, replicas: int) -> SplitBatch:
+def split(x: Any, y: Any, sample_weight: Any, replicas: int, static: bool = False) -> SplitBatch:
     """Cuts a global batch into one part per replica.
 
     Args:
@@ -60,24 +60,26 @@ def split(x: Any, y: Any, sample_weight: Any, replicas: int) -> SplitBatch:
         y: The same, or None.
         sample_weight: The same, or None.
         replicas: Number of parts.
+        static: Whether parts are to have a static batch size, if the batch has one, even where they
+            have different ones.
 
     Returns:
-        A `SplitBatch`. Parts have a static batch size only where all have the same one.
+        A `SplitBatch`. Otherwise parts have a static batch size only where all have the same one.
     """
     first = leading(x)
-    static = first.shape[0]
-    size = tf.shape(first)[0] if static is None else tf.constant(static, tf.int32)
+    known = first.shape[0]
+    size = tf.shape(first)[0] if known is None else tf.constant(known, tf.int32)
     whole = (x, y, sample_weight)
     if replicas == 1:
-        return SplitBatch(whole, [whole], [size], size, static, True)
-    if static is not None and static > 0 and static % replicas == 0:
-        step = static // replicas
+        return SplitBatch(whole, [whole], [size], size, known, True)
+    if known is not None and known > 0 and known % replicas == 0:
+        step = known // replicas
         bounds = [(r * step, (r + 1) * step) for r in range(replicas)]
         counts = [tf.constant(step, tf.int32)] * replicas
         parts = [_take(whole, a, b) for a, b in bounds]
-        return SplitBatch(whole, parts, counts, size, static, True)
-    if static is not None and tf.executing_eagerly():
-        return _split_eagerly(whole, static, replicas)
+        return SplitBatch(whole, parts, counts, size, known, True)
+    if known is not None and (static or tf.executing_eagerly()):
+        return _split_at(whole, known, replicas)
     quotient, extra = size // replicas, size % replicas
     parts, counts = [], []
     for r in range(replicas):
@@ -86,12 +88,12 @@ def split(x: Any, y: Any, sample_weight: Any, replicas: int) -> SplitBatch:
         end = tf.maximum(begin + count, 1)
         parts.append(_take(whole, tf.where(count > 0, begin, end - 1), end))
         counts.append(count)
-    full = static is not None and static >= replicas
-    return SplitBatch(whole, parts, counts, size, static, full)
+    full = known is not None and known >= replicas
+    return SplitBatch(whole, parts, counts, size, known, full)
 
 
-def _split_eagerly(whole: Any, size: int, replicas: int) -> SplitBatch:
-    """`split` of a batch whose size is at hand."""
+def _split_at(whole: Any, size: int, replicas: int) -> SplitBatch:
+    """`split` of a batch of known size, at known rows."""
     bounds = part_bounds(size, replicas)
     parts = [_take(whole, a, b) if b > a else _take(whole, size - 1, size) for a, b in bounds]
     counts = [tf.constant(b - a, tf.int32) for a, b in bounds]

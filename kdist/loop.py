@@ -13,7 +13,7 @@ from kdist.batch import split
 from kdist.parallel import Parallel, attached
 from kdist.plain import row_shares
 from kdist.spmd_call import CannotExpand
-from kdist.spmd_step import too_many_shapes
+from kdist.spmd_step import as_tensors, too_many_shapes
 from kdist.step import Step
 from kdist.training_pass import TrainingPass
 
@@ -42,8 +42,7 @@ def gradients(
         loss does not depend on the variable.
 
     Raises:
-        ValueError: The model's gradients travel compressed; or the call is in a `tf.function` and
-            the mesh has inner axes.
+        ValueError: The model's gradients travel compressed.
 
     Example:
         >>> loss, grads = kdist.gradients(model, x, y)
@@ -102,15 +101,7 @@ def _step_for(parallel: Any, data: Any) -> Step:
     step, reason = parallel.step_for(data), too_many_shapes()
     if not parallel.trains_over_spmd or set(parallel.fallbacks) - {reason}:
         return step
-    if not tf.executing_eagerly():
-        raise ValueError(
-            "Programs over inner mesh axes are started eagerly. Call kdist.gradients outside of "
-            "tf.function: what it runs is compiled anyway. Received: a call in a graph, on a mesh "
-            f"with {parallel.topology.describe_axes()}"
-        )
-    tensors = keras.tree.map_structure(
-        lambda t: None if t is None else tf.convert_to_tensor(t), data
-    )
+    tensors = as_tensors(data)
     if parallel.spmd_step.loop_shapes.admit(tensors):
         return parallel.spmd_step
     parallel.fall_back(reason)

@@ -124,8 +124,6 @@ def analyse(parallel: Any, rows: int) -> LiveTensors | str:
     if parallel.jit_compile is True:
         return "jit_compile: XLA's programs are not read"
     step = parallel.step_for(None)
-    if parallel.uses_spmd and step is not parallel.plain_step:
-        return "slices are DTensor meshes: their programs are not read"
     specs = keras.tree.flatten(parallel.batch_specs)
     if any(None in s.shape[1:] for s in specs if s is not None):
         return f"dims of the batch are not known: {[s.shape for s in specs if s is not None]}"

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kdist import _private_dtensor
 from kdist.device import Device
 from kdist.dims import Dims, axes_of, cut_of, inner_dims
+from kdist.dtensor.lowering import abstract_mesh
 from kdist.mesh import Topology
 from kdist.without_effect import WithoutEffect, uncut_dim
 
@@ -31,10 +31,9 @@ class Trace:
     """A program that is being traced for a slice.
 
     Attributes:
-        mesh: the slice's DTensor mesh.
+        mesh: the DTensor mesh of a slice.
         topology: the whole mesh.
         alltoall: whether re-layouts may use all-to-all.
-        used: whether a re-layout named this mesh, which ties the trace to this slice.
         gather_first: whether gradients are made whole before they are cut like their parameters,
             so that no all-to-all moves a cut from one dim to another.
         uncut: Declared cuts that were left out because a dim does not divide.
@@ -43,7 +42,6 @@ class Trace:
     mesh: dtensor.Mesh
     topology: Topology
     alltoall: bool
-    used: bool = False
     gather_first: bool = False
     uncut: list[WithoutEffect] = dataclasses.field(default_factory=list)
 
@@ -58,15 +56,14 @@ class _Traces(threading.local):
 _traces = _Traces()
 
 
-def make_mesh(devices: Sequence[str], topology: Topology) -> dtensor.Mesh:
-    """Makes the DTensor mesh of one slice: the inner axes over its devices.
+def make_mesh(topology: Topology) -> dtensor.Mesh:
+    """Makes the DTensor mesh of a slice, the inner axes over its devices; the same for every slice.
 
     Args:
-        devices: device strings, row-major over the inner axes.
         topology: the whole mesh.
     """
-    names = [f"{d.kind}:{d.index}" for d in map(Device.parse, devices)]
-    return dtensor.create_mesh(list(topology.inner_axes), devices=names)
+    kind = Device.parse(topology.devices[0]).kind
+    return abstract_mesh(dict(topology.inner_axes), kind)
 
 
 @contextlib.contextmanager
@@ -79,7 +76,7 @@ def tracing(mesh: dtensor.Mesh, topology: Topology, *, alltoall: bool) -> Iterat
         alltoall: whether re-layouts may use all-to-all.
 
     Yields:
-        The trace; its `used` tells afterwards whether the program names the mesh.
+        The trace.
 
     Raises:
         ValueError: if all-to-all is wanted and the environment switches it off.
@@ -100,19 +97,17 @@ def tracing(mesh: dtensor.Mesh, topology: Topology, *, alltoall: bool) -> Iterat
 
 @contextlib.contextmanager
 def lowering(mesh: dtensor.Mesh) -> Iterator[None]:
-    """Chooses how DTensor gathers in programs that are lowered (called first) within the block.
+    """Chooses how DTensor gathers in programs that are lowered within the block.
 
-    Its own way, a sum of zero-padded parts, is right everywhere. The gather operation moves each
-    part once and adds nothing, but fails on meshes of several axes, and mixes the parts up,
-    silently, where the devices are not in ascending order.
+    Its own way, a sum of zero-padded parts, is right everywhere. The gather operation needs no
+    padding, but DTensor fails on it on meshes of several axes.
 
     Args:
-        mesh: the mesh of the program that is called.
+        mesh: the mesh of the program.
     """
-    numbers = [Device.parse(name).index for name in mesh.local_devices()]
     before = os.environ.pop(GATHER_SWITCH, None)
     # DTensor asks whether the variable is there; its value does not matter.
-    if len(mesh.dim_names) == 1 and numbers == sorted(numbers):
+    if len(mesh.dim_names) == 1:
         os.environ[GATHER_SWITCH] = "1"
     try:
         yield
@@ -190,7 +185,6 @@ def relayout_active(tensor: Any, strategy: Sequence[Any], what: str = "a tensor"
         if size is None or size % count:
             fitting[i] = None
             trace.uncut.append(uncut_dim(what, i, size, count, axes_of(dim)))
-    trace.used = True
     layout = layout_for(trace.mesh, tuple(fitting), trace.topology)
     return relayout(tensor, layout, trace.alltoall)
 
@@ -253,7 +247,6 @@ def last_dim_cut(tensor: Any, axis: str | None) -> Any:
     trace = active()
     if trace is None or tensor.shape.rank < 2:
         return tensor
-    trace.used = True
     last = axis or dtensor.UNSHARDED
     specs = [dtensor.MATCH] + [dtensor.UNSHARDED] * (tensor.shape.rank - 2) + [last]
     return dtensor.relayout(tensor, dtensor.Layout(specs, trace.mesh))
@@ -266,84 +259,5 @@ def _is_cuttable(tensor: Any) -> bool:
 def _rows_only(tensor: Any) -> Any:
     trace = active()
     assert trace is not None
-    trace.used = True
     specs = [dtensor.MATCH] + [dtensor.UNSHARDED] * (tensor.shape.rank - 1)
     return dtensor.relayout(tensor, dtensor.Layout(specs, trace.mesh))
-
-
-def pack(parts: Sequence[tf.Tensor], layout: dtensor.Layout) -> tf.Tensor:
-    """Makes a DTensor of eager per-device tensors, in the order of the mesh's devices.
-
-    A quarter of the cost of `dtensor.pack`: about 10 microseconds for 4 devices.
-    """
-    return _private_dtensor.pack(parts, layout)
-
-
-def replicate(tensor: Any, mesh: dtensor.Mesh) -> tf.Tensor:
-    """Makes a DTensor that holds the same eager value on every device of a mesh."""
-    tensor = tf.convert_to_tensor(tensor)
-    layout = dtensor.Layout.replicated(mesh, tensor.shape.rank)
-    return _private_dtensor.pack([tensor] * mesh.size, layout)
-
-
-class LinkedVariable:
-    """One weight, seen by DTensor as a whole and by everything else as plain per-device variables.
-
-    Both are the same memory: an update of `parts` by a plain `tf.function` needs no packing before
-    the next DTensor call. A program takes `handle` as an argument and reads it with `read`.
-
-    Args:
-        parts: eager tensors, one per device of the layout's mesh, in its order.
-        layout: how the parts make up the whole.
-        trainable: as of `tf.Variable`.
-        name: as of `tf.Variable`.
-
-    Attributes:
-        handle: a DTensor of resource handles, to pass to a program.
-        parts: one plain variable per device; they live as long as this object.
-        shape: shape of the whole.
-        dtype: dtype of the values.
-
-    Example:
-    ```python
-    linked = LinkedVariable([tf.zeros((2, 3))] * 4, layout)  # ("model", None) on model=4
-
-    @tf.function
-    def program(handle):
-        return tf.reduce_sum(read(handle, (8, 3), tf.float32))
-
-    linked.parts[1].assign(tf.ones((2, 3)))
-    program(linked.handle)  # 6.0
-    ```
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[tf.Tensor],
-        layout: dtensor.Layout,
-        *,
-        trainable: bool = True,
-        name: str = "linked",
-    ) -> None:
-        with dtensor.default_mesh(layout.mesh):
-            packed = _private_dtensor.pack(parts, layout)
-            self._whole = dtensor.DVariable(packed, trainable=trainable, name=name)
-        self.layout = layout
-        self.handle = self._whole.handle
-        self.shape = tuple(self._whole.shape)
-        self.dtype = self._whole.dtype
-        self.parts = [
-            _private_dtensor.component_variable(handle, self._whole, part.shape)
-            for handle, part in zip(dtensor.unpack(self.handle), parts, strict=True)
-        ]
-
-
-def read(handle: Any, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
-    """Reads a linked variable inside a program.
-
-    Args:
-        handle: the program's argument for `LinkedVariable.handle`.
-        shape: shape of the whole.
-        dtype: its dtype.
-    """
-    return tf.ensure_shape(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype), shape)

@@ -1,15 +1,18 @@
-"""Calling a pure function over DTensor: trace, check, lower, call, on any slice."""
+"""Calling a pure function over the inner axes: trace, check, lower, and call on any slice."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist import _private, lowered, spmd, spmd_limits
+from kdist import spmd, spmd_limits
+from kdist.dtensor.collectives import CannotStitch
+from kdist.dtensor.lowering import LoweredProgram, lower
+from kdist.dtensor.sharded import Sharded, replicate
+from kdist.dtensor.stitching import StitchedFunction, Stitcher
 from kdist.hooks import declared_layouts
 from kdist.lowered import Collective
 from kdist.mesh import Topology
-from kdist.notices import without_notices
 from kdist.store import ModelLayouts
 
 import tensorflow as tf
@@ -25,13 +28,13 @@ class Retrace(Exception):
 
 
 class Lowered:
-    """One pure function, called with DTensors on any slice.
+    """One pure function, called in a graph with parts of tensors, on any slice.
 
     Args:
         function: `function(*inputs)` over structures of tensors.
         layouts: Declared activation layouts.
         topology: The mesh.
-        meshes: DTensor mesh of each slice.
+        mesh: The DTensor mesh of every slice.
         alltoall: Whether re-layouts may use all-to-all.
         paths: Paths of the model's layers, to say which layer causes a collective.
     """
@@ -41,7 +44,7 @@ class Lowered:
         function: Callable,
         layouts: ModelLayouts,
         topology: Topology,
-        meshes: Sequence[dtensor.Mesh],
+        mesh: dtensor.Mesh,
         alltoall: bool,
         paths: Sequence[str],
     ) -> None:
@@ -49,13 +52,13 @@ class Lowered:
         self.paths = list(paths)
         self.layouts = layouts
         self.topology = topology
-        self.meshes = list(meshes)
+        self.mesh = mesh
         self.alltoall = alltoall
         self.traces: dict[Any, tf.types.experimental.ConcreteFunction] = {}
-        self.captures: dict[Any, list[Any]] = {}
-        self.facts: dict[Any, Any] = {}
-        self.recorded: list[Collective] = []
+        self.recorded: tuple[Collective, ...] = ()
         self.gather_first = False
+        self._stitchers: dict[Any, Stitcher] = {}
+        self._calls: dict[Any, StitchedFunction] = {}
 
     def __call__(self, s: int, key: Any, inputs: Any) -> Any:
         """Calls the function on slice `s`.
@@ -63,50 +66,74 @@ class Lowered:
         Args:
             s: The slice.
             key: Signature of the inputs: shapes, dtypes, structure.
-            inputs: Structure of DTensors on the slice's mesh.
+            inputs: Structure of `Sharded` tensors.
 
         Returns:
-            Structure of DTensors; not computed yet.
+            Structure of `Sharded` tensors.
+
+        Raises:
+            CannotExpand: It has an operation that DTensor cannot run.
+        """
+        key, given = self.lower(key, inputs)
+        if (key, s) not in self._calls:
+            self._calls[key, s] = self._stitchers[key].stitch(self.topology.slices[s].devices)
+        call = self._calls[key, s]
+        parts = call([[t.parts[k] for t in given] for k in range(self.mesh.size)])
+
+        def result(position: int | None) -> Sharded | None:
+            if position is None:
+                return None
+            return Sharded(tuple(mine[position] for mine in parts), call.program.layouts[position])
+
+        return tf.nest.map_structure(result, call.program.structure)
+
+    def lower(self, key: Any, inputs: Any) -> tuple[Any, list[Sharded]]:
+        """Lowers the function for such inputs, on first use.
+
+        Returns:
+            Under which key, and the flat inputs with what the function captured.
         """
         try:
-            return self._call(s, key, inputs)
+            return self._lower(key, inputs)
         except Retrace:
             self.gather_first = True
-            for cache in (self.traces, self.captures, self.facts):
-                cache.clear()
-            return self._call(s, key, inputs)
+            self.traces.clear()
+            self._stitchers.clear()
+            self._calls.clear()
+            return self._lower(key, inputs)
 
-    def _call(self, s: int, key: Any, inputs: Any) -> Any:
-        concrete = self.trace(s, key, inputs)
-        flat = [t for t in tf.nest.flatten(inputs, expand_composites=True) if t is not None]
-        captures = self._packed_captures(s, key, concrete)
-        with dtensor.default_mesh(self.meshes[s]):
-            try:
-                if (key, s) not in self.facts:
-                    return self._first_call(s, key, concrete, flat, captures)
-                return _private.call_flat(concrete, flat, captures)
-            except UnicodeDecodeError as error:
-                if (key, s) in self.facts:  # lowered before, so this is no lowering error
-                    raise
-                # TensorFlow's message quotes bytes that are no text.
-                raise CannotExpand("an operation (its error cannot be read)") from error
-            except (tf.errors.OpError, ValueError) as error:
-                reason = spmd_limits.explain(error)
-                if reason is None:
-                    raise
-                raise CannotExpand(reason) from error
+    def _lower(self, key: Any, inputs: Any) -> tuple[Any, list[Sharded]]:
+        concrete = self.trace(key, inputs)
+        given = [t for t in tf.nest.flatten(inputs) if t is not None]
+        given += [self._captured(t) for t in concrete.captured_inputs]
+        layouts = [t.layout for t in given]
+        key = (key, *(layout.to_string() for layout in layouts))
+        if key not in self._stitchers:
+            program = self._expand(concrete, layouts)
+            self._refuse_alltoall(program.collectives)
+            self.recorded = self.recorded or program.collectives
+            self._stitchers[key] = self._stitcher(program)
+        return key, given
 
-    def _first_call(self, s: int, key: Any, concrete: Any, flat: list, captures: list) -> Any:
-        """Calls, lowering on the way, and reads which collectives that made."""
-        with without_notices(), lowered.record() as recorder, spmd.lowering(self.meshes[s]):
-            result = _private.call_flat(concrete, flat, captures)
-        if s == 0:
-            found = lowered.collectives(recorder, self.meshes[0], self.paths)
-            if not self.alltoall:
-                self._refuse_alltoall(found)
-            self.recorded = self.recorded or found
-        self.facts[key, s] = True
-        return result
+    def _expand(self, concrete: Any, layouts: Sequence[dtensor.Layout]) -> LoweredProgram:
+        try:
+            with spmd.lowering(self.mesh):
+                return lower(concrete, self.mesh, layouts, self.paths)
+        except UnicodeDecodeError as error:
+            # TensorFlow's message quotes bytes that are no text.
+            raise CannotExpand("an operation (its error cannot be read)") from error
+        except (tf.errors.OpError, ValueError) as error:
+            reason = spmd_limits.explain(error)
+            if reason is None:
+                raise
+            raise CannotExpand(reason) from error
+
+    @staticmethod
+    def _stitcher(program: LoweredProgram) -> Stitcher:
+        try:
+            return Stitcher(program)
+        except CannotStitch as reason:
+            raise CannotExpand(str(reason)) from reason
 
     def _refuse_alltoall(self, found: Sequence[Collective]) -> None:
         """Operations may cause all-to-alls of their own; then first without, else not at all.
@@ -114,7 +141,7 @@ class Lowered:
         DTensor reads its switch once per process, so it cannot be told per model.
         """
         bad = [c for c in found if c.kind == "all-to-all"]
-        if not bad:
+        if self.alltoall or not bad:
             return
         if not self.gather_first:
             raise Retrace
@@ -124,19 +151,18 @@ class Lowered:
             "enable_alltoall=True)"
         )
 
-    def trace(self, s: int, key: Any, inputs: Any) -> Any:
-        """The concrete function for slice `s`; traced, and checked, on first use.
+    def trace(self, key: Any, inputs: Any) -> Any:
+        """The concrete function; traced, and checked, on first use.
 
         Raises:
             CannotExpand: It has an operation that DTensor must not be tried on.
         """
-        for at in ((key, None), (key, s)):
-            if at in self.traces:
-                return self.traces[at]
+        if key in self.traces:
+            return self.traces[key]
         specs = tf.nest.map_structure(tensor_spec, inputs)
         traced = tf.function(self.function, autograph=False)
         with (
-            spmd.tracing(self.meshes[s], self.topology, alltoall=self.alltoall) as trace,
+            spmd.tracing(self.mesh, self.topology, alltoall=self.alltoall) as trace,
             declared_layouts(self.layouts),
         ):
             trace.gather_first = self.gather_first
@@ -145,25 +171,28 @@ class Lowered:
             trace.alltoall = self.alltoall or not self.gather_first
             concrete = traced.get_concrete_function(*specs)
         self.layouts.tell_uncut(trace.uncut)
-        bad = spmd_limits.unsupported_ops(concrete.graph, self.topology.rows_axis is not None)
-        if bad:
-            raise CannotExpand(", ".join(f"{kind} ({name})" for kind, name in bad[:3]))
-        # Explicit layouts name a mesh: such a trace serves one slice only.
-        self.traces[key, s if trace.used else None] = concrete
+        refuse_unsupported(concrete, self.topology.rows_axis is not None)
+        self.traces[key] = concrete
         return concrete
 
-    def _packed_captures(self, s: int, key: Any, concrete: Any) -> list[Any]:
-        if (key, s) not in self.captures:
-            packed = []
-            for tensor in concrete.captured_inputs:
-                if tensor.dtype == tf.resource:
-                    raise CannotExpand(
-                        "a variable that belongs to no layer of the model "
-                        f"({getattr(tensor, 'name', tensor)})"
-                    )
-                packed.append(spmd.replicate(tensor, self.meshes[s]))
-            self.captures[key, s] = packed
-        return self.captures[key, s]
+    def _captured(self, tensor: Any) -> Sharded:
+        if tensor.dtype == tf.resource:
+            raise CannotExpand(
+                "a variable that belongs to no layer of the model "
+                f"({getattr(tensor, 'name', tensor)})"
+            )
+        return replicate(tensor, self.mesh)
+
+
+def refuse_unsupported(concrete: Any, rows_cut: bool = False) -> None:
+    """Refuses operations that DTensor must not be tried on.
+
+    Raises:
+        CannotExpand: Naming them.
+    """
+    bad = spmd_limits.unsupported_ops(concrete.graph, rows_cut)
+    if bad:
+        raise CannotExpand(", ".join(f"{kind} ({name})" for kind, name in bad[:3]))
 
 
 def signature(data: Any) -> tuple:

@@ -1,4 +1,4 @@
-"""What goes into DTensor programs: weights, state and data of each slice, packed."""
+"""What goes into programs over inner axes: weights, state and data of each slice."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from kdist import spmd
 from kdist.batch import leading
 from kdist.dims import inner_dims
+from kdist.dtensor.sharded import Sharded, replicate
 from kdist.mesh import Topology
 from kdist.placement import Placement, coordinate_of
 from kdist.program import ModelState
@@ -21,13 +22,13 @@ from tensorflow.experimental import dtensor
 
 
 class SliceInputs:
-    """Reads and packs the inputs of every slice's programs.
+    """Reads the inputs of every slice's programs.
 
     Args:
         state: The model's variables.
         entries: `Stored` of each trainable variable.
         topology: The mesh.
-        meshes: DTensor mesh of each slice.
+        mesh: DTensor mesh of every slice.
         batch_axis: Inner axis that cuts the batch of the inputs, if any.
         tell_uncut: Told of batches that it does not divide.
     """
@@ -37,7 +38,7 @@ class SliceInputs:
         state: ModelState,
         entries: Sequence[Stored],
         topology: Topology,
-        meshes: Sequence[dtensor.Mesh],
+        mesh: dtensor.Mesh,
         batch_axis: str | None = None,
         tell_uncut: Callable[[Sequence[WithoutEffect]], None] = lambda notes: None,
     ) -> None:
@@ -45,56 +46,32 @@ class SliceInputs:
         self.entries = list(entries)
         self.fixed = [entry for v in state.fixed if (entry := stored(v)) is not None]
         self.topology = topology
-        self.meshes = list(meshes)
+        self.mesh = mesh
         self.batch_axis = batch_axis
         self.tell_uncut = tell_uncut
-        self._reader: Callable | None = None
 
-    def packed_state(self) -> list[tuple[list, list]]:
-        """Per slice, parameters and carried state as DTensors."""
-        if self._reader is None:
-            # Not a tf.function: its results would pass device 0, which orders reads and writes.
-            self._reader = tf.compat.v1.wrap_function(self._read_all, [])
-        packed = []
-        for mesh, (params, carried) in zip(self.meshes, self._reader()):
-            p = [
-                spmd.pack(v, self._layout(mesh, e.placement)) for v, e in zip(params, self.entries)
-            ]
-            split = len(self.fixed)
-            c = [
-                spmd.pack(v, self._layout(mesh, e.placement))
-                for v, e in zip(carried[:split], self.fixed)
-            ]
-            c += [
-                spmd.pack(v, dtensor.Layout.replicated(mesh, v[0].shape.rank))
-                for v in carried[split:]
-            ]
-            packed.append((p, c))
-        return packed
+    def state_of(self, s: int) -> tuple[list[Sharded], list[Sharded]]:
+        """Parameters and carried state of slice `s`, read in the graph that is being traced."""
+        devices = self.topology.slices[s].devices
+        params = [self._stored(e, s, devices) for e in self.entries]
+        carried = [self._stored(e, s, devices) for e in self.fixed]
+        for variable in self.state.seeds:
+            seed = replica_seed(tf.convert_to_tensor(variable.value), s)
+            carried.append(self._copies(seed, devices))
+        for variable in self.state.metrics:
+            carried.append(self._copies(tf.convert_to_tensor(variable.value), devices))
+        return params, carried
 
-    def packed_data(self, data: Any, s: int) -> Any:
-        """Data of slice `s` on its devices."""
+    def data(self, data: Any) -> Any:
+        """Data of a slice on its devices."""
         if self.batch_axis is not None:
-            rows, size = leading(data).shape[0], self.meshes[s].dim_size(self.batch_axis)
+            rows, size = leading(data).shape[0], self.mesh.dim_size(self.batch_axis)
             if rows % size:
                 self.tell_uncut([uncut_dim("the batch", 0, rows, size, [self.batch_axis])])
-        return keras.tree.map_structure(
-            lambda t: None if t is None else self._pack_leaf(t, s), data
-        )
+        return keras.tree.map_structure(lambda t: None if t is None else self._part(t), data)
 
-    def _read_all(self) -> list[tuple[list, list]]:
-        """Per slice, per variable, the value on each device of the slice."""
-        everything = []
-        for s, one in enumerate(self.topology.slices):
-            params = [self._components(e, s, one.devices) for e in self.entries]
-            carried = [self._components(e, s, one.devices) for e in self.fixed]
-            for variable in self.state.seeds:
-                seed = replica_seed(tf.convert_to_tensor(variable.value), s)
-                carried.append(self._copies(seed, one.devices))
-            for variable in self.state.metrics:
-                carried.append(self._copies(tf.convert_to_tensor(variable.value), one.devices))
-            everything.append((params, carried))
-        return everything
+    def _stored(self, entry: Stored, s: int, devices: Sequence[str]) -> Sharded:
+        return Sharded(tuple(self._components(entry, s, devices)), self._layout(entry.placement))
 
     def _components(self, entry: Stored, s: int, devices: Sequence[str]) -> list[Any]:
         values = []
@@ -103,29 +80,27 @@ class SliceInputs:
                 values.append(tf.identity(entry.used_at((s, k))))
         return values
 
-    @staticmethod
-    def _copies(value: Any, devices: Sequence[str]) -> list[Any]:
+    def _copies(self, value: Any, devices: Sequence[str]) -> Sharded:
         copies = []
         for device in devices:
             with tf.device(device):
                 copies.append(tf.identity(value))
-        return copies
+        return Sharded(tuple(copies), dtensor.Layout.replicated(self.mesh, value.shape.rank))
 
-    def _layout(self, mesh: dtensor.Mesh, placement: Placement) -> dtensor.Layout:
+    def _layout(self, placement: Placement) -> dtensor.Layout:
         dims = inner_dims(placement.layout.dims, self.topology)
-        return spmd.layout_for(mesh, dims, self.topology)
+        return spmd.layout_for(self.mesh, dims, self.topology)
 
-    def _pack_leaf(self, tensor: Any, s: int) -> Any:
+    def _part(self, tensor: Any) -> Sharded:
         """Data of a slice on its devices: the batch cut over `batch_axis` where it divides."""
-        mesh = self.meshes[s]
         axis = self.batch_axis
         tensor = tf.convert_to_tensor(tensor)
         if axis is None or tensor.shape.rank == 0:
-            return spmd.replicate(tensor, mesh)
-        size = mesh.dim_size(axis)
+            return replicate(tensor, self.mesh)
+        size = self.mesh.dim_size(axis)
         if tensor.shape[0] % size:
-            return spmd.replicate(tensor, mesh)
+            return replicate(tensor, self.mesh)
         pieces = tf.split(tensor, size)
-        coordinates = [coordinate_of(self.topology, 0, k)[axis] for k in range(mesh.size)]
+        coordinates = [coordinate_of(self.topology, 0, k)[axis] for k in range(self.mesh.size)]
         dims = [axis] + [dtensor.UNSHARDED] * (tensor.shape.rank - 1)
-        return spmd.pack([pieces[c] for c in coordinates], dtensor.Layout(dims, mesh))
+        return Sharded(tuple(pieces[c] for c in coordinates), dtensor.Layout(dims, self.mesh))

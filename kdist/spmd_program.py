@@ -146,7 +146,6 @@ def in_layout(tensor: Any, dims: Dims) -> Any:
     """Lays a tensor out on the slice that is being traced."""
     trace = spmd.active()
     assert trace is not None
-    trace.used = True
     return dtensor.relayout(tensor, spmd.layout_for(trace.mesh, dims, trace.topology))
 
 

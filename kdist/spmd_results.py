@@ -1,4 +1,4 @@
-"""What comes out of DTensor programs: gradients for the update, statistics, outputs."""
+"""What comes out of programs over inner axes: gradients as the update reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from kdist.sparse import LookUp
 from kdist.variables import assemble
 
 import tensorflow as tf
-from tensorflow.experimental import dtensor
 
 
 class SliceGradients:
@@ -105,26 +104,3 @@ def join_columns(placement: Placement, part: Callable[[int], Any]) -> Any:
     parts = [((slice(0, 1), *index[1:]), part(k).values) for index, k in blocks]
     shape = tf.constant(placement.shape, rows.indices.dtype)
     return tf.IndexedSlices(assemble(parts), rows.indices, shape)
-
-
-def whole_value(tensor: Any) -> Any:
-    """The value of a DTensor as one plain tensor; None stays None.
-
-    Parts are fetched to the slice's first device, which alone needs them.
-    """
-    if tensor is None:
-        return None
-    layout = dtensor.fetch_layout(tensor)
-    parts = dtensor.unpack(tensor)
-    if layout.is_fully_replicated():
-        return parts[0]
-    found: dict[tuple[int, ...], tuple[Index, Any]] = {}
-    for part, where in zip(parts, layout.mesh.local_device_locations()):
-        index = []
-        for dim, size in enumerate(part.shape):
-            axis = layout.sharding_specs[dim]
-            start = 0 if axis == dtensor.UNSHARDED else where[axis] * size
-            index.append(slice(start, start + size))
-        found[tuple(i.start for i in index)] = (tuple(index), part)
-    with tf.device(parts[0].device):
-        return assemble(list(found.values()))

@@ -1,9 +1,8 @@
-"""Running programs over DTensor: each slice is one mesh of the inner axes.
+"""Running programs over the inner axes, in the step's graph.
 
-Weights stay plain per-device variables. A step reads them all in one graph, packs them into
-DTensors (`spmd_inputs`), calls the lowered program of each slice (`spmd_call`, `spmd_program`),
-and unpacks gradients and statistics into per-device tensors again (`spmd_results`). DTensor calls
-return before they are done, so the slices need no threads.
+Each slice's devices hold parts of every tensor (`kdist.dtensor.sharded`). A program is lowered once
+(`spmd_call`, `spmd_program`) and is nodes of the step's graph on each slice's devices, like what
+`PlainRunner` runs on one device per slice.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 
 from kdist import spmd
 from kdist.batch import SplitBatch
+from kdist.dtensor.sharded import Sharded, replicate
 from kdist.loss import shares_from_counts
 from kdist.lowered import Collective
 from kdist.mesh import Topology
@@ -22,20 +22,19 @@ from kdist.program import Program
 from kdist.spmd_call import Lowered, signature
 from kdist.spmd_inputs import SliceInputs
 from kdist.spmd_program import SpmdPrograms
-from kdist.spmd_results import SliceGradients, whole_value
+from kdist.spmd_results import SliceGradients
 from kdist.store import ModelLayouts
 from kdist.variables import Stored
 
 import keras
 import tensorflow as tf
-from tensorflow.experimental import dtensor
 
-PLAIN_RESULTS = ("loss", "terms", "loss_parts", "outputs", "masks")
+WHOLE_RESULTS = ("loss", "terms", "loss_parts", "outputs", "masks")
 """What a step needs as whole tensors."""
 
 
 class SpmdRunner:
-    """Runs a model's programs on DTensor meshes; the counterpart of `PlainRunner`.
+    """Runs a model's programs over the inner axes; the counterpart of `PlainRunner`.
 
     Args:
         program: The pure functions.
@@ -63,9 +62,9 @@ class SpmdRunner:
         self.program = program
         self.entries = list(entries)
         self.topology = topology
-        self.meshes = [spmd.make_mesh(one.devices, topology) for one in topology.slices]
+        self.mesh = spmd.make_mesh(topology)
         self.inputs = SliceInputs(
-            program.state, entries, topology, self.meshes, batch_axis, layouts.tell_uncut
+            program.state, entries, topology, self.mesh, batch_axis, layouts.tell_uncut
         )
         self.programs = SpmdPrograms(program, entries, topology, layouts, want_outputs, want_parts)
         paths = [
@@ -73,7 +72,7 @@ class SpmdRunner:
         ]
 
         def make(function: Callable) -> Lowered:
-            return Lowered(function, layouts, topology, self.meshes, alltoall, paths)
+            return Lowered(function, layouts, topology, self.mesh, alltoall, paths)
 
         self._gradients = make(self.programs.gradients)
         self._losses = make(self.programs.losses)
@@ -87,83 +86,88 @@ class SpmdRunner:
         return [one.devices[0] for one in self.topology.slices]
 
     def gradients(self, batch: SplitBatch, scale: Any) -> list[dict[str, Any]]:
-        """Loss and gradients of every slice; gradients and statistics as per-device lists."""
+        """Loss and gradients of every slice; gradients as per-device lists."""
         scale = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
-        return self._run(self._gradients, batch, (scale,))
+        return self._run(self._gradients, batch, True, (scale,))
 
     def losses(self, batch: SplitBatch) -> list[dict[str, Any]]:
         """Loss and outputs of every slice, in inference mode."""
-        return self._run(self._losses, batch, ())
+        return self._run(self._losses, batch, False, ())
 
     def outputs(self, batch: SplitBatch) -> list[dict[str, Any]]:
-        """See `PlainRunner.outputs`; state as per-device lists."""
-        state = self.inputs.packed_state()
-        calls = []
-        for s in range(len(self.meshes)):
-            x = self.inputs.packed_data(batch.parts[s][0], s)
-            calls.append(self._outputs(s, signature(x), (*state[s], x)))
-        return [
-            {
-                "outputs": keras.tree.map_structure(whole_value, one["outputs"]),
-                "updated": [dtensor.unpack(u) for u in one["updated"]],
-            }
-            for one in calls
-        ]
+        """See `PlainRunner.outputs`."""
+        results = []
+        for s, part in enumerate(batch.parts):
+            x = self.inputs.data(part[0])
+            found = self._outputs(s, signature(x), (*self.inputs.state_of(s), x))
+            outputs = self._whole(found["outputs"], s)
+            updated = self._updated_whole(found["updated"], False)
+            results.append({"outputs": outputs, "updated": updated})
+        return results
 
-    def _run(self, program: Lowered, batch: SplitBatch, extra: tuple) -> list[dict[str, Any]]:
-        state = self.inputs.packed_state()
-        parts = [self.inputs.packed_data(part, s) for s, part in enumerate(batch.parts)]
+    def _run(
+        self, program: Lowered, batch: SplitBatch, training: bool, extra: tuple
+    ) -> list[dict[str, Any]]:
+        state = [self.inputs.state_of(s) for s in range(len(batch.parts))]
+        parts = [self.inputs.data(part) for part in batch.parts]
         rows = row_shares(batch)
-        shares = self._shares(program, state, parts, batch, rows)
-        calls = []
-        for s, mesh in enumerate(self.meshes):
+        shares = self._shares(program, state, parts, batch, rows, training)
+        results = []
+        for s, one in enumerate(parts):
             first = tf.constant(float(s == 0), tf.float64)
-            numbers = [spmd.replicate(t, mesh) for t in (shares[s], rows[s], first, *extra)]
-            inputs = (*state[s], parts[s], *numbers)
-            calls.append(program(s, signature(parts[s]), inputs))
-        return [self._unpacked(result) for result in calls]
+            numbers = [replicate(t, self.mesh) for t in (shares[s], rows[s], first, *extra)]
+            found = program(s, signature(one), (*state[s], one, *numbers))
+            results.append(self._read(found, s, training))
+        return results
 
     def _shares(
-        self, program: Lowered, state: Any, parts: Any, batch: SplitBatch, rows: Sequence[Any]
+        self,
+        program: Lowered,
+        state: Any,
+        parts: Any,
+        batch: SplitBatch,
+        rows: Sequence[Any],
+        training: bool,
     ) -> list[Any]:
         """Each slice's share of every loss term; see `kdist.loss`."""
         shares = [tf.fill([len(self.program.kinds)], row) for row in rows]
         if len(parts) == 1 or not self.program.kinds:
             return shares
-        key = signature(parts[0])
-        if (key, "by_data") not in program.facts:
-            mesh = self.meshes[0]
-            numbers = [spmd.replicate(t, mesh) for t in (shares[0], rows[0], rows[0])]
-            if program is self._gradients:
-                numbers.append(spmd.replicate(tf.constant(1.0), mesh))
-            program.trace(0, key, (*state[0], parts[0], *numbers))
-            training = program is self._gradients
-            program.facts[key, "by_data"] = self.program.traced(training).counts_by_data
-        if not program.facts[key, "by_data"]:
+        numbers = [shares[0], rows[0], rows[0], *([tf.constant(1.0)] if training else [])]
+        given = [replicate(t, self.mesh) for t in numbers]
+        program.trace(signature(parts[0]), (*state[0], parts[0], *given))
+        if not self.program.traced(training).counts_by_data:
             return shares
         counts = []
-        for s, mesh in enumerate(self.meshes):
-            inputs = (*state[s], parts[s], spmd.replicate(batch.counts[s], mesh))
-            counts.append(self._counts(s, signature(parts[s]), inputs))
-        return shares_from_counts([whole_value(c) for c in counts])
+        for s, one in enumerate(parts):
+            inputs = (*state[s], one, replicate(batch.counts[s], self.mesh))
+            counts.append(self._whole(self._counts(s, signature(one), inputs), s))
+        return shares_from_counts(counts)
 
-    def _unpacked(self, result: dict[str, Any]) -> dict[str, Any]:
-        out = {k: keras.tree.map_structure(whole_value, result[k]) for k in PLAIN_RESULTS}
+    def _whole(self, tensors: Any, s: int) -> Any:
+        """Tensors of slice `s`, whole on its first device; None stays None."""
+        return keras.tree.map_structure(
+            lambda t: None if t is None else t.whole(self.devices[s]), tensors
+        )
+
+    def _read(self, result: dict[str, Any], s: int, training: bool) -> dict[str, Any]:
+        """Results as a step takes them: gradients as lists of parts, the rest whole."""
+        out = {k: self._whole(result[k], s) for k in WHOLE_RESULTS}
         out["gradients"] = [
-            list(zip(*map(dtensor.unpack, g))) if isinstance(g, tuple) else dtensor.unpack(g)
+            list(zip(*(t.parts for t in g))) if isinstance(g, tuple) else list(g.parts)
             for g in result.get("gradients", [])
         ]
-        out["updated"] = [dtensor.unpack(u) for u in result["updated"]]
+        out["updated"] = self._updated_whole(result["updated"], training)
         return out
 
-    def recorded(self) -> list[Collective]:
+    def recorded(self) -> Sequence[Collective]:
         """Collectives of the lowered training program, or of what stands for it."""
         return self._gradients.recorded or self._probe.recorded
 
     def lower_without_loss(self, x: Any) -> None:
-        """Lowers a forward and backward pass on slice 0, to see its collectives."""
-        packed = self.inputs.packed_data(x, 0)
-        self._probe(0, signature(packed), (*self.inputs.packed_state()[0], packed))
+        """Lowers a forward and backward pass, to see its collectives."""
+        data = self.inputs.data(x)
+        self._probe.lower(signature(data), (*self.inputs.state_of(0), data))
 
     def gathered_paths(self) -> list[str]:
         """Weights that are gathered before use because an operation cannot take such parts."""
@@ -179,12 +183,12 @@ class SpmdRunner:
         placements = [entry.placement for entry in self.entries]
         return SliceGradients(results, self.program.trained, placements, self.topology)
 
-    def updated_whole(self, updated: Sequence[Any], training: bool) -> list[Any]:
-        """Statistics as whole tensors, from what `_unpacked` made of them."""
+    def _updated_whole(self, updated: Sequence[Sharded], training: bool) -> list[Any]:
+        """New state as whole tensors."""
         placements = {i: entry.placement for i, entry in enumerate(self.inputs.fixed)}
         after = len(self.program.state.carried)
         placements |= {after + i: entry.placement for i, entry in enumerate(self.entries)}
         return [
-            whole_of(placements[i], parts.__getitem__) if i in placements else parts[0]
-            for i, parts in zip(self.program.traced(training).updated, updated)
+            whole_of(placements[i], one.parts.__getitem__) if i in placements else one.parts[0]
+            for i, one in zip(self.program.traced(training).updated, updated)
         ]

@@ -1,140 +1,85 @@
-"""Steps over DTensor slices: eager orchestration around two compiled parts.
+"""Steps over slices that have inner axes: one graph per shape of a batch.
 
-The slices' programs run as DTensor calls; everything after them (reduction over `data`, update,
-state, metrics) is one `tf.function` over the per-device tensors, the same code as for plain
-devices.
+DTensor wants to know shapes, so a batch is taken from its iterator first, and the step is traced
+for the shape that it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist.batch import SplitBatch, join, split
+from kdist.batch import SplitBatch, split
 from kdist.contract import single_steps, without_optionals
+from kdist.pipeline.step import PipelineStep
 from kdist.spmd_call import CannotExpand, signature
-from kdist.spmd_runner import SpmdRunner
 from kdist.step import Step
 from kdist.training_pass import TrainingPass
 
 import keras
 import tensorflow as tf
 
+SHOWN_RESULTS = ("terms", "loss_parts", "outputs")
 MAX_SHAPES = 8
-"""Shapes of a batch that get a DTensor program of their own; see `SpmdFunction`."""
+"""Shapes of a batch that get programs of their own; see `SpmdFunction`."""
 
 
 class SpmdStep(Step):
-    """The steps of one compiled model on DTensor slices; see `Step`."""
-
-    runner: SpmdRunner
+    """The steps of one compiled model whose slices have inner axes; see `Step`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._finish_train = tf.function(self._finish_training, autograph=False)
-        self._finish_gradients = tf.function(self._whole_gradients, autograph=False)
+        self._gradients = tf.function(self._seen_gradients, autograph=False)
         self._apply_whole = tf.function(super().apply_whole, autograph=False)
-        self._finish_test = tf.function(self._finish_testing, autograph=False)
-        self._keep_predicted = tf.function(self._keep_inferred, autograph=False)
         self.loop_shapes = Shapes()
         """Shapes of the batches of the user's own loop."""
 
-    def train(self, data: Any, known_size: bool = True) -> dict[str, Any]:
-        """One training step on a global batch."""
-        batch = self.split(data)
-        results = _reduced(self.runner.gradients(batch, self._scale()))
-        return self._finish_train(as_nest(batch), full_parts(batch), known_size, results)
+    def cut(self, x: Any, y: Any, sample_weight: Any) -> SplitBatch:
+        """Cuts a batch over the slices, into parts of known size.
 
-    def test(self, data: Any, known_size: bool = True) -> dict[str, Any]:
-        """One evaluation step on a global batch."""
-        batch = self.split(data)
-        results = _reduced(self.runner.losses(batch))
-        return self._finish_test(as_nest(batch), full_parts(batch), known_size, results)
-
-    def predict(self, data: Any, known_size: bool = True) -> Any:
-        """Outputs for a global batch, rows in order."""
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        batch = split(x, None, None, self.topology.data_size)
-        results = self.runner.outputs(batch)
-        if self.program.tested.updated:
-            updated = [{"updated": r["updated"]} for r in results]
-            self._keep_predicted(as_nest(batch), full_parts(batch), updated)
-        return join([r["outputs"] for r in results], batch.counts)
+        Raises:
+            CannotExpand: It has sparse tensors, or dims of unknown size.
+        """
+        for leaf in tf.nest.flatten((x, y, sample_weight)):
+            if isinstance(leaf, tf.SparseTensor):
+                raise CannotExpand("sparse inputs")
+            if leaf is not None and not leaf.shape.is_fully_defined():
+                raise CannotExpand(f"batches of unknown size, here {leaf.shape}")
+        return split(x, y, sample_weight, self.topology.data_size, static=True)
 
     def gradients(self, data: Any) -> TrainingPass:
         """Loss and whole gradients of a global batch, for the user's own loop."""
-        batch = self.split(data)
-        scale = self._scale()
-        results = self.runner.gradients(batch, scale)
-        nest = as_nest(batch)
-        loss, found = self._finish_gradients(nest, full_parts(batch), scale, _reduced(results))
-        return TrainingPass(loss, found, batch, results)
+        data = as_tensors(data)
+        loss, found, results = self._gradients(data)
+        return TrainingPass(loss, found, self.split(data), results)
 
-    def apply_whole(self, gradients: Any) -> None:
+    def _seen_gradients(self, data: Any) -> tuple[Any, list[Any], list[dict[str, Any]]]:
+        """Loss, whole gradients, and what a `TrainingPass` shows of the slices' results."""
+        found = super().gradients(data)
+        shown = [{k: v for k, v in r.items() if k in SHOWN_RESULTS} for r in found.results]
+        return found.loss, found.gradients, shown
+
+    def apply_whole(self, gradients: Sequence[Any]) -> None:
         """Updates the parameters from whole gradients."""
         self._apply_whole(gradients)
 
-    def split(self, data: Any) -> SplitBatch:
-        """Cuts a batch of tensors or arrays over the slices."""
-        tensors = keras.tree.map_structure(
-            lambda t: None if t is None else tf.convert_to_tensor(t), data
-        )
-        return super().split(tensors)
 
-    def _with_whole_state(self, results: Any, training: bool) -> list[dict[str, Any]]:
-        whole = self.runner.updated_whole
-        return [{**r, "updated": whole(r["updated"], training)} for r in results]
-
-    def _finish_training(self, nest: Any, full: bool, known_size: bool, results: Any) -> Any:
-        batch = from_nest(nest, full, known_size)
-        results = self._with_whole_state(results, True)
-        return self.finish_training(batch, results, self._total(results, "loss"))
-
-    def _whole_gradients(self, nest: Any, full: bool, scale: Any, results: Any) -> Any:
-        batch = from_nest(nest, full, False)
-        results = self._with_whole_state(results, True)
-        return self._total(results, "loss"), self.finish_gradients(batch, results, scale)
-
-    def _finish_testing(self, nest: Any, full: bool, known_size: bool, results: Any) -> Any:
-        batch = from_nest(nest, full, known_size)
-        results = self._with_whole_state(results, False)
-        return self.finish_testing(batch, results, self._total(results, "loss"))
-
-    def _keep_inferred(self, nest: Any, full: bool, results: Any) -> None:
-        batch = from_nest(nest, full, False)
-        results = self._with_whole_state(results, False)
-        self._combine(*self._changed(results, training=False), batch)
+class SpmdPipelineStep(SpmdStep, PipelineStep):
+    """The steps of a pipeline whose stages have inner axes."""
 
 
-def _reduced(results: Any) -> Any:
-    """What the slices gave, without what only a look at a single pass uses."""
-    return [{key: v for key, v in r.items() if key != "loss_parts"} for r in results]
+def as_tensors(data: Any) -> Any:
+    """Arrays of a structure as tensors; None stays None."""
 
+    def convert(leaf: Any) -> Any:
+        keep = leaf is None or isinstance(leaf, tf.SparseTensor)
+        return leaf if keep else tf.convert_to_tensor(leaf)
 
-def as_nest(batch: SplitBatch) -> tuple:
-    """A `SplitBatch` as a structure of tensors; the whole batch and labels only."""
-    return batch.whole, [(y, w) for _, y, w in batch.parts], batch.counts, batch.size
-
-
-def full_parts(batch: SplitBatch) -> bool:
-    """True if no slice is without rows."""
-    assert batch.static_size is not None
-    return batch.static_size >= len(batch.parts)
-
-
-def from_nest(nest: tuple, full: bool, known_size: bool) -> SplitBatch:
-    """Back from `as_nest`, inside a trace.
-
-    `known_size` says whether single-device Keras would know the batch's size while tracing.
-    """
-    whole, labels, counts, size = nest
-    static = keras.tree.flatten(whole)[0].shape[0] if known_size else None
-    parts = [(None, y, w) for y, w in labels]
-    return SplitBatch(whole, parts, counts, size, static, full)
+    return keras.tree.map_structure(convert, data)
 
 
 class Shapes:
-    """The shapes of a batch that get a DTensor program of their own: the first `MAX_SHAPES`."""
+    """The shapes of a batch that get programs of their own: the first `MAX_SHAPES`."""
 
     def __init__(self) -> None:
         self._admitted: set[tuple] = set()
@@ -157,7 +102,7 @@ def too_many_shapes() -> str:
 
 
 class SpmdFunction:
-    """What Keras calls as the train, test or predict function of a model on DTensor slices.
+    """What Keras calls as the train, test or predict function of a model with inner axes.
 
     Falls back, once and with a warning that says why, to plain devices with gathered weights:
     for models with an operation that DTensor cannot run; and, so that the number of compilations
@@ -179,7 +124,8 @@ class SpmdFunction:
         inspected: Callable[[str], None],
         no_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        self.step = step
+        self.step = tf.function(step, autograph=False)
+        self._several = tf.function(self._in_one_graph, autograph=False)
         self.model = model
         self.inspected = inspected
         self.no_batch = no_batch
@@ -190,6 +136,7 @@ class SpmdFunction:
 
     def on_batch(self, data: Any, known_size: bool = True) -> Any:
         """Runs one step on a global batch."""
+        data = as_tensors(data)
         if self._expandable and self._shapes.admit(data):
             try:
                 return self.step(data, known_size)
@@ -203,10 +150,10 @@ class SpmdFunction:
         elif self._plain is None:
             self.inspected(too_many_shapes())
         if self._plain is None:
-            plain = self._make_plain()
-            if not self.model.run_eagerly:
-                plain = tf.function(plain, autograph=False, reduce_retracing=True)
-            self._plain = plain
+            step = self._make_plain()
+            self._plain = tf.function(
+                lambda data: step(data), autograph=False, reduce_retracing=True
+            )
         return self._plain(data)
 
     def __call__(self, iterator: Any) -> Any:
@@ -215,18 +162,56 @@ class SpmdFunction:
         if isinstance(iterator, tf.data.Iterator):
             first = keras.tree.flatten(iterator.element_spec)[0]
             known = first.shape.rank is not None and first.shape[0] is not None
-        logs = None
-        for _ in range(self.model.steps_per_execution):
+        batches = self._next(iterator)
+        if not batches:
+            if single_steps(self.model, iterator):
+                self.no_batch()
+            raise StopIteration
+        return self._steps(batches, known)
+
+    def _next(self, iterator: Any) -> list[Any]:
+        """The batches of one execution; fewer at the end of the data."""
+        batches: list[Any] = []
+        try:
+            for _ in range(self.model.steps_per_execution):
+                batches.append(as_tensors(without_optionals(next(iterator))))
+        except (StopIteration, tf.errors.OutOfRangeError):
+            pass
+        return batches
+
+    def _steps(self, batches: list[Any], known: bool) -> Any:
+        """One step on each batch: batches of one shape in one call, however many there are."""
+        logs, wanted = None, self.model.steps_per_execution
+        shapes = [signature(batch) for batch in batches]
+        alike = next((i for i, one in enumerate(shapes) if one != shapes[0]), len(batches))
+        if alike > 1 and self._expandable and self._shapes.admit(batches[0]):
+            # Always of one length, so that the end of the data is no trace of its own.
+            given = batches[:alike] + batches[:1] * (wanted - alike)
             try:
-                data = next(iterator)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                if logs is None:
-                    if single_steps(self.model, iterator):
-                        self.no_batch()
-                    raise StopIteration from None
-                break
-            logs = self.on_batch(without_optionals(data), known)
+                logs = self._several(given, tf.constant(alike), known)
+                batches = batches[alike:]
+            except CannotExpand:
+                pass  # the first step alone says so
+        for batch in batches:
+            logs = self.on_batch(batch, known)
         return logs
+
+    def _in_one_graph(self, batches: list[Any], count: Any, known: bool) -> Any:
+        """Steps on the first `count` batches, in a loop."""
+        stacked = keras.tree.map_structure(
+            lambda *parts: None if parts[0] is None else tf.stack(parts), *batches
+        )
+
+        def step(i: Any) -> Any:
+            data = keras.tree.map_structure(lambda t: None if t is None else t[i], stacked)
+            return self.step(data, known)
+
+        return tf.while_loop(
+            lambda i, logs: i < count,
+            lambda i, logs: (i + 1, step(i)),
+            (tf.constant(1), step(0)),
+            parallel_iterations=1,
+        )[1]
 
     def predict(self, batches: list[Any]) -> Any:
         """The contract of Keras's predict function."""

@@ -7,6 +7,7 @@ so that they equal a single-device run.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -49,9 +50,14 @@ class Step:
         """Applies gradients; there once the model trains, if it has trainable weights."""
         return self.parallel.update
 
-    def train(self, data: Any) -> dict[str, Any]:
-        """One training step on a global batch; returns the logs."""
-        batch = self.split(data)
+    def train(self, data: Any, known_size: bool = True) -> dict[str, Any]:
+        """One training step on a global batch; returns the logs.
+
+        Args:
+            data: The batch.
+            known_size: Whether Keras on one device would know the batch's size while tracing.
+        """
+        batch = self.split(data, known_size)
         results, loss = self._differentiated(batch, self._scale())
         return self.finish_training(batch, results, loss)
 
@@ -123,9 +129,9 @@ class Step:
         source = WholeGradients(gradients, self._scale(), self.runner.entries)
         self.update.apply(source, [v for v, g in enumerate(gradients) if g is not None])
 
-    def test(self, data: Any) -> dict[str, Any]:
-        """One evaluation step on a global batch; returns the logs."""
-        batch = self.split(data)
+    def test(self, data: Any, known_size: bool = True) -> dict[str, Any]:
+        """One evaluation step on a global batch; returns the logs; see `train`."""
+        batch = self.split(data, known_size)
         results, loss = self._evaluated(batch)
         return self.finish_testing(batch, results, loss)
 
@@ -141,17 +147,21 @@ class Step:
         self._keep_state(batch, results, training=False)
         return self._logs(batch, results, loss)
 
-    def predict(self, data: Any) -> Any:
+    def predict(self, data: Any, known_size: bool = True) -> Any:
         """Outputs for a global batch, rows in order."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        batch = split(x, None, None, self.topology.data_size)
+        batch = self.cut(x, None, None)
         results = self.runner.outputs(batch)
         self._combine(*self._changed(results, training=False), batch)
         return join([r["outputs"] for r in results], batch.counts)
 
-    def split(self, data: Any) -> SplitBatch:
-        """Cuts what the data pipeline yields over the slices."""
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    def split(self, data: Any, known_size: bool = True) -> SplitBatch:
+        """Cuts what the data pipeline yields over the slices; see `train`."""
+        batch = self.cut(*keras.utils.unpack_x_y_sample_weight(data))
+        return batch if known_size else dataclasses.replace(batch, static_size=None)
+
+    def cut(self, x: Any, y: Any, sample_weight: Any) -> SplitBatch:
+        """Cuts a batch over the slices."""
         return split(x, y, sample_weight, self.topology.data_size)
 
     def _keep_state(

@@ -10,8 +10,10 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kdist import _private_executed
+from kdist import _private_dtensor, _private_executed
 from kdist.device import Device
+from kdist.dtensor.device_number import node_of
+from kdist.dtensor.stitching import PREFIX
 from kdist.live import RECEIVES, LiveTensors, Op, Output
 
 import keras
@@ -35,7 +37,8 @@ def live_tensors(
     """
     noted: list[Any] = []
     with _noting_gradients(step.runner, noted):
-        concrete = tf.function(step.train, autograph=False).get_concrete_function(batch)
+        function = tf.function(lambda data: step.train(data), autograph=False)
+        concrete = function.get_concrete_function(batch)
     with _kept(concrete.captured_inputs):
         graphs = _private_executed.function_graphs(lambda: concrete(batch))
     largest = max(graphs, key=lambda g: sum(len(p.node) for p in g.partition_graphs))
@@ -128,6 +131,9 @@ class ExecutedGraph:
         """Where a traced tensor is in the executed graph; of rows, their values."""
         if isinstance(tensor, tf.IndexedSlices):
             tensor = tensor.values
+        inside = stitched_output(tensor)
+        if inside is not None:
+            return inside if inside[0] in self._nodes else None
         node = self._nodes.get(tensor.op.name)
         if node is None or node.op not in CALLS:
             return tensor.op.name, tensor.value_index
@@ -174,6 +180,32 @@ class ExecutedGraph:
         if len(outputs) == len(node.attr["Tout"].list.type):
             return outputs
         return [t for t in outputs if any(c.name in self._needed for c in t.consumers())]
+
+
+def stitched_output(tensor: Any) -> Output | None:
+    """Where a result of a program over inner axes is made, once its nodes are in the step's graph.
+
+    Args:
+        tensor: A tensor of the traced step.
+
+    Returns:
+        The operation and its output; None of a tensor that no such program makes.
+    """
+    name = tensor.op.get_attr("f").name if tensor.op.type in CALLS else ""
+    if not name.startswith(PREFIX):
+        return None
+    definition = _private_dtensor.function_def(name)
+    nodes = {node.name: node for node in definition.node_def}
+    result = definition.signature.output_arg[tensor.value_index].name
+    reference = definition.ret[result]
+    # Copies are left out when the graph is optimized.
+    while (node := nodes.get(node_of(reference))) is not None and node.op == "Identity":
+        reference = node.input[0]
+    if node_of(reference) not in nodes:  # an input, passed on
+        names = [one.name for one in definition.signature.input_arg]
+        given = tensor.op.inputs[names.index(reference)]
+        return stitched_output(given) or (given.op.name, given.value_index)
+    return f"{tensor.op.name}/{node_of(reference)}", int(reference.rpartition(":")[2])
 
 
 def _needed(trace: Any) -> set[str]:

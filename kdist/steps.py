@@ -11,7 +11,7 @@ from kdist import _private
 from kdist.config import ParallelConfig
 from kdist.loss_terms import OVERRIDDEN
 from kdist.metrics import overrides
-from kdist.pipeline.mesh_runner import MeshPipelineRunner, MeshPipelineStep
+from kdist.pipeline.mesh_runner import MeshPipelineRunner
 from kdist.pipeline.program import PipelineProgram
 from kdist.pipeline.recorder import Recorder
 from kdist.pipeline.runner import PipelineRunner
@@ -25,7 +25,7 @@ from kdist.segmented import SegmentedProgram, as_node
 from kdist.segmented_runner import SegmentedRunner
 from kdist.sparse import LookUp
 from kdist.spmd_runner import SpmdRunner
-from kdist.spmd_step import SpmdStep
+from kdist.spmd_step import SpmdPipelineStep, SpmdStep
 from kdist.step import Step
 from kdist.variables import Stored
 from kdist.whole_loss import WholeLossStep
@@ -194,7 +194,7 @@ class SteppedModel(PlacedModel):
         """Steps on one DTensor mesh per slice."""
         runner = self.spmd_runner()
         if isinstance(runner, MeshPipelineRunner):
-            return MeshPipelineStep(self, runner)
+            return SpmdPipelineStep(self, runner)
         return SpmdStep(self, runner)
 
     def spmd_runner(self) -> SpmdRunner | MeshPipelineRunner:
@@ -214,7 +214,12 @@ class SteppedModel(PlacedModel):
             }
             if isinstance(self.program, PipelineProgram):
                 self._spmd_runner = MeshPipelineRunner(
-                    self.program, self.trainable(), self.topology, self.layouts, **options
+                    self.program,
+                    self.trainable(),
+                    self.topology,
+                    self.layouts,
+                    lambda: self.recorder,
+                    **options,
                 )
             else:
                 self._spmd_runner = SpmdRunner(

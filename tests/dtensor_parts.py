@@ -1,12 +1,16 @@
-"""DTensors made by hand, for the tests of what kdist does with them."""
+"""Programs over inner axes made by hand, for the tests of what kdist does with them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist import lowered, spmd
+from kdist import spmd
+from kdist.dtensor.lowering import LoweredProgram, lower
+from kdist.dtensor.sharded import Sharded
+from kdist.dtensor.stitching import Stitcher
 from kdist.mesh import Topology, mesh
+from kdist.spmd_call import tensor_spec
 
 import numpy as np
 import tensorflow as tf
@@ -14,13 +18,13 @@ from tensorflow.experimental import dtensor
 
 
 def inner_mesh(**axes: int) -> tuple[dtensor.Mesh, Topology]:
-    """The DTensor mesh of the first slice, and the whole mesh."""
+    """The DTensor mesh of a slice, and the whole mesh."""
     topology = Topology.from_mesh(mesh(**axes))
-    return spmd.make_mesh(topology.slices[0].devices, topology), topology
+    return spmd.make_mesh(topology), topology
 
 
-def cut(value: np.ndarray, over: dtensor.Mesh, *dims: str | None) -> Any:
-    """An array as a DTensor; `dims` as in a layout, one axis a dim."""
+def cut(value: np.ndarray, over: dtensor.Mesh, *dims: str | None) -> Sharded:
+    """An array in parts; `dims` as in a layout, one axis a dim."""
     parts = []
     for place in np.ndindex(*over.shape()):
         part = value
@@ -29,26 +33,55 @@ def cut(value: np.ndarray, over: dtensor.Mesh, *dims: str | None) -> Any:
                 position = over.dim_names.index(axis)
                 part = np.split(part, over.shape()[position], axis=dim)[place[position]]
         parts.append(tf.constant(part))
-    return spmd.pack(parts, dtensor.Layout([axis or dtensor.UNSHARDED for axis in dims], over))
+    layout = dtensor.Layout([axis or dtensor.UNSHARDED for axis in dims], over)
+    return Sharded(tuple(parts), layout)
 
 
-def whole(tensor: Any, mesh: dtensor.Mesh) -> np.ndarray:
-    """The value of a DTensor, gathered."""
-    gathered = dtensor.relayout(tensor, dtensor.Layout.replicated(mesh, tensor.shape.rank))
-    return dtensor.unpack(gathered)[0].numpy()
+def whole(tensor: Sharded) -> np.ndarray:
+    """The value of a tensor in parts."""
+    return tensor.whole("/device:CPU:0").numpy()
 
 
-def specs(tensor: Any) -> tuple[str | None, ...]:
-    """The axis that cuts each dim of a DTensor."""
-    return tuple(
-        None if s == dtensor.UNSHARDED else s for s in dtensor.fetch_layout(tensor).sharding_specs
-    )
+def specs(tensor: Sharded) -> tuple[str | None, ...]:
+    """The axis that cuts each dim of a tensor in parts."""
+    return tuple(None if s == dtensor.UNSHARDED else s for s in tensor.layout.sharding_specs)
 
 
-def kinds(mesh: dtensor.Mesh, program: Callable, *inputs: Any) -> tuple[Any, list[str]]:
-    """Result, and kinds of the collectives of the lowered program."""
-    function = tf.function(program, autograph=False)
-    with lowered.record() as recorder, dtensor.default_mesh(mesh):
-        result = function(*inputs)
-        tf.nest.map_structure(lambda t: dtensor.unpack(t)[0].numpy(), result)
-    return result, [c.kind for c in lowered.collectives(recorder, mesh)]
+def lowered_program(
+    mesh: dtensor.Mesh, function: Callable, *inputs: Any, layers: Sequence[str] = ()
+) -> LoweredProgram:
+    """What DTensor makes of a function for such inputs."""
+    traced = tf.function(function, autograph=False)
+    concrete = traced.get_concrete_function(*tf.nest.map_structure(tensor_spec, inputs))
+    layouts = [t.layout for t in tf.nest.flatten(inputs)]
+    with spmd.lowering(mesh):
+        return lower(concrete, mesh, layouts, layers)
+
+
+def run(
+    mesh: dtensor.Mesh, function: Callable, *inputs: Any, layers: Sequence[str] = ()
+) -> tuple[Any, LoweredProgram]:
+    """Calls a function with tensors in parts; returns its results in parts, and its program."""
+    program = lowered_program(mesh, function, *inputs, layers=layers)
+    devices = [f"/device:CPU:{k}" for k in range(mesh.size)]
+    stitched = Stitcher(program).stitch(devices)
+    flat = tf.nest.flatten(inputs)
+
+    @tf.function(autograph=False)
+    def step() -> Any:
+        return stitched([[t.parts[k] for t in flat] for k in range(mesh.size)])
+
+    parts = step()
+
+    def result(position: int | None) -> Sharded | None:
+        if position is None:
+            return None
+        return Sharded(tuple(mine[position] for mine in parts), program.layouts[position])
+
+    return tf.nest.map_structure(result, program.structure), program
+
+
+def kinds(mesh: dtensor.Mesh, function: Callable, *inputs: Any) -> tuple[Any, list[str]]:
+    """Results, and kinds of the collectives of the lowered program."""
+    result, program = run(mesh, function, *inputs)
+    return result, [one.kind for one in program.collectives]

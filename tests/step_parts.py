@@ -15,13 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kdist import executed, plain, sparse, step
+from kdist import _private_dtensor, executed, plain, sparse, step
 from kdist.executed import ExecutedFunction, Transfer
 from kdist.optimizer import send, update
 from kdist.optimizer.bucket import Bucket
 from kdist.optimizer.compressed import CompressedGradients
 from kdist.optimizer.update import DistributedUpdate
 from kdist.parallel import attached
+from kdist.step_graph import CALLS, stitched_output
 
 import keras
 import tensorflow as tf
@@ -72,6 +73,12 @@ class Parts:
         sent = self.inlined(sent)
         if sent.tensor in self._kept_results:
             return self.results[self._kept_results[sent.tensor]]
+        if (sent.tensor, sent.target) in self._inner_sends:
+            return "inner"
+        if sent.tensor in self._stitched_results:
+            return self.results[self._stitched_results[sent.tensor]]
+        if sent.op == "_Arg":
+            return "data"
         variable = self._variable_read_by(sent.node)
         made_in = self._made_in(sent.node)
         if variable in ("learning rate", "iterations", "seed"):
@@ -112,6 +119,7 @@ class Parts:
     def _shape(self, sent: Transfer) -> tf.TensorShape:
         """From the trace, which knows the shapes of what calls return; or as executed."""
         traced = self._kept_results.get(sent.tensor, sent.tensor)
+        traced = self._stitched_results.get(sent.tensor, traced)
         shape = self.shapes.get(traced, sent.shape)
         if shape is None:
             name = sent.tensor if ":" in sent.tensor else f"{sent.tensor}:0"
@@ -140,6 +148,52 @@ class Parts:
             if kept[int(output or 0)]:
                 renamed[f"{node}:{position}" if position else node] = name
         return renamed
+
+    @functools.cached_property
+    def _inner_sends(self) -> set[tuple[str, str]]:
+        """What programs over inner axes send between their own devices: tensor and target."""
+        found = set()
+        for operation in self.graph.get_operations():
+            calls = operation.type in CALLS and operation.outputs
+            if not calls or stitched_output(operation.outputs[0]) is None:
+                continue
+            definition = _private_dtensor.function_def(operation.get_attr("f").name)
+            nodes = {node.name: node for node in definition.node_def}
+            devices = {node.device for node in definition.node_def}
+            for node in definition.node_def:
+                # TensorFlow may join what a collective joins where it is used.
+                targets = devices if "/group" in node.name else {node.device}
+                for reference in node.input:
+                    source = reference.lstrip("^")
+                    while (made := nodes.get(source.split(":")[0])) and made.op == "Identity":
+                        source = made.input[0]
+                    if made is not None:
+                        found |= {(_sent_as(source), one) for one in targets - {made.device}}
+        return found
+
+    @functools.cached_property
+    def _stitched_results(self) -> dict[str, str]:
+        """Names of what makes a result inside a program over inner axes, to its name as traced.
+
+        As transfers are named: without the call in whose place the program's nodes are.
+        """
+        found = {}
+        noted = {self._copied(name): name for name in self.results}
+        for operation in self.graph.get_operations():
+            for tensor in operation.outputs:
+                made = stitched_output(tensor)
+                if made is not None and _key(tensor) in noted:
+                    name = made[0].removeprefix(f"{operation.name}/")
+                    found[_sent_as(f"{name}:{made[1]}")] = noted[_key(tensor)]
+        return found
+
+    def _copied(self, name: str) -> str:
+        """The tensor that a result is a copy of."""
+        node, _, position = name.partition(":")
+        tensor = self.graph.get_operation_by_name(node).outputs[int(position or 0)]
+        while tensor.op.type == "Identity":
+            tensor = tensor.op.inputs[0]
+        return _key(tensor)
 
     def _variable_read_by(self, node: str) -> str:
         try:
@@ -190,6 +244,12 @@ class Parts:
                 break
             name = rest
         return dataclasses.replace(sent, tensor=name)
+
+
+def _sent_as(reference: str) -> str:
+    """As `Transfer.tensor` writes what a function definition calls `node:output:number`."""
+    node, *numbers = reference.split(":")
+    return f"{node}:{numbers[-1]}" if numbers and numbers[-1] != "0" else node
 
 
 def _key(tensor: Any) -> str:

@@ -26,7 +26,7 @@ from .placement_checks import (
     check_collectives,
     check_every_device_computes,
     check_every_part,
-    check_nothing_else_travels,
+    check_inner_transfers,
     check_transfers,
     check_updates,
     compiled,
@@ -84,9 +84,9 @@ def test_updates_are_where_the_plan_says(any_mesh: Trained) -> None:
     check_updates(any_mesh)
 
 
-def test_transfers_are_the_planned_ones(one_graph: Trained) -> None:
-    check_transfers(one_graph)
-    check_batch_is_cut(one_graph, X.nbytes + Y.nbytes)
+def test_transfers_are_the_planned_ones(any_mesh: Trained) -> None:
+    check_transfers(any_mesh)
+    check_batch_is_cut(any_mesh, X.nbytes + Y.nbytes)
 
 
 def test_programs_are_kept_as_one_node_each(one_graph: Trained) -> None:
@@ -134,21 +134,15 @@ def test_batches_of_unknown_size_send_their_shares_too() -> None:
     assert run.parts.table(run.step) == expected
 
 
-# -- DTensor slices ------------------------------------------------------------------------------
+# -- slices with inner axes ----------------------------------------------------------------------
 
 
 def test_every_device_computes_its_part(dtensor: Trained) -> None:
     check_every_part(dtensor)
 
 
-def test_transfers_after_the_programs_are_the_planned_ones(dtensor: Trained) -> None:
-    # The programs have the inputs; what is sent here are the labels, which the metric needs.
-    check_transfers(dtensor, leaves=1)
-    check_batch_is_cut(dtensor, Y.nbytes)
-
-
-def test_nothing_else_travels_around_a_dtensor_step(dtensor: Trained) -> None:
-    check_nothing_else_travels(dtensor)
+def test_a_slice_s_devices_exchange_what_its_collectives_need(dtensor: Trained) -> None:
+    check_inner_transfers(dtensor)
 
 
 def test_collectives_are_those_of_megatron(dtensor: Trained) -> None:

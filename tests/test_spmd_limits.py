@@ -1,6 +1,7 @@
 """What DTensor cannot run is known before it is tried; layers on cut weights equal plain ones."""
 
 from kdist import spmd, spmd_limits
+from kdist.dtensor.sharded import replicate
 
 import keras
 import numpy as np
@@ -9,7 +10,7 @@ import tensorflow as tf
 from keras import ops
 from tensorflow.experimental import dtensor
 
-from .dtensor_parts import cut, inner_mesh, kinds, specs, whole
+from .dtensor_parts import cut, inner_mesh, kinds, run, specs, whole
 
 
 def loss_and_gradients(layer, variables, params, x):
@@ -58,6 +59,7 @@ def test_layers_on_cut_weights_equal_plain(name):
     layer, x = make(), data()
     layer.build(x.shape)
     variables = layer.trainable_variables
+    statistics = [(v, v.numpy()) for v in layer.non_trainable_variables]
     gathered = isinstance(layer, spmd_limits.GATHER_ON_READ)
     assert gathered == (name in GATHERED)
     values = [np.random.randn(*v.shape).astype("float32") / 3 for v in variables]
@@ -76,16 +78,16 @@ def test_layers_on_cut_weights_equal_plain(name):
                     spmd.relayout(p, dtensor.Layout.replicated(mesh, p.shape.rank), alltoall=False)
                     for p in params
                 ]
-            with keras.StatelessScope(zip(variables, used, strict=True)):
+            fixed = [(v, tf.constant(value)) for v, value in statistics]
+            with keras.StatelessScope([*zip(variables, used, strict=True), *fixed]):
                 y = layer(x)
             loss = tf.reduce_sum(y * tf.sin(y + 1.0))
         return [tf.convert_to_tensor(g) for g in tape.gradient(loss, params)]
 
-    with dtensor.default_mesh(mesh):
-        found = tf.function(program, autograph=False)(params, spmd.replicate(x, mesh))
+    found, _ = run(mesh, program, params, replicate(x, mesh))
     for one, reference, d in zip(found, expected, dims, strict=True):
         scale = np.abs(reference).max()
-        np.testing.assert_allclose(whole(one, mesh), reference, atol=2e-5 * scale)
+        np.testing.assert_allclose(whole(one), reference, atol=2e-5 * scale)
         if gathered:
             assert specs(one) == d
 
@@ -155,10 +157,10 @@ def test_operations_that_dtensor_must_not_try_are_found_before(name):
     assert found == set()
     # What the scan lets through does run, and is right.
     reference = program(params, tf.constant(x))
-    with dtensor.default_mesh(mesh):
-        result = program([spmd.replicate(p, mesh) for p in params], spmd.replicate(x, mesh))
+    parts = [replicate(p, mesh) for p in params]
+    result, _ = run(mesh, program.python_function, parts, replicate(x, mesh))
     for one, other in zip(result, reference, strict=True):
-        np.testing.assert_allclose(whole(one, mesh), other, atol=1e-4)
+        np.testing.assert_allclose(whole(one), other, atol=1e-4)
 
 
 @pytest.mark.parametrize("after_dense", [True, False])
@@ -179,17 +181,16 @@ def test_a_recurrent_loop_is_found_where_its_input_needs_a_gradient(after_dense)
 def test_a_failed_lowering_is_explained_and_leaves_the_mesh_working():
     mesh, _ = inner_mesh(model=2)
     filters = cut(np.ones((3, 4, 4), "float32"), mesh, None, None, "model")
-    x = spmd.replicate(sequences()[..., :4], mesh)
-    program = tf.function(lambda x, f: tf.nn.conv1d(x, f, 1, "VALID"))
+    x = replicate(sequences()[..., :4], mesh)
     square = np.arange(16, dtype="float32").reshape(4, 4)
     for _ in range(3):
-        with pytest.raises(Exception) as caught, dtensor.default_mesh(mesh):  # noqa: PT011
-            program(x, filters)
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            run(mesh, lambda x, f: tf.nn.conv1d(x, f, 1, "VALID"), x, filters)
         reason = spmd_limits.explain(caught.value)
         assert reason is not None and reason.startswith("Conv2D: "), reason
         assert "\n" not in reason
         result, _ = kinds(mesh, lambda x: x + 1.0, cut(square, mesh, "model", None))
-        np.testing.assert_array_equal(whole(result, mesh), square + 1)
+        np.testing.assert_array_equal(whole(result), square + 1)
 
 
 def test_other_errors_are_not_explained():

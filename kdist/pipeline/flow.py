@@ -8,12 +8,6 @@ from typing import Any
 from kdist import _private
 from kdist.batch import join
 from kdist.pipeline.functions import Saved
-from kdist.pipeline.instructions import (
-    BackwardWeight,
-    Forward,
-    Instruction,
-)
-from kdist.pipeline.recorder import Recorder, Stamps
 from kdist.pipeline.replica_flow import ReplicaFlow
 from kdist.program import ModelState
 from kdist.segmented import joined
@@ -37,48 +31,6 @@ class Flow(ReplicaFlow):
         self.gradients: dict[int, dict[int, Any]] = {}
         self._rows: dict[tuple[int, int, int], list[Any]] = {}
         self._read: dict[tuple[int, int], Any] = {}
-
-    def run(self, one: Instruction, recorder: Recorder | None = None) -> tuple[Any, Any]:
-        """Does an instruction.
-
-        Returns:
-            The first and the last operation of the graph that belong to it, None without one.
-        """
-        virtual = one.virtual_stage(self.runner.schedule.num_stages)
-        with tf.device(self.device(one.stage)), tf.name_scope(self.name(one)):
-            if recorder is None:
-                operation = self.act(one)
-                return operation, operation
-            arrived = recorder.now(self._incoming(one, virtual))
-            start = recorder.now([arrived])
-            with tf.control_dependencies([start]):
-                operation = self.act(one)
-            end = recorder.now([start.op if operation is None else operation])
-            recorder.add(self.replica, one, Stamps(arrived, start, end))
-            return start.op, end.op
-
-    def _incoming(self, one: Instruction, virtual: int) -> list[Any]:
-        """What an instruction gets from another virtual stage."""
-        if isinstance(one, Forward):
-            sent = self._sent.get((virtual - 1, one.micro_batch))
-            found = [] if sent is None else [*sent.boundary.values(), *sent.masks.values()]
-        elif isinstance(one, BackwardWeight):
-            found = []
-        else:
-            found = self._returned.get((virtual + 1, one.micro_batch), [])
-        return [t for t in found if t is not None]
-
-    def name(self, one: Instruction) -> str:
-        """What the graph calls an instruction."""
-        return f"replica{self.replica}/{one.cell(self.runner.schedule.num_stages)}"
-
-    def slice(self, stage: int) -> int:
-        """The slice of a stage."""
-        return self.topology.slice_number(stage, self.replica)
-
-    def device(self, stage: int) -> str:
-        """The device of a stage."""
-        return self.topology.slices[self.slice(stage)].devices[0]
 
     def forward(self, virtual: int, i: int) -> tf.Operation | None:
         """Forward of micro-batch `i` on a virtual stage."""
@@ -129,10 +81,11 @@ class Flow(ReplicaFlow):
         return _operation(found)
 
     def _with_cotangents(self, virtual: int, i: int) -> Saved:
-        saved = self._saved[virtual, i]
-        self.functions[virtual].set_cotangents(
-            saved, self._returned.pop((virtual + 1, i), []), self.scale
-        )
+        functions, saved = self.functions[virtual], self._saved[virtual, i]
+        scale = None
+        if functions.has_loss:
+            scale = tf.cast(self.scale, functions.example_output.loss.dtype)
+        functions.set_cotangents(saved, self._returned.pop((virtual + 1, i), []), scale)
         return saved
 
     def _accumulate(self, virtual: int, found: Sequence[Any]) -> None:

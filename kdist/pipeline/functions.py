@@ -131,10 +131,10 @@ class StageFunctions:
         return result, Saved(params, saved, [*sent, *([result.loss] if self.has_loss else [])])
 
     def set_cotangents(self, saved: Saved, boundary: Sequence[Any], scale: Any) -> None:
-        """Gives a backward the gradients of what the forward sent on, and of the loss."""
+        """Gives a backward the gradients of what the forward sent on, and of the loss, if any."""
         found = list(boundary)
         if self.has_loss:
-            found.append(tf.cast(scale, self.example_output.loss.dtype))
+            found.append(scale)
         saved.cotangents = [
             tf.zeros_like(t) if d is None and self._vjp.takes_cotangent(i) else d
             for i, (t, d) in enumerate(zip(saved.sent, found, strict=True))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kdist.dtensor.sharded import Sharded
+
 import keras
 import tensorflow as tf
 
@@ -13,7 +15,7 @@ def leaves(data: Any) -> list[tf.Tensor]:
     """The tensors of a structure; None stands for absent data and gives none."""
     flat = tf.nest.flatten(data, expand_composites=True)
     return [
-        leaf if isinstance(leaf, tf.TensorSpec) else tf.convert_to_tensor(leaf)
+        leaf if isinstance(leaf, tf.TensorSpec | Sharded) else tf.convert_to_tensor(leaf)
         for leaf in flat
         if leaf is not None
     ]

@@ -1,24 +1,16 @@
-"""One replica's way through a pipeline whose stages are DTensor meshes, called one by one.
-
-DTensor calls return before they are done, so while one stage works the next one's call is made:
-the calls of a round of the schedule overlap. A boundary tensor is waited for where it is sent.
-"""
+"""One replica's way through a pipeline whose stages have inner axes: see `kdist.pipeline.flow`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from kdist import spmd
 from kdist.batch import join
+from kdist.dtensor.sharded import Sharded, replicate
 from kdist.pipeline.functions import Saved
-from kdist.pipeline.instructions import (
-    Instruction,
-)
-from kdist.pipeline.mesh_inputs import moved
+from kdist.pipeline.instructions import Instruction
 from kdist.pipeline.replica_flow import ReplicaFlow
 from kdist.sparse import is_sparse
-from kdist.spmd_results import whole_value
 
 import keras
 import tensorflow as tf
@@ -26,7 +18,7 @@ from tensorflow.experimental import dtensor
 
 
 class MeshFlow(ReplicaFlow):
-    """The values of one replica in one step, as DTensors of its slices; see `ReplicaFlow`.
+    """The values of one replica in one step, as parts on its slices; see `ReplicaFlow`.
 
     Here `functions` are, per micro-batch, those of every virtual stage.
 
@@ -41,79 +33,80 @@ class MeshFlow(ReplicaFlow):
         self._sums: dict[int, dict[int, Any]] = {}
         self._rows: dict[int, dict[int, dict[int, list[Any]]]] = {}
 
-    def run(self, one: Instruction) -> None:
-        """Does an instruction."""
+    def act(self, one: Instruction) -> tf.Operation | None:
+        """See `ReplicaFlow.act`."""
         self.runner.programs.replica = self.replica
-        self.act(one)
+        return super().act(one)
 
-    def slice(self, virtual: int) -> int:
-        """The slice of a virtual stage."""
-        stage = self.runner.staged.stage_of(virtual)
-        return self.topology.slice_number(stage, self.replica)
-
-    def mesh(self, virtual: int) -> dtensor.Mesh:
-        """The DTensor mesh of a virtual stage."""
-        return self.runner.meshes[self.slice(virtual)]
-
-    def forward(self, virtual: int, i: int) -> None:
+    def forward(self, virtual: int, i: int) -> tf.Operation | None:
         """Forward of micro-batch `i` on a virtual stage."""
-        functions = self.functions[i][virtual]
-        body, mesh = functions.body, self.mesh(virtual)
+        functions, mesh = self.functions[i][virtual], self.runner.mesh
+        body = functions.body
         sent = self._sent.pop((virtual - 1, i), None)
         boundary, masks = (sent.boundary, sent.masks) if sent is not None else ({}, {})
         x, y, sample_weight = self.parts[i]
         names = self.runner.staged.inputs_of(virtual)
-        inputs = {name: _packed(x[name], mesh) for name in names}
+        inputs = {name: _everywhere(x[name], mesh) for name in names}
         loss = share = None
         if self.shares is not None:
-            share = _packed(self.micro.shares[self.replica][i], mesh)
+            share = _everywhere(self.micro.shares[self.replica][i], mesh)
             if body.last:
-                loss = _packed((y, sample_weight, self.shares[i]), mesh)
+                loss = _everywhere((y, sample_weight, self.shares[i]), mesh)
         variables = [self.program.state.trainable[n] for n in body.trainable]
         params = [self._value(v, virtual) for v in variables]
         state = {id(v): self._value(v, virtual) for v in body.carried}
-        given = self.program.stage_input(
-            body, _moved(boundary, mesh), _moved(masks, mesh), state, inputs, loss, share
-        )
+        given = self.program.stage_input(body, boundary, masks, state, inputs, loss, share)
         output, saved = functions.forward(params, given)
-        if self.micro.full or int(self.micro.counts[self.replica][i]) > 0:
-            self._state.update(output.state)
+        before = {**state, **{id(v): p for v, p in zip(variables, params)}}
+        for key, new in output.state.items():
+            self._state[key] = new if self.micro.full else self._if_rows(i, new, before[key])
         self._keep(virtual, i, output, saved, body.last)
+        return _operation([*output.flat(), *saved.tensors])
 
-    def backward(self, virtual: int, i: int) -> None:
+    def _if_rows(self, i: int, new: Sharded, old: Sharded) -> Sharded:
+        """New state, or the old where a micro-batch has no rows."""
+        counts = self.micro.counts[self.replica][i] > 0
+        parts = [tf.where(counts, a, b) for a, b in zip(new.parts, old.parts)]
+        return Sharded(tuple(parts), new.layout)
+
+    def backward(self, virtual: int, i: int) -> tf.Operation | None:
         """Whole backward."""
         saved = self._with_cotangents(virtual, i)
         found, self._returned[virtual, i] = self.functions[i][virtual].backward(saved)
         del self._saved[virtual, i]
         self._accumulate(virtual, i, found)
+        return _operation([*found, *self._returned[virtual, i]])
 
-    def backward_input(self, virtual: int, i: int) -> None:
+    def backward_input(self, virtual: int, i: int) -> tf.Operation | None:
         """Gradient of the inputs."""
         saved = self._with_cotangents(virtual, i)
-        self._returned[virtual, i] = self.functions[i][virtual].backward_input(saved)
+        inward = self.functions[i][virtual].backward_input(saved)
+        self._returned[virtual, i] = inward
+        return _operation([*inward, *saved.kept])
 
-    def backward_weight(self, virtual: int, i: int) -> None:
+    def backward_weight(self, virtual: int, i: int) -> tf.Operation | None:
         """Gradient of the parameters."""
         saved = self._saved.pop((virtual, i))
-        self._accumulate(virtual, i, self.functions[i][virtual].backward_weight(saved))
+        found = self.functions[i][virtual].backward_weight(saved)
+        self._accumulate(virtual, i, found)
+        return _operation(found)
 
     def _with_cotangents(self, virtual: int, i: int) -> Saved:
         functions, saved = self.functions[i][virtual], self._saved[virtual, i]
-        mesh = self.mesh(virtual)
-        returned = self._returned.pop((virtual + 1, i), [])
+        mesh = self.runner.mesh
         boundary = [
-            _zeros(sent, mesh) if t is None and sent.dtype.is_floating else _moved_one(t, mesh)
-            for t, sent in zip(returned, saved.sent)
+            _zeros(sent, mesh) if t is None and sent.dtype.is_floating else t
+            for t, sent in zip(self._returned.pop((virtual + 1, i), []), saved.sent)
         ]
         scale = None
         if functions.has_loss:
-            scale = tf.cast(self.scale, functions.example_output.loss.dtype)
-        functions.set_cotangents(saved, boundary, _packed(scale, mesh))
+            scale = replicate(tf.cast(self.scale, functions.example_output.loss.dtype), mesh)
+        functions.set_cotangents(saved, boundary, scale)
         return saved
 
     def _accumulate(self, virtual: int, i: int, found: Sequence[Any]) -> None:
         """Adds a micro-batch's gradients to the sum; rows are put together by the update."""
-        at = self.slice(virtual)
+        at = self.slice(self.runner.staged.stage_of(virtual))
         sums = self._sums.setdefault(at, {})
         fresh: dict[int, Any] = {}
         for position, gradient in zip(self.functions[i][virtual].body.trainable, found):
@@ -127,31 +120,32 @@ class MeshFlow(ReplicaFlow):
         self._add(at, sums, fresh)
 
     def _add(self, at: int, sums: dict[int, Any], fresh: dict[int, Any]) -> None:
-        again = [position for position in fresh if position in sums]
-        sums.update({p: g for p, g in fresh.items() if p not in sums})
-        if again:
-            first, second = [sums[p] for p in again], [fresh[p] for p in again]
-            sums.update(zip(again, self.runner.add(at, tuple(again), first, second)))
+        """Adds gradients to the sums of a slice; both are laid out as their parameters are."""
+        devices = self.topology.slices[at].devices
+        for position, gradient in fresh.items():
+            if position in sums:
+                gradient = _sum(sums[position], gradient, devices)
+            sums[position] = gradient
 
     def _value(self, variable: keras.Variable, virtual: int) -> Any:
         """A variable's value now, on the mesh of a virtual stage."""
         key = id(variable)
         if key in self._state:
-            return _moved_one(self._state[key], self.mesh(virtual))
-        return self.values[self.slice(virtual)][key]
+            return self._state[key]
+        return self.values[self.slice(self.runner.staged.stage_of(virtual))][key]
 
     def result(self, want_outputs: bool) -> dict[str, Any]:
         """What `SpmdRunner` gives per slice; gradients per slice, as the update reads them."""
         result = self._results_of_last(want_outputs)
         losses = [*self._losses, *(self._penalties() if self.shares is not None else [])]
         if losses:
-            values = [whole_value(value) for value in losses]
+            values = [value.whole(self.last) for value in losses]
             result["loss"] = values[0] if len(values) == 1 else tf.add_n(values)
         parts = self._loss_parts if self.runner.want_parts else {}
-        result["loss_parts"] = keras.tree.map_structure(whole_value, parts)
+        result["loss_parts"] = keras.tree.map_structure(self._whole, parts)
         training = self.functions[0][0].wanted.training
         written = [self.program.state.written[i] for i in self.program.traced(training).updated]
-        result["updated"] = [dtensor.unpack(self._written_value(v)) for v in written]
+        result["updated"] = [self._written_value(v) for v in written]
         result["gradients"] = self._unpacked_gradients()
         return result
 
@@ -159,14 +153,22 @@ class MeshFlow(ReplicaFlow):
         counts = self.micro.counts[self.replica]
         result: dict[str, Any] = {"outputs": None, "masks": []}
         if want_outputs:
-            outputs = [keras.tree.map_structure(whole_value, r.outputs) for r in self._results]
+            outputs = [keras.tree.map_structure(self._whole, r.outputs) for r in self._results]
             result["outputs"] = join(outputs, counts)
             for column in zip(*(r.output_masks for r in self._results)):
-                masks = [whole_value(mask) for mask in column]
+                masks = [self._whole(mask) for mask in column]
                 result["masks"].append(None if masks[0] is None else join(masks, counts))
         terms = zip(*(r.terms for r in self._results))
-        result["terms"] = [tf.add_n([whole_value(t) for t in column]) for column in terms]
+        result["terms"] = [tf.add_n([self._whole(t) for t in column]) for column in terms]
         return result
+
+    @property
+    def last(self) -> str:
+        """The device on which outputs and losses come together."""
+        return str(self.runner.devices[self.replica])
+
+    def _whole(self, tensor: Sharded | None) -> Any:
+        return None if tensor is None else tensor.whole(self.last)
 
     def _written_value(self, variable: keras.Variable) -> Any:
         if id(variable) in self._state:
@@ -201,29 +203,39 @@ class MeshFlow(ReplicaFlow):
         for at, sums in self._sums.items():
             for position, gradient in sums.items():
                 one = gradients.setdefault(at, {}).setdefault(position, {})
-                one["dense"] = dtensor.unpack(gradient)
+                one["dense"] = list(gradient.parts)
         for at, tables in self._rows.items():
             for position, by_virtual in tables.items():
                 one = gradients.setdefault(at, {}).setdefault(position, {})
                 one["rows"] = {
-                    virtual: [list(zip(*map(dtensor.unpack, pair))) for pair in pairs]
+                    virtual: [list(zip(*(t.parts for t in pair))) for pair in pairs]
                     for virtual, pairs in by_virtual.items()
                 }
         return gradients
 
 
-def _packed(data: Any, mesh: dtensor.Mesh) -> Any:
-    """Data of a structure, the same on every device of a mesh; None stays None."""
-    return keras.tree.map_structure(lambda t: None if t is None else spmd.replicate(t, mesh), data)
+def _everywhere(data: Any, mesh: dtensor.Mesh) -> Any:
+    """Data of a structure, the same on every device of a slice; None stays None."""
+    return keras.tree.map_structure(lambda t: None if t is None else replicate(t, mesh), data)
 
 
-def _moved_one(tensor: Any, mesh: dtensor.Mesh) -> Any:
-    return None if tensor is None else moved(tensor, mesh)
+def _zeros(like: Any, mesh: dtensor.Mesh) -> Sharded:
+    return replicate(tf.zeros(like.shape, like.dtype), mesh)
 
 
-def _moved(tensors: dict[str, Any], mesh: dtensor.Mesh) -> dict[str, Any]:
-    return {name: _moved_one(tensor, mesh) for name, tensor in tensors.items()}
+def _sum(first: Sharded, second: Sharded, devices: Sequence[str]) -> Sharded:
+    """Sum of two tensors of a slice that are laid out alike."""
+    parts = []
+    for device, a, b in zip(devices, first.parts, second.parts, strict=True):
+        with tf.device(device):
+            parts.append(a + b)
+    return Sharded(tuple(parts), first.layout)
 
 
-def _zeros(like: Any, mesh: dtensor.Mesh) -> Any:
-    return spmd.replicate(tf.zeros(like.shape, like.dtype), mesh)
+def _operation(tensors: Sequence[Any]) -> tf.Operation | None:
+    """The operation of a graph that made the first of some tensors."""
+    for tensor in tensors:
+        if tensor is not None:
+            values = tensor.values if is_sparse(tensor) else tensor
+            return values.parts[0].op
+    return None

@@ -1,8 +1,8 @@
-"""The functions of the virtual stages as DTensor programs, one mesh of the inner axes per slice.
+"""The functions of the virtual stages as programs over the inner axes.
 
 They are cut from the same joint traces as those of plain devices (`kdist.pipeline.functions`);
-here these are traced with declared layouts, and each part is lowered on its slice's mesh. So the
-collectives of a stage stay inside its mesh.
+here these are traced with declared layouts, and each part is lowered. The collectives of a stage
+stay inside its slice.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist import spmd, spmd_limits
+from kdist import spmd
+from kdist.dtensor.sharded import Sharded
 from kdist.hooks import declared_layouts
 from kdist.lowered import Collective
 from kdist.mesh import Topology
@@ -19,7 +20,7 @@ from kdist.pipeline.functions import Pass, StageFunctions
 from kdist.pipeline.halves import StageVjp
 from kdist.pipeline.program import PipelineProgram, batch_key
 from kdist.placement import Placement
-from kdist.spmd_call import CannotExpand, Lowered
+from kdist.spmd_call import Lowered, refuse_unsupported
 from kdist.spmd_program import laid_out, like, loss_view, whole_in_program, whole_readers
 from kdist.store import ModelLayouts
 
@@ -95,7 +96,7 @@ class MeshVjp(StageVjp):
 
 
 class MeshStageFunctions(StageFunctions):
-    """See `StageFunctions`; calls take and give DTensors."""
+    """See `StageFunctions`; calls take and give `Sharded` tensors."""
 
     body: MeshBody
 
@@ -104,28 +105,35 @@ class MeshStageFunctions(StageFunctions):
 
 
 class LoweredPart(Lowered):
-    """A concrete function, as a DTensor program on the meshes of one stage.
+    """A concrete function of a stage, as a program on the slices of its replicas.
 
     Args:
         concrete: The function.
         programs: Knows the mesh and the replica at work.
-        meshes: DTensor mesh of each replica of the stage.
+        stage: Whose function it is.
     """
 
-    def __init__(self, concrete: Any, programs: MeshPrograms, meshes: Sequence[Any]) -> None:
-        bad = spmd_limits.unsupported_ops(concrete.graph)
-        if bad:
-            raise CannotExpand(", ".join(f"{kind} ({name})" for kind, name in bad[:3]))
-        super().__init__(
-            concrete, programs.layouts, programs.topology, meshes, programs.alltoall, programs.paths
-        )
-        self.traces[None, None] = concrete
+    def __init__(self, concrete: Any, programs: MeshPrograms, stage: int) -> None:
+        refuse_unsupported(concrete)
+        layouts, topology = programs.layouts, programs.topology
+        alltoall, paths = programs.alltoall, programs.paths
+        super().__init__(concrete, layouts, topology, programs.mesh, alltoall, paths)
+        self.traces[None] = concrete
         self.gather_first = programs.gather_first
+        self.slices = topology.group(stage)
         self.programs = programs
 
-    def __call__(self, *inputs: Any) -> Any:
-        """Calls it on the mesh of the replica at work."""
-        return self._call(self.programs.replica, None, list(inputs))
+    def lower(self, key: Any, inputs: Any) -> tuple[Any, list[Sharded]]:
+        """See `Lowered.lower`; the whole pipeline is traced again, if anything is.
+
+        Raises:
+            Retrace: It has to be.
+        """
+        return self._lower(key, inputs)
+
+    def call(self, *inputs: Any) -> list[Sharded]:
+        """Calls it on the slice of the replica at work."""
+        return list(self(self.slices[self.programs.replica], None, list(inputs)))
 
 
 class MeshPrograms:
@@ -135,7 +143,7 @@ class MeshPrograms:
         program: The model's program.
         placements: Of every trainable variable.
         topology: The mesh.
-        meshes: DTensor mesh of each slice.
+        mesh: DTensor mesh of every slice.
         layouts: The model's resolved layouts.
         alltoall: Whether re-layouts may use all-to-all.
 
@@ -150,12 +158,12 @@ class MeshPrograms:
         program: PipelineProgram,
         placements: Sequence[Placement],
         topology: Topology,
-        meshes: Sequence[dtensor.Mesh],
+        mesh: dtensor.Mesh,
         layouts: ModelLayouts,
         alltoall: bool,
     ) -> None:
         self.program, self.topology, self.layouts = program, topology, layouts
-        self.meshes, self.alltoall = list(meshes), alltoall
+        self.mesh, self.alltoall = mesh, alltoall
         self.paths = [
             layer.path or layer.name for layer in layouts.model_layers if layer is not program.model
         ]
@@ -170,45 +178,36 @@ class MeshPrograms:
         self._traced: dict[Any, list[StageFunctions]] = {}
         self._parts: dict[Any, tuple[Pass, list[LoweredPart]]] = {}
 
-    def functions(
-        self, wanted: Pass, part: Any, terms: int | None, replica: int
-    ) -> list[StageFunctions]:
-        """See `PipelineProgram.functions`; for one replica.
+    def functions(self, wanted: Pass, part: Any, terms: int | None) -> list[StageFunctions]:
+        """See `PipelineProgram.functions`.
 
         Raises:
             CannotExpand: DTensor cannot run one of them.
         """
         key = (wanted, terms, *batch_key(part))
-        for at in ((key, None), (key, replica)):
-            if at in self._traced:
-                return self._traced[at]
-        tied = False
+        if key in self._traced:
+            return self._traced[key]
         parts: list[LoweredPart] = []
 
         def make(body: StageBody, given: StageInput) -> StageFunctions:
-            nonlocal tied
-            stage = self.program.staged.stage_of(body.virtual)
-            meshes = [self.meshes[s] for s in self.topology.group(stage)]
-
             def wrap(concrete: Any) -> Callable:
-                parts.append(LoweredPart(concrete, self, meshes))
-                return parts[-1]
+                stage = self.program.staged.stage_of(body.virtual)
+                parts.append(LoweredPart(concrete, self, stage))
+                return parts[-1].call
 
             with (
-                spmd.tracing(meshes[replica], self.topology, alltoall=self.alltoall) as trace,
+                spmd.tracing(self.mesh, self.topology, alltoall=self.alltoall) as trace,
                 declared_layouts(self.layouts),
             ):
                 trace.gather_first = self.gather_first
                 trace.alltoall = self.alltoall or not self.gather_first
                 made = MeshStageFunctions(body, given, wanted, wrap)
             self.layouts.tell_uncut(trace.uncut)
-            # Explicit layouts name a mesh: such a trace serves one replica only.
-            tied = tied or trace.used
             return made
 
         found = self.program.trace(wanted, part, terms, self.bodies, make)
-        self._traced[key, replica if tied else None] = found
-        self._parts[key, replica] = wanted, parts
+        self._traced[key] = found
+        self._parts[key] = wanted, parts
         return found
 
     def gather_gradients_first(self) -> None:
@@ -255,8 +254,3 @@ def penalty_function(variables: Sequence[keras.Variable], dtype: str) -> Callabl
         ]
 
     return function
-
-
-def add_lists(first: list[Any], second: list[Any]) -> list[Any]:
-    """Sums of two lists of gradients, in their parameters' layouts."""
-    return [like(a + b, a) for a, b in zip(first, second)]

@@ -1,11 +1,11 @@
-"""What goes into the stages' DTensor programs: weights and state of each slice, packed."""
+"""What goes into the programs of stages that have inner axes: weights and state of each slice."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from kdist import spmd
+from kdist.dtensor.sharded import Sharded
 from kdist.mesh import Topology
 from kdist.pipeline.stages import StagedModel
 from kdist.program import ModelState
@@ -19,13 +19,13 @@ from tensorflow.experimental import dtensor
 
 
 class StageInputs(SliceInputs):
-    """Reads and packs what every slice's stage uses.
+    """Reads what every slice's stage uses.
 
     Args:
         state: The model's variables.
         entries: `Stored` of each trainable variable.
         topology: The mesh.
-        meshes: DTensor mesh of each slice.
+        mesh: DTensor mesh of every slice.
         used: Per stage, the variables that it uses.
     """
 
@@ -34,41 +34,21 @@ class StageInputs(SliceInputs):
         state: ModelState,
         entries: Sequence[Stored],
         topology: Topology,
-        meshes: Sequence[dtensor.Mesh],
+        mesh: dtensor.Mesh,
         used: Sequence[Sequence[keras.Variable]],
     ) -> None:
-        super().__init__(state, entries, topology, meshes)
+        super().__init__(state, entries, topology, mesh)
         self.used = used
 
-    def packed(self) -> list[dict[int, Any]]:
-        """Per slice, by identity of the variable, its value as a DTensor."""
-        if self._reader is None:
-            # Not a tf.function: its results would pass device 0, which orders reads and writes.
-            self._reader = tf.compat.v1.wrap_function(self._read_used, [])
-        found = []
-        for one, mesh, values in zip(self.topology.slices, self.meshes, self._reader()):
-            found.append(
-                {
-                    id(v): spmd.pack(parts, self._layout_of(v, mesh, parts))
-                    for v, parts in zip(self.used[one.stage], values)
-                }
-            )
-        return found
-
-    def _layout_of(self, variable: keras.Variable, mesh: Any, parts: Sequence[Any]) -> Any:
-        entry = stored(variable)
-        if entry is None:
-            return dtensor.Layout.replicated(mesh, parts[0].shape.rank)
-        return self._layout(mesh, entry.placement)
-
-    def _read_used(self) -> list[list[list[Any]]]:
+    def values(self) -> list[dict[int, Sharded]]:
+        """Per slice, by identity of the variable, its value, read in the graph being traced."""
         return [
-            [self._parts(v, s) for v in self.used[one.stage]]
+            {id(v): self._value(v, s) for v in self.used[one.stage]}
             for s, one in enumerate(self.topology.slices)
         ]
 
-    def _parts(self, variable: keras.Variable, s: int) -> list[Any]:
-        """A variable's value on each device of a slice."""
+    def _value(self, variable: keras.Variable, s: int) -> Sharded:
+        """A variable's value on a slice."""
         one = self.topology.slices[s]
         if any(variable is seed for seed in self.state.seeds):
             value = tf.convert_to_tensor(variable.value)
@@ -77,7 +57,7 @@ class StageInputs(SliceInputs):
         if entry is None:
             return self._copies(tf.convert_to_tensor(variable.value), one.devices)
         at = s if s in entry.placement.slices else entry.placement.home[one.index]
-        return self._components(entry, at, one.devices)
+        return self._stored(entry, at, one.devices)
 
 
 def used_by_stage(staged: StagedModel, bodies: Sequence[Any]) -> list[list[keras.Variable]]:
@@ -88,12 +68,3 @@ def used_by_stage(staged: StagedModel, bodies: Sequence[Any]) -> list[list[keras
         for v in (*trainable, *body.carried):
             found[staged.stage_of(body.virtual)][id(v)] = v
     return [list(one.values()) for one in found]
-
-
-def moved(tensor: Any, mesh: dtensor.Mesh) -> Any:
-    """A DTensor on another slice's mesh, cut as it was: every device sends its part to its peer."""
-    layout = dtensor.fetch_layout(tensor)
-    if layout.mesh == mesh:
-        return tensor
-    parts = dtensor.unpack(tensor)
-    return spmd.pack(parts, dtensor.Layout(layout.sharding_specs, mesh))

@@ -33,14 +33,14 @@ class MicroBatches:
     full: bool
 
     @classmethod
-    def of(cls, batch: SplitBatch, micro_batches: int) -> MicroBatches:
-        """Cuts every replica's part of a batch."""
+    def of(cls, batch: SplitBatch, micro_batches: int, static: bool = False) -> MicroBatches:
+        """Cuts every replica's part of a batch; see `kdist.batch.split`."""
         parts, counts, shares = [], [], []
         full = batch.full
         size = tf.cast(batch.size, tf.float64)
         for part, rows in zip(batch.parts, batch.counts):
             x, y, sample_weight = _tensors(part)
-            cut = split(x, y, sample_weight, micro_batches)
+            cut = split(x, y, sample_weight, micro_batches, static)
             # A replica without rows has one that does not count.
             used = [tf.minimum(count, rows) for count in cut.counts]
             parts.append(cut.parts)

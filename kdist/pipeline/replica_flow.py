@@ -6,6 +6,7 @@ import abc
 from collections.abc import Sequence
 from typing import Any
 
+from kdist.dtensor.sharded import Sharded
 from kdist.loss_parts import LossParts, collected, merged, penalty_name
 from kdist.pipeline.functions import Saved
 from kdist.pipeline.instructions import (
@@ -16,6 +17,9 @@ from kdist.pipeline.instructions import (
     Instruction,
 )
 from kdist.pipeline.micro import MicroBatches
+from kdist.pipeline.recorder import Recorder, Stamps
+
+import tensorflow as tf
 
 Unit = tuple[int, int]
 """(virtual stage, micro-batch)"""
@@ -56,8 +60,51 @@ class ReplicaFlow(abc.ABC):
         self._losses: list[Any] = []
         self._loss_parts: LossParts = {}
 
-    def act(self, one: Instruction) -> Any:
-        """Does an instruction; returns what the action returns."""
+    def run(self, one: Instruction, recorder: Recorder | None = None) -> tuple[Any, Any]:
+        """Writes an instruction into the graph of the step.
+
+        Returns:
+            The first and the last operation of the graph that belong to it, None without one.
+        """
+        virtual = one.virtual_stage(self.runner.schedule.num_stages)
+        with tf.device(self.device(one.stage)), tf.name_scope(self.name(one)):
+            if recorder is None:
+                operation = self.act(one)
+                return operation, operation
+            arrived = recorder.now(self._incoming(one, virtual))
+            start = recorder.now([arrived])
+            with tf.control_dependencies([start]):
+                operation = self.act(one)
+            end = recorder.now([start.op if operation is None else operation])
+            recorder.add(self.replica, one, Stamps(arrived, start, end))
+            return start.op, end.op
+
+    def _incoming(self, one: Instruction, virtual: int) -> list[Any]:
+        """What an instruction gets from another virtual stage; of one in parts, the first."""
+        if isinstance(one, Forward):
+            sent = self._sent.get((virtual - 1, one.micro_batch))
+            found = [] if sent is None else [*sent.boundary.values(), *sent.masks.values()]
+        elif isinstance(one, BackwardWeight):
+            found = []
+        else:
+            found = self._returned.get((virtual + 1, one.micro_batch), [])
+        there = [t for t in found if t is not None]
+        return [t.parts[0] if isinstance(t, Sharded) else t for t in there]
+
+    def name(self, one: Instruction) -> str:
+        """What the graph calls an instruction."""
+        return f"replica{self.replica}/{one.cell(self.runner.schedule.num_stages)}"
+
+    def slice(self, stage: int) -> int:
+        """The slice of a stage."""
+        return int(self.topology.slice_number(stage, self.replica))
+
+    def device(self, stage: int) -> str:
+        """The device of a stage; the first of its slice."""
+        return str(self.topology.slices[self.slice(stage)].devices[0])
+
+    def act(self, one: Instruction) -> tf.Operation | None:
+        """Does an instruction; returns the operation of the graph that it is, None without one."""
         virtual = one.virtual_stage(self.runner.schedule.num_stages)
         actions = {
             Forward: self.forward,

@@ -8,7 +8,7 @@ gradients back, gradients add up where the parameters are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist.batch import SplitBatch
@@ -21,6 +21,7 @@ from kdist.pipeline.micro import MicroBatches
 from kdist.pipeline.order import Chain, execution_order, forward_only
 from kdist.pipeline.program import PipelineProgram
 from kdist.pipeline.recorder import Recorder
+from kdist.pipeline.replica_flow import ReplicaFlow
 from kdist.pipeline.schedule import Schedule
 from kdist.plain import PlainGradients, PlainRunner
 from kdist.variables import Stored
@@ -89,18 +90,28 @@ class PipelineRunner(PlainRunner):
             Flow(self, r, functions, micro, named[r], None if shares is None else shares[r], scale)
             for r in range(self.topology.data_size)
         ]
-        chains: dict[tuple[int, int], Chain] = {}
         recorder = self.recorder() if wanted.differentiate else None
+        self._write(schedule, self._written(functions), flows, recorder)
+        return [flow.result() for flow in flows]
+
+    def _write(
+        self,
+        schedule: Schedule,
+        written: Mapping[str, Sequence[int]],
+        flows: Sequence[ReplicaFlow],
+        recorder: Recorder | None,
+    ) -> None:
+        """Writes the instructions of every replica into the graph of the step, in order."""
+        chains: dict[tuple[int, int], Chain] = {}
         if recorder is not None:
             recorder.begin(schedule)
-        for one in execution_order(schedule, self._written(functions)):
+        for one in execution_order(schedule, written):
             for r, flow in enumerate(flows):
                 with self._instantiated_cheaply():
                     first, last = flow.run(one, recorder)
                 self._order(one, chains.setdefault((r, one.stage), Chain()), first, last)
         if recorder is not None:
             recorder.end(lambda r, stage: flows[r].device(stage))
-        return [flow.result() for flow in flows]
 
     def _order(self, one: Instruction, chain: Chain, first: Any, last: Any) -> None:
         """Puts an instruction after the one before on its stage."""

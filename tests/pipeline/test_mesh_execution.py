@@ -1,4 +1,4 @@
-"""Stages that are DTensor meshes: what is called where, what travels, what is refused."""
+"""Stages with inner axes: what is called where, what travels, what is refused."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections import Counter
 from typing import Any
 
 import kdist
+from kdist import executed
 from kdist.parallel import attached
-from kdist.pipeline import get_schedule, mesh_flow
+from kdist.pipeline import get_schedule
 from kdist.pipeline.mesh_flow import MeshFlow
 from kdist.pipeline.order import execution_order
+from kdist.pipeline.recorder import Recorder
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.experimental import dtensor
 
 WIDTH = 8
 CUTS = {
@@ -97,9 +98,9 @@ def test_calls_follow_the_order_that_cannot_deadlock(
     called: dict[int, list[Any]] = {0: [], 1: []}
     original = MeshFlow.run
 
-    def run(self: MeshFlow, one: Any) -> None:
+    def run(self: MeshFlow, one: Any, recorder: Any) -> Any:
         called[self.replica].append(one)
-        original(self, one)
+        return original(self, one, recorder)
 
     monkeypatch.setattr(MeshFlow, "run", run)
     model = on_meshes(chain(), schedule, data=2)
@@ -110,30 +111,20 @@ def test_calls_follow_the_order_that_cannot_deadlock(
 
 
 @pytest.mark.parametrize("cuts", [CUTS, CUT_BOUNDARY], ids=["whole", "cut"])
-def test_each_device_sends_its_part_to_its_peer(cuts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    original = mesh_flow.moved
-
-    def moved(tensor: Any, mesh: dtensor.Mesh) -> Any:
-        result = original(tensor, mesh)
-        before, after = dtensor.fetch_layout(tensor), dtensor.fetch_layout(result)
-        assert before.sharding_specs == after.sharding_specs
-        assert ("model" in before.sharding_specs) == (cuts is CUT_BOUNDARY)
-        for part, peer, device in zip(
-            dtensor.unpack(tensor), dtensor.unpack(result), mesh.local_devices()
-        ):
-            np.testing.assert_array_equal(part.numpy(), peer.numpy())
-            assert peer.device == device
-        seen.append((before.mesh.local_devices(), after.mesh.local_devices()))
-        return result
-
-    monkeypatch.setattr(mesh_flow, "moved", moved)
+def test_each_device_sends_its_part_to_its_peer(cuts: Any) -> None:
     model = on_meshes(chain(), cuts=cuts)
     model.compile("sgd", "mse")
-    model.train_on_batch(*data())
-    # Two micro-batches: an activation there and its gradient back.
-    assert len(seen) == 4
-    assert len({(tuple(a), tuple(b)) for a, b in seen}) == 2
+    functions = executed.watch(lambda: model.train_on_batch(*data()))
+    first, second = (one.devices for one in attached(model).topology.slices)
+    shape = (4, WIDTH // 2 if cuts is CUT_BOUNDARY else WIDTH)
+    sent = Counter(
+        (t.source, t.target)
+        for t in executed.largest(functions).transfers
+        if (t.shape, t.dtype) == (shape, "float32") and (t.source in first) != (t.target in first)
+    )
+    # Two micro-batches: an activation there and its gradient back, from each device to its peer.
+    peers = list(zip(first, second, strict=True))
+    assert sent == dict.fromkeys([*peers, *((b, a) for a, b in peers)], 2)
 
 
 def test_a_loop_of_ones_own(float64: None) -> None:
@@ -216,11 +207,28 @@ def test_what_dtensor_cannot_run_runs_on_gathered_weights(float64: None) -> None
         np.testing.assert_allclose(a, b, atol=1e-12)
 
 
-def test_a_timeline_is_refused() -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+def test_each_stage_runs_the_schedule_s_instructions_in_their_order(schedule: str) -> None:
+    model = on_meshes(chain(), schedule, micro=4, data=2)
+    model.compile("sgd", "mse")
+    recorder = attached(model).recorder = Recorder()
+    for _ in range(2):
+        model.train_on_batch(*data(16))
+    wanted = get_schedule(schedule, stages=2, micro_batches=4)
+    for replica in range(2):
+        assert recorder.executed(replica) == [list(row) for row in wanted.stages]
+        times = recorder.times(replica)
+        assert all(arrived <= start <= end for arrived, start, end in times.values())
+
+
+def test_a_timeline_is_drawn() -> None:
     model = on_meshes(chain())
     model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="inner axes"):
-        model.fit(*data(), verbose=0, callbacks=[kdist.callbacks.PipelineTimeline()])
+    timeline = kdist.callbacks.PipelineTimeline(verbose=0)
+    model.fit(*data(), verbose=0, callbacks=[timeline])
+    assert timeline.timeline is not None
+    kinds = Counter(e.kind for e in timeline.timeline.events)
+    assert kinds == {"forward": 4, "backward": 4, "communication": 4}
 
 
 def test_predict_gives_rows_in_order() -> None:

@@ -1,0 +1,182 @@
+"""What the collectives of a lowered program become where one graph spans all devices of a slice.
+
+In one process a collective is an ordinary operation on one member of its group: the others' values
+come to it, and its result goes to them. `TABLE` says which. A process boundary, or cards with
+NCCL, would be further entries of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+COLLECTIVES = frozenset(
+    {
+        "CollectiveReduceV2",
+        "CollectiveGatherV2",
+        "CollectiveAllToAllV2",
+        "CollectiveReduceScatterV2",
+        "CollectiveBcastSendV2",
+        "CollectiveBcastRecvV2",
+    }
+)
+_RESULT = {"AddN": "sum", "Maximum": "z", "Minimum": "z", "Mul": "z", "RealDiv": "z"}
+_PAIRWISE = {"Max": "Maximum", "Min": "Minimum", "Mul": "Mul"}
+Block = tuple[tuple[int, ...], str]
+"""Where a part of a tensor begins in each dim, and the part."""
+
+
+class CannotStitch(Exception):
+    """A lowered program has something that has no place in one graph; carries what."""
+
+
+@dataclasses.dataclass
+class Group:
+    """Devices that take part in a collective together, and the nodes that it becomes.
+
+    Attributes:
+        definition: The function that the nodes are added to.
+        devices: Of the slice.
+        name: Of the collective, different for each group.
+        members: Numbers of the devices that take part, in their order.
+        parts: What each member gives, as references.
+        dtype: Of the values, as an enumeration value.
+        root: The member that computes what all members get.
+        nodes: The nodes, by name.
+    """
+
+    definition: Any
+    devices: Sequence[str]
+    name: str
+    members: Sequence[int]
+    parts: Sequence[str]
+    dtype: int
+    root: int
+    nodes: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def add(self, op: str, suffix: str, device: int, inputs: Sequence[str], **attrs: int) -> str:
+        """Adds a node; attributes named T... are dtypes, others numbers."""
+        node = self.definition.node_def.add(
+            op=op, name=f"{self.name}/{suffix}", device=self.devices[device]
+        )
+        node.input.extend(inputs)
+        for key, value in attrs.items():
+            setattr(node.attr[key], "type" if key.startswith("T") else "i", value)
+        self.nodes[node.name] = node
+        return f"{node.name}:{_RESULT.get(op, 'output')}:0"
+
+    def constant(self, suffix: str, device: int, value: Any) -> str:
+        """Adds a constant."""
+        return add_constant(
+            self.definition, f"{self.name}/{suffix}", self.devices[device], np.asarray(value)
+        )
+
+    def concat(self, suffix: str, device: int, parts: Sequence[str], dim: int) -> str:
+        """Adds a concatenation."""
+        axis = self.constant(f"{suffix}/axis", device, np.int32(dim))
+        n = len(parts)
+        return self.add("ConcatV2", suffix, device, [*parts, axis], N=n, T=self.dtype, Tidx=_INT32)
+
+    def split(self) -> list[list[str]]:
+        """Adds a split of each member's rows into a part for every member."""
+        count, found = len(self.members), []
+        for j, (k, part) in enumerate(zip(self.members, self.parts, strict=True)):
+            axis = self.constant(f"split{j}/axis", k, np.int32(0))
+            self.add("Split", f"split{j}", k, [axis, part], num_split=count, T=self.dtype)
+            found.append([f"{self.name}/split{j}:output:{i}" for i in range(count)])
+        return found
+
+
+_INT32 = tf.int32.as_datatype_enum
+
+
+def add_constant(definition: Any, name: str, device: str, value: np.ndarray) -> str:
+    """Adds a constant to a function; returns a reference to it."""
+    node = definition.node_def.add(op="Const", name=name, device=device)
+    proto = tf.make_tensor_proto(value)
+    node.attr["dtype"].type = proto.dtype
+    node.attr["value"].tensor.CopyFrom(proto)
+    return f"{name}:output:0"
+
+
+def reduce(node: Any, group: Group) -> list[str]:
+    """An all-reduce: one member adds up, and sends to the others what it gets."""
+    merge, final = node.attr["merge_op"].s.decode(), node.attr["final_op"].s.decode()
+    root, parts = group.root, group.parts
+    if merge == "Add":
+        value = group.add("AddN", "sum", root, parts, N=len(parts), T=group.dtype)
+    elif merge in _PAIRWISE:
+        value = parts[0]
+        for j, other in enumerate(parts[1:]):
+            op = _PAIRWISE[merge]
+            value = group.add(op, f"merge{j}", root, [value, other], T=group.dtype)
+    else:
+        raise CannotStitch(f"a reduction by {merge}")
+    if final == "Div":
+        numpy_dtype = tf.as_dtype(group.dtype).as_numpy_dtype
+        count = group.constant("count", root, np.asarray(len(parts), numpy_dtype))
+        value = group.add("RealDiv", "mean", root, [value, count], T=group.dtype)
+    elif final not in ("Id", ""):
+        raise CannotStitch(f"a reduction that ends in {final}")
+    return [value] * len(parts)
+
+
+def gather(node: Any, group: Group) -> list[str]:
+    """An all-gather along dim 0."""
+    return [group.concat("gather", group.root, group.parts, 0)] * len(group.parts)
+
+
+def all_to_all(node: Any, group: Group) -> list[str]:
+    """Member i gets the i-th block of each member's rows, one after the other."""
+    blocks = group.split()
+    return [
+        group.concat(f"joined{i}", k, [mine[i] for mine in blocks], 0)
+        for i, k in enumerate(group.members)
+    ]
+
+
+def reduce_scatter(node: Any, group: Group) -> list[str]:
+    """Member i gets the sum of the i-th blocks of all members' rows."""
+    merge = node.attr["merge_op"].s.decode()
+    if merge != "Add":
+        raise CannotStitch(f"a reduce-scatter by {merge}")
+    blocks, count = group.split(), len(group.parts)
+    return [
+        group.add("AddN", f"sum{i}", k, [mine[i] for mine in blocks], N=count, T=group.dtype)
+        for i, k in enumerate(group.members)
+    ]
+
+
+TABLE: Mapping[str, Callable[[Any, Group], list[str]]] = {
+    "CollectiveReduceV2": reduce,
+    "CollectiveGatherV2": gather,
+    "CollectiveAllToAllV2": all_to_all,
+    "CollectiveReduceScatterV2": reduce_scatter,
+}
+"""By operation: what each member gets, for a node and a group."""
+
+
+def gather_blocks(group: Group, begins: Sequence[Sequence[int]]) -> list[str]:
+    """An all-gather along any dims, of parts that begin where it is said."""
+    blocks = [(tuple(map(int, b)), part) for b, part in zip(begins, group.parts, strict=True)]
+    return [_joined(group, "gather", blocks)] * len(blocks)
+
+
+def _joined(group: Group, suffix: str, blocks: Sequence[Block]) -> str:
+    """Concatenates blocks along the first dim in which they differ, each of them along others."""
+    if len(blocks) == 1:
+        return blocks[0][1]
+    begins = np.array([begin for begin, _ in blocks])
+    differs = [len(set(column)) > 1 for column in begins.T]
+    if not any(differs):
+        raise CannotStitch("a gather of parts that overlap")
+    dim = differs.index(True)
+    rows: dict[int, list[Block]] = {}
+    for begin, part in sorted(blocks):
+        rows.setdefault(begin[dim], []).append((begin, part))
+    parts = [_joined(group, f"{suffix}/{j}", row) for j, row in enumerate(rows.values())]
+    return group.concat(suffix, group.root, parts, dim)

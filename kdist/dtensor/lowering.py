@@ -1,0 +1,255 @@
+"""Expanding a traced function for a mesh, without devices and without running it.
+
+A mesh can name devices that are not there. DTensor then expands a function that is called on it
+into the program that each device would run, registers that program, and leaves it at that. The
+program is the same for every slice, and no memory is taken for what it would compute on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kdist import _private, _private_dtensor, lowered
+from kdist.dtensor.device_number import node_of
+from kdist.notices import without_notices
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+NOWHERE = 9999
+"""Task of the devices of an abstract mesh: one that no cluster has."""
+_TAG = "_kdist_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """What a parameter of a lowered program takes.
+
+    Attributes:
+        name: Its name in the program.
+        position: Which flat input of the traced function it is; None: the device's number.
+    """
+
+    name: str
+    position: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredProgram:
+    """What DTensor made of a traced function: the program of one device.
+
+    Attributes:
+        definition: The program, a `FunctionDef`; it may read its device's number.
+        bodies: Functions of its loops and branches, by name.
+        axes: Names and sizes of the mesh axes; devices are numbered row-major over them.
+        arguments: What each parameter takes, in the program's order.
+        results: For each flat result of the traced function, the tensor of the program that it is.
+        layouts: Of each flat result.
+        structure: The traced function's results, with positions of flat results as leaves.
+        collectives: Those of the program.
+    """
+
+    definition: Any
+    bodies: Mapping[str, Any]
+    axes: Mapping[str, int]
+    arguments: tuple[Argument, ...]
+    results: tuple[str, ...]
+    layouts: tuple[dtensor.Layout, ...]
+    structure: Any
+    collectives: tuple[lowered.Collective, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(self.axes.values())
+
+
+def abstract_mesh(axes: Mapping[str, int], kind: str) -> dtensor.Mesh:
+    """A mesh without devices: what is called on it is expanded, and not run.
+
+    Args:
+        axes: Names and sizes of its axes.
+        kind: Of its devices: "CPU" or "GPU".
+    """
+    sizes = list(axes.values())
+    count = math.prod(sizes)
+    devices = [f"/job:localhost/replica:0/task:{NOWHERE}/device:{kind}:{i}" for i in range(count)]
+    numbers = np.arange(count).reshape(sizes)
+    return dtensor.Mesh(list(axes), numbers, [], [], "kdist", global_devices=devices)
+
+
+def lower(
+    concrete: Any, mesh: dtensor.Mesh, layouts: Sequence[dtensor.Layout], layers: Sequence[str] = ()
+) -> LoweredProgram:
+    """Has DTensor expand a traced function.
+
+    Args:
+        concrete: The concrete function.
+        mesh: From `abstract_mesh`.
+        layouts: Of each flat input, and of each capture, on that mesh.
+        layers: Paths of the model's layers, to say which of them causes a collective.
+
+    Raises:
+        tf.errors.OpError, ValueError: DTensor cannot expand it; see `spmd_limits.explain`.
+    """
+    tagged = _tagged(concrete, layouts)
+    # What DTensor is called with is eager, wherever this is called.
+    with tf.init_scope():
+        given = _placeholders(mesh, tagged.inputs, layouts)
+        with without_notices(), lowered.record() as recorder, dtensor.default_mesh(mesh):
+            flat = _private.call_flat(tagged, given, [])
+        results = [t for t in tf.nest.flatten(flat) if t is not None]
+        found = tuple(map(dtensor.fetch_layout, results))
+    ((definition, *bodies),) = recorder.programs.values()
+    position = itertools.count()
+    return LoweredProgram(
+        definition=definition,
+        bodies={one.signature.name: one for one in bodies},
+        axes=dict(zip(mesh.dim_names, mesh.shape())),
+        arguments=tuple(_arguments(tagged, definition, layouts)),
+        results=tuple(_results(definition, found)),
+        layouts=found,
+        structure=tf.nest.map_structure(
+            lambda t: None if t is None else next(position), tagged.structured_outputs
+        ),
+        collectives=tuple(lowered.collectives(recorder, mesh, layers)),
+    )
+
+
+def _tagged(concrete: Any, layouts: Sequence[dtensor.Layout]) -> Any:
+    """A function that calls another one, and tags its inputs and results with their numbers.
+
+    DTensor orders the parameters of a program by their first use, and drops unused ones; it orders
+    results anew, and gives nodes new names. Tags stay, and keep results apart that are equal. What
+    the function captured is input here.
+
+    The copies of inputs keep their layouts: left to itself, DTensor lays a copy out as those who
+    use it like best, and a gradient that is to be laid out like an input would follow.
+    """
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete.inputs]
+    split = len(specs) - len(concrete.captured_inputs)
+
+    def call(*inputs: Any) -> Any:
+        copies = _each(inputs, "input")
+        given = [
+            one if one.dtype == tf.string else dtensor.relayout(one, layout)
+            for one, layout in zip(copies, layouts, strict=True)
+        ]
+        return _each(_private.call_flat(concrete, given[:split], given[split:]), "result")
+
+    # Not a `tf.function`: it would copy results once more.
+    return tf.compat.v1.wrap_function(call, specs)
+
+
+def _each(tensors: Any, kind: str) -> Any:
+    """The tensors of a structure, each tagged with its number; None stays None."""
+    if isinstance(tensors, tuple):
+        tensors = list(tensors)
+    numbers = itertools.count()
+
+    def copy(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        number = next(numbers)
+        made = tf.identity(tensor, name=f"kdist_{kind}_{number}")
+        _private_dtensor.tag(made, f"{_TAG}{kind}", number)
+        return made
+
+    return tf.nest.map_structure(copy, tensors)
+
+
+def _placeholders(
+    mesh: dtensor.Mesh, inputs: Sequence[Any], layouts: Sequence[dtensor.Layout]
+) -> list[Any]:
+    """DTensors of given shapes and layouts, with no memory behind them."""
+
+    def make() -> list[Any]:
+        return [
+            dtensor.relayout(
+                tf.fill(t.shape, "") if t.dtype == tf.string else tf.zeros(t.shape, t.dtype), layout
+            )
+            for t, layout in zip(inputs, layouts, strict=True)
+        ]
+
+    with without_notices(), dtensor.default_mesh(mesh):
+        return list(tf.function(make, autograph=False)())
+
+
+def _arguments(
+    tagged: Any, definition: Any, layouts: Sequence[dtensor.Layout]
+) -> Iterator[Argument]:
+    """What each parameter takes: known by the tags, and checked by shape and dtype."""
+    local = {
+        one.name: (_sizes(definition.arg_attr[j]), tf.as_dtype(one.type))
+        for j, one in enumerate(definition.signature.input_arg)
+    }
+    taken: dict[str, int] = {}
+    for position, names in _tagged_inputs(definition, set(local)).items():
+        # A cut made before the tag looks at the device's number, a scalar, too.
+        found = [name for name in names if len(names) == 1 or local[name][0]]
+        if len(found) != 1 or found[0] in taken:
+            raise _unreadable(f"input {position} is one of {sorted(names)}")
+        taken[found[0]] = position
+    if len(local) - len(taken) > 1:
+        raise _unreadable(f"parameters {sorted(set(local) - set(taken))} are unknown")
+    for name, (sizes, dtype) in local.items():
+        number = taken.get(name)
+        wanted: tuple[list[int], tf.DType] = ([], tf.int32)
+        if number is not None:
+            tensor, layout = tagged.inputs[number], layouts[number]
+            wanted = list(layout.local_shape_from_global_shape(list(tensor.shape))), tensor.dtype
+        if wanted != (sizes, dtype):
+            raise _unreadable(f"parameter {name} is {dtype} {sizes}, not {wanted}")
+        yield Argument(name, number)
+
+
+def _tagged_inputs(definition: Any, parameters: set[str]) -> dict[int, set[str]]:
+    """For each tagged input, the parameters that it is made of."""
+    nodes = {node.name: node for node in definition.node_def}
+    found: dict[int, set[str]] = {}
+    for node in definition.node_def:
+        if f"{_TAG}input" in node.attr:
+            reached, waiting = set(), [node.name]
+            while waiting:
+                name = waiting.pop()
+                if name in parameters:
+                    reached.add(name)
+                elif name in nodes:
+                    waiting.extend(map(node_of, nodes[name].input))
+            found[node.attr[f"{_TAG}input"].i] = reached
+    return found
+
+
+def _sizes(attributes: Any) -> list[int]:
+    """Of a parameter's dims."""
+    return [dim.size for dim in attributes.attr["_output_shapes"].list.shape[0].dim]
+
+
+def _results(definition: Any, layouts: Sequence[dtensor.Layout]) -> Iterator[str]:
+    """Which tensor of the program each flat result is: known by the tags."""
+    nodes = {node.name: node for node in definition.node_def}
+    made = {}
+    for reference in definition.ret.values():
+        node = nodes.get(node_of(reference))
+        if node is None or f"{_TAG}result" not in node.attr:
+            raise _unreadable(f"{reference} is none of the results")
+        made[node.attr[f"{_TAG}result"].i] = reference
+    for number, layout in enumerate(layouts):
+        if number not in made:
+            raise _unreadable(f"result {number} is not in {made}")
+        noted = nodes[node_of(made[number])].attr["_layout"].list.s
+        if noted and noted[0].decode() != layout.to_string():
+            raise _unreadable(f"result {number} is {noted[0]!r}, not {layout}")
+        yield made[number]
+
+
+def _unreadable(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"A program that DTensor made is not as expected: {what}. TensorFlow {tf.__version__} "
+        "lowers in another way than the one kdist was written for."
+    )

@@ -1,0 +1,61 @@
+"""A tensor of a slice: one part per device, and the layout that says what they are parts of."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kdist.placement import Index
+from kdist.variables import assemble
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sharded:
+    """Parts of one tensor in a graph; what programs over inner axes take and give.
+
+    Attributes:
+        parts: One per device of the slice, in the order of the mesh.
+        layout: How they make up the whole.
+    """
+
+    parts: tuple[Any, ...]
+    layout: dtensor.Layout
+
+    @property
+    def dtype(self) -> tf.DType:
+        """Of the elements."""
+        return tf.as_dtype(self.parts[0].dtype)
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """Of the whole."""
+        return tf.TensorShape(self.layout.global_shape_from_local_shape(self.parts[0].shape))
+
+    def whole(self, device: str) -> Any:
+        """The tensor as one, on a device that alone needs it."""
+        with tf.device(device):
+            if self.layout.is_fully_replicated():
+                return tf.identity(self.parts[0])
+            return assemble(list(self._distinct().values()))
+
+    def _distinct(self) -> dict[tuple[int, ...], tuple[Index, Any]]:
+        """Parts at different places, by where they begin."""
+        mesh = self.layout.mesh
+        found: dict[tuple[int, ...], tuple[Index, Any]] = {}
+        for part, where in zip(self.parts, np.ndindex(*mesh.shape()), strict=True):
+            index = []
+            for axis, size in zip(self.layout.sharding_specs, part.shape, strict=True):
+                start = 0 if axis == dtensor.UNSHARDED else where[mesh.dim_names.index(axis)] * size
+                index.append(slice(start, start + size))
+            found.setdefault(tuple(i.start for i in index), (tuple(index), part))
+        return found
+
+
+def replicate(tensor: Any, mesh: dtensor.Mesh) -> Sharded:
+    """The same value on every device."""
+    tensor = tf.convert_to_tensor(tensor)
+    return Sharded((tensor,) * mesh.size, dtensor.Layout.replicated(mesh, tensor.shape.rank))

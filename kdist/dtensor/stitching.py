@@ -1,0 +1,346 @@
+"""One function of all devices of a slice, made of the program that each of them would run.
+
+The program's nodes are copied once per device. What depends on the device's number is known there
+(`device_number`), and collectives become operations between the copies (`collectives`).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kdist import _private, _private_dtensor
+from kdist.dtensor.collectives import (
+    COLLECTIVES,
+    TABLE,
+    CannotStitch,
+    Group,
+    add_constant,
+    gather_blocks,
+)
+from kdist.dtensor.device_number import (
+    SHAPES,
+    is_small,
+    known_nodes,
+    node_of,
+    values_on_devices,
+    without_notes,
+)
+from kdist.dtensor.lowering import LoweredProgram
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import function_pb2
+
+PREFIX = "kdist_stitched_"
+GATHER = "/DTensorAllGather"
+"""What DTensor calls its gathers."""
+_names = (f"{PREFIX}{i}" for i in itertools.count())
+
+
+class Stitcher:
+    """Makes functions of all devices of a slice.
+
+    Args:
+        program: The program of one device.
+
+    Raises:
+        CannotStitch: It has a collective inside a loop or a branch, or one of an unknown kind.
+    """
+
+    def __init__(self, program: LoweredProgram) -> None:
+        self.program = program
+        self.nodes = {node.name: node for node in program.definition.node_def}
+        self.inputs = {one.name: i for i, one in enumerate(program.arguments)}
+        self.number = next((one.name for one in program.arguments if one.position is None), "")
+        order = _topological(self.nodes)
+        known = known_nodes(self.nodes, order, self.number)
+        self.folded = {n for n, by_number in known.items() if by_number and is_small(self.nodes[n])}
+        asked = self.folded | {n for n in self._asked() if n in known}
+        self.values = values_on_devices(self.nodes, sorted(asked), self.number, program.size)
+        self.begins = {n: begins for n in order if (begins := self._begins(n)) is not None}
+        self.effects = [
+            name
+            for name, node in self.nodes.items()
+            if node.op not in COLLECTIVES and _private_dtensor.has_effects(node.op)
+        ]
+        live = self._live()
+        self.live = [name for name in order if name in live]
+        self.bodies = _Bodies(program.bodies)
+        self._refuse_bodies()
+
+    def stitch(self, devices: Sequence[str]) -> StitchedFunction:
+        """The function of one slice.
+
+        Args:
+            devices: Full names of its devices, in the order of the mesh.
+        """
+        return StitchedFunction(self.program, _Copies(self, devices).definition, self.bodies)
+
+    def source(self, node: Any) -> str:
+        """What a collective is applied to on one device."""
+        if node.name in self.begins:
+            padded = self.nodes[node_of(node.input[0])]
+            return str(padded.input[4])
+        return str(node.input[0])
+
+    def groups(self, node: Any) -> list[list[int]]:
+        """The devices that take part in a collective together: those with one group key."""
+        keys = self.values.get(node_of(node.input[2]))
+        if keys is None:
+            raise CannotStitch(f"{node.op} of a group that is not known ({node.name})")
+        found: dict[int, list[int]] = {}
+        for k, key in enumerate(keys):
+            found.setdefault(int(np.ravel(key)[0]), []).append(k)
+        return list(found.values())
+
+    def _asked(self) -> Iterator[str]:
+        """Nodes whose values must be known: group keys, and where a gather puts each part."""
+        for node in self.nodes.values():
+            if node.op in COLLECTIVES:
+                yield node_of(node.input[2])
+            elif node.op == "TensorStridedSliceUpdate":
+                yield from map(node_of, node.input[1:3])
+
+    def _begins(self, name: str) -> list[tuple[int, ...]] | None:
+        """Where each device's part begins, if a collective gathers parts; None for others.
+
+        On CPU, DTensor gathers by a sum of tensors that are zero outside of the device's own part.
+        """
+        node = self.nodes[name]
+        if node.op != "CollectiveReduceV2" or GATHER not in name:
+            return None
+        padded = self.nodes.get(node_of(node.input[0]))
+        if padded is None or padded.op != "TensorStridedSliceUpdate":
+            return None
+        zeros = self.nodes.get(node_of(padded.input[0]))
+        if zeros is None or zeros.op != "Const":
+            return None
+        if np.any(tf.make_ndarray(zeros.attr["value"].tensor)):
+            return None
+        begins = self.values.get(node_of(padded.input[1]))
+        if begins is None:
+            return None
+        return [tuple(map(int, np.ravel(begin))) for begin in begins]
+
+    def _live(self) -> set[str]:
+        """The nodes that results and effects need, copies of inputs and known values left out."""
+        found: set[str] = set()
+        stack = [*self.program.results, *self.effects]
+        while stack:
+            name = node_of(stack.pop())
+            if name in found or name in self.folded or name in self.inputs:
+                continue
+            found.add(name)
+            node = self.nodes[name]
+            # Control edges of collectives only order them.
+            stack.extend([self.source(node)] if node.op in COLLECTIVES else node.input)
+        return found
+
+    def _refuse_bodies(self) -> None:
+        for name in self.live:
+            node = self.nodes[name]
+            if node.op in COLLECTIVES and node.op not in TABLE:
+                raise CannotStitch(f"{node.op} ({name})")
+        for name, body in self.program.bodies.items():
+            if any(node.op in COLLECTIVES for node in body.node_def):
+                raise CannotStitch(f"collectives in the body of a loop or branch ({name})")
+
+
+class _Bodies:
+    """The functions of a program's loops and branches, under names that no other program has.
+
+    DTensor names them alike in all programs, and forgets them with the program.
+    """
+
+    def __init__(self, definitions: Mapping[str, Any]) -> None:
+        self._names = {name: f"{next(_names)}_{name}" for name in definitions}
+        self._registered = []
+        for definition in definitions.values():
+            copy = function_pb2.FunctionDef()
+            copy.CopyFrom(definition)
+            copy.signature.name = self._names[definition.signature.name]
+            del copy.node_def[:]
+            copy.node_def.extend(self.renamed(without_notes(n)) for n in definition.node_def)
+            self._registered.append(_private_dtensor.Registered(copy))
+
+    def renamed(self, node: Any) -> Any:
+        """The node, with the functions that it calls under their new names."""
+        for value in node.attr.values():
+            for function in (value.func, *value.list.func):
+                if function.name in self._names:
+                    function.name = self._names[function.name]
+        return node
+
+
+class _Copies:
+    """The copies of a program on the devices of one slice, as one function definition."""
+
+    def __init__(self, stitcher: Stitcher, devices: Sequence[str]) -> None:
+        self.stitcher, self.devices = stitcher, list(devices)
+        self.program = stitcher.program
+        self.definition = function_pb2.FunctionDef()
+        self.definition.signature.name = next(_names)
+        self.results: dict[tuple[str, int], str] = {}
+        self.constants: dict[tuple[str, int], str] = {}
+        self._roots = itertools.count()
+        self._add_inputs()
+        for name in stitcher.live:
+            node = stitcher.nodes[name]
+            if node.op in COLLECTIVES:
+                self._add_collective(node)
+            else:
+                self._add_copies(stitcher.bodies.renamed(without_notes(node)))
+        self._add_outputs()
+
+    def _add_inputs(self) -> None:
+        parameters = self.program.definition.signature.input_arg
+        for k in range(self.program.size):
+            for i, parameter in enumerate(parameters):
+                if parameter.name != self.stitcher.number:
+                    self.definition.signature.input_arg.add(name=f"in_{k}_{i}", type=parameter.type)
+
+    def _add_outputs(self) -> None:
+        signature = self.program.definition.signature
+        types = {self.program.definition.ret[o.name]: o.type for o in signature.output_arg}
+        for k in range(self.program.size):
+            for i, reference in enumerate(self.program.results):
+                name = f"out_{k}_{i}"
+                self.definition.signature.output_arg.add(name=name, type=types[reference])
+                self.definition.ret[name] = self._reference(reference, k)
+            for i, node in enumerate(self.stitcher.effects):
+                name = f"done_{k}_{i}"
+                self.definition.signature.control_output.append(name)
+                self.definition.control_ret[name] = f"{_on(k)}/{node}"
+
+    def _add_copies(self, node: Any) -> None:
+        data = [one for one in node.input if not one.startswith("^")]
+        waits = [one[1:] for one in node.input if one.startswith("^")]
+        waits = [one for one in waits if self.stitcher.nodes[one].op not in COLLECTIVES]
+        waits = [one for one in waits if one not in self.stitcher.folded]
+        for k, device in enumerate(self.devices):
+            copy = self.definition.node_def.add()
+            copy.CopyFrom(node)
+            copy.name, copy.device = f"{_on(k)}/{node.name}", device
+            del copy.input[:]
+            copy.input.extend(self._reference(one, k) for one in data)
+            copy.input.extend(f"^{_on(k)}/{one}" for one in waits)
+
+    def _add_collective(self, node: Any) -> None:
+        source = self.stitcher.source(node)
+        begins = self.stitcher.begins.get(node.name)
+        for g, members in enumerate(self.stitcher.groups(node)):
+            group = Group(
+                self.definition,
+                self.devices,
+                f"{node.name}/group{g}",
+                members,
+                [self._reference(source, k) for k in members],
+                node.attr["T"].type,
+                members[next(self._roots) % len(members)],
+            )
+            if begins is not None:
+                values = gather_blocks(group, [begins[k] for k in members])
+            else:
+                values = TABLE[node.op](node, group)
+            for k, value in zip(members, values, strict=True):
+                self.results[node.name, k] = value
+                if node_of(value) in group.nodes:
+                    group.nodes[node_of(value)].attr[SHAPES].CopyFrom(node.attr[SHAPES])
+
+    def _reference(self, reference: str, k: int) -> str:
+        """What a reference of the program is in the copy for device `k`."""
+        name = node_of(reference)
+        if name == self.stitcher.number:
+            return self._constant(name, k, np.int32(k))
+        if name in self.stitcher.inputs:
+            return f"in_{k}_{self.stitcher.inputs[name]}"
+        if name in self.stitcher.folded:
+            return self._constant(name, k, self.stitcher.values[name][k])
+        if (name, k) in self.results:
+            return self.results[name, k]
+        return f"{_on(k)}/{reference}"
+
+    def _constant(self, name: str, k: int, value: Any) -> str:
+        if (name, k) not in self.constants:
+            self.constants[name, k] = add_constant(
+                self.definition, f"{_on(k)}/known/{name}", self.devices[k], np.asarray(value)
+            )
+        return self.constants[name, k]
+
+
+class StitchedFunction:
+    """A function of all devices of a slice, to call in a graph that is being traced.
+
+    Args:
+        program: The program of one device.
+        definition: The function.
+        bodies: Of its loops and branches, which it calls.
+    """
+
+    def __init__(self, program: LoweredProgram, definition: Any, bodies: _Bodies) -> None:
+        self.program = program
+        self.name = definition.signature.name
+        self._dtypes = [tf.as_dtype(one.type) for one in definition.signature.output_arg]
+        self._registered = _private_dtensor.Registered(definition, bodies)
+
+    def __call__(self, inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """Calls it.
+
+        Args:
+            inputs: For each device, its part of each flat input of the traced function.
+
+        Returns:
+            For each device, its part of each flat result.
+        """
+        positions = [one.position for one in self.program.arguments]
+        flat = [mine[p] for mine in inputs for p in positions if p is not None]
+        found = self._registered.call(flat, self._dtypes)
+        if self._registered.has_effects:  # of one slice, which others need not wait for
+            _private.run_independently(found[0].op)
+        count = len(self.program.results)
+        parts = [found[k * count : (k + 1) * count] for k in range(self.program.size)]
+        for mine in parts:
+            for part, shape in zip(mine, self._shapes, strict=True):
+                part.set_shape(shape)
+        return parts
+
+    @functools.cached_property
+    def _shapes(self) -> list[Any]:
+        """Of each flat result, on one device."""
+        definition = self.program.definition
+        nodes = {node.name: node for node in definition.node_def}
+        found = []
+        for reference in self.program.results:
+            name, _, output = reference.rpartition(":")
+            noted = nodes[node_of(reference)].attr[SHAPES].list.shape
+            found.append(tf.TensorShape(noted[int(output)]) if noted else tf.TensorShape(None))
+        return found
+
+
+def _on(device: int) -> str:
+    """Scope of the copies for a device."""
+    return f"on{device}"
+
+
+def _topological(nodes: Mapping[str, Any]) -> list[str]:
+    """Names of nodes, what goes into one before it."""
+    order: list[str] = []
+    seen: set[str] = set()
+    for start in nodes:
+        stack = [(start, iter(nodes[start].input))] if start not in seen else []
+        seen.add(start)
+        while stack:
+            name, inputs = stack[-1]
+            following = next(
+                (n for n in map(node_of, inputs) if n in nodes and n not in seen), None
+            )
+            if following is None:
+                order.append(name)
+                stack.pop()
+            else:
+                seen.add(following)
+                stack.append((following, iter(nodes[following].input)))
+    return order

@@ -1,0 +1,81 @@
+"""A function is expanded for a mesh without running it, and inputs and results are told apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kdist import spmd
+from kdist.dtensor.lowering import abstract_mesh, lower
+from kdist.dtensor.sharded import Sharded
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from ..dtensor_parts import cut, inner_mesh, run, whole
+
+X = np.arange(32.0).reshape(4, 8)
+
+
+def test_devices_need_not_exist_and_nothing_is_allocated() -> None:
+    mesh = abstract_mesh({"model": 512}, "GPU")
+    rows = dtensor.Layout(["model", dtensor.UNSHARDED], mesh)
+    spec = tf.TensorSpec((2**20, 2**12))  # 16 GiB
+    concrete = tf.function(lambda x: tf.reduce_sum(x * 2.0)).get_concrete_function(spec)
+    with spmd.lowering(mesh):
+        program = lower(concrete, mesh, [rows])
+    assert program.size == 512
+    (one,) = program.collectives
+    assert (one.kind, one.axis, one.bytes) == ("all-reduce", ("model",), 4)
+
+
+def test_inputs_and_results_are_told_apart() -> None:
+    """Unused and repeated inputs; results that are inputs, constants, equal, or computed alike."""
+    mesh, _ = inner_mesh(a=2, b=2)
+
+    def function(x: Any, unused: Any, y: Any, count: Any) -> Any:
+        first, again = tf.tanh(y + x), tf.tanh(y + x)
+        return {
+            "z": [first, again, first, x, y, None],
+            "a": (tf.constant(7.0, tf.float64), tf.constant(7.0, tf.float64), count, count + 1),
+        }
+
+    x, y = cut(X, mesh, "a", None), cut(2 * X, mesh, "a", "b")
+    count = cut(np.array(3, np.int32), mesh)
+    found, program = run(mesh, function, x, cut(X, mesh, None, "b"), y, count)
+    expected = function(*map(tf.constant, (X, X, 2 * X, np.int32(3))))
+    assert found["z"][5] is None
+    for one, other in zip(tf.nest.flatten(found), tf.nest.flatten(expected), strict=True):
+        if one is not None:
+            np.testing.assert_allclose(whole(one), other)
+    assert {one.position for one in program.arguments} - {None} == {0, 2, 3}
+
+
+def test_captures_are_further_inputs() -> None:
+    mesh, _ = inner_mesh(model=2)
+    captured = tf.constant(np.arange(200.0))  # too many to become a constant of the graph
+    concrete = tf.function(lambda x: x + captured).get_concrete_function(
+        tf.TensorSpec((200,), tf.float64)
+    )
+    program = lower(concrete, mesh, [dtensor.Layout.replicated(mesh, 1)] * 2)
+    assert sorted(one.position or 0 for one in program.arguments) == [0, 1]
+
+
+def test_what_dtensor_cannot_expand_is_an_error_and_the_next_is_not() -> None:
+    mesh, _ = inner_mesh(model=2)
+    filters = cut(np.ones((3, 4, 4)), mesh, None, None, "model")
+    x = cut(np.ones((2, 5, 4)), mesh, None, None, None)
+    with pytest.raises((tf.errors.OpError, ValueError)):
+        run(mesh, lambda x, f: tf.nn.conv1d(x, f, 1, "VALID"), x, filters)
+    result, _ = run(mesh, lambda x: x + 1.0, x)
+    np.testing.assert_array_equal(whole(result), np.full((2, 5, 4), 2.0))
+
+
+def test_parts_say_what_they_are_parts_of() -> None:
+    mesh, _ = inner_mesh(a=2, b=2)
+    for dims in ((None, None), ("a", None), (None, "b"), ("b", "a")):
+        one = cut(X, mesh, *dims)
+        assert isinstance(one, Sharded)
+        assert one.shape == (4, 8) and one.dtype == tf.float64
+        np.testing.assert_array_equal(whole(one), X)
