@@ -1,7 +1,7 @@
 """Every use of TensorFlow internals that the DTensor side needs, in one place.
 
 TensorFlow 2.21 has no public way to do these things; `tests/test_lowered.py` and
-`tests/test_spmd.py` fail by name when one of them moves.
+`tests/dtensor/test_stitching.py` fail by name when one of them moves.
 
 - `Context.list_function_names`, `Context.get_function_def`: DTensor registers the per-device
   program that it lowered from a function under the name `_func_<number>_<number>`.
@@ -69,7 +69,7 @@ class Registered:
         self.name = definition.signature.name
         self.has_effects = bool(definition.signature.control_output)
         context.context().add_function_def(definition)
-        weakref.finalize(self, _forget, self.name)
+        weakref.finalize(self, _forget, self.name).atexit = False
 
     def call(self, inputs: Sequence[Any], dtypes: Sequence[tf.DType]) -> list[Any]:
         """Calls it in the graph that is being traced.

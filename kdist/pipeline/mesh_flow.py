@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.batch import join
@@ -59,15 +60,17 @@ class MeshFlow(ReplicaFlow):
         output, saved = functions.forward(params, given)
         before = {**state, **{id(v): p for v, p in zip(variables, params)}}
         for key, new in output.state.items():
-            self._state[key] = new if self.micro.full else self._if_rows(i, new, before[key])
+            if not self.micro.full:
+                new = self._if_rows(virtual, i, new, before[key])
+            self._state[key] = new
         self._keep(virtual, i, output, saved, body.last)
         return _operation([*output.flat(), *saved.tensors])
 
-    def _if_rows(self, i: int, new: Sharded, old: Sharded) -> Sharded:
+    def _if_rows(self, virtual: int, i: int, new: Sharded, old: Sharded) -> Sharded:
         """New state, or the old where a micro-batch has no rows."""
-        counts = self.micro.counts[self.replica][i] > 0
-        parts = [tf.where(counts, a, b) for a, b in zip(new.parts, old.parts)]
-        return Sharded(tuple(parts), new.layout)
+        rows = self.micro.counts[self.replica][i] > 0
+        devices = self.topology.slices[self.slice(self.runner.staged.stage_of(virtual))].devices
+        return _combined(lambda a, b: tf.where(rows, a, b), new, old, devices)
 
     def backward(self, virtual: int, i: int) -> tf.Operation | None:
         """Whole backward."""
@@ -124,7 +127,7 @@ class MeshFlow(ReplicaFlow):
         devices = self.topology.slices[at].devices
         for position, gradient in fresh.items():
             if position in sums:
-                gradient = _sum(sums[position], gradient, devices)
+                gradient = _combined(operator.add, sums[position], gradient, devices)
             sums[position] = gradient
 
     def _value(self, variable: keras.Variable, virtual: int) -> Any:
@@ -223,12 +226,14 @@ def _zeros(like: Any, mesh: dtensor.Mesh) -> Sharded:
     return replicate(tf.zeros(like.shape, like.dtype), mesh)
 
 
-def _sum(first: Sharded, second: Sharded, devices: Sequence[str]) -> Sharded:
-    """Sum of two tensors of a slice that are laid out alike."""
+def _combined(
+    function: Callable[[Any, Any], Any], first: Sharded, second: Sharded, devices: Sequence[str]
+) -> Sharded:
+    """Combines two tensors that are laid out alike, on each device of their slice."""
     parts = []
     for device, a, b in zip(devices, first.parts, second.parts, strict=True):
         with tf.device(device):
-            parts.append(a + b)
+            parts.append(function(a, b))
     return Sharded(tuple(parts), first.layout)
 
 
