@@ -116,6 +116,8 @@ class Lowered:
         return key, given
 
     def _expand(self, concrete: Any, layouts: Sequence[dtensor.Layout]) -> LoweredProgram:
+        if tf.variant in [t.dtype for t in (*concrete.inputs, *concrete.outputs)]:
+            raise CannotExpand("a loop that keeps a list of tensors for its gradient")
         try:
             with spmd.lowering(self.mesh):
                 return lower(concrete, self.mesh, layouts, self.paths)

@@ -150,13 +150,17 @@ class Parts:
         return renamed
 
     @functools.cached_property
+    def _stitched_calls(self) -> list[str]:
+        """Names of the calls of programs over inner axes."""
+        calls = [one for one in self.graph.get_operations() if one.type in CALLS and one.outputs]
+        return [one.name for one in calls if stitched_output(one.outputs[0]) is not None]
+
+    @functools.cached_property
     def _inner_sends(self) -> set[tuple[str, str]]:
         """What programs over inner axes send between their own devices: tensor and target."""
         found = set()
-        for operation in self.graph.get_operations():
-            calls = operation.type in CALLS and operation.outputs
-            if not calls or stitched_output(operation.outputs[0]) is None:
-                continue
+        for name in self._stitched_calls:
+            operation = self.graph.get_operation_by_name(name)
             definition = _private_dtensor.function_def(operation.get_attr("f").name)
             nodes = {node.name: node for node in definition.node_def}
             devices = {node.device for node in definition.node_def}
@@ -238,6 +242,9 @@ class Parts:
     def inlined(self, sent: Transfer) -> Transfer:
         """A transfer of a function that was inlined into another, by its own names."""
         name = sent.tensor
+        within = [one for one in self._stitched_calls if name.startswith(f"{one}/")]
+        if within:
+            return dataclasses.replace(sent, tensor=name.removeprefix(f"{within[0]}/"))
         while name.split(":")[0] not in self.made_in and "/" in name:
             prefix, rest = name.split("/", 1)
             if not _CALL.fullmatch(prefix):
