@@ -127,26 +127,6 @@ def collectives(
     return found
 
 
-def check_no_all_to_all(found: Iterable[Collective]) -> None:
-    """Refuses a program with an all-to-all.
-
-    `spmd.relayout` without all-to-all never makes one, but DTensor may where an operation gets
-    operands that are cut along different dims.
-
-    Raises:
-        ValueError: naming the operation.
-    """
-    bad = [one for one in found if one.kind == "all-to-all"]
-    if bad:
-        raise ValueError(
-            "enable_alltoall=False, and an operation gets operands that are cut along different "
-            "dims, for which DTensor uses an all-to-all. Lay the operands out alike with "
-            "kdist.shard(layer, in_strategy=...), or set enable_alltoall=True. "
-            f"Received: {len(bad)} all-to-all, the first at {bad[0].node!r} "
-            f"(layer {bad[0].layer!r}, shape {bad[0].shape})"
-        )
-
-
 def format_table(found: Iterable[Collective]) -> str:
     """Prints collectives grouped by layer, phase, kind and axis, with their number and bytes."""
     groups: dict[tuple[str, str, str, str], list[int]] = {}

@@ -197,7 +197,13 @@ class SpmdFunction:
         return logs
 
     def _in_one_graph(self, batches: list[Any], count: Any, known: bool) -> Any:
-        """Steps on the first `count` batches, in a loop."""
+        """Steps on the first `count` batches, in a loop.
+
+        Raises:
+            CannotExpand: They have sparse tensors, which cannot be stacked.
+        """
+        if any(isinstance(leaf, tf.SparseTensor) for leaf in tf.nest.flatten(batches)):
+            raise CannotExpand("sparse inputs")
         stacked = keras.tree.map_structure(
             lambda *parts: None if parts[0] is None else tf.stack(parts), *batches
         )

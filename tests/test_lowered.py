@@ -2,7 +2,6 @@ from kdist import _private_dtensor, lowered, spmd
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
@@ -145,9 +144,3 @@ def test_the_table_groups_and_sums():
     assert ["one", "forward", "all-gather", "model", "2", "1,064"] in lines
     assert ["one", "forward", "all-reduce", "model", "1", "64"] in lines
     assert ["total", "3", "1,128"] in lines
-
-
-def test_an_all_to_all_is_refused():
-    lowered.check_no_all_to_all([collective()])
-    with pytest.raises(ValueError, match=r"enable_alltoall=False.*kdist\.shard.*Received: 1"):
-        lowered.check_no_all_to_all([collective(), collective("all-to-all")])

@@ -12,6 +12,7 @@ from kdist.executed import ASSIGNMENTS, PRODUCTS, ExecutedFunction
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 CUTS = {"up/kernel": (None, "model"), "up/bias": ("model",), "down/kernel": ("model", None)}
 MESHES = {
@@ -84,3 +85,26 @@ def test_the_end_of_the_data_and_a_smaller_batch_are_steps_too() -> None:
     assert int(model.optimizer.iterations) == int(plain.optimizer.iterations) == 16
     for a, b in zip(plain.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-12)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("steps", [1, 2])
+def test_sparse_inputs_run_on_gathered_weights_and_say_so(steps: int) -> None:
+    def sparse(mesh: bool) -> keras.Model:
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((6,), sparse=True)
+        x = keras.layers.Dense(8, name="up")(inputs)
+        model = keras.Model(inputs, keras.layers.Dense(4, name="down")(x))
+        if mesh:
+            axes = kdist.mesh(**MESHES["data2_model2"])
+            kdist.parallelize(model, kdist.ParallelConfig(mesh=axes, layout_map=CUTS))
+        model.compile("sgd", "mse", steps_per_execution=steps)
+        return model
+
+    plain, model = sparse(False), sparse(True)
+    x = tf.sparse.from_dense(np.where(X > 0.5, X, 0.0))
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    expected = plain.fit(x, Y, **options).history["loss"]
+    with pytest.warns(UserWarning, match="sparse inputs.*gathered weights"):
+        found = model.fit(x, Y, **options).history["loss"]
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
