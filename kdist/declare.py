@@ -12,6 +12,7 @@ from kdist import _private_models
 from kdist.dims import Dims, WeightFit, check_dims
 from kdist.layout import WeightLayout, closest_names, match_pattern
 from kdist.mesh import Topology
+from kdist.operands import ShardedOperator, name_of, operands, relaid
 from kdist.strategy import Strategy, check_strategy, parse_strategy, split_operands
 
 import keras
@@ -26,12 +27,12 @@ class ShardDeclaration:
 
     Attributes:
         in_strategy: one strategy an operand, or None.
-        out_strategy: the output's strategy, or None.
+        out_strategy: one strategy an output, or None.
         weights: weight name, path inside the layer, or regex, to strategy; or None.
     """
 
     in_strategy: tuple[Strategy, ...] | None = None
-    out_strategy: Strategy | None = None
+    out_strategy: tuple[Strategy, ...] | None = None
     weights: Mapping[str, Strategy] | None = None
 
 
@@ -42,12 +43,12 @@ class ResolvedShard:
     Attributes:
         inputs: layout of each declared input, in the order of the call's positional tensors; empty
             where none is declared.
-        output: the output's layout, or None.
+        outputs: layout of each declared output, in order.
         weights: path of a variable to its layout, for the declared ones.
     """
 
     inputs: tuple[Dims, ...]
-    output: Dims | None
+    outputs: tuple[Dims, ...]
     weights: dict[str, WeightLayout]
 
 
@@ -57,35 +58,42 @@ def shard(
     out_strategy: Any = None,
     weights: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Declares how a layer, or a tensor, is cut over the mesh.
+    """Declares how a layer, an operator or a tensor is cut over the mesh.
 
     A strategy has one entry a dim: all names (None, a mesh axis, or a tuple of axes, major first)
     or all cut counts (`1` is not cut), which stand for the axes of that size. Dim 0 of an input and
     an output is the batch, which the data axis already cuts. A declaration takes effect in
-    `kdist.parallelize`; a second one on the same layer replaces the first. The same idea is
-    MindSpore's `Primitive.shard`.
+    `kdist.parallelize`; a second one on the same layer replaces the first. Elsewhere what is
+    declared computes the same, uncut. The same idea is MindSpore's `Primitive.shard`.
 
     Args:
-        target: a `keras.layers.Layer`; or a `keras.KerasTensor` while building a functional model;
-            or a tensor inside a layer's `call`.
+        target: a `keras.layers.Layer`; an operator, which is any callable on tensors, such as
+            `keras.ops.matmul`; a `keras.KerasTensor` while building a functional model; or a
+            tensor inside a layer's `call`.
         in_strategy: one tuple an operand, `((4, 1), (1, 1))`, or one flat tuple for the first
             operand. In a layer with a kernel the second operand is its kernel (and the bias
-            follows a cut of the kernel's last dim); in any other layer it is the second input.
-        out_strategy: layout of the output; of a tensor target, the layout that it gets.
+            follows a cut of the kernel's last dim); else operands are the tensors among the
+            arguments (of a layer the positional ones), in order, those in lists included.
+        out_strategy: one tuple an output, or one flat tuple for the first output; of a tensor
+            target, the layout that it gets.
         weights: weight name such as `"kernel"`, path inside the layer, or regex, to strategy.
 
     Returns:
-        The layer itself; or, for a tensor, the same values in the layout.
+        The layer itself; for an operator, a callable with its arguments and results, to call on
+        symbolic tensors of a functional model or inside a layer's `call`; for a tensor, the same
+        values in the layout.
 
     Raises:
         ValueError: if nothing is declared, a strategy has another form, the target is of another
-            type, or a tensor gets anything but `out_strategy`.
+            type, an operator gets `weights`, or a tensor gets anything but `out_strategy`.
 
     Example:
     ```python
     up = kdist.shard(keras.layers.Dense(64), weights={"kernel": (None, "model")})
     down = kdist.shard(keras.layers.Dense(16), in_strategy=((2, 4), (4, 1)))  # data=2, model=4
     y = kdist.shard(down(up(x)), out_strategy=("data", None))
+    product = kdist.shard(keras.ops.matmul, in_strategy=((2, 1, 4), (2, 4, 1)))
+    z = product(a, b)  # (batch, n, k) and (batch, k, m)
     ```
     """
     if in_strategy is None and out_strategy is None and weights is None:
@@ -93,29 +101,31 @@ def shard(
             "Declare at least one of in_strategy, out_strategy and weights. "
             f"Received: shard({target!r})"
         )
-    out = None if out_strategy is None else _one_operand(out_strategy)
+    ins = None if in_strategy is None else split_operands(in_strategy, "in_strategy")
+    outs = None if out_strategy is None else split_operands(out_strategy, "out_strategy")
     if isinstance(target, keras.layers.Layer):
-        operands = None if in_strategy is None else split_operands(in_strategy, "in_strategy")
-        return declare(target, ShardDeclaration(operands, out, _check_weights(weights)))
-    if not isinstance(target, keras.KerasTensor | tf.Tensor):
+        return declare(target, ShardDeclaration(ins, outs, _check_weights(weights)))
+    if isinstance(target, keras.KerasTensor | tf.Tensor):
+        if ins is not None or weights is not None or outs is None or len(outs) != 1:
+            raise ValueError(
+                "A tensor has one layout: give out_strategy alone, such as ('data', 'model'). "
+                f"Received: in_strategy={in_strategy!r}, out_strategy={out_strategy!r}, "
+                f"weights={weights!r}"
+            )
+        return relaid(target, outs[0])
+    if not callable(target) or isinstance(target, type):
         raise ValueError(
-            "shard takes a keras layer, a KerasTensor, or a tensor inside a layer's call. For a "
-            "variable, declare weights={name: strategy} on its layer, or use a layout map. "
+            "shard takes a keras layer, an operator such as keras.ops.matmul, a KerasTensor, or a "
+            "tensor inside a layer's call; of a class, an instance. For a variable, declare "
+            "weights={name: strategy} on its layer, or use a layout map. "
             f"Received: target={target!r} of type {type(target).__name__}"
         )
-    if in_strategy is not None or weights is not None or out is None:
+    if weights is not None:
         raise ValueError(
-            "A tensor has one layout: give out_strategy alone. Received: "
-            f"in_strategy={in_strategy!r}, out_strategy={out_strategy!r}, weights={weights!r}"
+            "An operator has no weights of its own: give the strategies of its operands with "
+            f"in_strategy. Received: weights={weights!r} for {target!r}"
         )
-    if isinstance(target, keras.KerasTensor):
-        from kdist.layers.relayout import Relayout
-
-        return Relayout(out)(target)
-    # Here, because the engine imports this module.
-    from kdist import spmd
-
-    return spmd.relayout_active(target, out)
+    return ShardedOperator(target, ins or (), outs or ())
 
 
 def declare(layer: keras.layers.Layer, declaration: ShardDeclaration) -> keras.layers.Layer:
@@ -163,51 +173,43 @@ def resolve_declaration(
             name in `weights` matches no weight or a weight several names, or the kernel is
             declared twice, differently.
     """
-    operands = declaration.in_strategy or ()
-    if not layer.built and (len(operands) > 1 or declaration.weights):
+    takes = declaration.in_strategy or ()
+    if not layer.built and (len(takes) > 1 or declaration.weights):
         raise ValueError(
             f"The weights of layer {layer.name!r} are not built, so their layouts cannot be "
             f"checked: build the model, or call it once, first. Received: {declaration}"
         )
     kernel = _kernel(layer)
     kernel_strategy = None
-    if kernel is not None and len(operands) > 1:
-        if len(operands) > 2:
+    if kernel is not None and len(takes) > 1:
+        if len(takes) > 2:
             raise ValueError(
                 f"Layer {layer.name!r} has a kernel, so it has two operands, the input and the "
                 "kernel: declare other weights with weights={name: strategy}. "
-                f"Received: in_strategy={operands}"
+                f"Received: in_strategy={takes}"
             )
-        operands, kernel_strategy = operands[:1], operands[1]
+        takes, kernel_strategy = takes[:1], takes[1]
     inputs = tuple(
         parse_strategy(s, topology, operand=f"input {i} of layer {layer.name!r}", batch_dim=True)
-        for i, s in enumerate(operands)
+        for i, s in enumerate(takes)
     )
-    output = None
-    if declaration.out_strategy is not None:
-        output = parse_strategy(
-            declaration.out_strategy,
+    results = declaration.out_strategy or ()
+    outputs = tuple(
+        parse_strategy(
+            s,
             topology,
-            operand=f"the output of layer {layer.name!r}",
+            operand=name_of(i, len(results), "output", f"layer {layer.name!r}"),
             batch_dim=True,
         )
+        for i, s in enumerate(results)
+    )
     for node in _private_models.calls_of(layer):
-        _check_call(layer, node, inputs, output, topology)
+        _check_call(layer, node, inputs, outputs, topology)
     fit = fit or WeightFit(topology)
     weights = _weight_layouts(layer, declaration.weights or {}, fit)
     if kernel is not None and kernel_strategy is not None:
         _add_kernel(layer, kernel, kernel_strategy, weights, fit)
-    return ResolvedShard(inputs, output, weights)
-
-
-def _one_operand(strategy: Any) -> Strategy:
-    operands = split_operands(strategy, "out_strategy")
-    if len(operands) != 1:
-        raise ValueError(
-            "out_strategy is the layout of one output, such as ('data', 'model'). "
-            f"Received: out_strategy={strategy!r}"
-        )
-    return operands[0]
+    return ResolvedShard(inputs, outputs, weights)
 
 
 def _check_weights(weights: Any) -> dict[str, Strategy] | None:
@@ -227,12 +229,11 @@ def _check_call(
     layer: keras.layers.Layer,
     node: Any,
     inputs: tuple[Dims, ...],
-    output: Dims | None,
+    outputs: tuple[Dims, ...],
     topology: Topology,
 ) -> None:
     """Checks layouts against one call of the layer in a functional model."""
-    flat = keras.tree.flatten(node.arguments.args)
-    shapes = [x.shape for x in flat if isinstance(x, keras.KerasTensor)]
+    shapes = [x.shape for x in operands(node.arguments.args)]
     if len(inputs) > len(shapes):
         names = [variable.name for variable in layer.weights]
         raise ValueError(
@@ -243,16 +244,14 @@ def _check_call(
     for index, (dims, shape) in enumerate(zip(inputs, shapes, strict=False)):
         what = f"input {index} of layer {layer.name!r}"
         check_dims(dims, shape, topology, what, skip_dim_0=True)
-    if output is None:
-        return
-    outputs = list(node.output_tensors)
-    if len(outputs) != 1:
+    if len(outputs) > len(node.output_tensors):
         raise ValueError(
-            f"Layer {layer.name!r} has {len(outputs)} outputs and out_strategy is for one: use "
-            f"kdist.shard on the tensors instead. Received: out_strategy={output}"
+            f"Layer {layer.name!r} gives {len(node.output_tensors)} tensors and out_strategy has "
+            f"{len(outputs)} entries: give at most one for each. Received: out_strategy={outputs}"
         )
-    what = f"the output of layer {layer.name!r}"
-    check_dims(output, outputs[0].shape, topology, what, skip_dim_0=True)
+    for i, (dims, tensor) in enumerate(zip(outputs, node.output_tensors, strict=False)):
+        what = name_of(i, len(outputs), "output", f"layer {layer.name!r}")
+        check_dims(dims, tensor.shape, topology, what, skip_dim_0=True)
 
 
 def _kernel(layer: keras.layers.Layer) -> keras.Variable | None:

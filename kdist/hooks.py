@@ -12,6 +12,7 @@ from typing import Any
 
 from kdist import spmd, spmd_limits
 from kdist.dims import Dims, axes_of
+from kdist.operands import lay_out, operands
 from kdist.store import ModelLayouts
 
 import keras
@@ -27,26 +28,24 @@ WINDOWED = (
 @contextlib.contextmanager
 def declared_layouts(layouts: ModelLayouts) -> Iterator[None]:
     """Applies `kdist.shard` declarations and activation patterns within the block."""
-    wanted: dict[int, tuple[keras.layers.Layer, tuple[Dims | None, ...], Dims | None]] = {}
-    for layer, resolved in layouts.layers:
-        wanted[id(layer)] = (layer, resolved.inputs, resolved.output)
-    for layer, dims in layouts.outputs:
-        _, inputs, _ = wanted.get(id(layer), (layer, (), None))
-        wanted[id(layer)] = (layer, inputs, dims)
-    hooked = [entry for entry in wanted.values() if any(entry[1]) or entry[2] is not None]
+    declared = {id(layer): (layer, one.inputs, one.outputs) for layer, one in layouts.layers}
+    patterns = {id(layer): (layer, dims) for layer, dims in layouts.outputs}
+    hooked = [(*entry, patterns.pop(key, (None, None))[1]) for key, entry in declared.items()]
+    hooked += [(layer, (), (), dims) for layer, dims in patterns.values()]
+    hooked = [entry for entry in hooked if any(entry[1:])]
     windowed = [layer for layer in layouts.model_layers if isinstance(layer, WINDOWED)]
     tables = [
         (layer, _column_axis(layer, layouts))
         for layer in layouts.model_layers
         if isinstance(layer, keras.layers.Embedding) and layouts.any_cut
     ]
-    changed = [*windowed, *(layer for layer, _, _ in hooked), *(layer for layer, _ in tables)]
+    changed = [*windowed, *(entry[0] for entry in hooked), *(layer for layer, _ in tables)]
     for layer in windowed if layouts.any_cut else ():
         object.__setattr__(layer, "call", _channels_whole(layer.call))
     for layer, axis in tables:
         object.__setattr__(layer, "call", _columns_pinned(layer.call, axis))
-    for layer, inputs, output in hooked:
-        object.__setattr__(layer, "call", _laid_out(layer, inputs, output))
+    for layer, inputs, outputs, every in hooked:
+        object.__setattr__(layer, "call", _laid_out(layer, inputs, outputs, every))
     try:
         yield
     finally:
@@ -85,22 +84,18 @@ def _columns_pinned(call: Callable, axis: str | None) -> Callable:
 
 
 def _laid_out(
-    layer: keras.layers.Layer, inputs: tuple[Dims | None, ...], output: Dims | None
+    layer: keras.layers.Layer,
+    inputs: tuple[Dims, ...],
+    outputs: tuple[Dims, ...],
+    every: Dims | None,
 ) -> Callable:
-    call, name = layer.call, layer.path or layer.name
+    """`call` with inputs and outputs as declared; `every` is for all outputs, and wins."""
+    call, name = layer.call, f"layer {layer.path or layer.name!r}"
 
     def laid_out(*args: Any, **kwargs: Any) -> Any:
-        operands = list(args)
-        for i, dims in enumerate(inputs):
-            if dims is not None and i < len(operands):
-                operands[i] = _relayout(operands[i], dims, f"input {i} of layer {name!r}")
-        outputs = call(*operands, **kwargs)
-        if output is None:
-            return outputs
-        return _relayout(outputs, output, f"the output of layer {name!r}")
+        given = lay_out(list(args), inputs, "input", name, spmd.relayout_active)
+        results = call(*given, **kwargs)
+        wanted = outputs if every is None else (every,) * len(operands(results))
+        return lay_out(results, wanted, "output", name, spmd.relayout_active)
 
     return laid_out
-
-
-def _relayout(value: Any, dims: Dims, what: str) -> Any:
-    return keras.tree.map_structure(lambda t: spmd.relayout_active(t, dims, what), value)

@@ -150,7 +150,9 @@ def layout_for(mesh: dtensor.Mesh, dims: Dims, topology: Topology) -> dtensor.La
     return dtensor.Layout(specs, mesh)
 
 
-def relayout_active(tensor: Any, strategy: Sequence[Any], what: str = "a tensor") -> Any:
+def relayout_active(
+    tensor: Any, strategy: Sequence[Any], what: str = "a tensor", *, batch_dim: bool = True
+) -> Any:
     """Lays a tensor out as declared if a program is being traced; else returns it as it is.
 
     Args:
@@ -158,6 +160,7 @@ def relayout_active(tensor: Any, strategy: Sequence[Any], what: str = "a tensor"
         strategy: one entry a dim: names or cut counts, see `kdist.strategy.parse_strategy`. Dims
             beyond its end are not cut.
         what: The tensor's name, for notes.
+        batch_dim: Whether dim 0 is the batch, as `parse_strategy` reads it.
 
     Returns:
         The tensor. A dim that does not divide (the rows of a last, smaller batch) is not cut in
@@ -176,7 +179,7 @@ def relayout_active(tensor: Any, strategy: Sequence[Any], what: str = "a tensor"
     counted = any(isinstance(entry, int) for entry in strategy)
     padding = (1 if counted else None,) * (len(shape) - len(strategy))
     dims = parse_strategy(
-        (*strategy, *padding), trace.topology, len(shape), operand="the tensor", batch_dim=True
+        (*strategy, *padding), trace.topology, len(shape), operand=what, batch_dim=batch_dim
     )
     inner = inner_dims(dims, trace.topology)
     fitting = list(inner)

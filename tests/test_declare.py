@@ -27,7 +27,7 @@ def dense(units=8, inputs=4, **arguments):
 def test_shard_returns_the_layer_and_stores_the_declaration():
     layer = layers.Dense(8)
     assert shard(layer, in_strategy=((4, 1), (1, 1)), out_strategy=("data", None)) is layer
-    assert declaration_of(layer) == ShardDeclaration(((4, 1), (1, 1)), ("data", None), None)
+    assert declaration_of(layer) == ShardDeclaration(((4, 1), (1, 1)), (("data", None),))
 
 
 def test_a_flat_in_strategy_is_the_first_operand():
@@ -35,11 +35,11 @@ def test_a_flat_in_strategy_is_the_first_operand():
     assert declaration_of(layer).in_strategy == (("data", None),)
 
 
-def test_out_strategy_may_be_nested_once():
+def test_out_strategy_has_one_strategy_an_output():
     layer = shard(layers.Dense(8), out_strategy=((4, 1),))
-    assert declaration_of(layer).out_strategy == (4, 1)
-    with pytest.raises(ValueError, match="layout of one output"):
-        shard(layer, out_strategy=((4, 1), (4, 1)))
+    assert declaration_of(layer).out_strategy == ((4, 1),)
+    shard(layer, out_strategy=((4, 1), (1, 4)))
+    assert declaration_of(layer).out_strategy == ((4, 1), (1, 4))
 
 
 def test_the_second_declaration_replaces_the_first():
@@ -107,7 +107,9 @@ def test_shard_refuses_other_forms(arguments):
 
 
 @pytest.mark.parametrize(
-    "target", [None, 3, np.zeros(3), "dense", keras.Variable(1.0), tf.Variable(1.0)], ids=type
+    "target",
+    [None, 3, np.zeros(3), "dense", keras.Variable(1.0), tf.Variable(1.0), layers.Dense],
+    ids=type,
 )
 def test_shard_refuses_other_targets(target):
     with pytest.raises(ValueError, match="shard takes a keras layer.*Received: target="):

@@ -35,7 +35,7 @@ def test_the_second_operand_is_the_kernel():
     resolved = resolve(layer, data=2, model=2)
     assert isinstance(resolved, ResolvedShard)
     assert resolved.inputs == (("data", None),)
-    assert resolved.output is None
+    assert resolved.outputs == ()
     assert dims_by_name(layer, resolved) == {"kernel": (None, "model"), "bias": ("model",)}
 
 
@@ -43,7 +43,7 @@ def test_counts_as_mindspore_writes_them():
     layer = shard(dense(), in_strategy=((4, 1), (1, 1)), out_strategy=((4, 2),))
     resolved = resolve(layer, data=4, model=2)
     assert resolved.inputs == (("data", None),)
-    assert resolved.output == ("data", "model")
+    assert resolved.outputs == (("data", "model"),)
     assert dims_by_name(layer, resolved) == {"kernel": (None, None)}
 
 
@@ -248,8 +248,12 @@ def test_more_operands_than_inputs():
 def test_several_outputs():
     layer = layers.LSTM(4, return_state=True)
     layer(keras.Input((5, 3)))
-    with pytest.raises(ValueError, match="has 3 outputs and out_strategy is for one"):
-        resolve(shard(layer, out_strategy=("data", None)), data=2)
+    cut = (("data", None), (None, "model"))
+    assert resolve(shard(layer, out_strategy=cut), data=2, model=2).outputs == cut
+    with pytest.raises(ValueError, match="gives 3 tensors and out_strategy has 4 entries"):
+        resolve(shard(layer, out_strategy=(*cut, *cut)), data=2, model=2)
+    with pytest.raises(ValueError, match="Dim 1 of output 1 of layer .* has 4 elements"):
+        resolve(shard(layer, out_strategy=cut), data=2, model=3)
 
 
 def test_a_nested_model_as_a_layer():
@@ -257,5 +261,5 @@ def test_a_nested_model_as_a_layer():
     keras.Model(x := keras.Input((4,)), inner(x))
     shard(inner, out_strategy=("data", None), weights={".*up/kernel": (None, "model")})
     resolved = resolve(inner, data=2, model=2)
-    assert resolved.output == ("data", None)
+    assert resolved.outputs == (("data", None),)
     assert [layout.dims for layout in resolved.weights.values()] == [(None, "model")]

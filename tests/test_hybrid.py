@@ -239,3 +239,22 @@ def test_all_to_all_is_per_model(order: Any, declare: Any, between: Any) -> None
             # Each of the four devices ends up with all 8 rows of a quarter of the columns.
             assert found[0].bytes == 8 * 16 * 8 // 4
             assert found[0].phase == "forward"
+
+
+def there_and_back(tensor: Any) -> Any:
+    """Rows, columns, rows; the sine between them keeps the gradient where the tensor is."""
+    rows, columns = ("model", None), (None, "model")
+    for cut in (rows, columns, rows):
+        tensor = kdist.shard(keras.ops.sin(tensor), out_strategy=cut)
+    return tensor
+
+
+@pytest.mark.parametrize("alltoall", [True, False])
+def test_gradients_are_laid_out_by_all_to_all_too(alltoall: bool) -> None:
+    inspection = trained(lambda: two_layers(no_declaration, there_and_back), alltoall=alltoall)
+    for phase in ("forward", "backward"):
+        assert inspection.count("all-to-all", phase=phase) == (2 if alltoall else 0)
+        gathered = [c for c in inspection.collectives if c.kind == "all-gather"]
+        # The tensor between the layers, or its gradient; `two` gathers its own smaller result.
+        moved = [c for c in gathered if c.phase == phase and c.bytes == 8 * 16 * 8]
+        assert bool(moved) == (not alltoall)
