@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kdist import spmd, spmd_limits
-from kdist.dims import Dims, axes_of
+from kdist.dims import Dim, Dims
 from kdist.operands import lay_out, operands
 from kdist.store import ModelLayouts
 
@@ -35,15 +35,15 @@ def declared_layouts(layouts: ModelLayouts) -> Iterator[None]:
     hooked = [entry for entry in hooked if any(entry[1:])]
     windowed = [layer for layer in layouts.model_layers if isinstance(layer, WINDOWED)]
     tables = [
-        (layer, _column_axis(layer, layouts))
+        (layer, _columns(layer, layouts))
         for layer in layouts.model_layers
         if isinstance(layer, keras.layers.Embedding) and layouts.any_cut
     ]
     changed = [*windowed, *(entry[0] for entry in hooked), *(layer for layer, _ in tables)]
     for layer in windowed if layouts.any_cut else ():
         object.__setattr__(layer, "call", _channels_whole(layer.call))
-    for layer, axis in tables:
-        object.__setattr__(layer, "call", _columns_pinned(layer.call, axis))
+    for layer, dim in tables:
+        object.__setattr__(layer, "call", _columns_pinned(layer.call, dim))
     for layer, inputs, outputs, every in hooked:
         object.__setattr__(layer, "call", _laid_out(layer, inputs, outputs, every))
     try:
@@ -64,13 +64,12 @@ def _channels_whole(call: Callable) -> Callable:
     return whole
 
 
-def _column_axis(layer: keras.layers.Layer, layouts: ModelLayouts) -> str | None:
-    """The inner axis that cuts the columns of an embedding table as it is read, if one does."""
-    axes = axes_of(layouts.read(id(layer.weights[0]))[1])
-    return axes[0] if axes else None
+def _columns(layer: keras.layers.Layer, layouts: ModelLayouts) -> Dim:
+    """What cuts the columns of an embedding table as it is read."""
+    return layouts.read(id(layer.weights[0]))[1]
 
 
-def _columns_pinned(call: Callable, axis: str | None) -> Callable:
+def _columns_pinned(call: Callable, dim: Dim) -> Callable:
     """`call` of an embedding whose output is cut by columns as its table is.
 
     Otherwise what reads the output decides its layout, and DTensor's look-up takes no other cut of
@@ -78,7 +77,7 @@ def _columns_pinned(call: Callable, axis: str | None) -> Callable:
     """
 
     def pinned(*args: Any, **kwargs: Any) -> Any:
-        return spmd.last_dim_cut(call(*args, **kwargs), axis)
+        return spmd.last_dim_cut(call(*args, **kwargs), dim)
 
     return pinned
 

@@ -40,6 +40,7 @@ _KIND_OF_OP = {
     "CollectiveBcastRecvV2": "broadcast",
 }
 _BACKWARD = "gradient_tape/"
+_BETWEEN_AXES = "."
 _SUFFIX = re.compile(r"_\d+$")
 
 
@@ -206,9 +207,10 @@ class _Graph:
         keys = tf.make_ndarray(table.attr["value"].tensor).reshape(mesh.shape())
         members = np.argwhere(keys == keys.flat[0])
         return tuple(
-            name
+            axis
             for position, name in enumerate(mesh.dim_names)
             if len(set(members[:, position])) > 1
+            for axis in name.split(_BETWEEN_AXES)
         )
 
     def _is_backward(self, name: str) -> bool:
@@ -230,6 +232,11 @@ class _Graph:
                 # A control edge only orders collectives.
                 stack.extend(i.split(":")[0] for i in node.input if not i.startswith("^"))
         return False
+
+
+def mesh_dim(axes: Sequence[str]) -> str:
+    """Name of the dim of a DTensor mesh that stands for axes of a mesh, one or several."""
+    return _BETWEEN_AXES.join(axes)
 
 
 def layer_of(node: str, layers: Collection[str] = ()) -> str:

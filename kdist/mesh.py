@@ -6,6 +6,7 @@ it, `batch`), which axes are *inner* (everything else: they cut tensors inside o
 which devices form each slice.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,6 +112,7 @@ class Topology:
         slices: one per stage and replica: the replicas of the first stage in the order of the data
             axis, then those of the next one.
         num_stages: number of stages of the pipeline, 1 where there is no `pipe` axis.
+        merged: groups of inner axes that cut dims together only, see `with_merged`.
     """
 
     axis_names: tuple[str, ...]
@@ -119,6 +121,7 @@ class Topology:
     inner_axes: tuple[tuple[str, int], ...]
     slices: tuple[Slice, ...]
     num_stages: int = 1
+    merged: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def from_mesh(
@@ -219,6 +222,29 @@ class Topology:
         grid = np.moveaxis(rows.reshape((self.data_size, *others)), 0, place)
         devices = Slice(0, tuple(grid.flatten().tolist()))
         return Topology(self.axis_names, self.shape, None, tuple(inner), (devices,))
+
+    def with_merged(self, groups: Sequence[tuple[str, ...]]) -> "Topology":
+        """The same mesh, the inner axes of each group next to each other and in its order.
+
+        The devices of a slice are then row-major over the groups as well, which makes one axis of
+        each; see `kdist.merged_axes`.
+        """
+        names = [name for name, _ in self.inner_axes]
+        sizes = dict(self.inner_axes)
+        together = {axis: group for group in groups for axis in group}
+        order = list(dict.fromkeys(a for name in names for a in together.get(name, (name,))))
+
+        def ordered(piece: Slice) -> Slice:
+            grid = np.array(piece.devices, dtype=object).reshape([sizes[name] for name in names])
+            devices = grid.transpose([names.index(name) for name in order]).flatten().tolist()
+            return dataclasses.replace(piece, devices=tuple(devices))
+
+        return dataclasses.replace(
+            self,
+            inner_axes=tuple((name, sizes[name]) for name in order),
+            slices=tuple(map(ordered, self.slices)),
+            merged=tuple(groups),
+        )
 
     def canonical(self, name: str) -> str:
         """Returns the mesh's own name of an axis; `data` and `batch` stand for each other.

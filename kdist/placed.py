@@ -86,6 +86,7 @@ class PlacedModel:
             self.topology = self.topology.with_data_inside()
         self._refuse_batches()
         self.layouts = ModelLayouts(self.model, self.config, self.topology)
+        self.topology = self.layouts.topology
         self.classes()  # checks the patterns of compression before anything moves
         self._cut_into_stages()
         self.entries = place_weights(self._placements(), self.topology)
@@ -111,6 +112,12 @@ class PlacedModel:
             )
         self._refuse_batches()
         self.layouts = ModelLayouts(self.model, self.config, self.topology)
+        if self.layouts.topology != self.topology:
+            raise ValueError(
+                "Weights or layers that the model gained cut a dim by several axes together, which "
+                "is decided when a model is parallelized. Build the model with them first. "
+                f"Received: {self.layouts.topology.merged}, before {self.topology.merged}"
+            )
         self._cut_into_stages()
         self.level = 0
         placed, before = self._placements(), self.entries

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kdist.device import Device
-from kdist.dims import Dims, axes_of, cut_of, inner_dims
+from kdist.dims import Dim, Dims, axes_of, cut_of, inner_dims
 from kdist.dtensor.lowering import abstract_mesh
+from kdist.lowered import mesh_dim
+from kdist.merged_axes import inner_axes_of
 from kdist.mesh import Topology
 from kdist.without_effect import WithoutEffect, uncut_dim
 
@@ -63,7 +66,9 @@ def make_mesh(topology: Topology) -> dtensor.Mesh:
         topology: the whole mesh.
     """
     kind = Device.parse(topology.devices[0]).kind
-    return abstract_mesh(dict(topology.inner_axes), kind)
+    together = {axis: group for group in topology.merged for axis in group}
+    groups = dict.fromkeys(together.get(name, (name,)) for name, _ in topology.inner_axes)
+    return abstract_mesh({mesh_dim(g): math.prod(map(topology.axis_size, g)) for g in groups}, kind)
 
 
 @contextlib.contextmanager
@@ -122,7 +127,9 @@ def active() -> Trace | None:
     return _traces.stack[-1] if _traces.stack else None
 
 
-def layout_for(mesh: dtensor.Mesh, dims: Dims, topology: Topology) -> dtensor.Layout:
+def layout_for(
+    mesh: dtensor.Mesh, dims: Dims, topology: Topology, what: str = "a tensor"
+) -> dtensor.Layout:
     """The DTensor layout of a declared one.
 
     Args:
@@ -130,24 +137,41 @@ def layout_for(mesh: dtensor.Mesh, dims: Dims, topology: Topology) -> dtensor.La
         dims: one entry a dim: None, an axis, or a tuple of axes. The data axis is left out: a
             slice never sees it.
         topology: the whole mesh.
+        what: The tensor's name, for messages.
 
     Returns:
         A layout on `mesh`.
 
     Raises:
-        ValueError: if several inner axes cut one dim, which DTensor has no layout for.
+        ValueError: As `mesh_dim_for`.
     """
-    specs = []
-    for dim in inner_dims(dims, topology):
-        axes = [topology.canonical(axis) for axis in axes_of(dim)]
-        if len(axes) > 1:
-            raise ValueError(
-                "One inner axis at most may cut a dim (TensorFlow's DTensor has no layout for "
-                f"more). Put {' and '.join(map(repr, axes))} on different dims, or make them one "
-                f"axis of the mesh. Received: layout={tuple(dims)}"
-            )
-        specs.append(axes[0] if axes else dtensor.UNSHARDED)
-    return dtensor.Layout(specs, mesh)
+    return dtensor.Layout([mesh_dim_for(dim, topology, what) for dim in dims], mesh)
+
+
+def mesh_dim_for(dim: Dim, topology: Topology, what: str = "a tensor") -> str:
+    """The dim of the DTensor mesh of a slice that stands for an entry of a layout.
+
+    Args:
+        dim: None, an axis, or a tuple of axes. The data axis is left out.
+        topology: the whole mesh.
+        what: The tensor's name, for messages.
+
+    Raises:
+        ValueError: if the axes are not lowered as one, or are with others; see `merged_axes`.
+    """
+    axes = inner_axes_of(dim, topology)
+    if not axes:
+        return dtensor.UNSHARDED
+    others = {axis for group in topology.merged for axis in group if group != axes}
+    if others.isdisjoint(axes) and (len(axes) == 1 or axes in topology.merged):
+        return mesh_dim(axes)
+    raise ValueError(
+        f"A dim of {what} is to be cut by {axes}. Axes that cut a dim together are lowered as one, "
+        "which is decided when the weights are placed, by the layouts known then: those of "
+        "weights, declared layers, activation patterns and `Relayout` layers; they have "
+        f"{topology.merged or 'no axes together'}. Give one of those the same axes, or cut by "
+        f"others here. Received: axes={axes} on a mesh of {topology.describe_axes()}"
+    )
 
 
 def relayout_active(
@@ -188,7 +212,7 @@ def relayout_active(
         if size is None or size % count:
             fitting[i] = None
             trace.uncut.append(uncut_dim(what, i, size, count, axes_of(dim)))
-    layout = layout_for(trace.mesh, tuple(fitting), trace.topology)
+    layout = layout_for(trace.mesh, tuple(fitting), trace.topology, what)
     return relayout(tensor, layout, trace.alltoall)
 
 
@@ -245,12 +269,12 @@ def gradient_rows_only(tensor: Any) -> Any:
     return tf.custom_gradient(lambda value: (tf.identity(value), _rows_only))(tensor)
 
 
-def last_dim_cut(tensor: Any, axis: str | None) -> Any:
-    """Cuts the last dim over an axis, if any; what cuts the first stays, the others are whole."""
+def last_dim_cut(tensor: Any, dim: Dim) -> Any:
+    """Cuts the last dim as `dim` says; what cuts the first stays, the others are whole."""
     trace = active()
     if trace is None or tensor.shape.rank < 2:
         return tensor
-    last = axis or dtensor.UNSHARDED
+    last = mesh_dim_for(dim, trace.topology)
     specs = [dtensor.MATCH] + [dtensor.UNSHARDED] * (tensor.shape.rank - 2) + [last]
     return dtensor.relayout(tensor, dtensor.Layout(specs, trace.mesh))
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist import _private_models
 from kdist.config import ParallelConfig
 from kdist.declare import ResolvedShard, declarations, resolve_declaration
 from kdist.dims import Dims, WeightFit, without_axis
+from kdist.layers.relayout import Relayout
 from kdist.layout import WeightLayout, match_pattern, resolve_layouts
+from kdist.merged_axes import Cut, merged_axes
 from kdist.mesh import Topology
 from kdist.placement import Group, Placement, place
+from kdist.strategy import parse_strategy
 from kdist.variables import Stored, distribute, stored
 from kdist.without_effect import WithoutEffect
 
@@ -24,7 +27,7 @@ class ModelLayouts:
     """The resolved layouts of a built model.
 
     Attributes:
-        topology: The mesh.
+        topology: The mesh, with the axes merged that cut a dim together.
         weights: Layout of each weight, by identity of the variable.
         layers: What `kdist.shard` declared, resolved, with its layer.
         outputs: Layout of the output of layers that an activation pattern matches.
@@ -51,6 +54,7 @@ class ModelLayouts:
         self.uncut: list[WithoutEffect] = []
         self.left_whole = tuple(fit.notes)
         self.any_cut = any(not layout.is_replicated for layout in self.weights.values())
+        self.topology = topology.with_merged(merged_axes(list(self._cuts(model)), topology))
 
     def read(self, key: int) -> Dims:
         """Layout in which a slice's operations read a weight, by identity of the variable.
@@ -67,6 +71,25 @@ class ModelLayouts:
             if note not in self.uncut:
                 self.uncut.append(note)
                 warnings.warn(str(note), stacklevel=2)
+
+    def _cuts(self, model: keras.Model) -> Iterator[Cut]:
+        """Every tensor whose layout is known before the model is traced."""
+        if self.topology.rows_axis is not None:
+            yield "the batch", (self.topology.rows_axis,)
+        for variable in model.weights:
+            yield repr(variable.path), self.weights[id(variable)].dims
+        for layer, resolved in self.layers:
+            yield from ((f"an input of layer {layer.name!r}", dims) for dims in resolved.inputs)
+            yield from ((f"an output of layer {layer.name!r}", dims) for dims in resolved.outputs)
+        for layer, dims in self.outputs:
+            yield f"the output of layer {layer.name!r}", dims
+        for layer in self.model_layers if self.topology.inner_size > 1 else ():
+            if isinstance(layer, Relayout):
+                what = f"the output of layer {layer.name!r}"
+                yield (
+                    what,
+                    parse_strategy(layer.layout, self.topology, operand=what, batch_dim=True),
+                )
 
     def _add_declared(self, layer: keras.layers.Layer, resolved: ResolvedShard) -> None:
         for variable in layer.weights:
