@@ -114,6 +114,16 @@ def test_hybrid_matmul_gathers_exactly_once(capsys):
     assert [between.layer, between.phase, between.kind] == gather[:3]
 
 
+def test_hybrid_matmul_learns_in_two_stages(capsys):
+    loss = hybrid_matmul.main(["hybrid_matmul", "--stages=2", "--epochs=2"])
+    assert loss < 1.0 < np.log(10)
+    out = capsys.readouterr().out
+    assert "stage 1: columns ... logits" in out
+    assert "has no effect" not in out
+    (gather,) = printed_gathers(out)
+    assert gather[1:3] == ["forward", "all-gather"]
+
+
 def printed_gathers(out: str) -> list[list[str]]:
     """Rows of the printed report, before training, that are gathers of the forward pass."""
     rows = [line.split() for line in out.split("Epoch 1/")[0].splitlines()]

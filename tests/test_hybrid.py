@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import hybrid_matmul
-from .parity import assert_close
+from .parity import assert_close, assert_same_weights
 
 pytestmark = pytest.mark.usefixtures("float64")
 MODEL = {"model": 4}
@@ -110,6 +110,26 @@ def test_cut_otherwise_the_classic_network_has_no_gather(monkeypatch: pytest.Mon
     inspection = trained(classic, x=x, y=np.arange(8) % 10, loss=loss)
     assert inspection.count("all-gather") == 0
     assert inspection.count("all-reduce", "columns", "forward") == 1
+
+
+def test_the_classic_network_as_a_pipeline_equals_one_device() -> None:
+    """Two products cut in two ways, a stage each, four micro-batches; velocities are equal too."""
+    x, y = np.random.default_rng(0).normal(size=(32, 64)), np.arange(32) % 10
+    plain, staged = classic(), hybrid_matmul.parallel(classic(), stages=2)
+    hybrid_matmul.compiled(plain)
+    losses = [[float(m.train_on_batch(x, y)) for _ in range(3)] for m in (plain, staged)]
+    assert_close(*losses)
+    assert losses[0][2] < losses[0][0]
+    assert_same_weights(plain, staged)
+    inspection = kdist.inspect(staged, batch_size=32)
+    assert not inspection.fallbacks
+    # Of a micro-batch: 8 rows of 16 features, gathered where the second product begins.
+    gathered = [c for c in inspection.collectives if (c.kind, c.phase) == ("all-gather", "forward")]
+    assert [c.shape for c in gathered] == [(8, 16)]
+    assert inspection.count("all-reduce", "rows", "backward") == 1
+    stages = {w.path: {s for s, _ in w.shards[0].holders} for w in staged.plan().weights}
+    assert stages["rows/kernel"] == {0}
+    assert stages["columns/kernel"] == stages["logits/kernel"] == {1}
 
 
 # -- forms of a declaration ----------------------------------------------------------------------
