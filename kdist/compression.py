@@ -77,9 +77,18 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     column.
     """
     dims = [int(size) for size in shape]
-    cuts = range(1, max(len(dims), 2))
-    pairs = [(math.prod(dims[:cut]), math.prod(dims[cut:])) for cut in cuts]
-    return min(pairs, key=lambda pair: (sum(pair), pair[1]))
+    cut = matrix_cut(dims)
+    return math.prod(dims[:cut]), math.prod(dims[cut:])
+
+
+def matrix_cut(shape: Sequence[int]) -> int:
+    """How many of a tensor's first dims are the rows of its matrix; see `matrix_shape`."""
+
+    def cost(cut: int) -> tuple[int, int]:
+        columns = math.prod(shape[cut:])
+        return math.prod(shape[:cut]) + columns, columns
+
+    return min(range(1, max(len(shape), 2)), key=cost)
 
 
 def wire_bytes(shape: Sequence[int], itemsize: int, compressor: Compressor) -> int:

@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from kdist.compression import PowerSGD, matrix_shape
+from kdist.compression import PowerSGD, matrix_cut, matrix_shape
 
 import tensorflow as tf
 
@@ -112,6 +112,28 @@ def right(m: Any, p: Any) -> tf.Tensor:
 def decompress(p: Any, q: Any) -> tf.Tensor:
     """P Q^T: (rows, columns)."""
     return tf.linalg.matmul(p, q, transpose_b=True)
+
+
+def decompressed(
+    p: Any, q: Any, shape: Sequence[int], index: Sequence[slice] | None = None
+) -> tf.Tensor:
+    """P Q^T as the tensor that was compressed, or a part of it, from the factors' rows alone.
+
+    Args:
+        p: (rows, rank).
+        q: (columns, rank).
+        shape: Shape of the tensor.
+        index: The part; all of it by default.
+    """
+    if index is None:
+        return as_tensor(decompress(p, q), shape)
+    cut, rank = matrix_cut(shape), int(p.shape[1])
+    halves = [(p, shape[:cut], index[:cut]), (q, shape[cut:], index[cut:])]
+    left_rows, right_rows = (
+        tf.reshape(tf.reshape(factor, [*dims, rank])[part], [-1, rank])
+        for factor, dims, part in halves
+    )
+    return as_tensor(decompress(left_rows, right_rows), [i.stop - i.start for i in index])
 
 
 def residual(m: Any, p: Any, q: Any) -> tf.Tensor:

@@ -167,11 +167,6 @@ class ParallelConfig:
         if self.pipeline is None:
             return
         self.pipeline.schedule_for(topology.num_stages)
-        if self.compression is not None:
-            raise ValueError(
-                "Gradients of a pipeline are not compressed yet. Leave out compression, or the "
-                f"axis 'pipe'. Received: compression={self.compression!r}"
-            )
 
     @property
     def topology(self) -> Topology:

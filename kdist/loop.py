@@ -28,7 +28,9 @@ def gradients(
 
     Statistics of layers (BatchNormalization) and seeds move on, as in `fit`; weights do not. As in
     `fit`, only the first few shapes of a batch get a program over the inner axes; further ones run
-    on gathered weights, after one warning.
+    on gathered weights, after one warning. Gradients travel as in `fit`: in its buckets, and with
+    `ParallelConfig(compression=...)` compressed, so that what is returned is what arrived, and the
+    next call sends what this one did not; unless a gradient is infinite or NaN.
 
     Args:
         model: A parallelized, compiled model.
@@ -41,34 +43,32 @@ def gradients(
         one device gives it: `tf.IndexedSlices` for a table whose rows are looked up, None where the
         loss does not depend on the variable.
 
-    Raises:
-        ValueError: The model's gradients travel compressed.
-
     Example:
         >>> loss, grads = kdist.gradients(model, x, y)
         >>> grads = [g if g is None else tf.clip_by_norm(g, 1.0) for g in grads]
         >>> kdist.apply_gradients(model, grads)
     """
-    parallel, data = _without_compression(model), (x, y, sample_weight)
+    parallel, data = attached(model), (x, y, sample_weight)
     _verify_first(parallel, data)
     found = training_pass(parallel, data)
     return found.loss, found.gradients
 
 
-def training_pass(parallel: Parallel, data: Any) -> TrainingPass:
+def training_pass(parallel: Parallel, data: Any, compress: bool = True) -> TrainingPass:
     """One forward and backward pass over the mesh; see `gradients`.
 
     Args:
         parallel: Of a compiled model.
         data: A batch: (x, y, sample_weight).
+        compress: Whether gradients travel compressed, where that was asked for.
     """
     try:
-        return _step_for(parallel, data).gradients(data)
+        return _step_for(parallel, data).gradients(data, compress)
     except CannotExpand as reason:
         parallel.fall_back(
             f"DTensor cannot run {reason}. The model runs on gathered weights instead."
         )
-        return parallel.plain_step.gradients(data)
+        return parallel.plain_step.gradients(data, compress)
 
 
 def _verify_first(parallel: Any, data: Any) -> None:
@@ -82,18 +82,6 @@ def _verify_first(parallel: Any, data: Any) -> None:
             f"Received: a call in a graph, verify={parallel.config.verify!r}"
         )
     parallel.verify_first([data])
-
-
-def _without_compression(model: keras.Model) -> Any:
-    """What kdist attached to a model; refuses what a loop of halves cannot do."""
-    parallel = attached(model)
-    if parallel.config.compression is not None and parallel.topology.data_size > 1:
-        raise ValueError(
-            "Gradients travel compressed in fit and train_on_batch; kdist.gradients gives whole "
-            "ones, and error feedback needs both halves of a step. Train with these, or leave "
-            f"compression out. Received: compression={parallel.config.compression!r}"
-        )
-    return parallel
 
 
 def _step_for(parallel: Any, data: Any) -> Step:
@@ -116,8 +104,7 @@ def apply_gradients(model: keras.Model, gradients: Sequence[Any]) -> None:
         gradients: One whole gradient, or None, per trainable variable.
 
     Raises:
-        ValueError: The number of gradients is not that of the trainable variables, or the model's
-            gradients travel compressed.
+        ValueError: The number of gradients is not that of the trainable variables.
     """
     count = len(model.trainable_variables)
     if len(gradients) != count:
@@ -125,7 +112,7 @@ def apply_gradients(model: keras.Model, gradients: Sequence[Any]) -> None:
             "Pass one gradient (or None) per variable of model.trainable_variables: "
             f"{count} of them. Received: {len(gradients)} gradients"
         )
-    _without_compression(model).step_for(None).apply_whole(list(gradients))
+    attached(model).step_for(None).apply_whole(list(gradients))
 
 
 def reduce(model: keras.Model, function: Callable, *data: Any, op: str = "mean") -> Any:

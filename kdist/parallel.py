@@ -334,6 +334,7 @@ class Parallel(SteppedModel):
                 spread.keys,
                 self.optimizer_config,
                 self.classes(),
+                self.low_rank,
             )
             self.warn_without_effect()
 

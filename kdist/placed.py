@@ -14,11 +14,13 @@ from kdist.contract import is_built
 from kdist.fixed_batch import refuse_fixed_batch, refuse_row_state
 from kdist.fusion import comm_fusion
 from kdist.loss_terms import LossTerm, whole_loss
+from kdist.optimizer.compressed import KnownStates
 from kdist.optimizer.config import OptimizerConfig
 from kdist.optimizer.fuse import bucket_keys
 from kdist.optimizer.partition import Spread, spread
 from kdist.optimizer.sharded import config_for, parallel_optimizer
-from kdist.optimizer.update import DistributedUpdate, optimizer_groups, whole_updates
+from kdist.optimizer.update import DistributedUpdate
+from kdist.optimizer.wrappers import optimizer_groups, whole_updates
 from kdist.pipeline.stages import StagedModel, stages_given
 from kdist.placement import Placement, shape_of
 from kdist.plan import Plan, make_plan
@@ -45,6 +47,7 @@ class PlacedModel:
         fallbacks: Why some function runs on gathered weights, if one does.
         level: The level of optimizer parallelism that the weights are placed for.
         update: The distributed optimizer, once trained.
+        low_rank: What low-rank compression keeps between steps, and from one `update` to the next.
         whole_batch: Why layers compute over the whole batch, if they do.
         batch_axis: The data axis where it is inside DTensor (see `Topology.with_data_inside`).
         staged: How the model is cut into stages, once it is built, if it is a pipeline.
@@ -64,6 +67,7 @@ class PlacedModel:
         self.batch_axis: str | None = None
         self.level = 0
         self.update: DistributedUpdate | None = None
+        self.low_rank: KnownStates = {}
         self.staged: StagedModel | None = None
         self.example_input: Any = None
         self._told: set[str] = set()

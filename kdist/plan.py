@@ -167,7 +167,7 @@ class Plan:
             for _ in range(times.get(i, 1)):
                 self._count_gather(placement, counts["gather"])
         for exchange in self.exchanges:
-            for what, collectives in exchange.sent(self.topology.data_size).items():
+            for what, collectives in exchange.sent().items():
                 for messages, size in collectives:
                     counts[what].add([(messages, size)])
         return [

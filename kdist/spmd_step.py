@@ -47,15 +47,17 @@ class SpmdStep(Step):
                 raise CannotExpand(f"batches of unknown size, here {leaf.shape}")
         return split(x, y, sample_weight, self.topology.data_size, static=True)
 
-    def gradients(self, data: Any) -> TrainingPass:
-        """Loss and whole gradients of a global batch, for the user's own loop."""
+    def gradients(self, data: Any, compress: bool = True) -> TrainingPass:
+        """See `Step.gradients`."""
         data = as_tensors(data)
-        loss, found, results = self._gradients(data)
+        loss, found, results = self._gradients(data, compress)
         return TrainingPass(loss, found, self.split(data), results)
 
-    def _seen_gradients(self, data: Any) -> tuple[Any, list[Any], list[dict[str, Any]]]:
+    def _seen_gradients(
+        self, data: Any, compress: bool
+    ) -> tuple[Any, list[Any], list[dict[str, Any]]]:
         """Loss, whole gradients, and what a `TrainingPass` shows of the slices' results."""
-        found = super().gradients(data)
+        found = super().gradients(data, compress)
         shown = [{k: v for k, v in r.items() if k in SHOWN_RESULTS} for r in found.results]
         return found.loss, found.gradients, shown
 

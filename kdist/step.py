@@ -100,34 +100,42 @@ class Step:
         """Where the update reads the gradients of some results."""
         return self.runner.gradient_at([r["gradients"] for r in results])
 
-    def gradients(self, data: Any) -> TrainingPass:
-        """Loss and whole gradients of a global batch, for the user's own loop."""
+    def gradients(self, data: Any, compress: bool = True) -> TrainingPass:
+        """Loss and whole gradients of a global batch, for the user's own loop.
+
+        Args:
+            data: The batch.
+            compress: See `DistributedUpdate.whole_gradients`.
+        """
         batch = self.split(data)
         scale = self._scale()
         results, loss = self._differentiated(batch, scale)
-        return TrainingPass(loss, self.finish_gradients(batch, results, scale), batch, results)
+        found = self.finish_gradients(batch, results, scale, compress)
+        return TrainingPass(loss, found, batch, results)
 
     def finish_gradients(
-        self, batch: SplitBatch, results: Sequence[dict[str, Any]], scale: Any
+        self, batch: SplitBatch, results: Sequence[dict[str, Any]], scale: Any, compress: bool
     ) -> list[Any]:
         """Combines state; returns one whole gradient, or None, per trainable variable.
 
         Rows of tables stay rows: an optimizer squares and clips them one by one, as in `fit`.
         """
         self._keep_state(batch, results, training=True)
-        reduced = self._source(results)
         whole: list[Any] = [None] * len(self.program.state.trainable)
-        for v in self._connected(results):
-            gradient = reduced.unit(v, UpdateUnit(v, None, (0, 0)))
+        if not whole:
+            return whole
+        source, connected = self._source(results), self._connected(results)
+        for v, gradient in self.update.whole_gradients(source, connected, compress).items():
             if scale is not None:
                 gradient = multiplied(gradient, 1 / tf.cast(scale, gradient.dtype))
             whole[v] = gradient
         return whole
 
     def apply_whole(self, gradients: Sequence[Any]) -> None:
-        """Updates the parameters from whole gradients."""
+        """Updates the parameters from whole gradients, which have travelled before."""
         source = WholeGradients(gradients, self._scale(), self.runner.entries)
-        self.update.apply(source, [v for v, g in enumerate(gradients) if g is not None])
+        connected = [v for v, g in enumerate(gradients) if g is not None]
+        self.update.apply(source, connected, compress=False)
 
     def test(self, data: Any, known_size: bool = True) -> dict[str, Any]:
         """One evaluation step on a global batch; returns the logs; see `train`."""

@@ -7,14 +7,14 @@ crosses to others. The mathematics is in `kdist.compressors`, who sends what whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from kdist import compressors
 from kdist.compression import PowerSGD, matrix_shape
 from kdist.mesh import Topology
 from kdist.optimizer.bucket import Bucket, flat, unflat
-from kdist.optimizer.exchange import Exchange
+from kdist.optimizer.exchange import Exchange, is_low_rank
 from kdist.optimizer.low_rank import LowRankState
 from kdist.optimizer.source import GradientSource, bucket_gradients
 from kdist.placement import Coordinate, Placement, UpdateUnit, relative
@@ -30,25 +30,52 @@ class Compression:
         exchanges: What travels together.
         placements: One per trainable variable.
         topology: The mesh.
+        known: What low-rank compression keeps, by identity of the variable and start of its part.
+            What is there goes on; what is made is added, what is not used any more is taken away.
+        variables: The trainable variables.
     """
 
     def __init__(
-        self, exchanges: Sequence[Exchange], placements: Sequence[Placement], topology: Topology
+        self,
+        exchanges: Sequence[Exchange],
+        placements: Sequence[Placement],
+        topology: Topology,
+        known: KnownStates,
+        variables: Sequence[Any],
     ) -> None:
         self.exchanges = tuple(exchanges)
         self.placements = list(placements)
         self.devices = [one.devices for one in topology.slices]
         self.states: dict[tuple[int, int], LowRankState] = {}
+        used = set()
         for exchange in self.exchanges:
-            if isinstance(exchange.compressor, PowerSGD):
-                at = [devices[exchange.inner] for devices in self.devices]
+            if is_low_rank(exchange.compressor):
                 for v, shape in zip(exchange.members, exchange.shapes):
-                    # Not its path, which Keras numbers anew with every model of a process.
-                    index = placements[v].inner_index(exchange.inner)
-                    name = f"{v} {[i.start for i in index]}"
-                    self.states[v, exchange.inner] = LowRankState(
-                        name, shape, exchange.compressor, exchange.itemsize, at
-                    )
+                    start = tuple(i.start for i in placements[v].inner_index(exchange.inner))
+                    key = id(variables[v]), start
+                    used.add(key)
+                    self.states[v, exchange.inner] = self._state(exchange, v, shape, key, known)
+        for key in set(known) - used:
+            del known[key]
+
+    def _state(
+        self,
+        exchange: Exchange,
+        v: int,
+        shape: Sequence[int],
+        key: tuple[int, tuple[int, ...]],
+        known: KnownStates,
+    ) -> LowRankState:
+        """What is kept of one gradient: what there was, or from the beginning."""
+        at = {s: self.devices[s][exchange.inner] for s in exchange.slices}
+        if key in known:
+            known[key].move(at)
+            return known[key]
+        # Not its path, which Keras numbers anew with every model of a process.
+        name = f"{v} {list(key[1])}"
+        assert isinstance(exchange.compressor, PowerSGD)
+        known[key] = LowRankState(name, shape, exchange.compressor, exchange.itemsize, at)
+        return known[key]
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -64,6 +91,9 @@ class Compression:
         """
         return CompressedGradients(self, source, scale)
 
+
+KnownStates = MutableMapping[tuple[int, tuple[int, ...]], LowRankState]
+"""By identity of a variable and the start of its part."""
 
 Part = Callable[[int], Any]
 """Slice -> its tensor."""
@@ -84,12 +114,11 @@ class CompressedGradients:
         self.source = source
         self.scale = scale
         self._updates: list[tuple[str, tf.Variable, Any]] = []
-        self._found: dict[Exchange, list[list[Any]]] = {}
-        self._of: dict[tuple[int, int, Any], Exchange] = {
-            (v, e.inner, e.root if e.how == "one" else e.how): e
-            for e in compression.exchanges
-            for v in e.members
-        }
+        self._found: dict[Exchange, dict[int, list[Any]]] = {}
+        self._of: dict[tuple[int, int], list[Exchange]] = {}
+        for exchange in compression.exchanges:
+            for v in exchange.members:
+                self._of.setdefault((v, exchange.inner), []).append(exchange)
 
     @property
     def rows(self) -> set[int]:
@@ -112,44 +141,37 @@ class CompressedGradients:
 
     def unit(self, variable: int, unit: UpdateUnit) -> Any:
         """See `GradientSource`."""
-        how: Any = "all" if unit.replicated else unit.owner
-        inner = range(len(self.compression.devices[0]))
-        lanes = [k for k in inner if (variable, k, how) in self._of]
-        if unit.shard is not None:
-            lanes = [k for k in lanes if k == unit.owner[1]]
+        inner = range(len(self.compression.devices[0])) if unit.shard is None else [unit.owner[1]]
+        exchanges = [self._exchange(variable, k, unit.owner) for k in inner]
+        lanes = [exchange for exchange in exchanges if exchange is not None]
         if not lanes:
             return self.source.unit(variable, unit)
-        parts = []
         placement = self.compression.placements[variable]
-        for k in lanes:
-            exchange = self._of[variable, k, how]
-            if exchange.how == "one" and not isinstance(exchange.compressor, PowerSGD):
-                parts.append((placement.inner_index(k), self._cast_to_one(exchange, unit)))
-                continue
-            position = exchange.members.index(variable)
-            with tf.device(self._device(exchange, unit.owner[0])):
-                parts.append((placement.inner_index(k), self._result(exchange, unit, position)))
-        return assemble(parts)
+        return assemble([(placement.inner_index(e.inner), self._part(e, unit)) for e in lanes])
 
     def bucket(self, bucket: Bucket) -> list[Any]:
         """As `bucket_gradients`."""
-        how: Any = "scatter" if len(bucket.owners) > 1 else bucket.owners[0]
-        exchange = self._of.get((bucket.members[0], bucket.inner, how))
+        exchange = self._exchange(bucket.members[0], bucket.inner, bucket.owners[0])
         if exchange is None:
             return bucket_gradients(bucket, self.source, self.compression.devices)
-        if isinstance(exchange.compressor, PowerSGD):
+        if is_low_rank(exchange.compressor):
             return self._low_rank_rows(exchange, bucket)
         return self._cast_rows(exchange, bucket)
+
+    def _exchange(self, variable: int, k: int, owner: Coordinate) -> Exchange | None:
+        """In which exchange a gradient's part travels to an owner; None as it is."""
+        found = self._of.get((variable, k), [])
+        return next((e for e in found if e.how != "one" or e.root == owner), None)
 
     def _device(self, exchange: Exchange, s: int) -> str:
         return self.compression.devices[s][exchange.inner]
 
-    def _each(self, exchange: Exchange, function: Part) -> list[Any]:
-        """Calls a function for every slice, on its device."""
-        found = []
-        for s in range(len(self.compression.devices)):
+    def _each(self, exchange: Exchange, function: Part) -> dict[int, Any]:
+        """Calls a function for every slice that takes part, on its device."""
+        found = {}
+        for s in exchange.slices:
             with tf.device(self._device(exchange, s)):
-                found.append(function(s))
+                found[s] = function(s)
         return found
 
     def _at_root(self, exchange: Exchange, function: Callable[[], Any]) -> Any:
@@ -157,21 +179,23 @@ class CompressedGradients:
         with tf.device(self.compression.devices[s][k]):
             return function()
 
-    def _vectors(self, exchange: Exchange) -> list[Any]:
-        """Per slice, the members' gradients as one vector."""
+    def _vectors(self, exchange: Exchange) -> dict[int, Any]:
+        """By slice, the members' gradients as one vector."""
         at = lambda s, v: self.source.local(v, (s, exchange.inner))  # noqa: E731
         return self._each(exchange, lambda s: flat([at(s, v) for v in exchange.members]))
 
     # -- casts
 
-    def _cast(self, exchange: Exchange, tensors: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Per slice, its tensor in 16 bits; and the scale at the root, None for bfloat16."""
+    def _cast(self, exchange: Exchange, tensors: Mapping[int, Any]) -> tuple[dict[int, Any], Any]:
+        """By slice, its tensor in 16 bits; and the scale at the root, None for bfloat16."""
         if exchange.compressor == "bf16":
             return self._each(exchange, lambda s: compressors.to_bf16(tensors[s])), None
         largest = self._each(exchange, lambda s: compressors.largest_finite(tensors[s]))
         scale = self._at_root(
             exchange,
-            lambda: compressors.fp16_scale(tf.reduce_max(tf.stack(largest)), len(tensors)),
+            lambda: compressors.fp16_scale(
+                tf.reduce_max(tf.stack(list(largest.values()))), len(tensors)
+            ),
         )
         return self._each(exchange, lambda s: compressors.to_fp16(tensors[s], scale)), scale
 
@@ -184,13 +208,13 @@ class CompressedGradients:
             )
 
         matrices = self._each(exchange, rows)
-        dtype = matrices[0].dtype
+        dtype = matrices[exchange.slices[0]].dtype
         messages, scale = self._cast(exchange, matrices)
         cut = self._each(exchange, lambda s: tf.unstack(messages[s], len(bucket.owners)))
         vectors = []
         for n, (s, _) in enumerate(bucket.owners):
             with tf.device(self._device(exchange, s)):
-                vectors.append(add([widened(parts[n], scale, dtype) for parts in cut]))
+                vectors.append(add([widened(parts[n], scale, dtype) for parts in cut.values()]))
             self.reduced(bucket.members, vectors[-1])
         return vectors
 
@@ -209,18 +233,19 @@ class CompressedGradients:
 
         parts = self._each(exchange, part)
         messages, scale = self._cast(exchange, parts)
-        total = add([widened(m, scale, parts[0].dtype) for m in messages])
+        dtype = parts[exchange.slices[0]].dtype
+        total = add([widened(m, scale, dtype) for m in messages.values()])
         self.reduced(exchange.members, total)
         return total
 
-    def _cast_to_all(self, exchange: Exchange) -> list[list[Any]]:
-        """Per slice, the members' sums, which travelled in 16 bits both ways."""
+    def _cast_to_all(self, exchange: Exchange) -> dict[int, list[Any]]:
+        """By slice, the members' sums, which travelled in 16 bits both ways."""
         vectors = self._vectors(exchange)
-        dtype = vectors[0].dtype
+        dtype = vectors[exchange.slices[0]].dtype
         messages, scale = self._cast(exchange, vectors)
 
         def total() -> Any:
-            wide = add([widened(m, scale, dtype) for m in messages])
+            wide = add([widened(m, scale, dtype) for m in messages.values()])
             return to_16_bits(wide, exchange, scale)
 
         back = self._at_root(exchange, total)
@@ -231,16 +256,23 @@ class CompressedGradients:
 
     # -- low rank
 
-    def _result(self, exchange: Exchange, unit: UpdateUnit, position: int) -> Any:
-        """A member's sum, on the device in scope, one of the slice that owns the unit."""
-        s = unit.owner[0]
-        if not isinstance(exchange.compressor, PowerSGD):
-            if exchange not in self._found:
-                self._found[exchange] = self._cast_to_all(exchange)
-            return self._found[exchange][s][position]
-        p, q = self._factors(exchange)[s][position]
-        whole = compressors.as_tensor(compressors.decompress(p, q), exchange.shapes[position])
-        return self._scaled(whole, exchange)
+    def _part(self, exchange: Exchange, unit: UpdateUnit) -> Any:
+        """A unit's part of a sum; made where the exchange ends, in the slice that owns the unit."""
+        if exchange.how == "one" and not is_low_rank(exchange.compressor):
+            return self._cast_to_one(exchange, unit)
+        s, position = unit.owner[0], exchange.members.index(unit.variable)
+        with tf.device(self._device(exchange, s)):
+            if not is_low_rank(exchange.compressor):
+                if exchange not in self._found:
+                    self._found[exchange] = self._cast_to_all(exchange)
+                return self._found[exchange][s][position]
+            placement = self.compression.placements[unit.variable]
+            index = None
+            if unit.shard is not None:
+                index = relative(unit.index(placement), placement.inner_index(exchange.inner))
+            p, q = self._factors(exchange)[s][position]
+            part = compressors.decompressed(p, q, exchange.shapes[position], index)
+            return self._scaled(part, exchange)
 
     def _low_rank_rows(self, exchange: Exchange, bucket: Bucket) -> list[Any]:
         """A bucket: each owner puts its rows together from the factors."""
@@ -249,28 +281,29 @@ class CompressedGradients:
         for n, (s, _) in enumerate(bucket.owners):
             with tf.device(self._device(exchange, s)):
                 rows = []
-                for p, q in factors[s]:
-                    size = p.shape[0] // len(bucket.owners)
-                    rows.append(compressors.decompress(p[n * size : (n + 1) * size], q))
+                for (p, q), shape in zip(factors[s], exchange.shapes):
+                    size = shape[0] // len(bucket.owners)
+                    index = (slice(n * size, (n + 1) * size), *(slice(0, d) for d in shape[1:]))
+                    rows.append(compressors.decompressed(p, q, shape, index))
                 vectors.append(self._scaled(flat(rows), exchange))
         return vectors
 
     def _scaled(self, gradient: Any, exchange: Exchange) -> Any:
         """As the update expects it: with the loss scale, in the gradients' dtype."""
         like = tf.convert_to_tensor(
-            self.source.local(exchange.members[0], (0, exchange.inner))
+            self.source.local(exchange.members[0], (exchange.slices[0], exchange.inner))
         ).dtype
         if self.scale is not None:
             gradient = gradient * tf.cast(self.scale, gradient.dtype)
         return tf.cast(gradient, like)
 
-    def _factors(self, exchange: Exchange) -> list[list[Any]]:
-        """Per slice, P and Q of every member; see `kdist.compressors`."""
+    def _factors(self, exchange: Exchange) -> dict[int, list[Any]]:
+        """By slice, P and Q of every member; see `kdist.compressors`."""
         if exchange not in self._found:
             self._found[exchange] = self._exchange_factors(exchange)
         return self._found[exchange]
 
-    def _exchange_factors(self, exchange: Exchange) -> list[list[Any]]:
+    def _exchange_factors(self, exchange: Exchange) -> dict[int, list[Any]]:
         k, members = exchange.inner, exchange.members
         states = [self.compression.states[v, k] for v in members]
         rank = states[0].compressor.rank
@@ -289,7 +322,7 @@ class CompressedGradients:
         )
 
         def bases() -> Any:
-            sums = unflat(add(sent), [(rows, rank) for rows, _ in sizes])
+            sums = unflat(add(sent.values()), [(rows, rank) for rows, _ in sizes])
             return flat([compressors.orthogonalize(p) for p in sums])
 
         whole = self._at_root(exchange, bases)
@@ -300,13 +333,13 @@ class CompressedGradients:
             exchange, lambda s: [compressors.right(m, p) for m, p in zip(own[s], ps[s])]
         )
         sent = self._each(exchange, lambda s: flat(rights[s]))
-        total = self._at_root(exchange, lambda: add(sent))
+        total = self._at_root(exchange, lambda: add(sent.values()))
         qs = self._each(
             exchange, lambda s: unflat(tf.identity(total), [(cols, rank) for _, cols in sizes])
         )
         self._each(exchange, lambda s: self._keep(exchange, s, own[s], ps[s], rights[s], qs[s]))
         self.reduced(members, total)
-        return [list(zip(p, q)) for p, q in zip(ps, qs)]
+        return {s: list(zip(ps[s], qs[s])) for s in exchange.slices}
 
     def _unscaled(self, gradient: Any) -> Any:
         matrix = compressors.as_matrix(gradient)
@@ -319,15 +352,15 @@ class CompressedGradients:
         device = self._device(exchange, s)
         for n, v in enumerate(exchange.members):
             state = self.compression.states[v, exchange.inner]
-            if state.q is not None:
+            if state.q:
                 self._updates.append((device, state.q[s], qs[n]))
-            if state.steps is not None:
+            if state.steps:
                 self._updates.append((device, state.steps[s], state.steps[s] + 1))
-            if state.errors is not None:
+            if state.errors:
                 error = compressors.residual(own[n], ps[n], rights[n])
                 self._updates.append((device, state.errors[s], error))
-                # Until then the gradient is in use.
-                self.reduced([v], error)
+                # Until then gradients are in use; it needs the factors, and so those of all.
+                self.reduced(exchange.members, error)
 
 
 def bucket_vectors(bucket: Bucket, source: GradientSource, devices: Any) -> list[Any]:
@@ -351,6 +384,7 @@ def widened(message: Any, scale: Any, dtype: Any) -> Any:
     return compressors.from_fp16(message, scale, dtype)
 
 
-def add(parts: Sequence[Any]) -> Any:
+def add(parts: Iterable[Any]) -> Any:
     """The sum."""
-    return tf.add_n(list(parts)) if len(parts) > 1 else tf.identity(parts[0])
+    tensors = list(parts)
+    return tf.add_n(tensors) if len(tensors) > 1 else tf.identity(tensors[0])

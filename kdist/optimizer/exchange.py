@@ -1,11 +1,12 @@
 """Compressed gradients over the data axis: what travels together, from where to where. Pure.
 
 An exchange is the gradients of some parameters that travel in one compressed form at one inner
-coordinate. There are three ways to end one:
+coordinate, between the slices that compute with them: all, or those of a pipeline's stages. There
+are three ways to end one:
 
 - `"all"`: every slice gets the sum, and updates its own copy: an all-reduce. So for parameters that
   optimizer parallelism does not spread: sending new values instead would cost their full bytes.
-- `"scatter"`: every slice gets its rows of the sum: a reduce-scatter.
+- `"scatter"`: every owner gets its part of the sum: a reduce-scatter.
 - `"one"`: one owner gets the sum.
 
 Sums are made on one device, the root, and sent back where all need them; together what a ring
@@ -17,11 +18,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from kdist.compression import Compressor, PowerSGD, matrix_shape
 from kdist.optimizer.bucket import Bucket
-from kdist.placement import Coordinate, Placement, UpdateUnit, shape_of
+from kdist.placement import Coordinate, Group, Placement, UpdateUnit, shape_of
 
 How = Literal["all", "scatter", "one"]
 Sent = dict[str, list[tuple[int, int]]]
@@ -39,8 +40,10 @@ class Exchange:
         itemsize: Bytes of an element of the gradients.
         compressor: How they travel.
         how: Who gets the sum.
+        slices: Whose gradients are added.
         root: Where sums are made; for `"one"` the owner.
         owner: The inner coordinate of the devices that update.
+        owners: For `"scatter"`, in how many parts the sum is needed.
     """
 
     members: tuple[int, ...]
@@ -49,41 +52,37 @@ class Exchange:
     itemsize: int
     compressor: Compressor
     how: How
+    slices: Group
     root: Coordinate
     owner: int
+    owners: int = 1
 
     @property
     def elements(self) -> int:
         """Elements of all members."""
         return sum(math.prod(shape) for shape in self.shapes)
 
-    def sent(self, replicas: int) -> Sent:
+    def sent(self) -> Sent:
         """What crosses devices in a step.
-
-        Args:
-            replicas: Number of slices.
 
         Returns:
             "reduce": towards where sums are made. "share": what all must know of a sum.
         """
-        low_rank = isinstance(self.compressor, PowerSGD)
-        found = self._low_rank(replicas) if low_rank else self._cast(replicas)
+        low_rank = is_low_rank(self.compressor)
+        found = self._low_rank() if low_rank else self._cast()
         if self.owner != self.inner and (self.how == "all" or low_rank):
             # The sum goes on, inside the slice, to the device that updates.
-            owners = replicas if self.how == "all" else 1
+            owners = len(self.slices) if self.how == "all" else 1
             sizes = [math.prod(shape) * self.itemsize for shape in self.shapes]
             found["reduce"] += [(owners, size) for size in sizes]
         return {what: [c for c in sent if c[0]] for what, sent in found.items()}
 
-    def _cast(self, replicas: int) -> Sent:
+    def _cast(self) -> Sent:
         # An owner at another inner coordinate gets the part of its own slice, too.
-        senders = replicas - (self.root[1] == self.inner)
+        senders = len(self.slices) - (self.root[1] == self.inner)
         size = 2 * self.elements
         back = (senders, size)
-        if self.how == "scatter":
-            values = (replicas * (replicas - 1), size // replicas)
-        else:
-            values = (senders, size)
+        values = (senders * self.owners, size // self.owners)
         found = {"reduce": [values], "share": [back] if self.how == "all" else []}
         if self.compressor == "fp16":
             # The largest values go to the root, the scale comes back.
@@ -91,31 +90,31 @@ class Exchange:
                 sent.append((senders, self.itemsize))
         return found
 
-    def _low_rank(self, replicas: int) -> Sent:
+    def _low_rank(self) -> Sent:
         assert isinstance(self.compressor, PowerSGD)
         sides = [matrix_shape(shape) for shape in self.shapes]
         width = self.compressor.rank * max(self.itemsize, 4)
-        factors = [(replicas - 1, width * sum(side)) for side in zip(*sides)]
+        factors = [(len(self.slices) - 1, width * sum(side)) for side in zip(*sides)]
         return {"reduce": list(factors), "share": list(factors)}
 
 
 def on_every_slice(
-    units: Sequence[UpdateUnit], replicated: Sequence[bool], replicas: int
+    units: Sequence[UpdateUnit], replicated: Sequence[bool], placements: Sequence[Placement]
 ) -> tuple[UpdateUnit, ...]:
-    """Lets every slice update its own copy of some parameters.
+    """Lets every slice that uses some parameters update its own copy of them.
 
     Args:
         units: Who updates which part.
         replicated: Per trainable variable, whether every slice is to update it. A unit of rows
             stays with its owner.
-        replicas: Number of slices.
+        placements: One per trainable variable.
     """
     found = []
     for unit in units:
-        if replicated[unit.variable] and unit.rows is None and replicas > 1:
+        slices = placements[unit.variable].slices
+        if replicated[unit.variable] and unit.rows is None and len(slices) > 1:
             found += [
-                dataclasses.replace(unit, owner=(s, unit.owner[1]), replicated=True)
-                for s in range(replicas)
+                dataclasses.replace(unit, owner=(s, unit.owner[1]), replicated=True) for s in slices
             ]
         else:
             found.append(unit)
@@ -140,37 +139,61 @@ def make_exchanges(
     """
     found = [_of_bucket(b, placements, compressors, n) for n, b in enumerate(buckets)]
     fused = {n for b in buckets for numbers in b.units for n in numbers}
-    groups: dict[tuple[Any, bool, Coordinate, int], list[tuple[int, tuple[int, ...]]]] = {}
+    groups: dict[_Route, dict[int, tuple[int, ...]]] = {}
     for n, unit in enumerate(units):
-        if n in fused or compressors[unit.variable] == "none":
+        placement, compressor = placements[unit.variable], compressors[unit.variable]
+        if n in fused or compressor == "none":
             continue
-        if unit.replicated and unit.owner[0] > 0:
+        if unit.replicated and unit.owner[0] != placement.slices[0]:
             continue
-        for k, shape in parts_of(unit, placements[unit.variable]):
-            key: Hashable = keys[unit.variable]
-            if unit.replicated and key is not None:
-                key = (key, placements[unit.variable].itemsize, compressors[unit.variable])
-            else:
-                key = ("alone", n)
-            groups.setdefault((key, unit.replicated, unit.owner, k), []).append(
-                (unit.variable, shape)
-            )
-    replicas = len(placements[0].table) if placements else 1
-    for number, ((_, replicated, owner, k), members) in enumerate(groups.items()):
-        first = members[0][0]
+        key: Hashable = keys[unit.variable]
+        if unit.replicated and key is not None:
+            key = (key, placement.itemsize, compressor)
+        else:
+            key = ("alone", n)
+        if unit.shard is not None and placement.data_dim is not None and is_low_rank(compressor):
+            # One matrix, whatever part of it each owner needs.
+            k = unit.owner[1]
+            route = _Route("scatter", ("alone", unit.variable), placement.slices, None, k)
+            groups.setdefault(route, {})[unit.variable] = shape_of(placement.inner_index(k))
+            continue
+        how: How = "all" if unit.replicated else "one"
+        for k, shape in parts_of(unit, placement):
+            route = _Route(how, key, placement.slices, unit.owner, k)
+            groups.setdefault(route, {})[unit.variable] = shape
+    for number, (route, members) in enumerate(groups.items()):
+        first = next(iter(members))
+        turn = route.slices[number % len(route.slices)], route.inner
         found.append(
             Exchange(
-                members=tuple(v for v, _ in members),
-                inner=k,
-                shapes=tuple(shape for _, shape in members),
+                members=tuple(members),
+                inner=route.inner,
+                shapes=tuple(members.values()),
                 itemsize=placements[first].itemsize,
                 compressor=compressors[first],
-                how="all" if replicated else "one",
-                root=(number % replicas, k) if replicated else owner,
-                owner=owner[1],
+                how=route.how,
+                slices=route.slices,
+                root=route.owner if route.how == "one" and route.owner else turn,
+                owner=route.owner[1] if route.owner else route.inner,
             )
         )
     return tuple(e for e in found if e.compressor != "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Route:
+    """What gradients outside of buckets have in common if they travel together."""
+
+    how: How
+    key: Hashable
+    slices: Group
+    owner: Coordinate | None
+    inner: int
+
+
+def is_low_rank(compressor: Compressor) -> bool:
+    """Whether gradients travel as factors, not as casts."""
+    return isinstance(compressor, PowerSGD)
 
 
 def _of_bucket(
@@ -184,8 +207,10 @@ def _of_bucket(
         itemsize=placements[first].itemsize,
         compressor=compressors[first],
         how="scatter" if len(bucket.owners) > 1 else "one",
+        slices=placements[first].slices,
         root=bucket.owners[number % len(bucket.owners)],
         owner=bucket.inner,
+        owners=len(bucket.owners),
     )
 
 
@@ -202,28 +227,18 @@ def parts_of(unit: UpdateUnit, placement: Placement) -> list[tuple[int, tuple[in
     return list(seen.values())
 
 
-def check_stored(
-    placements: Sequence[Placement], compressors: Sequence[Compressor], replicas: int
-) -> None:
-    """Refuses what cannot be compressed as asked.
+def check_replicas(placements: Sequence[Placement], compressors: Sequence[Compressor]) -> None:
+    """Refuses sums that may overflow.
 
     Raises:
-        ValueError: Low rank for a parameter that is stored cut over the data axis; float16 sums
-            over more replicas than are safe from overflow.
+        ValueError: Float16 over more slices than are safe.
     """
     for placement, compressor in zip(placements, compressors):
-        if isinstance(compressor, PowerSGD) and placement.gathered:
-            raise ValueError(
-                "Low-rank compression keeps an error of the gradient's whole size on every "
-                "replica, which undoes that a parameter is stored cut over the data axis (level "
-                "3, or a layout that names that axis). Use a cast for it, "
-                "CompressionConfig(rest='bf16'), or at most level 2. "
-                f"Received: {compressor} for {placement.path!r}"
-            )
-        if compressor == "fp16" and replicas > MAX_FP16:
+        if compressor == "fp16" and len(placement.slices) > MAX_FP16:
             raise ValueError(
                 f"Sums of float16 gradients are safe from overflow for up to {MAX_FP16} replicas. "
-                f"Use 'bf16'. Received: 'fp16' for {placement.path!r} on {replicas} replicas"
+                f"Use 'bf16'. Received: 'fp16' for {placement.path!r} on "
+                f"{len(placement.slices)} replicas"
             )
 
 

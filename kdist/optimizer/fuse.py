@@ -53,5 +53,6 @@ def bucket_keys(
 
 
 def _held(placement: Placement) -> Hashable:
-    """Parameters held by the same coordinates may share a bucket."""
-    return placement.data_dim, tuple(sorted({shard.holders for shard in placement.shards}))
+    """Parameters used and held by the same coordinates may share a bucket."""
+    holders = tuple(sorted({shard.holders for shard in placement.shards}))
+    return placement.data_dim, placement.slices, holders

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any
 
 from kdist.compression import Classes
 from kdist.mesh import Topology
-from kdist.optimizer.bucket import Bucket, flat_view, make_buckets
-from kdist.optimizer.compressed import CompressedGradients, Compression
+from kdist.optimizer.bucket import Bucket, flat_view, make_buckets, unflat
+from kdist.optimizer.compressed import CompressedGradients, Compression, KnownStates
 from kdist.optimizer.exchange import Exchange, make_exchanges
 from kdist.optimizer.formatted_slots import format_slots
 from kdist.optimizer.local import LocalOptimizer, Span, link_slots
 from kdist.optimizer.source import GradientSource
 from kdist.optimizer.state_config import StateFormatConfig
 from kdist.placement import Coordinate, Index, Placement, UpdateUnit, covers, relative, shape_of
-from kdist.variables import Stored, make_local, rows_view
+from kdist.variables import Stored, assemble, make_local, rows_view
 
 import keras
 import tensorflow as tf
@@ -50,6 +50,7 @@ class Jobs:
         groups: The optimizers that do math, with the positions of their variables.
         state_format: Formats of the optimizers' moments.
         classes: How the gradient of each variable travels; None for all as they are.
+        low_rank: What low-rank compression keeps; see `Compression`.
 
     Attributes:
         buckets: What travels together.
@@ -67,6 +68,7 @@ class Jobs:
         groups: Sequence[tuple[Any, list[int]]],
         state_format: StateFormatConfig,
         classes: Classes | None,
+        low_rank: KnownStates,
     ) -> None:
         self.entries = list(entries)
         self.topology = topology
@@ -74,6 +76,7 @@ class Jobs:
         self.groups = list(groups)
         self.state_format = state_format
         self.classes = classes
+        self.low_rank = low_rank
 
     def build(self, keys: Sequence[Hashable | None], whole: Sequence[bool]) -> None:
         """Makes the local optimizers, and moves the state of those there were into them.
@@ -99,7 +102,11 @@ class Jobs:
         apart = {v for v, key in enumerate(keys) if key is None}
         compressors = self.classes.compressors(without=apart)
         exchanges = make_exchanges(self.units, placements, compressors, keys, self.buckets)
-        return Compression(exchanges, placements, self.topology) if exchanges else None
+        if not exchanges:
+            self.low_rank.clear()
+            return None
+        variables = [entry.variable for entry in self.entries]
+        return Compression(exchanges, placements, self.topology, self.low_rank, variables)
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -118,7 +125,8 @@ class Jobs:
     def is_first(self, number: int) -> bool:
         """Whether a job is the first slice's, where every slice updates its own copy."""
         unit = self.units[self.jobs[number].units[0]]
-        return unit.owner[0] == 0 or not unit.replicated
+        slices = self.entries[unit.variable].placement.slices
+        return unit.owner[0] == slices[0] or not unit.replicated
 
     def nbytes(self, unit: int) -> int:
         """Bytes of what a unit updates."""
@@ -207,7 +215,8 @@ class Jobs:
         unit = self.units[self.jobs[number].units[0]]
         if not unit.replicated:
             return number
-        first = dataclasses.replace(unit, owner=(0, unit.owner[1]))
+        slices = self.entries[unit.variable].placement.slices
+        first = dataclasses.replace(unit, owner=(slices[0], unit.owner[1]))
         return next(n for n, job in enumerate(self.jobs) if self.units[job.units[0]] == first)
 
     def _logical(self, job: Job) -> keras.Variable:
@@ -229,6 +238,27 @@ class Jobs:
         placement = self.entries[unit.variable].placement
         index = unit.index(placement)
         return None if covers(index, placement.shape) else index
+
+    def whole(self, gradients: Mapping[int, Any]) -> dict[int, Any]:
+        """Each parameter's gradient, put together from those of its jobs on the device in scope.
+
+        Args:
+            gradients: By job, what its variable is updated with.
+        """
+        parts: dict[int, list[tuple[Index, Any]]] = {}
+        for number, gradient in gradients.items():
+            job = self.jobs[number]
+            if not self.is_first(number):
+                continue
+            placed = [self.entries[self.units[n].variable].placement for n in job.units]
+            indices = [self.units[n].index(p) for n, p in zip(job.units, placed)]
+            with tf.device(self.device(job.owner)):
+                pieces = (
+                    unflat(gradient, [shape_of(i) for i in indices]) if job.flat else [gradient]
+                )
+            for n, index, piece in zip(job.units, indices, pieces):
+                parts.setdefault(self.units[n].variable, []).append((index, piece))
+        return {variable: assemble(found) for variable, found in parts.items()}
 
     def own_rows(self, unit: UpdateUnit) -> Index:
         """The unit's rows, counted inside its shard."""

@@ -19,7 +19,8 @@ from kdist.mesh import Topology
 from kdist.optimizer.config import OptimizerConfig
 from kdist.optimizer.local import scatter_rows
 from kdist.optimizer.partition import Spread, spread
-from kdist.optimizer.update import DistributedUpdate, whole_updates
+from kdist.optimizer.update import DistributedUpdate
+from kdist.optimizer.wrappers import whole_updates
 from kdist.placement import Placement, place
 from kdist.plain import PlainGradients
 from kdist.sparse import LookUp, is_sparse

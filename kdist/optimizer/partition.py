@@ -15,7 +15,7 @@ from kdist.layout import WeightLayout
 from kdist.mesh import Topology
 from kdist.optimizer.bucket import Bucket, make_buckets
 from kdist.optimizer.config import OptimizerConfig
-from kdist.optimizer.exchange import Exchange, check_stored, make_exchanges, on_every_slice
+from kdist.optimizer.exchange import Exchange, check_replicas, make_exchanges, on_every_slice
 from kdist.placement import Placement, UpdateUnit, assign_owners, place
 
 How = Literal["slice", "parameter", "whole"]
@@ -169,7 +169,7 @@ def spread(
             to send.
 
     Raises:
-        ValueError: For what `decide` or `check_stored` refuses.
+        ValueError: For what `decide` or `check_replicas` refuses.
     """
     decisions = decide(placements, whole, wanted, config, topology)
     placed = list(placements)
@@ -186,10 +186,10 @@ def spread(
     together = [key if d.how == "whole" else None for key, d in zip(keys, decisions)]
     units = assign_owners(placed, whole, topology, cut, together)
     compressors = ["none"] * len(placed) if compressors is None else list(compressors)
-    check_stored(placed, compressors, topology.data_size)
+    check_replicas(placed, compressors)
     every = [d.how == "whole" and c != "none" for d, c in zip(decisions, compressors)]
     every = [e and p.data_dim is None for e, p in zip(every, placed)]
-    units = on_every_slice(units, every, topology.data_size)
+    units = on_every_slice(units, every, placed)
     buckets = tuple(make_buckets(units, placed, keys, whole))
     exchanges = make_exchanges(units, placed, compressors, keys, buckets)
     return Spread(config, decisions, tuple(placed), units, keys, buckets, exchanges)

@@ -14,41 +14,21 @@ from kdist import _private_optimizers
 from kdist.compression import Classes
 from kdist.mesh import Topology
 from kdist.optimizer.accumulate import LocalSums
-from kdist.optimizer.compressed import bucket_vectors
+from kdist.optimizer.compressed import KnownStates, bucket_vectors
 from kdist.optimizer.config import OptimizerConfig
 from kdist.optimizer.jobs import Jobs
-from kdist.optimizer.local import (
-    LocalOptimizer,
-    leaf_optimizers,
-    needs_whole,
-)
+from kdist.optimizer.local import LocalOptimizer, leaf_optimizers
 from kdist.optimizer.loss_scale import LossScale
 from kdist.optimizer.send import send_values
 from kdist.optimizer.source import GradientSource
 from kdist.optimizer.state_config import slot_formats
-from kdist.optimizer.wrappers import unwrap
+from kdist.optimizer.wrappers import unwrap, whole_updates
 from kdist.placement import Coordinate, UpdateUnit
 from kdist.variables import RowsBacking, Stored, backing_of
 
 import keras
 import tensorflow as tf
 from keras import ops
-
-
-def optimizer_groups(
-    optimizer: Any, variables: Sequence[keras.Variable]
-) -> list[tuple[Any, list[int]]]:
-    """The optimizers that do math, each with the positions of its variables; none without one."""
-    return [] if optimizer is None else leaf_optimizers(unwrap(optimizer).inner, variables)
-
-
-def whole_updates(optimizer: Any, variables: Sequence[keras.Variable]) -> list[bool]:
-    """Per variable, whether its update must see the whole tensor; see `needs_whole`."""
-    whole = [False] * len(variables)
-    for leaf, members in optimizer_groups(optimizer, variables):
-        for v in members:
-            whole[v] = needs_whole(leaf, variables[v])
-    return whole
 
 
 class DistributedUpdate:
@@ -62,6 +42,7 @@ class DistributedUpdate:
         keys: Per variable the key of its bucket; see `make_buckets`.
         config: Level, how gradients accumulate, formats of the optimizer's moments.
         classes: How the gradient of each variable travels; None for all as they are.
+        low_rank: What low-rank compression keeps, by whoever makes one update after the other.
 
     Raises:
         ValueError: `config.state_format` does not apply to the optimizer; see `slot_formats`.
@@ -76,6 +57,7 @@ class DistributedUpdate:
         keys: Sequence[Hashable | None],
         config: OptimizerConfig,
         classes: Classes | None = None,
+        low_rank: KnownStates | None = None,
     ) -> None:
         wrappers = unwrap(optimizer)
         self.loss_scale = LossScale(wrappers.loss_scale) if wrappers.loss_scale else None
@@ -85,7 +67,10 @@ class DistributedUpdate:
         self.groups = leaf_optimizers(self.inner, variables)
         for leaf, _ in self.groups:
             slot_formats(leaf, config.state_format)  # refuses before anything is changed
-        self.jobs = Jobs(entries, topology, units, self.groups, config.state_format, classes)
+        low_rank = {} if low_rank is None else low_rank
+        self.jobs = Jobs(
+            entries, topology, units, self.groups, config.state_format, classes, low_rank
+        )
         self._keys = tuple(keys)
         self._whole = whole_updates(optimizer, variables)
         self._sum_locally = config.level > 0 and not config.gradient_accumulation_shard
@@ -129,28 +114,45 @@ class DistributedUpdate:
             return self.loss_scale.scale()
         return self.inner.loss_scale_factor
 
-    def apply(self, source: GradientSource, connected: Sequence[int]) -> None:
+    def whole_gradients(
+        self, source: GradientSource, connected: Sequence[int], compress: bool
+    ) -> dict[int, Any]:
+        """The gradients that `apply` would update with, each whole, on the device in scope.
+
+        What compression keeps moves on, unless a gradient is infinite or NaN.
+
+        Args:
+            source: The slices' gradients.
+            connected: Positions of the trainable variables that have a gradient.
+            compress: Whether they travel compressed, where that was asked for.
+        """
+        live = set(connected)
+        self._settle(source, live)
+        reduced, keep = self._reduced(source, live - source.rows, self.scale(), compress)
+        if compress and self.jobs.kept:
+            flags = [self._is_finite(self.jobs.jobs[n].owner, g) for n, g in reduced.items()]
+            tf.cond(tf.reduce_all(tf.stack(flags)), keep, lambda: None)
+        tables = {v: source.unit(v, UpdateUnit(v, None, (0, 0))) for v in live & source.rows}
+        return {**self.jobs.whole(reduced), **tables}
+
+    def apply(
+        self, source: GradientSource, connected: Sequence[int], compress: bool = True
+    ) -> None:
         """Updates every parameter, everywhere.
 
         Args:
             source: The slices' gradients.
             connected: Positions of the trainable variables that have a gradient.
+            compress: Whether they travel compressed, where that was asked for.
         """
         live = set(connected)
-        fused = {v for bucket in self.jobs.buckets for v in bucket.members}
-        fused |= {v for exchange in self.jobs.exchanges for v in exchange.members}
-        if wrong := {v for v in fused if v not in live or v in source.rows}:
-            # Known only now: rows stay rows, and Keras passes over what has no gradient.
-            if self.jobs.classes is not None:
-                self.jobs.classes.refuse_rows(wrong & source.rows)
-            with tf.init_scope():
-                self._keep_apart(wrong)
+        self._settle(source, live)
         self._build_sums(live - source.rows)
         summed = {v for sums in self.sums.values() for v in sums.sums}
-        direct, keep = self._reduced(source, live - summed, self.scale())
+        direct, keep = self._reduced(source, live - summed, self.scale(), compress)
         if self.loss_scale is None:
             keep()
-            self._apply({**direct, **self._accumulated(source, live, None)})
+            self._apply({**direct, **self._accumulated(source, live, None, compress)})
             return
         flags = [self._is_finite(self.jobs.jobs[n].owner, g) for n, g in direct.items()]
         for s, one in enumerate(self.jobs.topology.slices):
@@ -161,9 +163,20 @@ class DistributedUpdate:
 
         def step() -> None:
             keep()
-            self._apply_unscaled(direct, source, live)
+            self._apply_unscaled(direct, source, live, compress)
 
         tf.cond(finite, step, self.loss_scale.skip)
+
+    def _settle(self, source: GradientSource, live: set[int]) -> None:
+        """Takes out of buckets and exchanges what has no gradient, or turns out to be rows."""
+        fused = {v for bucket in self.jobs.buckets for v in bucket.members}
+        fused |= {v for exchange in self.jobs.exchanges for v in exchange.members}
+        if wrong := {v for v in fused if v not in live or v in source.rows}:
+            # Known only now: rows stay rows, and Keras passes over what has no gradient.
+            if self.jobs.classes is not None:
+                self.jobs.classes.refuse_rows(wrong & source.rows)
+            with tf.init_scope():
+                self._keep_apart(wrong)
 
     def _keep_apart(self, variables: set[int]) -> None:
         """Takes variables out of buckets."""
@@ -186,7 +199,9 @@ class DistributedUpdate:
                     sums.show(leaf)
                     self.sums[number] = sums
 
-    def _accumulated(self, source: GradientSource, live: set[int], scale: Any) -> dict[int, Any]:
+    def _accumulated(
+        self, source: GradientSource, live: set[int], scale: Any, compress: bool
+    ) -> dict[int, Any]:
         """Adds to the local sums; the gradients of their jobs: totals when due, else zeros."""
         gradients: dict[int, Any] = {}
         # The dynamic scale is divided out as sums are made.
@@ -198,7 +213,7 @@ class DistributedUpdate:
             leaf, local = self.groups[number][0], self.jobs.local[number]
 
             def total(sums: LocalSums = sums, variables: set[int] = variables) -> list[Any]:
-                found, keep = self._reduced(sums, variables, factor)
+                found, keep = self._reduced(sums, variables, factor, compress)
                 keep()
                 sums.reset(sorted(variables))
                 return [found[n] for n in sorted(found)]
@@ -216,7 +231,7 @@ class DistributedUpdate:
         return gradients
 
     def _reduced(
-        self, source: GradientSource, live: set[int], scale: Any
+        self, source: GradientSource, live: set[int], scale: Any, compress: bool
     ) -> tuple[dict[int, Any], Callable[[], None]]:
         """Sums over the slices.
 
@@ -224,6 +239,7 @@ class DistributedUpdate:
             source: The slices' gradients.
             live: Variables.
             scale: What the gradients are multiplied by, None for 1.
+            compress: See `apply`.
 
         Returns:
             Number of the job -> what its variable is updated with; and what keeps the state of
@@ -231,7 +247,7 @@ class DistributedUpdate:
         """
         gradients: dict[int, Any] = {}
         devices = [one.devices for one in self.jobs.topology.slices]
-        compressed = self.jobs.compressed(source, scale)
+        compressed = self.jobs.compressed(source, scale) if compress else None
         if compressed is not None:
             source = compressed
         for bucket in self.jobs.buckets:
@@ -260,7 +276,7 @@ class DistributedUpdate:
             return tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(gradient)))
 
     def _apply_unscaled(
-        self, direct: dict[int, Any], source: GradientSource, live: set[int]
+        self, direct: dict[int, Any], source: GradientSource, live: set[int], compress: bool
     ) -> None:
         assert self.loss_scale is not None
         scale = self.loss_scale.scale()
@@ -268,7 +284,7 @@ class DistributedUpdate:
         for n, gradient in direct.items():
             with tf.device(self.jobs.device(self.jobs.jobs[n].owner)):
                 unscaled[n] = ops.divide(gradient, scale)
-        self._apply({**unscaled, **self._accumulated(source, live, scale)})
+        self._apply({**unscaled, **self._accumulated(source, live, scale, compress)})
         self.loss_scale.grow()
 
     def _apply(self, gradients: dict[int, Any]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from kdist.optimizer.config import OptimizerConfig
+from kdist.optimizer.local import leaf_optimizers, needs_whole
 
 import keras
 
@@ -37,3 +39,19 @@ def unwrap(optimizer: Any) -> Unwrapped:
             found = dataclasses.replace(found, inner=inner, config=config)
         else:
             return found
+
+
+def optimizer_groups(
+    optimizer: Any, variables: Sequence[keras.Variable]
+) -> list[tuple[Any, list[int]]]:
+    """The optimizers that do math, each with the positions of its variables; none without one."""
+    return [] if optimizer is None else leaf_optimizers(unwrap(optimizer).inner, variables)
+
+
+def whole_updates(optimizer: Any, variables: Sequence[keras.Variable]) -> list[bool]:
+    """Per variable, whether its update must see the whole tensor; see `needs_whole`."""
+    whole = [False] * len(variables)
+    for leaf, members in optimizer_groups(optimizer, variables):
+        for v in members:
+            whole[v] = needs_whole(leaf, variables[v])
+    return whole

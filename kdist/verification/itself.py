@@ -44,17 +44,8 @@ def run_itself(request: Request, *, quiet: bool = False) -> Trial:
         request: What to compare, in the model's own dtype policy.
         quiet: Random layers draw nothing, `BatchNormalization` uses the given statistics. The
             model's steps are then traced anew, here and when it trains next.
-
-    Raises:
-        ValueError: Its gradients travel compressed, so the mesh gives none.
     """
     model, parallel = request.model, attached(request.model)
-    if parallel.config.compression is not None and parallel.topology.data_size > 1:
-        raise ValueError(
-            "kdist.verify compares twins of a model, made from its configuration; without one, it "
-            "compares gradients, and compressed ones cannot be had. Give the model a get_config "
-            f"that from_config takes, or leave compression out. Received: {model.name!r}"
-        )
     batch = batch_in("float32" if request.policy != "float64" else "float64", request.batch)
     parallel.step_for(batch)  # builds losses and metrics
     random, statistics = excused(model, parallel, batch[0])

@@ -50,7 +50,7 @@ def on_one_device(model: keras.Model, batch: tuple[Any, Any, Any], device: str) 
 def over_mesh(model: keras.Model, batch: tuple[Any, Any, Any]) -> Observed:
     """What a parallelized, compiled model gives for a batch; it trains one step on it.
 
-    Gradients that travel compressed are not to be had; what the update made of them is.
+    Gradients are those before compression; weights show what the update made of them.
     """
     return _observe(model, batch, lambda: mesh_pass(model, batch))
 
@@ -102,20 +102,19 @@ def plain_pass(model: keras.Model, batch: tuple[Any, Any, Any]) -> Pass:
 
 
 def mesh_pass(model: keras.Model, batch: tuple[Any, Any, Any]) -> Pass:
-    """A pass over the mesh of a parallelized model; gradients that travel compressed are left out.
+    """A pass over the mesh of a parallelized model; no gradient travels compressed.
 
     Args:
         model: The model; `observed` is set on what kdist attached to it.
         batch: (x, y, sample_weight) as tensors.
     """
     parallel = attached(model)
-    compressed = parallel.config.compression is not None and parallel.topology.data_size > 1
-    found = training_pass(parallel, batch)
+    found = training_pass(parallel, batch, compress=False)
     outputs = found.outputs()
     return Pass(
         None if outputs is None else output_arrays(model, outputs),
         loss_arrays(found.loss, found.loss_parts(model)),
-        None if compressed else gradient_arrays(model, found.gradients),
+        gradient_arrays(model, found.gradients),
     )
 
 

@@ -19,6 +19,12 @@ from .harness import precision
 from .matrix import MESHES, product, spread
 
 CUTS = {".*up/kernel": (None, "model"), ".*up/bias": ("model",), ".*down/kernel": ("model", None)}
+STORED_CUT = {".*up/kernel": ("data", None), ".*down/kernel": (None, "data")}
+STORED_CUT_TWICE = {".*up/kernel": ("data", "model"), ".*down/kernel": ("model", "data")}
+PIPES = {
+    "pipe2_data2": {"pipe": 2, "data": 2},
+    "pipe2_data2_model2": {"pipe": 2, "data": 2, "model": 2},
+}
 ROWS, INPUTS, OUTPUTS, STEPS = 8, 12, 8, 4
 WARM = PowerSGD(rank=2)
 COLD = PowerSGD(rank=2, warm_start=False)
@@ -84,19 +90,26 @@ def parallel(
     by: Any,
     compression: Any,
     run_eagerly: bool = False,
+    model: Callable[[], keras.Model] = build,
     **config: Any,
 ) -> keras.Model:
-    cuts = CUTS if "model" in mesh else None
-    settings = kdist.ParallelConfig(
-        mesh=kdist.mesh(**mesh), layout_map=cuts, compression=compression, **config
-    )
-    model = kdist.parallelize(build(), settings)
-    model.compile(by, "mse", run_eagerly=run_eagerly)
-    return model
+    config.setdefault("layout_map", CUTS if "model" in mesh else None)
+    if "pipe" in mesh:
+        config.setdefault("pipeline", kdist.PipelineConfig(micro_batches=2))
+    settings = kdist.ParallelConfig(mesh=kdist.mesh(**mesh), compression=compression, **config)
+    made = kdist.parallelize(model(), settings)
+    made.compile(by, "mse", run_eagerly=run_eagerly)
+    return made
 
 
 def train(model: keras.Model, data: Any) -> list[float]:
     return [float(model.train_on_batch(x, y)) for x, y in data]
+
+
+def loop(model: keras.Model, data: Any) -> None:
+    for x, y in data:
+        _, gradients = kdist.gradients(model, x, y)
+        kdist.apply_gradients(model, gradients)
 
 
 def weights(model: keras.Model) -> dict[str, np.ndarray]:
@@ -123,20 +136,26 @@ def rule_of(compressor: Compressor) -> tuple[CompressionConfig, Callable[[str], 
 
 
 GRID = product(RULES, (0, 1, 2), ("sgd",), ("data4", "data2_model2"))
-GRID += product(("bf16", "fp16"), (3,), ("sgd",), ("data4", "data2_model2"))
+GRID += product(RULES, (3,), ("sgd",), ("data4", "data2_model2"))
+GRID += product(RULES, (0, 1, 2, 3), ("sgd",), PIPES)
+GRID += product(("bf16", "rank2"), (0, 1), ("scaled", "clipped", "accumulating"), PIPES)
+GRID += product(("rank2",), (3,), ("scaled", "lamb", "accumulating"), ("data4", "data2_model2"))
 GRID += product(("bf16", "rank2"), (0, 1, 2), set(OPTIMIZERS) - {"sgd"}, ("data4", "data2_model2"))
 DEFAULT = [
     ("rank2", 0, "clipped", "data4"),
     ("rank2", 1, "scaled", "data2_model2"),
     ("fp16", 0, "sgd", "data4"),
     ("bf16", 3, "sgd", "data4"),
+    ("rank2", 3, "sgd", "data2_model2"),
+    ("rank2", 1, "sgd", "pipe2_data2"),
+    ("fp16", 0, "sgd", "pipe2_data2_model2"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "level", "name", "mesh"), spread(sorted(GRID), DEFAULT))
 def test_equals_numpy(kind: str, level: int, name: str, mesh: str) -> None:
     config, rule = rule_of(RULES[kind])
-    axes, make = MESHES[mesh], OPTIMIZERS[name]
+    axes, make = {**MESHES, **PIPES}[mesh], OPTIMIZERS[name]
     with precision("float64"):
         model = parallel(
             axes,
@@ -162,7 +181,113 @@ def test_equals_numpy(kind: str, level: int, name: str, mesh: str) -> None:
     assert_equal(model, reference.model)
 
 
-@pytest.mark.parametrize("level", [0, pytest.param(1, marks=pytest.mark.long)])
+STORED = {
+    "data4": (STORED_CUT, {}),
+    "data2_model2": (STORED_CUT_TWICE, PARTS),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "mesh"),
+    spread(sorted(product(RULES, (0, 2, 3), STORED)), [("rank2", 0, "data2_model2")]),
+)
+def test_what_a_layout_stores_cut_over_data(kind: str, level: int, mesh: str) -> None:
+    """Owners get their parts of a sum: rows of the first kernel, columns of the second."""
+    config, rule = rule_of(RULES[kind])
+    layouts, parts = STORED[mesh]
+    if kind == "fp16":  # columns for different owners have scales of their own
+        replicas = MESHES[mesh]["data"]
+        parts = {**parts, "down/kernel": blocks(parts.get("down/kernel"), OUTPUTS, replicas)}
+    with precision("float64"):
+        options = OptimizerConfig(level=level, threshold_kb=0)
+        model = parallel(MESHES[mesh], sgd(), config, layout_map=layouts, optimizer=options)
+        reference = Reference(
+            model=build(),
+            optimizer=sgd(),
+            replicas=MESHES[mesh]["data"],
+            rule=rule,
+            twice=False,
+            parts=parts,
+        )
+        train(model, batches())
+        for x, y in batches():
+            reference.step(x, y)
+    assert all(p.data_dim is not None for p in model.plan().weights if "kernel" in p.path)
+    assert_equal(model, reference.model)
+
+
+def shared() -> keras.Model:
+    """One layer is called twice, on two stages."""
+    keras.utils.set_random_seed(7)
+    layers = keras.layers
+    twice = layers.Dense(16, "tanh", name="twice")
+    x = inputs = keras.Input((INPUTS,))
+    x = layers.Dense(16, name="up")(x)
+    x = layers.Dense(16, name="between")(twice(x))
+    return keras.Model(inputs, layers.Dense(OUTPUTS, name="down")(twice(x)))
+
+
+@pytest.mark.parametrize("level", [pytest.param(0, marks=pytest.mark.long), 3])
+def test_a_weight_that_two_stages_use(level: int) -> None:
+    """It has a gradient on each stage; what low rank makes of them depends on their sum alone."""
+    config, rule = rule_of(WARM)
+    stages = {"up|twice": 0, "between|twice#1|down": 1}
+    with precision("float64"):
+        model = parallel(
+            PIPES["pipe2_data2"],
+            sgd(),
+            config,
+            model=shared,
+            pipeline=kdist.PipelineConfig(micro_batches=2, stages=stages),
+            optimizer=OptimizerConfig(level=level, threshold_kb=0),
+        )
+        reference = Reference(model=shared(), optimizer=sgd(), replicas=2, rule=rule, twice=False)
+        train(model, batches())
+        for x, y in batches():
+            reference.step(x, y)
+    assert {len(e.slices) for e in model.plan().exchanges} == {2, 4}
+    assert_equal(model, reference.model)
+
+
+def blocks(parts: Any, columns: int, count: int) -> list[tuple[slice, ...]]:
+    """Each part, cut into blocks of columns."""
+    size = columns // count
+    return [
+        (rows, slice(n * size, (n + 1) * size))
+        for rows, _ in parts or [(slice(None), slice(None))]
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "mesh"),
+    spread(
+        sorted(product(RULES, (0, 1, 3), ("data4", "data2_model2", *PIPES))),
+        [("rank2", 0, "data4"), ("bf16", 3, "data2_model2")],
+    ),
+)
+def test_own_loops(kind: str, level: int, mesh: str) -> None:
+    """Gradients that `kdist.gradients` hands out have travelled compressed, once."""
+    config, rule = rule_of(RULES[kind])
+    axes = {**MESHES, **PIPES}[mesh]
+    with precision("float64"):
+        options = OptimizerConfig(level=level, threshold_kb=0)
+        model = parallel(axes, sgd(), config, optimizer=options, fusion=FusionConfig(mode="none"))
+        reference = Reference(
+            model=build(),
+            optimizer=sgd(),
+            replicas=axes["data"],
+            rule=rule,
+            twice=level == 0,
+            parts=PARTS if "model" in axes else {},
+        )
+        loop(model, batches())
+        for x, y in batches():
+            reference.step(x, y)
+    assert_equal(model, reference.model)
+
+
+@pytest.mark.parametrize("level", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_one_scale_for_what_travels_together(level: int) -> None:
     """The largest value counts, whoever has it, whichever gradient it is in.
 
@@ -227,24 +352,25 @@ def kept(model: keras.Model) -> list[np.ndarray]:
     return [v.numpy() for v in attached(model).update.jobs.kept]
 
 
-def test_a_skipped_step_touches_nothing() -> None:
+@pytest.mark.parametrize("step", [train, loop])
+def test_a_skipped_step_touches_nothing(step: Callable[..., Any]) -> None:
     """An overflow halves the scale; weights, errors and factors stay, and training goes on."""
     config, rule = rule_of(WARM)
     data = batches()
     with precision("float64"):
         model = parallel({"data": 2}, scaled(), config)
         reference = Reference(model=build(), optimizer=sgd(), replicas=2, rule=rule, twice=True)
-        train(model, data[:2])
+        step(model, data[:2])
         before, scale = [*kept(model), *weights(model).values()], model.optimizer.dynamic_scale
         start = float(scale.value)
         for bad in (np.inf, np.nan):
             x, y = data[2]
             x = x.copy()
             x[-1, 3] = bad  # on one replica
-            train(model, [(x, y)])
+            step(model, [(x, y)])
         after = [*kept(model), *weights(model).values()]
         assert float(scale.value) == start / 4
-        train(model, data[2:])
+        step(model, data[2:])
         for x, y in data:
             reference.step(x, y)
     for a, b in zip(before, after):
@@ -279,19 +405,36 @@ def test_copies_stay_equal_to_the_bit() -> None:
                 np.testing.assert_array_equal(variable.numpy(), 1.0)
 
 
-@pytest.mark.long
-def test_state_starts_anew_with_compile() -> None:
-    config, _ = rule_of(WARM)
-    with precision("float32"):
-        model = parallel({"data": 2}, sgd(), config)
-        train(model, batches())
-        assert any(np.any(v) for v in kept(model))
-        model.compile(sgd(), "mse")
-        train(model, batches(steps=1))
-        other = parallel({"data": 2}, sgd(), config)
-        train(other, batches(steps=1))
-    for a, b in zip(kept(model), kept(other)):
-        assert a.shape == b.shape
+@pytest.mark.parametrize(
+    "mesh", ["data2", pytest.param("pipe2_data2_model2", marks=pytest.mark.long)]
+)
+def test_state_is_kept_by_compile_and_by_tuning(mesh: str) -> None:
+    """What was not sent is sent later, whatever optimizer, level or bucket comes in between."""
+    config, rule = rule_of(WARM)
+    axes, data = {**MESHES, **PIPES}[mesh], batches(steps=8)
+    with precision("float64"):
+        model = parallel(axes, sgd(), config)
+        reference = Reference(
+            model=build(),
+            optimizer=sgd(),
+            replicas=2,
+            rule=rule,
+            twice=True,
+            parts=PARTS if "model" in axes else {},
+        )
+        train(model, data[:2])
+        spread_out = kdist.ShardedOptimizer(keras.optimizers.SGD(0.1), level=1, threshold_kb=0)
+        model.compile(spread_out, "mse")
+        candidates = (FusionConfig(mode="none"), FusionConfig(mode="size", size_mb=1))
+        tuning = kdist.callbacks.CommFusion(tune=True, candidates=candidates, steps=1)
+        x, y = (np.concatenate(parts) for parts in zip(*data[2:]))
+        model.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0, callbacks=[tuning])
+        assert len(tuning.tried) == 2
+        for n, (x, y) in enumerate(data):
+            if n == 2:
+                reference.optimizer = keras.optimizers.SGD(0.1)
+            reference.step(x, y)
+    assert_equal(model, reference.model)
 
 
 @pytest.mark.parametrize(
@@ -312,5 +455,5 @@ def test_one_replica_sends_nothing() -> None:
         models = [parallel({"data": 1}, sgd(), one) for one in (None, config)]
         losses = [train(model, batches(steps=2)) for model in models]
     assert losses[0] == losses[1]
-    assert "one replica" in models[1].plan().notes[0]
+    assert "mesh data=1 has one" in models[1].plan().notes[0]
     assert models[1].plan().exchanges == ()
