@@ -18,7 +18,13 @@ from kdist.tables import readable
 import results_file
 
 CHECKOUT = results_file.FOLDER.parent.parent
-PAGES = ("README.md", "docs/memory.md", "docs/compression.md", "docs/pipeline.md")
+PAGES = (
+    "README.md",
+    "docs/memory.md",
+    "docs/compression.md",
+    "docs/pipeline.md",
+    "docs/collectives.md",
+)
 PLACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.S)
 
 
@@ -75,12 +81,31 @@ def pipeline(record: dict[str, Any]) -> str:
     return table(("", "measured", "bar"), rows)
 
 
+def collectives(record: dict[str, Any]) -> str:
+    """How far predictions are off, by size of the buffer, and over all sizes."""
+    groups: dict[str, list[float]] = {}
+    for row in record["rows"]:
+        groups.setdefault(readable(row["nbytes"]), []).append(row["error"])
+    groups["all"] = [error for errors in groups.values() for error in errors]
+    rows = [
+        [
+            size,
+            f"{statistics.median(map(abs, errors)):.0%}",
+            f"{statistics.mean(abs(e) <= 0.3 for e in errors):.0%}",
+            f"{statistics.mean(0.5 <= 1 + e <= 2 for e in errors):.0%}",
+        ]
+        for size, errors in groups.items()
+    ]
+    return table(("buffer", "median error", "within 30 %", "within a factor of 2"), rows)
+
+
 KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "step_time": step_time,
     "memory_levels_data4": memory_levels,
     "memory_levels_data8": memory_levels,
     "compression": compression,
     "pipeline": pipeline,
+    "collectives": collectives,
 }
 
 

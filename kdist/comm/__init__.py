@@ -23,6 +23,7 @@ from kdist.comm.collectives import (
 )
 from kdist.comm.cost import LinkCost, cheapest, predict
 from kdist.comm.group import Group
+from kdist.comm.host import HostCost
 from kdist.comm.membership import connect, leave
 from kdist.comm.messages import Message, Schedule
 from kdist.comm.ordered import barrier, scan, send_recv
@@ -32,6 +33,7 @@ __all__ = [
     "ALGORITHMS",
     "Connection",
     "Group",
+    "HostCost",
     "LinkCost",
     "Message",
     "PeerError",

@@ -3,7 +3,8 @@
 The model is the classic one (Hockney; Chan, Heimlich, Purkayastha, van de Geijn 2007): a is the
 start-up time, b the time per byte, a device sends one message and receives one at a time. The time
 of a schedule is then a times its rounds plus b times the largest message of each round. `terms`
-says both numbers in closed form; tests hold them to the messages of `kdist.comm.algorithms`.
+says both numbers in closed form; tests hold them to the messages of `kdist.comm.algorithms`. Where
+all devices share one process's cores and memory, `kdist.comm.host` counts work instead.
 
 This module touches no device, so that plans for any number of them can use it.
 """
@@ -39,19 +40,29 @@ class LinkCost:
     b: float
     error: float | None = None
 
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """Names of what is measured."""
+        return ("a", "b")
+
     def __post_init__(self) -> None:
-        for name in ("a", "b"):
+        for name in self.constants:
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not math.isfinite(value) or value < 0:
                 raise ValueError(
-                    f"`{name}` of a link is a finite number of seconds, not negative. Measure it "
+                    f"`{name}` of a link is a finite number, not negative. Measure it "
                     f"with kdist.comm.calibrate(). Received: {name}={value!r}"
                 )
 
     def message(self, nbytes: float) -> float:
         """Seconds of one message."""
         return self.a + self.b * nbytes
+
+    def seconds(self, operation: str, algorithm: str, nbytes: float, p: int) -> float:
+        """Seconds of a collective; see `predict`."""
+        startups, share = terms(operation, algorithm, p)
+        return self.a * startups + self.b * share * nbytes
 
     def __str__(self) -> str:
         speed = f" ({1e-9 / self.b:.2f} GB/s)" if self.b else ""
@@ -74,7 +85,7 @@ def predict(operation: str, algorithm: str, nbytes: float, p: int, link: LinkCos
             is cut; of reduce_scatter and all_to_all the input of each device. With l bytes per
             device in gather, all_gather and scatter, it is p·l.
         p: number of devices.
-        link: the constants.
+        link: the constants; those of a `HostCost` are of work in one process, not of messages.
 
     Returns:
         Seconds.
@@ -92,8 +103,8 @@ def predict(operation: str, algorithm: str, nbytes: float, p: int, link: LinkCos
         raise ValueError(
             f"A size in bytes is a finite number, not negative. Received: nbytes={nbytes!r}"
         )
-    startups, share = terms(operation, algorithm, p)
-    return link.a * startups + link.b * share * nbytes
+    check(operation, algorithm, p)
+    return link.seconds(operation, algorithm, nbytes, p)
 
 
 def cheapest(operation: str, nbytes: float, p: int, link: LinkCost) -> str:

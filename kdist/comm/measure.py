@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist.comm import collectives, ordered
@@ -75,6 +75,55 @@ def median_seconds(call: Callable[[], Any], iterations: int) -> float:
     return statistics.median(seconds)
 
 
+class DeviceProgram:
+    """A function from variables of devices to variables of the same devices.
+
+    Calling it runs it once and waits until it is done.
+
+    Args:
+        values: arrays for each device.
+        compute: from the tensors of each device to a tensor, or None, on each device.
+
+    Attributes:
+        targets: what the last call left on each device.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Sequence[np.ndarray]],
+        compute: Callable[[list[list[tf.Tensor]]], Sequence[tf.Tensor | None]],
+    ) -> None:
+        self.targets: list[tf.Variable] = []
+        self._sources: list[list[tf.Variable]] = []
+        for device, arrays in values.items():
+            with tf.device(device):
+                self._sources.append([tf.Variable(array) for array in arrays])
+                free = tf.zeros([0], arrays[0].dtype)
+                self.targets.append(tf.Variable(free, shape=tf.TensorShape([None])))
+
+        def program() -> None:
+            given = []
+            for mine, device in zip(self._sources, values):
+                with tf.device(device):
+                    given.append([source.read_value() for source in mine])
+            for result, target, device in zip(compute(given), self.targets, values):
+                if result is not None:
+                    with tf.device(device):
+                        target.assign(result)
+
+        self._program = tf.function(program, autograph=False).get_concrete_function()
+
+    def __call__(self) -> None:
+        """Runs it once."""
+        self._program()
+        tf.test.experimental.sync_devices()  # a GPU returns before it has finished
+
+    @property
+    def graph(self) -> tf.Graph:
+        """What it runs."""
+        return self._program.graph
+
+
 def copy_seconds(nbytes: int, iterations: int = 5) -> float:
     """Time that numpy takes to copy an array: what a pass over memory costs on this machine."""
     array = np.ones(nbytes, np.uint8)
@@ -112,35 +161,19 @@ def measure(
     own = length // p if operation in ("gather", "all_gather") else length
     ranks = {position: rank for row in group.rows for rank, position in enumerate(row)}
     local = [ranks[position] for position in group.local]
-    sources, targets = [], []
-    for rank, device in zip(local, group.local_devices):
-        with tf.device(device):
-            sources.append(tf.Variable(_values(own, rank, dtype)))
-            targets.append(tf.Variable(tf.zeros([0], dtype), shape=tf.TensorShape([None])))
+    given = {
+        device: [_values(own, rank, dtype)] for rank, device in zip(local, group.local_devices)
+    }
     function = getattr(ordered if operation == "scan" else collectives, operation)
-
-    @tf.function(autograph=False)
-    def program() -> None:
-        given = []
-        for source, device in zip(sources, group.local_devices):
-            with tf.device(device):
-                given.append(source.read_value())
-        results = function(given, group, algorithm=algorithm)
-        for result, target, device in zip(results, targets, group.local_devices):
-            if result is not None:
-                with tf.device(device):
-                    target.assign(result)
-
-    def timed() -> None:
-        program()
-        tf.test.experimental.sync_devices()  # a GPU returns before it has finished
-
-    seconds = median_seconds(timed, iterations)
+    program = DeviceProgram(
+        given, lambda values: function([mine for (mine,) in values], group, algorithm=algorithm)
+    )
+    seconds = median_seconds(program, iterations)
     wrong = [
         _differing(target.numpy(), _expected(operation, own, rank, p, dtype))
         if operation not in ("reduce", "gather") or rank == 0
         else 0
-        for rank, target in zip(local, targets)
+        for rank, target in zip(local, program.targets)
     ]
     return Measurement(
         operation=operation,

@@ -60,8 +60,10 @@ def test_the_error_is_relative_to_what_was_measured():
 
 def test_calibration_of_this_machine():
     link = comm.calibrate(kdist.mesh(data=2), sizes=(1 << 10, 1 << 16), iterations=1)
-    assert link.a + link.b > 0
-    assert link.error is not None
+    assert isinstance(link, comm.HostCost)
+    assert link.call + link.a + link.operation > 0
+    assert link.error is not None and "median error" in str(link)
+    assert kdist.FusionConfig(link=link).link is link
     with pytest.raises(ValueError, match="two sizes.*between two devices.*Received: devices=1"):
         comm.calibrate(kdist.mesh(data=1))
 

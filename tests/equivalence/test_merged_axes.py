@@ -42,8 +42,7 @@ def over_both(layout_map: Mapping[str, Layout], axes: tuple[str, str]) -> dict[s
         product(("mlp", "gpt", "dlrm"), MESHES, ORDERS, LEVELS),
         [
             ("mlp", "one", "model_first", "level0"),
-            ("gpt", "replicas", "model_first", "level1"),
-            ("mlp", "apart", "expert_first", "level1"),
+            ("mlp", "replicas", "expert_first", "level1"),
         ],
     ),
 )
@@ -57,6 +56,19 @@ def test_two_axes_on_one_dim_equal_one_device(
         engine=engine,
         layout_map=over_both(BY_NAME[name].layout_map, ORDERS[order]),
         config=level_config(level),
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_two_axes_on_one_dim_in_stages(schedule: str, engine: str) -> None:
+    compare(
+        BY_NAME["mlp"],
+        {"pipe": 2, "model": 2, "expert": 2},
+        optimizer=OPTIMIZERS["adam"],
+        engine=engine,
+        layout_map=over_both(BY_NAME["mlp"].layout_map, ("expert", "model")),
+        config={"pipeline": kdist.PipelineConfig(micro_batches=2, schedule=schedule)},
     )
 
 
