@@ -127,7 +127,7 @@ class Parallel(SteppedModel):
         """Attaches to the model and replaces the methods that make its functions."""
         model = self.model
         pipeline = self.config.pipeline
-        waits = pipeline is not None and pipeline.lists  # for a batch, to know the input
+        waits = pipeline is not None and pipeline.needs_batch
         if is_built(model) and not waits and not tf.distribute.has_strategy():
             # First, so that a model whose layouts are refused is left as it was.
             self.place()

@@ -141,7 +141,7 @@ class PlacedModel:
     def _cut_into_stages(self) -> None:
         if self.config.pipeline is not None:
             self.staged = StagedModel.of(
-                self.model, self.config.pipeline, self.topology, self.example_input
+                self.model, self.config.pipeline, self.topology, self.example_input, self.staged
             )
 
     def _placements(self) -> list[tuple[keras.Variable, Placement]]:

@@ -53,6 +53,12 @@ class PipelineConfig:
     """Parts of the model per stage, v. None: 2 for `"interleaved"`, what a file or an object has,
     else 1."""
 
+    costs: Literal["estimate", "measured"] = "estimate"
+    """What `stages="auto"` balances by. `"estimate"`: operations and bytes of each layer, by its
+    class and shapes. `"measured"`: the time of each layer, forward and backward, on one device with
+    the shapes of the first micro-batch; the model is then cut when its first batch comes, and the
+    plan shows both."""
+
     def __post_init__(self) -> None:
         get_schedule("gpipe", stages=1, micro_batches=self.micro_batches)
         if self.chunks is not None and not (_is_stage(self.chunks) and self.chunks > 0):
@@ -73,6 +79,17 @@ class PipelineConfig:
                 f"layers per stage. Received: stages={self.stages!r}"
             )
 
+        if self.costs not in ("estimate", "measured"):
+            raise ValueError(
+                "costs is 'estimate' (by class and shapes of layers) or 'measured' (their time). "
+                f"Received: costs={self.costs!r}"
+            )
+        if self.costs == "measured" and self.stages != "auto":
+            raise ValueError(
+                "Measured costs are for stages='auto'; here the stages are given. Leave one of "
+                f"them out. Received: costs='measured', stages={self.stages!r}"
+            )
+
     def schedule_for(self, stages: int) -> Schedule:
         """The schedule for a number of stages, proved to run.
 
@@ -91,13 +108,19 @@ class PipelineConfig:
         return isinstance(self.stages, tuple)
 
     @property
+    def needs_batch(self) -> bool:
+        """Whether the model can be cut only when a batch has shown its shapes."""
+        return self.lists or self.costs == "measured"
+
+    @property
     def _unit(self) -> str:
         return "lists of layers" if self.lists else "patterns"
 
     def __str__(self) -> str:
         name = self.schedule.name if isinstance(self.schedule, Schedule) else self.schedule
         chunks = "" if self.chunks is None else f", {self.chunks} chunks"
-        stages = "auto" if self.stages == "auto" else f"{len(self.stages)} {self._unit}"
+        by = " by measured costs" if self.costs == "measured" else ""
+        stages = f"auto{by}" if self.stages == "auto" else f"{len(self.stages)} {self._unit}"
         return f"{name}, {self.micro_batches} micro-batches{chunks}, stages {stages}"
 
 

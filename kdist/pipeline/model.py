@@ -24,6 +24,7 @@ def PipelineModel(
     *,
     chunks: int | None = None,
     assignment: Literal["auto"] | Mapping[str, int] | Sequence[Sequence[keras.Layer]] = "auto",
+    costs: Literal["estimate", "measured"] = "estimate",
     data: int = 1,
     **options: Any,
 ) -> keras.Model:
@@ -39,6 +40,7 @@ def PipelineModel(
         schedule: See `PipelineConfig.schedule`.
         chunks: See `PipelineConfig.chunks`.
         assignment: See `PipelineConfig.stages`.
+        costs: See `PipelineConfig.costs`.
         data: Number of replicas.
         **options: Further fields of `ParallelConfig`.
 
@@ -62,7 +64,11 @@ def PipelineModel(
             f"Received: {sorted(fixed or set(options) - known)}"
         )
     pipeline = PipelineConfig(
-        micro_batches=micro_batches, schedule=schedule, stages=assignment, chunks=chunks
+        micro_batches=micro_batches,
+        schedule=schedule,
+        stages=assignment,
+        chunks=chunks,
+        costs=costs,
     )
     if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
         raise ValueError(f"stages is an integer from 1 on. Received: stages={stages!r}")

@@ -12,6 +12,9 @@ from kdist.pipeline.layer_costs import Machine, layer_cost, tensor_bytes, used_v
 
 import keras
 
+EXAMPLES = 32
+"""Rows of a micro-batch where nobody knows better."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -54,7 +57,7 @@ class ModelGraph:
 def graph_of(
     model: keras.Model,
     *,
-    examples: int = 32,
+    examples: int = EXAMPLES,
     unknown_dim: int = 128,
     machine: Machine | None = None,
 ) -> ModelGraph:

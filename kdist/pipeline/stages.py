@@ -10,7 +10,8 @@ from kdist.mesh import Topology
 from kdist.pipeline.config import PipelineConfig
 from kdist.pipeline.graph import Graph
 from kdist.pipeline.layer_lists import chained, with_lists
-from kdist.pipeline.model_graph import ModelGraph, graph_of
+from kdist.pipeline.measured_costs import Costs, measure
+from kdist.pipeline.model_graph import EXAMPLES, ModelGraph, graph_of
 from kdist.pipeline.partition import Partition, partition
 from kdist.pipeline.schedule import Schedule
 from kdist.placement import Group
@@ -65,16 +66,23 @@ class StagedModel:
         described: The model's graph.
         partition: Which node is on which virtual stage.
         functional: The `Functional` that the graph describes.
+        costs: What the stages were balanced by.
     """
 
     schedule: Schedule
     described: ModelGraph
     partition: Partition
     functional: Any
+    costs: Costs
 
     @classmethod
     def of(
-        cls, model: keras.Model, config: PipelineConfig, topology: Topology, example: Any = None
+        cls,
+        model: keras.Model,
+        config: PipelineConfig,
+        topology: Topology,
+        example: Any = None,
+        before: StagedModel | None = None,
     ) -> StagedModel:
         """Cuts a built model.
 
@@ -82,10 +90,13 @@ class StagedModel:
             model: The model.
             config: What the user wants.
             topology: The mesh.
-            example: Spec of the input, for stages that are given as lists of layers.
+            example: Spec of the input, for stages that are given as lists of layers and for costs
+                that are measured.
+            before: How the model was cut before it gained or lost weights.
 
         Raises:
-            ValueError: The model has no graph, or no such cut exists.
+            ValueError: The model has no graph, or no such cut exists; or costs are to be measured
+                and no batch was seen, or `set_stage` gave a stage.
         """
         schedule = config.schedule_for(topology.num_stages)
         if isinstance(config.stages, tuple):
@@ -99,7 +110,11 @@ class StagedModel:
             described = graph_of(model)
             stages = config.stages if isinstance(config.stages, dict) else {}
             graph = _with_settings(model, described, described.graph.assign(stages))
-        return cls(schedule, described, partition(graph, schedule.virtual_stages), functional)
+        costs = Costs({node.name: node.cost for node in graph.nodes})
+        if config.costs == "measured":
+            costs = _measured(described, functional, config, topology, graph, example, before)
+        cut = partition(costs.applied(graph), schedule.virtual_stages)
+        return cls(schedule, described, cut, functional, costs)
 
     def stage_of(self, virtual: int) -> int:
         """The stage that runs a virtual stage."""
@@ -136,10 +151,14 @@ class StagedModel:
             f"pipeline: {schedule.name}, {schedule.num_stages} stages, "
             f"{schedule.micro_batches} micro-batches"
         ]
+        measured = self.costs.of_stages(self.partition.stages)
+        if self.costs.measured is not None:
+            lines.append(f"  stages by measured costs of {self.costs.rows} rows on one device")
         for virtual, names in enumerate(self.partition.stages):
             chunk = f", chunk {virtual // schedule.num_stages}" if schedule.chunks > 1 else ""
             ends = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
-            lines.append(f"  stage {self.stage_of(virtual)}{chunk}: {ends}")
+            times = f" ({measured[virtual]})" if measured[virtual] else ""
+            lines.append(f"  stage {self.stage_of(virtual)}{chunk}: {ends}{times}")
         lines += [f"  tied: {key} on stages {users}" for key, users in self.partition.tied.items()]
         return "\n".join(lines)
 
@@ -166,6 +185,35 @@ def stages_given(model: keras.Model) -> list[tuple[Any, int]]:
     """What `set_stage` said of layers of a model."""
     inside = {id(one) for one in _private_models.flat_layers(model)}
     return [(layer, stage) for layer, stage in stage_setting.given() if id(layer) in inside]
+
+
+def _measured(
+    described: ModelGraph,
+    functional: Any,
+    config: PipelineConfig,
+    topology: Topology,
+    graph: Graph,
+    example: Any,
+    before: StagedModel | None,
+) -> Costs:
+    """Measures the nodes of a graph, unless that was done before."""
+    fixed = [node.name for node in graph.nodes if node.stage is not None]
+    if fixed:
+        raise ValueError(
+            "Measured costs are for stages='auto'; kdist.set_stage has given stages. Leave one of "
+            f"them out. Received: costs='measured', stages of {fixed[:3]}"
+        )
+    known = None if before is None else before.costs
+    if known is not None and set(known.measured or ()) == set(graph.named):
+        return known
+    if example is None:
+        raise ValueError(
+            "Layers are measured when the first batch shows the shapes of the inputs. Train or "
+            "predict a batch first. Received: costs='measured'"
+        )
+    batch = keras.tree.flatten(example)[0].shape[0] or EXAMPLES
+    rows = -(-batch // (topology.data_size * config.micro_batches))
+    return measure(described, functional, example, rows, topology.devices[0])
 
 
 def _refuse_settings(model: keras.Model) -> None:
