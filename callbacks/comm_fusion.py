@@ -33,15 +33,15 @@ class CommFusion(keras.callbacks.Callback):
     | key | value |
     | --- | --- |
     | `comm_collectives` | collectives of a step, as `model.plan()` counts them |
-    | `comm_bytes` | bytes that they send between devices, gradients of tables left out |
+    | `comm_bytes` | bytes that they send between devices, rows of tables left out |
     | `comm_seconds` | their time when they run alone, the median of a few runs |
     | `comm_direct` | collectives whose messages go straight from a value's maker to its users |
     | `comm_joined` | collectives that go through one device, where parts of several are joined |
     | `comm_bus_gb_per_s` | bus bandwidth as nccl-tests counts it: bytes per device and ns |
-    | `comm_row_bytes/<table>` | bytes of a table's gradient, per row that a replica looks up |
+    | `comm_row_bytes/<table>` | bytes sent of a table's rows, per row that a replica looks up |
 
     The time is that of one function with all of it, its call included; it is 0 only where nothing
-    is sent. The rows that tables' gradients send depend on the batch, and are not timed.
+    is sent. The rows that tables send depend on the batch, and are not timed.
 
     Put it before callbacks that write logs.
 
@@ -153,8 +153,8 @@ class CommFusion(keras.callbacks.Callback):
             for i, entry in enumerate(parallel.entries_of(self.model.weights))
             if entry.placement.gathered
         ]
-        tables = dict(plan.look_ups)
-        found = replay(parallel.update.jobs, gathers, tables, sum(t.nbytes for t in traffic))
+        tables, nbytes = dict(plan.look_ups), sum(t.nbytes for t in traffic)
+        found = replay(parallel.update.jobs, gathers, tables, plan.changed_by_rows, nbytes)
         logs["comm_collectives"] = sum(t.collectives for t in traffic)
         logs["comm_bytes"] = found.nbytes
         logs["comm_seconds"] = found.seconds
@@ -162,4 +162,4 @@ class CommFusion(keras.callbacks.Callback):
         logs["comm_joined"] = sum(t.joined for t in traffic)
         logs["comm_bus_gb_per_s"] = found.bus_bandwidth / 1e9
         for one in plan.tables():
-            logs[f"comm_row_bytes/{one.path}"] = one.row_bytes
+            logs[f"comm_row_bytes/{one.path}"] = one.nbytes(1)

@@ -248,6 +248,20 @@ def write(variable: keras.Variable, value: Any) -> tf.Operation | None:
     return op if isinstance(op, tf.Operation) else None
 
 
+def write_rows(variable: keras.Variable, rows: Any, values: Any) -> tf.Operation | None:
+    """Assigns rows of a variable that is no view; returns as `write`.
+
+    Args:
+        variable: A variable.
+        rows: Their numbers, each once.
+        values: One value a row.
+    """
+    target = variable._value
+    values = tf.cast(values, target.dtype)
+    op = tf.raw_ops.ResourceScatterUpdate(resource=target.handle, indices=rows, updates=values)
+    return op if isinstance(op, tf.Operation) else None
+
+
 def set_tf_variable(variable: keras.Variable, value: tf.Variable | None) -> None:
     """Replaces (or drops) the `tf.Variable` behind a Keras variable."""
     variable._value = value

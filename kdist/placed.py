@@ -20,7 +20,7 @@ from kdist.optimizer.fuse import bucket_keys
 from kdist.optimizer.partition import Spread, spread
 from kdist.optimizer.sharded import config_for, parallel_optimizer
 from kdist.optimizer.update import DistributedUpdate
-from kdist.optimizer.wrappers import optimizer_groups, whole_updates
+from kdist.optimizer.wrappers import optimizer_groups, row_updates, whole_updates
 from kdist.pipeline.stages import StagedModel, stages_given
 from kdist.placement import Placement, shape_of
 from kdist.plan import Plan, make_plan
@@ -358,6 +358,7 @@ class PlacedModel:
             notes += [*self.layouts.left_whole, *map(str, self.layouts.uncut)]
         if self.whole_batch is not None:
             notes.append(self.whole_batch.note)
+        optimizer = self.model.optimizer if self.model.compiled else None
         jobs = None if self.update is None else self.update.jobs
         buckets = spread.buckets if jobs is None else tuple(jobs.buckets)
         exchanges = spread.exchanges if jobs is None else jobs.exchanges
@@ -374,4 +375,5 @@ class PlacedModel:
             self.fetches(),
             self.look_ups(),
             1 if self.config.pipeline is None else self.config.pipeline.micro_batches,
+            row_updates(optimizer, self.model.trainable_variables),
         )

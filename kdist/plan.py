@@ -102,6 +102,7 @@ class Plan:
             not given.
         look_ups: By trainable variable whose gradient is rows of a table, how they are looked up.
         micro_batches: That each replica's part of a batch is cut into.
+        row_updates: Trainable variables of which an update from rows changes these rows alone.
     """
 
     topology: Topology
@@ -116,6 +117,12 @@ class Plan:
     fetches: tuple[int, ...] = ()
     look_ups: tuple[tuple[int, LookUp], ...] = ()
     micro_batches: int = 1
+    row_updates: frozenset[int] = frozenset()
+
+    @property
+    def changed_by_rows(self) -> frozenset[int]:
+        """Trainable tables of which changed rows are sent, not the whole."""
+        return self.row_updates & {v for v, _ in self.look_ups}
 
     @property
     def compressed(self) -> set[int]:
@@ -144,8 +151,8 @@ class Plan:
         other holder; together what a ring all-reduce would move. Parts in a bucket travel as one
         message. An update that needs the whole of a tensor gets its parts over the inner axes too.
         Weights stored sliced over data are gathered before use instead, and nothing is broadcast.
-        For gradients that travel compressed see `kdist.optimizer.exchange`. Gradients of embedding
-        tables are not among these: see `tables`.
+        For gradients that travel compressed see `kdist.optimizer.exchange`. Rows of embedding
+        tables, of gradients or changed by an update, are not among these: see `tables`.
         """
         axis = self.topology.data_axis or "-"
         counts = {what: Count() for what in ("reduce", "share", "join", "broadcast", "gather")}
@@ -156,7 +163,7 @@ class Plan:
         for n, unit in enumerate(self.units):
             if n not in fused:
                 self._count_unit(unit, counts)
-                if unit.rows is not None:
+                if unit.rows is not None and unit.variable not in self.changed_by_rows:
                     rows.setdefault((unit.variable, unit.shard), []).append(unit)
         for parts in rows.values():
             placement = self.weights[self.trainable[parts[0].variable]]
@@ -177,12 +184,13 @@ class Plan:
         ]
 
     def tables(self) -> list[TableTraffic]:
-        """What gradients of embedding tables send per step, by rows that are looked up."""
+        """What is sent of embedding tables per step, by rows that are looked up or change."""
         found = []
         for variable, look_up in self.look_ups:
             units = [unit for unit in self.units if unit.variable == variable]
             placement = self.weights[self.trainable[variable]]
-            found.append(table_traffic(placement, units, look_up, self.micro_batches))
+            by_rows = variable in self.row_updates
+            found.append(table_traffic(placement, units, look_up, self.micro_batches, by_rows))
         return [table for table in found if table.messages]
 
     def _count_bucket(self, bucket: Bucket, counts: dict[str, Count]) -> None:
@@ -214,7 +222,7 @@ class Plan:
             parts = [(int(at != unit.owner), n) for at, n in inner_parts(placement)]
         if travels:
             counts["reduce"].add(parts)
-        if unit.rows is not None:
+        if unit.rows is not None or unit.variable in self.changed_by_rows:
             return
         values = []
         for shard in shards:
@@ -280,6 +288,7 @@ def make_plan(
     fetches: Sequence[int] = (),
     look_ups: Mapping[int, LookUp] | None = None,
     micro_batches: int = 1,
+    row_updates: frozenset[int] = frozenset(),
 ) -> Plan:
     """Puts a plan together."""
     return Plan(
@@ -295,4 +304,5 @@ def make_plan(
         fetches=tuple(fetches),
         look_ups=tuple(sorted((look_ups or {}).items())),
         micro_batches=micro_batches,
+        row_updates=row_updates,
     )

@@ -73,10 +73,15 @@ def _traffic(plan: Plan, width: int) -> RenderableType:
 
 
 def _tables(plan: Plan, width: int) -> RenderableType:
-    """What gradients of embedding tables send: rows, so that bytes depend on the batch."""
+    """What is sent of embedding tables as rows, so that bytes depend on the batch."""
     columns = [Column("table"), number("messages"), Column("bytes", prose=True)]
     rows = [(t.path, str(t.messages), str(t)) for t in plan.tables()]
-    return table("gradients of embedding tables, reduced as rows, per step", columns, rows, width)
+    return table(
+        "rows of embedding tables, gradients and new values, per step",
+        columns,
+        rows,
+        width,
+    )
 
 
 def _spread(plan: Plan, width: int) -> RenderableType:

@@ -91,6 +91,7 @@ def replay(
     jobs: Jobs,
     gathers: Sequence[tuple[Stored, int]],
     tables: Collection[int],
+    by_rows: Collection[int],
     nbytes: int,
     runs: int = RUNS,
 ) -> Measured:
@@ -98,12 +99,13 @@ def replay(
 
     One function does all of it, on gradients that are there before; calling it counts, as does
     compressing, and so the time is never 0 where something is sent. Values are sent as they are:
-    nothing changes. Gradients of embedding tables, whose size depends on the batch, are left out.
+    nothing changes. Rows of embedding tables, whose number depends on the batch, are left out.
 
     Args:
         jobs: What is updated where.
         gathers: What is gathered before use, and how often.
         tables: Trainable variables whose gradients are rows.
+        by_rows: Of these, those of which changed rows are sent.
         nbytes: Bytes that all of it sends, from the plan.
         runs: Repetitions; their median counts.
     """
@@ -111,12 +113,18 @@ def replay(
     if not nbytes:
         return Measured(0.0, 0, devices)
     stand = Stand(jobs)
-    function = tf.function(lambda: _communicate(jobs, gathers, tables, stand), autograph=False)
+    function = tf.function(
+        lambda: _communicate(jobs, gathers, tables, by_rows, stand), autograph=False
+    )
     return Measured(_seconds(function, runs), nbytes, devices)
 
 
 def _communicate(
-    jobs: Jobs, gathers: Sequence[tuple[Stored, int]], tables: Collection[int], stand: Stand
+    jobs: Jobs,
+    gathers: Sequence[tuple[Stored, int]],
+    tables: Collection[int],
+    by_rows: Collection[int],
+    stand: Stand,
 ) -> list[Any]:
     devices = [one.devices for one in jobs.topology.slices]
     ends = _gather(gathers)
@@ -132,7 +140,7 @@ def _communicate(
         if n not in fused and unit.variable not in tables:
             with tf.device(jobs.device(unit.owner)):
                 ends.append(_first(source.unit(unit.variable, unit)))
-    send_values(jobs, range(len(jobs.jobs)))
+    send_values(jobs, [n for n, job in enumerate(jobs.jobs) if jobs.variable(job) not in by_rows])
     return ends
 
 

@@ -1,6 +1,7 @@
 """Embedding gradients stay rows: what is looked up is what travels, not the whole table.
 
-That is so of gradients. New values of a table are sent whole by its owner.
+That is so of gradients, and of new values where the optimizer changes no other rows (see
+`kdist.optimizer.local.changes_rows_only`); otherwise its owner sends the table whole.
 
 A single device hands its optimizer one row per look-up. Keras's optimizers square and clip those
 rows one by one, duplicates included, so to equal a single device the optimizer must get the same

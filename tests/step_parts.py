@@ -35,6 +35,7 @@ _PARTS: tuple[tuple[Any, str, str], ...] = (
     (send, "_leaving_part", "bucket's join"),
     (send, "_join", "bucket's value"),
     (send, "_send_bucket", "bucket's value"),
+    (send, "_send_changed", "changed rows"),
     (Bucket, "messages", "bucket's gradient"),
     (CompressedGradients, "bucket", "compressed"),
     (CompressedGradients, "unit", "compressed"),
@@ -89,7 +90,7 @@ class Parts:
             return str(self._part_of(sent.node))
         if made_in.startswith("bucket's"):
             return made_in.removeprefix("bucket's ")
-        if made_in in ("rows", "data", "metric", "share", "state", "compressed"):
+        if made_in in ("rows", "changed rows", "data", "metric", "share", "state", "compressed"):
             return made_in
         return f"unexplained: {sent.tensor} ({sent.op}) made in {made_in or 'no part'!r}"
 

@@ -187,6 +187,17 @@ def test_write():
         assert _private.write(variable, tf.ones(2, tf.float64)).type == "AssignVariableOp"
 
 
+def test_write_rows():
+    variable = keras.Variable(np.zeros((3, 2)), dtype="float32")
+    values = np.array([[1.0, 2.0]])
+    assert _private.write_rows(variable, tf.constant([2]), values) is None
+    np.testing.assert_array_equal(variable.numpy(), [[0, 0], [0, 0], [1, 2]])
+    with tf.Graph().as_default():
+        variable = keras.Variable(np.zeros((3, 2)), dtype="float32")
+        op = _private.write_rows(variable, tf.constant([2]), values)
+        assert op.type == "ResourceScatterUpdate"
+
+
 def test_private_strategy():
     with tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"]).scope() as strategy:
         mirrored = tf.Variable(1.0)

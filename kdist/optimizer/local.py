@@ -35,6 +35,14 @@ ELEMENTWISE = (
 """Keras optimizers whose update of an element looks at that element alone."""
 
 
+ROW_WISE = ("SGD", "RMSprop", "Adadelta", "Adagrad")
+"""Keras optimizers that, given rows of a table, write these rows of it and no others.
+
+Without momentum. The averages of RMSprop and Adadelta fall in all rows, but these slots are not
+sent anywhere.
+"""
+
+
 def leaf_optimizers(
     optimizer: Any, variables: Sequence[keras.Variable]
 ) -> list[tuple[Any, list[int]]]:
@@ -61,6 +69,24 @@ def needs_whole(optimizer: Any, variable: keras.Variable) -> bool:
     shipped = type(optimizer) is getattr(keras.optimizers, name, None)
     elementwise = shipped and name in ELEMENTWISE
     return not elementwise or bool(optimizer.clipnorm) or variable.constraint is not None
+
+
+def changes_rows_only(optimizer: Any, variable: keras.Variable) -> bool:
+    """True if an update of a table from rows leaves all its other rows as they are, to the bit.
+
+    What looks at, or writes, all rows says no: momentum, decay of weights or of their averages
+    into them, accumulated gradients, clipping by a norm, constraints.
+    """
+    name = type(optimizer).__name__
+    if name not in ROW_WISE or needs_whole(optimizer, variable):
+        return False
+    return not (
+        getattr(optimizer, "momentum", 0)
+        or optimizer.global_clipnorm
+        or optimizer.gradient_accumulation_steps
+        or optimizer.ema_overwrite_frequency
+        or _private_optimizers.decays(optimizer, variable)
+    )
 
 
 def clone(optimizer: Any) -> Any:

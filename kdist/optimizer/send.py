@@ -1,4 +1,4 @@
-"""New values go from their owners to the other holders.
+"""New values go from their owners to the other holders; of tables, rows that changed, if it can be.
 
 From level 2 on, devices have no room for all new values at once: they travel one bucket after the
 other, `IN_FLIGHT` of them at a time.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kdist import _private
@@ -74,14 +74,18 @@ class OneByOne(AnyOrder):
         return tf.group(*found) if found else None
 
 
-def send_values(jobs: Jobs, numbers: Any, one_by_one: bool = False) -> None:
+def send_values(
+    jobs: Jobs, numbers: Any, one_by_one: bool = False, changed: Mapping[int, Any] | None = None
+) -> None:
     """Sends each updated part to its other holders; those first that are ready first.
 
     Args:
         jobs: The jobs.
         numbers: Of those that have updated something.
         one_by_one: Whether values travel bucket by bucket, to save memory.
+        changed: By job that has updated some rows of a table alone, their numbers.
     """
+    changed = changed or {}
     order = OneByOne() if one_by_one else AnyOrder()
     load: Counter[Coordinate] = Counter()
     updated = {n for number in numbers for n in jobs.jobs[number].units}
@@ -95,7 +99,9 @@ def send_values(jobs: Jobs, numbers: Any, one_by_one: bool = False) -> None:
             updated -= units
     for numbers in _families(jobs, updated):
         unit = jobs.units[numbers[0]]
-        if unit.rows is None:
+        if all(jobs.of[n] in changed for n in numbers):
+            _send_changed(jobs, numbers, changed, order)
+        elif unit.rows is None:
             _send_unit(jobs, unit, jobs.jobs[jobs.of[numbers[0]]].variable, order)
         else:
             _send_rows(jobs, RowParts.of_units(jobs, numbers), order, load)
@@ -213,6 +219,42 @@ def _leaving_part(jobs: Jobs, sent: RowParts, p: int, order: AnyOrder) -> Any:
 
 def _join(sent: RowParts, parts: list[Any]) -> Any:
     return sent.joined(parts)
+
+
+def _send_changed(
+    jobs: Jobs, numbers: Sequence[int], changed: Mapping[int, Any], order: AnyOrder
+) -> None:
+    """Sends the rows of a shard that its owners have changed, from one of them.
+
+    There they are put together, as by `_send_rows`. How many there are shows when a step runs.
+    """
+    first = jobs.units[numbers[0]]
+    assert first.shard is not None
+    entry = jobs.entries[first.variable]
+    holders = entry.placement.shards[first.shard].holders
+    if len(holders) == 1:
+        return
+    parts = [_changed_rows(jobs, jobs.units[n], changed[jobs.of[n]], order) for n in numbers]
+    root = jobs.units[numbers[first.variable % len(numbers)]].owner
+    with tf.device(jobs.device(root)):
+        rows, values = (p[0] if len(p) == 1 else tf.concat(p, 0) for p in zip(*parts))
+    writes = []
+    for at in holders:
+        if at != root or len(parts) > 1:
+            with tf.device(jobs.device(at)):
+                writes.append(_private.write_rows(entry.locals[at], rows, values))
+    with tf.device(jobs.device(root)):
+        order.arrived(EVERYWHERE, [order.all_of(writes)])
+
+
+def _changed_rows(jobs: Jobs, unit: UpdateUnit, indices: Any, order: AnyOrder) -> tuple[Any, Any]:
+    """Numbers, each once, and new values of the rows of a shard that an owner has changed."""
+    with tf.device(jobs.device(unit.owner)), order.gate(EVERYWHERE):
+        rows, _ = tf.unique(indices)
+        if unit.rows is not None:
+            rows += tf.cast(jobs.own_rows(unit)[0].start, rows.dtype)
+        local = _private.tf_variable(jobs.entries[unit.variable].locals[unit.owner])
+        return rows, order.leaving(tf.gather(local, rows))
 
 
 def _send_bucket(jobs: Jobs, bucket: Bucket, order: AnyOrder) -> None:

@@ -7,23 +7,24 @@ ops, differentiable, and unable to deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from kdist import _private_optimizers
 from kdist.compression import Classes
 from kdist.mesh import Topology
 from kdist.optimizer.accumulate import LocalSums
+from kdist.optimizer.clip import clip_globally
 from kdist.optimizer.compressed import KnownStates, bucket_vectors
 from kdist.optimizer.config import OptimizerConfig
 from kdist.optimizer.jobs import Jobs
-from kdist.optimizer.local import LocalOptimizer, leaf_optimizers
+from kdist.optimizer.local import leaf_optimizers
 from kdist.optimizer.loss_scale import LossScale
 from kdist.optimizer.send import send_values
 from kdist.optimizer.source import GradientSource
 from kdist.optimizer.state_config import slot_formats
-from kdist.optimizer.wrappers import unwrap, whole_updates
+from kdist.optimizer.wrappers import row_updates, unwrap, whole_updates
 from kdist.placement import Coordinate, UpdateUnit
+from kdist.sparse import is_sparse
 from kdist.variables import RowsBacking, Stored, backing_of
 
 import keras
@@ -73,6 +74,7 @@ class DistributedUpdate:
         )
         self._keys = tuple(keys)
         self._whole = whole_updates(optimizer, variables)
+        self.row_updates = row_updates(optimizer, variables)
         self._sum_locally = config.level > 0 and not config.gradient_accumulation_shard
         # Values that leave one after the other take less memory at once.
         self._one_by_one = config.level >= 2
@@ -297,26 +299,26 @@ class DistributedUpdate:
             for backing in held:
                 backing.release()
 
-    def _held_rows(self, gradients: Collection[int]) -> list[RowsBacking]:
+    def _held_rows(self, gradients: dict[int, Any]) -> list[RowsBacking]:
         """Backings of rows that are sent whole right after their update, and need no write of it.
 
         Not those that Keras writes inside a branch, whose tensors are unknown outside; nor where
         values wait for their turn to be sent, so that keeping them would take memory.
         """
-        found = []
+        found, changed = [], self._changed_rows(gradients)
         for (leaf, _), local in zip(self.groups, self.jobs.local):
             branches = leaf.gradient_accumulation_steps or leaf.ema_overwrite_frequency
             if branches or self._one_by_one:
                 continue
             for n in (n for one in local for n in one.positions if n in gradients):
                 job = self.jobs.jobs[n]
-                if self.jobs.units[job.units[0]].rows is not None:
+                if self.jobs.units[job.units[0]].rows is not None and n not in changed:
                     found.append(backing_of(job.variable))
         return found
 
     def _update_and_send(self, gradients: dict[int, Any]) -> None:
         for (leaf, _), local in zip(self.groups, self.jobs.local):
-            self._clip_globally(leaf, local, gradients)
+            clip_globally(self.jobs, leaf, local, gradients)
             moves = any(n in gradients for one in local for n in one.positions)
             for one in local:
                 live = [(n, v) for n, v in zip(one.positions, one.variables) if n in gradients]
@@ -329,7 +331,15 @@ class DistributedUpdate:
             self.inner._iterations.assign_add(1)
         overwritten = any(leaf.use_ema for leaf, _ in self.groups)
         numbers = range(len(self.jobs.jobs)) if overwritten else gradients
-        send_values(self.jobs, numbers, self._one_by_one)
+        send_values(self.jobs, numbers, self._one_by_one, self._changed_rows(gradients))
+
+    def _changed_rows(self, gradients: dict[int, Any]) -> dict[int, Any]:
+        """By job that updates some rows of a table alone, their numbers."""
+        return {
+            n: gradient.indices
+            for n, gradient in gradients.items()
+            if self.jobs.variable(self.jobs.jobs[n]) in self.row_updates and is_sparse(gradient)
+        }
 
     def without_batch(self, connected: Sequence[int]) -> None:
         """What Keras updates in a step whose batch does not come, because the data has run out.
@@ -359,39 +369,3 @@ class DistributedUpdate:
             self.inner._iterations.assign_add(1)
         if any(leaf.weight_decay is not None for leaf, _ in self.groups):
             send_values(self.jobs, live, self._one_by_one)
-
-    def _clip_globally(
-        self, leaf: Any, local: Sequence[LocalOptimizer], gradients: dict[int, Any]
-    ) -> None:
-        """Gives each local optimizer the norm of the whole gradient to clip by."""
-        if not (leaf.global_clipnorm and leaf.global_clipnorm > 0):
-            return
-        squares = []
-        for one in local:
-            with tf.device(one.device):
-                for n, variable in zip(one.positions, one.variables):
-                    if n in gradients and self.jobs.is_first(n):
-                        gradient = self._update_gradient(leaf, one, variable, gradients[n])
-                        squares.append(ops.sum(ops.square(gradient)))
-        norm = ops.sqrt(ops.sum(ops.stack(squares)))
-        clip = leaf.global_clipnorm
-        factor = clip * ops.minimum(1.0 / norm, 1.0 / clip) + (norm - norm)
-        for one in local:
-            object.__setattr__(
-                one.optimizer,
-                "_clip_gradients",
-                # As Keras multiplies: rows of a table become the whole table's gradient here.
-                lambda gs: [g if g is None else g * ops.cast(factor, g.dtype) for g in gs],
-            )
-
-    @staticmethod
-    def _update_gradient(
-        leaf: Any, one: LocalOptimizer, variable: keras.Variable, gradient: Any
-    ) -> Any:
-        """The gradient that the optimizer clips: unscaled, with what was accumulated."""
-        if leaf.loss_scale_factor is not None:
-            gradient = ops.divide(gradient, leaf.loss_scale_factor)
-        accumulated = _private_optimizers.accumulator(one.optimizer, variable)
-        if accumulated is None:
-            return gradient
-        return ops.divide(ops.add(gradient, accumulated), leaf.gradient_accumulation_steps)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist.optimizer.config import OptimizerConfig
-from kdist.optimizer.local import leaf_optimizers, needs_whole
+from kdist.optimizer.local import changes_rows_only, leaf_optimizers, needs_whole
 
 import keras
 
@@ -55,3 +55,13 @@ def whole_updates(optimizer: Any, variables: Sequence[keras.Variable]) -> list[b
         for v in members:
             whole[v] = needs_whole(leaf, variables[v])
     return whole
+
+
+def row_updates(optimizer: Any, variables: Sequence[keras.Variable]) -> frozenset[int]:
+    """Positions of the variables that change in the rows of their gradient alone, if it is rows."""
+    return frozenset(
+        v
+        for leaf, members in optimizer_groups(optimizer, variables)
+        for v in members
+        if changes_rows_only(leaf, variables[v])
+    )

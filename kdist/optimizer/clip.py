@@ -1,0 +1,58 @@
+"""Clipping by the norm of all gradients, which lie on several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kdist import _private_optimizers
+from kdist.optimizer.jobs import Jobs
+from kdist.optimizer.local import LocalOptimizer
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+
+def clip_globally(
+    jobs: Jobs, leaf: Any, local: Sequence[LocalOptimizer], gradients: Mapping[int, Any]
+) -> None:
+    """Gives each local optimizer the norm of the whole gradient to clip by.
+
+    Args:
+        jobs: What is updated where.
+        leaf: The optimizer that the user compiled; nothing is done unless it clips so.
+        local: Its local optimizers.
+        gradients: By job, what its variable is updated with.
+    """
+    if not (leaf.global_clipnorm and leaf.global_clipnorm > 0):
+        return
+    squares = []
+    for one in local:
+        with tf.device(one.device):
+            for n, variable in zip(one.positions, one.variables):
+                if n in gradients and jobs.is_first(n):
+                    gradient = _update_gradient(leaf, one, variable, gradients[n])
+                    squares.append(ops.sum(ops.square(gradient)))
+    norm = ops.sqrt(ops.sum(ops.stack(squares)))
+    clip = leaf.global_clipnorm
+    factor = clip * ops.minimum(1.0 / norm, 1.0 / clip) + (norm - norm)
+    for one in local:
+        object.__setattr__(
+            one.optimizer,
+            "_clip_gradients",
+            # As Keras multiplies: rows of a table become the whole table's gradient here.
+            lambda gs: [g if g is None else g * ops.cast(factor, g.dtype) for g in gs],
+        )
+
+
+def _update_gradient(
+    leaf: Any, one: LocalOptimizer, variable: keras.Variable, gradient: Any
+) -> Any:
+    """The gradient that the optimizer clips: unscaled, with what was accumulated."""
+    if leaf.loss_scale_factor is not None:
+        gradient = ops.divide(gradient, leaf.loss_scale_factor)
+    accumulated = _private_optimizers.accumulator(one.optimizer, variable)
+    if accumulated is None:
+        return gradient
+    return ops.divide(ops.add(gradient, accumulated), leaf.gradient_accumulation_steps)
