@@ -23,6 +23,7 @@ import results_file
 from absl import app, flags
 
 FLAGS = flags.FLAGS
+LARGE = 1 << 24
 flags.DEFINE_integer("devices", 8, "logical CPU devices", 2)
 flags.DEFINE_integer("rounds", 5, "times that everything is measured", 1)
 flags.DEFINE_integer("iterations", 5, "timed runs of a collective in a round", 1)
@@ -44,15 +45,21 @@ def measured() -> tuple[list[list[tuple[Work, float]]], list[list[Measurement]]]
         calibrated.append(calibration.timed_work(group, iterations=FLAGS.iterations))
         collectives.append(
             [
-                measure(operation, algorithm, int(size), group, iterations=FLAGS.iterations)
+                one_of(group, operation, algorithm, int(size))
                 for size in FLAGS.sizes
                 for operation in FLAGS.operations
                 for algorithm in FLAGS.algorithms
             ]
         )
-        gc.collect()
         print(f"round {number + 1} of {FLAGS.rounds}", flush=True)
     return calibrated, collectives
+
+
+def one_of(group: Group, operation: str, algorithm: str, size: int) -> Measurement:
+    """One measurement; a gigabyte that the one before took is given back."""
+    if size >= LARGE:
+        gc.collect()
+    return measure(operation, algorithm, size, group, iterations=FLAGS.iterations)
 
 
 def predicted(link: HostCost, rounds: list[list[Measurement]]) -> list[dict[str, Any]]:
@@ -92,7 +99,10 @@ def main(_: list[str]) -> None:
     names = ("devices", "rounds", "iterations")
     settings = {name: FLAGS[name].value for name in names}
     cost = dataclasses.asdict(link)
-    path = results_file.save("collectives", settings, rows, keep=FLAGS.keep, link=cost)
+    fitted = [{**dataclasses.asdict(done), "seconds": seconds} for done, seconds in work]
+    path = results_file.save(
+        "collectives", settings, rows, keep=FLAGS.keep, link=cost, calibration=fitted
+    )
     print(f"written: {path}")
 
 

@@ -28,7 +28,8 @@ ALGORITHMS = ("direct", "ring", "tree")
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)
 HOST_SIZES = (1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 20, 1 << 21, 1 << 24)
 """Bytes of a device's part: the footprints of eight lie within caches, around them, and beyond."""
-CACHES = tuple(1 << n for n in range(20, 28))
+CACHES = tuple(1 << n for n in range(20, 26))
+"""Bytes of caches that are tried; larger ones are found by the largest size alone, or not."""
 SMALL = 1 << 10
 REPEATED = 30
 
