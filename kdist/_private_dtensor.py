@@ -55,6 +55,19 @@ def has_effects(op: str) -> bool:
     return bool(op_def_registry.get(op).is_stateful)
 
 
+def only_result(node: Any) -> tuple[str, int]:
+    """The only result of a node of a function: a reference to it, and its dtype.
+
+    Returns:
+        The dtype as an enumeration value; 0 if the node has several results, or a list.
+    """
+    results = op_def_registry.get(node.op).output_arg
+    if len(results) != 1 or results[0].number_attr or results[0].type_list_attr:
+        return "", 0
+    only = results[0]
+    return f"{node.name}:{only.name}:0", only.type or node.attr[only.type_attr].type
+
+
 class Registered:
     """A function definition that graphs can call by its name, for as long as this object lives.
 

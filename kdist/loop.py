@@ -13,8 +13,6 @@ from kdist.batch import split
 from kdist.parallel import Parallel, attached
 from kdist.plain import row_shares
 from kdist.spmd_call import CannotExpand
-from kdist.spmd_step import as_tensors, too_many_shapes
-from kdist.step import Step
 from kdist.training_pass import TrainingPass
 
 import keras
@@ -26,11 +24,10 @@ def gradients(
 ) -> tuple[Any, list[Any]]:
     """Loss and gradients of one global batch, computed over the mesh.
 
-    Statistics of layers (BatchNormalization) and seeds move on, as in `fit`; weights do not. As in
-    `fit`, only the first few shapes of a batch get a program over the inner axes; further ones run
-    on gathered weights, after one warning. Gradients travel as in `fit`: in its buckets, and with
-    `ParallelConfig(compression=...)` compressed, so that what is returned is what arrived, and the
-    next call sends what this one did not; unless a gradient is infinite or NaN.
+    Statistics of layers (BatchNormalization) and seeds move on, as in `fit`; weights do not.
+    Gradients travel as in `fit`: in its buckets, and with `ParallelConfig(compression=...)`
+    compressed, so that what is returned is what arrived, and the next call sends what this one did
+    not; unless a gradient is infinite or NaN.
 
     Args:
         model: A parallelized, compiled model.
@@ -63,7 +60,7 @@ def training_pass(parallel: Parallel, data: Any, compress: bool = True) -> Train
         compress: Whether gradients travel compressed, where that was asked for.
     """
     try:
-        return _step_for(parallel, data).gradients(data, compress)
+        return parallel.step_for(data).gradients(data, compress)
     except CannotExpand as reason:
         parallel.fall_back(
             f"DTensor cannot run {reason}. The model runs on gathered weights instead."
@@ -82,18 +79,6 @@ def _verify_first(parallel: Any, data: Any) -> None:
             f"Received: a call in a graph, verify={parallel.config.verify!r}"
         )
     parallel.verify_first([data])
-
-
-def _step_for(parallel: Any, data: Any) -> Step:
-    """The step for a batch: over the inner axes while its shape may have a program there."""
-    step, reason = parallel.step_for(data), too_many_shapes()
-    if not parallel.trains_over_spmd or set(parallel.fallbacks) - {reason}:
-        return step
-    tensors = as_tensors(data)
-    if parallel.spmd_step.loop_shapes.admit(tensors):
-        return parallel.spmd_step
-    parallel.fall_back(reason)
-    return parallel.plain_step
 
 
 def apply_gradients(model: keras.Model, gradients: Sequence[Any]) -> None:

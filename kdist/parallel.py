@@ -292,7 +292,8 @@ class Parallel(SteppedModel):
         no_batch = self.no_batch if kind == "train" else (lambda: None)
         if self.uses_spmd if kind == "predict" else self.trains_over_spmd:
             function = SpmdFunction(
-                getattr(self.spmd_step, kind),
+                self.spmd_step,
+                kind,
                 lambda: getattr(self.plain_step, kind),
                 self.model,
                 self.fall_back,

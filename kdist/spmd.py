@@ -16,6 +16,7 @@ from typing import Any
 
 from kdist.device import Device
 from kdist.dims import Dim, Dims, axes_of, cut_of, inner_dims
+from kdist.dtensor import sizes
 from kdist.dtensor.lowering import abstract_mesh
 from kdist.lowered import mesh_dim
 from kdist.merged_axes import inner_axes_of
@@ -192,6 +193,7 @@ def relayout_active(
 
     Raises:
         ValueError: if the strategy has more entries than the tensor dims, or does not parse.
+        CannotLift: if the trace does not know the size of a dim that is to be cut.
     """
     trace = active()
     if trace is None:
@@ -209,7 +211,9 @@ def relayout_active(
     fitting = list(inner)
     for i, (dim, size) in enumerate(zip(inner, shape, strict=True)):
         count = cut_of(dim, trace.topology)
-        if size is None or size % count:
+        if size is None:
+            sizes.require_multiples(count)
+        elif size % count:
             fitting[i] = None
             trace.uncut.append(uncut_dim(what, i, size, count, axes_of(dim)))
     layout = layout_for(trace.mesh, tuple(fitting), trace.topology, what)

@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist import spmd, spmd_limits
+from kdist.dtensor import sizes
 from kdist.dtensor.collectives import CannotStitch
+from kdist.dtensor.hoisting import hoist
+from kdist.dtensor.lifting import lift
 from kdist.dtensor.lowering import LoweredProgram, lower
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.dtensor.stitching import StitchedFunction, Stitcher
@@ -17,6 +20,9 @@ from kdist.store import ModelLayouts
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
+
+MAX_SHAPES = 8
+"""Shapes of a batch whose own programs are kept."""
 
 
 class CannotExpand(Exception):
@@ -78,12 +84,15 @@ class Lowered:
         if (key, s) not in self._calls:
             self._calls[key, s] = self._stitchers[key].stitch(self.topology.slices[s].devices)
         call = self._calls[key, s]
+        sizes.found(bounded=call.program.bounded)
         parts = call([[t.parts[k] for t in given] for k in range(self.mesh.size)])
 
         def result(position: int | None) -> Sharded | None:
             if position is None:
                 return None
-            return Sharded(tuple(mine[position] for mine in parts), call.program.layouts[position])
+            layout, examples = call.program.layouts[position], call.program.examples
+            own = tuple(mine[position] for mine in parts)
+            return Sharded(own, layout, None if examples is None else examples[position])
 
         return tf.nest.map_structure(result, call.program.structure)
 
@@ -107,20 +116,20 @@ class Lowered:
         given = [t for t in tf.nest.flatten(inputs) if t is not None]
         given += [self._captured(t) for t in concrete.captured_inputs]
         layouts = [t.layout for t in given]
-        key = (key, *(layout.to_string() for layout in layouts))
+        key = (key, sizes.active(), *(layout.to_string() for layout in layouts))
         if key not in self._stitchers:
-            program = self._expand(concrete, layouts)
+            program = self._expand(concrete, given)
             self._refuse_alltoall(program.collectives)
             self.recorded = self.recorded or program.collectives
             self._stitchers[key] = self._stitcher(program)
         return key, given
 
-    def _expand(self, concrete: Any, layouts: Sequence[dtensor.Layout]) -> LoweredProgram:
+    def _expand(self, concrete: Any, given: Sequence[Sharded]) -> LoweredProgram:
         if tf.variant in [t.dtype for t in (*concrete.inputs, *concrete.outputs)]:
             raise CannotExpand("a loop that keeps a list of tensors for its gradient")
         try:
             with spmd.lowering(self.mesh):
-                return lower(concrete, self.mesh, layouts, self.paths)
+                return self._lowered(concrete, given)
         except UnicodeDecodeError as error:
             # TensorFlow's message quotes bytes that are no text.
             raise CannotExpand("an operation (its error cannot be read)") from error
@@ -129,6 +138,20 @@ class Lowered:
             if reason is None:
                 raise
             raise CannotExpand(reason) from error
+
+    def _lowered(self, concrete: Any, given: Sequence[Sharded]) -> LoweredProgram:
+        """The program; if sizes are unknown, one that is made of those of a few examples."""
+        layouts, examples = [t.layout for t in given], [t.examples for t in given]
+        if not any(examples):
+            return lower(concrete, self.mesh, layouts, self.paths)
+        hoisted = hoist(concrete, examples)
+        ranks = [one.spec.shape.rank for one in hoisted.made]
+        layouts += [dtensor.Layout.replicated(self.mesh, rank) for rank in ranks]
+        programs = [
+            lower(hoisted.concrete, self.mesh, layouts, self.paths, shapes, values)
+            for shapes, values in zip(hoisted.shapes, hoisted.values, strict=True)
+        ]
+        return lift(programs, hoisted)
 
     @staticmethod
     def _stitcher(program: LoweredProgram) -> Stitcher:
@@ -159,6 +182,7 @@ class Lowered:
         Raises:
             CannotExpand: It has an operation that DTensor must not be tried on.
         """
+        key = (key, sizes.active())
         if key in self.traces:
             return self.traces[key]
         specs = tf.nest.map_structure(tensor_spec, inputs)
@@ -175,7 +199,16 @@ class Lowered:
         self.layouts.tell_uncut(trace.uncut)
         refuse_unsupported(concrete, self.topology.rows_axis is not None)
         self.traces[key] = concrete
+        self._forget_oldest()
         return concrete
+
+    def _forget_oldest(self) -> None:
+        """Keeps as many programs as steps are kept for single shapes, with two sizes of parts."""
+        for key in [*self.traces][: -2 * MAX_SHAPES]:
+            del self.traces[key]
+            for kept in (self._stitchers, self._calls):
+                for one in [one for one in kept if one[:2] == key or one[0][:2] == key]:
+                    del kept[one]
 
     def _captured(self, tensor: Any) -> Sharded:
         if tensor.dtype == tf.resource:

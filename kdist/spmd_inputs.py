@@ -8,6 +8,7 @@ from typing import Any
 from kdist import spmd
 from kdist.batch import leading
 from kdist.dims import inner_dims
+from kdist.dtensor import sizes
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.mesh import Topology
 from kdist.placement import Placement, coordinate_of
@@ -66,7 +67,9 @@ class SliceInputs:
         """Data of a slice on its devices."""
         if self.batch_axis is not None:
             rows, size = leading(data).shape[0], self.mesh.dim_size(self.batch_axis)
-            if rows % size:
+            if rows is None:
+                sizes.require_multiples(size)
+            elif rows % size:
                 self.tell_uncut([uncut_dim("the batch", 0, rows, size, [self.batch_axis])])
         return keras.tree.map_structure(lambda t: None if t is None else self._part(t), data)
 
@@ -98,9 +101,10 @@ class SliceInputs:
         if axis is None or tensor.shape.rank == 0:
             return replicate(tensor, self.mesh)
         size = self.mesh.dim_size(axis)
-        if tensor.shape[0] % size:
+        if tensor.shape[0] is not None and tensor.shape[0] % size:
             return replicate(tensor, self.mesh)
         pieces = tf.split(tensor, size)
         coordinates = [coordinate_of(self.topology, 0, k)[axis] for k in range(self.mesh.size)]
         dims = [axis] + [dtensor.UNSHARDED] * (tensor.shape.rank - 1)
-        return Sharded(tuple(pieces[c] for c in coordinates), dtensor.Layout(dims, self.mesh))
+        layout = dtensor.Layout(dims, self.mesh)
+        return Sharded(tuple(pieces[c] for c in coordinates), layout, sizes.examples(tensor))

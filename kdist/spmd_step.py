@@ -1,16 +1,19 @@
-"""Steps over slices that have inner axes: one graph per shape of a batch.
+"""Steps over slices that have inner axes: graphs by the shape of a batch.
 
-DTensor wants to know shapes, so a batch is taken from its iterator first, and the step is traced
-for the shape that it has.
+A batch is taken from its iterator first, since the graph of a step is for its shape, or for shapes
+like it (`kdist.by_shape`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.batch import SplitBatch, split
+from kdist.by_shape import ByShape
 from kdist.contract import single_steps, without_optionals
+from kdist.dtensor import sizes
 from kdist.pipeline.step import PipelineStep
 from kdist.spmd_call import CannotExpand, signature
 from kdist.step import Step
@@ -20,8 +23,6 @@ import keras
 import tensorflow as tf
 
 SHOWN_RESULTS = ("terms", "loss_parts", "outputs")
-MAX_SHAPES = 8
-"""Shapes of a batch that get programs of their own; see `SpmdFunction`."""
 
 
 class SpmdStep(Step):
@@ -29,23 +30,36 @@ class SpmdStep(Step):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._gradients = tf.function(self._seen_gradients, autograph=False)
+        self._gradients = self.by_shape(self._seen_gradients)
         self._apply_whole = tf.function(super().apply_whole, autograph=False)
-        self.loop_shapes = Shapes()
-        """Shapes of the batches of the user's own loop."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Into how many a replica's rows are cut."""
+        return 1
+
+    def by_shape(self, function: Callable) -> ByShape:
+        """A function of a batch of this model as graphs by its shape."""
+        parts = self.topology.data_size * self.micro_batches
+        return ByShape(function, parts, self.parallel.warn_once)
 
     def cut(self, x: Any, y: Any, sample_weight: Any) -> SplitBatch:
-        """Cuts a batch over the slices, into parts of known size.
+        """Cuts a batch over the slices, into parts of known size where the batch's is known.
 
         Raises:
             CannotExpand: It has sparse tensors, or dims of unknown size.
         """
-        for leaf in tf.nest.flatten((x, y, sample_weight)):
+        leaves = [leaf for leaf in tf.nest.flatten((x, y, sample_weight)) if leaf is not None]
+        for leaf in leaves:
             if isinstance(leaf, tf.SparseTensor):
                 raise CannotExpand("sparse inputs")
-            if leaf is not None and not leaf.shape.is_fully_defined():
+            if not leaf.shape.is_fully_defined() and sizes.active() is None:
                 raise CannotExpand(f"batches of unknown size, here {leaf.shape}")
-        return split(x, y, sample_weight, self.topology.data_size, static=True)
+        sizes.note(leaves)
+        batch = split(x, y, sample_weight, self.topology.data_size, static=True)
+        # One device would have traced the step for this size.
+        size = batch.size if batch.static_size is None else batch.static_size
+        return dataclasses.replace(batch, static_size=size)
 
     def gradients(self, data: Any, compress: bool = True) -> TrainingPass:
         """See `Step.gradients`."""
@@ -69,6 +83,11 @@ class SpmdStep(Step):
 class SpmdPipelineStep(SpmdStep, PipelineStep):
     """The steps of a pipeline whose stages have inner axes."""
 
+    @property
+    def micro_batches(self) -> int:
+        """See `SpmdStep`."""
+        return int(self.runner.schedule.micro_batches)
+
 
 def as_tensors(data: Any) -> Any:
     """Arrays of a structure as tensors; None stays None."""
@@ -80,38 +99,15 @@ def as_tensors(data: Any) -> Any:
     return keras.tree.map_structure(convert, data)
 
 
-class Shapes:
-    """The shapes of a batch that get programs of their own: the first `MAX_SHAPES`."""
-
-    def __init__(self) -> None:
-        self._admitted: set[tuple] = set()
-
-    def admit(self, data: Any) -> bool:
-        """Whether a batch's shape is one of them; a new one is taken in while there is room."""
-        shape = signature(data)
-        if len(self._admitted) < MAX_SHAPES:
-            self._admitted.add(shape)
-        return shape in self._admitted
-
-
-def too_many_shapes() -> str:
-    """The reason that is given when a shape gets no program of its own."""
-    return (
-        f"{MAX_SHAPES} shapes of a batch have been compiled; further ones run on gathered weights, "
-        f"with one compilation for all. Pad or bucket sequences to at most {MAX_SHAPES} lengths to "
-        "split their compute."
-    )
-
-
 class SpmdFunction:
     """What Keras calls as the train, test or predict function of a model with inner axes.
 
-    Falls back, once and with a warning that says why, to plain devices with gathered weights:
-    for models with an operation that DTensor cannot run; and, so that the number of compilations
-    is bounded, for every further shape once `MAX_SHAPES` shapes have been compiled.
+    Falls back, once and with a warning that says why, to plain devices with gathered weights, for
+    models with an operation that DTensor cannot run.
 
     Args:
-        step: One of `SpmdStep`'s steps.
+        steps: The model's steps.
+        kind: Which of them: "train", "test" or "predict".
         plain: Makes the same step on plain devices.
         model: The model.
         inspected: Told about the fallback: `inspected(reason)`.
@@ -120,28 +116,28 @@ class SpmdFunction:
 
     def __init__(
         self,
-        step: Callable,
+        steps: SpmdStep,
+        kind: str,
         plain: Callable[[], Callable],
         model: keras.Model,
         inspected: Callable[[str], None],
         no_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        self.step = tf.function(step, autograph=False)
-        self._several = tf.function(self._in_one_graph, autograph=False)
+        self._step = getattr(steps, kind)
+        self.one, self.several = steps.by_shape(self._step), steps.by_shape(self._in_one_graph)
         self.model = model
         self.inspected = inspected
         self.no_batch = no_batch
         self._make_plain = plain
         self._plain: Callable | None = None
-        self._shapes = Shapes()
         self._expandable = True
 
     def on_batch(self, data: Any, known_size: bool = True) -> Any:
         """Runs one step on a global batch."""
         data = as_tensors(data)
-        if self._expandable and self._shapes.admit(data):
+        if self._expandable:
             try:
-                return self.step(data, known_size)
+                return self.one(data, known_size)
             except CannotExpand as reason:
                 self._expandable = False
                 self.inspected(
@@ -149,8 +145,6 @@ class SpmdFunction:
                     "results are the same, weights stay cut at rest, but compute is not split "
                     "over the inner axes."
                 )
-        elif self._plain is None:
-            self.inspected(too_many_shapes())
         if self._plain is None:
             step = self._make_plain()
             self._plain = tf.function(
@@ -186,11 +180,11 @@ class SpmdFunction:
         logs, wanted = None, self.model.steps_per_execution
         shapes = [signature(batch) for batch in batches]
         alike = next((i for i, one in enumerate(shapes) if one != shapes[0]), len(batches))
-        if alike > 1 and self._expandable and self._shapes.admit(batches[0]):
+        if alike > 1 and self._expandable:
             # Always of one length, so that the end of the data is no trace of its own.
             given = batches[:alike] + batches[:1] * (wanted - alike)
             try:
-                logs = self._several(given, tf.constant(alike), known)
+                logs = self.several((given, tf.constant(alike)), known)
                 batches = batches[alike:]
             except CannotExpand:
                 pass  # the first step alone says so
@@ -198,12 +192,14 @@ class SpmdFunction:
             logs = self.on_batch(batch, known)
         return logs
 
-    def _in_one_graph(self, batches: list[Any], count: Any, known: bool) -> Any:
-        """Steps on the first `count` batches, in a loop.
+    def _in_one_graph(self, data: tuple[list[Any], Any], known: bool) -> Any:
+        """Steps on the first `count` of some batches, in a loop.
 
         Raises:
             CannotExpand: They have sparse tensors, which cannot be stacked.
         """
+        batches, count = data
+        one = tf.function(self._step, autograph=False)
         if any(isinstance(leaf, tf.SparseTensor) for leaf in tf.nest.flatten(batches)):
             raise CannotExpand("sparse inputs")
         stacked = keras.tree.map_structure(
@@ -212,7 +208,7 @@ class SpmdFunction:
 
         def step(i: Any) -> Any:
             data = keras.tree.map_structure(lambda t: None if t is None else t[i], stacked)
-            return self.step(data, known)
+            return one(data, known)
 
         return tf.while_loop(
             lambda i, logs: i < count,

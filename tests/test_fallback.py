@@ -11,7 +11,6 @@ import kdist
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from keras import layers, ops
 
 CUT = {".*up/kernel": (None, "model"), ".*up/bias": ("model",)}
@@ -124,23 +123,6 @@ def _local_parts(model, cut):
     from kdist.variables import stored
 
     return list(stored(_cut_weight(model, cut)).locals.values())
-
-
-def test_shapes_are_compiled_a_bounded_number_of_times():
-    """After eight shapes of a batch, one compilation on gathered weights serves all others."""
-    from kdist.spmd_step import MAX_SHAPES
-
-    inputs = keras.Input((None, 4))
-    outputs = layers.Dense(1)(layers.Dense(4, name="up")(inputs))
-    model = kdist.parallelize(
-        keras.Model(inputs, outputs),
-        kdist.ParallelConfig(mesh=kdist.mesh(model=2), layout_map={"up/kernel": (None, "model")}),
-    )
-    model.compile("sgd", "mse")
-    with pytest.warns(UserWarning, match="Pad or bucket sequences"):
-        for length in range(1, MAX_SHAPES + 4):
-            x = tf.ones((2, length, 4))
-            model.train_on_batch(x, tf.ones((2, length, 1)))
 
 
 def test_a_loop_has_a_program_for_each_shape():

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import kdist
-from kdist import spmd_step
 
 import keras
 import numpy as np
@@ -101,9 +100,8 @@ def sequence_model(first: keras.layers.Layer) -> keras.Model:
 
 
 @both_meshes
-def test_varying_lengths_trace_a_bounded_number_of_times(axes, monkeypatch):
+def test_varying_lengths_trace_a_bounded_number_of_times(axes):
     """Eight lengths, twice: later ones add no trace, and every number is plain Keras's."""
-    monkeypatch.setattr(spmd_step, "MAX_SHAPES", 2)
     calls: list[Any] = []
     plain = sequence_model(keras.layers.Identity())
     parallel = kdist.parallelize(counting(sequence_model, calls), config(axes))

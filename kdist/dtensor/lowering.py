@@ -15,6 +15,7 @@ from typing import Any
 
 from kdist import _private, _private_dtensor, lowered
 from kdist.dtensor.device_number import node_of
+from kdist.dtensor.sizes import Examples
 from kdist.notices import without_notices
 
 import numpy as np
@@ -52,6 +53,10 @@ class LoweredProgram:
         layouts: Of each flat result.
         structure: The traced function's results, with positions of flat results as leaves.
         collectives: Those of the program.
+        gathers: Where each device's part of a gather begins, by name of the collective, if that is
+            not to be read from the program.
+        examples: Of each flat result, where a program is for several sizes.
+        bounded: Whether it is for sizes between those of the examples alone.
     """
 
     definition: Any
@@ -62,6 +67,9 @@ class LoweredProgram:
     layouts: tuple[dtensor.Layout, ...]
     structure: Any
     collectives: tuple[lowered.Collective, ...] = ()
+    gathers: Mapping[str, list[tuple[int, ...]]] = dataclasses.field(default_factory=dict)
+    examples: tuple[Examples, ...] | None = None
+    bounded: bool = False
 
     @property
     def size(self) -> int:
@@ -84,7 +92,12 @@ def abstract_mesh(axes: Mapping[str, int], kind: str) -> dtensor.Mesh:
 
 
 def lower(
-    concrete: Any, mesh: dtensor.Mesh, layouts: Sequence[dtensor.Layout], layers: Sequence[str] = ()
+    concrete: Any,
+    mesh: dtensor.Mesh,
+    layouts: Sequence[dtensor.Layout],
+    layers: Sequence[str] = (),
+    shapes: Sequence[Any] | None = None,
+    values: Mapping[int, Any] | None = None,
 ) -> LoweredProgram:
     """Has DTensor expand a traced function.
 
@@ -93,11 +106,13 @@ def lower(
         mesh: From `abstract_mesh`.
         layouts: Of each flat input, and of each capture, on that mesh.
         layers: Paths of the model's layers, to say which of them causes a collective.
+        shapes: Of each flat input and capture, where the function was traced for several.
+        values: Of flat inputs that are the same in every call.
 
     Raises:
         tf.errors.OpError, ValueError: DTensor cannot expand it; see `spmd_limits.explain`.
     """
-    tagged = _tagged(concrete, layouts)
+    tagged = _tagged(concrete, layouts, shapes or [t.shape for t in concrete.inputs], values or {})
     # What DTensor is called with is eager, wherever this is called.
     with tf.init_scope():
         given = _placeholders(mesh, tagged.inputs, layouts)
@@ -106,7 +121,6 @@ def lower(
         results = [t for t in tf.nest.flatten(flat) if t is not None]
         found = tuple(map(dtensor.fetch_layout, results))
     ((definition, *bodies),) = recorder.programs.values()
-    position = itertools.count()
     return LoweredProgram(
         definition=definition,
         bodies={one.signature.name: one for one in bodies},
@@ -114,14 +128,23 @@ def lower(
         arguments=tuple(_arguments(tagged, definition, layouts)),
         results=tuple(_results(definition, found)),
         layouts=found,
-        structure=tf.nest.map_structure(
-            lambda t: None if t is None else next(position), tagged.structured_outputs
-        ),
+        structure=positions(tagged.structured_outputs),
         collectives=tuple(lowered.collectives(recorder, mesh, layers)),
     )
 
 
-def _tagged(concrete: Any, layouts: Sequence[dtensor.Layout]) -> Any:
+def positions(structure: Any) -> Any:
+    """A structure of tensors with their positions as leaves; None stays None."""
+    numbers = itertools.count()
+    return tf.nest.map_structure(lambda t: None if t is None else next(numbers), structure)
+
+
+def _tagged(
+    concrete: Any,
+    layouts: Sequence[dtensor.Layout],
+    shapes: Sequence[Any],
+    values: Mapping[int, Any],
+) -> Any:
     """A function that calls another one, and tags its inputs and results with their numbers.
 
     DTensor orders the parameters of a program by their first use, and drops unused ones; it orders
@@ -131,7 +154,9 @@ def _tagged(concrete: Any, layouts: Sequence[dtensor.Layout]) -> Any:
     The copies of inputs keep their layouts: left to itself, DTensor lays a copy out as those who
     use it like best, and a gradient that is to be laid out like an input would follow.
     """
-    specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete.inputs]
+    specs = [
+        tf.TensorSpec(shape, t.dtype) for t, shape in zip(concrete.inputs, shapes, strict=True)
+    ]
     split = len(specs) - len(concrete.captured_inputs)
 
     def call(*inputs: Any) -> Any:
@@ -140,6 +165,8 @@ def _tagged(concrete: Any, layouts: Sequence[dtensor.Layout]) -> Any:
             one if one.dtype == tf.string else dtensor.relayout(one, layout)
             for one, layout in zip(copies, layouts, strict=True)
         ]
+        for position, value in values.items():
+            given[position] = tf.constant(value)
         return _each(_private.call_flat(concrete, given[:split], given[split:]), "result")
 
     # Not a `tf.function`: it would copy results once more.
@@ -177,7 +204,7 @@ def _placeholders(
         ]
 
     with without_notices(), dtensor.default_mesh(mesh):
-        return list(tf.function(make, autograph=False)())
+        return list(tf.function(make, autograph=False).get_concrete_function()())
 
 
 def _arguments(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from kdist.dtensor import sizes
+from kdist.dtensor.sizes import Examples
 from kdist.placement import Index
 from kdist.variables import assemble
 
@@ -20,10 +22,12 @@ class Sharded:
     Attributes:
         parts: One per device of the slice, in the order of the mesh.
         layout: How they make up the whole.
+        examples: What the whole may be, if the step is traced without knowing its shape.
     """
 
     parts: tuple[Any, ...]
     layout: dtensor.Layout
+    examples: Examples | None = None
 
     @property
     def dtype(self) -> tf.DType:
@@ -33,7 +37,9 @@ class Sharded:
     @property
     def shape(self) -> tf.TensorShape:
         """Of the whole."""
-        return tf.TensorShape(self.layout.global_shape_from_local_shape(self.parts[0].shape))
+        part, counts = self.parts[0].shape, self.layout.num_shards
+        known = [None if n is None else n * counts(d) for d, n in enumerate(part)]
+        return tf.TensorShape(known)
 
     def whole(self, device: str) -> Any:
         """The tensor as one, on a device that alone needs it."""
@@ -49,6 +55,8 @@ class Sharded:
         for part, where in zip(self.parts, np.ndindex(*mesh.shape()), strict=True):
             index = []
             for axis, size in zip(self.layout.sharding_specs, part.shape, strict=True):
+                # Where a size is not known, which part it is tells their order.
+                size = 1 if size is None else size
                 start = 0 if axis == dtensor.UNSHARDED else where[mesh.dim_names.index(axis)] * size
                 index.append(slice(start, start + size))
             found.setdefault(tuple(i.start for i in index), (tuple(index), part))
@@ -58,4 +66,5 @@ class Sharded:
 def replicate(tensor: Any, mesh: dtensor.Mesh) -> Sharded:
     """The same value on every device."""
     tensor = tf.convert_to_tensor(tensor)
-    return Sharded((tensor,) * mesh.size, dtensor.Layout.replicated(mesh, tensor.shape.rank))
+    layout = dtensor.Layout.replicated(mesh, tensor.shape.rank)
+    return Sharded((tensor,) * mesh.size, layout, sizes.examples(tensor))

@@ -55,12 +55,14 @@ class Stitcher:
         self.nodes = {node.name: node for node in program.definition.node_def}
         self.inputs = {one.name: i for i, one in enumerate(program.arguments)}
         self.number = next((one.name for one in program.arguments if one.position is None), "")
-        order = _topological(self.nodes)
+        order = topological(self.nodes)
         known = known_nodes(self.nodes, order, self.number)
         self.folded = {n for n, by_number in known.items() if by_number and is_small(self.nodes[n])}
         asked = self.folded | {n for n in self._asked() if n in known}
         self.values = values_on_devices(self.nodes, sorted(asked), self.number, program.size)
-        self.begins = {n: begins for n in order if (begins := self._begins(n)) is not None}
+        self.begins = program.gathers or {
+            n: begins for n in order if (begins := self._begins(n)) is not None
+        }
         self.effects = [
             name
             for name, node in self.nodes.items()
@@ -325,7 +327,7 @@ def _on(device: int) -> str:
     return f"on{device}"
 
 
-def _topological(nodes: Mapping[str, Any]) -> list[str]:
+def topological(nodes: Mapping[str, Any]) -> list[str]:
     """Names of nodes, what goes into one before it."""
     order: list[str] = []
     seen: set[str] = set()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist import spmd
+from kdist.dtensor import sizes
 from kdist.dtensor.sharded import Sharded
 from kdist.hooks import declared_layouts
 from kdist.lowered import Collective
@@ -20,7 +21,7 @@ from kdist.pipeline.functions import Pass, StageFunctions
 from kdist.pipeline.halves import StageVjp
 from kdist.pipeline.program import PipelineProgram, batch_key
 from kdist.placement import Placement
-from kdist.spmd_call import Lowered, refuse_unsupported
+from kdist.spmd_call import MAX_SHAPES, Lowered, refuse_unsupported
 from kdist.spmd_program import laid_out, like, loss_view, whole_in_program, whole_readers
 from kdist.store import ModelLayouts
 
@@ -118,7 +119,7 @@ class LoweredPart(Lowered):
         layouts, topology = programs.layouts, programs.topology
         alltoall, paths = programs.alltoall, programs.paths
         super().__init__(concrete, layouts, topology, programs.mesh, alltoall, paths)
-        self.traces[None] = concrete
+        self.traces[None, sizes.active()] = concrete
         self.gather_first = programs.gather_first
         self.slices = topology.group(stage)
         self.programs = programs
@@ -184,7 +185,7 @@ class MeshPrograms:
         Raises:
             CannotExpand: DTensor cannot run one of them.
         """
-        key = (wanted, terms, *batch_key(part))
+        key = (wanted, terms, sizes.active(), *batch_key(part))
         if key in self._traced:
             return self._traced[key]
         parts: list[LoweredPart] = []
@@ -208,6 +209,8 @@ class MeshPrograms:
         found = self.program.trace(wanted, part, terms, self.bodies, make)
         self._traced[key] = found
         self._parts[key] = wanted, parts
+        for old in [*self._traced][: -2 * MAX_SHAPES]:
+            del self._traced[old], self._parts[old]
         return found
 
     def gather_gradients_first(self) -> None:
