@@ -112,7 +112,13 @@ def test_an_operator_inside_a_layer_is_cut() -> None:
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
-    "axes", [{"data": 2}, {"data": 2, "model": 4}, {"pipe": 2, "model": 4}], ids=str
+    "axes",
+    [
+        {"data": 2},
+        {"pipe": 2, "model": 4},
+        pytest.param({"data": 2, "model": 4}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_an_operator_computes_the_same_on_every_mesh(axes: dict[str, int]) -> None:
     options = {"pipeline": kdist.PipelineConfig(micro_batches=2)} if "pipe" in axes else {}
@@ -141,7 +147,7 @@ def test_copies_of_a_functional_model_keep_the_strategies(copier: Any) -> None:
     ]
 
 
-@pytest.mark.parametrize("build", [functional, subclassed])
+@pytest.mark.parametrize("build", [functional, pytest.param(subclassed, marks=pytest.mark.long)])
 def test_operators_survive_saving(build: Any, tmp_path: Any) -> None:
     model, x = build(), np.random.default_rng(0).normal(size=(4, 8, 8)).astype("float32")
     model.save(tmp_path / "model.keras")

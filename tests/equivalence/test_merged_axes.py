@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import kdist
+from kdist import spmd
+from kdist.merged_axes import merged_axes
+from kdist.mesh import Topology
 from kdist.parallel import attached
 from kdist.variables import stored
 
@@ -40,10 +43,7 @@ def over_both(layout_map: Mapping[str, Layout], axes: tuple[str, str]) -> dict[s
     ("name", "mesh", "order", "level"),
     spread(
         product(("mlp", "gpt", "dlrm"), MESHES, ORDERS, LEVELS),
-        [
-            ("mlp", "one", "model_first", "level0"),
-            ("mlp", "replicas", "expert_first", "level1"),
-        ],
+        [("mlp", "replicas", "expert_first", "level1")],
     ),
 )
 def test_two_axes_on_one_dim_equal_one_device(
@@ -156,9 +156,8 @@ def test_axes_that_meet_inside_a_layer_first_are_refused() -> None:
 
 
 def test_axes_of_size_one_cut_nothing() -> None:
-    axes = {"data": 2, "model": 1, "expert": 2}
-    model = placed(
-        axes, ("model", "expert"), lambda t: kdist.shard(t, out_strategy=(None, "expert"))
-    )
-    model.train_on_batch(np.ones((4, 4)), np.ones((4, 2)))
-    assert kdist.inspect(model).fallbacks == ()
+    topology = Topology.from_mesh(kdist.mesh(data=2, model=1, expert=2))
+    cuts = [("one", (None, ("model", "expert"))), ("two", ("expert", None)), ("three", ("model",))]
+    assert merged_axes(cuts, topology) == ()
+    names = [spmd.mesh_dim_for(dims[-1], topology) for _, dims in cuts]
+    assert names == ["expert", "unsharded", "unsharded"]
