@@ -129,6 +129,8 @@ class Step:
             if scale is not None:
                 gradient = multiplied(gradient, 1 / tf.cast(scale, gradient.dtype))
             whole[v] = gradient
+        if not tf.executing_eagerly():
+            self.runner.order_backward()
         return whole
 
     def apply_whole(self, gradients: Sequence[Any]) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from typing import Any
 
 import kdist
+from kdist import executed
+from kdist.parallel import attached
 
 import keras
 import numpy as np
@@ -257,3 +261,43 @@ def test_gradients_without_an_optimizer_is_refused():
     parallel.compile(optimizer=None, loss="mse")
     with pytest.raises(ValueError, match=r"(?s)optimizer.*Received"):
         kdist.gradients(parallel, *data(8))
+
+
+def deep() -> keras.Model:
+    """Enough layers for a backward half to have a gradient to wait for."""
+    x = inputs = keras.Input((6,))
+    for _ in range(4):
+        x = keras.layers.Dense(6, "tanh")(x)
+    return keras.Model(inputs, keras.layers.Dense(3)(x))
+
+
+def sums_by_device(step: Any) -> dict[str, int]:
+    """Sums over the replicas that the largest function ran, per device."""
+    nodes = executed.largest(executed.watch(step)).select("AddN")
+    return dict(Counter(n.device for n in nodes if re.search(r"reduce(_\d+)?$", n.name)))
+
+
+@pytest.mark.parametrize("level", [*(pytest.param(n, marks=pytest.mark.long) for n in (0, 1)), 3])
+def test_gradients_travel_as_in_fit(level):
+    """In the same buckets, to the same owners; from level 2 on the backward pass waits for them."""
+    options = {"optimizer": kdist.OptimizerConfig(level=level, threshold_kb=0)}
+    x, y = data(8)
+    found = []
+    for own in (False, True):
+        _, model = pair({"data": 2}, deep, **options)
+        model.compile("sgd", "mse")
+
+        @tf.function(autograph=False)
+        def step(x, y, model=model):
+            return kdist.gradients(model, x, y)
+
+        if own:
+            with tf.init_scope():
+                attached(model).step_for((x, y, None))
+            found.append(sums_by_device(lambda: step(tf.constant(x), tf.constant(y))))  # noqa: B023
+        else:
+            found.append(sums_by_device(lambda: model.train_on_batch(x, y)))  # noqa: B023
+    assert found[0] == found[1] and sum(found[0].values()) > 0
+    operations = step.get_concrete_function(tf.constant(x), tf.constant(y)).graph.get_operations()
+    waits = [op for op in operations for c in op.control_inputs if "reduce" in c.name]
+    assert bool([op for op in waits if "Call" in op.type]) == (level >= 2)
