@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist import memory as device_memory
+from kdist.dtensor.lowering import Island
 from kdist.lowered import Collective, format_table
 from kdist.parallel import Parallel, attached
 from kdist.plan import Plan
@@ -32,6 +33,9 @@ class Inspection:
         gathered: Weights that are stored cut and gathered before use.
         not_analysed: Why gradients and gathered parameters are not counted, "" if they are.
         rows: Where rows of the batch meet while each replica computes its own.
+        islands: Operations that DTensor cannot expand, and which every device of a slice therefore
+            runs whole: what is gathered for them, and the share of the step's floating point
+            operations (those of matrix products, estimated from shapes) that is not divided.
     """
 
     collectives: tuple[Collective, ...]
@@ -41,6 +45,7 @@ class Inspection:
     gathered: tuple[str, ...]
     not_analysed: str = ""
     rows: ModelStudy = ModelStudy()
+    islands: tuple[Island, ...] = ()
 
     def count(self, kind: str, layer: str | None = None, phase: str | None = None) -> int:
         """Number of collectives of a kind, optionally of one layer or phase."""
@@ -64,6 +69,7 @@ class Inspection:
         for table in self.plan.tables():
             parts.append(f"  rows of {table.path}: {table.messages} messages, {table}")
         parts.extend(f"gathered before use: {path}" for path in self.gathered)
+        parts.extend(f"on gathered operands: {island}" for island in self.islands)
         parts.extend(f"not over DTensor: {reason}" for reason in self.fallbacks)
         parts.extend(f"note: {note}" for note in self.plan.notes if note not in self.fallbacks)
         parts.extend(self.rows.lines())
@@ -106,11 +112,12 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
     """
     parallel = attached(model)
     collectives: Sequence[Collective] = ()
+    islands: Sequence[Island] = ()
     if parallel.topology.inner_size > 1 and not parallel.fallbacks and not parallel.whole_loss:
         runner = parallel.spmd_runner()
         if not runner.recorded():
             runner.lower_without_loss(_zeros(model, batch_size or len(parallel.topology.devices)))
-        collectives = runner.recorded()
+        collectives, islands = runner.recorded(), runner.islands()
     live = device_memory.analyse(parallel, batch_size or len(parallel.topology.devices))
     reason = live if isinstance(live, str) else ""
     return Inspection(
@@ -121,6 +128,7 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
         tuple(_gathered(parallel)),
         reason,
         parallel.study_rows(training=True),
+        tuple(islands),
     )
 
 

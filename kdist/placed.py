@@ -356,6 +356,7 @@ class PlacedModel:
         notes += map(str, self.without_effect())
         if self.layouts is not None:
             notes += [*self.layouts.left_whole, *map(str, self.layouts.uncut)]
+            notes += filter(None, [self.layouts.island_note()])
         if self.whole_batch is not None:
             notes.append(self.whole_batch.note)
         optimizer = self.model.optimizer if self.model.compiled else None

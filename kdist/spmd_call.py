@@ -7,10 +7,13 @@ from typing import Any
 
 from kdist import spmd, spmd_limits
 from kdist.dtensor import sizes
+from kdist.dtensor.body import Body
 from kdist.dtensor.collectives import CannotStitch
+from kdist.dtensor.expansion import expand
 from kdist.dtensor.hoisting import hoist
+from kdist.dtensor.islands import CannotCut
 from kdist.dtensor.lifting import lift
-from kdist.dtensor.lowering import LoweredProgram, lower
+from kdist.dtensor.lowering import Function, Island, LoweredProgram, lower
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.dtensor.stitching import StitchedFunction, Stitcher
 from kdist.hooks import declared_layouts
@@ -23,10 +26,11 @@ from tensorflow.experimental import dtensor
 
 MAX_SHAPES = 8
 """Shapes of a batch whose own programs are kept."""
+ALL = 1 - 1e-9
 
 
 class CannotExpand(Exception):
-    """The program has an operation that DTensor cannot run; carries which one."""
+    """The program cannot run over the inner axes; carries what of it."""
 
 
 class Retrace(Exception):
@@ -35,6 +39,8 @@ class Retrace(Exception):
 
 class Lowered:
     """One pure function, called in a graph with parts of tensors, on any slice.
+
+    What DTensor cannot expand of it are islands in it (`kdist.dtensor.islands`).
 
     Args:
         function: `function(*inputs)` over structures of tensors.
@@ -62,6 +68,7 @@ class Lowered:
         self.alltoall = alltoall
         self.traces: dict[Any, tf.types.experimental.ConcreteFunction] = {}
         self.recorded: tuple[Collective, ...] = ()
+        self.islands: tuple[Island, ...] = ()
         self.gather_first = False
         self._stitchers: dict[Any, Stitcher] = {}
         self._calls: dict[Any, StitchedFunction] = {}
@@ -120,7 +127,10 @@ class Lowered:
         if key not in self._stitchers:
             program = self._expand(concrete, given)
             self._refuse_alltoall(program.collectives)
+            self._refuse_all_island(program.islands)
+            self.layouts.tell_islands(program.islands)
             self.recorded = self.recorded or program.collectives
+            self.islands = self.islands or program.islands
             self._stitchers[key] = self._stitcher(program)
         return key, given
 
@@ -130,25 +140,30 @@ class Lowered:
         try:
             with spmd.lowering(self.mesh):
                 return self._lowered(concrete, given)
+        except CannotCut as error:
+            raise CannotExpand(str(error)) from error
         except UnicodeDecodeError as error:
             # TensorFlow's message quotes bytes that are no text.
-            raise CannotExpand("an operation (its error cannot be read)") from error
+            raise _refused("an operation (its error cannot be read)") from error
         except (tf.errors.OpError, ValueError) as error:
             reason = spmd_limits.explain(error)
             if reason is None:
                 raise
-            raise CannotExpand(reason) from error
+            raise _refused(reason) from error
 
     def _lowered(self, concrete: Any, given: Sequence[Sharded]) -> LoweredProgram:
         """The program; if sizes are unknown, one that is made of those of a few examples."""
         layouts, examples = [t.layout for t in given], [t.examples for t in given]
+        rows_cut = self.topology.rows_axis is not None
         if not any(examples):
-            return lower(concrete, self.mesh, layouts, self.paths)
+            return expand(concrete, self.mesh, layouts, self.paths, rows_cut)
+        if islands := spmd_limits.unsupported(Body(concrete), rows_cut):
+            raise sizes.CannotLift(f"islands are of one size: {next(iter(islands.values()))}")
         hoisted = hoist(concrete, examples)
         ranks = [one.spec.shape.rank for one in hoisted.made]
         layouts += [dtensor.Layout.replicated(self.mesh, rank) for rank in ranks]
         programs = [
-            lower(hoisted.concrete, self.mesh, layouts, self.paths, shapes, values)
+            lower(Function.of(hoisted.concrete, shapes, values), self.mesh, layouts, self.paths)
             for shapes, values in zip(hoisted.shapes, hoisted.values, strict=True)
         ]
         return lift(programs, hoisted)
@@ -158,7 +173,7 @@ class Lowered:
         try:
             return Stitcher(program)
         except CannotStitch as reason:
-            raise CannotExpand(str(reason)) from reason
+            raise _refused(str(reason)) from reason
 
     def _refuse_alltoall(self, found: Sequence[Collective]) -> None:
         """Operations may cause all-to-alls of their own; then first without, else not at all.
@@ -176,12 +191,13 @@ class Lowered:
             "enable_alltoall=True)"
         )
 
-    def trace(self, key: Any, inputs: Any) -> Any:
-        """The concrete function; traced, and checked, on first use.
+    def _refuse_all_island(self, islands: Sequence[Island]) -> None:
+        """Where nothing is left to divide, one device of a slice is as good as all."""
+        if islands and sum(one.share for one in islands) > ALL:
+            raise CannotExpand(f"{islands[0].reason}, which every matrix product is part of")
 
-        Raises:
-            CannotExpand: It has an operation that DTensor must not be tried on.
-        """
+    def trace(self, key: Any, inputs: Any) -> Any:
+        """The concrete function; traced on first use."""
         key = (key, sizes.active())
         if key in self.traces:
             return self.traces[key]
@@ -197,7 +213,6 @@ class Lowered:
             trace.alltoall = self.alltoall or not self.gather_first
             concrete = traced.get_concrete_function(*specs)
         self.layouts.tell_uncut(trace.uncut)
-        refuse_unsupported(concrete, self.topology.rows_axis is not None)
         self.traces[key] = concrete
         self._forget_oldest()
         return concrete
@@ -219,15 +234,9 @@ class Lowered:
         return replicate(tensor, self.mesh)
 
 
-def refuse_unsupported(concrete: Any, rows_cut: bool = False) -> None:
-    """Refuses operations that DTensor must not be tried on.
-
-    Raises:
-        CannotExpand: Naming them.
-    """
-    bad = spmd_limits.unsupported_ops(concrete.graph, rows_cut)
-    if bad:
-        raise CannotExpand(", ".join(f"{kind} ({name})" for kind, name in bad[:3]))
+def _refused(reason: str) -> Exception:
+    """What is raised when a program cannot be made: those of one size have islands in addition."""
+    return CannotExpand(reason) if sizes.active() is None else sizes.CannotLift(reason)
 
 
 def signature(data: Any) -> tuple:

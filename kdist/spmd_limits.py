@@ -6,7 +6,6 @@ Found by running every layer and 60 operations of Keras forward and backward und
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -36,25 +35,31 @@ GATHER_ON_READ: tuple[type, ...] = (
 )
 
 
-# Operations after which DTensor ends the process, or fails while it runs, which breaks DTensor for
-# the rest of the process. Found by running every layer and 60 operations of Keras forward and
-# backward; see `tests/test_spmd_limits.py`.
+_LOOP = "the backward pass of a loop"
+_BRANCH = "the backward pass of branches"
+_PYTHON = "Python"
+# Operations after which DTensor ends the process while it lowers them, or makes a program that
+# fails when it runs; and where they are met. See `tests/test_spmd_limits.py`.
 _FATAL = {
-    # The backward pass of a loop that reads a computed list: recurrent layers, scan, map.
-    "TensorListElementShape",
-    # The backward pass of `cond` branches that keep intermediate values.
-    "OptionalFromValue",
-    "OptionalGetValue",
-    "OptionalNone",
+    # A loop keeps lists of values for its gradient. Lists that it reads have a shape that DTensor
+    # gets wrong; and with a layout asked for after the loop, it ends the process.
+    "TensorListElementShape": _LOOP,
+    "EmptyTensorList": _LOOP,
+    "TensorListPushBack": _LOOP,
+    "TensorListPopBack": _LOOP,
+    # Branches of `cond` that keep intermediate values.
+    "OptionalFromValue": _BRANCH,
+    "OptionalGetValue": _BRANCH,
+    "OptionalNone": _BRANCH,
     # They run Python, which has no DTensors.
-    "PyFunc",
-    "PyFuncStateless",
-    "EagerPyFunc",
+    "PyFunc": _PYTHON,
+    "PyFuncStateless": _PYTHON,
+    "EagerPyFunc": _PYTHON,
 }
 
 # Keras has XLA compile what TensorFlow cannot convolve on a CPU: filters in groups, and channels
 # before three spatial dims. DTensor inlines the compiled function, which loses XLA.
-_CONVOLUTIONS = {"Conv2D", "Conv3D"}
+_CONVOLUTIONS = ("Conv2D", "Conv3D")
 _XLA = "_XlaMustCompile"
 _CURRENT = re.compile(r'see current operation: (?:%[^=]*= )?"tf\.(\w+)"')
 _QUOTED = re.compile(r"'tf\.(\w+)' op")
@@ -62,52 +67,91 @@ _BACKWARD = "gradient_tape/"
 _LOWERING = re.compile(r"(?:^|\n|: )error: (.*)|\berror: (.*)")
 
 
-def unsupported_ops(graph: tf.Graph, rows_cut: bool = False) -> list[tuple[str, str]]:
+def unsupported(body: Any, rows_cut: bool = False) -> dict[str, str]:
     """Operations of a traced program that DTensor must not even be tried on.
 
     Args:
-        graph: graph of a concrete function; bodies of its loops and branches are looked at too.
+        body: The traced program, a `kdist.dtensor.body.Body`.
         rows_cut: whether an inner axis cuts the batch.
 
     Returns:
-        (operation type, operation name), in graph order. Empty for a program that may be tried.
+        What is wrong with an operation, by its name, in graph order; a loop or a branch has what
+        is in its functions.
     """
-    definition = graph.as_graph_def()
-    nodes = list(definition.node)
-    for function in definition.library.function:
-        nodes.extend(function.node_def)
-    bad = [(node.op, node.name) for node in nodes if _is_fatal(node)]
-    if rows_cut:
-        bad += _differentiated_sorts(nodes)
-    return bad + _compiled(definition)
-
-
-def _differentiated_sorts(nodes: Sequence[Any]) -> list[tuple[str, str]]:
-    """Sorts with a backward pass: it numbers the rows of the batch, and writes those of a part."""
-    sorts = [node for node in nodes if node.op == "TopKV2"]
-    backward = any(node.op == "ScatterNd" and _BACKWARD in node.name for node in nodes)
-    return [(f"the gradient of {node.op}", node.name) for node in sorts if backward]
-
-
-def _compiled(definition: Any) -> list[tuple[str, str]]:
-    """Calls of functions in which XLA has to compile a convolution."""
+    sorts = rows_cut and any(node.op == "TopKV2" for node in body.nodes.values())
     found = {}
-    for function in definition.library.function:
-        convolutions = [n.op for n in function.node_def if n.op in _CONVOLUTIONS]
-        if function.attr[_XLA].b and convolutions:
-            found[function.signature.name] = f"{convolutions[0]} compiled by XLA"
-    called = [(node.attr["f"].func.name, node.name) for node in definition.node]
-    return [(found[function], name) for function, name in called if function in found]
+    for name, node in body.nodes.items():
+        functions = list(body.called(node))
+        nodes = [node, *(one for function in functions for one in function.node_def)]
+        reasons = [reason for one in nodes if (reason := _fatal(one))]
+        reasons += [reason for f in functions if (reason := _compiled(f))]
+        if sorts and node.op == "ScatterNd" and _BACKWARD in name:
+            # It numbers the rows of the batch, and writes those of a part.
+            reasons.append("the gradient of TopKV2")
+        if _makes_unknown_size(body, node):
+            reasons.append(f"{node.op} of a size that depends on values")
+        if _goes_backwards(body, node):
+            reasons.append(f"{node.op} with a negative stride")
+        if reasons:
+            found[name] = ", ".join(dict.fromkeys(reasons))
+    return found
 
 
-def _is_fatal(node: Any) -> bool:
-    if node.op in _FATAL:
-        return True
+def _makes_unknown_size(body: Any, node: Any) -> bool:
+    """Whether tensors of known sizes go into an operation, and one of unknown size comes out."""
+    read, made = body.read_by(node), body.made_by(node)
+    if tf.variant in [spec.dtype for spec in (*read, *made)]:
+        return False
+    known = all(spec.shape.is_fully_defined() for spec in read)
+    return known and not all(spec.shape.is_fully_defined() for spec in made)
+
+
+def _goes_backwards(body: Any, node: Any) -> bool:
+    """Whether a slice has a negative stride: DTensor gives each part the wrong elements."""
+    if node.op not in ("StridedSlice", "StridedSliceGrad"):
+        return False
+    strides = body.constant(node.input[3])
+    return strides is not None and bool((strides < 0).any())
+
+
+def _compiled(function: Any) -> str:
+    """Says that XLA has to compile a convolution in a function, if it has."""
+    convolutions = [n.op for n in function.node_def if n.op.startswith(_CONVOLUTIONS)]
+    compiled = function.attr[_XLA].b and convolutions
+    return f"{convolutions[0]} compiled by XLA" if compiled else ""
+
+
+def _fatal(node: Any) -> str:
+    """Why DTensor must not be tried on a node; "" if it may."""
+    if node.op not in ("StridedSlice", "StridedSliceGrad") or not node.attr["new_axis_mask"].i:
+        return _FATAL.get(node.op, "")
     # `x[None]` where x is cut, and its backward pass. Masks, which layers like to index so, are
     # whole; activations, which are floating, may be cut.
-    if node.op not in ("StridedSlice", "StridedSliceGrad") or not node.attr["new_axis_mask"].i:
-        return False
-    return node.op == "StridedSliceGrad" or tf.as_dtype(node.attr["T"].type).is_floating
+    floating = tf.as_dtype(node.attr["T"].type).is_floating
+    return f"{node.op} with a new axis" if node.op == "StridedSliceGrad" or floating else ""
+
+
+def is_about_lowering(error: BaseException) -> bool:
+    """Whether DTensor failed to lower a program; see `explain`."""
+    return isinstance(error, UnicodeDecodeError) or explain(error) is not None
+
+
+def failed_operation(error: BaseException) -> tuple[str, str] | None:
+    """Type of the operation that DTensor could not lower, and why; None if that is not known."""
+    text = str(error)
+    operation = _CURRENT.search(text) or _QUOTED.search(text)
+    if operation is None:
+        return None
+    found = _LOWERING.search(text)
+    reason = next((g for g in found.groups() if g), "") if found else text.split("\n")[0]
+    # A branch that has become a region is one operation still.
+    return operation.group(1).removesuffix("Region"), reason.strip()
+
+
+def failed_number(error: BaseException, attribute: str) -> int | None:
+    """The number that was written on the operation that DTensor could not lower."""
+    found = re.search(rf"see current operation: .*\b{attribute} = (\d+)", str(error))
+    return int(found.group(1)) if found else None
 
 
 def explain(error: BaseException) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from kdist import spmd
 from kdist.batch import SplitBatch
+from kdist.dtensor.lowering import Island
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.loss import shares_from_counts
 from kdist.lowered import Collective
@@ -163,6 +164,10 @@ class SpmdRunner:
     def recorded(self) -> Sequence[Collective]:
         """Collectives of the lowered training program, or of what stands for it."""
         return self._gradients.recorded or self._probe.recorded
+
+    def islands(self) -> Sequence[Island]:
+        """What of that program runs on whole operands."""
+        return self._gradients.islands or self._probe.islands
 
     def lower_without_loss(self, x: Any) -> None:
         """Lowers a forward and backward pass, to see its collectives."""

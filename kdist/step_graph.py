@@ -120,6 +120,7 @@ class ExecutedGraph:
         self._nodes = {node.name: node for node in every if node.op not in _SENDS}
         self._library = function.post_optimization_graph.library
         self._trace = trace
+        self._traced = {one.name: one for one in trace.get_operations()}
         self._needed = _needed(trace)
 
     def ops(self) -> list[Op]:
@@ -159,7 +160,7 @@ class ExecutedGraph:
             copy = whole.node.add()
             copy.CopyFrom(node)
             copy.device = ""
-            copy.attr.pop(_SHAPES, None)
+            noted = list(copy.attr.pop(_SHAPES).list.shape) if _SHAPES in copy.attr else []
             known = []
             if node.op in RECEIVES:
                 copy.op = "Identity"
@@ -167,16 +168,18 @@ class ExecutedGraph:
                 copy.attr.clear()
                 copy.attr["T"].CopyFrom(node.attr["tensor_type"])
             elif node.op == "_Arg":
-                known = [self._trace.inputs[node.attr["index"].i]]
-            elif node.op in CALLS:
-                known = self._kept(node)
+                known = [self._trace.inputs[node.attr["index"].i].shape.as_proto()]
+            elif node.op in CALLS and node.name in self._traced:
+                known = [t.shape.as_proto() for t in self._kept(node)]
+            elif node.op in CALLS and len(noted) == len(node.attr["Tout"].list.type):
+                known = noted  # inside a program over inner axes
             if known:
-                copy.attr[_SHAPES].list.shape.extend(t.shape.as_proto() for t in known)
+                copy.attr[_SHAPES].list.shape.extend(known)
         return whole
 
     def _kept(self, node: Any) -> list[Any]:
         """What a call returns: TensorFlow drops what nothing needs, and numbers the rest anew."""
-        outputs = list(self._trace.get_operation_by_name(node.name).outputs)
+        outputs = list(self._traced[node.name].outputs)
         if len(outputs) == len(node.attr["Tout"].list.type):
             return outputs
         return [t for t in outputs if any(c.name in self._needed for c in t.consumers())]

@@ -10,6 +10,7 @@ from kdist import _private_models
 from kdist.config import ParallelConfig
 from kdist.declare import ResolvedShard, declarations, resolve_declaration
 from kdist.dims import Dims, WeightFit, without_axis
+from kdist.dtensor.lowering import Island
 from kdist.layers.relayout import Relayout
 from kdist.layout import WeightLayout, match_pattern, resolve_layouts
 from kdist.merged_axes import Cut, merged_axes
@@ -21,6 +22,9 @@ from kdist.without_effect import WithoutEffect
 
 import keras
 import tensorflow as tf
+
+SHOWN = 3
+"""Islands that a note names."""
 
 
 class ModelLayouts:
@@ -34,6 +38,7 @@ class ModelLayouts:
         model_layers: Every layer of the model.
         any_cut: Whether any weight is cut.
         uncut: Declared cuts of activations that a traced program left out.
+        islands: Operations that run on gathered operands, as notes name them.
         left_whole: A line for each dim of a weight that its layout cuts and that does not divide.
     """
 
@@ -52,6 +57,7 @@ class ModelLayouts:
         self.outputs = _match_outputs(model, patterns)
         self.model_layers = _private_models.flat_layers(model)
         self.uncut: list[WithoutEffect] = []
+        self.islands: dict[str, None] = {}
         self.left_whole = tuple(fit.notes)
         self.any_cut = any(not layout.is_replicated for layout in self.weights.values())
         self.topology = topology.with_merged(merged_axes(list(self._cuts(model)), topology))
@@ -90,6 +96,26 @@ class ModelLayouts:
                     what,
                     parse_strategy(layer.layout, self.topology, operand=what, batch_dim=True),
                 )
+
+    def tell_islands(self, found: Iterable[Island]) -> None:
+        """Notes operations that run on gathered operands; warns once a model, of the first."""
+        first = not self.islands
+        self.islands.update(dict.fromkeys(island.title for island in found))
+        if first and self.islands:
+            warnings.warn(self.island_note(), stacklevel=2)
+
+    def island_note(self) -> str:
+        """What runs on gathered operands, in one line; "" if nothing does."""
+        titles = list(self.islands)
+        if not titles:
+            return ""
+        shown = ", ".join(titles[:SHOWN])
+        more = f" and {len(titles) - SHOWN} more" if len(titles) > SHOWN else ""
+        return (
+            f"DTensor cannot expand {shown}{more}. Each device runs that whole, on gathered "
+            "operands; everything else stays cut over the inner axes. "
+            "kdist.inspect(model) says what it costs."
+        )
 
     def _add_declared(self, layer: keras.layers.Layer, resolved: ResolvedShard) -> None:
         for variable in layer.weights:

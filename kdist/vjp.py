@@ -178,11 +178,15 @@ class Vjp:
             if tensor.ref() in seen or tensor.op.name in given:
                 continue
             seen.add(tensor.ref())
-            if tensor.op.name not in self._forward_ops:
+            if tensor.op.name not in self._forward_ops or not self._passes(tensor):
                 waiting.extend(tensor.op.inputs)
             elif depends[tensor.op.name]:
                 saved[tensor.ref()] = tensor
         return list(saved.values())
+
+    def _passes(self, tensor: Any) -> bool:
+        """Whether the forward half may hand a tensor on; else what made it is computed again."""
+        return True
 
 
 def pruned(function: Any, feeds: Sequence[Any], fetches: Sequence[Any]) -> Any:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist import spmd
-from kdist.dtensor.lowering import LoweredProgram, lower
+from kdist.dtensor.expansion import expand
+from kdist.dtensor.lowering import Function, LoweredProgram, lower
 from kdist.dtensor.sharded import Sharded
 from kdist.dtensor.stitching import Stitcher
 from kdist.mesh import Topology, mesh
@@ -48,14 +49,20 @@ def specs(tensor: Sharded) -> tuple[str | None, ...]:
 
 
 def lowered_program(
-    mesh: dtensor.Mesh, function: Callable, *inputs: Any, layers: Sequence[str] = ()
+    mesh: dtensor.Mesh,
+    function: Callable,
+    *inputs: Any,
+    layers: Sequence[str] = (),
+    islands: bool = True,
 ) -> LoweredProgram:
-    """What DTensor makes of a function for such inputs."""
+    """What becomes of a function for such inputs; without islands, what DTensor alone makes."""
     traced = tf.function(function, autograph=False)
     concrete = traced.get_concrete_function(*tf.nest.map_structure(tensor_spec, inputs))
     layouts = [t.layout for t in tf.nest.flatten(inputs)]
     with spmd.lowering(mesh):
-        return lower(concrete, mesh, layouts, layers)
+        if not islands:
+            return lower(Function.of(concrete), mesh, layouts, layers)
+        return expand(concrete, mesh, layouts, layers)
 
 
 def run(

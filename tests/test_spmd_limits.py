@@ -1,6 +1,8 @@
 """What DTensor cannot run is known before it is tried; layers on cut weights equal plain ones."""
 
 from kdist import spmd, spmd_limits
+from kdist.dtensor.body import Body
+from kdist.dtensor.rewrites import rewrite
 from kdist.dtensor.sharded import replicate
 
 import keras
@@ -10,7 +12,7 @@ import tensorflow as tf
 from keras import ops
 from tensorflow.experimental import dtensor
 
-from .dtensor_parts import cut, inner_mesh, kinds, run, specs, whole
+from .dtensor_parts import cut, inner_mesh, kinds, lowered_program, run, specs, whole
 
 
 def loss_and_gradients(layer, variables, params, x):
@@ -108,22 +110,25 @@ class Applied(keras.layers.Layer):
         return self.operation(self.dense(x))
 
 
-# Those with an operation type end the process, or break DTensor, if they are tried.
+# Those with a reason end the process if they are tried, or make a program that fails.
+LOOP, BRANCHES = "the backward pass of a loop", "the backward pass of branches"
 OPERATIONS = {
-    "new axis": (lambda x: x[None], "StridedSliceGrad"),
-    "inner new axis": (lambda x: x[:, None], "StridedSliceGrad"),
-    "map": (lambda x: ops.map(lambda e: e * e, x), "TensorListElementShape"),
-    "scan": (
-        lambda x: ops.scan(lambda c, e: (c + e, c * e), ops.zeros_like(x[0]), x)[1],
-        "TensorListElementShape",
-    ),
+    "map": (lambda x: ops.map(lambda e: e * e, x), LOOP),
+    "scan": (lambda x: ops.scan(lambda c, e: (c + e, c * e), ops.zeros_like(x[0]), x)[1], LOOP),
+    "loop": (lambda x: ops.fori_loop(0, 3, lambda i, a: ops.sin(a) * a, x), LOOP),
     "computing branches": (
         lambda x: ops.cond(ops.sum(x) > 0, lambda: ops.sin(x) * x, lambda: x * x * x),
-        "OptionalFromValue",
+        BRANCHES,
     ),
-    "python": (lambda x: x + tf.numpy_function(np.sin, [x], tf.float32), "PyFunc"),
+    "python": (lambda x: x + tf.numpy_function(np.sin, [x], tf.float32), "Python"),
+    "backwards": (lambda x: x[:, ::-1], "StridedSlice with a negative stride"),
+    "new axis at a computed place": (
+        lambda x: x[: tf.shape(tf.unique(x[0])[0])[0] - 4, None],
+        "StridedSliceGrad with a new axis",
+    ),
     "branches": (lambda x: ops.cond(ops.sum(x) > 0, lambda: x * 2.0, lambda: x), None),
-    "loop": (lambda x: ops.fori_loop(0, 3, lambda i, a: ops.sin(a) * a, x), None),
+    "new axis": (lambda x: x[None], None),
+    "inner new axis": (lambda x: x[:, None], None),
     "sort": (ops.sort, None),
     "slice": (lambda x: x[:, 2:6], None),
     "index": (lambda x: x[:, 0], None),
@@ -135,7 +140,7 @@ OPERATIONS = {
 def traced_program(operation, mesh):
     layer = Applied(operation)
     x = np.random.randn(4, 8).astype("float32")
-    layer(x)
+    layer.build(x.shape)
     variables = layer.trainable_variables
     program = tf.function(
         lambda params, x: loss_and_gradients(layer, variables, params, x), autograph=False
@@ -149,33 +154,39 @@ def test_operations_that_dtensor_must_not_try_are_found_before(name):
     operation, expected = OPERATIONS[name]
     mesh, _ = inner_mesh(model=2)
     program, params, x = traced_program(operation, mesh)
-    graph = program.get_concrete_function(params, tf.constant(x)).graph
-    found = {kind for kind, _ in spmd_limits.unsupported_ops(graph)}
+    body = Body(program.get_concrete_function(params, tf.constant(x)))
+    rewrite(body)
+    found = ", ".join(spmd_limits.unsupported(body).values())
     if expected is not None:
         assert expected in found
         return
-    assert found == set()
+    assert found == ""
     # What the scan lets through does run, and is right.
     reference = program(params, tf.constant(x))
     parts = [replicate(p, mesh) for p in params]
-    result, _ = run(mesh, program.python_function, parts, replicate(x, mesh))
+    result, lowered = run(mesh, program.python_function, parts, replicate(x, mesh))
+    assert lowered.islands == ()
     for one, other in zip(result, reference, strict=True):
         np.testing.assert_allclose(whole(one), other, atol=1e-4)
 
 
-@pytest.mark.parametrize("after_dense", [True, False])
-def test_a_recurrent_loop_is_found_where_its_input_needs_a_gradient(after_dense):
+@pytest.mark.parametrize("differentiated", [True, False])
+def test_a_recurrent_loop_is_found_where_it_is_differentiated(differentiated):
     inputs = keras.Input((5, 8))
-    x = keras.layers.Dense(8)(inputs) if after_dense else inputs
-    model = keras.Model(inputs, keras.layers.LSTM(4)(x))
+    model = keras.Model(inputs, keras.layers.LSTM(4)(inputs))
     variables = model.trainable_variables
-    program = tf.function(
-        lambda params, x: loss_and_gradients(model, variables, params, x), autograph=False
-    )
+
+    def forward(params, x):
+        with keras.StatelessScope(zip(variables, params, strict=True)):
+            return model(x)
+
+    def backward(params, x):
+        return loss_and_gradients(model, variables, params, x)
+
+    program = tf.function(backward if differentiated else forward, autograph=False)
     params = [v.value.read_value() for v in variables]
-    graph = program.get_concrete_function(params, tf.zeros((4, 5, 8))).graph
-    found = {kind for kind, _ in spmd_limits.unsupported_ops(graph)}
-    assert found == ({"TensorListElementShape"} if after_dense else set())
+    body = Body(program.get_concrete_function(params, tf.zeros((4, 5, 8))))
+    assert (LOOP in spmd_limits.unsupported(body).values()) == differentiated
 
 
 def test_a_failed_lowering_is_explained_and_leaves_the_mesh_working():
@@ -185,7 +196,9 @@ def test_a_failed_lowering_is_explained_and_leaves_the_mesh_working():
     square = np.arange(16, dtype="float32").reshape(4, 4)
     for _ in range(3):
         with pytest.raises(Exception) as caught:  # noqa: PT011
-            run(mesh, lambda x, f: tf.nn.conv1d(x, f, 1, "VALID"), x, filters)
+            lowered_program(
+                mesh, lambda x, f: tf.nn.conv1d(x, f, 1, "VALID"), x, filters, islands=False
+            )
         reason = spmd_limits.explain(caught.value)
         assert reason is not None and reason.startswith("Conv2D: "), reason
         assert "\n" not in reason

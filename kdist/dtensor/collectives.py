@@ -24,8 +24,12 @@ COLLECTIVES = frozenset(
         "CollectiveBcastRecvV2",
     }
 )
-_RESULT = {"AddN": "sum", "Maximum": "z", "Minimum": "z", "Mul": "z", "RealDiv": "z"}
+_RESULT = {
+    **dict.fromkeys(("Maximum", "Minimum", "Mul", "RealDiv", "LogicalOr", "LogicalAnd"), "z"),
+    "AddN": "sum",
+}
 _PAIRWISE = {"Max": "Maximum", "Min": "Minimum", "Mul": "Mul"}
+_LOGICAL = {"Add": "LogicalOr", "Max": "LogicalOr", "Mul": "LogicalAnd", "Min": "LogicalAnd"}
 Block = tuple[tuple[int, ...], str]
 """Where a part of a tensor begins in each dim, and the part."""
 
@@ -107,7 +111,11 @@ def reduce(node: Any, group: Group) -> list[str]:
     """An all-reduce: one member adds up, and sends to the others what it gets."""
     merge, final = node.attr["merge_op"].s.decode(), node.attr["final_op"].s.decode()
     root, parts = group.root, group.parts
-    if merge == "Add":
+    if group.dtype == tf.bool.as_datatype_enum and merge in _LOGICAL:
+        value = parts[0]
+        for j, other in enumerate(parts[1:]):
+            value = group.add(_LOGICAL[merge], f"merge{j}", root, [value, other])
+    elif merge == "Add":
         value = group.add("AddN", "sum", root, parts, N=len(parts), T=group.dtype)
     elif merge in _PAIRWISE:
         value = parts[0]

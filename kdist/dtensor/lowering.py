@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist import _private, _private_dtensor, lowered
 from kdist.dtensor.device_number import node_of
 from kdist.dtensor.sizes import Examples
 from kdist.notices import without_notices
+from kdist.tables import readable
 
 import numpy as np
 import tensorflow as tf
@@ -41,6 +42,81 @@ class Argument:
 
 
 @dataclasses.dataclass(frozen=True)
+class Island:
+    """Operations of a traced function that every device runs whole, and what that costs.
+
+    Attributes:
+        operations: Their types and names, those that DTensor cannot expand first.
+        reason: Why DTensor cannot.
+        layer: Path of the layer that the first serves, empty outside of layers.
+        bytes: Of the operands, on one device, that had to be gathered for it.
+        flops: Of its matrix products; see `kdist.dtensor.flops`.
+        share: What part of the function's that is.
+    """
+
+    operations: tuple[tuple[str, str], ...]
+    reason: str
+    layer: str
+    bytes: int
+    flops: float
+    share: float
+
+    @property
+    def title(self) -> str:
+        """Its first operation, and where that is."""
+        kind, name = self.operations[0]
+        return f"{kind} in layer {self.layer!r}" if self.layer else f"{kind} ({name})"
+
+    def __str__(self) -> str:
+        others = len(self.operations) - 1
+        return (
+            f"{self.title}{f' and {others} operations around it' if others else ''}: "
+            f"{readable(self.bytes)} gathered, {self.share:.0%} of the step's FLOPs not divided "
+            f"({self.reason})"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """What is lowered.
+
+    Attributes:
+        specs: Of its flat inputs.
+        call: Calls it in the graph that is being traced, with flat inputs; a structure of tensors.
+    """
+
+    specs: Sequence[tf.TensorSpec]
+    call: Callable[[Sequence[Any]], Any]
+
+    @classmethod
+    def of(
+        cls,
+        concrete: Any,
+        shapes: Sequence[Any] | None = None,
+        values: Mapping[int, Any] | None = None,
+    ) -> Function:
+        """A concrete function; what it captured is input.
+
+        Args:
+            concrete: The function.
+            shapes: Of each flat input and capture, where it was traced for several.
+            values: Of flat inputs that are the same in every call.
+        """
+        shapes = [t.shape for t in concrete.inputs] if shapes is None else shapes
+        dtypes = [t.dtype for t in concrete.inputs]
+        specs = list(map(tf.TensorSpec, shapes, dtypes))
+        split = len(specs) - len(concrete.captured_inputs)
+
+        def call(inputs: Sequence[Any]) -> Any:
+            given = list(inputs)
+            for position, value in (values or {}).items():
+                given[position] = tf.constant(value)
+            return _private.call_flat(concrete, given[:split], given[split:])
+
+        return cls(specs, call)
+
+
+@dataclasses.dataclass(frozen=True)
 class LoweredProgram:
     """What DTensor made of a traced function: the program of one device.
 
@@ -57,6 +133,9 @@ class LoweredProgram:
             not to be read from the program.
         examples: Of each flat result, where a program is for several sizes.
         bounded: Whether it is for sizes between those of the examples alone.
+        untouched: Names of nodes and bodies that were added to what DTensor made, as they are.
+        once: Names of the nodes that the first device alone runs.
+        islands: What of the traced function runs on whole operands; see `kdist.dtensor.islands`.
     """
 
     definition: Any
@@ -70,6 +149,9 @@ class LoweredProgram:
     gathers: Mapping[str, list[tuple[int, ...]]] = dataclasses.field(default_factory=dict)
     examples: tuple[Examples, ...] | None = None
     bounded: bool = False
+    untouched: frozenset[str] = frozenset()
+    once: frozenset[str] = frozenset()
+    islands: tuple[Island, ...] = ()
 
     @property
     def size(self) -> int:
@@ -92,27 +174,23 @@ def abstract_mesh(axes: Mapping[str, int], kind: str) -> dtensor.Mesh:
 
 
 def lower(
-    concrete: Any,
+    function: Function,
     mesh: dtensor.Mesh,
     layouts: Sequence[dtensor.Layout],
     layers: Sequence[str] = (),
-    shapes: Sequence[Any] | None = None,
-    values: Mapping[int, Any] | None = None,
 ) -> LoweredProgram:
     """Has DTensor expand a traced function.
 
     Args:
-        concrete: The concrete function.
+        function: The function.
         mesh: From `abstract_mesh`.
-        layouts: Of each flat input, and of each capture, on that mesh.
+        layouts: Of each flat input, on that mesh.
         layers: Paths of the model's layers, to say which of them causes a collective.
-        shapes: Of each flat input and capture, where the function was traced for several.
-        values: Of flat inputs that are the same in every call.
 
     Raises:
         tf.errors.OpError, ValueError: DTensor cannot expand it; see `spmd_limits.explain`.
     """
-    tagged = _tagged(concrete, layouts, shapes or [t.shape for t in concrete.inputs], values or {})
+    tagged = _tagged(function, layouts)
     # What DTensor is called with is eager, wherever this is called.
     with tf.init_scope():
         given = _placeholders(mesh, tagged.inputs, layouts)
@@ -139,25 +217,15 @@ def positions(structure: Any) -> Any:
     return tf.nest.map_structure(lambda t: None if t is None else next(numbers), structure)
 
 
-def _tagged(
-    concrete: Any,
-    layouts: Sequence[dtensor.Layout],
-    shapes: Sequence[Any],
-    values: Mapping[int, Any],
-) -> Any:
+def _tagged(function: Function, layouts: Sequence[dtensor.Layout]) -> Any:
     """A function that calls another one, and tags its inputs and results with their numbers.
 
     DTensor orders the parameters of a program by their first use, and drops unused ones; it orders
-    results anew, and gives nodes new names. Tags stay, and keep results apart that are equal. What
-    the function captured is input here.
+    results anew, and gives nodes new names. Tags stay, and keep results apart that are equal.
 
     The copies of inputs keep their layouts: left to itself, DTensor lays a copy out as those who
     use it like best, and a gradient that is to be laid out like an input would follow.
     """
-    specs = [
-        tf.TensorSpec(shape, t.dtype) for t, shape in zip(concrete.inputs, shapes, strict=True)
-    ]
-    split = len(specs) - len(concrete.captured_inputs)
 
     def call(*inputs: Any) -> Any:
         copies = _each(inputs, "input")
@@ -165,12 +233,10 @@ def _tagged(
             one if one.dtype == tf.string else dtensor.relayout(one, layout)
             for one, layout in zip(copies, layouts, strict=True)
         ]
-        for position, value in values.items():
-            given[position] = tf.constant(value)
-        return _each(_private.call_flat(concrete, given[:split], given[split:]), "result")
+        return _each(function.call(given), "result")
 
     # Not a `tf.function`: it would copy results once more.
-    return tf.compat.v1.wrap_function(call, specs)
+    return tf.compat.v1.wrap_function(call, list(function.specs))
 
 
 def _each(tensors: Any, kind: str) -> Any:

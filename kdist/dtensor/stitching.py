@@ -32,7 +32,7 @@ from kdist.dtensor.lowering import LoweredProgram
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import function_pb2
+from tensorflow.core.framework import function_pb2, node_def_pb2
 
 PREFIX = "kdist_stitched_"
 GATHER = "/DTensorAllGather"
@@ -70,7 +70,7 @@ class Stitcher:
         ]
         live = self._live()
         self.live = [name for name in order if name in live]
-        self.bodies = _Bodies(program.bodies)
+        self.bodies = _Bodies(program.bodies, program.untouched)
         self._refuse_bodies()
 
     def stitch(self, devices: Sequence[str]) -> StitchedFunction:
@@ -80,6 +80,14 @@ class Stitcher:
             devices: Full names of its devices, in the order of the mesh.
         """
         return StitchedFunction(self.program, _Copies(self, devices).definition, self.bodies)
+
+    def as_made(self, node: Any) -> Any:
+        """A copy of a node, without what DTensor noted on it."""
+        if node.name not in self.program.untouched:
+            return without_notes(node)
+        copy = node_def_pb2.NodeDef()
+        copy.CopyFrom(node)
+        return copy
 
     def source(self, node: Any) -> str:
         """What a collective is applied to on one device."""
@@ -157,15 +165,18 @@ class _Bodies:
     DTensor names them alike in all programs, and forgets them with the program.
     """
 
-    def __init__(self, definitions: Mapping[str, Any]) -> None:
+    def __init__(self, definitions: Mapping[str, Any], untouched: frozenset[str]) -> None:
         self._names = {name: f"{next(_names)}_{name}" for name in definitions}
         self._registered = []
         for definition in definitions.values():
             copy = function_pb2.FunctionDef()
             copy.CopyFrom(definition)
             copy.signature.name = self._names[definition.signature.name]
-            del copy.node_def[:]
-            copy.node_def.extend(self.renamed(without_notes(n)) for n in definition.node_def)
+            if definition.signature.name not in untouched:
+                del copy.node_def[:]
+                copy.node_def.extend(map(without_notes, definition.node_def))
+            for node in copy.node_def:
+                self.renamed(node)
             self._registered.append(_private_dtensor.Registered(copy))
 
     def renamed(self, node: Any) -> Any:
@@ -194,7 +205,7 @@ class _Copies:
             if node.op in COLLECTIVES:
                 self._add_collective(node)
             else:
-                self._add_copies(stitcher.bodies.renamed(without_notes(node)))
+                self._add_copies(stitcher.bodies.renamed(stitcher.as_made(node)))
         self._add_outputs()
 
     def _add_inputs(self) -> None:
@@ -213,6 +224,8 @@ class _Copies:
                 self.definition.signature.output_arg.add(name=name, type=types[reference])
                 self.definition.ret[name] = self._reference(reference, k)
             for i, node in enumerate(self.stitcher.effects):
+                if k and node in self.program.once:
+                    continue
                 name = f"done_{k}_{i}"
                 self.definition.signature.control_output.append(name)
                 self.definition.control_ret[name] = f"{_on(k)}/{node}"
@@ -222,13 +235,14 @@ class _Copies:
         waits = [one[1:] for one in node.input if one.startswith("^")]
         waits = [one for one in waits if self.stitcher.nodes[one].op not in COLLECTIVES]
         waits = [one for one in waits if one not in self.stitcher.folded]
-        for k, device in enumerate(self.devices):
+        once = node.name in self.program.once
+        for k, device in enumerate(self.devices[:1] if once else self.devices):
             copy = self.definition.node_def.add()
             copy.CopyFrom(node)
             copy.name, copy.device = f"{_on(k)}/{node.name}", device
             del copy.input[:]
             copy.input.extend(self._reference(one, k) for one in data)
-            copy.input.extend(f"^{_on(k)}/{one}" for one in waits)
+            copy.input.extend(f"^{self._on(one, k)}/{one}" for one in waits)
 
     def _add_collective(self, node: Any) -> None:
         source = self.stitcher.source(node)
@@ -263,7 +277,11 @@ class _Copies:
             return self._constant(name, k, self.stitcher.values[name][k])
         if (name, k) in self.results:
             return self.results[name, k]
-        return f"{_on(k)}/{reference}"
+        return f"{self._on(name, k)}/{reference}"
+
+    def _on(self, name: str, k: int) -> str:
+        """Scope of the copy of a node that the copies for device `k` read."""
+        return _on(0 if name in self.program.once else k)
 
     def _constant(self, name: str, k: int, value: Any) -> str:
         if (name, k) not in self.constants:

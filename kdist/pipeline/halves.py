@@ -66,13 +66,30 @@ class StageVjp(Vjp):
         count = sum(sizes[: self._sizes[0]])
         weights, inward = fetches[:count], fetches[count:]
         first = _backward_operations(inward, feeds, self._forward_ops)
-        kept = _made_by(first, weights, feeds, self._forward_ops)
+        kept = self._made_by(first, weights, feeds)
         # With nothing to compute, the first half still is an operation, to be ordered and seen.
         passed = [] if inward else list(self._given)
         self._inward, self._kept = len(inward), len(kept)
         self._call_input = wrap(pruned(joint, feeds, [*inward, *kept, *passed]))
         if weights:
             self._call_weight = wrap(pruned(joint, [*feeds, *kept], weights))
+
+    def _made_by(self, made: set[str], fetches: Sequence[Any], feeds: Sequence[Any]) -> list[Any]:
+        """Tensors of the operations in `made` that `fetches` need."""
+        fed = {t.op.name for t in feeds}
+        kept: dict[Any, Any] = {}
+        seen: set[Any] = set()
+        waiting = list(fetches)
+        while waiting:
+            tensor = waiting.pop()
+            if tensor.ref() in seen or tensor.op.name in fed | self._forward_ops:
+                continue
+            seen.add(tensor.ref())
+            if tensor.op.name in made and self._passes(tensor):
+                kept[tensor.ref()] = tensor
+            else:
+                waiting.extend(tensor.op.inputs)
+        return list(kept.values())
 
     def backward_input(
         self, params: Sequence[Any], saved: Sequence[Any], cotangents: Sequence[Any]
@@ -113,23 +130,3 @@ def _backward_operations(
         found.add(operation.name)
         waiting.extend(t.op for t in operation.inputs)
     return found
-
-
-def _made_by(
-    made: set[str], fetches: Sequence[Any], feeds: Sequence[Any], forward: set[str]
-) -> list[Any]:
-    """Tensors of the operations in `made` that `fetches` need."""
-    fed = {t.op.name for t in feeds}
-    kept: dict[Any, Any] = {}
-    seen: set[Any] = set()
-    waiting = list(fetches)
-    while waiting:
-        tensor = waiting.pop()
-        if tensor.ref() in seen or tensor.op.name in fed | forward:
-            continue
-        seen.add(tensor.ref())
-        if tensor.op.name in made:
-            kept[tensor.ref()] = tensor
-        else:
-            waiting.extend(tensor.op.inputs)
-    return list(kept.values())

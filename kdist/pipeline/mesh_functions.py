@@ -7,11 +7,15 @@ stay inside its slice.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist import spmd
 from kdist.dtensor import sizes
+from kdist.dtensor.flops import graph_flops
+from kdist.dtensor.islands import crosses
+from kdist.dtensor.lowering import Island
 from kdist.dtensor.sharded import Sharded
 from kdist.hooks import declared_layouts
 from kdist.lowered import Collective
@@ -21,7 +25,7 @@ from kdist.pipeline.functions import Pass, StageFunctions
 from kdist.pipeline.halves import StageVjp
 from kdist.pipeline.program import PipelineProgram, batch_key
 from kdist.placement import Placement
-from kdist.spmd_call import MAX_SHAPES, Lowered, refuse_unsupported
+from kdist.spmd_call import MAX_SHAPES, Lowered
 from kdist.spmd_program import laid_out, like, loss_view, whole_in_program, whole_readers
 from kdist.store import ModelLayouts
 
@@ -89,6 +93,10 @@ class MeshVjp(StageVjp):
         self._body = body
         super().__init__(*args, **options)
 
+    def _passes(self, tensor: Any) -> bool:
+        """See `Vjp._passes`; lists of tensors stay in the function in which they are made."""
+        return all(map(crosses, tensor.op.outputs))
+
     def _laid_out(self, source: Any, gradient: Any) -> Any:
         for param, placement in zip(self._arguments[0], self._body.placements):
             if param is source:
@@ -115,7 +123,6 @@ class LoweredPart(Lowered):
     """
 
     def __init__(self, concrete: Any, programs: MeshPrograms, stage: int) -> None:
-        refuse_unsupported(concrete)
         layouts, topology = programs.layouts, programs.topology
         alltoall, paths = programs.alltoall, programs.paths
         super().__init__(concrete, layouts, topology, programs.mesh, alltoall, paths)
@@ -131,6 +138,13 @@ class LoweredPart(Lowered):
             Retrace: It has to be.
         """
         return self._lower(key, inputs)
+
+    def _refuse_all_island(self, islands: Sequence[Island]) -> None:
+        """Refuses nothing: what is left to divide may be in other parts."""
+
+    def flops(self) -> float:
+        """Of its matrix products."""
+        return graph_flops(next(iter(self.traces.values())).graph)
 
     def call(self, *inputs: Any) -> list[Sharded]:
         """Calls it on the slice of the replica at work."""
@@ -224,6 +238,15 @@ class MeshPrograms:
         for wanted, parts in self._parts.values():
             if wanted.differentiate:
                 return [one for part in parts for one in part.recorded]
+        return []
+
+    def islands(self) -> list[Island]:
+        """What of the training functions runs on whole operands; shares are of all of them."""
+        for wanted, parts in self._parts.values():
+            if wanted.differentiate:
+                total = sum(part.flops() for part in parts)
+                found = [island for part in parts for island in part.islands]
+                return [dataclasses.replace(i, share=i.flops / (total or 1.0)) for i in found]
         return []
 
     def gathered_paths(self) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from kdist import spmd
 from kdist.batch import SplitBatch
+from kdist.dtensor.lowering import Island
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.lowered import Collective
 from kdist.mesh import Topology
@@ -153,6 +154,10 @@ class MeshPipelineRunner(PipelineRunner):
     def recorded(self) -> list[Collective]:
         """Collectives of the lowered functions of one replica, each function once."""
         return self.programs.recorded()
+
+    def islands(self) -> list[Island]:
+        """What of the stages runs on whole operands."""
+        return self.programs.islands()
 
     def lower_without_loss(self, x: Any) -> None:
         """Refuses: only a step lowers the stages.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kdist import spmd
-from kdist.dtensor.lowering import abstract_mesh, lower
+from kdist.dtensor.lowering import Function, abstract_mesh, lower
 from kdist.dtensor.sharded import Sharded
 
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from ..dtensor_parts import cut, inner_mesh, run, whole
+from ..dtensor_parts import cut, inner_mesh, lowered_program, run, whole
 
 X = np.arange(32.0).reshape(4, 8)
 
@@ -24,7 +24,7 @@ def test_devices_need_not_exist_and_nothing_is_allocated() -> None:
     spec = tf.TensorSpec((2**20, 2**12))  # 16 GiB
     concrete = tf.function(lambda x: tf.reduce_sum(x * 2.0)).get_concrete_function(spec)
     with spmd.lowering(mesh):
-        program = lower(concrete, mesh, [rows])
+        program = lower(Function.of(concrete), mesh, [rows])
     assert program.size == 512
     (one,) = program.collectives
     assert (one.kind, one.axis, one.bytes) == ("all-reduce", ("model",), 4)
@@ -58,7 +58,7 @@ def test_captures_are_further_inputs() -> None:
     concrete = tf.function(lambda x: x + captured).get_concrete_function(
         tf.TensorSpec((200,), tf.float64)
     )
-    program = lower(concrete, mesh, [dtensor.Layout.replicated(mesh, 1)] * 2)
+    program = lower(Function.of(concrete), mesh, [dtensor.Layout.replicated(mesh, 1)] * 2)
     assert sorted(one.position or 0 for one in program.arguments) == [0, 1]
 
 
@@ -67,7 +67,9 @@ def test_what_dtensor_cannot_expand_is_an_error_and_the_next_is_not() -> None:
     filters = cut(np.ones((3, 4, 4)), mesh, None, None, "model")
     x = cut(np.ones((2, 5, 4)), mesh, None, None, None)
     with pytest.raises((tf.errors.OpError, ValueError)):
-        run(mesh, lambda x, f: tf.nn.conv1d(x, f, 1, "VALID"), x, filters)
+        lowered_program(
+            mesh, lambda x, f: tf.nn.conv1d(x, f, 1, "VALID"), x, filters, islands=False
+        )
     result, _ = run(mesh, lambda x: x + 1.0, x)
     np.testing.assert_array_equal(whole(result), np.full((2, 5, 4), 2.0))
 

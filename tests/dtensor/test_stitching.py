@@ -44,6 +44,17 @@ def test_reductions(axes: dict[str, int], function: Callable) -> None:
             assert {a for c in program.collectives for a in c.axis} == over
 
 
+@pytest.mark.parametrize("function", [tf.reduce_all, tf.reduce_any], ids=lambda f: f.__name__)
+def test_reductions_of_conditions(function: Callable) -> None:
+    mesh, _ = inner_mesh(a=2, b=2)
+    for dim in (0, 1, None):
+        for bound in (-9.0, 0.0, 9.0):
+            result, _ = run(
+                mesh, lambda x, d=dim, b=bound: function(x > b, d), cut(X, mesh, "a", "b")
+            )
+            np.testing.assert_array_equal(whole(result), function(bound < X, dim))
+
+
 @pytest.mark.parametrize("axes", [{"a": 4}, {"a": 2, "b": 2}, {"b": 2, "a": 4}], ids=str)
 def test_relayouts(axes: dict[str, int]) -> None:
     """From each layout to each other: gathers along one and two dims, cuts, all-to-alls."""
@@ -117,7 +128,7 @@ def test_collectives_in_a_loop_are_refused() -> None:
         return tf.while_loop(lambda i, _: i < 3, body, (0, tf.constant(0.0, tf.float64)))[1]
 
     given = [cut(X, mesh, None, "model"), cut(X, mesh, "model", None)]
-    program = lowered_program(mesh, loop, *given)
+    program = lowered_program(mesh, loop, *given, islands=False)
     assert program.bodies and program.collectives
     with pytest.raises(CannotStitch, match="in the body of a loop or branch"):
         Stitcher(program)

@@ -185,26 +185,34 @@ def test_masks_losses_and_the_loss_scale(float64: None) -> None:
         np.testing.assert_allclose(a, b, atol=1e-12)
 
 
-def test_what_dtensor_cannot_run_runs_on_gathered_weights(float64: None) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_a_loop_is_an_island_of_each_half_of_its_stage(schedule: str, float64: None) -> None:
+    """Its lists of values go from no function to another: the backward half runs it once more."""
+
     def build() -> keras.Model:
+        keras.utils.set_random_seed(0)
         x = inputs = keras.Input((WIDTH,))
         x = keras.layers.Dense(WIDTH, "tanh", name="layer0")(x)
-        x = keras.layers.Lambda(lambda t: t[:, None])(x)  # DTensor's slice takes no new dim
-        x = keras.layers.Flatten()(x)
+        x = keras.layers.Reshape((4, WIDTH // 4))(x)
+        x = keras.layers.LSTM(WIDTH, name="loop")(x)
         for i in range(1, 4):
             x = keras.layers.Dense(WIDTH, "tanh", name=f"layer{i}")(x)
         return keras.Model(inputs, x)
 
-    plain, model = build(), on_meshes(build())
+    plain, model = build(), on_meshes(build(), schedule, data=2)
     model.set_weights(plain.get_weights())
     x, y = data()
     for one in (plain, model):
         one.compile(keras.optimizers.SGD(0.1), "mse")
     plain.train_on_batch(x, y)
-    with pytest.warns(UserWarning, match="gathered weights"):
+    with pytest.warns(UserWarning, match="StatelessWhile in layer 'loop'.*else stays cut"):
         model.train_on_batch(x, y)
     for a, b in zip(plain.get_weights(), model.get_weights()):
         np.testing.assert_allclose(a, b, atol=1e-12)
+    found = kdist.inspect(model)
+    assert found.fallbacks == ()
+    assert len(found.islands) >= 2 and {island.layer for island in found.islands} == {"loop"}
+    assert 0.5 < sum(island.share for island in found.islands) < 1
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])

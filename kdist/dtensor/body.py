@@ -1,0 +1,181 @@
+"""A traced function as a list of nodes, to take some out and to put others in.
+
+A function definition names the tensors that its nodes read: `argument`, or `node:output:number`.
+Shapes and dtypes are those of the traced graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from kdist import _private_dtensor
+from kdist.dtensor.device_number import node_of
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import function_pb2
+
+TAG = "_kdist_operation"
+_names = (f"kdist_traced_{i}" for i in itertools.count())
+
+
+class Body:
+    """The nodes of a traced function; they may be changed.
+
+    Args:
+        concrete: The concrete function.
+
+    Attributes:
+        concrete: The same.
+        nodes: By name, in the order of the trace.
+        operations: Of the traced graph, by the name of their node.
+        inputs: References of the flat inputs, captures last.
+        results: References of the flat results.
+        specs: Shape and dtype of each tensor that is read, by reference.
+        functions: Definitions of the functions that nodes call, directly or not, by name.
+    """
+
+    def __init__(self, concrete: Any) -> None:
+        self.concrete = concrete
+        definition, graph = concrete.function_def, concrete.graph
+        self.nodes: dict[str, Any] = {node.name: node for node in definition.node_def}
+        signature = definition.signature
+        self.inputs = [one.name for one in signature.input_arg]
+        self.results = [definition.ret[one.name] for one in signature.output_arg]
+        self.specs: dict[str, tf.TensorSpec] = {}
+        for reference, tensor in zip(self.inputs, concrete.inputs, strict=True):
+            self._note(reference, tensor)
+        for reference, tensor in zip(self.results, concrete.outputs, strict=True):
+            self._note(reference, tensor)
+        given = {tensor.op for tensor in concrete.inputs}
+        # In the same order; some names differ, so that none is that of an argument.
+        operations = [one for one in graph.get_operations() if one not in given]
+        self.operations: Mapping[str, Any] = dict(zip(self.nodes, operations, strict=True))
+        for name, operation in self.operations.items():
+            for reference, tensor in zip(
+                data_inputs(self.nodes[name]), operation.inputs, strict=True
+            ):
+                self._note(reference, tensor)
+        library = graph.as_graph_def().library.function
+        self.functions: Mapping[str, Any] = {one.signature.name: one for one in library}
+        self._drop_unused()
+
+    def _note(self, reference: str, tensor: Any) -> None:
+        self.specs.setdefault(reference, tf.TensorSpec(tensor.shape, tensor.dtype))
+
+    def _drop_unused(self) -> None:
+        """Drops the nodes that neither a result nor an effect needs."""
+        needed: set[str] = set()
+        effects = [name for name, node in self.nodes.items() if self.has_effects(node)]
+        waiting = [*self.results, *effects]
+        while waiting:
+            name = node_of(waiting.pop())
+            if name in self.nodes and name not in needed:
+                needed.add(name)
+                waiting.extend(self.nodes[name].input)
+        self.nodes = {name: node for name, node in self.nodes.items() if name in needed}
+
+    def read_by(self, node: Any) -> list[tf.TensorSpec]:
+        """Shapes and dtypes of what a node reads."""
+        return [self.specs[one] for one in data_inputs(node)]
+
+    def made_by(self, node: Any) -> list[tf.TensorSpec]:
+        """Shapes and dtypes of what a node makes, as far as it is read."""
+        return [self.specs[one] for one in self.made.get(node.name, ())]
+
+    @property
+    def made(self) -> Mapping[str, list[str]]:
+        """By name of a node, references of what it makes."""
+        found: dict[str, list[str]] = {}
+        for reference in self.specs:
+            found.setdefault(node_of(reference), []).append(reference)
+        return found
+
+    def readers(self) -> dict[str, list[str]]:
+        """By reference, the nodes that read a tensor."""
+        found: dict[str, list[str]] = {}
+        for name, node in self.nodes.items():
+            for reference in data_inputs(node):
+                found.setdefault(reference, []).append(name)
+        return found
+
+    def called(self, node: Any) -> Iterator[Any]:
+        """Definitions of the functions that a node calls, and those that these call."""
+        seen: set[str] = set()
+        waiting = [node]
+        while waiting:
+            for value in waiting.pop().attr.values():
+                for function in (value.func, *value.list.func):
+                    if function.name in self.functions and function.name not in seen:
+                        seen.add(function.name)
+                        yield self.functions[function.name]
+                        waiting.extend(self.functions[function.name].node_def)
+
+    def constant(self, reference: str) -> np.ndarray | None:
+        """The value of a constant, None of any other tensor."""
+        node = self.nodes.get(node_of(reference))
+        if node is None or node.op != "Const":
+            return None
+        return tf.make_ndarray(node.attr["value"].tensor)
+
+    def has_effects(self, node: Any) -> bool:
+        """Whether a node, or a function that it calls, does something besides returning values."""
+        bodies = list(self.called(node))
+        if not bodies:
+            return _private_dtensor.has_effects(node.op)
+        inner = (one for body in bodies for one in body.node_def if not any(self.called(one)))
+        return any(_private_dtensor.has_effects(one.op) for one in inner)
+
+    def definition(
+        self,
+        inputs: Mapping[str, tf.TensorSpec],
+        results: Iterable[str],
+        left_out: Iterable[str] = (),
+        tagged: Mapping[str, int] | None = None,
+    ) -> Any:
+        """A function definition of the nodes.
+
+        Args:
+            inputs: Its parameters; references to tensors of nodes that are left out are parameters
+                too.
+            results: References of its results.
+            left_out: Names of nodes that it does not have.
+            tagged: Numbers to write on nodes, by name.
+        """
+        left_out, tagged = set(left_out), tagged or {}
+        made = function_pb2.FunctionDef()
+        made.signature.name = next(_names)
+        names = {reference: f"in_{i}" for i, reference in enumerate(inputs)}
+        for reference, spec in inputs.items():
+            made.signature.input_arg.add(name=names[reference], type=spec.dtype.as_datatype_enum)
+        for name, node in self.nodes.items():
+            if name in left_out:
+                continue
+            copy = made.node_def.add()
+            copy.CopyFrom(node)
+            copy.ClearField("experimental_debug_info")
+            waits = [one for one in control_inputs(node) if node_of(one) not in left_out]
+            del copy.input[:]
+            copy.input.extend([names.get(one, one) for one in data_inputs(node)] + waits)
+            if name in tagged:
+                copy.attr[TAG].i = tagged[name]
+            if self.has_effects(node):
+                made.signature.control_output.append(name)
+                made.control_ret[name] = name
+        for i, reference in enumerate(results):
+            dtype = self.specs[reference].dtype.as_datatype_enum
+            made.signature.output_arg.add(name=f"out_{i}", type=dtype)
+            made.ret[f"out_{i}"] = names.get(reference, reference)
+        return made
+
+
+def data_inputs(node: Any) -> list[str]:
+    """What a node reads."""
+    return [one for one in node.input if not one.startswith("^")]
+
+
+def control_inputs(node: Any) -> list[str]:
+    """What a node waits for."""
+    return [one for one in node.input if one.startswith("^")]

@@ -1,0 +1,175 @@
+"""Lowering a traced function whatever is in it: what DTensor cannot expand becomes an island."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kdist import spmd_limits
+from kdist.dtensor.body import TAG, Body, data_inputs
+from kdist.dtensor.collectives import COLLECTIVES
+from kdist.dtensor.islands import LAYOUTS, Cut, with_neighbours
+from kdist.dtensor.lowering import Function, LoweredProgram, lower
+from kdist.dtensor.rewrites import rewrite
+from kdist.dtensor.stitching import topological
+
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+MOST_ATTEMPTS = 12
+"""Times that a function is lowered, one island more each time, before it is given up."""
+LOOPED = "collectives in the body of a loop or branch"
+
+
+def expand(
+    concrete: Any,
+    mesh: dtensor.Mesh,
+    layouts: Sequence[dtensor.Layout],
+    layers: Sequence[str] = (),
+    rows_cut: bool = False,
+) -> LoweredProgram:
+    """Lowers a concrete function; see `lower`.
+
+    Operations that are known not to expand are rewritten, or become islands, before; those that
+    DTensor names when it fails become islands then.
+
+    Args:
+        concrete: The concrete function.
+        mesh: See `lower`.
+        layouts: Of each flat input, and of each capture.
+        layers: Paths of the model's layers, to say which causes what.
+        rows_cut: Whether an inner axis cuts the batch.
+
+    Raises:
+        CannotCut: An operation can be no island.
+        tf.errors.OpError, ValueError: DTensor still fails after `MOST_ATTEMPTS`.
+    """
+    body = Body(concrete)
+    changed = rewrite(body) > 0
+    chosen = dict(spmd_limits.unsupported(body, rows_cut))
+    for attempt in range(MOST_ATTEMPTS):
+        inside = with_neighbours(body, chosen)
+        cut = Cut(body, inside, mesh) if inside or changed else None
+        function, whole = (
+            (Function.of(concrete), []) if cut is None else (cut.function, cut.layouts)
+        )
+        try:
+            program = lower(function, mesh, [*layouts, *whole], layers)
+        except (UnicodeDecodeError, tf.errors.OpError, ValueError) as error:
+            if attempt == MOST_ATTEMPTS - 1 or not spmd_limits.is_about_lowering(error):
+                raise
+            found = _named(body, inside, error, mesh, [*layouts, *whole])
+            if not found:
+                found = _searched(body, inside, error, mesh, layouts)
+            if not found:
+                raise
+            chosen.update(found)
+            continue
+        if cut is not None:
+            program = cut.joined(program, layers)
+        looped = dict(_with_collectives(body, program))
+        if not looped:
+            return program
+        chosen.update(looped)
+    return program
+
+
+def _with_collectives(body: Body, program: LoweredProgram) -> Iterator[tuple[str, str]]:
+    """The loops and branches that devices would have to run in step."""
+    for node in program.definition.node_def:
+        names = {f.name for value in node.attr.values() for f in (value.func, *value.list.func)}
+        if node.name in body.nodes and _reaches_collectives(program, names):
+            yield node.name, LOOPED
+
+
+def _reaches_collectives(program: LoweredProgram, names: set[str]) -> bool:
+    """Whether functions have collectives, or call others that have."""
+    seen: set[str] = set()
+    waiting = [name for name in names if name]
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in program.bodies:
+            continue
+        seen.add(name)
+        for node in program.bodies[name].node_def:
+            if node.op in COLLECTIVES:
+                return True
+            for value in node.attr.values():
+                waiting += [f.name for f in (value.func, *value.list.func) if f.name]
+    return False
+
+
+def _named(
+    body: Body, inside: dict[str, str], error: Exception, mesh: dtensor.Mesh, layouts: Any
+) -> dict[str, str]:
+    """The operations that an error of DTensor is about, and those that are like it."""
+    failed = spmd_limits.failed_operation(error)
+    if failed is None:
+        return {}
+    kind, reason = failed
+    kinds = {kind, f"Stateless{kind}"}
+    outside = {n: node for n, node in body.nodes.items() if n not in inside and _may_fail(node)}
+    found = [name for name, node in outside.items() if node.op in kinds]
+    if not found:  # in the body of a loop, or of a branch
+        found = [
+            name
+            for name, node in outside.items()
+            if any(one.op in kinds for f in body.called(node) for one in f.node_def)
+        ]
+        return dict.fromkeys(found, f"{kind}: {reason}")
+    alike: dict[Any, list[str]] = {}
+    for name in found:
+        alike.setdefault(_likeness(body, name), []).append(name)
+    if len(alike) > 1:
+        number = _number_of_failed(body, inside, {n: i for i, n in enumerate(found)}, mesh, layouts)
+        if number is not None:
+            found = alike[_likeness(body, found[number])]
+    return dict.fromkeys(found, f"{kind}: {reason}")
+
+
+def _searched(
+    body: Body, inside: dict[str, str], error: Exception, mesh: dtensor.Mesh, layouts: Any
+) -> dict[str, str]:
+    """The operation after which lowering fails, where the error names none: found by halving."""
+    order = [name for name in topological(body.nodes) if name not in inside]
+    works, fails = 0, len(order)
+    while fails - works > 1:
+        middle = (works + fails) // 2
+        rest = with_neighbours(body, {**inside, **dict.fromkeys(order[middle:], "")})
+        cut = Cut(body, rest, mesh)
+        try:
+            lower(cut.function, mesh, [*layouts, *cut.layouts])
+            works = middle
+        except (UnicodeDecodeError, tf.errors.OpError, ValueError):
+            fails = middle
+    if not _may_fail(body.nodes[order[works]]):
+        return {}
+    return {order[works]: spmd_limits.explain(error) or "an operation (its error cannot be read)"}
+
+
+def _may_fail(node: Any) -> bool:
+    """Whether an operation computes something; what does not is blamed for others."""
+    return node.op not in ("Identity", "NoOp", "Const", *LAYOUTS)
+
+
+def _likeness(body: Body, name: str) -> Any:
+    """What operations have in common that fail for one reason: type, attributes, shapes."""
+    node = body.nodes[name]
+    attributes = sorted(
+        (key, value.SerializeToString(deterministic=True))
+        for key, value in node.attr.items()
+        if not key.startswith("_")
+    )
+    specs = [body.specs[one] for one in data_inputs(node)]
+    return node.op, tuple(attributes), tuple((str(s.shape), s.dtype) for s in specs)
+
+
+def _number_of_failed(
+    body: Body, inside: dict[str, str], numbers: dict[str, int], mesh: dtensor.Mesh, layouts: Any
+) -> int | None:
+    """Lowers once more, with numbers on the operations in question, to see at which it fails."""
+    try:
+        lower(Cut(body, inside, mesh, numbers).function, mesh, layouts)
+    except (UnicodeDecodeError, tf.errors.OpError, ValueError) as error:
+        return spmd_limits.failed_number(error, TAG)
+    return None

@@ -1,0 +1,237 @@
+"""Operations that DTensor expands wrongly, or not at all, written as others; a table.
+
+A rewrite is exact, and keeps its operand cut where it can be. What has none becomes an island
+(`kdist.dtensor.islands`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kdist.dtensor.body import Body, control_inputs
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import node_def_pb2
+
+SLICE = "StridedSlice"
+SLICE_GRADIENT = "StridedSliceGrad"
+CONCAT = "ConcatV2"
+
+
+def rewrite(body: Body) -> int:
+    """Applies the table to a traced function; returns how many nodes it has rewritten."""
+    nodes = list(body.nodes.values())
+    return sum(TABLE[node.op](body, node) for node in nodes if node.op in TABLE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Indexing:
+    """A strided slice without new axes and without an ellipsis, and the axes that come after it.
+
+    Attributes:
+        begin: Per dim of what is sliced.
+        end: Per dim.
+        strides: Per dim.
+        masks: `begin_mask`, `end_mask` and `shrink_axis_mask`.
+        new: Where the result has new axes, ascending.
+    """
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    strides: tuple[int, ...]
+    masks: Mapping[str, int]
+    new: tuple[int, ...]
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether nothing but new axes is left of it."""
+        every = (1 << len(self.begin)) - 1
+        whole = self.masks["begin_mask"] & self.masks["end_mask"] == every
+        return whole and not self.masks["shrink_axis_mask"] and set(self.strides) <= {1}
+
+
+def indexing(
+    attributes: Mapping[str, int], bounds: tuple[np.ndarray, np.ndarray, np.ndarray], rank: int
+) -> Indexing:
+    """Spells a strided slice out, dim by dim.
+
+    Args:
+        attributes: The operation's masks.
+        bounds: `begin`, `end`, `strides`: one entry a dim, a new axis, or the ellipsis.
+        rank: Of what is sliced.
+    """
+    begin, end, strides = bounds
+    count = len(begin)
+    bit = {key: [bool(mask >> i & 1) for i in range(count)] for key, mask in attributes.items()}
+    named = sum(not n and not e for n, e in zip(bit["new_axis_mask"], bit["ellipsis_mask"]))
+    left = rank - named
+    rows: list[tuple[int, int, int]] = []
+    masks = {"begin_mask": 0, "end_mask": 0, "shrink_axis_mask": 0}
+    new, made = [], 0
+
+    def whole(dims: int) -> int:
+        for _ in range(dims):
+            masks["begin_mask"] |= 1 << len(rows)
+            masks["end_mask"] |= 1 << len(rows)
+            rows.append((0, 0, 1))
+        return dims
+
+    for i in range(count):
+        if bit["ellipsis_mask"][i]:
+            made += whole(left)
+            left = 0
+        elif bit["new_axis_mask"][i]:
+            new.append(made)
+            made += 1
+        else:
+            for key in masks:
+                masks[key] |= bit[key][i] << len(rows)
+            rows.append((int(begin[i]), int(end[i]), int(strides[i])))
+            made += not bit["shrink_axis_mask"][i]
+    whole(left)
+    begins, ends, steps = zip(*rows) if rows else ((), (), ())
+    return Indexing(begins, ends, steps, masks, tuple(new))
+
+
+def _new_axes(body: Body, node: Any) -> bool:
+    """`x[:, None]`: a slice, if one is left, then a dim of size 1 after the other."""
+    found = _indexing(body, node, node.input[0], 1)
+    if found is None:
+        return False
+    source, shape = node.input[0], list(body.specs[node.input[0]].shape)
+    if not found.takes_all:
+        source = _sliced(body, node, found, source)
+        shape = list(body.specs[source].shape)
+    for j, at in enumerate(found.new):
+        shape.insert(at, 1)
+        last = j == len(found.new) - 1
+        name = node.name if last else f"{node.name}/new_axis_{at}"
+        source = _add(
+            body, node, "ExpandDims", name, [source, _constant(body, f"{name}/at", at)], shape
+        )
+    return True
+
+
+def _gradient_of_new_axes(body: Body, node: Any) -> bool:
+    """The gradient of `x[:, None]`: without the new dims, then that of the slice, if any."""
+    spec = body.specs.get(f"{node.name}:output:0")
+    if spec is None or spec.shape.rank is None:
+        return False
+    found = _indexing(body, node, None, 1, spec.shape.rank)
+    given = body.specs[node.input[4]].shape
+    if found is None or given.rank is None:
+        return False
+    shape = [n for i, n in enumerate(given) if i not in found.new]
+    name = node.name if found.takes_all else f"{node.name}/without_new_axes"
+    inputs, waits = list(node.input), control_inputs(node)
+    source = _add(body, node, "Squeeze", name, [inputs[4]], shape, squeeze_dims=found.new)
+    if not found.takes_all:
+        made = node_def_pb2.NodeDef()
+        made.CopyFrom(node)
+        made.input[:] = [inputs[0], *_bounds(body, node, found), source, *waits]
+        _set_masks(made, found)
+        body.nodes[node.name] = made
+    return True
+
+
+def _indexing(
+    body: Body, node: Any, source: str | None, first: int, rank: int | None = None
+) -> Indexing | None:
+    """How a slice with new axes slices; None without them, or where bounds are computed."""
+    if not node.attr["new_axis_mask"].i:
+        return None
+    if source is not None:
+        rank = body.specs[source].shape.rank
+    bounds = tuple(body.constant(one) for one in node.input[first : first + 3])
+    if rank is None or any(one is None for one in bounds):
+        return None
+    keys = ("begin_mask", "end_mask", "shrink_axis_mask", "new_axis_mask", "ellipsis_mask")
+    return indexing({key: node.attr[key].i for key in keys}, bounds, rank)  # type: ignore[arg-type]
+
+
+def _sliced(body: Body, node: Any, found: Indexing, source: str) -> str:
+    """The slice of a node that also makes new axes, without these."""
+    made = node_def_pb2.NodeDef()
+    made.CopyFrom(node)
+    made.name = f"{node.name}/slice"
+    made.input[:] = [source, *_bounds(body, node, found), *control_inputs(node)]
+    _set_masks(made, found)
+    body.nodes[made.name] = made
+    dims = list(body.specs[f"{node.name}:output:0"].shape)
+    for at in reversed(found.new):
+        del dims[at]
+    reference = f"{made.name}:output:0"
+    body.specs[reference] = tf.TensorSpec(dims, body.specs[source].dtype)
+    return reference
+
+
+def _set_masks(node: Any, found: Indexing) -> None:
+    for key, value in {**found.masks, "new_axis_mask": 0, "ellipsis_mask": 0}.items():
+        node.attr[key].i = value
+
+
+def _bounds(body: Body, node: Any, found: Indexing) -> list[str]:
+    """Constants for where a slice begins and ends, and its strides."""
+    dtype = tf.as_dtype(node.attr["Index"].type).as_numpy_dtype
+    rows = {"begin": found.begin, "end": found.end, "strides": found.strides}
+    return [
+        _constant(body, f"{node.name}/{key}", np.asarray(row, dtype)) for key, row in rows.items()
+    ]
+
+
+def _constant(body: Body, name: str, value: Any) -> str:
+    """Adds a constant; an int is an int32."""
+    array = np.asarray(value, np.int32) if isinstance(value, int) else value
+    node = node_def_pb2.NodeDef(name=name, op="Const")
+    proto = tf.make_tensor_proto(array)
+    node.attr["dtype"].type = proto.dtype
+    node.attr["value"].tensor.CopyFrom(proto)
+    body.nodes[name] = node
+    reference = f"{name}:output:0"
+    body.specs[reference] = tf.TensorSpec(array.shape, array.dtype)
+    return reference
+
+
+def _add(
+    body: Body,
+    node: Any,
+    op: str,
+    name: str,
+    inputs: list[str],
+    shape: list[Any],
+    squeeze_dims: tuple[int, ...] | None = None,
+) -> str:
+    """Adds a node that makes one tensor of the dtype of another, or puts it in that one's place."""
+    made = node_def_pb2.NodeDef(name=name, op=op)
+    made.input.extend([*inputs, *control_inputs(node)])
+    made.attr["T"].type = node.attr["T"].type
+    if squeeze_dims is None:
+        made.attr["Tdim"].type = tf.int32.as_datatype_enum
+    else:
+        made.attr["squeeze_dims"].list.i.extend(squeeze_dims)
+    body.nodes[name] = made
+    reference = f"{name}:output:0"
+    body.specs.setdefault(reference, tf.TensorSpec(shape, tf.as_dtype(node.attr["T"].type)))
+    return reference
+
+
+def _counted_from_the_front(body: Body, node: Any) -> bool:
+    """A concatenation along dim -1: DTensor joins parts that are cut along it, each for itself."""
+    count = node.attr["N"].i
+    axis = body.constant(node.input[count])
+    rank = body.specs[node.input[0]].shape.rank
+    if axis is None or axis >= 0 or rank is None:
+        return False
+    node.input[count] = _constant(body, f"{node.name}/dim", np.asarray(axis + rank, axis.dtype))
+    return True
+
+
+TABLE: Mapping[str, Callable[[Body, Any], bool]] = {
+    SLICE: _new_axes,
+    SLICE_GRADIENT: _gradient_of_new_axes,
+    CONCAT: _counted_from_the_front,
+}
+"""By type of an operation: rewrites a node of it in place, and says whether it has."""
