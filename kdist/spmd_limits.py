@@ -78,6 +78,8 @@ def unsupported(body: Any, rows_cut: bool = False) -> dict[str, str]:
         What is wrong with an operation, by its name, in graph order; a loop or a branch has what
         is in its functions.
     """
+    # Of a function that serves several sizes, unknown sizes may follow from those of its inputs.
+    one_size = all(body.specs[one].shape.is_fully_defined() for one in body.inputs)
     sorts = rows_cut and any(node.op == "TopKV2" for node in body.nodes.values())
     found = {}
     for name, node in body.nodes.items():
@@ -88,7 +90,7 @@ def unsupported(body: Any, rows_cut: bool = False) -> dict[str, str]:
         if sorts and node.op == "ScatterNd" and _BACKWARD in name:
             # It numbers the rows of the batch, and writes those of a part.
             reasons.append("the gradient of TopKV2")
-        if _makes_unknown_size(body, node):
+        if one_size and _makes_unknown_size(body, node):
             reasons.append(f"{node.op} of a size that depends on values")
         if _goes_backwards(body, node):
             reasons.append(f"{node.op} with a negative stride")

@@ -9,6 +9,7 @@ from typing import Any
 
 import kdist
 from kdist import spmd_call
+from kdist.dtensor import expansion
 from kdist.spmd_step import SpmdStep
 
 import keras
@@ -49,6 +50,7 @@ class Counts:
 
         monkeypatch.setattr(SpmdStep, "cut", counted_cut)
         monkeypatch.setattr(spmd_call, "lower", counted_lower)
+        monkeypatch.setattr(expansion, "lower", counted_lower)
 
 
 @pytest.fixture
