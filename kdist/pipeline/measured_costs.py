@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,8 @@ from kdist.pipeline.model_graph import ModelGraph, Source
 import keras
 import tensorflow as tf
 
-RUNS = 5
+FEWEST, MOST, ENOUGH = 3, 30, 0.05
+"""How often a call runs: at least, at most, and in between until so many seconds are over."""
 LEAST = 1e-7
 """Seconds that a call counts at least: what takes less is lost in the clock."""
 
@@ -118,15 +118,15 @@ def measure(described: ModelGraph, functional: Any, example: Any, rows: int, dev
     return Costs({node.name: node.cost for node in described.graph.nodes}, measured, rows)
 
 
-def seconds_of(call: Callable[[], Any], runs: int = RUNS) -> float:
-    """Median time of a call, after one that is not counted."""
+def seconds_of(call: Callable[[], Any]) -> float:
+    """Least time of a call, after one that is not counted: whatever disturbs it only adds time."""
     call()
-    seconds = []
-    for _ in range(runs):
+    seconds: list[float] = []
+    while len(seconds) < FEWEST or (len(seconds) < MOST and sum(seconds) < ENOUGH):
         started = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    return min(seconds)
 
 
 class _LayerCall:
