@@ -24,7 +24,7 @@ class _Kind:
 
     seen: dict[BatchShape, None] = dataclasses.field(default_factory=dict)
     shared: list[tuple[Family, Callable]] = dataclasses.field(default_factory=list)
-    multiple: int = 1
+    multiples: sizes.Multiples = sizes.Multiples()
     failed: bool = False
     reason: str = "they have little in common"
 
@@ -95,7 +95,7 @@ class ByShape:
 
     def _lifted(self, data: Any, kind: _Kind, options: Any) -> Callable | None:
         """A graph for all shapes of a family; None if there cannot be one."""
-        for family in families([*kind.seen], kind.multiple, self._parts):
+        for family in families([*kind.seen], kind.multiples, self._parts):
             known = _sizes(family)
             try:
                 with sizes.tracing_with(known):
@@ -109,8 +109,8 @@ class ByShape:
                 kind.shared = [*kind.shared[1 - MAX_SHAPES :], (family, graph)]
                 if family.has([*kind.seen][-1]):
                     return graph
-            if known.findings.needs > kind.multiple:
-                kind.multiple, kind.failed = known.findings.needs, False
+            if known.findings.needs not in (sizes.Multiples(), kind.multiples):
+                kind.multiples, kind.failed = known.findings.needs, False
                 return self._lifted(data, kind, options)
         return None
 
@@ -138,7 +138,7 @@ def _sizes(family: Family) -> sizes.Sizes:
     """What tracing is told of the sizes of a family."""
     leaves = range(len(family.first))
     examples = (sizes.Examples(family.tried(i), family.far(i)) for i in leaves)
-    return sizes.Sizes(tuple(examples), family.multiple)
+    return sizes.Sizes(tuple(examples), family.multiples)
 
 
 def _structure(data: Any, leaves: Sequence[Any]) -> str:

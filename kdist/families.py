@@ -8,6 +8,8 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 
+from kdist.dtensor.sizes import Multiples
+
 import numpy as np
 
 Shape = tuple[int, ...]
@@ -15,6 +17,9 @@ BatchShape = tuple[Shape, ...]
 """The shape of each tensor of a batch."""
 Place = tuple[int, int]
 """A tensor of a batch, and a dim of it."""
+
+
+WHATEVER = Multiples()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Family:
     Attributes:
         first: One of them.
         changing: The dims that change.
-        multiple: Sizes that change are multiples of this; rows of each part of the batch too.
+        multiples: What sizes that change are multiples of.
         parts: Into how many the rows are cut before.
         examples: The sizes of each of `changing` in each example.
         bounded: Whether other sizes must lie between those of the examples.
@@ -52,7 +57,7 @@ class Family:
 
     first: BatchShape
     changing: tuple[Changing, ...]
-    multiple: int
+    multiples: Multiples
     parts: int
     examples: tuple[tuple[int, ...], ...]
     bounded: bool = False
@@ -67,7 +72,7 @@ class Family:
             for c, size, tried in zip(self.changing, sizes, self.examples, strict=True)
         ):
             return False
-        return fits(shapes, self.changing, self.multiple, self.parts)
+        return fits(shapes, self.changing, self.multiples, self.parts)
 
     @property
     def general(self) -> tuple[tuple[int | None, ...], ...]:
@@ -81,8 +86,8 @@ class Family:
     def far(self, tensor: int) -> tuple[Shape, ...]:
         """The shape of a tensor at sizes far from the examples'."""
         far = [
-            [2 * self.multiple, *(max(one) * n + n // 2 * self.multiple for n in (2, 5, 32))]
-            for one in self.examples
+            [2 * each, *(max(one) * n + n // 2 * each for n in (2, 5, 32))]
+            for one, each in zip(self.examples, each_of(self.changing, self.multiples), strict=True)
         ]
         return tuple(self._with(sizes)[tensor] for sizes in zip(*far, strict=True))
 
@@ -94,12 +99,19 @@ class Family:
         return tuple(map(tuple, shapes))
 
 
-def fits(shapes: BatchShape, changing: Sequence[Changing], multiple: int, parts: int) -> bool:
+def each_of(changing: Sequence[Changing], multiples: Multiples) -> list[int]:
+    """What the sizes of dims that change are multiples of."""
+    return [multiples.of(one.is_rows) for one in changing]
+
+
+def fits(
+    shapes: BatchShape, changing: Sequence[Changing], multiples: Multiples, parts: int
+) -> bool:
     """Whether sizes that change are such as a family's; see `Family`."""
-    for one in changing:
+    for one, each in zip(changing, each_of(changing, multiples), strict=True):
         tensor, dim = one.places[0]
         size = shapes[tensor][dim]
-        each = multiple * parts if one.is_rows and multiple > 1 else multiple
+        each = each * parts if one.is_rows and each > 1 else each
         if size < 1 or size % each or (size - one.base) % one.step:
             return False
     return True
@@ -116,7 +128,9 @@ def changing_dims(seen: Sequence[BatchShape]) -> list[Changing]:
     return [Changing(tuple(places), sizes[-1]) for (sizes, _), places in groups.items()]
 
 
-def families(seen: Sequence[BatchShape], multiple: int = 1, parts: int = 1) -> Iterator[Family]:
+def families(
+    seen: Sequence[BatchShape], multiples: Multiples = WHATEVER, parts: int = 1
+) -> Iterator[Family]:
     """Families that the shapes of the batches so far may be of, the most general one first.
 
     What differs is the examples: a model may take no sizes but some, and small ones may be special
@@ -125,42 +139,44 @@ def families(seen: Sequence[BatchShape], multiple: int = 1, parts: int = 1) -> I
 
     Args:
         seen: The shapes so far, the last one included in all families.
-        multiple: See `Family`.
+        multiples: See `Family`.
         parts: See `Family`.
     """
     changing = changing_dims(seen)
-    if not changing or not fits(seen[-1], changing, multiple, parts):
+    if not changing or not fits(seen[-1], changing, multiples, parts):
         return
     count = len(changing) + 3
     sizes = [
         sorted({one[c.places[0][0]][c.places[0][1]] for one in seen} - {0, 1}) or [2]
         for c in changing
     ]
-    upper = [_between((one[0] + one[-1]) // 2, one[-1], multiple, count) for one in sizes]
-    between = [_between(one[0], one[-1], multiple, count) for one in sizes]
-    above = [_above(one[-1], multiple, count) for one in sizes]
+    each = each_of(changing, multiples)
+    ranges = [(one[0], one[-1], n) for one, n in zip(sizes, each, strict=True)]
+    upper = [_between((low + high) // 2, high, n, count) for low, high, n in ranges]
+    between = [_between(low, high, n, count) for low, high, n in ranges]
+    above = [_above(high, n, count) for _, high, n in ranges]
     for chosen in (upper, between, above):
-        yield _family(seen[-1], changing, multiple, parts, chosen)
+        yield _family(seen[-1], changing, multiples, parts, chosen)
     steps = [math.gcd(*(size - one[-1] for size in one)) for one in sizes]
     if all(step == 1 for step in steps) or 0 in steps:
         return
     apart = [dataclasses.replace(c, step=step) for c, step in zip(changing, steps, strict=True)]
-    if fits(seen[-1], apart, multiple, parts):
+    if fits(seen[-1], apart, multiples, parts):
         far = [
-            [one[-1] + math.lcm(step, multiple) * i for i in range(count)]
-            for one, step in zip(sizes, steps, strict=True)
+            [one[-1] + math.lcm(step, n) * i for i in range(count)]
+            for one, step, n in zip(sizes, steps, each, strict=True)
         ]
-        yield _family(seen[-1], apart, multiple, parts, far)
+        yield _family(seen[-1], apart, multiples, parts, far)
 
 
 def _family(
     first: BatchShape,
     changing: Sequence[Changing],
-    multiple: int,
+    multiples: Multiples,
     parts: int,
     chosen: Sequence[Sequence[int]],
 ) -> Family:
-    return Family(first, tuple(changing), multiple, parts, _independent(chosen))
+    return Family(first, tuple(changing), multiples, parts, _independent(chosen))
 
 
 def _between(low: int, high: int, multiple: int, count: int) -> list[int]:

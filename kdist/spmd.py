@@ -212,7 +212,7 @@ def relayout_active(
     for i, (dim, size) in enumerate(zip(inner, shape, strict=True)):
         count = cut_of(dim, trace.topology)
         if size is None:
-            sizes.require_multiples(count)
+            sizes.require_multiples(count, rows=i == 0)
         elif size % count:
             fitting[i] = None
             trace.uncut.append(uncut_dim(what, i, size, count, axes_of(dim)))

@@ -68,7 +68,7 @@ class SliceInputs:
         if self.batch_axis is not None:
             rows, size = leading(data).shape[0], self.mesh.dim_size(self.batch_axis)
             if rows is None:
-                sizes.require_multiples(size)
+                sizes.require_multiples(size, rows=True)
             elif rows % size:
                 self.tell_uncut([uncut_dim("the batch", 0, rows, size, [self.batch_axis])])
         return keras.tree.map_structure(lambda t: None if t is None else self._part(t), data)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 
 from kdist.dtensor.formulas import Formula, find
+from kdist.dtensor.sizes import Multiples
 from kdist.families import changing_dims, families
 
 import numpy as np
 import pytest
+
+FOURS = Multiples(4, 4)
 
 
 def shapes(rows: int, length: int, width: int = 3) -> tuple[tuple[int, ...], ...]:
@@ -28,7 +31,7 @@ def test_dims_that_change_together() -> None:
 def test_examples_of_all_families_are_independent(multiple: int) -> None:
     seen = [shapes(8 * multiple, 12 * multiple), shapes(multiple, 20 * multiple)]
     seen.append(shapes(8 * multiple, 2 * multiple, 9 * multiple))
-    found = list(families(seen, multiple))
+    found = list(families(seen, Multiples(multiple, multiple)))
     assert len(found) >= 3
     for family in found:
         assert family.has(seen[-1])
@@ -44,14 +47,19 @@ def test_what_a_family_serves() -> None:
     assert family.has(shapes(8, 1)) and family.has(shapes(8, 10_000))
     assert not family.has(shapes(7, 9))
     assert not family.has(((8, 12, 3), (8, 11)))
-    family = next(families([shapes(8, 12), shapes(4, 8), shapes(16, 20)], multiple=4, parts=1))
+    family = next(families([shapes(8, 12), shapes(4, 8), shapes(16, 20)], FOURS, parts=1))
     assert family.has(shapes(4, 16)) and not family.has(shapes(6, 16))
-    in_parts = next(families([shapes(8, 12), shapes(8, 8), shapes(16, 20)], multiple=4, parts=2))
+    in_parts = next(families([shapes(8, 12), shapes(8, 8), shapes(16, 20)], FOURS, 2))
     assert in_parts.has(shapes(24, 4)) and not in_parts.has(shapes(12, 4))
 
 
+def test_rows_that_an_axis_cuts() -> None:
+    family = next(families([shapes(8, 12), shapes(8, 9), shapes(6, 20)], Multiples(2, 1)))
+    assert family.has(shapes(4, 15)) and not family.has(shapes(5, 15))
+
+
 def test_sizes_that_do_not_divide_have_no_family() -> None:
-    assert list(families([shapes(8, 12), shapes(8, 8), shapes(8, 9)], multiple=4)) == []
+    assert list(families([shapes(8, 12), shapes(8, 8), shapes(8, 9)], FOURS)) == []
 
 
 def test_sizes_as_far_apart_as_those_seen() -> None:

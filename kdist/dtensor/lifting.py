@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from kdist import _private_dtensor
@@ -52,15 +52,17 @@ def lift(programs: Sequence[LoweredProgram], hoisted: Hoisted) -> LoweredProgram
     definition = function_pb2.FunctionDef()
     definition.CopyFrom(first.definition)
     nodes = _with_copies(definition, found)
-    writer = _Writer(definition, _Sizes(programs, nodes, found))
+    count = len(hoisted.concrete.inputs) - len(hoisted.made)
+    given = {one.name for one in first.arguments if (one.position or 0) < count}
+    writer = _Writer(definition, _Sizes(programs, nodes, found, given))
     for name, alike in found.nodes.items():
         relax(nodes[name], alike)
         if alike[0].op == "Const":
             _lift_constant(writer, nodes[name], alike)
-    count = len(hoisted.concrete.inputs) - len(hoisted.made)
     bodies, taken = dict(first.bodies), {}
     for one in first.arguments:
-        if one.position is not None and one.position >= count:
+        if one.name not in given:
+            assert one.position is not None
             made = hoisted.made[one.position - count]
             body = made.function.function_def
             bodies[body.signature.name] = body
@@ -70,7 +72,7 @@ def lift(programs: Sequence[LoweredProgram], hoisted: Hoisted) -> LoweredProgram
         first,
         definition=definition,
         bodies=bodies,
-        arguments=tuple(one for one in first.arguments if one.name not in taken),
+        arguments=tuple(one for one in first.arguments if one.name in given),
         structure=hoisted.structure,
         gathers=found.gathers,
         examples=tuple(_results(programs, hoisted)),
@@ -79,7 +81,7 @@ def lift(programs: Sequence[LoweredProgram], hoisted: Hoisted) -> LoweredProgram
 
 
 def _with_copies(definition: Any, found: Twins) -> dict[str, Any]:
-    """Adds the copies of constants to a function; returns its nodes that are needed, by name."""
+    """Adds the copies of constants to a function; returns its nodes by name."""
     nodes = {node.name: node for node in definition.node_def}
     for (user, place), name in found.copies.items():
         reference = nodes[user].input[place]
@@ -89,7 +91,7 @@ def _with_copies(definition: Any, found: Twins) -> dict[str, Any]:
             nodes[name].CopyFrom(original)
             nodes[name].name = name
         nodes[user].input[place] = reference.replace(original.name, name)
-    return {name: nodes[name] for name in found.nodes}
+    return nodes
 
 
 def _lift_constant(writer: _Writer, node: Any, alike: Sequence[Any]) -> None:
@@ -97,8 +99,31 @@ def _lift_constant(writer: _Writer, node: Any, alike: Sequence[Any]) -> None:
     values = [tf.make_ndarray(one.attr["value"].tensor) for one in alike]
     if all(np.array_equal(one, values[0]) for one in values):
         return
-    if len({one.shape for one in values}) > 1 or values[0].dtype.kind not in "iuf":
+    dtype = node.attr["dtype"].type
+    if len({one.shape for one in values}) > 1:
+        value = _filled(writer, node, values)
+    elif values[0].dtype.kind in "iuf":
+        value = _numbers(writer, node, values)
+    else:
         raise CannotLift(f"a constant that depends on sizes ({node.name})")
+    del node.attr["value"], node.attr["dtype"]
+    node.op = "Identity"
+    node.attr["T"].type = dtype
+    node.input.append(value)
+
+
+def _filled(writer: _Writer, node: Any, values: Sequence[np.ndarray]) -> str:
+    """A tensor of one number, in a shape that depends on sizes."""
+    number = values[0].ravel()[:1]
+    if len({one.ndim for one in values}) > 1 or any((one != number).any() for one in values):
+        raise CannotLift(f"a constant that depends on sizes ({node.name})")
+    shape = writer.vector([*zip(*(one.shape for one in values), strict=True)], _INT32, node.name)
+    inputs = [shape, writer.constant(number[0])]
+    return writer.add("Fill", inputs, "output", T=node.attr["dtype"].type, index_type=_INT32)
+
+
+def _numbers(writer: _Writer, node: Any, values: Sequence[np.ndarray]) -> str:
+    """Whole numbers that depend on sizes."""
     numbers = [one.astype(np.int64) for one in values]
     if any((one != whole).any() for one, whole in zip(values, numbers, strict=True)):
         raise CannotLift(f"a number that depends on sizes and is not whole ({node.name})")
@@ -108,10 +133,7 @@ def _lift_constant(writer: _Writer, node: Any, alike: Sequence[Any]) -> None:
     if len(values[0].shape) != 1:
         shape = writer.constant(np.array(values[0].shape, np.int32))
         value = writer.add("Reshape", [value, shape], "output", T=dtype, Tshape=_INT32)
-    del node.attr["value"], node.attr["dtype"]
-    node.op = "Identity"
-    node.attr["T"].type = dtype
-    node.input.append(value)
+    return value
 
 
 def _replace_parameters(definition: Any, taken: Mapping[str, str]) -> None:
@@ -171,18 +193,26 @@ class _Sizes:
         programs: For each example.
         nodes: Those of the program that is made.
         found: What they are in the others.
+        given: Names of the parameters that it has.
     """
 
     def __init__(
-        self, programs: Sequence[LoweredProgram], nodes: Mapping[str, Any], found: Twins
+        self,
+        programs: Sequence[LoweredProgram],
+        nodes: Mapping[str, Any],
+        found: Twins,
+        given: Set[str],
     ) -> None:
+        # All nodes: a gather's parts come to it through some that the program does not need.
         self.places = {name: i for i, name in enumerate(topological(nodes))}
         self.sources: dict[Numbers, _Source] = {}
         self._found: dict[tuple[Numbers, int], Formula | None] = {}
         definition = programs[0].definition
         for j, one in enumerate(definition.signature.input_arg):
-            self._note([p.definition.arg_attr[j] for p in programs], -1, one.name, one.type)
-        for name, place in self.places.items():
+            if one.name in given:
+                self._note([p.definition.arg_attr[j] for p in programs], -1, one.name, one.type)
+        for name in sorted(found.nodes, key=self.places.__getitem__):
+            place = self.places[name]
             reference, dtype = _private_dtensor.only_result(nodes[name])
             if dtype and nodes[name].op != "Const":
                 self._note(found.nodes[name], place, reference, dtype)

@@ -41,6 +41,23 @@ class CannotLift(Exception):
     """A program for one shape cannot become one for several; carries why."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Multiples:
+    """What sizes that change are multiples of.
+
+    Attributes:
+        rows: Rows of each part of the batch.
+        others: All other sizes.
+    """
+
+    rows: int = 1
+    others: int = 1
+
+    def of(self, rows: bool) -> int:
+        """What rows, or other sizes, are multiples of."""
+        return self.rows if rows else self.others
+
+
 @dataclasses.dataclass
 class Findings:
     """What tracing finds out about sizes.
@@ -52,7 +69,7 @@ class Findings:
     """
 
     bounded: bool = False
-    needs: int = 1
+    needs: Multiples = dataclasses.field(default_factory=Multiples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,23 +78,22 @@ class Sizes:
 
     Attributes:
         leaves: What each tensor of the batch may be.
-        multiple: All sizes that change are multiples of this one.
+        multiples: What sizes that change are multiples of.
         findings: What tracing found out.
     """
 
     leaves: tuple[Examples, ...]
-    multiple: int = 1
+    multiples: Multiples = Multiples()
     findings: Findings = dataclasses.field(default_factory=Findings, compare=False)
 
-    def require(self, count: int) -> None:
-        """Makes sure that dims of unknown size can be cut.
-
-        Raises:
-            CannotLift: They need not be divisible.
-        """
-        if self.multiple % count:
+    def require(self, count: int, rows: bool) -> None:
+        """Makes sure that dims of unknown size can be cut; see `require_multiples`."""
+        known = self.multiples.of(rows)
+        if known % count:
             # Noted, because Keras raises errors of its layers anew.
-            self.findings.needs = math.lcm(self.multiple, count)
+            key = "rows" if rows else "others"
+            needs = {key: math.lcm(known, count)}
+            self.findings.needs = dataclasses.replace(self.multiples, **needs)
             raise CannotLift(f"a dim of changing size is cut into {count} parts")
 
 
@@ -116,8 +132,12 @@ def found(bounded: bool) -> None:
         sizes.findings.bounded = True
 
 
-def require_multiples(count: int) -> None:
-    """See `Sizes.require`.
+def require_multiples(count: int, rows: bool) -> None:
+    """Makes sure that dims of unknown size can be cut.
+
+    Args:
+        count: Into how many parts.
+        rows: Whether they are the batch.
 
     Raises:
         CannotLift: They need not be, or nothing is known about them.
@@ -125,7 +145,7 @@ def require_multiples(count: int) -> None:
     sizes = active()
     if sizes is None:
         raise CannotLift("a dim of unknown size is cut")
-    sizes.require(count)
+    sizes.require(count, rows)
 
 
 def note(tensors: Sequence[Any]) -> None:
