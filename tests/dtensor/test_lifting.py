@@ -8,7 +8,7 @@ from typing import Any
 from kdist import spmd
 from kdist.dtensor.hoisting import hoist
 from kdist.dtensor.lifting import lift
-from kdist.dtensor.lowering import LoweredProgram, lower
+from kdist.dtensor.lowering import Function, LoweredProgram, lower
 from kdist.dtensor.sizes import CannotLift, Examples
 from kdist.dtensor.stitching import Stitcher
 
@@ -39,8 +39,32 @@ def lifted(
     hoisted = hoist(concrete, [given, None])
     layouts += [dtensor.Layout.replicated(mesh, m.spec.shape.rank) for m in hoisted.made]
     with spmd.lowering(mesh):
-        programs = [lower(hoisted.concrete, mesh, layouts, (), one) for one in hoisted.shapes]
+        programs = [
+            lower(Function.of(hoisted.concrete, one), mesh, layouts) for one in hoisted.shapes
+        ]
     return lift(programs, hoisted)
+
+
+def check(program: LoweredProgram, mesh: dtensor.Mesh, function: Callable, dims: Dims) -> None:
+    """Calls a program with sizes that it was not made for."""
+    stitched = Stitcher(program).stitch(["/device:CPU:0", "/device:CPU:1"])
+    random = np.random.default_rng(0)
+    specs = [tf.TensorSpec((None, None, None), tf.float64)] * 2
+    specs += [tf.TensorSpec((8, 6), tf.float64)] * 2
+
+    @tf.function(autograph=False, input_signature=specs)
+    def step(*parts: Any) -> Any:
+        return stitched([list(parts[k::2]) for k in range(2)])
+
+    for rows, length in OTHERS:
+        x, w = random.normal(size=(rows, length, 8)), random.normal(size=(8, 6))
+        given = [cut(x, mesh, *dims), cut(w, mesh, None, None)]
+        found = step(*(part for one in given for part in one.parts))
+        expected = tf.nest.flatten(function(tf.constant(x), tf.constant(w)))
+        for i, wanted in enumerate(expected):
+            layout = program.layouts[i]
+            value = whole(type(given[0])(tuple(mine[i] for mine in found), layout))
+            np.testing.assert_allclose(value, wanted, rtol=1e-9, atol=1e-12)
 
 
 def causal(x: Any, w: Any) -> Any:
@@ -98,24 +122,20 @@ REFUSED = {(shifted, CUTS[3]), (windows, CUTS[1]), (windows, CUTS[3]), (gradient
 def test_sizes_that_were_never_lowered(function: Callable, dims: Dims) -> None:
     mesh, _ = inner_mesh(a=2)
     program = lifted(mesh, function, dims)
-    stitched = Stitcher(program).stitch(["/device:CPU:0", "/device:CPU:1"])
-    random = np.random.default_rng(0)
-    specs = [tf.TensorSpec((None, None, None), tf.float64)] * 2
-    specs += [tf.TensorSpec((8, 6), tf.float64)] * 2
+    check(program, mesh, function, dims)
 
-    @tf.function(autograph=False, input_signature=specs)
-    def step(*parts: Any) -> Any:
-        return stitched([list(parts[k::2]) for k in range(2)])
 
-    for rows, length in OTHERS:
-        x, w = random.normal(size=(rows, length, 8)), random.normal(size=(8, 6))
-        given = [cut(x, mesh, *dims), cut(w, mesh, None, None)]
-        found = step(*(part for one in given for part in one.parts))
-        expected = tf.nest.flatten(function(tf.constant(x), tf.constant(w)))
-        for i, wanted in enumerate(expected):
-            layout = program.layouts[i]
-            value = whole(type(given[0])(tuple(mine[i] for mine in found), layout))
-            np.testing.assert_allclose(value, wanted, rtol=1e-9, atol=1e-12)
+def test_examples_that_are_sizes_of_something_else() -> None:
+    """Constants are one where they happen to be equal: with 6 rows of 8, both shapes are 8 x 6."""
+
+    def function(x: Any, w: Any) -> Any:
+        rows, length = tf.unstack(tf.shape(x)[:2])
+        return tf.reshape(tf.reduce_sum(x, 2), [length, rows]), tf.reshape(tf.transpose(w), [8, 6])
+
+    mesh, _ = inner_mesh(a=2)
+    for examples in (((6, 8), *EXAMPLES), (*EXAMPLES, (6, 8))):
+        program = lifted(mesh, function, (None, None, None), examples)
+        check(program, mesh, function, (None, None, None))
 
 
 def test_a_program_has_no_example_in_it() -> None:
