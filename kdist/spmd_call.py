@@ -156,7 +156,9 @@ class Lowered:
         layouts, examples = [t.layout for t in given], [t.examples for t in given]
         rows_cut = self.topology.rows_axis is not None
         if not any(examples):
-            return expand(concrete, self.mesh, layouts, self.paths, rows_cut)
+            # At first all-to-alls may stay, for `_refuse_alltoall` to see.
+            alltoall = self.alltoall or not self.gather_first
+            return expand(concrete, self.mesh, layouts, self.paths, rows_cut, alltoall)
         if islands := spmd_limits.unsupported(Body(concrete), rows_cut):
             raise sizes.CannotLift(f"islands are of one size: {next(iter(islands.values()))}")
         hoisted = hoist(concrete, examples)

@@ -18,6 +18,8 @@ from tensorflow.experimental import dtensor
 
 MOST_ATTEMPTS = 12
 """Times that a function is lowered, one island more each time, before it is given up."""
+ADDED = "/DTensor"
+"""Comes after the name of an operation in those of the collectives that DTensor adds for it."""
 LOOPED = "collectives in the body of a loop or branch"
 
 
@@ -27,6 +29,7 @@ def expand(
     layouts: Sequence[dtensor.Layout],
     layers: Sequence[str] = (),
     rows_cut: bool = False,
+    alltoall: bool = True,
 ) -> LoweredProgram:
     """Lowers a concrete function; see `lower`.
 
@@ -39,6 +42,7 @@ def expand(
         layouts: Of each flat input, and of each capture.
         layers: Paths of the model's layers, to say which causes what.
         rows_cut: Whether an inner axis cuts the batch.
+        alltoall: Whether all-to-alls may stay; else what causes one becomes an island too.
 
     Raises:
         CannotCut: An operation can be no island.
@@ -67,10 +71,12 @@ def expand(
             continue
         if cut is not None:
             program = cut.joined(program, layers)
-        looped = dict(_with_collectives(body, program))
-        if not looped:
+        found = dict(_with_collectives(body, program))
+        if not alltoall:
+            found |= _moving(body, program, inside)
+        if not found:
             return program
-        chosen.update(looped)
+        chosen.update(found)
     return program
 
 
@@ -80,6 +86,14 @@ def _with_collectives(body: Body, program: LoweredProgram) -> Iterator[tuple[str
         names = {f.name for value in node.attr.values() for f in (value.func, *value.list.func)}
         if node.name in body.nodes and _reaches_collectives(program, names):
             yield node.name, LOOPED
+
+
+def _moving(body: Body, program: LoweredProgram, inside: dict[str, str]) -> dict[str, str]:
+    """The operations whose operands, or results, an all-to-all moves."""
+    moves = [one.node for one in program.collectives if one.kind == "all-to-all"]
+    names = [name.partition(ADDED)[0] for name in moves]
+    known = [n for n in names if n in body.nodes and n not in inside and _may_fail(body.nodes[n])]
+    return dict.fromkeys(known, "an all-to-all, which enable_alltoall=False rules out")
 
 
 def _reaches_collectives(program: LoweredProgram, names: set[str]) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kdist.dtensor.lowering import positions
+from kdist.dtensor.rewrites import with_dims_from_the_front
 from kdist.dtensor.sizes import CannotLift, Examples, Shape, Shapes
 
 import tensorflow as tf
@@ -75,7 +76,7 @@ def hoist(concrete: Any, inputs: Sequence[Examples | None]) -> Hoisted:
     Raises:
         CannotLift: What has to be taken out depends on sizes that are not known from the examples.
     """
-    definition = concrete.graph.as_graph_def()
+    definition = with_dims_from_the_front(concrete.graph)
     known = next(one for one in inputs if one is not None)
     count = len(known.shapes)
     given = [

@@ -19,6 +19,7 @@ from typing import Any
 from kdist import _private_dtensor
 from kdist.dtensor import flops
 from kdist.dtensor.body import Body, control_inputs, data_inputs
+from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.device_number import SHAPES, node_of
 from kdist.dtensor.lowering import Function, Island, LoweredProgram
 from kdist.lowered import layer_of
@@ -185,7 +186,10 @@ class Cut:
         del definition.signature.input_arg[:]
         definition.signature.input_arg.extend(kept)
         for node in definition.node_def:
-            node.input[:] = [back.get(one, one) for one in node.input]
+            read = [back.get(one, one) for one in node.input]
+            if node.op in COLLECTIVES:  # their order is DTensor's, which knows of no islands
+                read = [one for one in read if not one.startswith("^")]
+            node.input[:] = read
         nodes = [self._node(name, whole) for name in [*self.inside, *self._constants()]]
         definition.node_def.extend(nodes)
         functions = [f for name in self.inside for f in self.body.called(self.body.nodes[name])]

@@ -229,6 +229,24 @@ def _counted_from_the_front(body: Body, node: Any) -> bool:
     return True
 
 
+def with_dims_from_the_front(graph: Any) -> Any:
+    """The definition of a graph in which no concatenation counts its dim from the end."""
+    definition = graph.as_graph_def()
+    for node in list(definition.node):
+        if node.op != CONCAT:
+            continue
+        operation = graph.get_operation_by_name(node.name)
+        axis = tf.get_static_value(operation.inputs[-1])
+        rank = operation.inputs[0].shape.rank
+        if axis is not None and axis < 0 and rank is not None:
+            dim = definition.node.add(name=f"{node.name}/dim", op="Const")
+            proto = tf.make_tensor_proto(axis + rank, operation.inputs[-1].dtype)
+            dim.attr["dtype"].type = proto.dtype
+            dim.attr["value"].tensor.CopyFrom(proto)
+            node.input[len(operation.inputs) - 1] = dim.name
+    return definition
+
+
 TABLE: Mapping[str, Callable[[Body, Any], bool]] = {
     SLICE: _new_axes,
     SLICE_GRADIENT: _gradient_of_new_axes,

@@ -6,7 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from kdist.dtensor.body import Body
-from kdist.dtensor.rewrites import CONCAT, SLICE, SLICE_GRADIENT, TABLE, indexing, rewrite
+from kdist.dtensor.rewrites import (
+    CONCAT,
+    SLICE,
+    SLICE_GRADIENT,
+    TABLE,
+    indexing,
+    rewrite,
+    with_dims_from_the_front,
+)
 
 import numpy as np
 import pytest
@@ -63,6 +71,18 @@ def test_a_concatenation_counts_its_dim_from_the_front() -> None:
     found, program = run(mesh, function, *(cut(one, mesh, "model", None) for one in given))
     assert specs(found) == ("model", None)
     assert program.islands == () and program.collectives == ()
+
+
+def test_so_it_does_in_programs_of_many_sizes() -> None:
+    traced = tf.function(lambda x, y: tf.concat([x, y], -1) + 0.0, autograph=False)
+    spec = tf.TensorSpec((None, 3))
+    graph = traced.get_concrete_function(spec, spec).graph
+    definition = with_dims_from_the_front(graph)
+    made = tf.graph_util.import_graph_def  # as `hoist` does
+    with tf.Graph().as_default() as copy:
+        made(definition, name="")
+    (concat,) = (one for one in copy.get_operations() if one.type == "ConcatV2")
+    assert tf.get_static_value(concat.inputs[-1]) == 1
 
 
 def test_the_table_has_these_rows_and_leaves_others_alone() -> None:
