@@ -147,12 +147,11 @@ class CommFusion(keras.callbacks.Callback):
             return
         plan = parallel.plan()
         traffic = plan.traffic()
-        times = dict(zip(plan.trainable, plan.fetches))
-        gathers = [
-            (entry, times.get(i, 1))
-            for i, entry in enumerate(parallel.entries_of(self.model.weights))
-            if entry.placement.gathered
-        ]
+        entries = parallel.entries_of(self.model.weights)
+        trained = [entries[i] for i in plan.trainable]
+        fixed = [e for i, e in enumerate(entries) if i not in set(plan.trainable)]
+        gathers = [[trained[v] for v in group] for group in plan.gathers]
+        gathers += [[entry] for entry in fixed if entry.placement.gathered]
         tables, nbytes = dict(plan.look_ups), sum(t.nbytes for t in traffic)
         found = replay(parallel.update.jobs, gathers, tables, plan.changed_by_rows, nbytes)
         logs["comm_collectives"] = sum(t.collectives for t in traffic)

@@ -50,6 +50,18 @@ def tag(tensor: Any, name: str, number: int) -> None:
     tensor.op._set_attr(name, attr_value_pb2.AttrValue(i=number))
 
 
+def output_dtypes(node: Any) -> dict[str, list[int]]:
+    """By name of each output of a `NodeDef`, the dtypes of its tensors as enumeration values."""
+    found = {}
+    for output in op_def_registry.get(node.op).output_arg:
+        if output.type_list_attr:
+            found[output.name] = list(node.attr[output.type_list_attr].list.type)
+            continue
+        one = node.attr[output.type_attr].type if output.type_attr else output.type
+        found[output.name] = [one] * (node.attr[output.number_attr].i if output.number_attr else 1)
+    return found
+
+
 def has_effects(op: str) -> bool:
     """Whether operations of a type do something besides returning values: print, assert, write."""
     return bool(op_def_registry.get(op).is_stateful)
@@ -84,12 +96,15 @@ class Registered:
         context.context().add_function_def(definition)
         weakref.finalize(self, _forget, self.name).atexit = False
 
-    def call(self, inputs: Sequence[Any], dtypes: Sequence[tf.DType]) -> list[Any]:
+    def call(self, inputs: Sequence[Any], dtypes: Sequence[tf.DType]) -> tuple[Any, list[Any]]:
         """Calls it in the graph that is being traced.
 
         Args:
             inputs: Its arguments.
             dtypes: Of its results.
+
+        Returns:
+            The operation, and the results.
         """
         graph = tf.compat.v1.get_default_graph()
         # It may be called when whoever traced it is gone.
@@ -99,7 +114,9 @@ class Registered:
         call = tf.raw_ops.PartitionedCall
         if self.has_effects:
             call = tf.raw_ops.StatefulPartitionedCall
-        return list(call(args=list(inputs), Tout=list(dtypes), f=self.name))
+        options = context.context().function_call_options.config_proto_serialized
+        made = call(args=list(inputs), Tout=list(dtypes), f=self.name, config_proto=options)
+        return (made[0].op, list(made)) if dtypes else (made, [])
 
 
 def _forget(name: str) -> None:

@@ -8,11 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from kdist import strategy_scope
+from kdist.chunked import Chunking
+from kdist.chunks import parameter_chunks
 from kdist.compression import Classes, Compressor
 from kdist.config import ParallelConfig
 from kdist.contract import is_built
 from kdist.fixed_batch import refuse_fixed_batch, refuse_row_state
 from kdist.fusion import comm_fusion
+from kdist.gather import gather_groups
 from kdist.loss_terms import LossTerm, whole_loss
 from kdist.optimizer.compressed import KnownStates
 from kdist.optimizer.config import OptimizerConfig
@@ -24,9 +27,7 @@ from kdist.optimizer.wrappers import optimizer_groups, row_updates, whole_update
 from kdist.pipeline.stages import StagedModel, stages_given
 from kdist.placement import Placement, shape_of
 from kdist.plan import Plan, make_plan
-from kdist.programs import one_segment
-from kdist.segment import gradients_of_rows, looked_up
-from kdist.sparse import LookUp
+from kdist.sparse import LookUp, gradients_of_rows, looked_up
 from kdist.store import ModelLayouts, place_weights, placements
 from kdist.variables import Stored, replace
 from kdist.whole_batch import GLOBAL, SYNCHRONIZED, WholeBatch
@@ -224,9 +225,18 @@ class PlacedModel:
         return config_for(optimizer, self.config.optimizer)
 
     @property
-    def wants_segments(self) -> bool:
-        """Whether gradients are to leave, segment by segment, while the backward pass goes on."""
-        return self.optimizer_config.level >= 2 or self.config.fusion.overlap
+    def chunking(self) -> Chunking | None:
+        """How programs are cut into chunks, between which gradients leave and parameters come.
+
+        None where nothing travels, or operations run one by one.
+        """
+        config = self.optimizer_config
+        wanted = config.level >= 2 or self.config.fusion.overlap
+        if not wanted or self.model.run_eagerly or self.topology.data_size == 1:
+            return None
+        variables = self.model.trainable_variables
+        gathers = any(self.entries[id(v)].placement.gathered for v in variables)
+        return Chunking(forward=gathers, free=config.level >= 2, keep=config.keep_gathered)
 
     def spread_parameters(self) -> None:
         """Moves parameters to where the compiled optimizer's level wants them."""
@@ -278,19 +288,26 @@ class PlacedModel:
         trainable = self.model.trainable_variables
         return {i: LookUp() for i, v in enumerate(trainable) if id(v) in rows}
 
-    def fetches(self) -> list[int]:
-        """How often a step gathers each trainable weight, if it is not stored whole.
+    def gathers(self) -> list[tuple[int, ...]]:
+        """The trainable weights that each gather of a step has; the weights are placed.
 
-        Before the step is traced, that of layers that are used once: a segment's parameters come
-        for each of its halves; tables, which are no part of a segment, once. A pipeline's stage
+        Before the step is traced, weights come in the model's order for the forward pass, and in
+        reverse for the backward pass; tables, at which this does not look, once. A pipeline's stage
         keeps what it gathers.
         """
         config, variables = self.optimizer_config, self.model.trainable_variables
-        halves = config.level >= 2 and not one_segment(self.model, self.topology, self.whole_loss)
-        tables = {id(v) for v in looked_up(self.model)}
-        twice = halves and self.staged is None and not config.keep_gathered
-        gathered = {id(v) for v in variables if self.entries[id(v)].placement.gathered}
-        return [2 if twice and id(v) in gathered - tables else 1 for v in variables]
+        placed = [self.entries[id(v)].placement for v in variables]
+        wanted = [i for i, one in enumerate(placed) if one.gathered]
+        if self.chunking is None or self.staged is not None:
+            return [(i,) for i in wanted]
+        keys, tables = self.spread().keys, self._tables()
+        numbers = parameter_chunks(range(len(placed)), [one.nbytes for one in placed])
+        chunks = [
+            [i for i in wanted if numbers[i] == n] for n in range(max(numbers, default=0) + 1)
+        ]
+        again = [] if config.keep_gathered else chunks[-2::-1]
+        again = [[i for i in chunk if i not in tables] for chunk in again]
+        return [g for chunk in (*chunks, *again) for g in gather_groups(chunk, keys, placed)]
 
     def without_effect(self) -> list[WithoutEffect]:
         """Settings without effect on this model and mesh; the weights are placed."""
@@ -307,7 +324,7 @@ class PlacedModel:
         facts = ModelFacts(
             compiled=optimizer is not None,
             accumulation_steps=max(steps, default=1),
-            one_segment=one_segment(self.model, self.topology, self.whole_loss),
+            eager=bool(self.model.run_eagerly),
             staged_layers=tuple(layer.name for layer, _ in stages_given(self.model)),
             not_spread=whole,
             asked_to_spread=tuple(v.path for v, wanted in zip(variables, asked) if wanted),
@@ -373,7 +390,7 @@ class PlacedModel:
             spread.decisions,
             exchanges,
             self.classes(),
-            self.fetches(),
+            self.gathers(),
             self.look_ups(),
             1 if self.config.pipeline is None else self.config.pipeline.micro_batches,
             row_updates(optimizer, self.model.trainable_variables),

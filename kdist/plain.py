@@ -8,20 +8,25 @@ again: the path for models that DTensor cannot expand.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist import sparse
 from kdist.batch import SplitBatch
+from kdist.instantiation import instantiated_cheaply
 from kdist.loss import has_rows, shares_from_counts
-from kdist.mesh import Device, Topology
-from kdist.optimizer.source import REDUCE
+from kdist.mesh import Topology
+from kdist.optimizer.reduction import Reduction
+from kdist.optimizer.source import REDUCE, GradientSource
 from kdist.placement import Coordinate, Index, UpdateUnit, covers, shape_of
 from kdist.program import Program
 from kdist.state import carried_for
 from kdist.variables import Stored
 
 import tensorflow as tf
+
+Begin = Callable[[GradientSource, Sequence[int]], Reduction]
+"""Begins the reduction of the gradients that a source will have, of some trainable variables."""
 
 
 class PlainRunner:
@@ -48,23 +53,28 @@ class PlainRunner:
         self.entries = list(entries)
         self.topology = topology
         self.eager = eager
-        self._gradients = self._function(program.loss_and_gradients, jit_compile)
+        self._gradients = self._function(program.loss_and_gradients, jit_compile, seeds=1)
         self._loss = self._function(program.loss, jit_compile)
         self._counts = self._function(program.counts, False)
         self._forward = self._function(program.infer, jit_compile)
         self._collect = self._function(program.collect, jit_compile)
-        self._pull = self._function(program.cotangent_gradients, jit_compile)
+        self._pull = self._function(program.cotangent_gradients, jit_compile, seeds=2)
 
     @property
     def devices(self) -> list[str]:
         """The device on which each slice computes."""
         return [one.devices[0] for one in self.topology.slices]
 
-    def _function(self, fn: Callable, jit_compile: bool) -> Callable:
+    def _function(self, fn: Callable, jit_compile: bool, seeds: int = 0) -> Callable:
         """One trace for all replicas, kept as one node each in the step's graph.
 
         Without inlining, first steps do not grow with the replicas: grappler and the placer see
         the program once.
+
+        Args:
+            fn: A pure function.
+            jit_compile: Compile it with XLA.
+            seeds: How many of its last arguments everything in its backward pass depends on.
         """
         if self.eager:
             return fn
@@ -82,58 +92,72 @@ class PlainRunner:
         params = [entry.whole_at(replica) for entry in self.entries]
         return params, carried_for(self.program.state, replica)
 
-    def gradients(self, batch: SplitBatch, scale: Any) -> list[dict[str, Any]]:
-        """Loss and gradients of every slice; see `Program.loss_and_gradients`."""
+    def gradients(
+        self, batch: SplitBatch, scale: Any, begin: Begin | None = None
+    ) -> list[dict[str, Any]]:
+        """Loss and gradients of every slice; see `Program.loss_and_gradients`.
+
+        Args:
+            batch: The batch.
+            scale: What the loss is multiplied by before differentiation, None for 1.
+            begin: Begins the reduction of gradients that can be summed while others are computed.
+        """
         scale = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
-        return self._run(self._gradients, batch, True, (scale,))
+        return self._run(self._gradients, batch, True, (scale,), begin)
 
     def losses(self, batch: SplitBatch) -> list[dict[str, Any]]:
         """Loss and outputs of every slice, in inference mode."""
         return self._run(self._loss, batch, False, (False,))
 
     def _run(
-        self, function: Callable, batch: SplitBatch, training: bool, extra: tuple
+        self,
+        function: Callable,
+        batch: SplitBatch,
+        training: bool,
+        extra: tuple,
+        begin: Begin | None = None,
     ) -> list[dict[str, Any]]:
-        inputs = []
-        for r, device in enumerate(self.devices):
-            with tf.device(device):
-                inputs.append(self._inputs(r))
+        inputs = self._all_inputs()
         rows = row_shares(batch)
         firsts = [tf.constant(float(r == 0), tf.float64) for r in range(len(inputs))]
         shares = [self._broadcast_rows(share) for share in rows]
         values = (shares[0], rows[0], firsts[0], *extra)
         if self._needs_counts(function, inputs[0], batch, training, values):
             shares = shares_from_counts(self._count(inputs, batch, training))
-        results = []
+        arguments = []
         for r, device in enumerate(self.devices):
-            with tf.device(device), self._instantiated_cheaply(), self._replica(r):
+            with tf.device(device):
                 given = [not_folded(t) for t in (shares[r], rows[r], firsts[r])]
-                results.append(function(*inputs[r], batch.parts[r], *given, *extra))
+            arguments.append((*inputs[r], batch.parts[r], *given, *extra))
+        return self._on_all(function, arguments, begin)
+
+    def _all_inputs(self) -> list[tuple[list[Any], list[Any]]]:
+        """See `_inputs`, of every replica."""
+        inputs = []
+        for r, device in enumerate(self.devices):
+            with tf.device(device):
+                inputs.append(self._inputs(r))
+        return inputs
+
+    def _on_all(
+        self, function: Callable, arguments: Sequence[tuple], begin: Begin | None = None
+    ) -> list[Any]:
+        """Calls a function of `_function` on every slice's device.
+
+        Args:
+            function: The function.
+            arguments: Per slice.
+            begin: See `gradients`.
+        """
+        results = []
+        for device, given in zip(self.devices, arguments, strict=True):
+            with tf.device(device), self._cheaply():
+                results.append(function(*given))
         return results
 
-    def _replica(self, r: int) -> contextlib.AbstractContextManager:
-        """Around everything that one replica computes."""
-        return contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _instantiated_cheaply(self) -> Iterator[None]:
-        """Leaves graph optimization of a program out where it would be repeated per replica.
-
-        TensorFlow optimizes a function anew for each device that calls it. On CPU that is a good
-        part of the first step and gains next to nothing later. On GPUs it chooses data formats,
-        and stays.
-        """
-        cpu = all(Device.parse(d).kind == "CPU" for d in self.topology.devices)
-        if self.eager or len(self.devices) == 1 or not cpu:
-            yield
-            return
-        before = tf.config.optimizer.get_experimental_options()
-        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-        try:
-            yield
-        finally:
-            was = before.get("disable_meta_optimizer", False)
-            tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": was})
+    def _cheaply(self) -> contextlib.AbstractContextManager:
+        """Around calls of programs."""
+        return contextlib.nullcontext() if self.eager else instantiated_cheaply(self.devices)
 
     def _broadcast_rows(self, share: Any) -> Any:
         return tf.fill([len(self.program.kinds)], share)
@@ -150,30 +174,21 @@ class PlainRunner:
         return self.program.traced(training).counts_by_data
 
     def _count(self, inputs: list, batch: SplitBatch, training: bool) -> list[Any]:
-        counts = []
-        for r, device in enumerate(self.devices):
-            with tf.device(device), self._replica(r):
-                counts.append(self._counts(*inputs[r], batch.parts[r], batch.counts[r], training))
-        return counts
+        given = zip(inputs, batch.parts, batch.counts, strict=True)
+        return self._on_all(self._counts, [(*one, part, n, training) for one, part, n in given])
 
     def outputs(self, batch: SplitBatch) -> list[dict[str, Any]]:
         """Outputs of every slice in inference mode, and new state; see `Program.infer`."""
-        results = []
-        for r, device in enumerate(self.devices):
-            with tf.device(device), self._replica(r):
-                results.append(self._forward(*self._inputs(r), batch.parts[r][0]))
-        return results
+        given = zip(self._all_inputs(), batch.parts, strict=True)
+        return self._on_all(self._forward, [(*inputs, part[0]) for inputs, part in given])
 
     def collect(
         self, batch: SplitBatch, training: bool
     ) -> tuple[list[tuple[list[Any], list[Any]]], list[dict[str, Any]]]:
         """Forward pass of every slice without a loss: what it was given, and its results."""
-        inputs, results = [], []
-        for r, device in enumerate(self.devices):
-            with tf.device(device):
-                inputs.append(self._inputs(r))
-                results.append(self._collect(*inputs[r], batch.parts[r][0], training))
-        return inputs, results
+        inputs = self._all_inputs()
+        given = zip(inputs, batch.parts, strict=True)
+        return inputs, self._on_all(self._collect, [(*one, p[0], training) for one, p in given])
 
     def pull_back(
         self,
@@ -181,6 +196,7 @@ class PlainRunner:
         inputs: Sequence[tuple[list[Any], list[Any]]],
         cotangents: Sequence[Sequence[Any]],
         added: Sequence[Sequence[Any]],
+        begin: Begin | None = None,
     ) -> list[list[Any]]:
         """Gradients of every slice, given those of what `collect` returned.
 
@@ -189,16 +205,11 @@ class PlainRunner:
             inputs: What `collect` gave to each slice.
             cotangents: Per slice, the gradient of each flat output (None: unused).
             added: Per slice, the gradient of each `add_loss` value (None: unused).
+            begin: See `gradients`.
         """
-        found = []
-        for r, device in enumerate(self.devices):
-            with tf.device(device):
-                given = list(cotangents[r]), list(added[r])
-                found.append(self._pull(*inputs[r], batch.parts[r][0], *given))
-        return found
-
-    def order_backward(self) -> None:
-        """Orders what the update made against the backward pass; nothing to do here."""
+        given = zip(inputs, batch.parts, cotangents, added, strict=True)
+        arguments = [(*one, p[0], list(c), list(a)) for one, p, c, a in given]
+        return self._on_all(self._pull, arguments, begin)
 
     def gradient_at(self, results: Sequence[Sequence[Any]]) -> PlainGradients:
         """How the update reads gradients.
@@ -256,7 +267,6 @@ class PlainGradients:
         placement = self.entries[variable].placement
         index = unit.index(placement) if unit.shard is not None else None
         total = self._total(variable, index)
-        self.reduced([variable], total)
         return total
 
     def _total(self, variable: int, index: Index | None = None) -> Any:
@@ -290,7 +300,6 @@ class PlainGradients:
         with tf.device(self.devices[slices[variable % len(slices)]]):
             if variable not in self._tables:
                 self._tables[variable] = self._total(variable)
-                self.reduced([variable], self._tables[variable])
             return part_of(self._tables[variable], unit.index(placement), placement.shape)
 
     def local(self, variable: int, at: Coordinate) -> Any:
@@ -310,9 +319,6 @@ class PlainGradients:
         if not parts:  # a tied weight, on a stage through which no gradient flows
             return tf.zeros(shape_of(index), self.entries[variable].variable.dtype)
         return parts[0] if len(parts) == 1 else tf.add_n(parts)
-
-    def reduced(self, variables: Sequence[int], gradient: Any) -> None:
-        """See `GradientSource`."""
 
 
 def not_folded(value: Any) -> Any:

@@ -98,8 +98,7 @@ class Plan:
         decisions: What optimizer parallelism does with each trainable weight.
         exchanges: Which gradients travel compressed.
         classes: How each gradient travels; None for all as they are.
-        fetches: How often a step gathers each trainable weight that is not stored whole; once if
-            not given.
+        gathers: The trainable weights of each gather; of those that are not stored whole.
         look_ups: By trainable variable whose gradient is rows of a table, how they are looked up.
         micro_batches: That each replica's part of a batch is cut into.
         row_updates: Trainable variables of which an update from rows changes these rows alone.
@@ -114,7 +113,7 @@ class Plan:
     decisions: tuple[Decision, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
     classes: Classes | None = None
-    fetches: tuple[int, ...] = ()
+    gathers: tuple[tuple[int, ...], ...] = ()
     look_ups: tuple[tuple[int, LookUp], ...] = ()
     micro_batches: int = 1
     row_updates: frozenset[int] = frozenset()
@@ -169,10 +168,11 @@ class Plan:
             placement = self.weights[self.trainable[parts[0].variable]]
             holders = placement.shards[parts[0].shard or 0].holders
             self._count_rows([self.unit_bytes(unit) for unit in parts], len(holders), counts)
-        times = dict(zip(self.trainable, self.fetches))
-        for i, placement in enumerate(self.weights):
-            for _ in range(times.get(i, 1)):
-                self._count_gather(placement, counts["gather"])
+        trained = set(self.trainable)
+        fixed = [(one,) for i, one in enumerate(self.weights) if i not in trained]
+        together = [tuple(self.weights[self.trainable[v]] for v in g) for g in self.gathers]
+        for group in (*fixed, *together):
+            self._count_gather(group, counts["gather"])
         for exchange in self.exchanges:
             for what, collectives in exchange.sent().items():
                 for messages, size in collectives:
@@ -231,14 +231,16 @@ class Plan:
             values.append((sum(c != unit.owner for c in near), nbytes))
         counts["broadcast"].add(values)
 
-    def _count_gather(self, placement: Placement, count: Count) -> None:
-        users, stored = len(placement.slices), len(placement.home)
-        if placement.resident is not None:
+    def _count_gather(self, group: Sequence[Placement], count: Count) -> None:
+        """Weights that travel together are held by the same devices."""
+        first = group[0]
+        users, stored = len(first.slices), len(first.home)
+        if first.resident is not None:
             inner = range(self.topology.inner_size)
-            at = [(placement.resident, k) for k in inner]
-            count.add([(users - 1, placement.stored_bytes(c)) for c in at])
-        if placement.data_dim is not None:
-            part = placement.nbytes // len(placement.shards)
+            sizes = [sum(p.stored_bytes((first.resident, k)) for p in group) for k in inner]
+            count.add([(users - 1, size) for size in sizes])
+        if first.data_dim is not None:
+            part = sum(p.nbytes // len(p.shards) for p in group)
             count.add([((users - 1) * stored * self.topology.inner_size, part)])
 
     def summary(self, console: Console | None = None) -> None:
@@ -285,7 +287,7 @@ def make_plan(
     decisions: Sequence[Decision] = (),
     exchanges: Sequence[Exchange] = (),
     classes: Classes | None = None,
-    fetches: Sequence[int] = (),
+    gathers: Sequence[tuple[int, ...]] = (),
     look_ups: Mapping[int, LookUp] | None = None,
     micro_batches: int = 1,
     row_updates: frozenset[int] = frozenset(),
@@ -301,7 +303,7 @@ def make_plan(
         decisions=tuple(decisions),
         exchanges=tuple(exchanges),
         classes=classes,
-        fetches=tuple(fetches),
+        gathers=tuple(gathers),
         look_ups=tuple(sorted((look_ups or {}).items())),
         micro_batches=micro_batches,
         row_updates=row_updates,

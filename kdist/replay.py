@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from kdist.optimizer.compressed import bucket_vectors
+from kdist.gather import Gatherer
+from kdist.mesh import Topology
 from kdist.optimizer.jobs import Jobs
+from kdist.optimizer.reduction import Reduction
 from kdist.optimizer.send import send_values
 from kdist.parts import whole_of
 from kdist.placement import Coordinate, UpdateUnit, relative
@@ -63,9 +65,6 @@ class Stand:
                 parts.append(part if index is None else part[index])
         return tf.add_n(parts)
 
-    def reduced(self, variables: Sequence[int], gradient: Any) -> None:
-        """See `GradientSource`."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
@@ -89,7 +88,7 @@ class Measured:
 
 def replay(
     jobs: Jobs,
-    gathers: Sequence[tuple[Stored, int]],
+    gathers: Sequence[Sequence[Stored]],
     tables: Collection[int],
     by_rows: Collection[int],
     nbytes: int,
@@ -103,7 +102,7 @@ def replay(
 
     Args:
         jobs: What is updated where.
-        gathers: What is gathered before use, and how often.
+        gathers: The weights of each gather before use.
         tables: Trainable variables whose gradients are rows.
         by_rows: Of these, those of which changed rows are sent.
         nbytes: Bytes that all of it sends, from the plan.
@@ -121,41 +120,38 @@ def replay(
 
 def _communicate(
     jobs: Jobs,
-    gathers: Sequence[tuple[Stored, int]],
+    gathers: Sequence[Sequence[Stored]],
     tables: Collection[int],
     by_rows: Collection[int],
     stand: Stand,
 ) -> list[Any]:
-    devices = [one.devices for one in jobs.topology.slices]
-    ends = _gather(gathers)
-    # What low-rank compression keeps is not written: nothing commits.
-    source = jobs.compressed(stand, None) or stand
-    fused = set()
-    for bucket in jobs.buckets:
-        fused |= {n for units in bucket.units for n in units}
-        for at, vector in zip(bucket.owners, bucket_vectors(bucket, source, devices)):
-            with tf.device(jobs.device(at)):
-                ends.append(_first(vector))
-    for n, unit in enumerate(jobs.units):
-        if n not in fused and unit.variable not in tables:
-            with tf.device(jobs.device(unit.owner)):
-                ends.append(_first(source.unit(unit.variable, unit)))
+    ends = _gather(gathers, jobs.topology)
+    dense = {v for v in range(len(jobs.entries)) if v not in tables}
+    # What low-rank compression keeps is not written: nothing keeps it.
+    sums = Reduction(jobs, stand, dense, dense, None)
+    sums.advance(dense)
+    for n, gradient in sums.gradients.items():
+        with tf.device(jobs.device(jobs.jobs[n].owner)):
+            ends.append(_first(gradient))
     send_values(jobs, [n for n, job in enumerate(jobs.jobs) if jobs.variable(job) not in by_rows])
     return ends
 
 
-def _gather(gathers: Sequence[tuple[Stored, int]]) -> list[Any]:
-    """What is stored cut, made whole wherever it is used, one use after another."""
-    ends: list[Any] = []
-    for entry, times in gathers:
-        for s in entry.placement.slices:
-            for k in range(len(entry.placement.table[s])):
-                before: list[Any] = []
-                for _ in range(times):
-                    with tf.device(entry.device((s, k))), tf.control_dependencies(before):
-                        before = [_first(tf.identity(entry.used_at((s, k))))]
-                ends += before
-    return ends
+def _gather(gathers: Sequence[Sequence[Stored]], topology: Topology) -> list[Any]:
+    """What is stored cut, made whole wherever it is used, one gather after another."""
+    devices = [one.devices for one in topology.slices]
+    gates: list[list[Any]] = [[] for _ in devices]
+    for group in gathers:
+        together = ["one bucket"] * len(group)
+        gather = Gatherer(group, topology, devices, together)
+        for s, parts in enumerate(gather(range(len(group)), gates)):
+            ends = []
+            for values in parts.values():
+                for device, value in zip(devices[s], values, strict=True):
+                    with tf.device(device):
+                        ends.append(_first(value))
+            gates[s] = [end.op for end in ends] or gates[s]
+    return [op.outputs[0] for one in gates for op in one]
 
 
 def _first(tensor: Any) -> Any:

@@ -15,8 +15,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kdist import _private_models
 from kdist.placement import Index
 
+import keras
 import tensorflow as tf
 
 SHAPE_ONLY = frozenset({"Shape", "ShapeN", "Size", "Rank"})
@@ -133,3 +135,38 @@ def restrict(gradient: tf.IndexedSlices, index: Index, shape: Sequence[int]) -> 
         values = values[(slice(None), *columns)]
     part = [i.stop - i.start for i in index]
     return tf.IndexedSlices(values, indices, tf.constant(part, indices.dtype))
+
+
+def joined(gradients: Sequence[Any]) -> Any:
+    """Sum of the gradients of a parameter that was fetched more than once; None without any."""
+    if len(gradients) < 2:
+        return gradients[0] if gradients else None
+    if all(isinstance(g, tf.IndexedSlices) for g in gradients):
+        values = tf.concat([g.values for g in gradients], 0)
+        indices = tf.concat([g.indices for g in gradients], 0)
+        return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
+    return tf.add_n([tf.convert_to_tensor(g) for g in gradients])
+
+
+def looked_up(model: keras.Model) -> list[keras.Variable]:
+    """The tables of a model's embeddings."""
+    layers = _private_models.flat_layers(model)
+    tables = [one for one in layers if isinstance(one, keras.layers.Embedding)]
+    return [v for table in tables for v in table.trainable_variables]
+
+
+def gradients_of_rows(model: keras.Model) -> list[keras.Variable]:
+    """The tables whose gradients are rows, as far as layers tell before a step is traced.
+
+    The gradient of a table that is regularized, or is the head's kernel too, is dense.
+    """
+    layers = _private_models.flat_layers(model)
+    return [
+        one.embeddings
+        for one in layers
+        if isinstance(one, keras.layers.Embedding)
+        and one.built
+        and one.embeddings.trainable
+        and one.embeddings.regularizer is None
+        and not getattr(one, "tie_weights", False)
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist import spmd, spmd_limits
@@ -49,6 +49,7 @@ class Lowered:
         mesh: The DTensor mesh of every slice.
         alltoall: Whether re-layouts may use all-to-all.
         paths: Paths of the model's layers, to say which layer causes a collective.
+        seeds: How many of the last inputs everything in the backward pass depends on.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class Lowered:
         mesh: dtensor.Mesh,
         alltoall: bool,
         paths: Sequence[str],
+        seeds: int = 0,
     ) -> None:
         self.function = function
+        self.seeds = seeds
         self.paths = list(paths)
         self.layouts = layouts
         self.topology = topology
@@ -70,7 +73,7 @@ class Lowered:
         self.recorded: tuple[Collective, ...] = ()
         self.islands: tuple[Island, ...] = ()
         self.gather_first = False
-        self._stitchers: dict[Any, Stitcher] = {}
+        self.stitchers: dict[Any, Stitcher] = {}
         self._calls: dict[Any, StitchedFunction] = {}
 
     def __call__(self, s: int, key: Any, inputs: Any) -> Any:
@@ -88,20 +91,14 @@ class Lowered:
             CannotExpand: It has an operation that DTensor cannot run.
         """
         key, given = self.lower(key, inputs)
+        program = self.stitchers[key].program
         if (key, s) not in self._calls:
-            self._calls[key, s] = self._stitchers[key].stitch(self.topology.slices[s].devices)
-        call = self._calls[key, s]
-        sizes.found(bounded=call.program.bounded)
-        parts = call([[t.parts[k] for t in given] for k in range(self.mesh.size)])
-
-        def result(position: int | None) -> Sharded | None:
-            if position is None:
-                return None
-            layout, examples = call.program.layouts[position], call.program.examples
-            own = tuple(mine[position] for mine in parts)
-            return Sharded(own, layout, None if examples is None else examples[position])
-
-        return tf.nest.map_structure(result, call.program.structure)
+            self._calls[key, s] = self.stitchers[key].stitch(self.topology.slices[s].devices)
+        sizes.found(bounded=program.bounded)
+        positions = [one.position for one in program.arguments if one.position is not None]
+        taken = [[given[p].parts[k] for p in positions] for k in range(self.mesh.size)]
+        _, parts = self._calls[key, s](taken)
+        return packed(program, dict(enumerate(zip(*parts, strict=True))))
 
     def lower(self, key: Any, inputs: Any) -> tuple[Any, list[Sharded]]:
         """Lowers the function for such inputs, on first use.
@@ -114,9 +111,17 @@ class Lowered:
         except Retrace:
             self.gather_first = True
             self.traces.clear()
-            self._stitchers.clear()
+            self.stitchers.clear()
             self._calls.clear()
             return self._lower(key, inputs)
+
+    def lower_all(
+        self, keys: Sequence[Any], inputs: Sequence[Any]
+    ) -> list[tuple[Any, list[Sharded]]]:
+        """See `lower`, for all slices, so that all are lowered alike."""
+        before = self.gather_first
+        found = [self.lower(key, one) for key, one in zip(keys, inputs, strict=True)]
+        return found if self.gather_first == before else self.lower_all(keys, inputs)
 
     def _lower(self, key: Any, inputs: Any) -> tuple[Any, list[Sharded]]:
         concrete = self.trace(key, inputs)
@@ -124,14 +129,14 @@ class Lowered:
         given += [self._captured(t) for t in concrete.captured_inputs]
         layouts = [t.layout for t in given]
         key = (key, sizes.active(), *(layout.to_string() for layout in layouts))
-        if key not in self._stitchers:
+        if key not in self.stitchers:
             program = self._expand(concrete, given)
             self._refuse_alltoall(program.collectives)
             self._refuse_all_island(program.islands)
             self.layouts.tell_islands(program.islands)
             self.recorded = self.recorded or program.collectives
             self.islands = self.islands or program.islands
-            self._stitchers[key] = self._stitcher(program)
+            self.stitchers[key] = self._stitcher(program)
         return key, given
 
     def _expand(self, concrete: Any, given: Sequence[Sharded]) -> LoweredProgram:
@@ -223,7 +228,7 @@ class Lowered:
         """Keeps as many programs as steps are kept for single shapes, with two sizes of parts."""
         for key in [*self.traces][: -2 * MAX_SHAPES]:
             del self.traces[key]
-            for kept in (self._stitchers, self._calls):
+            for kept in (self.stitchers, self._calls):
                 for one in [one for one in kept if one[:2] == key or one[0][:2] == key]:
                     del kept[one]
 
@@ -239,6 +244,19 @@ class Lowered:
 def _refused(reason: str) -> Exception:
     """What is raised when a program cannot be made: those of one size have islands in addition."""
     return CannotExpand(reason) if sizes.active() is None else sizes.CannotLift(reason)
+
+
+def packed(program: LoweredProgram, results: Mapping[int, Sequence[Any]]) -> Any:
+    """What a program returns, from the parts of its flat results."""
+
+    def result(position: int | None) -> Sharded | None:
+        if position is None:
+            return None
+        layout, examples = program.layouts[position], program.examples
+        example = None if examples is None else examples[position]
+        return Sharded(tuple(results[position]), layout, example)
+
+    return tf.nest.map_structure(result, program.structure)
 
 
 def signature(data: Any) -> tuple:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kdist import spmd
@@ -11,7 +11,7 @@ from kdist.dims import inner_dims
 from kdist.dtensor import sizes
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.mesh import Topology
-from kdist.placement import Placement, coordinate_of
+from kdist.placement import Placement, coordinate_of, shape_of
 from kdist.program import ModelState
 from kdist.state import replica_seed
 from kdist.variables import Stored, stored
@@ -51,10 +51,18 @@ class SliceInputs:
         self.batch_axis = batch_axis
         self.tell_uncut = tell_uncut
 
-    def state_of(self, s: int) -> tuple[list[Sharded], list[Sharded]]:
-        """Parameters and carried state of slice `s`, read in the graph that is being traced."""
+    def state_of(self, s: int, unread: Collection[int] = ()) -> tuple[list[Sharded], list[Sharded]]:
+        """Parameters and carried state of slice `s`, read in the graph that is being traced.
+
+        Args:
+            s: The slice.
+            unread: Positions of parameters of which only shapes are given.
+        """
         devices = self.topology.slices[s].devices
-        params = [self._stored(e, s, devices) for e in self.entries]
+        params = [
+            self._described(e) if i in unread else self._stored(e, s, devices)
+            for i, e in enumerate(self.entries)
+        ]
         carried = [self._stored(e, s, devices) for e in self.fixed]
         for variable in self.state.seeds:
             seed = replica_seed(tf.convert_to_tensor(variable.value), s)
@@ -75,6 +83,11 @@ class SliceInputs:
 
     def _stored(self, entry: Stored, s: int, devices: Sequence[str]) -> Sharded:
         return Sharded(tuple(self._components(entry, s, devices)), self._layout(entry.placement))
+
+    def _described(self, entry: Stored) -> Sharded:
+        shapes = [shape_of(entry.placement.inner_index(k)) for k in range(self.mesh.size)]
+        parts = tuple(tf.TensorSpec(shape, entry.variable.dtype) for shape in shapes)
+        return Sharded(parts, self._layout(entry.placement))
 
     def _components(self, entry: Stored, s: int, devices: Sequence[str]) -> list[Any]:
         values = []

@@ -100,7 +100,12 @@ def unsupported(body: Any, rows_cut: bool = False) -> dict[str, str]:
 
 
 def _makes_unknown_size(body: Any, node: Any) -> bool:
-    """Whether tensors of known sizes go into an operation, and one of unknown size comes out."""
+    """Whether tensors of known sizes go into an operation, and one of unknown size comes out.
+
+    What gradients of broadcasts ask for follows from shapes, which DTensor knows.
+    """
+    if node.op == "BroadcastGradientArgs":
+        return False
     read, made = body.read_by(node), body.made_by(node)
     if tf.variant in [spec.dtype for spec in (*read, *made)]:
         return False

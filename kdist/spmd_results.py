@@ -46,9 +46,6 @@ class SliceGradients:
         s, k = at
         return self.results[s][self.where[variable]][k]
 
-    def reduced(self, variables: Sequence[int], gradient: Any) -> None:
-        """See `kdist.optimizer.source.GradientSource`."""
-
     def unit(self, variable: int, unit: UpdateUnit) -> Any:
         """The unit's part of each slice's gradient, summed."""
         placement = self.placements[variable]

@@ -12,15 +12,18 @@ from typing import Any
 
 from kdist import spmd
 from kdist.batch import SplitBatch
+from kdist.chunk_run import ChunkedProgram
+from kdist.chunked import Chunking, Chunks, Completion, Keys
+from kdist.dtensor import sizes
 from kdist.dtensor.lowering import Island
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.loss import shares_from_counts
 from kdist.lowered import Collective
 from kdist.mesh import Topology
 from kdist.parts import whole_of
-from kdist.plain import row_shares
+from kdist.plain import Begin, row_shares
 from kdist.program import Program
-from kdist.spmd_call import Lowered, signature
+from kdist.spmd_call import Lowered, packed, signature
 from kdist.spmd_inputs import SliceInputs
 from kdist.spmd_program import SpmdPrograms
 from kdist.spmd_results import SliceGradients
@@ -46,6 +49,8 @@ class SpmdRunner:
         want_outputs: Whether training and test steps must return the model's outputs.
         want_parts: Whether they must return every part of the loss.
         batch_axis: Inner axis that cuts the batch of the inputs, if any.
+        chunking: How programs are cut into chunks, if they are.
+        keys: Which parameters share a bucket.
     """
 
     def __init__(
@@ -59,6 +64,8 @@ class SpmdRunner:
         want_outputs: bool,
         want_parts: bool,
         batch_axis: str | None = None,
+        chunking: Chunking | None = None,
+        keys: Keys = lambda: (),
     ) -> None:
         self.program = program
         self.entries = list(entries)
@@ -72,10 +79,15 @@ class SpmdRunner:
             layer.path or layer.name for layer in layouts.model_layers if layer is not program.model
         ]
 
-        def make(function: Callable) -> Lowered:
-            return Lowered(function, layouts, topology, self.mesh, alltoall, paths)
+        self.chunks: Chunks | None = None
+        if chunking is not None:
+            devices = [one.devices for one in topology.slices]
+            self.chunks = Chunks(chunking, entries, topology, devices, keys)
 
-        self._gradients = make(self.programs.gradients)
+        def make(function: Callable, seeds: int = 0) -> Lowered:
+            return Lowered(function, layouts, topology, self.mesh, alltoall, paths, seeds)
+
+        self._gradients = make(self.programs.gradients, seeds=1)
         self._losses = make(self.programs.losses)
         self._counts = make(self.programs.counts)
         self._outputs = make(self.programs.outputs)
@@ -86,10 +98,12 @@ class SpmdRunner:
         """The device on which each slice's outputs arrive."""
         return [one.devices[0] for one in self.topology.slices]
 
-    def gradients(self, batch: SplitBatch, scale: Any) -> list[dict[str, Any]]:
-        """Loss and gradients of every slice; gradients as per-device lists."""
+    def gradients(
+        self, batch: SplitBatch, scale: Any, begin: Begin | None = None
+    ) -> list[dict[str, Any]]:
+        """Loss and gradients of every slice, gradients as per-device lists; see `PlainRunner`."""
         scale = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
-        return self._run(self._gradients, batch, True, (scale,))
+        return self._run(self._gradients, batch, True, (scale,), begin)
 
     def losses(self, batch: SplitBatch) -> list[dict[str, Any]]:
         """Loss and outputs of every slice, in inference mode."""
@@ -97,29 +111,103 @@ class SpmdRunner:
 
     def outputs(self, batch: SplitBatch) -> list[dict[str, Any]]:
         """See `PlainRunner.outputs`."""
+        data = [self.inputs.data(part[0]) for part in batch.parts]
+        inputs = [(*self._state_of(s), x) for s, x in enumerate(data)]
         results = []
-        for s, part in enumerate(batch.parts):
-            x = self.inputs.data(part[0])
-            found = self._outputs(s, signature(x), (*self.inputs.state_of(s), x))
+        for s, found in enumerate(self._on_all(self._outputs, data, inputs)):
             outputs = self._whole(found["outputs"], s)
             updated = self._updated_whole(found["updated"], False)
             results.append({"outputs": outputs, "updated": updated})
         return results
 
     def _run(
-        self, program: Lowered, batch: SplitBatch, training: bool, extra: tuple
+        self,
+        program: Lowered,
+        batch: SplitBatch,
+        training: bool,
+        extra: tuple,
+        begin: Begin | None = None,
     ) -> list[dict[str, Any]]:
-        state = [self.inputs.state_of(s) for s in range(len(batch.parts))]
+        state = [self._state_of(s) for s in range(len(batch.parts))]
         parts = [self.inputs.data(part) for part in batch.parts]
         rows = row_shares(batch)
         shares = self._shares(program, state, parts, batch, rows, training)
-        results = []
+        inputs = []
         for s, one in enumerate(parts):
             first = tf.constant(float(s == 0), tf.float64)
             numbers = [replicate(t, self.mesh) for t in (shares[s], rows[s], first, *extra)]
-            found = program(s, signature(one), (*state[s], one, *numbers))
-            results.append(self._read(found, s, training))
-        return results
+            inputs.append((*state[s], one, *numbers))
+        found = self._on_all(program, parts, inputs, begin)
+        return [self._read(one, s, training) for s, one in enumerate(found)]
+
+    def _state_of(self, s: int) -> tuple[list[Sharded], list[Sharded]]:
+        """Parameters and carried state of slice `s`; what chunks gather is not read here."""
+        gathered = set() if self.chunks is None else self.chunks.gathered
+        return self.inputs.state_of(s, gathered)
+
+    def _on_all(
+        self,
+        program: Lowered,
+        data: Sequence[Any],
+        inputs: Sequence[Any],
+        begin: Begin | None = None,
+    ) -> list[Any]:
+        """Calls a program on every slice.
+
+        Args:
+            program: The program.
+            data: Per slice, the inputs on whose shapes a trace depends.
+            inputs: Per slice, all inputs.
+            begin: See `PlainRunner.gradients`.
+        """
+        keys = [signature(one) for one in data]
+        if self.chunks is None:
+            return [program(s, key, one) for s, (key, one) in enumerate(zip(keys, inputs))]
+        lowered = program.lower_all(keys, inputs)
+        programs, given = [], []
+        for (key, flat), name, one in zip(lowered, keys, inputs, strict=True):
+            end = sum(t is not None for t in tf.nest.flatten(one))
+            stitcher = program.stitchers[key]
+            sizes.found(bounded=stitcher.program.bounded)
+            programs.append(
+                self.chunks.program(
+                    (stitcher, key),
+                    program.trace(name, one),
+                    lambda stitcher=stitcher: (stitcher.program, stitcher),  # type: ignore[misc]
+                    range(end - program.seeds, end),
+                )
+            )
+            known = [not isinstance(t.parts[0], tf.TensorSpec) for t in flat]
+            given.append([list(t.parts) if there else None for t, there in zip(flat, known)])
+        results = self.chunks.run(programs, given, self._completion(programs, begin))
+        return [
+            packed(one.stitcher.program, found)
+            for one, found in zip(programs, results, strict=True)
+        ]
+
+    def _completion(
+        self, programs: Sequence[ChunkedProgram], begin: Begin | None
+    ) -> Completion | None:
+        """Hands gradients to the update as they become complete."""
+        if begin is None:
+            return None
+        connected = self.program.trained.connected
+        structure = programs[0].stitcher.program.structure["gradients"]
+        found: list[list[Any]] = [[None] * len(connected) for _ in programs]
+        reduction = begin(self.gradient_at(found), connected)
+        where = dict(zip(connected, range(len(connected))))
+
+        def fill(variable: int, results: list[dict[int, list[Any]]]) -> None:
+            j = where[variable]
+            for mine, one in zip(found, results):
+                position = structure[j]
+                if isinstance(position, tuple | list):
+                    mine[j] = list(zip(*(one[i] for i in position)))
+                else:
+                    mine[j] = one[position]
+
+        numbers = {v: tf.nest.flatten(structure[j]) for v, j in where.items()}
+        return Completion(numbers, fill, reduction.advance)
 
     def _shares(
         self,
@@ -139,11 +227,10 @@ class SpmdRunner:
         program.trace(signature(parts[0]), (*state[0], parts[0], *given))
         if not self.program.traced(training).counts_by_data:
             return shares
-        counts = []
-        for s, one in enumerate(parts):
-            inputs = (*state[s], one, replicate(batch.counts[s], self.mesh))
-            counts.append(self._whole(self._counts(s, signature(one), inputs), s))
-        return shares_from_counts(counts)
+        rows_of = [replicate(count, self.mesh) for count in batch.counts]
+        inputs = [(*own, one, n) for own, one, n in zip(state, parts, rows_of, strict=True)]
+        counts = self._on_all(self._counts, parts, inputs)
+        return shares_from_counts([self._whole(count, s) for s, count in enumerate(counts)])
 
     def _whole(self, tensors: Any, s: int) -> Any:
         """Tensors of slice `s`, whole on its first device; None stays None."""
@@ -179,9 +266,6 @@ class SpmdRunner:
         state = self.program.state
         trainable = [state.trainable[i].path for i in sorted(self.programs.gathered_params)]
         return trainable + [state.carried[i].path for i in sorted(self.programs.gathered_carried)]
-
-    def order_backward(self) -> None:
-        """Nothing to order: slices' programs are done when the update is traced."""
 
     def gradient_at(self, results: Sequence[Sequence[Any]]) -> SliceGradients:
         """How the update reads gradients: the unit's part of each slice's, summed."""

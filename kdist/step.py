@@ -15,10 +15,11 @@ from typing import Any
 from kdist import metrics
 from kdist.batch import SplitBatch, join, split
 from kdist.mesh import Topology
+from kdist.optimizer.reduction import Reduction
 from kdist.optimizer.source import GradientSource
 from kdist.optimizer.update import DistributedUpdate
 from kdist.placement import Coordinate, UpdateUnit
-from kdist.plain import part_of
+from kdist.plain import Begin, part_of
 from kdist.program import Program
 from kdist.sparse import is_sparse
 from kdist.state import combine
@@ -58,25 +59,51 @@ class Step:
             known_size: Whether Keras on one device would know the batch's size while tracing.
         """
         batch = self.split(data, known_size)
-        results, loss = self._differentiated(batch, self._scale())
-        return self.finish_training(batch, results, loss)
+        begun: list[Reduction] = []
+
+        def begin(source: GradientSource, connected: Sequence[int]) -> Reduction:
+            begun.append(self.update.begin(source, connected))
+            return begun[0]
+
+        there = begin if self.program.state.trainable else None
+        results, loss = self._differentiated(batch, self._scale(), there)
+        return self.finish_training(batch, results, loss, *begun)
 
     def _differentiated(
-        self, batch: SplitBatch, scale: Any
+        self, batch: SplitBatch, scale: Any, begin: Begin | None = None
     ) -> tuple[Sequence[dict[str, Any]], Any]:
-        """Results per slice, gradients included, and the loss."""
-        results = self.runner.gradients(batch, scale)
+        """Results per slice, gradients included, and the loss.
+
+        Args:
+            batch: The batch.
+            scale: What the loss is multiplied by before differentiation, None for 1.
+            begin: Begins the reduction of gradients that can be summed while others are computed.
+        """
+        results = self.runner.gradients(batch, scale, begin)
         return results, self._total(results, "loss")
 
     def finish_training(
-        self, batch: SplitBatch, results: Sequence[dict[str, Any]], loss: Any
+        self,
+        batch: SplitBatch,
+        results: Sequence[dict[str, Any]],
+        loss: Any,
+        reduction: Reduction | None = None,
     ) -> dict[str, Any]:
-        """Everything after the slices' compute: update, state, metrics."""
+        """Everything after the slices' compute: update, state, metrics.
+
+        Args:
+            batch: The batch.
+            results: Per slice.
+            loss: The loss.
+            reduction: What sums the gradients, if it has begun.
+        """
         self._keep_state(batch, results, training=True)
-        self.apply_results(results)
+        self.apply_results(results, reduction)
         return self._logs(batch, results, loss)
 
-    def apply_results(self, results: Sequence[dict[str, Any]]) -> None:
+    def apply_results(
+        self, results: Sequence[dict[str, Any]], reduction: Reduction | None = None
+    ) -> None:
         """Reduces the slices' gradients and updates the parameters."""
         connected = self._connected(results)
         if not self.program.state.trainable:
@@ -89,8 +116,7 @@ class Step:
                 f"Received: model={self.model.name!r} with "
                 f"{len(self.program.state.trainable)} trainable weights"
             )
-        self.update.apply(self._source(results), connected)
-        self.runner.order_backward()
+        self.update.apply(reduction or self.update.begin(self._source(results), connected))
 
     def _connected(self, results: Sequence[dict[str, Any]]) -> list[int]:
         """Positions of the trainable variables that have a gradient."""
@@ -105,39 +131,41 @@ class Step:
 
         Args:
             data: The batch.
-            compress: See `DistributedUpdate.whole_gradients`.
+            compress: See `DistributedUpdate.begin_whole`.
         """
         batch = self.split(data)
         scale = self._scale()
-        results, loss = self._differentiated(batch, scale)
-        found = self.finish_gradients(batch, results, scale, compress)
+        begun: list[Reduction] = []
+
+        def begin(source: GradientSource, connected: Sequence[int]) -> Reduction:
+            begun.append(self.update.begin_whole(source, connected, compress))
+            return begun[0]
+
+        there = begin if self.program.state.trainable else None
+        results, loss = self._differentiated(batch, scale, there)
+        self._keep_state(batch, results, training=True)
+        if there is not None and not begun:
+            begin(self._source(results), self._connected(results))
+        found = self._whole(begun[0], scale) if begun else []
         return TrainingPass(loss, found, batch, results)
 
-    def finish_gradients(
-        self, batch: SplitBatch, results: Sequence[dict[str, Any]], scale: Any, compress: bool
-    ) -> list[Any]:
-        """Combines state; returns one whole gradient, or None, per trainable variable.
+    def _whole(self, reduction: Reduction, scale: Any) -> list[Any]:
+        """One whole gradient, or None, per trainable variable.
 
         Rows of tables stay rows: an optimizer squares and clips them one by one, as in `fit`.
         """
-        self._keep_state(batch, results, training=True)
         whole: list[Any] = [None] * len(self.program.state.trainable)
-        if not whole:
-            return whole
-        source, connected = self._source(results), self._connected(results)
-        for v, gradient in self.update.whole_gradients(source, connected, compress).items():
+        for v, gradient in self.update.whole_gradients(reduction).items():
             if scale is not None:
                 gradient = multiplied(gradient, 1 / tf.cast(scale, gradient.dtype))
             whole[v] = gradient
-        if not tf.executing_eagerly():
-            self.runner.order_backward()
         return whole
 
     def apply_whole(self, gradients: Sequence[Any]) -> None:
         """Updates the parameters from whole gradients, which have travelled before."""
         source = WholeGradients(gradients, self._scale(), self.runner.entries)
-        connected = [v for v, g in enumerate(gradients) if g is not None]
-        self.update.apply(source, connected, compress=False)
+        there = [v for v, g in enumerate(gradients) if g is not None]
+        self.update.apply(self.update.begin(source, there, compress=False))
 
     def test(self, data: Any, known_size: bool = True) -> dict[str, Any]:
         """One evaluation step on a global batch; returns the logs; see `train`."""
@@ -248,9 +276,6 @@ class WholeGradients:
             return None
         part = part_of(self.gradients[variable], placement.inner_index(at[1]), placement.shape)
         return self._scaled(tf.convert_to_tensor(part))
-
-    def reduced(self, variables: Sequence[int], gradient: Any) -> None:
-        """See `GradientSource`."""
 
     def _scaled(self, gradient: Any) -> Any:
         return gradient if self.scale is None else multiplied(gradient, self.scale)

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kdist import _private_dtensor, _private_executed
+from kdist.chunks import node_of
 from kdist.device import Device
-from kdist.dtensor.device_number import node_of
 from kdist.dtensor.stitching import PREFIX
 from kdist.live import RECEIVES, LiveTensors, Op, Output
 
@@ -36,7 +36,7 @@ def live_tensors(
         shared_memory: See `LiveTensors`.
     """
     noted: list[Any] = []
-    with _noting_gradients(step.runner, noted):
+    with _noting_gradients(step, noted):
         function = tf.function(lambda data: step.train(data), autograph=False)
         concrete = function.get_concrete_function(batch)
     with _kept(concrete.captured_inputs):
@@ -51,23 +51,21 @@ def live_tensors(
 
 
 @contextlib.contextmanager
-def _noting_gradients(runner: Any, noted: list[Any]) -> Iterator[None]:
+def _noting_gradients(step: Any, noted: list[Any]) -> Iterator[None]:
     """Meanwhile, notes the gradients that the slices computed."""
-    original = runner.gradient_at
+    original = step.apply_results
 
-    def gradient_at(results: Sequence[Sequence[Any]]) -> Any:
+    def apply_results(results: Sequence[dict[str, Any]], *more: Any) -> None:
         # Lists by variable; in a pipeline, dicts by slice and variable.
-        noted.extend(g for g in tf.nest.flatten(list(results)) if g is not None)
-        sources.append(original(results))
-        return sources[-1]
+        found = [[r["gradients"], r.get("once")] for r in results]
+        noted.extend(g for g in tf.nest.flatten(found) if g is not None)
+        original(results, *more)
 
-    sources: list[Any] = []
-    runner.gradient_at = gradient_at
+    step.apply_results = apply_results
     try:
         yield
     finally:
-        del runner.gradient_at
-    noted.extend(g for source in sources for g in getattr(source, "once", {}).values())
+        del step.apply_results
 
 
 @contextlib.contextmanager
@@ -198,6 +196,8 @@ def stitched_output(tensor: Any) -> Output | None:
     if not name.startswith(PREFIX):
         return None
     definition = _private_dtensor.function_def(name)
+    if definition.attr["_noinline"].b:
+        return None
     nodes = {node.name: node for node in definition.node_def}
     result = definition.signature.output_arg[tensor.value_index].name
     reference = definition.ret[result]

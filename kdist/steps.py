@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from kdist import _private
@@ -18,16 +18,15 @@ from kdist.pipeline.runner import PipelineRunner
 from kdist.pipeline.step import PipelineStep
 from kdist.placed import PlacedModel
 from kdist.plain import PlainRunner
+from kdist.plain_chunks import ChunkedRunner
 from kdist.program import Program
-from kdist.programs import make_program
 from kdist.rows.model import ModelStudy, study_model
-from kdist.segmented import SegmentedProgram, as_node
-from kdist.segmented_runner import SegmentedRunner
 from kdist.sparse import LookUp
 from kdist.spmd_runner import SpmdRunner
 from kdist.spmd_step import SpmdPipelineStep, SpmdStep
 from kdist.step import Step
 from kdist.variables import Stored
+from kdist.vjp import as_node
 from kdist.whole_loss import WholeLossStep
 
 import keras
@@ -103,16 +102,12 @@ class SteppedModel(PlacedModel):
             )
 
     def make_program(self) -> Program:
-        """The model's pure functions, as stages, segments or one."""
-        sizes = [e.placement.nbytes for e in self.entries_of(self.model.trainable_variables)]
+        """The model's pure functions, by stages or whole."""
         mean = self.config.loss_from_layers == "mean"
-        xla = self.jit_compile is True
-        if self.staged is not None:
-            wrap = functools.partial(as_node, jit_compile=xla)
-            return PipelineProgram(self.model, mean, self.staged, wrap, self.whole_loss)
-        return make_program(
-            self.model, self.topology, self.wants_segments, sizes, mean, xla, self.whole_loss
-        )
+        if self.staged is None:
+            return Program(self.model, mean)
+        wrap = functools.partial(as_node, jit_compile=self.jit_compile is True)
+        return PipelineProgram(self.model, mean, self.staged, wrap, self.whole_loss)
 
     def fall_back(self, reason: str) -> None:
         """Says, once, why something does not run over DTensor."""
@@ -150,13 +145,16 @@ class SteppedModel(PlacedModel):
             return super().look_ups()
         return self.program.trained.rows
 
-    def fetches(self) -> list[int]:
-        """See `PlacedModel.fetches`; once the step is traced, what it does."""
-        step = self.__dict__.get("plain_step")
-        runner = None if step is None else step.runner
-        if isinstance(runner, SegmentedRunner) and runner.fetched is not None:
-            return [runner.fetched[v] or 1 for v in range(len(runner.entries))]
-        return super().fetches()
+    def gathers(self) -> list[tuple[int, ...]]:
+        """See `PlacedModel.gathers`; once the step is traced, what it does."""
+        steps = [self.__dict__.get(name) for name in ("spmd_step", "plain_step")]
+        for chunks in (getattr(step.runner, "chunks", None) for step in steps if step is not None):
+            if chunks is not None and chunks.gathers is not None:
+                return list(chunks.gathers)
+        return super().gathers()
+
+    def _bucket_keys(self) -> Sequence[Hashable | None]:
+        return self.spread().keys
 
     def trainable(self) -> list[Stored]:
         """What is behind each trainable variable."""
@@ -173,18 +171,22 @@ class SteppedModel(PlacedModel):
                 self.program, self.trainable(), self.topology, lambda: self.recorder
             )
             return PipelineStep(self, pipeline)
-        if isinstance(self.program, SegmentedProgram):
-            keep = self.optimizer_config.keep_gathered
-            free = self.optimizer_config.level >= 2
-            runner = SegmentedRunner(
-                self.program, self.trainable(), self.topology, keep_gathered=keep, free=free
+        chunking, xla = self.chunking, self.jit_compile is True
+        if chunking is not None:
+            runner = ChunkedRunner(
+                self.program,
+                self.trainable(),
+                self.topology,
+                chunking,
+                self._bucket_keys,
+                jit_compile=xla,
             )
         else:
             runner = PlainRunner(
                 self.program,
                 self.trainable(),
                 self.topology,
-                jit_compile=self.jit_compile is True,
+                jit_compile=xla,
                 eager=self.model.run_eagerly,
             )
         return WholeLossStep(self, runner) if self.whole_loss else Step(self, runner)
@@ -228,6 +230,8 @@ class SteppedModel(PlacedModel):
                     self.topology,
                     self.layouts,
                     batch_axis=self.batch_axis,
+                    chunking=self.chunking,
+                    keys=self._bucket_keys,
                     **options,
                 )
         return self._spmd_runner

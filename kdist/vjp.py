@@ -236,3 +236,43 @@ def dependencies(graph: Any, params: Sequence[Any], inputs: Sequence[Any]) -> di
         used = [*(t.op for t in op.inputs), *op.control_inputs]
         found[op.name] = op.name in sources or any(found.get(one.name, True) for one in used)
     return found
+
+
+def as_node(concrete: Any, *, jit_compile: bool = False) -> Callable:
+    """A concrete function as one node of whatever graph calls it, on every device that does.
+
+    Raises:
+        ValueError: XLA is asked for, and the function takes or returns what XLA keeps inside.
+    """
+    lists = [t.name for t in (*concrete.inputs, *concrete.outputs) if t.dtype == tf.variant]
+    if jit_compile and lists:
+        raise ValueError(
+            "XLA cannot hand what a loop keeps (a list of tensors) from a forward to a backward "
+            "function, as stages and segments do. Compile with jit_compile='auto' or False, or "
+            f"unroll the loop (keras.layers.LSTM(unroll=True)). Received: jit_compile=True, {lists}"
+        )
+
+    def call(*arguments: Any) -> list[Any]:
+        check_dtypes(concrete, arguments)
+        return concrete(*arguments)
+
+    if jit_compile:
+        return tf.function(call, autograph=False, jit_compile=True)
+    return tf.function(call, autograph=False, experimental_attributes={"_noinline": True})
+
+
+def check_dtypes(concrete: Any, arguments: Sequence[Any]) -> None:
+    """Refuses arguments that a concrete function was not traced for.
+
+    TensorFlow would find out when it runs, and often report no more than that the other devices'
+    receives were cancelled.
+
+    Raises:
+        TypeError: Naming the first one.
+    """
+    for i, (given, wanted) in enumerate(zip(arguments, concrete.inputs)):
+        if given.dtype != wanted.dtype:
+            raise TypeError(
+                "A function takes the dtypes that it was traced for, here "
+                f"{wanted.dtype.name} as argument {i} of {concrete.name}. Received: {given!r}"
+            )

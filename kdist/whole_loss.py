@@ -17,8 +17,9 @@ from kdist.batch import SplitBatch, join
 from kdist.loss_parts import LossParts, compute_loss
 from kdist.loss_terms import OVERRIDDEN
 from kdist.metrics import join_masks
+from kdist.optimizer.reduction import Reduction
 from kdist.optimizer.source import GradientSource
-from kdist.plain import layer_weights
+from kdist.plain import Begin, layer_weights
 from kdist.program import ForwardScope, attach_masks
 from kdist.state import combined
 from kdist.step import Step
@@ -39,7 +40,7 @@ class WholeLossStep(Step):
     """
 
     def _differentiated(
-        self, batch: SplitBatch, scale: Any
+        self, batch: SplitBatch, scale: Any, begin: Begin | None = None
     ) -> tuple[Sequence[dict[str, Any]], Any]:
         inputs, results = self.runner.collect(batch, training=True)
         outputs = [keras.tree.flatten(r["outputs"]) for r in results]
@@ -56,9 +57,18 @@ class WholeLossStep(Step):
             found = _gradient(tape, target, [*sources, *keras.tree.flatten(added), *params])
         cotangents = _take(found, [len(one) for one in outputs])
         d_added = _take(found, [len(one) for one in added])
-        gradients = self.runner.pull_back(batch, inputs, cotangents, d_added)
+        once = {v: g for v, g in enumerate(found) if g is not None}
+
+        def with_once(source: GradientSource, connected: Sequence[int]) -> Reduction:
+            assert begin is not None
+            source.once = once  # type: ignore[attr-defined]
+            return begin(source, sorted({*connected, *once}))
+
+        gradients = self.runner.pull_back(
+            batch, inputs, cotangents, d_added, None if begin is None else with_once
+        )
         results = [{**r, "gradients": g} for r, g in zip(results, gradients)]
-        results[0]["once"] = {v: g for v, g in enumerate(found) if g is not None}
+        results[0]["once"] = once
         results[0]["state"] = {**state, **written}
         results[0]["loss_parts"] = parts
         return results, loss

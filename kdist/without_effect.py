@@ -50,7 +50,7 @@ class ModelFacts:
     Attributes:
         compiled: Whether the optimizer is known.
         accumulation_steps: The optimizer's `gradient_accumulation_steps`.
-        one_segment: Why the model cannot run in segments, "" if it can.
+        eager: Whether `run_eagerly` is set.
         staged_layers: Names of the layers that `kdist.set_stage` was given.
         not_spread: By path of a parameter that optimizer parallelism leaves whole, why.
         asked_to_spread: Paths that `kdist.set_parallel_optimizer(..., True)` was given.
@@ -65,7 +65,7 @@ class ModelFacts:
 
     compiled: bool = False
     accumulation_steps: int | None = None
-    one_segment: str = ""
+    eager: bool = False
     staged_layers: tuple[str, ...] = ()
     not_spread: Mapping[str, str] = dataclasses.field(default_factory=dict)
     asked_to_spread: tuple[str, ...] = ()
@@ -172,10 +172,10 @@ def _asked_to_spread(case: _Case) -> Iterator[WithoutEffect]:
         yield WithoutEffect(f"kdist.set_parallel_optimizer({named(paths)}, True)", reason, instead)
 
 
-def _segments(case: _Case) -> Iterator[WithoutEffect]:
-    """What needs segments, on a model that is one segment or a pipeline."""
+def _chunks(case: _Case) -> Iterator[WithoutEffect]:
+    """What needs programs in chunks, on a pipeline or where operations run one by one."""
     staged = case.config.pipeline is not None
-    reason = case.facts.one_segment
+    reason = "run_eagerly computes operation by operation" if case.facts.eager else ""
     if not case.replicas or not (staged or reason):
         return
     if case.optimizer.level >= 2:
@@ -201,7 +201,7 @@ def _segments(case: _Case) -> Iterator[WithoutEffect]:
 
 
 def _fusion(case: _Case) -> Iterator[WithoutEffect]:
-    """Modes and ids where nothing travels, of tables, and of what level 3 gathers."""
+    """Modes and ids where nothing travels, and of tables."""
     fusion, facts = case.config.fusion, case.facts
     given = fusion.mode not in ("auto", "none") or fusion.link is not None
     if not facts.travels:
@@ -217,20 +217,6 @@ def _fusion(case: _Case) -> Iterator[WithoutEffect]:
             f"kdist.set_comm_fusion of {named(tables)}",
             "gradients of embedding tables are the rows that were looked up, and travel alone",
             "Leave the tables out: give ids to the other layers",
-        )
-    why = "each of the {} parameters that it gathers travels by itself"
-    instead = "Gradients are fused as asked; use level 2 where gathers cost too much"
-    if given and facts.gathered:
-        yield WithoutEffect(
-            f"fusion ({fusion})", why.format(len(facts.gathered)), instead, "level 3's all-gathers"
-        )
-    ids = [path for path in facts.gathered if path in facts.fusion_ids and path not in tables]
-    if ids:
-        yield WithoutEffect(
-            f"kdist.set_comm_fusion of {named(ids)}",
-            why.format(len(facts.gathered)),
-            instead,
-            "level 3's all-gathers",
         )
 
 
@@ -253,7 +239,7 @@ def _others(case: _Case) -> Iterator[WithoutEffect]:
         )
 
 
-RULES = (_level, _accumulation, _asked_to_spread, _segments, _fusion, _others)
+RULES = (_level, _accumulation, _asked_to_spread, _chunks, _fusion, _others)
 
 
 def uncut_dim(

@@ -76,7 +76,9 @@ def run(
 
     @tf.function(autograph=False)
     def step() -> Any:
-        return stitched([[t.parts[k] for t in flat] for k in range(mesh.size)])
+        names = {one.name: one.position for one in program.arguments}
+        taken = [flat[names[r]] for r in stitched.chunk.takes]
+        return stitched([[t.parts[k] for t in taken] for k in range(mesh.size)])[1]
 
     parts = step()
 

@@ -17,9 +17,11 @@ from typing import Any
 
 from kdist import _private_dtensor, executed, plain, sparse, step
 from kdist.executed import ExecutedFunction, Transfer
+from kdist.gather import Gatherer
 from kdist.optimizer import send, update
 from kdist.optimizer.bucket import Bucket
 from kdist.optimizer.compressed import CompressedGradients
+from kdist.optimizer.reduction import Reduction
 from kdist.optimizer.update import DistributedUpdate
 from kdist.parallel import attached
 from kdist.step_graph import CALLS, stitched_output
@@ -31,6 +33,8 @@ _CALL = re.compile(r"(Stateful)?PartitionedCall(_\d+)?")
 _PARTS: tuple[tuple[Any, str, str], ...] = (
     (step.Step, "split", "data"),
     (DistributedUpdate, "apply", "update"),
+    (Reduction, "advance", "update"),
+    (Gatherer, "__call__", "gather"),
     (update, "send_values", "value"),
     (send, "_leaving_part", "bucket's join"),
     (send, "_join", "bucket's value"),
@@ -90,7 +94,8 @@ class Parts:
             return str(self._part_of(sent.node))
         if made_in.startswith("bucket's"):
             return made_in.removeprefix("bucket's ")
-        if made_in in ("rows", "changed rows", "data", "metric", "share", "state", "compressed"):
+        known = ("gather", "rows", "changed rows", "data", "metric", "share", "state", "compressed")
+        if made_in in known:
             return made_in
         return f"unexplained: {sent.tensor} ({sent.op}) made in {made_in or 'no part'!r}"
 
@@ -311,7 +316,7 @@ def _noting(parts: Parts, function: Callable) -> Callable:
     """Notes what came from the slices before everything after them is traced."""
 
     @functools.wraps(function)
-    def wrapped(self: Any, batch: Any, results: Any, loss: Any) -> Any:
+    def wrapped(self: Any, batch: Any, results: Any, loss: Any, *more: Any) -> Any:
         parts.graph = tf.compat.v1.get_default_graph()
         for result in results:
             parts.note(_of_tables(result["gradients"]), "rows")
@@ -321,7 +326,7 @@ def _noting(parts: Parts, function: Callable) -> Callable:
             parts.note(result["outputs"], "outputs")
             parts.note(result["updated"], "state")
         parts.note([(y, w) for _, y, w in batch.parts], "data")
-        return function(self, batch, results, loss)
+        return function(self, batch, results, loss, *more)
 
     return wrapped
 

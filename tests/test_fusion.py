@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import kdist
@@ -237,7 +238,9 @@ def test_the_step_sends_what_the_plan_counts(
     level: int, axes: dict[str, int], optimizer: str, fusion: Any, ids: bool
 ) -> None:
     model, before, parts, step = step_of(level, axes, optimizer, fusion, ids)
-    assert model.plan() == before
+    # Which parameters the backward pass gathers again is known once the step is traced.
+    assert dataclasses.replace(model.plan(), gathers=before.gathers) == before
+    assert level == 3 or model.plan() == before
     table = parts.table(step)
     assert not [what for what in table if what.startswith("unexplained")], table
     planned = {t.what: (t.messages, t.nbytes) for t in model.plan().traffic()}
@@ -254,11 +257,11 @@ def test_the_step_sends_what_the_plan_counts(
     assert reduced == len(plan.buckets) + lone
 
 
-def early_buckets(overlap: bool, level: int = 0) -> list[int]:
-    """Per bucket, in the order they leave, how many backward calls its sum waits for."""
+def early_buckets(overlap: bool, level: int = 0, model_axis: int = 1) -> list[int]:
+    """Per bucket, in the order they leave, how many calls of programs its sum waits for."""
     model = towers()
     config = kdist.ParallelConfig(
-        mesh=kdist.mesh(data=2),
+        mesh=kdist.mesh(data=2, model=model_axis),
         optimizer=kdist.OptimizerConfig(level=level, threshold_kb=0),
         fusion=FusionConfig(mode="size", size_mb=300 / MB, overlap=overlap),
     )
@@ -283,9 +286,9 @@ def above(operation: Any) -> set[Any]:
     return found
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_buckets_leave_while_the_backward_pass_goes_on(level: int) -> None:
-    calls = early_buckets(overlap=True, level=level)
+@pytest.mark.parametrize(("level", "model_axis"), [(0, 1), (1, 1), (0, 2)])
+def test_buckets_leave_while_the_backward_pass_goes_on(level: int, model_axis: int) -> None:
+    calls = early_buckets(overlap=True, level=level, model_axis=model_axis)
     # The first bucket waits for the forward pass and the last layers; the last one for all.
     assert calls[0] < calls[-1]
     assert len(set(calls)) > 2
@@ -293,15 +296,6 @@ def test_buckets_leave_while_the_backward_pass_goes_on(level: int) -> None:
 
 def test_without_overlap_all_buckets_wait_for_the_whole_pass() -> None:
     assert set(early_buckets(overlap=False)) == {2}  # the two replicas' programs
-
-
-def test_a_model_that_is_one_segment_says_so() -> None:
-    config = kdist.ParallelConfig(
-        mesh=kdist.mesh(data=2, model=2), fusion=FusionConfig(overlap=True)
-    )
-    model = kdist.parallelize(towers(), config)
-    model.compile("sgd", "mse")
-    assert any("the model is one segment" in note for note in model.plan().notes)
 
 
 def test_overlap_is_set_before_training() -> None:

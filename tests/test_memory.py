@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -80,14 +81,13 @@ def analysed(model: keras.Model) -> LiveTensors:
     return found
 
 
-def segment(model: keras.Model) -> int:
-    """Bytes of the parameters of the largest segment."""
-    program = attached(model).program
-    sizes = []
-    for one in program.segments(model):  # type: ignore[union-attr]
-        layers = model.layers[1:][one.start : one.stop]
-        sizes.append(sum(4 * math.prod(v.shape) for x in layers for v in x.trainable_variables))
-    return max(sizes)
+def chunk(model: keras.Model) -> int:
+    """Bytes of the parameters of the largest chunk; of a step that has been traced."""
+    chunks = attached(model).plain_step.runner.chunks
+    sizes: Counter[int] = Counter()
+    for position, number in chunks.chunk_of.items():
+        sizes[number] += 4 * math.prod(chunks.entries[position].variable.shape)
+    return max(sizes.values())
 
 
 def bucket(model: keras.Model) -> int:
@@ -170,8 +170,8 @@ def test_new_values_take_the_place_of_gradients_at_level_1() -> None:
 
 
 def gradients_at_level_2(live: LiveTensors, model: keras.Model) -> bool:
-    """Own shards, the segment at work, and a bucket in flight."""
-    allowed = CUT / REPLICAS + WHOLE + segment(model) + bucket(model)
+    """Own shards, the chunk at work, and a bucket in flight."""
+    allowed = CUT / REPLICAS + WHOLE + chunk(model) + bucket(model)
     return most(live, "gradient") <= allowed
 
 
@@ -181,8 +181,8 @@ def values_at_level_2(live: LiveTensors, model: keras.Model) -> bool:
 
 
 def parameters_at_level_3(live: LiveTensors, model: keras.Model) -> bool:
-    """Those of the segment at work, and of one in flight."""
-    return most(live, "gathered") <= 2 * segment(model)
+    """Those of the chunk at work, and of one in flight."""
+    return most(live, "gathered") <= 2 * chunk(model)
 
 
 @pytest.mark.parametrize("level", [2, 3])
@@ -192,8 +192,8 @@ def test_the_sum_is_the_formula_s(level: int, at_level: Callable) -> None:
     assert gradients_at_level_2(live, model)
     assert (values_at_level_2 if level == 2 else parameters_at_level_3)(live, model)
     formula = (4 + 12 / REPLICAS if level == 2 else 16 / REPLICAS) / 4 * CUT + 16 / 4 * WHOLE
-    at_work = 2 * segment(model)
-    in_flight = segment(model) + bucket(model)
+    at_work = 2 * chunk(model)
+    in_flight = chunk(model) + bucket(model)
     for m in kdist.inspect(model, ROWS).memory:
         assert m.both is not None
         assert m.parameters + m.slots - SCALARS + m.both <= formula + at_work + in_flight
@@ -204,29 +204,30 @@ def test_the_sum_is_the_formula_s(level: int, at_level: Callable) -> None:
 
 @pytest.mark.parametrize("level", [2, 3])
 def test_copies_on_devices_with_memory_of_their_own(level: int, at_level: Callable) -> None:
-    """There what is received is a copy: one more segment, and two more buckets, in flight."""
+    """There what is received is a copy: one more chunk, and two more buckets, in flight."""
     model = at_level(level)
     live = with_edges(analysed(model), lambda op: op, shared_memory=False)
-    seg, buck = segment(model), bucket(model)
+    seg, buck = chunk(model), bucket(model)
     assert most(live, "gradient") <= CUT / REPLICAS + REPLICAS * WHOLE + seg + 3 * buck
     assert most(live, "gathered") <= 2 * WHOLE + (4 * buck if level == 2 else 4 * seg)
 
 
 def test_keep_gathered_keeps_all() -> None:
     live = analysed(prepared(3, replicas=2, layers=4, keep_gathered=True))
-    assert live.peak("/device:CPU:0", ["gathered"]).nbytes == 4 * KERNEL
+    # But the first layer's kernel, at which no backward pass looks.
+    assert live.peak("/device:CPU:0", ["gathered"]).nbytes == 3 * KERNEL
 
 
 def test_whole_parameters_dealt_out() -> None:
     model = prepared(3, replicas=2, layers=4, partition="parameter")
     live = analysed(model)
-    # Half of the gradients; the segment at work, and what is in flight.
+    # Half of the gradients; the chunk at work, and what is in flight.
     most_gradients = live.peak("/device:CPU:0", ["gradient"]).nbytes
-    assert most_gradients <= 2 * KERNEL + 4 * BIAS + segment(model) + bucket(model)
+    assert most_gradients <= 2 * KERNEL + 4 * BIAS + chunk(model) + bucket(model)
     # What one device has is passed on as it is: gathering takes no memory where it is shared.
     assert live.peak("/device:CPU:0", ["gathered"]).nbytes <= 4 * BIAS
     own = with_edges(live, lambda op: op, shared_memory=False)
-    assert own.peak("/device:CPU:0", ["gathered"]).nbytes <= 2 * segment(model)
+    assert own.peak("/device:CPU:0", ["gathered"]).nbytes <= 2 * chunk(model)
 
 
 # -- every edge counts ---------------------------------------------------------------------------

@@ -131,8 +131,8 @@ def test_weights_that_pass_the_first_device_are_found(monkeypatch: pytest.Monkey
     """As results of a `tf.function` do."""
     right = SliceInputs.state_of
 
-    def state_of(self: SliceInputs, s: int) -> Any:
-        params, carried = right(self, s)
+    def state_of(self: SliceInputs, s: int, unread: Any = ()) -> Any:
+        params, carried = right(self, s, unread)
         with tf.device("/device:CPU:0"):
             there = [
                 Sharded(tuple(tf.identity(part) for part in one.parts), one.layout)

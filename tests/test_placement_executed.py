@@ -98,7 +98,9 @@ def test_programs_are_kept_as_one_node_each(one_graph: Trained) -> None:
 def test_inlined_programs_compute_on_the_same_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the bodies are no calls, each product's device is TensorFlow's own word."""
     monkeypatch.setattr(
-        plain.PlainRunner, "_function", lambda self, fn, jit: tf.function(fn, autograph=False)
+        plain.PlainRunner,
+        "_function",
+        lambda self, fn, jit, seeds=0: tf.function(fn, autograph=False),
     )
     run = trained({"data": 4})
     assert {n.call for n in run.step.select(PRODUCTS)} == {""}

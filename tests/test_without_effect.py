@@ -159,30 +159,6 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["', True) has no effect: dim 0 of (6,) does not divide by 4 replicas"],
     ),
-    "freeing on inner meshes": (
-        {"axes": {"data": 2, "model": 2}, **at(2)},
-        [f"level=2 has no effect on {FREED}: slices are DTensor meshes"],
-    ),
-    "freeing in subclassed models": (
-        {"axes": {"data": 2}, "build": subclassed, **at(3)},
-        [f"level=3 has no effect on {FREED}: not a Functional or Sequential model"],
-    ),
-    "freeing with an own loss": (
-        {"axes": {"data": 2}, "build": own_loss, **at(2)},
-        [f"level=2 has no effect on {FREED}: an overridden compute_loss"],
-    ),
-    "overlap on inner meshes": (
-        {"axes": {"data": 2, "model": 2}, "fusion": FusionConfig(overlap=True)},
-        ["FusionConfig(overlap=True) has no effect: slices are DTensor meshes"],
-    ),
-    "overlap in subclassed models": (
-        {"axes": {"data": 2}, "build": subclassed, "fusion": FusionConfig(overlap=True)},
-        ["FusionConfig(overlap=True) has no effect: not a Functional"],
-    ),
-    "overlap with an own loss": (
-        {"axes": {"data": 2}, "build": own_loss, "fusion": FusionConfig(overlap=True)},
-        ["FusionConfig(overlap=True) has no effect: an overridden compute_loss"],
-    ),
     "overlap in pipelines": (
         {"axes": PIPE, "pipeline": STAGES, "fusion": FusionConfig(overlap=True)},
         ["FusionConfig(overlap=True) has no effect: a pipeline's buckets leave stage by stage"],
@@ -193,14 +169,6 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
             f"level=3 has no effect on {FREED}: a pipeline's stage keeps both",
             "keep_gathered=True has no effect: a pipeline's stage gathers its parameters once",
         ],
-    ),
-    "a fusion mode and gathers": (
-        {"axes": {"data": 2}, "fusion": FusionConfig(mode="size", size_mb=1), **at(3)},
-        ["fusion (buckets of 1 MB) has no effect on level 3's all-gathers: each of the 4 param"],
-    ),
-    "fusion ids and gathers": (
-        {"axes": {"data": 2}, "setting": lambda m: kdist.set_comm_fusion(m, 1), **at(3)},
-        [f"kdist.set_comm_fusion of {KERNELS} has no effect on level 3's all-gathers"],
     ),
     "fusion ids of tied tables": (
         {
@@ -263,6 +231,28 @@ QUIET: dict[str, dict[str, Any]] = {
     "level 3": {"axes": {"data": 2}, "fusion": FusionConfig(mode="none"), **at(3)},
     "level 3, kept": {"axes": {"data": 2}, **at(3, keep_gathered=True)},
     "overlap": {"axes": {"data": 2}, "fusion": FusionConfig(overlap=True)},
+    "freeing on inner meshes": {"axes": {"data": 2, "model": 2}, **at(2)},
+    "freeing in subclassed models": {"axes": {"data": 2}, "build": subclassed, **at(3)},
+    "freeing with an own loss": {"axes": {"data": 2}, "build": own_loss, **at(2)},
+    "overlap on inner meshes": {
+        "axes": {"data": 2, "model": 2},
+        "fusion": FusionConfig(overlap=True),
+    },
+    "overlap in subclassed models": {
+        "axes": {"data": 2},
+        "build": subclassed,
+        "fusion": FusionConfig(overlap=True),
+    },
+    "a fusion mode and gathers": {
+        "axes": {"data": 2},
+        "fusion": FusionConfig(mode="size", size_mb=1),
+        **at(3),
+    },
+    "fusion ids and gathers": {
+        "axes": {"data": 2},
+        "setting": lambda m: kdist.set_comm_fusion(m, 1),
+        **at(3),
+    },
     "ids": {"axes": {"data": 2}, "setting": lambda m: kdist.set_comm_fusion(m, 1)},
     "id 0 of a table": {
         "axes": {"data": 2},

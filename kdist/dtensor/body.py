@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kdist import _private_dtensor
-from kdist.dtensor.device_number import node_of
+from kdist.chunks import node_of
 
 import numpy as np
 import tensorflow as tf

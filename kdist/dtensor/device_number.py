@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from kdist.chunks import node_of
+
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
@@ -31,11 +33,6 @@ _FOLDED = frozenset(
         *("OneHot", "TensorStridedSliceUpdate"),
     }
 )
-
-
-def node_of(reference: str) -> str:
-    """Name of the node that makes a tensor of a function definition, or that an edge waits for."""
-    return reference.lstrip("^").split(":")[0]
 
 
 def known_nodes(nodes: Mapping[str, Any], order: Sequence[str], number: str) -> dict[str, bool]:
@@ -63,6 +60,10 @@ def known_nodes(nodes: Mapping[str, Any], order: Sequence[str], number: str) -> 
 
 def is_small(node: Any) -> bool:
     """Whether a node's result has a known shape, and few elements."""
+    if node.op == "Const":
+        return (
+            tf.TensorShape(node.attr["value"].tensor.tensor_shape).num_elements() <= MOST_ELEMENTS
+        )
     shapes = node.attr[SHAPES].list.shape
     if not shapes or shapes[0].unknown_rank:
         return False

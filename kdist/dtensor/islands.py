@@ -17,10 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist import _private_dtensor
+from kdist.chunks import node_of
 from kdist.dtensor import flops
 from kdist.dtensor.body import Body, control_inputs, data_inputs
 from kdist.dtensor.collectives import COLLECTIVES
-from kdist.dtensor.device_number import SHAPES, node_of
+from kdist.dtensor.device_number import SHAPES
 from kdist.dtensor.lowering import Function, Island, LoweredProgram
 from kdist.lowered import layer_of
 
@@ -151,7 +152,7 @@ class Cut:
     def _call(self, given: Sequence[Any]) -> Any:
         references = [*self.body.results, *self.read]
         specs = [self.body.specs[one] for one in references]
-        flat = self._registered.call(given, [one.dtype for one in specs])
+        _, flat = self._registered.call(given, [one.dtype for one in specs])
         for tensor, spec in zip(flat, specs, strict=True):
             tensor.set_shape(spec.shape)
         count = len(self.body.results)

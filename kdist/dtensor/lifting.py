@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from kdist import _private_dtensor
+from kdist.chunks import node_of
 from kdist.dtensor import formulas
 from kdist.dtensor.collectives import add_constant
-from kdist.dtensor.device_number import node_of
 from kdist.dtensor.formulas import Formula, Numbers
 from kdist.dtensor.hoisting import Hoisted, Made
 from kdist.dtensor.lowering import LoweredProgram

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist import _private, _private_dtensor, lowered
-from kdist.dtensor.device_number import node_of
+from kdist.chunks import node_of
 from kdist.dtensor.sizes import Examples
 from kdist.notices import without_notices
 from kdist.tables import readable
@@ -136,6 +136,7 @@ class LoweredProgram:
         untouched: Names of nodes and bodies that were added to what DTensor made, as they are.
         once: Names of the nodes that the first device alone runs.
         islands: What of the traced function runs on whole operands; see `kdist.dtensor.islands`.
+        shape: Tells the shape of a node's output, where nodes have no note of it.
     """
 
     definition: Any
@@ -152,6 +153,7 @@ class LoweredProgram:
     untouched: frozenset[str] = frozenset()
     once: frozenset[str] = frozenset()
     islands: tuple[Island, ...] = ()
+    shape: Callable[[str, int], tf.TensorShape] | None = None
 
     @property
     def size(self) -> int:

@@ -6,12 +6,12 @@ The program's nodes are copied once per device. What depends on the device's num
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist import _private, _private_dtensor
+from kdist.chunks import Chunk, Graph, node_of
 from kdist.dtensor.collectives import (
     COLLECTIVES,
     TABLE,
@@ -24,7 +24,6 @@ from kdist.dtensor.device_number import (
     SHAPES,
     is_small,
     known_nodes,
-    node_of,
     values_on_devices,
     without_notes,
 )
@@ -73,13 +72,71 @@ class Stitcher:
         self.bodies = _Bodies(program.bodies, program.untouched)
         self._refuse_bodies()
 
-    def stitch(self, devices: Sequence[str]) -> StitchedFunction:
+    @property
+    def graph(self) -> Graph:
+        """What there is to cut into chunks."""
+        return Graph(
+            inputs={
+                name: [r for r in self._inputs(self.nodes[name]) if node_of(r) not in self.folded]
+                for name in self.live
+            },
+            results=[r for r in self.program.results if node_of(r) not in self.folded],
+            effects=self.effects,
+            constants={
+                n for n in self.live if self.nodes[n].op == "Const" and is_small(self.nodes[n])
+            },
+        )
+
+    def stitch(
+        self, devices: Sequence[str], chunk: Chunk | None = None, *, jit_compile: bool = False
+    ) -> StitchedFunction:
         """The function of one slice.
 
         Args:
-            devices: Full names of its devices, in the order of the mesh.
+            devices: Full names of its devices, in the order of the mesh. One without a name stands
+                for any that calls the function.
+            chunk: The part of the program that it runs; all of it by default.
+            jit_compile: Compile it with XLA.
+
+        Raises:
+            ValueError: XLA is to compile what takes or returns lists of tensors.
         """
-        return StitchedFunction(self.program, _Copies(self, devices).definition, self.bodies)
+        if chunk is None:
+            taken = tuple(one.name for one in self.program.arguments if one.position is not None)
+            chunk = Chunk(taken, tuple(self.live), self.program.results)
+        definition = _Copies(self, devices, chunk).definition
+        # Graphs that call it on several devices then are not the larger for it.
+        definition.attr["_noinline"].b = devices == [""]
+        return StitchedFunction(self, chunk, definition, jit_compile)
+
+    def dtype(self, reference: str) -> int:
+        """Of a tensor of the program, as an enumeration value."""
+        name = node_of(reference)
+        if name in self.inputs:
+            return self.program.definition.signature.input_arg[self.inputs[name]].type
+        _, output, index = reference.split(":")
+        return _private_dtensor.output_dtypes(self.nodes[name])[output][int(index)]
+
+    def shape(self, reference: str) -> tf.TensorShape:
+        """Of a tensor of the program, as far as it is known."""
+        name = node_of(reference)
+        if name in self.inputs:
+            attributes = self.program.definition.arg_attr[self.inputs[name]].attr
+            noted, number = attributes[SHAPES].list.shape, 0
+        else:
+            _, output, index = reference.split(":")
+            noted, number = self.nodes[name].attr[SHAPES].list.shape, int(index)
+            for kind, dtypes in _private_dtensor.output_dtypes(self.nodes[name]).items():
+                if kind == output:
+                    break
+                number += len(dtypes)
+            if self.program.shape is not None:
+                return self.program.shape(name, number)
+        return tf.TensorShape(noted[number]) if noted else tf.TensorShape(None)
+
+    def _inputs(self, node: Any) -> Sequence[str]:
+        """What goes into a node; edges between collectives only order them."""
+        return [self.source(node)] if node.op in COLLECTIVES else list(node.input)
 
     def as_made(self, node: Any) -> Any:
         """A copy of a node, without what DTensor noted on it."""
@@ -145,8 +202,7 @@ class Stitcher:
                 continue
             found.add(name)
             node = self.nodes[name]
-            # Control edges of collectives only order them.
-            stack.extend([self.source(node)] if node.op in COLLECTIVES else node.input)
+            stack.extend(self._inputs(node))
         return found
 
     def _refuse_bodies(self) -> None:
@@ -191,16 +247,18 @@ class _Bodies:
 class _Copies:
     """The copies of a program on the devices of one slice, as one function definition."""
 
-    def __init__(self, stitcher: Stitcher, devices: Sequence[str]) -> None:
-        self.stitcher, self.devices = stitcher, list(devices)
+    def __init__(self, stitcher: Stitcher, devices: Sequence[str], chunk: Chunk) -> None:
+        self.stitcher, self.devices, self.chunk = stitcher, list(devices), chunk
         self.program = stitcher.program
+        self.taken = {reference: i for i, reference in enumerate(chunk.takes)}
+        self.inside = set(chunk.nodes)
         self.definition = function_pb2.FunctionDef()
         self.definition.signature.name = next(_names)
         self.results: dict[tuple[str, int], str] = {}
         self.constants: dict[tuple[str, int], str] = {}
         self._roots = itertools.count()
         self._add_inputs()
-        for name in stitcher.live:
+        for name in chunk.nodes:
             node = stitcher.nodes[name]
             if node.op in COLLECTIVES:
                 self._add_collective(node)
@@ -209,21 +267,19 @@ class _Copies:
         self._add_outputs()
 
     def _add_inputs(self) -> None:
-        parameters = self.program.definition.signature.input_arg
         for k in range(self.program.size):
-            for i, parameter in enumerate(parameters):
-                if parameter.name != self.stitcher.number:
-                    self.definition.signature.input_arg.add(name=f"in_{k}_{i}", type=parameter.type)
+            for i, reference in enumerate(self.chunk.takes):
+                dtype = self.stitcher.dtype(reference)
+                self.definition.signature.input_arg.add(name=f"in_{k}_{i}", type=dtype)
 
     def _add_outputs(self) -> None:
-        signature = self.program.definition.signature
-        types = {self.program.definition.ret[o.name]: o.type for o in signature.output_arg}
         for k in range(self.program.size):
-            for i, reference in enumerate(self.program.results):
+            for i, reference in enumerate(self.chunk.gives):
                 name = f"out_{k}_{i}"
-                self.definition.signature.output_arg.add(name=name, type=types[reference])
+                dtype = self.stitcher.dtype(reference)
+                self.definition.signature.output_arg.add(name=name, type=dtype)
                 self.definition.ret[name] = self._reference(reference, k)
-            for i, node in enumerate(self.stitcher.effects):
+            for i, node in enumerate(n for n in self.stitcher.effects if n in self.inside):
                 if k and node in self.program.once:
                     continue
                 name = f"done_{k}_{i}"
@@ -234,7 +290,7 @@ class _Copies:
         data = [one for one in node.input if not one.startswith("^")]
         waits = [one[1:] for one in node.input if one.startswith("^")]
         waits = [one for one in waits if self.stitcher.nodes[one].op not in COLLECTIVES]
-        waits = [one for one in waits if one not in self.stitcher.folded]
+        waits = [one for one in waits if one in self.inside]
         once = node.name in self.program.once
         for k, device in enumerate(self.devices[:1] if once else self.devices):
             copy = self.definition.node_def.add()
@@ -271,8 +327,8 @@ class _Copies:
         name = node_of(reference)
         if name == self.stitcher.number:
             return self._constant(name, k, np.int32(k))
-        if name in self.stitcher.inputs:
-            return f"in_{k}_{self.stitcher.inputs[name]}"
+        if reference in self.taken:
+            return f"in_{k}_{self.taken[reference]}"
         if name in self.stitcher.folded:
             return self._constant(name, k, self.stitcher.values[name][k])
         if (name, k) in self.results:
@@ -295,49 +351,71 @@ class StitchedFunction:
     """A function of all devices of a slice, to call in a graph that is being traced.
 
     Args:
-        program: The program of one device.
+        stitcher: Of the program.
+        chunk: What of the program it runs.
         definition: The function.
-        bodies: Of its loops and branches, which it calls.
+        jit_compile: Compile it with XLA.
     """
 
-    def __init__(self, program: LoweredProgram, definition: Any, bodies: _Bodies) -> None:
-        self.program = program
+    def __init__(
+        self, stitcher: Stitcher, chunk: Chunk, definition: Any, jit_compile: bool = False
+    ) -> None:
+        self.chunk = chunk
         self.name = definition.signature.name
+        self.size = stitcher.program.size
         self._dtypes = [tf.as_dtype(one.type) for one in definition.signature.output_arg]
-        self._registered = _private_dtensor.Registered(definition, bodies)
+        self._shapes = [stitcher.shape(reference) for reference in chunk.gives]
+        self._registered = _private_dtensor.Registered(definition, stitcher.bodies)
+        self._call = self._registered.call
+        if jit_compile:
+            self._call = self._compiled(stitcher)
 
-    def __call__(self, inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    def _compiled(self, stitcher: Stitcher) -> Callable:
+        variant = tf.variant.as_datatype_enum
+        lists = [r for r in (*self.chunk.takes, *self.chunk.gives) if stitcher.dtype(r) == variant]
+        if lists:
+            raise ValueError(
+                "XLA cannot hand what a loop keeps (a list of tensors) from a forward to a "
+                "backward function, as stages and chunks do. Compile with jit_compile='auto' or "
+                "False, or unroll the loop (keras.layers.LSTM(unroll=True)). "
+                f"Received: jit_compile=True, {lists}"
+            )
+
+        def call(*inputs: Any) -> list[Any]:
+            return self._registered.call(inputs, self._dtypes)[1]
+
+        compiled = tf.function(call, autograph=False, jit_compile=True)
+
+        def outside(inputs: Sequence[Any], dtypes: Sequence[tf.DType]) -> tuple[Any, list[Any]]:
+            found = list(compiled(*inputs))
+            return found[0].op, found
+
+        return outside
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether it does something besides returning values."""
+        return self._registered.has_effects
+
+    def __call__(self, inputs: Sequence[Sequence[Any]]) -> tuple[Any, list[list[Any]]]:
         """Calls it.
 
         Args:
-            inputs: For each device, its part of each flat input of the traced function.
+            inputs: For each device, what it is given; see `Chunk.takes`.
 
         Returns:
-            For each device, its part of each flat result.
+            The operation, and for each device what it returns; see `Chunk.gives`.
         """
-        positions = [one.position for one in self.program.arguments]
-        flat = [mine[p] for mine in inputs for p in positions if p is not None]
-        found = self._registered.call(flat, self._dtypes)
-        if self._registered.has_effects:  # of one slice, which others need not wait for
-            _private.run_independently(found[0].op)
-        count = len(self.program.results)
-        parts = [found[k * count : (k + 1) * count] for k in range(self.program.size)]
+        flat = [one for mine in inputs for one in mine]
+        operation, found = self._call(flat, self._dtypes)
+        if self.has_effects:  # of one slice, which others need not wait for
+            _private.run_independently(operation)
+        count = len(self._shapes)
+        parts = [found[k * count : (k + 1) * count] for k in range(self.size)]
         for mine in parts:
             for part, shape in zip(mine, self._shapes, strict=True):
                 part.set_shape(shape)
-        return parts
-
-    @functools.cached_property
-    def _shapes(self) -> list[Any]:
-        """Of each flat result, on one device."""
-        definition = self.program.definition
-        nodes = {node.name: node for node in definition.node_def}
-        found = []
-        for reference in self.program.results:
-            name, _, output = reference.rpartition(":")
-            noted = nodes[node_of(reference)].attr[SHAPES].list.shape
-            found.append(tf.TensorShape(noted[int(output)]) if noted else tf.TensorShape(None))
-        return found
+        return operation, parts
 
 
 def _on(device: int) -> str:
@@ -346,11 +424,19 @@ def _on(device: int) -> str:
 
 
 def topological(nodes: Mapping[str, Any]) -> list[str]:
-    """Names of nodes, what goes into one before it."""
+    """Names of nodes, what goes into one before it.
+
+    Edges between collectives only order them; around an island they may lead back.
+    """
+
+    def inputs_of(name: str) -> Iterator[str]:
+        node = nodes[name]
+        return (r for r in node.input if node.op not in COLLECTIVES or not r.startswith("^"))
+
     order: list[str] = []
     seen: set[str] = set()
     for start in nodes:
-        stack = [(start, iter(nodes[start].input))] if start not in seen else []
+        stack = [(start, inputs_of(start))] if start not in seen else []
         seen.add(start)
         while stack:
             name, inputs = stack[-1]
@@ -362,5 +448,5 @@ def topological(nodes: Mapping[str, Any]) -> list[str]:
                 stack.pop()
             else:
                 seen.add(following)
-                stack.append((following, iter(nodes[following].input)))
+                stack.append((following, inputs_of(following)))
     return order

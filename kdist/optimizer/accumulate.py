@@ -51,8 +51,13 @@ class LocalSums:
                         zeros = tf.zeros(shape, like.dtype)
                         self.sums.setdefault(v, {})[s, k] = make_local(like, zeros)
 
-    def add(self, source: GradientSource, variables: Sequence[int], scale: Any) -> None:
-        """Adds what every coordinate computed, divided by the loss scale if there is one."""
+    def add(self, source: GradientSource, variables: Sequence[int], scale: Any) -> list[Any]:
+        """Adds what every coordinate computed, divided by the loss scale if there is one.
+
+        Returns:
+            What was added, by operations that those who wait for it can name.
+        """
+        made = []
         for v in variables:
             for (s, k), total in self.sums[v].items():
                 with tf.device(self.devices[s][k]):
@@ -62,7 +67,8 @@ class LocalSums:
                     if scale is not None:
                         gradient = gradient / tf.cast(scale, gradient.dtype)
                     added = total.assign_add(gradient)
-                    source.reduced([v], gradient if added is None else added)
+                    made.append(gradient if added is None else added)
+        return made
 
     def local(self, variable: int, at: Coordinate) -> Any:
         """See `GradientSource`."""
@@ -76,9 +82,6 @@ class LocalSums:
             return whole_of(placement, lambda k: self._total(variable, k))
         index = relative(unit.index(placement), placement.inner_index(unit.owner[1]))
         return self._total(variable, unit.owner[1], index)
-
-    def reduced(self, variables: Sequence[int], gradient: Any) -> None:
-        """See `GradientSource`."""
 
     def _total(self, variable: int, k: int, index: Any = None) -> Any:
         parts = []

@@ -114,6 +114,8 @@ class CompressedGradients:
         self.source = source
         self.scale = scale
         self._updates: list[tuple[str, tf.Variable, Any]] = []
+        self.last_uses: list[Any] = []
+        """What uses gradients after their sums are made."""
         self._found: dict[Exchange, dict[int, list[Any]]] = {}
         self._of: dict[tuple[int, int], list[Exchange]] = {}
         for exchange in compression.exchanges:
@@ -128,10 +130,6 @@ class CompressedGradients:
     def local(self, variable: int, at: Coordinate) -> Any:
         """See `GradientSource`."""
         return self.source.local(variable, at)
-
-    def reduced(self, variables: Sequence[int], gradient: Any) -> None:
-        """See `GradientSource`."""
-        self.source.reduced(variables, gradient)
 
     def commit(self) -> None:
         """Keeps errors and factors for the next step. Not for a step that is skipped."""
@@ -215,7 +213,6 @@ class CompressedGradients:
         for n, (s, _) in enumerate(bucket.owners):
             with tf.device(self._device(exchange, s)):
                 vectors.append(add([widened(parts[n], scale, dtype) for parts in cut.values()]))
-            self.reduced(bucket.members, vectors[-1])
         return vectors
 
     def _cast_to_one(self, exchange: Exchange, unit: UpdateUnit) -> Any:
@@ -235,7 +232,6 @@ class CompressedGradients:
         messages, scale = self._cast(exchange, parts)
         dtype = parts[exchange.slices[0]].dtype
         total = add([widened(m, scale, dtype) for m in messages.values()])
-        self.reduced(exchange.members, total)
         return total
 
     def _cast_to_all(self, exchange: Exchange) -> dict[int, list[Any]]:
@@ -249,7 +245,6 @@ class CompressedGradients:
             return to_16_bits(wide, exchange, scale)
 
         back = self._at_root(exchange, total)
-        self.reduced(exchange.members, back)
         return self._each(
             exchange, lambda s: unflat(widened(tf.identity(back), scale, dtype), exchange.shapes)
         )
@@ -338,7 +333,6 @@ class CompressedGradients:
             exchange, lambda s: unflat(tf.identity(total), [(cols, rank) for _, cols in sizes])
         )
         self._each(exchange, lambda s: self._keep(exchange, s, own[s], ps[s], rights[s], qs[s]))
-        self.reduced(members, total)
         return {s: list(zip(ps[s], qs[s])) for s in exchange.slices}
 
     def _unscaled(self, gradient: Any) -> Any:
@@ -360,7 +354,7 @@ class CompressedGradients:
                 error = compressors.residual(own[n], ps[n], rights[n])
                 self._updates.append((device, state.errors[s], error))
                 # Until then gradients are in use; it needs the factors, and so those of all.
-                self.reduced(exchange.members, error)
+                self.last_uses.append(error)
 
 
 def bucket_vectors(bucket: Bucket, source: GradientSource, devices: Any) -> list[Any]:

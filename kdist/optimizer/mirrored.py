@@ -181,7 +181,8 @@ class MirroredUpdate(DistributedUpdate):
         rows = {v: LookUp() for v, part in zip(connected, parts) if is_sparse(part[0])}
         devices = [one.devices[0] for one in self.jobs.topology.slices]
         results = {s: dict(zip(connected, part)) for s, part in enumerate(zip(*parts, strict=True))}
-        self.apply(PlainGradients(results, rows, entries, devices), connected)
+        source = PlainGradients(results, rows, entries, devices)
+        self.apply(self.begin(source, connected))
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of optimizer state per device."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kdist.optimizer.bucket import Bucket
@@ -27,9 +26,6 @@ class GradientSource(Protocol):
     def local(self, variable: int, at: Coordinate) -> Any:
         """What one coordinate computed: dense, of the part it computes with; None if nothing."""
 
-    def reduced(self, variables: Sequence[int], gradient: Any) -> None:
-        """Told what became of the gradients of some variables."""
-
 
 def bucket_gradients(bucket: Bucket, source: GradientSource, devices: Any) -> list[Any]:
     """A bucket's gradients, summed over the slices: per owner, its vector.
@@ -51,6 +47,5 @@ def bucket_gradients(bucket: Bucket, source: GradientSource, devices: Any) -> li
         with tf.device(devices[s][k]):
             parts = [rows[p] for rows in messages]
             vector = tf.add_n(parts, name=REDUCE) if len(parts) > 1 else tf.identity(parts[0])
-            source.reduced(bucket.members, vector)
             vectors.append(vector)
     return vectors

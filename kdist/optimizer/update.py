@@ -14,11 +14,12 @@ from kdist.compression import Classes
 from kdist.mesh import Topology
 from kdist.optimizer.accumulate import LocalSums
 from kdist.optimizer.clip import clip_globally
-from kdist.optimizer.compressed import KnownStates, bucket_vectors
+from kdist.optimizer.compressed import KnownStates
 from kdist.optimizer.config import OptimizerConfig
 from kdist.optimizer.jobs import Jobs
 from kdist.optimizer.local import leaf_optimizers
 from kdist.optimizer.loss_scale import LossScale
+from kdist.optimizer.reduction import Reduction
 from kdist.optimizer.send import send_values
 from kdist.optimizer.source import GradientSource
 from kdist.optimizer.state_config import slot_formats
@@ -116,12 +117,10 @@ class DistributedUpdate:
             return self.loss_scale.scale()
         return self.inner.loss_scale_factor
 
-    def whole_gradients(
+    def begin_whole(
         self, source: GradientSource, connected: Sequence[int], compress: bool
-    ) -> dict[int, Any]:
-        """The gradients that `apply` would update with, each whole, on the device in scope.
-
-        What compression keeps moves on, unless a gradient is infinite or NaN.
+    ) -> Reduction:
+        """What sums gradients for the user's own loop; see `whole_gradients`.
 
         Args:
             source: The slices' gradients.
@@ -130,17 +129,32 @@ class DistributedUpdate:
         """
         live = set(connected)
         self._settle(source, live)
-        reduced, keep = self._reduced(source, live - source.rows, self.scale(), compress)
-        if compress and self.jobs.kept:
-            flags = [self._is_finite(self.jobs.jobs[n].owner, g) for n, g in reduced.items()]
-            tf.cond(tf.reduce_all(tf.stack(flags)), keep, lambda: None)
-        tables = {v: source.unit(v, UpdateUnit(v, None, (0, 0))) for v in live & source.rows}
-        return {**self.jobs.whole(reduced), **tables}
+        scale = self.scale()
+        return Reduction(self.jobs, source, live, live - source.rows, scale, compress=compress)
 
-    def apply(
+    def whole_gradients(self, reduction: Reduction) -> dict[int, Any]:
+        """The gradients that `apply` would update with, each whole, on the device in scope.
+
+        What compression keeps moves on, unless a gradient is infinite or NaN.
+
+        Args:
+            reduction: From `begin_whole`; what it has not summed yet is summed now.
+        """
+        reduction.advance(reduction.connected)
+        sums, source = reduction.gradients, reduction.given
+        if reduction.compress and self.jobs.kept:
+            flags = [self._is_finite(self.jobs.jobs[n].owner, g) for n, g in sums.items()]
+            tf.cond(tf.reduce_all(tf.stack(flags)), reduction.keep, lambda: None)
+        tables = {
+            v: source.unit(v, UpdateUnit(v, None, (0, 0)))
+            for v in reduction.connected & source.rows
+        }
+        return {**self.jobs.whole(sums), **tables}
+
+    def begin(
         self, source: GradientSource, connected: Sequence[int], compress: bool = True
-    ) -> None:
-        """Updates every parameter, everywhere.
+    ) -> Reduction:
+        """What sums the gradients of a step, all at once or as they become complete.
 
         Args:
             source: The slices' gradients.
@@ -151,11 +165,24 @@ class DistributedUpdate:
         self._settle(source, live)
         self._build_sums(live - source.rows)
         summed = {v for sums in self.sums.values() for v in sums.sums}
-        direct, keep = self._reduced(source, live - summed, self.scale(), compress)
+        # With a dynamic loss scale, it is not known yet whether the step counts.
+        early = self.sums if self.loss_scale is None else {}
+        return Reduction(self.jobs, source, live, live - summed, self.scale(), early, compress)
+
+    def apply(self, reduction: Reduction) -> None:
+        """Updates every parameter, everywhere.
+
+        Args:
+            reduction: From `begin`; what it has not summed yet is summed now.
+        """
+        source, live = reduction.given, reduction.connected
+        reduction.advance(live)
+        direct = reduction.gradients
         if self.loss_scale is None:
-            keep()
-            self._apply({**direct, **self._accumulated(source, live, None, compress)})
+            reduction.keep()
+            self._apply({**direct, **self._accumulated(reduction, None)})
             return
+        summed = {v for sums in self.sums.values() for v in sums.sums}
         flags = [self._is_finite(self.jobs.jobs[n].owner, g) for n, g in direct.items()]
         for s, one in enumerate(self.jobs.topology.slices):
             for at in ((s, k) for k in range(len(one.devices))):
@@ -164,8 +191,8 @@ class DistributedUpdate:
         finite = tf.reduce_all(tf.stack(flags))
 
         def step() -> None:
-            keep()
-            self._apply_unscaled(direct, source, live, compress)
+            reduction.keep()
+            self._apply_unscaled(reduction)
 
         tf.cond(finite, step, self.loss_scale.skip)
 
@@ -201,24 +228,24 @@ class DistributedUpdate:
                     sums.show(leaf)
                     self.sums[number] = sums
 
-    def _accumulated(
-        self, source: GradientSource, live: set[int], scale: Any, compress: bool
-    ) -> dict[int, Any]:
+    def _accumulated(self, reduction: Reduction, scale: Any) -> dict[int, Any]:
         """Adds to the local sums; the gradients of their jobs: totals when due, else zeros."""
         gradients: dict[int, Any] = {}
+        compress = reduction.compress
         # The dynamic scale is divided out as sums are made.
         factor = None if self.loss_scale is not None else self.scale()
         for number, sums in self.sums.items():
-            variables = {v for v in sums.sums if v in live}
-            sums.add(source, sorted(variables), scale)
+            variables = {v for v in sums.sums if v in reduction.connected}
+            sums.add(reduction.given, sorted(variables - reduction.accumulated), scale)
             jobs = self.jobs.updating(variables)
             leaf, local = self.groups[number][0], self.jobs.local[number]
 
             def total(sums: LocalSums = sums, variables: set[int] = variables) -> list[Any]:
-                found, keep = self._reduced(sums, variables, factor, compress)
-                keep()
+                found = Reduction(self.jobs, sums, variables, variables, factor, compress=compress)
+                found.advance(variables)
+                found.keep()
                 sums.reset(sorted(variables))
-                return [found[n] for n in sorted(found)]
+                return [gradient for _, gradient in sorted(found.gradients.items())]
 
             def zeros(jobs: list[int] = jobs) -> list[Any]:
                 found = []
@@ -232,61 +259,18 @@ class DistributedUpdate:
             gradients.update(zip(jobs, tf.cond(due, total, zeros)))
         return gradients
 
-    def _reduced(
-        self, source: GradientSource, live: set[int], scale: Any, compress: bool
-    ) -> tuple[dict[int, Any], Callable[[], None]]:
-        """Sums over the slices.
-
-        Args:
-            source: The slices' gradients.
-            live: Variables.
-            scale: What the gradients are multiplied by, None for 1.
-            compress: See `apply`.
-
-        Returns:
-            Number of the job -> what its variable is updated with; and what keeps the state of
-            compression for the next step.
-        """
-        gradients: dict[int, Any] = {}
-        devices = [one.devices for one in self.jobs.topology.slices]
-        compressed = self.jobs.compressed(source, scale) if compress else None
-        if compressed is not None:
-            source = compressed
-        for bucket in self.jobs.buckets:
-            if not live.issuperset(bucket.members):
-                continue
-            vectors = bucket_vectors(bucket, source, devices)
-            for at, units, vector in zip(bucket.owners, bucket.units, vectors):
-                if bucket.flat:
-                    gradients[self.jobs.of[units[0]]] = vector
-                    continue
-                with tf.device(self.jobs.device(at)):
-                    pieces = bucket.pieces(vector)
-                gradients.update((self.jobs.of[n], piece) for n, piece in zip(units, pieces))
-        for n, job in enumerate(self.jobs.jobs):
-            unit = self.jobs.units[job.units[0]]
-            backing = backing_of(job.variable)
-            if isinstance(backing, RowsBacking):
-                backing.forget()
-            if not job.flat and n not in gradients and unit.variable in live:
-                with tf.device(self.jobs.device(job.owner)):
-                    gradients[n] = source.unit(unit.variable, unit)
-        return gradients, (lambda: None) if compressed is None else compressed.commit
-
     def _is_finite(self, at: Coordinate, gradient: Any) -> Any:
         with tf.device(self.jobs.device(at)):
             return tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(gradient)))
 
-    def _apply_unscaled(
-        self, direct: dict[int, Any], source: GradientSource, live: set[int], compress: bool
-    ) -> None:
+    def _apply_unscaled(self, reduction: Reduction) -> None:
         assert self.loss_scale is not None
         scale = self.loss_scale.scale()
         unscaled = {}
-        for n, gradient in direct.items():
+        for n, gradient in reduction.gradients.items():
             with tf.device(self.jobs.device(self.jobs.jobs[n].owner)):
                 unscaled[n] = ops.divide(gradient, scale)
-        self._apply({**unscaled, **self._accumulated(source, live, scale, compress)})
+        self._apply({**unscaled, **self._accumulated(reduction, scale)})
         self.loss_scale.grow()
 
     def _apply(self, gradients: dict[int, Any]) -> None:

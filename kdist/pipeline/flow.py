@@ -10,8 +10,7 @@ from kdist.batch import join
 from kdist.pipeline.functions import Saved
 from kdist.pipeline.replica_flow import ReplicaFlow
 from kdist.program import ModelState
-from kdist.segmented import joined
-from kdist.sparse import add, is_sparse
+from kdist.sparse import add, is_sparse, joined
 from kdist.state import replica_seed
 from kdist.variables import stored
 

@@ -10,7 +10,6 @@ from kdist.mesh import Topology
 from kdist.placement import Coordinate, Index, relative, shape_of
 from kdist.plain import add_gradients, part_of
 from kdist.program import Traced
-from kdist.segmented import joined
 from kdist.spmd_results import SliceGradients, as_gradient
 from kdist.variables import Stored
 
@@ -53,7 +52,7 @@ class MeshPipelineGradients(SliceGradients):
                     for virtual, pairs in one.get("rows", {}).items()
                 ]
                 dense = [one["dense"][k]] if "dense" in one else []
-                found.append(joined([*dense, *tables]))
+                found.append(sparse.joined([*dense, *tables]))
         return found
 
     def _table(self, variable: int, k: int, virtual: int, pairs: Sequence[Any]) -> Any:

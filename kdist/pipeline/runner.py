@@ -23,7 +23,7 @@ from kdist.pipeline.program import PipelineProgram
 from kdist.pipeline.recorder import Recorder
 from kdist.pipeline.replica_flow import ReplicaFlow
 from kdist.pipeline.schedule import Schedule
-from kdist.plain import PlainGradients, PlainRunner
+from kdist.plain import Begin, PlainGradients, PlainRunner
 from kdist.variables import Stored
 
 import tensorflow as tf
@@ -59,7 +59,9 @@ class PipelineRunner(PlainRunner):
         last = self.staged.stage_of(self.schedule.virtual_stages - 1)
         return [self.topology.slices[s].devices[0] for s in self.topology.group(last)]
 
-    def gradients(self, batch: SplitBatch, scale: Any) -> list[dict[str, Any]]:
+    def gradients(
+        self, batch: SplitBatch, scale: Any, begin: Begin | None = None
+    ) -> list[dict[str, Any]]:
         """Loss and gradients of every replica; see `Program.loss_and_gradients`."""
         wanted = Pass(training=True, differentiate=True, split=self.schedule.splits_backward)
         scale = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
@@ -107,7 +109,7 @@ class PipelineRunner(PlainRunner):
             recorder.begin(schedule)
         for one in execution_order(schedule, written):
             for r, flow in enumerate(flows):
-                with self._instantiated_cheaply():
+                with self._cheaply():
                     first, last = flow.run(one, recorder)
                 self._order(one, chains.setdefault((r, one.stage), Chain()), first, last)
         if recorder is not None:

@@ -108,7 +108,25 @@ def _local(program: LoweredProgram, node: Any) -> Any:
 def stitched(program: LoweredProgram, given: Any) -> Callable:
     call = Stitcher(program).stitch([f"/device:CPU:{k}" for k in range(program.size)])
     parts = [[t.parts[k] for t in given] for k in range(program.size)]
-    return tf.function(lambda: call(parts), autograph=False)
+    return tf.function(lambda: call(parts)[1], autograph=False)
+
+
+def test_gradients_of_broadcasts_are_no_island() -> None:
+    mesh, _ = inner_mesh(model=2)
+
+    def loss_and_gradient(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            centred = x - tf.reduce_mean(x, -1, keepdims=True)
+            loss = tf.reduce_sum(tf.nn.softmax(centred / tf.math.reduce_std(x, -1, keepdims=True)))
+        return loss, tape.gradient(loss, x)
+
+    def traced(x: Any) -> Any:
+        return tf.function(loss_and_gradient, autograph=False)(x)
+
+    program = lowered_program(mesh, traced, cut(X, mesh, None, "model"))
+    assert program.islands == ()
+    assert lowered_program(mesh, loss_and_gradient, cut(X, mesh, "model", None)).islands == ()
 
 
 def test_every_device_runs_it() -> None:

@@ -100,7 +100,7 @@ def test_each_device_computes_its_part() -> None:
 
     @tf.function(autograph=False)
     def step() -> Any:
-        return stitched([[t.parts[k] for t in given] for k in range(4)])
+        return stitched([[t.parts[k] for t in given] for k in range(4)])[1]
 
     (function,) = [f for f in executed.watch(step) if f.select(executed.PRODUCTS)]
     assert function.count(executed.PRODUCTS) == dict.fromkeys(devices(4), 1)
@@ -169,7 +169,7 @@ def test_a_graph_keeps_the_functions_that_it_calls() -> None:
 
     def traced() -> Any:
         stitched = Stitcher(lowered_program(mesh, tf.sin, x)).stitch(devices(2))
-        step = tf.function(lambda: stitched([[p] for p in x.parts]), autograph=False)
+        step = tf.function(lambda: stitched([[p] for p in x.parts])[1], autograph=False)
         return step.get_concrete_function()
 
     concrete = traced()
