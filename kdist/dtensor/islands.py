@@ -46,7 +46,12 @@ class CannotCut(Exception):
 
 def crosses(spec: Any) -> bool:
     """Whether a tensor, or one of a spec, may go into an island, and come out of it."""
-    return spec.dtype not in _STAYS and spec.shape.is_fully_defined()
+    return is_handed_on(spec) and spec.shape.is_fully_defined()
+
+
+def is_handed_on(spec: Any) -> bool:
+    """Whether a tensor may go from one function to another: not a list of tensors, for example."""
+    return spec.dtype not in _STAYS
 
 
 def with_neighbours(body: Body, chosen: Mapping[str, str]) -> dict[str, str]:
