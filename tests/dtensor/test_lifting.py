@@ -54,7 +54,9 @@ def check(program: LoweredProgram, mesh: dtensor.Mesh, function: Callable, dims:
 
     @tf.function(autograph=False, input_signature=specs)
     def step(*parts: Any) -> Any:
-        return stitched([list(parts[k::2]) for k in range(2)])
+        names = {one.name: one.position for one in program.arguments}
+        taken = [names[r] or 0 for r in stitched.chunk.takes]
+        return stitched([[parts[2 * p + k] for p in taken] for k in range(2)])[1]
 
     for rows, length in OTHERS:
         x, w = random.normal(size=(rows, length, 8)), random.normal(size=(8, 6))
