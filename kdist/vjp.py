@@ -201,7 +201,15 @@ def pruned(function: Any, feeds: Sequence[Any], fetches: Sequence[Any]) -> Any:
     others = [t for ref, t in outputs.items() if ref not in fed]
     once = function.prune([*feeds, *others], list(fetches))
     unused = {t.ref() for t in once.inputs[len(feeds) : len(feeds) + len(others)]}
-    return once.prune([t for t in once.inputs if t.ref() not in unused], once.outputs)
+    made = once.prune([t for t in once.inputs if t.ref() not in unused], once.outputs)
+    # Shapes that were set, such as those of what XLA compiles, are not copied.
+    traced = {one.name: one for one in function.graph.get_operations()}
+    for operation in made.graph.get_operations():
+        original = traced.get(operation.name)
+        if original is not None and original.type == operation.type != "Placeholder":
+            for tensor, known in zip(operation.outputs, original.outputs, strict=True):
+                tensor.set_shape(known.shape)
+    return made
 
 
 def unflatten(kinds: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:

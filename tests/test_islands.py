@@ -122,8 +122,8 @@ CASES: dict[str, tuple[Callable, str | None]] = {
         "StatelessWhile",
     ),
 }
-DIVIDED_BY_DTENSOR = ("rotary", "routed", "gru", "bidirectional")
-"""What has operations besides for which DTensor itself gathers: slices, sums over parts."""
+DIVIDED_BY_DTENSOR = ("rotary", "routed", "masked", "grouped", "gru", "bidirectional")
+"""What has operations besides for which others gather: slices, convolutions, sums over parts."""
 PIPE = {"pipe": 2, "data": 2, "model": 2}
 WAYS: dict[str, dict[str, Any]] = {
     "data2_model2": {},
