@@ -163,12 +163,13 @@ class SpmdRunner:
         keys = [signature(one) for one in data]
         if self.chunks is None:
             return [program(s, key, one) for s, (key, one) in enumerate(zip(keys, inputs))]
+        if sizes.active() is not None:
+            raise sizes.CannotLift("steps that run in chunks are for one shape")
         lowered = program.lower_all(keys, inputs)
         programs, given = [], []
         for (key, flat), name, one in zip(lowered, keys, inputs, strict=True):
             end = sum(t is not None for t in tf.nest.flatten(one))
             stitcher = program.stitchers[key]
-            sizes.found(bounded=stitcher.program.bounded)
             programs.append(
                 self.chunks.program(
                     (stitcher, key),
