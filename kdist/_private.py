@@ -87,7 +87,8 @@ def regularization_losses(model: keras.Model) -> list[tuple[keras.Variable, Any]
 def compiled_losses(model: keras.Model) -> list[CompileLoss.Loss]:
     """The flat list of (path, loss, weight, name) of a built `CompileLoss`; empty without one."""
     compiled = model._compile_loss
-    return list(compiled._flat_losses) if compiled is not None else []
+    # Not built where an overridden `compute_loss` does not use it.
+    return list(compiled._flat_losses or ()) if compiled is not None else []
 
 
 def loss_function(loss: keras.Loss) -> tuple[Any, dict[str, Any]]:

@@ -80,6 +80,7 @@ class ChunkRun:
         given: Per slice and position of a flat input, its parts; None for what is gathered.
         gather: Gathers parameters.
         progress: Told after each chunk what results there are.
+        before: Per slice, operations that end the pass before this one in the same step.
         keep: Keep what was gathered for the chunks that use it again.
         free: Whether chunks wait for what `progress` returns.
     """
@@ -90,10 +91,12 @@ class ChunkRun:
         given: Sequence[Sequence[Any]],
         gather: Gather,
         progress: Progress | None = None,
+        before: Sequence[list[Any]] | None = None,
         *,
         keep: bool = False,
         free: bool = False,
     ) -> None:
+        self.before = list(before or ([] for _ in given))
         self.programs, self.gather, self.progress = list(programs), gather, progress
         self.keep, self.free = keep, free
         self.values = [
@@ -142,7 +145,7 @@ class ChunkRun:
         wanted = dict.fromkeys(i for one in self.programs for i in one.fetched[number])
         missing = [i for i in wanted if i not in self.kept[0]]
         last = number - 1 - IN_FLIGHT
-        gates = self.done[last] if last >= 0 else [[] for _ in self.values]
+        gates = self.done[last] if last >= 0 else self.before
         fresh = self.gather(missing, gates) if missing else [{} for _ in self.values]
         found = [{**kept, **new} for kept, new in zip(self.kept, fresh)]
         if self.keep:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from kdist.dtensor.stitching import Stitcher
 from kdist.gather import Gatherer
 from kdist.mesh import Topology
 from kdist.variables import Stored
+
+import tensorflow as tf
 
 Keys = Callable[[], Sequence[Hashable | None]]
 """Gives the key of each parameter's bucket, None where it travels alone."""
@@ -69,6 +72,8 @@ class Chunks:
         self.gathers: list[tuple[int, ...]] | None = None
         self.topology, self.keys = topology, keys
         self._programs: dict[Hashable, ChunkedProgram] = {}
+        self._ended: tuple[Any, list[list[Any]]] | None = None
+        """The graph in which a pass was written last, and per slice what ends that pass."""
         self.chunk_of: dict[int, int] = {}
 
     def program(
@@ -124,8 +129,14 @@ class Chunks:
             for chunk in programs[0].fetched:
                 self.gathers += gather.groups([i for i in chunk if i not in known])
                 known |= set(chunk) if keep else set()
-        run = ChunkRun(programs, given, gather, progress, keep=keep, free=self.chunking.free)
-        return run.run()
+        graph, before = tf.compat.v1.get_default_graph(), None
+        if self._ended is not None and self._ended[0]() is graph:
+            before = self._ended[1]
+        free = self.chunking.free
+        run = ChunkRun(programs, given, gather, progress, before, keep=keep, free=free)
+        found = run.run()
+        self._ended = weakref.ref(graph), run.done[-1]
+        return found
 
 
 class Completion:

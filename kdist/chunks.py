@@ -131,9 +131,10 @@ class _Labels:
         only = self._closure(set(chunk_of))
         self.uses = self._parameters_behind(only)
         self.seeded = self._descendants(set(seeds))
-        self.forward = self._ancestors(
-            [r for r in (*graph.results, *graph.effects) if node_of(r) not in self.seeded]
-        )
+        before = [r for r in graph.results if node_of(r) not in self.seeded]
+        self.forward = self._ancestors([*before, *graph.effects]) - self.seeded
+        if not before:  # a program that returns gradients alone
+            self.forward = set(self.sources) - self.seeded
         self.labels: dict[str, int] = {}
 
     def final(self, whole_forward: bool) -> dict[str, int]:

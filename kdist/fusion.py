@@ -36,8 +36,8 @@ comm_fusion: Setting[int] = Setting("kdist.set_comm_fusion")
 class FusionConfig:
     """How gradients, and the new values that they lead to, are fused into buckets.
 
-    Parameters that level 3 gathers before use are not fused, nor are gradients of embedding tables.
-    Ids given with `kdist.set_comm_fusion` go before modes.
+    So are parameters that level 3 gathers for one chunk of the model; embedding tables are not. Ids
+    given with `kdist.set_comm_fusion` go before modes.
 
     Raises:
         ValueError: For a value that is not listed.
@@ -69,11 +69,11 @@ class FusionConfig:
     it; by default that of devices in one process."""
 
     overlap: bool = False
-    """Whether buckets leave while the backward pass goes on at levels 0 and 1 too. The model then
-    runs in segments, as it always does from level 2 on, and a bucket is reduced as soon as the
-    segments that make its gradients are done. The step's graph grows, and so does the first step;
-    it pays where devices do not share the cores that compute. What cannot be cut into segments is
-    one, and the plan says so; a pipeline's buckets leave stage by stage anyway."""
+    """Whether buckets leave while the backward pass goes on at levels 0 and 1 too. The backward
+    pass then runs in chunks, as it always does from level 2 on, and a bucket is reduced as soon as
+    the chunks that make its gradients are done. The step's graph grows, and so does the first step;
+    it pays where devices do not share the cores that compute. A pipeline's buckets leave stage by
+    stage anyway."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

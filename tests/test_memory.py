@@ -47,14 +47,22 @@ def prepared(
     replicas: int = REPLICAS,
     layers: int = LAYERS,
     bucket_bytes: int = KERNEL,
+    make: Callable[[], keras.Model] | None = None,
+    mesh: Any = None,
+    layout_map: Any = None,
     **options: Any,
 ) -> keras.Model:
     """A model that is about to train: all there is to its step, without having run it."""
     spread = kdist.OptimizerConfig(level=level, threshold_kb=KERNEL / 1024, **options)
     # A bucket is a kernel: a model so small would travel in one or two.
     fusion = kdist.FusionConfig(mode="size", size_mb=bucket_bytes / 2**20)
-    config = kdist.ParallelConfig(mesh=kdist.mesh(data=replicas), optimizer=spread, fusion=fusion)
-    model = kdist.parallelize(build(layers), config)
+    config = kdist.ParallelConfig(
+        mesh=mesh or kdist.mesh(data=replicas),
+        optimizer=spread,
+        fusion=fusion,
+        layout_map=layout_map or {},
+    )
+    model = kdist.parallelize(make() if make else build(layers), config)
     model.compile("adam", "mse")
     batch = np.zeros((ROWS, WIDTH), np.float32)
     attached(model)._prepare("train", (batch, batch, None))
@@ -210,6 +218,71 @@ def test_copies_on_devices_with_memory_of_their_own(level: int, at_level: Callab
     seg, buck = chunk(model), bucket(model)
     assert most(live, "gradient") <= CUT / REPLICAS + REPLICAS * WHOLE + seg + 3 * buck
     assert most(live, "gathered") <= 2 * WHOLE + (4 * buck if level == 2 else 4 * seg)
+
+
+class Subclassed(keras.Model):
+    """A chain of layers that its own `call` runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain = [keras.layers.Dense(WIDTH, "tanh") for _ in range(LAYERS)]
+
+    def call(self, x: Any) -> Any:
+        for layer in self.chain:
+            x = layer(x)
+        return x
+
+
+class OwnLoss(keras.Model):
+    """A Functional model that computes its loss itself."""
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, weight: Any = None, **_: Any
+    ) -> Any:
+        return keras.ops.mean((y - y_pred) ** 2) * keras.ops.mean(y_pred**2)
+
+
+def subclassed() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    model = Subclassed()
+    model.build((None, WIDTH))
+    return model
+
+
+def with_own_loss() -> keras.Model:
+    model = build(LAYERS)
+    return OwnLoss(model.inputs, model.outputs)
+
+
+@pytest.mark.parametrize("level", [2, 3])
+@pytest.mark.parametrize("make", [subclassed, with_own_loss])
+def test_any_model_is_cut(make: Callable[[], keras.Model], level: int) -> None:
+    model = prepared(level, make=make)
+    live = analysed(model)
+    assert gradients_at_level_2(live, model)
+    if level == 3:
+        assert parameters_at_level_3(live, model)
+
+
+CUT_INSIDE = {r".*kernel": (None, "model")}
+
+
+def inner(level: int) -> keras.Model:
+    """Large enough for what a step holds to be parameters and gradients."""
+    mesh = kdist.mesh(data=2, model=2)
+    return prepared(level, layers=16, mesh=mesh, layout_map=CUT_INSIDE)
+
+
+def test_slices_with_inner_axes_free_too() -> None:
+    """The part of the model on a device is cut over two replicas: at level 3, half of it."""
+    whole, cut = analysed(inner(0)), analysed(model := inner(3))
+    chunks = attached(model).spmd_step.runner.chunks  # type: ignore[union-attr]
+    assert chunks is not None
+    sizes = Counter(chunks.chunk_of.values())
+    assert max(sizes.values()) == 2  # a kernel and a bias
+    for device in ("/device:CPU:0", "/device:CPU:3"):
+        assert cut.peak(device, ["gathered"]).nbytes <= 2 * (KERNEL / 2 + BIAS)
+        assert cut.peak(device).nbytes <= 0.6 * whole.peak(device).nbytes
 
 
 def test_keep_gathered_keeps_all() -> None:

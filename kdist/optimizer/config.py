@@ -29,7 +29,7 @@ class OptimizerConfig:
 
     level: int = 0
     """0: off. 1: optimizer state is cut over `data`. 2: gradients too: each goes to the shards'
-    owners as soon as its segment's backward pass has made it, and is freed. 3: parameters too:
+    owners as soon as its chunk's backward pass has made it, and is freed. 3: parameters too:
     they are stored cut, gathered before use, and freed after it."""
 
     threshold_kb: float = 64

@@ -1,6 +1,6 @@
 """What one virtual stage computes, as a pure function of flat lists of tensors.
 
-The nodes of the model's graph are interpreted, as in `kdist.segmented`; no sub-model is built. On
+The nodes of the model's graph are interpreted; no sub-model is built. On
 the last virtual stage the loss belongs to it.
 
 ```

@@ -1,7 +1,6 @@
 """Every model at every level of optimizer parallelism, and with overlap, equals one device.
 
-These are the ways in which a model runs in segments (levels 2 and 3, overlap) or does not (level 1,
-slices that are DTensor meshes).
+These are the ways in which a model runs in chunks (levels 2 and 3, overlap) or does not (level 1).
 """
 
 from __future__ import annotations
@@ -20,18 +19,9 @@ from .zoo import BY_NAME
 ROWS = product(BY_NAME, LEVELS[1:], ("data4", "data2_model2"))
 
 BOTH = ("data4", "data2_model2")
-# Attention that takes masks off what a later segment reads, where there are segments.
-SEGMENTED = {("post_norm", "level3"), ("lstm_attention", "level2")}
-
-
-def _mesh(name: str, level: str, number: int) -> str:
-    """Overlap needs segments, which slices over several devices do not have."""
-    return "data4" if level == "overlap" or (name, level) in SEGMENTED else BOTH[number % 2]
-
-
 # Every pair of model and level, and of level and mesh.
 DEFAULT = [
-    (name, level, _mesh(name, level, i + j))
+    (name, level, BOTH[(i + j) % 2])
     for i, name in enumerate(BY_NAME)
     for j, level in enumerate(LEVELS[1:])
 ]

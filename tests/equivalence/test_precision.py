@@ -68,7 +68,7 @@ DTYPES = ("float64", "float32", "mixed_float16", "mixed_bfloat16")
     ),
 )
 def test_level_in_every_precision(level: str, dtype: str, mesh: str, engine: str) -> None:
-    # Levels 2 and 3 and overlap run several segments inside the model's call, which casts.
+    # Levels 2 and 3 and overlap run in chunks, which compute casts of gathered parameters again.
     expected, actual = compare(
         BY_NAME["mlp"],
         MESHES[mesh],
