@@ -57,6 +57,9 @@ STEP_ROWS = (
     Configuration("kdist, data 8, level 1", "kdist", (("data", 8),), level=1),
     Configuration("kdist, data 8, level 3", "kdist", (("data", 8),), level=3),
     Configuration("kdist, data 2 x model 2", "kdist", (("data", 2), ("model", 2))),
+    Configuration(
+        "kdist, data 2 x model 2, level 3", "kdist", (("data", 2), ("model", 2)), level=3
+    ),
     Configuration("kdist, data 2 x model 4", "kdist", (("data", 2), ("model", 4))),
 )
 JAX_ROWS = (

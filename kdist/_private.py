@@ -273,20 +273,6 @@ def autocast(variable: keras.Variable, value: Any) -> Any:
     return variable._maybe_autocast(value)
 
 
-@contextlib.contextmanager
-def as_stored() -> Iterator[None]:
-    """Meanwhile, variables have the dtypes that they are stored in, also within a layer's call.
-
-    There a mixed policy casts what is read, and `Variable.dtype` is that of the cast.
-    """
-    before = global_state.get_global_attribute("autocast_scope")
-    global_state.set_global_attribute("autocast_scope", None)
-    try:
-        yield
-    finally:
-        global_state.set_global_attribute("autocast_scope", before)
-
-
 def rename(variable: keras.Variable, like: keras.Variable) -> None:
     """Gives a local variable the path of its logical one (weight-decay rules, Muon need it)."""
     variable._path = like.path

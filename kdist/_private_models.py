@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -81,22 +81,3 @@ def model_outputs(functional: Any, outputs: Sequence[Any]) -> Any:
     """What calling a `Functional` returns for flat outputs: a single one without its list."""
     packed = pack_outputs(functional, outputs)
     return packed[0] if isinstance(packed, list | tuple) and len(packed) == 1 else packed
-
-
-@contextlib.contextmanager
-def interpreted(functional: Any, run: Callable) -> Iterator[None]:
-    """Meanwhile, a `Functional` computes its outputs by `run(functional, inputs, operation_fn)`.
-
-    Everything around (standardized inputs, masks, autocast, the model's own losses) stays Keras's.
-    """
-
-    def through_graph(
-        inputs: Any, operation_fn: Callable = lambda op: op, call_fn: Any = None
-    ) -> Any:
-        return run(functional, keras.tree.flatten(inputs), operation_fn)
-
-    object.__setattr__(functional, "_run_through_graph", through_graph)
-    try:
-        yield
-    finally:
-        object.__delattr__(functional, "_run_through_graph")

@@ -136,7 +136,6 @@ class Program:
         self.state = ModelState.of(model)
         self.trained = Traced()
         self.tested = Traced()
-        self.flows: dict[int, Sequence[Any]] = {}
 
     @functools.cached_property
     def kinds(self) -> list[TermKind]:
@@ -195,21 +194,13 @@ class Program:
             written), `outputs`, `masks`.
         """
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            self._watch(tape, params)
+            tape.watch(params)
             result = self.loss(
                 params, carried, data, shares, rows_share, first, training=True, view=view
             )
             target = result["loss"] * tf.cast(scale, result["loss"].dtype)
-        found = self._differentiate(tape, target, params)
-        result["gradients"] = self._connected(found, data)
+        result["gradients"] = self._connected(tape.gradient(target, params), data)
         return result
-
-    def _watch(self, tape: tf.GradientTape, params: Sequence[Any]) -> None:
-        tape.watch(params)
-
-    def _differentiate(self, tape: tf.GradientTape, target: Any, params: Sequence[Any]) -> Any:
-        """Gradient (or None) of the target with respect to each parameter."""
-        return tape.gradient(target, params)
 
     def loss(
         self,
@@ -338,7 +329,7 @@ class Program:
         sources = [t for t in leaves if t is not None]
         self.trained.connected = [i for i, g in enumerate(found) if g is not None]
         self.trained.rows = {
-            i: sparse.look_up(g.indices, sources, self.flows)
+            i: sparse.look_up(g.indices, sources)
             for i, g in enumerate(found)
             if g is not None and sparse.is_sparse(g)
         }

@@ -12,7 +12,7 @@ row by row, where every replica looks up the same (positions).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kdist import _private_models
@@ -45,14 +45,9 @@ PASSED_ON = frozenset({"Cast", "Identity", "Reshape", "ConcatV2", "StopGradient"
 """Operations behind which indices still are the ones that a `Unique` gave."""
 
 
-Flows = Mapping[int, Sequence[Any]]
-"""By identity of a tensor that a call made, the call's inputs whose values it depends on."""
-
-
-def look_up(indices: Any, sources: Sequence[Any], flows: Flows | None = None) -> LookUp:
+def look_up(indices: Any, sources: Sequence[Any]) -> LookUp:
     """Reads from a traced graph how a gradient's indices came about."""
-    by_batch = depends_on(indices, sources, flows)
-    return LookUp(by_batch, _is_merged(indices), indices.dtype.size)
+    return LookUp(depends_on(indices, sources), _is_merged(indices), indices.dtype.size)
 
 
 def _is_merged(tensor: Any) -> bool:
@@ -66,11 +61,10 @@ def is_sparse(gradient: Any) -> bool:
     return isinstance(gradient, tf.IndexedSlices)
 
 
-def depends_on(tensor: Any, sources: Sequence[Any], flows: Flows | None = None) -> bool:
+def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
     """Whether a tensor of a graph is computed from the values of any of `sources`.
 
-    Eager tensors do not know where they come from: then the answer is True. What `flows` knows
-    about a tensor goes before what its operation takes.
+    Eager tensors do not know where they come from: then the answer is True.
     """
     if not hasattr(tensor, "graph"):
         return True
@@ -84,9 +78,7 @@ def depends_on(tensor: Any, sources: Sequence[Any], flows: Flows | None = None) 
         if id(current) in seen:
             continue
         seen.add(id(current))
-        if flows is not None and id(current) in flows:
-            waiting.extend(flows[id(current)])
-        elif current.op.type not in SHAPE_ONLY:
+        if current.op.type not in SHAPE_ONLY:
             waiting.extend(current.op.inputs)
     return False
 

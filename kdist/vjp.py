@@ -38,7 +38,6 @@ class Vjp:
         saved: Specs of what is kept from the forward to the backward half.
         output_dtypes: Dtypes of the outputs.
         rows: Parameters whose gradient is rows, with (inputs that the indices depend on, merged).
-        flows: Per output, the inputs whose values it depends on.
 
     Raises:
         CapturesVariables: See there.
@@ -154,9 +153,6 @@ class Vjp:
         saved = self._frontier(fetches, depends)
         self.saved = [tf.TensorSpec(t.shape, t.dtype) for t in saved]
         self.output_dtypes = [t.dtype for t in self._outputs]
-        self.flows = [
-            [j for j, x in enumerate(inputs) if sparse.depends_on(t, [x])] for t in self._outputs
-        ]
         forward = pruned(joint, [*params, *inputs], [*self._outputs, *saved])
         self._call_forward = wrap(forward)
         self._cut_backward(joint, wrap, [*params, *saved, *self._given], fetches)

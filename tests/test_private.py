@@ -6,7 +6,6 @@ Those of losses and metrics, of optimizers and of models as graphs are in files 
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 from kdist import _private, _private_strategy
@@ -105,23 +104,6 @@ def test_autocast():
     layer.call = lambda inputs: seen.append(_private.autocast(layer.kernel, tf.ones(2))) or inputs
     layer(np.ones((1, 2), "float32"))
     assert seen[-1].dtype == tf.bfloat16
-
-
-def test_as_stored():
-    layer = keras.layers.Dense(1, dtype="mixed_bfloat16")
-    layer.build((None, 2))
-    seen = []
-
-    def call(inputs):
-        for scope in (contextlib.nullcontext(), _private.as_stored(), contextlib.nullcontext()):
-            with scope:
-                seen.append((layer.kernel.dtype, layer.kernel.value.dtype.name))
-        return inputs
-
-    layer.call = call
-    layer(np.ones((1, 2), "float32"))
-    half = ("bfloat16", "bfloat16")
-    assert seen[-3:] == [half, ("float32", "float32"), half]
 
 
 def test_rename():

@@ -81,7 +81,6 @@ def test_unused_parameters_and_inputs_have_no_gradient() -> None:
     vjp, _, saved = halves(dense, params, inputs)
     of_params, of_inputs = vjp.backward(params, saved, values((5, 3)))
     assert of_params[2] is None and of_inputs[1] is None
-    assert vjp.flows == [[0]]
 
 
 def test_integer_outputs_take_no_cotangent() -> None:
