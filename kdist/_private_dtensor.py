@@ -104,7 +104,7 @@ class Registered:
             dtypes: Of its results.
 
         Returns:
-            The operation, and the results.
+            The operation, None when executing eagerly, and the results.
         """
         graph = tf.compat.v1.get_default_graph()
         # It may be called when whoever traced it is gone.
@@ -116,6 +116,8 @@ class Registered:
             call = tf.raw_ops.StatefulPartitionedCall
         options = context.context().function_call_options.config_proto_serialized
         made = call(args=list(inputs), Tout=list(dtypes), f=self.name, config_proto=options)
+        if tf.executing_eagerly():
+            return None, list(made) if dtypes else []
         return (made[0].op, list(made)) if dtypes else (made, [])
 
 

@@ -162,6 +162,8 @@ class ChunkRun:
         values = {**self.values[s], **named}
         last = number - 1 - IN_FLIGHT
         waits = list(self.reduced[last]) if self.free and last >= 0 else []
+        if tf.executing_eagerly():
+            waits, before = [], []
         if function.size > 1 and waits:
             values.update(self._after(waits, number, s))
         if function.has_effects:
@@ -173,6 +175,8 @@ class ChunkRun:
             operation, parts = function(inputs)
         for i, reference in enumerate(function.chunk.gives):
             self.values[s][reference] = [mine[i] for mine in parts]
+        if operation is None:  # executing eagerly, in the order of these calls
+            return []
         return [operation] if function.size == 1 else self._copies(self._handed_on(number, s), s)
 
     def _after(self, waits: Sequence[Any], number: int, s: int) -> dict[str, list[Any]]:

@@ -287,12 +287,14 @@ def make_plan(
     decisions: Sequence[Decision] = (),
     exchanges: Sequence[Exchange] = (),
     classes: Classes | None = None,
-    gathers: Sequence[tuple[int, ...]] = (),
+    gathers: Sequence[tuple[int, ...]] | None = None,
     look_ups: Mapping[int, LookUp] | None = None,
     micro_batches: int = 1,
     row_updates: frozenset[int] = frozenset(),
 ) -> Plan:
-    """Puts a plan together."""
+    """Puts a plan together; without `gathers`, what is not stored whole is gathered once."""
+    if gathers is None:
+        gathers = [(v,) for v, i in enumerate(trainable) if weights[i].gathered]
     return Plan(
         topology=topology,
         weights=tuple(weights),

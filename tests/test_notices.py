@@ -12,7 +12,8 @@ from kdist.notices import without_notices
 import keras, numpy as np, tensorflow as tf
 
 kdist.init(cpu_devices=4)
-for middle in (keras.layers.Dense(4, name="up"), keras.layers.Lambda(lambda x: x[:, None][:, 0])):
+of_no_layer = tf.Variable(1.0)
+for middle in (keras.layers.Dense(4, name="up"), keras.layers.Lambda(lambda x: x * of_no_layer)):
     model = keras.Sequential([keras.Input((4,)), middle, keras.layers.Dense(2, name="head")])
     cut = {".*head/kernel": ("model", None)}
     config = kdist.ParallelConfig(mesh=kdist.mesh(data=2, model=2), layout_map=cut)

@@ -388,7 +388,7 @@ class StitchedFunction:
 
         def outside(inputs: Sequence[Any], dtypes: Sequence[tf.DType]) -> tuple[Any, list[Any]]:
             found = list(compiled(*inputs))
-            return found[0].op, found
+            return None if tf.executing_eagerly() else found[0].op, found
 
         return outside
 
