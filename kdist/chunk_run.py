@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.chunks import Chunk, node_of
-from kdist.dtensor.stitching import StitchedFunction, Stitcher
+from kdist.dtensor.stitched import StitchedFunction
+from kdist.dtensor.stitching import Stitcher
 from kdist.instantiation import instantiated_cheaply
 
 import tensorflow as tf

@@ -15,7 +15,8 @@ from kdist.dtensor.islands import CannotCut
 from kdist.dtensor.lifting import lift
 from kdist.dtensor.lowering import Function, Island, LoweredProgram, lower
 from kdist.dtensor.sharded import Sharded, replicate
-from kdist.dtensor.stitching import StitchedFunction, Stitcher
+from kdist.dtensor.stitched import StitchedFunction
+from kdist.dtensor.stitching import Stitcher
 from kdist.hooks import declared_layouts
 from kdist.lowered import Collective
 from kdist.mesh import Topology

@@ -7,10 +7,10 @@ The program's nodes are copied once per device. What depends on the device's num
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kdist import _private, _private_dtensor
+from kdist import _private_dtensor
 from kdist.chunks import Chunk, Graph, node_of
 from kdist.dtensor.collectives import (
     COLLECTIVES,
@@ -28,6 +28,7 @@ from kdist.dtensor.device_number import (
     without_notes,
 )
 from kdist.dtensor.lowering import LoweredProgram
+from kdist.dtensor.stitched import VARIANT, StitchedFunction
 
 import numpy as np
 import tensorflow as tf
@@ -107,7 +108,11 @@ class Stitcher:
         definition = _Copies(self, devices, chunk).definition
         # Graphs that call it on several devices then are not the larger for it.
         definition.attr["_noinline"].b = devices == [""]
-        return StitchedFunction(self, chunk, definition, jit_compile)
+        shapes = [self.shape(reference) for reference in chunk.gives]
+        function = StitchedFunction(definition, chunk, shapes, self.program.size, self.bodies)
+        if jit_compile:
+            function.compile([r for r in (*chunk.takes, *chunk.gives) if self.dtype(r) == VARIANT])
+        return function
 
     def dtype(self, reference: str) -> int:
         """Of a tensor of the program, as an enumeration value."""
@@ -345,77 +350,6 @@ class _Copies:
                 self.definition, f"{_on(k)}/known/{name}", self.devices[k], np.asarray(value)
             )
         return self.constants[name, k]
-
-
-class StitchedFunction:
-    """A function of all devices of a slice, to call in a graph that is being traced.
-
-    Args:
-        stitcher: Of the program.
-        chunk: What of the program it runs.
-        definition: The function.
-        jit_compile: Compile it with XLA.
-    """
-
-    def __init__(
-        self, stitcher: Stitcher, chunk: Chunk, definition: Any, jit_compile: bool = False
-    ) -> None:
-        self.chunk = chunk
-        self.name = definition.signature.name
-        self.size = stitcher.program.size
-        self._dtypes = [tf.as_dtype(one.type) for one in definition.signature.output_arg]
-        self._shapes = [stitcher.shape(reference) for reference in chunk.gives]
-        self._registered = _private_dtensor.Registered(definition, stitcher.bodies)
-        self._call = self._registered.call
-        if jit_compile:
-            self._call = self._compiled(stitcher)
-
-    def _compiled(self, stitcher: Stitcher) -> Callable:
-        variant = tf.variant.as_datatype_enum
-        lists = [r for r in (*self.chunk.takes, *self.chunk.gives) if stitcher.dtype(r) == variant]
-        if lists:
-            raise ValueError(
-                "XLA cannot hand what a loop keeps (a list of tensors) from a forward to a "
-                "backward function, as stages and chunks do. Compile with jit_compile='auto' or "
-                "False, or unroll the loop (keras.layers.LSTM(unroll=True)). "
-                f"Received: jit_compile=True, {lists}"
-            )
-
-        def call(*inputs: Any) -> list[Any]:
-            return self._registered.call(inputs, self._dtypes)[1]
-
-        compiled = tf.function(call, autograph=False, jit_compile=True)
-
-        def outside(inputs: Sequence[Any], dtypes: Sequence[tf.DType]) -> tuple[Any, list[Any]]:
-            found = list(compiled(*inputs))
-            return None if tf.executing_eagerly() else found[0].op, found
-
-        return outside
-
-    @property
-    def has_effects(self) -> bool:
-        """Whether it does something besides returning values."""
-        return self._registered.has_effects
-
-    def __call__(self, inputs: Sequence[Sequence[Any]]) -> tuple[Any, list[list[Any]]]:
-        """Calls it.
-
-        Args:
-            inputs: For each device, what it is given; see `Chunk.takes`.
-
-        Returns:
-            The operation, and for each device what it returns; see `Chunk.gives`.
-        """
-        flat = [one for mine in inputs for one in mine]
-        operation, found = self._call(flat, self._dtypes)
-        if self.has_effects:  # of one slice, which others need not wait for
-            _private.run_independently(operation)
-        count = len(self._shapes)
-        parts = [found[k * count : (k + 1) * count] for k in range(self.size)]
-        for mine in parts:
-            for part, shape in zip(mine, self._shapes, strict=True):
-                part.set_shape(shape)
-        return operation, parts
 
 
 def _on(device: int) -> str:
