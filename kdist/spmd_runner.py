@@ -14,7 +14,6 @@ from kdist import spmd
 from kdist.batch import SplitBatch
 from kdist.chunk_run import ChunkedProgram
 from kdist.chunked import Chunking, Chunks, Completion, Keys
-from kdist.dtensor import sizes
 from kdist.dtensor.lowering import Island
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.loss import shares_from_counts
@@ -163,8 +162,6 @@ class SpmdRunner:
         keys = [signature(one) for one in data]
         if self.chunks is None:
             return [program(s, key, one) for s, (key, one) in enumerate(zip(keys, inputs))]
-        if sizes.active() is not None:
-            raise sizes.CannotLift("steps that run in chunks are for one shape")
         lowered = program.lower_all(keys, inputs)
         programs, given = [], []
         for (key, flat), name, one in zip(lowered, keys, inputs, strict=True):

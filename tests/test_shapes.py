@@ -146,9 +146,13 @@ def epochs(make: Callable, shapes: Any, counts: Counts, models: Any, most: int) 
     assert counts.traces == counts.lowered == 0
 
 
-def test_24_lengths_are_compiled_at_most_6_times(counts: Counts) -> None:
+IN_CHUNKS = {"optimizer": kdist.OptimizerConfig(level=3, threshold_kb=0)}
+
+
+@pytest.mark.parametrize("options", [None, pytest.param(IN_CHUNKS, marks=long)])
+def test_24_lengths_are_compiled_at_most_6_times(counts: Counts, options: Any) -> None:
     shapes = [(5 if length % 6 == 0 else 8, length) for length in range(5, 29)]
-    models = pair(text_model, ATTENTION)
+    models = pair(text_model, ATTENTION, options)
     epochs(text, shapes, counts, models, 6)
     train(models, (text(rows, length) for rows, length in ((1, 1), (2, 40), (3, 2), (16, 63))))
     assert counts.traces == 0

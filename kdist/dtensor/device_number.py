@@ -64,7 +64,7 @@ def is_small(node: Any) -> bool:
         return (
             tf.TensorShape(node.attr["value"].tensor.tensor_shape).num_elements() <= MOST_ELEMENTS
         )
-    shapes = node.attr[SHAPES].list.shape
+    shapes = node.attr[SHAPES].list.shape if SHAPES in node.attr else ()
     if not shapes or shapes[0].unknown_rank:
         return False
     sizes = [dim.size for dim in shapes[0].dim]

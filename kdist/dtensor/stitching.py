@@ -126,18 +126,18 @@ class Stitcher:
         """Of a tensor of the program, as far as it is known."""
         name = node_of(reference)
         if name in self.inputs:
-            attributes = self.program.definition.arg_attr[self.inputs[name]].attr
-            noted, number = attributes[SHAPES].list.shape, 0
-        else:
-            _, output, index = reference.split(":")
-            noted, number = self.nodes[name].attr[SHAPES].list.shape, int(index)
-            for kind, dtypes in _private_dtensor.output_dtypes(self.nodes[name]).items():
-                if kind == output:
-                    break
-                number += len(dtypes)
-            if self.program.shape is not None:
-                return self.program.shape(name, number)
-        return tf.TensorShape(noted[number]) if noted else tf.TensorShape(None)
+            arguments, position = self.program.definition.arg_attr, self.inputs[name]
+            unknown = tf.TensorShape(None)
+            return _noted(arguments[position], 0) if position in arguments else unknown
+        _, output, index = reference.split(":")
+        number = int(index)
+        for kind, dtypes in _private_dtensor.output_dtypes(self.nodes[name]).items():
+            if kind == output:
+                break
+            number += len(dtypes)
+        if self.program.shape is not None:
+            return self.program.shape(name, number)
+        return _noted(self.nodes[name], number)
 
     def _inputs(self, node: Any) -> Sequence[str]:
         """What goes into a node; edges between collectives only order them."""
@@ -324,7 +324,7 @@ class _Copies:
                 values = TABLE[node.op](node, group)
             for k, value in zip(members, values, strict=True):
                 self.results[node.name, k] = value
-                if node_of(value) in group.nodes:
+                if node_of(value) in group.nodes and SHAPES in node.attr:
                     group.nodes[node_of(value)].attr[SHAPES].CopyFrom(node.attr[SHAPES])
 
     def _reference(self, reference: str, k: int) -> str:
@@ -350,6 +350,13 @@ class _Copies:
                 self.definition, f"{_on(k)}/known/{name}", self.devices[k], np.asarray(value)
             )
         return self.constants[name, k]
+
+
+def _noted(node: Any, number: int) -> tf.TensorShape:
+    """The shape of an output as DTensor noted it."""
+    # To look up what is not there would add it, and TensorFlow refuses an empty attribute.
+    shapes = node.attr[SHAPES].list.shape if SHAPES in node.attr else ()
+    return tf.TensorShape(shapes[number]) if shapes else tf.TensorShape(None)
 
 
 def _on(device: int) -> str:
