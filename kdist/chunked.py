@@ -72,8 +72,9 @@ class Chunks:
         self.gathers: list[tuple[int, ...]] | None = None
         self.topology, self.keys = topology, keys
         self._programs: dict[Hashable, ChunkedProgram] = {}
-        self._ended: tuple[Any, list[list[Any]]] | None = None
-        """The graph in which a pass was written last, and per slice what ends that pass."""
+        self._ended: tuple[Any, list[list[Any]], list[tuple[int, ...]]] | None = None
+        """The graph in which a pass was written last, per slice what ends that pass, and what was
+        gathered in that graph so far."""
         self.chunk_of: dict[int, int] = {}
 
     def program(
@@ -124,18 +125,21 @@ class Chunks:
         """Runs a program on all slices; see `ChunkRun`."""
         keep = self.chunking.keep
         gather = Gatherer(self.entries, self.topology, self.devices, self.keys())
-        if progress is not None:
-            self.gathers, known = [], set[int]()
-            for chunk in programs[0].fetched:
-                self.gathers += gather.groups([i for i in chunk if i not in known])
-                known |= set(chunk) if keep else set()
         graph, before = tf.compat.v1.get_default_graph(), None
+        gathers: list[tuple[int, ...]] = []
         if self._ended is not None and self._ended[0]() is graph:
-            before = self._ended[1]
+            _, before, gathers = self._ended
+        known: set[int] = set()
+        for chunk in programs[0].fetched:
+            gathers = gathers + gather.groups([i for i in chunk if i not in known])
+            known |= set(chunk) if keep else set()
+        if progress is not None:
+            self.gathers = gathers
         free = self.chunking.free
         run = ChunkRun(programs, given, gather, progress, before, keep=keep, free=free)
         found = run.run()
-        self._ended = weakref.ref(graph), run.done[-1]
+        if not tf.executing_eagerly():
+            self._ended = weakref.ref(graph), run.done[-1], gathers
         return found
 
 

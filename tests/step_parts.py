@@ -321,7 +321,7 @@ def _noting(parts: Parts, function: Callable) -> Callable:
         for result in results:
             parts.note(_of_tables(result["gradients"]), "rows")
             parts.note(result["gradients"], "gradient")
-            parts.note(result["loss"], "loss")
+            parts.note(result.get("loss", loss), "loss")
             parts.note(result["terms"], "loss")
             parts.note(result["outputs"], "outputs")
             parts.note(result["updated"], "state")

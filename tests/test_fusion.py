@@ -257,6 +257,27 @@ def test_the_step_sends_what_the_plan_counts(
     assert reduced == len(plan.buckets) + lone
 
 
+class OwnLoss(keras.Model):
+    """Computes its loss itself: the forward pass runs again to pull gradients through."""
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *_: Any) -> Any:
+        return keras.ops.mean((y - y_pred) ** 2) * keras.ops.mean(y_pred**2)
+
+
+def test_a_loss_over_the_whole_batch_gathers_what_the_plan_counts() -> None:
+    plain = towers()
+    model = OwnLoss(plain.inputs, plain.outputs)
+    optimizer = kdist.OptimizerConfig(level=3, threshold_kb=0)
+    config = kdist.ParallelConfig(mesh=kdist.mesh(data=4), optimizer=optimizer)
+    kdist.parallelize(model, config)
+    model.compile("adam", "mse")
+    parts, functions = first_step(model, X, Y)
+    step = max(functions, key=lambda f: len(f.nodes))
+    (planned,) = [t for t in model.plan().traffic() if t.what == "gather"]
+    sent = parts.table(step)["gather"], parts.nbytes(step, "gather")
+    assert sent == (planned.messages, planned.nbytes)
+
+
 def early_buckets(overlap: bool, level: int = 0, model_axis: int = 1) -> list[int]:
     """Per bucket, in the order they leave, how many calls of programs its sum waits for."""
     model = towers()
