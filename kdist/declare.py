@@ -113,6 +113,12 @@ def shard(
                 f"weights={weights!r}"
             )
         return relaid(target, outs[0])
+    _check_operator(target, weights)
+    return ShardedOperator(target, ins or (), outs or ())
+
+
+def _check_operator(target: Any, weights: Any) -> None:
+    """Refuses what is no operator, and weights of one."""
     if not callable(target) or isinstance(target, type):
         raise ValueError(
             "shard takes a keras layer, an operator such as keras.ops.matmul, a KerasTensor, or a "
@@ -125,7 +131,6 @@ def shard(
             "An operator has no weights of its own: give the strategies of its operands with "
             f"in_strategy. Received: weights={weights!r} for {target!r}"
         )
-    return ShardedOperator(target, ins or (), outs or ())
 
 
 def declare(layer: keras.layers.Layer, declaration: ShardDeclaration) -> keras.layers.Layer:

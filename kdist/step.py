@@ -131,14 +131,14 @@ class Step:
 
         Args:
             data: The batch.
-            compress: See `DistributedUpdate.begin_whole`.
+            compress: See `DistributedUpdate.begin`.
         """
         batch = self.split(data)
         scale = self._scale()
         begun: list[Reduction] = []
 
         def begin(source: GradientSource, connected: Sequence[int]) -> Reduction:
-            begun.append(self.update.begin_whole(source, connected, compress))
+            begun.append(self.update.begin(source, connected, compress, accumulate=False))
             return begun[0]
 
         there = begin if self.program.state.trainable else None

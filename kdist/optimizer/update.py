@@ -117,28 +117,13 @@ class DistributedUpdate:
             return self.loss_scale.scale()
         return self.inner.loss_scale_factor
 
-    def begin_whole(
-        self, source: GradientSource, connected: Sequence[int], compress: bool
-    ) -> Reduction:
-        """What sums gradients for the user's own loop; see `whole_gradients`.
-
-        Args:
-            source: The slices' gradients.
-            connected: Positions of the trainable variables that have a gradient.
-            compress: Whether they travel compressed, where that was asked for.
-        """
-        live = set(connected)
-        self._settle(source, live)
-        scale = self.scale()
-        return Reduction(self.jobs, source, live, live - source.rows, scale, compress=compress)
-
     def whole_gradients(self, reduction: Reduction) -> dict[int, Any]:
         """The gradients that `apply` would update with, each whole, on the device in scope.
 
         What compression keeps moves on, unless a gradient is infinite or NaN.
 
         Args:
-            reduction: From `begin_whole`; what it has not summed yet is summed now.
+            reduction: From `begin`, without accumulating; what it has not summed yet is summed now.
         """
         reduction.advance(reduction.connected)
         sums, source = reduction.gradients, reduction.given
@@ -152,7 +137,11 @@ class DistributedUpdate:
         return {**self.jobs.whole(sums), **tables}
 
     def begin(
-        self, source: GradientSource, connected: Sequence[int], compress: bool = True
+        self,
+        source: GradientSource,
+        connected: Sequence[int],
+        compress: bool = True,
+        accumulate: bool = True,
     ) -> Reduction:
         """What sums the gradients of a step, all at once or as they become complete.
 
@@ -160,9 +149,14 @@ class DistributedUpdate:
             source: The slices' gradients.
             connected: Positions of the trainable variables that have a gradient.
             compress: Whether they travel compressed, where that was asked for.
+            accumulate: Whether for an update; without, dense gradients are all summed, for
+                `whole_gradients`.
         """
         live = set(connected)
         self._settle(source, live)
+        if not accumulate:
+            dense = live - source.rows
+            return Reduction(self.jobs, source, live, dense, self.scale(), compress=compress)
         self._build_sums(live - source.rows)
         summed = {v for sums in self.sums.values() for v in sums.sums}
         # With a dynamic loss scale, it is not known yet whether the step counts.
