@@ -64,12 +64,20 @@ class SliceInputs:
             for i, e in enumerate(self.entries)
         ]
         carried = [self._stored(e, s, devices) for e in self.fixed]
-        for variable in self.state.seeds:
-            seed = replica_seed(tf.convert_to_tensor(variable.value), s)
-            carried.append(self._copies(seed, devices))
-        for variable in self.state.metrics:
-            carried.append(self._copies(tf.convert_to_tensor(variable.value), devices))
+        carried += [self.value(v, s) for v in (*self.state.seeds, *self.state.metrics)]
         return params, carried
+
+    def value(self, variable: keras.Variable, s: int) -> Sharded:
+        """A variable's value on slice `s`, read in the graph that is being traced."""
+        one = self.topology.slices[s]
+        entry = stored(variable)
+        if entry is not None:
+            at = s if s in entry.placement.slices else entry.placement.home[one.index]
+            return self._stored(entry, at, one.devices)
+        value = tf.convert_to_tensor(variable.value)
+        if any(variable is seed for seed in self.state.seeds):
+            value = replica_seed(value, one.index)
+        return self._copies(value, one.devices)
 
     def data(self, data: Any) -> Any:
         """Data of a slice on its devices."""

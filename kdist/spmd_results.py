@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist.mesh import Topology
 from kdist.parts import distinct_parts, whole_of
-from kdist.placement import Coordinate, Index, Placement, UpdateUnit, relative
+from kdist.placement import Coordinate, Index, Placement, UpdateUnit, relative, shape_of
 from kdist.plain import add_gradients, part_of
-from kdist.program import Traced
 from kdist.sparse import LookUp
-from kdist.variables import assemble
+from kdist.variables import Stored, assemble
 
 import tensorflow as tf
 
@@ -19,32 +18,45 @@ import tensorflow as tf
 class SliceGradients:
     """Reads the slices' gradients as the update asks for them: a unit's part, summed.
 
+    A weight that several stages of a pipeline use has a gradient on each of them, through which
+    one flows; they are summed like those of replicas.
+
     Args:
-        results: Per slice, per connected variable, its gradient on each device of the slice;
-            rows of embeddings as (values, indices).
-        traced: What tracing the training program taught.
-        placements: Of every trainable variable.
+        gradients: Per slice, by trainable variable, its gradient on each device of the slice; rows
+            of embeddings as rows, or as (values, indices).
+        rows: How variables whose gradient is rows are looked up.
+        entries: `Stored` of each trainable variable.
         topology: The mesh.
     """
 
     def __init__(
         self,
-        results: Sequence[Sequence[Any]],
-        traced: Traced,
-        placements: Sequence[Placement],
+        gradients: Mapping[int, Mapping[int, Sequence[Any]]],
+        rows: Mapping[int, LookUp],
+        entries: Sequence[Stored],
         topology: Topology,
     ) -> None:
-        self.results = results
-        self.look_ups = traced.rows
-        self.rows = set(traced.rows)
-        self.where = {v: j for j, v in enumerate(traced.connected)}
-        self.placements = list(placements)
+        self.gradients = gradients
+        self.look_ups = rows
+        self.rows = set(rows)
+        self.entries = list(entries)
+        self.placements = [entry.placement for entry in entries]
         self.topology = topology
 
     def local(self, variable: int, at: Coordinate) -> Any:
         """See `kdist.optimizer.source.GradientSource`."""
         s, k = at
-        return self.results[s][self.where[variable]][k]
+        if s not in self.placements[variable].slices:
+            return None
+        if (slices := self._slices(variable)) and s not in slices:
+            index = self.placements[variable].inner_index(k)
+            return tf.zeros(shape_of(index), self.entries[variable].variable.dtype)
+        return self.gradients[s][variable][k]
+
+    def _slices(self, variable: int) -> list[int]:
+        """The slices that have a gradient of a variable."""
+        used = self.placements[variable].slices
+        return [s for s in used if variable in self.gradients.get(s, {})]
 
     def unit(self, variable: int, unit: UpdateUnit) -> Any:
         """The unit's part of each slice's gradient, summed."""
@@ -59,9 +71,9 @@ class SliceGradients:
         """Sum over slices of what inner coordinate `k` has of the part at `index`."""
         placement = self.placements[variable]
         parts = []
-        for one, gradients in zip(self.topology.slices, self.results):
-            with tf.device(one.devices[k]):
-                part = as_gradient(gradients[self.where[variable]][k], placement)
+        for s in self._slices(variable):
+            with tf.device(self.topology.slices[s].devices[k]):
+                part = as_gradient(self.gradients[s][variable][k], placement)
                 if index is not None:
                     base = self._base(variable, k)
                     shape = [b.stop - b.start for b in base]

@@ -7,7 +7,7 @@ Each slice's devices hold parts of every tensor (`kdist.dtensor.sharded`). A pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist import spmd
@@ -191,18 +191,18 @@ class SpmdRunner:
             return None
         connected = self.program.trained.connected
         structure = programs[0].stitcher.program.structure["gradients"]
-        found: list[list[Any]] = [[None] * len(connected) for _ in programs]
-        reduction = begin(self.gradient_at(found), connected)
+        found: dict[int, dict[int, Any]] = {s: {} for s in range(len(programs))}
+        reduction = begin(self._source(found), connected)
         where = dict(zip(connected, range(len(connected))))
 
         def fill(variable: int, results: list[dict[int, list[Any]]]) -> None:
             j = where[variable]
-            for mine, one in zip(found, results):
+            for s, one in enumerate(results):
                 position = structure[j]
                 if isinstance(position, tuple | list):
-                    mine[j] = list(zip(*(one[i] for i in position)))
+                    found[s][variable] = list(zip(*(one[i] for i in position)))
                 else:
-                    mine[j] = one[position]
+                    found[s][variable] = one[position]
 
         numbers = {v: tf.nest.flatten(structure[j]) for v, j in where.items()}
         return Completion(numbers, fill, reduction.advance)
@@ -267,8 +267,11 @@ class SpmdRunner:
 
     def gradient_at(self, results: Sequence[Sequence[Any]]) -> SliceGradients:
         """How the update reads gradients: the unit's part of each slice's, summed."""
-        placements = [entry.placement for entry in self.entries]
-        return SliceGradients(results, self.program.trained, placements, self.topology)
+        connected = self.program.trained.connected
+        return self._source({s: dict(zip(connected, one)) for s, one in enumerate(results)})
+
+    def _source(self, gradients: Mapping[int, Mapping[int, Sequence[Any]]]) -> SliceGradients:
+        return SliceGradients(gradients, self.program.trained.rows, self.entries, self.topology)
 
     def _updated_whole(self, updated: Sequence[Sharded], training: bool) -> list[Any]:
         """New state as whole tensors."""

@@ -11,7 +11,8 @@ from kdist import _private
 from kdist.config import ParallelConfig
 from kdist.loss_terms import OVERRIDDEN
 from kdist.metrics import overrides
-from kdist.pipeline.mesh_runner import MeshPipelineRunner
+from kdist.pipeline.inner_axes import InnerAxes
+from kdist.pipeline.one_device import OneDevice
 from kdist.pipeline.program import PipelineProgram
 from kdist.pipeline.recorder import Recorder
 from kdist.pipeline.runner import PipelineRunner
@@ -51,7 +52,7 @@ class SteppedModel(PlacedModel):
         self.recorder: Recorder | None = None
         self.row_studies: dict[bool, ModelStudy] = {}
         self.observed = False
-        self._spmd_runner: SpmdRunner | MeshPipelineRunner | None = None
+        self._spmd_runner: SpmdRunner | PipelineRunner | None = None
         self._said: set[str] = set()
 
     def forget_steps(self, jit_compile: bool | str) -> None:
@@ -106,8 +107,7 @@ class SteppedModel(PlacedModel):
         mean = self.config.loss_from_layers == "mean"
         if self.staged is None:
             return Program(self.model, mean)
-        wrap = functools.partial(as_node, jit_compile=self.jit_compile is True)
-        return PipelineProgram(self.model, mean, self.staged, wrap, self.whole_loss)
+        return PipelineProgram(self.model, mean, self.staged, self.whole_loss)
 
     def fall_back(self, reason: str) -> None:
         """Says, once, why something does not run over DTensor."""
@@ -167,10 +167,9 @@ class SteppedModel(PlacedModel):
         assert self.program is not None
         runner: PlainRunner
         if isinstance(self.program, PipelineProgram):
-            pipeline = PipelineRunner(
-                self.program, self.trainable(), self.topology, lambda: self.recorder
-            )
-            return PipelineStep(self, pipeline)
+            compiled = functools.partial(as_node, jit_compile=self.jit_compile is True)
+            backend = OneDevice(self.program.state, self.trainable(), self.topology, compiled)
+            return PipelineStep(self, self._pipeline(self.program, backend))
         chunking, xla = self.chunking, self.jit_compile is True
         if chunking is not None:
             runner = ChunkedRunner(
@@ -195,34 +194,28 @@ class SteppedModel(PlacedModel):
     def spmd_step(self) -> SpmdStep:
         """Steps on one DTensor mesh per slice."""
         runner = self.spmd_runner()
-        if isinstance(runner, MeshPipelineRunner):
+        if isinstance(runner, PipelineRunner):
             return SpmdPipelineStep(self, runner)
         return SpmdStep(self, runner)
 
-    def spmd_runner(self) -> SpmdRunner | MeshPipelineRunner:
+    def spmd_runner(self) -> SpmdRunner | PipelineRunner:
         """Runs the programs over DTensor; made on first use."""
         if self._spmd_runner is None:
             if self.program is None:
                 self.place()
                 self.program = self.make_program()
             assert self.layouts is not None
-            metrics = _private.compiled_metrics(self.model) if self.model.compiled else None
-            want_outputs = metrics is not None or overrides(self.model, "compute_metrics")
-            want_outputs = want_outputs or self.observed
-            options: dict[str, Any] = {
-                "alltoall": self.config.enable_alltoall,
-                "want_outputs": want_outputs,
-                "want_parts": self.observed,
-            }
+            alltoall = self.config.enable_alltoall
             if isinstance(self.program, PipelineProgram):
-                self._spmd_runner = MeshPipelineRunner(
-                    self.program,
+                backend = InnerAxes(
+                    self.program.state,
                     self.trainable(),
                     self.topology,
                     self.layouts,
-                    lambda: self.recorder,
-                    **options,
+                    alltoall,
+                    self.model,
                 )
+                self._spmd_runner = self._pipeline(self.program, backend)
             else:
                 self._spmd_runner = SpmdRunner(
                     self.program,
@@ -232,6 +225,24 @@ class SteppedModel(PlacedModel):
                     batch_axis=self.batch_axis,
                     chunking=self.chunking,
                     keys=self._bucket_keys,
-                    **options,
+                    alltoall=alltoall,
+                    **self._wanted(),
                 )
         return self._spmd_runner
+
+    def _pipeline(self, program: PipelineProgram, backend: Any) -> PipelineRunner:
+        """Runs the stages on one kind of slice."""
+        return PipelineRunner(
+            program,
+            self.trainable(),
+            self.topology,
+            backend,
+            lambda: self.recorder,
+            **self._wanted(),
+        )
+
+    def _wanted(self) -> dict[str, bool]:
+        """What steps must return besides the loss."""
+        metrics = _private.compiled_metrics(self.model) if self.model.compiled else None
+        outputs = metrics is not None or overrides(self.model, "compute_metrics")
+        return {"want_outputs": outputs or self.observed, "want_parts": self.observed}

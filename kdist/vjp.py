@@ -60,14 +60,22 @@ class Vjp:
         self._cut(joint, wrap)
         self._outputs = []
 
-    def forward(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Outputs, and what the backward half needs."""
-        flat = list(self._call_forward(*params, *inputs))
+    def forward(
+        self, params: Sequence[Any], inputs: Sequence[Any], *where: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Outputs, and what the backward half needs.
+
+        Args:
+            params: The parameters.
+            inputs: The inputs.
+            *where: What `wrap`'s callables take before tensors.
+        """
+        flat = list(self._call_forward(*where, *params, *inputs))
         split = len(self.output_dtypes)
         return flat[:split], flat[split:]
 
     def backward(
-        self, params: Sequence[Any], saved: Sequence[Any], cotangents: Sequence[Any]
+        self, params: Sequence[Any], saved: Sequence[Any], cotangents: Sequence[Any], *where: Any
     ) -> tuple[list[Any], list[Any]]:
         """Gradients of the parameters and of the inputs; None where there is none.
 
@@ -75,9 +83,10 @@ class Vjp:
             params: The parameters, again.
             saved: From `forward`.
             cotangents: Gradient of each output; those of outputs that take none are not looked at.
+            *where: See `forward`.
         """
         given = [cotangents[i] for i in self._cotangents]
-        found = unflatten(self._kinds, self._call_backward(*params, *saved, *given))
+        found = unflatten(self._kinds, self._call_backward(*where, *params, *saved, *given))
         return found[: self._sizes[0]], found[self._sizes[0] :]
 
     def takes_cotangent(self, output: int) -> bool:

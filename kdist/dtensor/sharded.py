@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.dtensor import sizes
@@ -17,16 +18,16 @@ from tensorflow.experimental import dtensor
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sharded:
-    """Parts of one tensor in a graph; what programs over inner axes take and give.
+    """Parts of one tensor in a graph; what programs over inner axes, and stages, take and give.
 
     Attributes:
         parts: One per device of the slice, in the order of the mesh.
-        layout: How they make up the whole.
+        layout: How they make up the whole; None of one part that is the whole.
         examples: What the whole may be, if the step is traced without knowing its shape.
     """
 
     parts: tuple[Any, ...]
-    layout: dtensor.Layout
+    layout: dtensor.Layout | None = None
     examples: Examples | None = None
 
     @property
@@ -37,24 +38,33 @@ class Sharded:
     @property
     def shape(self) -> tf.TensorShape:
         """Of the whole."""
-        part, counts = self.parts[0].shape, self.layout.num_shards
+        part = self.parts[0].shape
+        if self.layout is None:
+            return part
+        counts = self.layout.num_shards
         known = [None if n is None else n * counts(d) for d, n in enumerate(part)]
         return tf.TensorShape(known)
 
     def whole(self, device: str) -> Any:
         """The tensor as one, on a device that alone needs it."""
+        if self.layout is None:
+            return self.parts[0]
         with tf.device(device):
-            if self.layout.is_fully_replicated():
-                return tf.identity(self.parts[0])
-            return assemble(list(self._distinct().values()))
+            return tf.identity(self.joined())
 
-    def _distinct(self) -> dict[tuple[int, ...], tuple[Index, Any]]:
+    def joined(self) -> Any:
+        """The tensor as one, put together in the device scope that is active."""
+        if self.layout is None or self.layout.is_fully_replicated():
+            return self.parts[0]
+        return assemble(list(self._distinct(self.layout).values()))
+
+    def _distinct(self, layout: dtensor.Layout) -> dict[tuple[int, ...], tuple[Index, Any]]:
         """Parts at different places, by where they begin."""
-        mesh = self.layout.mesh
+        mesh = layout.mesh
         found: dict[tuple[int, ...], tuple[Index, Any]] = {}
         for part, where in zip(self.parts, np.ndindex(*mesh.shape()), strict=True):
             index = []
-            for axis, size in zip(self.layout.sharding_specs, part.shape, strict=True):
+            for axis, size in zip(layout.sharding_specs, part.shape, strict=True):
                 # Where a size is not known, which part it is tells their order.
                 size = 1 if size is None else size
                 start = 0 if axis == dtensor.UNSHARDED else where[mesh.dim_names.index(axis)] * size
@@ -68,3 +78,19 @@ def replicate(tensor: Any, mesh: dtensor.Mesh) -> Sharded:
     tensor = tf.convert_to_tensor(tensor)
     layout = dtensor.Layout.replicated(mesh, tensor.shape.rank)
     return Sharded((tensor,) * mesh.size, layout, sizes.examples(tensor))
+
+
+def each(function: Callable, devices: Sequence[str], first: Sharded, *others: Sharded) -> Sharded:
+    """Applies a function to the parts on every device.
+
+    Args:
+        function: Of parts that are on one device; the result has the shape of the first.
+        devices: Of the slice.
+        first: A tensor.
+        *others: Tensors that are laid out as it is.
+    """
+    parts = []
+    for device, *there in zip(devices, first.parts, *(one.parts for one in others)):
+        with tf.device(device):
+            parts.append(function(*there))
+    return dataclasses.replace(first, parts=tuple(parts))

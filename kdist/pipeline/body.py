@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from kdist import _private, _private_models
 from kdist.loss import added_parts
@@ -26,6 +26,25 @@ from kdist.program import ForwardScope, Program
 import keras
 import tensorflow as tf
 from keras import ops
+
+
+class Backend(Protocol):
+    """How the values of a stage are laid out, as far as tracing it is concerned."""
+
+    def taken(self, variable: keras.Variable, value: Any) -> Any:
+        """A variable's value as operations take it."""
+
+    def like(self, value: Any, other: Any) -> Any:
+        """A value laid out as another one."""
+
+    def seen(self, outputs: Any) -> Any:
+        """What the loss sees of the outputs."""
+
+    def hands_on(self, tensor: Any) -> bool:
+        """Whether a forward function may hand a tensor to the backward function."""
+
+    def laid_out(self, gradient: Any, param: Any, position: int) -> Any:
+        """The gradient of a trainable variable, given its value, as it is returned."""
 
 
 class StageCall(keras.layers.Layer):
@@ -160,6 +179,7 @@ class StageBody:
         program: The model's program: knows its state and its loss.
         staged: The cut.
         virtual: Which virtual stage.
+        backend: How values are laid out where it runs; see `kdist.pipeline.one_device`.
 
     Attributes:
         trainable: Positions of the trainable variables that it uses.
@@ -167,8 +187,10 @@ class StageBody:
         unmasked: Per node that has been traced, the tensors that it took the Keras mask off.
     """
 
-    def __init__(self, program: Program, staged: StagedModel, virtual: int) -> None:
-        self.program = program
+    def __init__(
+        self, program: Program, staged: StagedModel, virtual: int, backend: Backend
+    ) -> None:
+        self.program, self.backend = program, backend
         self.staged = staged
         self.virtual = virtual
         self.last = virtual == staged.schedule.virtual_stages - 1
@@ -189,6 +211,28 @@ class StageBody:
             found += getattr(described.sources[name].node.operation, "metrics_variables", [])
         return found
 
+    def given(
+        self,
+        boundary: Mapping[str, Any],
+        masks: Mapping[str, Any],
+        state: Mapping[int, Any],
+        x: Mapping[str, Any],
+        loss: Any,
+        share: Any,
+    ) -> StageInput:
+        """Puts together what the stage is given.
+
+        Args:
+            boundary: What the stage before sent.
+            masks: Its masks.
+            state: Values of the state that the stage uses.
+            x: The model's inputs by name.
+            loss: For the last virtual stage; see `StageInput`.
+            share: Share of the rows.
+        """
+        inputs = {name: x[name] for name in self.staged.inputs_of(self.virtual)}
+        return StageInput(boundary, masks, state, inputs, loss if self.last else None, share)
+
     def run(self, params: Sequence[Any], given: StageInput, training: bool) -> StageOutput:
         """Runs the stage on values.
 
@@ -198,9 +242,9 @@ class StageBody:
             training: Training or inference.
         """
         variables = [self.program.state.trainable[i] for i in self.trainable]
-        mapping = [*zip(variables, params)]
-        mapping += [(v, given.state[id(v)]) for v in self.carried]
-        scope = ForwardScope(mapping, variables)
+        before = {**given.state, **{id(v): p for v, p in zip(variables, params)}}
+        taken = [(v, self.backend.taken(v, before[id(v)])) for v in (*variables, *self.carried)]
+        scope = ForwardScope(taken, variables)
         table = {**given.inputs, **given.boundary}
         for name, mask in given.masks.items():
             _private.set_mask(table[name], mask)
@@ -218,7 +262,7 @@ class StageBody:
         for variable in (*variables, *self.carried):
             now = scope.current(variable)
             if now is not scope.given[id(variable)]:
-                result.state[id(variable)] = now
+                result.state[id(variable)] = self.backend.like(now, before[id(variable)])
         return result
 
     def _walk(self, table: dict[str, Any], training: bool) -> None:
@@ -256,16 +300,13 @@ class StageBody:
         result.output_masks = self.program._masks(result.outputs)
         if given.loss is not None:
             y, sample_weight, shares = given.loss
+            seen = self.backend.seen(result.outputs)
             value, terms = self.program.compiled_loss(
-                self.seen(result.outputs), y, sample_weight, shares, given.rows_share
+                seen, y, sample_weight, shares, given.rows_share
             )
             self.program.traced(training).counts_by_data = any(t.counts_by_data for t in terms)
             result.loss, result.terms = value, [t.value for t in terms]
         return result
-
-    def seen(self, outputs: Any) -> Any:
-        """What the loss sees of the outputs."""
-        return outputs
 
     def _add_losses(self, result: StageOutput, scope: ForwardScope, given: StageInput) -> None:
         """Adds what layers gave to `add_loss`, by the share of rows or summed where there are."""

@@ -1,4 +1,4 @@
-"""The compiled functions of the virtual stages, traced once for all replicas and micro-batches."""
+"""The compiled functions of a virtual stage, traced once for all replicas and micro-batches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kdist.dtensor.sharded import each
 from kdist.pipeline.body import StageBody, StageInput, StageOutput
 from kdist.pipeline.halves import StageVjp
 from kdist.pipeline.leaves import leaves, specs
@@ -56,35 +57,35 @@ class StageFunctions:
         body: What it computes.
         example: Inputs to trace with.
         wanted: The pass.
-        wrap: Makes a callable of a concrete function.
 
     Attributes:
         example_output: Outputs as the trace made them: names, masks, dtypes, shapes.
+        parts: What its backend made of each function.
 
     Raises:
         ValueError: A layer reads variables that are not its own.
     """
 
-    def __init__(
-        self, body: StageBody, example: StageInput, wanted: Pass, wrap: Callable[[Any], Callable]
-    ) -> None:
-        self.body, self._example, self.wanted = body, example, wanted
+    def __init__(self, body: StageBody, example: StageInput, wanted: Pass, backend: Any) -> None:
+        self.body, self._example, self.wanted, self._backend = body, example, wanted, backend
+        self.parts: list[Any] = []
         variables = [body.program.state.trainable[i] for i in body.trainable]
         params = [tf.TensorSpec(v.shape, v.dtype) for v in variables]
         inputs = specs(example.flat())
         try:
             if wanted.differentiate:
-                self._vjp = self._make_vjp(
+                self._vjp = StageVjp(
                     self._compute,
                     params,
                     inputs,
-                    wrap,
+                    self._part,
+                    body=body,
                     boundary=len([t for t in example.boundary.values() if t is not None]),
                     targets=lambda: self._targets,
                     split=wanted.split,
                 )
             else:
-                self._forward = wrap(self._traced(params, inputs))
+                self._forward = self._part(self._traced(params, inputs))
         except CapturesVariables:
             raise ValueError(
                 "A layer of a pipeline uses its own variables alone; this one reads variables of "
@@ -92,8 +93,9 @@ class StageFunctions:
                 f"that layer in the model's graph. Received: layers {', '.join(body.names)}"
             ) from None
 
-    def _make_vjp(self, *args: Any, **options: Any) -> StageVjp:
-        return StageVjp(*args, **options)
+    def _part(self, concrete: Any) -> Callable[..., list[Any]]:
+        self.parts.append(self._backend.part(concrete))
+        return self.parts[-1].call
 
     def _traced(self, params: Sequence[Any], inputs: Sequence[Any]) -> Any:
         count = len(params)
@@ -119,40 +121,45 @@ class StageFunctions:
         """Whether the stage has a part of the loss."""
         return self.example_output.loss is not None
 
-    def forward(self, params: list[Any], given: StageInput) -> tuple[StageOutput, Saved]:
-        """Runs the forward function."""
+    def forward(self, s: int, params: list[Any], given: StageInput) -> tuple[StageOutput, Saved]:
+        """Runs the forward function on slice `s`."""
         flat = given.flat()
         if self.wanted.differentiate:
-            outputs, saved = self._vjp.forward(params, flat)
+            outputs, saved = self._vjp.forward(params, flat, s)
         else:
-            outputs, saved = list(self._forward(*params, *flat)), []
+            outputs, saved = list(self._forward(s, *params, *flat)), []
         result = self.example_output.filled(outputs)
         sent = [t for t in result.boundary.values() if t is not None]
         return result, Saved(params, saved, [*sent, *([result.loss] if self.has_loss else [])])
 
-    def set_cotangents(self, saved: Saved, boundary: Sequence[Any], scale: Any) -> None:
+    def set_cotangents(self, s: int, saved: Saved, boundary: Sequence[Any], scale: Any) -> None:
         """Gives a backward the gradients of what the forward sent on, and of the loss, if any."""
         found = list(boundary)
         if self.has_loss:
-            found.append(scale)
+            found.append(tf.cast(scale, self.example_output.loss.dtype))
+        devices = self._backend.devices(s)
         saved.cotangents = [
-            tf.zeros_like(t) if d is None and self._vjp.takes_cotangent(i) else d
+            each(tf.zeros_like, devices, t) if d is None and self._vjp.takes_cotangent(i) else d
             for i, (t, d) in enumerate(zip(saved.sent, found, strict=True))
         ]
 
-    def backward(self, saved: Saved) -> tuple[list[Any], list[Any]]:
+    def backward(self, s: int, saved: Saved) -> tuple[list[Any], list[Any]]:
         """Gradients of the parameters, and of the tensors from the stage before."""
-        found, inward = self._vjp.backward(saved.params, saved.tensors, saved.cotangents)
+        found, inward = self._vjp.backward(saved.params, saved.tensors, saved.cotangents, s)
         return found, inward[: self._vjp.boundary]
 
-    def backward_input(self, saved: Saved) -> list[Any]:
+    def backward_input(self, s: int, saved: Saved) -> list[Any]:
         """Gradients of the tensors from the stage before."""
-        inward, saved.kept = self._vjp.backward_input(saved.params, saved.tensors, saved.cotangents)
+        inward, saved.kept = self._vjp.backward_input(
+            saved.params, saved.tensors, saved.cotangents, s
+        )
         return inward[: self._vjp.boundary]
 
-    def backward_weight(self, saved: Saved) -> list[Any]:
+    def backward_weight(self, s: int, saved: Saved) -> list[Any]:
         """Gradients of the parameters."""
-        return self._vjp.backward_weight(saved.params, saved.tensors, saved.cotangents, saved.kept)
+        return self._vjp.backward_weight(
+            saved.params, saved.tensors, saved.cotangents, saved.kept, s
+        )
 
     def connected(self) -> list[int]:
         """The trainable variables that get a gradient."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kdist.pipeline.body import StageBody
 from kdist.vjp import PureFunction, Vjp, pruned, unflatten
 
 import tensorflow as tf
@@ -26,6 +27,7 @@ class StageVjp(Vjp):
         params: See `Vjp`.
         inputs: See `Vjp`.
         wrap: See `Vjp`.
+        body: The virtual stage.
         boundary: Number of inputs that come from the stage before.
         targets: Tells, once the function has run, how many outputs take a cotangent.
         split: Whether the backward is also cut into halves.
@@ -38,11 +40,13 @@ class StageVjp(Vjp):
         inputs: Sequence[tf.TensorSpec],
         wrap: Callable[[Any], Callable],
         *,
+        body: StageBody,
         boundary: int,
         targets: Callable[[], int],
         split: bool,
     ) -> None:
         self.boundary, self._count, self._split = boundary, targets, split
+        self._body = body
         super().__init__(function, params, inputs, wrap)
 
     def _sources(self, params: list[Any], inputs: list[Any]) -> list[Any]:
@@ -50,6 +54,15 @@ class StageVjp(Vjp):
 
     def _targets(self, outputs: list[Any]) -> list[int]:
         return super()._targets(outputs[: self._count()])
+
+    def _passes(self, tensor: Any) -> bool:
+        return bool(self._body.backend.hands_on(tensor))
+
+    def _laid_out(self, source: Any, gradient: Any) -> Any:
+        for param, position in zip(self._arguments[0], self._body.trainable):
+            if param is source:
+                return self._body.backend.laid_out(gradient, param, position)
+        return gradient
 
     @property
     def gradients_exist(self) -> list[bool]:
@@ -92,11 +105,11 @@ class StageVjp(Vjp):
         return list(kept.values())
 
     def backward_input(
-        self, params: Sequence[Any], saved: Sequence[Any], cotangents: Sequence[Any]
+        self, params: Sequence[Any], saved: Sequence[Any], cotangents: Sequence[Any], *where: Any
     ) -> tuple[list[Any], list[Any]]:
         """Gradients of the inputs (None where there is none), and what the second half gets."""
         given = [cotangents[i] for i in self._cotangents]
-        flat = list(self._call_input(*params, *saved, *given))
+        flat = list(self._call_input(*where, *params, *saved, *given))
         inward = unflatten(self._kinds[self._sizes[0] :], flat[: self._inward])
         return inward, flat[self._inward :]
 
@@ -106,13 +119,14 @@ class StageVjp(Vjp):
         saved: Sequence[Any],
         cotangents: Sequence[Any],
         kept: Sequence[Any],
+        *where: Any,
     ) -> list[Any]:
         """Gradients of the parameters; None where there is none."""
         kinds = self._kinds[: self._sizes[0]]
         if all(kind is None for kind in kinds):
             return list(kinds)
         given = [cotangents[i] for i in self._cotangents]
-        flat = self._call_weight(*params, *saved, *given, *kept[: self._kept])
+        flat = self._call_weight(*where, *params, *saved, *given, *kept[: self._kept])
         return unflatten(kinds, flat)
 
 

@@ -1,8 +1,8 @@
-"""Runs a pipeline over plain devices: one device per stage and replica, one graph per step.
+"""Runs a pipeline in the graph of a step.
 
 The schedule is data; this reads it. An instruction calls a function of its virtual stage on the
-stage's device; calls of one stage are chained in the schedule's order (`kdist.pipeline.order`).
-Everything else is edges of the graph: boundary tensors go to the next stage's device, their
+stage's slice; calls of one stage are chained in the schedule's order (`kdist.pipeline.order`).
+Everything else is edges of the graph: boundary tensors go to the next stage's devices, their
 gradients back, gradients add up where the parameters are.
 """
 
@@ -12,46 +12,60 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist.batch import SplitBatch
+from kdist.dtensor.lowering import Island
+from kdist.instantiation import instantiated_cheaply
+from kdist.lowered import Collective
 from kdist.mesh import Topology
-from kdist.pipeline.flow import Flow, carried_value
+from kdist.optimizer.source import GradientSource
+from kdist.pipeline.flow import Flow
 from kdist.pipeline.functions import Pass
+from kdist.pipeline.inner_axes import islands_of
 from kdist.pipeline.instructions import Instruction
 from kdist.pipeline.leaves import general
 from kdist.pipeline.micro import MicroBatches
+from kdist.pipeline.one_device import value_at
 from kdist.pipeline.order import Chain, execution_order, forward_only
 from kdist.pipeline.program import PipelineProgram
 from kdist.pipeline.recorder import Recorder
-from kdist.pipeline.replica_flow import ReplicaFlow
 from kdist.pipeline.schedule import Schedule
-from kdist.plain import Begin, PlainGradients, PlainRunner
+from kdist.pipeline.stage_programs import StagePrograms
+from kdist.plain import Begin
+from kdist.spmd_call import Retrace
 from kdist.variables import Stored
 
 import tensorflow as tf
 
 
-class PipelineRunner(PlainRunner):
+class PipelineRunner:
     """Runs a model's stages.
 
     Args:
-        program: The functions.
+        program: What the stages share.
         entries: `Stored` of each trainable variable.
         topology: The mesh.
+        backend: What a stage runs on: `OneDevice` or `InnerAxes`.
         recorder: Gives what records when training steps ran what, if they are to be recorded.
+        want_outputs: Whether training and test steps must return the model's outputs.
+        want_parts: Whether they must return every part of the loss.
     """
-
-    program: PipelineProgram
 
     def __init__(
         self,
         program: PipelineProgram,
         entries: Sequence[Stored],
         topology: Topology,
+        backend: Any,
         recorder: Callable[[], Recorder | None] = lambda: None,
+        *,
+        want_outputs: bool,
+        want_parts: bool,
     ) -> None:
-        super().__init__(program, entries, topology)
-        self.recorder = recorder
+        self.program, self.entries, self.topology = program, list(entries), topology
+        self.backend, self.recorder = backend, recorder
+        self.want_outputs, self.want_parts = want_outputs, want_parts
         self.staged = program.staged
         self.schedule = program.staged.schedule
+        self.programs = StagePrograms(program, backend)
 
     @property
     def devices(self) -> list[str]:
@@ -65,42 +79,59 @@ class PipelineRunner(PlainRunner):
         """Loss and gradients of every replica; see `Program.loss_and_gradients`."""
         wanted = Pass(training=True, differentiate=True, split=self.schedule.splits_backward)
         scale = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
-        return self._run_schedule(wanted, self.schedule, batch, scale, with_loss=True)
+        flows = self._flows(wanted, self.schedule, batch, scale, with_loss=True)
+        return [flow.result(self.want_outputs, self.want_parts) for flow in flows]
 
     def losses(self, batch: SplitBatch) -> list[dict[str, Any]]:
         """Loss and outputs of every replica, in inference mode."""
         schedule = forward_only(self.schedule)
-        return self._run_schedule(Pass(training=False), schedule, batch, None, with_loss=True)
+        flows = self._flows(Pass(training=False), schedule, batch, None, with_loss=True)
+        return [flow.result(self.want_outputs, self.want_parts) for flow in flows]
 
     def outputs(self, batch: SplitBatch) -> list[dict[str, Any]]:
         """See `PlainRunner.outputs`, per replica."""
         schedule = forward_only(self.schedule)
-        return self._run_schedule(Pass(training=False), schedule, batch, None, with_loss=False)
+        flows = self._flows(Pass(training=False), schedule, batch, None, with_loss=False)
+        return [flow.result(True, False) for flow in flows]
 
-    def _run_schedule(
+    def _flows(
         self, wanted: Pass, schedule: Schedule, batch: SplitBatch, scale: Any, with_loss: bool
-    ) -> list[dict[str, Any]]:
-        micro = MicroBatches.of(batch, schedule.micro_batches)
+    ) -> list[Flow]:
+        """The replicas, once everything is written into the graph of the step."""
+        try:
+            return self._run(wanted, schedule, batch, scale, with_loss)
+        except Retrace:  # nothing that was written has an effect
+            self.programs.trace_anew()
+            return self._run(wanted, schedule, batch, scale, with_loss)
+
+    def _run(
+        self, wanted: Pass, schedule: Schedule, batch: SplitBatch, scale: Any, with_loss: bool
+    ) -> list[Flow]:
+        exact = self.backend.exact
+        micro = MicroBatches.of(batch, schedule.micro_batches, static=exact)
         named = [[(self.program.inputs_by_name(x), y, w) for x, y, w in row] for row in micro.parts]
         terms = len(self.program.kinds) if with_loss else None
-        example = general([part for row in named for part in row])
-        functions = self.program.functions(wanted, example, terms)
-        shares = None
+        every = general([part for row in named for part in row])
+        functions = [
+            [self.programs.functions(wanted, part if exact else every, terms) for part in row]
+            for row in named
+        ]
+        shares: list[Any] = [None] * len(named)
         if terms is not None:
             shares = micro.term_shares(self._counted(micro, wanted, terms), terms)
         flows = [
-            Flow(self, r, functions, micro, named[r], None if shares is None else shares[r], scale)
+            Flow(self, r, functions[r], micro, named[r], shares[r], scale)
             for r in range(self.topology.data_size)
         ]
         recorder = self.recorder() if wanted.differentiate else None
-        self._write(schedule, self._written(functions), flows, recorder)
-        return [flow.result() for flow in flows]
+        self._write(schedule, self._written(functions[0][0]), flows, recorder)
+        return flows
 
     def _write(
         self,
         schedule: Schedule,
         written: Mapping[str, Sequence[int]],
-        flows: Sequence[ReplicaFlow],
+        flows: Sequence[Flow],
         recorder: Recorder | None,
     ) -> None:
         """Writes the instructions of every replica into the graph of the step, in order."""
@@ -109,7 +140,7 @@ class PipelineRunner(PlainRunner):
             recorder.begin(schedule)
         for one in execution_order(schedule, written):
             for r, flow in enumerate(flows):
-                with self._cheaply():
+                with instantiated_cheaply(self.devices):
                     first, last = flow.run(one, recorder)
                 self._order(one, chains.setdefault((r, one.stage), Chain()), first, last)
         if recorder is not None:
@@ -140,7 +171,7 @@ class PipelineRunner(PlainRunner):
         counted = []
         for r, device in enumerate(self.devices):
             with tf.device(device):
-                values = {i: self.value(r, i) for i in function.used if i < function.variables}
+                values = {i: self._value(r, i) for i in function.used if i < function.variables}
                 counted.append(
                     [
                         function(values.__getitem__, part, rows)
@@ -149,18 +180,37 @@ class PipelineRunner(PlainRunner):
                 )
         return counted
 
-    def value(self, replica: int, position: int) -> Any:
+    def _value(self, replica: int, position: int) -> Any:
         """A variable's value for the counting pass, trainable ones first, then carried."""
-        count = len(self.program.state.trainable)
-        if position < count:
-            entry = self.entries[position]
-            group = entry.placement.home
-            return entry.whole_at(group[replica])
-        variable = self.program.state.carried[position - count]
-        return carried_value(self.program.state, variable, replica, self.topology, 0)
+        state = self.program.state
+        variable = (*state.trainable, *state.carried)[position]
+        return value_at(state, variable, self.topology, self.topology.slice_number(0, replica))
 
-    def gradient_at(self, results: Sequence[Any]) -> Any:
+    def gradient_at(self, results: Sequence[Any]) -> GradientSource:
         """How the update reads gradients; see `PlainRunner.gradient_at`."""
         found = {s: gradients for replica in results for s, gradients in replica.items()}
-        devices = [one.devices[0] for one in self.topology.slices]
-        return PlainGradients(found, self.program.trained.rows, self.entries, devices)
+        return self.backend.source(found, self.program.trained.rows)
+
+    def recorded(self) -> list[Collective]:
+        """Collectives of the lowered functions of one replica, each function once."""
+        return [one for part in self.programs.trained_parts() for one in part.recorded]
+
+    def islands(self) -> list[Island]:
+        """What of the stages runs on whole operands."""
+        return islands_of(self.programs.trained_parts())
+
+    def lower_without_loss(self, x: Any) -> None:
+        """Refuses: only a step lowers the stages.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "The collectives of a pipeline's stages are read from a training step. Train one batch "
+            f"first, with fit or train_on_batch. Received: model={self.program.model.name!r}, "
+            "which has not trained yet"
+        )
+
+    def gathered_paths(self) -> list[str]:
+        """Weights that are made whole before use because an operation cannot take parts."""
+        return self.backend.gathered_paths()

@@ -9,7 +9,7 @@ import kdist
 from kdist import executed
 from kdist.parallel import attached
 from kdist.pipeline import get_schedule
-from kdist.pipeline.mesh_flow import MeshFlow
+from kdist.pipeline.flow import Flow
 from kdist.pipeline.order import execution_order
 from kdist.pipeline.recorder import Recorder
 
@@ -96,13 +96,13 @@ def test_calls_follow_the_order_that_cannot_deadlock(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: dict[int, list[Any]] = {0: [], 1: []}
-    original = MeshFlow.run
+    original = Flow.run
 
-    def run(self: MeshFlow, one: Any, recorder: Any) -> Any:
+    def run(self: Flow, one: Any, recorder: Any) -> Any:
         called[self.replica].append(one)
         return original(self, one, recorder)
 
-    monkeypatch.setattr(MeshFlow, "run", run)
+    monkeypatch.setattr(Flow, "run", run)
     model = on_meshes(chain(), schedule, data=2)
     model.compile("sgd", "mse")
     model.train_on_batch(*data())
