@@ -4,7 +4,7 @@
 
 Every row trains the same model, from the same weights, on the same windows in the same order, over
 four replicas. "sent" are the bytes of gradients and new values that cross devices in a step, as
-`model.plan()` counts them; tests/test_exchange.py holds that to executed steps. State is summed
+`model.plan()` counts them; tests/plan/test_exchange.py holds that to executed steps. State is summed
 over devices. Results are kept with --keep: see results_file.py.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import kdist
-from kdist.tables import readable
+from kdist.display.tables import readable
 
 import keras
 import numpy as np

@@ -9,8 +9,8 @@ Import it after the row is set up: it imports kdist, which plain rows measure wi
 from collections.abc import Callable
 from typing import Any
 
-from kdist import executed
-from kdist.device import Device
+from kdist.graphs import executed
+from kdist.sharding.device import Device
 
 
 def compute_devices(step: Callable[[], Any]) -> set[int]:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 
 import kdist
-from kdist import memory
+from kdist.report import memory
 
 import keras
 import numpy as np

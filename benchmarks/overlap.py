@@ -122,7 +122,7 @@ def summary(found: dict[str, list[Span]]) -> tuple[int, int, float]:
 
 def draw(results: dict[str, dict[str, list[Span]]], path: str) -> None:
     """Draws the spans of all rows."""
-    from kdist.figure import new_figure
+    from kdist.display.figure import new_figure
 
     figure = new_figure(10, 1.6 * len(results), "the table", dpi=120, layout="constrained")
     axes = figure.subplots(len(results), sharex=True)

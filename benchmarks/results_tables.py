@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kdist.tables import readable
+from kdist.display.tables import readable
 
 import results_file
 

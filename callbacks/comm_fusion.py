@@ -8,9 +8,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from kdist.fusion import FusionConfig
-from kdist.parallel import attached
-from kdist.replay import replay
+from kdist.api.parallelize import attached
+from kdist.config.fusion import FusionConfig
+from kdist.report.comm_replay import replay
 
 import keras
 from rich.console import Console

@@ -11,26 +11,26 @@ Example:
 """
 
 # Before anything that imports TensorFlow or Keras; the order of these imports matters.
-from kdist._environment import init, prepare
+from kdist._compat.environment import init, prepare
 
 prepare()
 
 from kdist import callbacks, comm, layers  # type: ignore[attr-defined]  # noqa: E402
-from kdist.compression import CompressionConfig, PowerSGD  # noqa: E402
-from kdist.config import ParallelConfig  # noqa: E402
-from kdist.declare import shard  # noqa: E402
-from kdist.fusion import FusionConfig, get_comm_fusion, set_comm_fusion  # noqa: E402
-from kdist.inspection import Inspection, inspect  # noqa: E402
-from kdist.loop import apply_gradients, gradients, reduce  # noqa: E402
-from kdist.mesh import mesh  # noqa: E402
-from kdist.optimizer.config import OptimizerConfig  # noqa: E402
-from kdist.optimizer.sharded import ShardedOptimizer, set_parallel_optimizer  # noqa: E402
-from kdist.optimizer.state_config import StateFormatConfig  # noqa: E402
-from kdist.parallel import parallelize  # noqa: E402
-from kdist.pipeline.config import PipelineConfig  # noqa: E402
-from kdist.pipeline.model import PipelineModel  # noqa: E402
-from kdist.pipeline.stages import set_stage  # noqa: E402
-from kdist.plan import Plan  # noqa: E402
+from kdist.api.custom_loop import apply_gradients, gradients, reduce  # noqa: E402
+from kdist.api.inspection import Inspection, inspect  # noqa: E402
+from kdist.api.parallelize import parallelize  # noqa: E402
+from kdist.api.pipeline_model import PipelineModel  # noqa: E402
+from kdist.api.sharded_optimizer import ShardedOptimizer, set_parallel_optimizer  # noqa: E402
+from kdist.config.compression import CompressionConfig, PowerSGD  # noqa: E402
+from kdist.config.fusion import FusionConfig, get_comm_fusion, set_comm_fusion  # noqa: E402
+from kdist.config.optimizer import OptimizerConfig  # noqa: E402
+from kdist.config.parallel import ParallelConfig  # noqa: E402
+from kdist.config.pipeline import PipelineConfig  # noqa: E402
+from kdist.config.shard import shard  # noqa: E402
+from kdist.config.state_format import StateFormatConfig  # noqa: E402
+from kdist.plan.plan import Plan  # noqa: E402
+from kdist.sharding.mesh import mesh  # noqa: E402
+from kdist.stages.stages import set_stage  # noqa: E402
 from kdist.verification import Verification, VerificationError, verify  # noqa: E402
 
 __version__ = "0.1.0"

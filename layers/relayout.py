@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from kdist.strategy import check_strategy
+from kdist.sharding.strategy import check_strategy
 
 import keras
 
@@ -48,9 +48,9 @@ class Relayout(keras.layers.Layer):
     def call(self, inputs: Any) -> Any:
         """Returns `inputs` in the layout."""
         # Here, because the engine imports this package's layers.
-        from kdist import spmd
+        from kdist.dtensor import relayout
 
-        return spmd.relayout_active(
+        return relayout.relayout_active(
             inputs, self.layout, f"the output of layer {self.path or self.name!r}"
         )
 

@@ -143,7 +143,7 @@ def assert_same_history(first: Any, *others: Any) -> None:
 
 def copies(variable: keras.Variable) -> list[tuple[Any, np.ndarray]]:
     """(index, value) of every local copy of every part of a placed variable."""
-    from kdist.variables import stored
+    from kdist.storage.variables import stored
 
     entry = stored(variable)
     assert entry is not None

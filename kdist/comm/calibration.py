@@ -18,7 +18,7 @@ from kdist.comm.measure import (
     measure,
     median_seconds,
 )
-from kdist.mesh import mesh as make_mesh
+from kdist.sharding.mesh import mesh as make_mesh
 
 import keras
 import numpy as np

@@ -6,12 +6,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from kdist import _private_comm
+from kdist._compat import collective_runtime
 from kdist.comm import gradients, processes
 from kdist.comm.call import DTYPES, Call
 from kdist.comm.execute import Row
 from kdist.comm.operations import perform
-from kdist.mesh import Device
+from kdist.sharding.mesh import Device
 
 import tensorflow as tf
 
@@ -56,7 +56,7 @@ def _here(call: Call, values: Values) -> Values:
     if not any(map(tf.is_tensor, values)) or not gradients.is_differentiable(values):
         return _rows(call, values, [])
     inputs = [value for value in values if tf.is_tensor(value)]
-    with _private_comm.unrecorded():
+    with collective_runtime.unrecorded():
         results = _rows(call, values, [])
     outputs = [result for result in results if result is not None]
 
@@ -67,7 +67,7 @@ def _here(call: Call, values: Values) -> Values:
         )
         return [grad for grad, value in zip(found, values) if tf.is_tensor(value)]
 
-    _private_comm.record_gradient(call.operation, outputs, inputs, backward)
+    collective_runtime.record_gradient(call.operation, outputs, inputs, backward)
     return results
 
 

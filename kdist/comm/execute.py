@@ -9,7 +9,7 @@ from typing import Any
 
 from kdist.comm import processes
 from kdist.comm.messages import Message, Schedule
-from kdist.mesh import Device
+from kdist.sharding.mesh import Device
 
 import tensorflow as tf
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from kdist.comm import processes
-from kdist.mesh import Device, Topology
+from kdist.sharding.mesh import Device, Topology
 
 import keras
 import numpy as np

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kdist import _private_comm
+from kdist._compat import collective_runtime
 from kdist.comm import processes
 from kdist.comm.processes import TIMEOUT_SECONDS, Connection
 
@@ -69,7 +69,7 @@ def connect(
             f"Received: index={index!r}"
         )
     processes.check_timeout(timeout_seconds)
-    if processes.current() is not None or _private_comm.runtime_started():
+    if processes.current() is not None or collective_runtime.runtime_started():
         raise ValueError(
             "A process joins others once, before TensorFlow starts. Call kdist.comm.connect right "
             "after kdist.init, before any tensor, variable or layer is made. "

@@ -27,8 +27,8 @@ import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 
-from kdist import _private_comm
-from kdist.mesh import Device
+from kdist._compat import collective_runtime
+from kdist.sharding.mesh import Device
 
 import tensorflow as tf
 
@@ -98,7 +98,7 @@ _described: dict[int, str] = {}
 def join(connection: Connection) -> None:
     """Makes this process a member; `membership.connect` has checked that it may."""
     global _connection
-    _private_comm.join_cluster(connection.job, connection.addresses, connection.index)
+    collective_runtime.join_cluster(connection.job, connection.addresses, connection.index)
     _connection = connection
 
 

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from kdist import _private_dtensor
-from kdist.chunks import node_of
+from kdist._compat import dtensor_internals
+from kdist.graphs.chunks import node_of
 
 import numpy as np
 import tensorflow as tf
@@ -124,9 +124,9 @@ class Body:
         """Whether a node, or a function that it calls, does something besides returning values."""
         bodies = list(self.called(node))
         if not bodies:
-            return _private_dtensor.has_effects(node.op)
+            return dtensor_internals.has_effects(node.op)
         inner = (one for body in bodies for one in body.node_def if not any(self.called(one)))
-        return any(_private_dtensor.has_effects(one.op) for one in inner)
+        return any(dtensor_internals.has_effects(one.op) for one in inner)
 
     def definition(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kdist.chunks import node_of
+from kdist.graphs.chunks import node_of
 
 import numpy as np
 import tensorflow as tf

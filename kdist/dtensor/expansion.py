@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kdist import spmd_limits
+from kdist.dtensor import limits
 from kdist.dtensor.body import TAG, Body, data_inputs
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.islands import LAYOUTS, Cut, with_neighbours
@@ -50,7 +50,7 @@ def expand(
     """
     body = Body(concrete)
     changed = rewrite(body) > 0
-    chosen = dict(spmd_limits.unsupported(body, rows_cut))
+    chosen = dict(limits.unsupported(body, rows_cut))
     for attempt in range(MOST_ATTEMPTS):
         inside = with_neighbours(body, chosen)
         cut = Cut(body, inside, mesh) if inside or changed else None
@@ -60,7 +60,7 @@ def expand(
         try:
             program = lower(function, mesh, [*layouts, *whole], layers)
         except (UnicodeDecodeError, tf.errors.OpError, ValueError) as error:
-            if attempt == MOST_ATTEMPTS - 1 or not spmd_limits.is_about_lowering(error):
+            if attempt == MOST_ATTEMPTS - 1 or not limits.is_about_lowering(error):
                 raise
             found = _named(body, inside, error, mesh, [*layouts, *whole])
             if not found:
@@ -117,7 +117,7 @@ def _named(
     body: Body, inside: dict[str, str], error: Exception, mesh: dtensor.Mesh, layouts: Any
 ) -> dict[str, str]:
     """The operations that an error of DTensor is about, and those that are like it."""
-    failed = spmd_limits.failed_operation(error)
+    failed = limits.failed_operation(error)
     if failed is None:
         return {}
     kind, reason = failed
@@ -158,7 +158,7 @@ def _searched(
             fails = middle
     if not _may_fail(body.nodes[order[works]]):
         return {}
-    return {order[works]: spmd_limits.explain(error) or "an operation (its error cannot be read)"}
+    return {order[works]: limits.explain(error) or "an operation (its error cannot be read)"}
 
 
 def _may_fail(node: Any) -> bool:
@@ -185,5 +185,5 @@ def _number_of_failed(
     try:
         lower(Cut(body, inside, mesh, numbers).function, mesh, layouts)
     except (UnicodeDecodeError, tf.errors.OpError, ValueError) as error:
-        return spmd_limits.failed_number(error, TAG)
+        return limits.failed_number(error, TAG)
     return None

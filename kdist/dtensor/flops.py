@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kdist._private_graphs import function_graph
+from kdist._compat.function_graphs import function_graph
 
 import tensorflow as tf
 

@@ -16,14 +16,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kdist import _private_dtensor
-from kdist.chunks import node_of
+from kdist._compat import dtensor_internals
 from kdist.dtensor import flops
 from kdist.dtensor.body import Body, control_inputs, data_inputs
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.device_number import SHAPES
+from kdist.dtensor.lowered import layer_of
 from kdist.dtensor.lowering import Function, Island, LoweredProgram
-from kdist.lowered import layer_of
+from kdist.graphs.chunks import node_of
 
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2
@@ -150,7 +150,7 @@ class Cut:
         specs = {reference: body.specs[reference] for reference in [*body.inputs, *self.made]}
         results = [*body.results, *self.read]
         definition = body.definition(specs, results, self.inside, tagged)
-        self._registered = _private_dtensor.Registered(definition, body.concrete)
+        self._registered = dtensor_internals.Registered(definition, body.concrete)
         self.function = Function(list(specs.values()), self._call)
         self.layouts = [dtensor.Layout.replicated(mesh, body.specs[r].shape.rank) for r in made]
 

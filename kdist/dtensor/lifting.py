@@ -16,8 +16,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from kdist import _private_dtensor
-from kdist.chunks import node_of
+from kdist._compat import dtensor_internals
 from kdist.dtensor import formulas
 from kdist.dtensor.collectives import add_constant
 from kdist.dtensor.formulas import Formula, Numbers
@@ -26,6 +25,7 @@ from kdist.dtensor.lowering import LoweredProgram
 from kdist.dtensor.sizes import CannotLift, Examples
 from kdist.dtensor.stitching import topological
 from kdist.dtensor.twins import Twins, relax, sizes_of, twins
+from kdist.graphs.chunks import node_of
 
 import numpy as np
 import tensorflow as tf
@@ -213,7 +213,7 @@ class _Sizes:
                 self._note([p.definition.arg_attr[j] for p in programs], -1, one.name, one.type)
         for name in sorted(found.nodes, key=self.places.__getitem__):
             place = self.places[name]
-            reference, dtype = _private_dtensor.only_result(nodes[name])
+            reference, dtype = dtensor_internals.only_result(nodes[name])
             if dtype and nodes[name].op != "Const":
                 self._note(found.nodes[name], place, reference, dtype)
         self._uses: dict[str, int] = {}

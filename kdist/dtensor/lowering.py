@@ -13,11 +13,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kdist import _private, _private_dtensor, lowered
-from kdist.chunks import node_of
+from kdist._compat import dtensor_internals, keras_trainer
+from kdist.display.notices import without_notices
+from kdist.display.tables import readable
+from kdist.dtensor import lowered
 from kdist.dtensor.sizes import Examples
-from kdist.notices import without_notices
-from kdist.tables import readable
+from kdist.graphs.chunks import node_of
 
 import numpy as np
 import tensorflow as tf
@@ -111,7 +112,7 @@ class Function:
             given = list(inputs)
             for position, value in (values or {}).items():
                 given[position] = tf.constant(value)
-            return _private.call_flat(concrete, given[:split], given[split:])
+            return keras_trainer.call_flat(concrete, given[:split], given[split:])
 
         return cls(specs, call)
 
@@ -197,7 +198,7 @@ def lower(
     with tf.init_scope():
         given = _placeholders(mesh, tagged.inputs, layouts)
         with without_notices(), lowered.record() as recorder, dtensor.default_mesh(mesh):
-            flat = _private.call_flat(tagged, given, [])
+            flat = keras_trainer.call_flat(tagged, given, [])
         results = [t for t in tf.nest.flatten(flat) if t is not None]
         found = tuple(map(dtensor.fetch_layout, results))
     ((definition, *bodies),) = recorder.programs.values()
@@ -252,7 +253,7 @@ def _each(tensors: Any, kind: str) -> Any:
             return None
         number = next(numbers)
         made = tf.identity(tensor, name=f"kdist_{kind}_{number}")
-        _private_dtensor.tag(made, f"{_TAG}{kind}", number)
+        dtensor_internals.tag(made, f"{_TAG}{kind}", number)
         return made
 
     return tf.nest.map_structure(copy, tensors)

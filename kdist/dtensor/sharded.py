@@ -8,8 +8,8 @@ from typing import Any
 
 from kdist.dtensor import sizes
 from kdist.dtensor.sizes import Examples
-from kdist.placement import Index
-from kdist.variables import assemble
+from kdist.sharding.placement import Index
+from kdist.storage.variables import assemble
 
 import numpy as np
 import tensorflow as tf

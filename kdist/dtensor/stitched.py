@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kdist import _private, _private_dtensor
-from kdist.chunks import Chunk
+from kdist._compat import dtensor_internals, keras_trainer
+from kdist.graphs.chunks import Chunk
 
 import tensorflow as tf
 
@@ -37,7 +37,7 @@ class StitchedFunction:
         self.name = definition.signature.name
         self._shapes = list(shapes)
         self._dtypes = [tf.as_dtype(one.type) for one in definition.signature.output_arg]
-        self._registered = _private_dtensor.Registered(definition, needs)
+        self._registered = dtensor_internals.Registered(definition, needs)
         self._call = self._registered.call
 
     def compile(self, lists: Sequence[str]) -> None:
@@ -86,7 +86,7 @@ class StitchedFunction:
         flat = [one for mine in inputs for one in mine]
         operation, found = self._call(flat, self._dtypes)
         if self.has_effects:  # of one slice, which others need not wait for
-            _private.run_independently(operation)
+            keras_trainer.run_independently(operation)
         count = len(self._shapes)
         parts = [found[k * count : (k + 1) * count] for k in range(self.size)]
         for mine in parts:

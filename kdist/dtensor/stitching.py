@@ -10,8 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kdist import _private_dtensor
-from kdist.chunks import Chunk, Graph, node_of
+from kdist._compat import dtensor_internals
 from kdist.dtensor.collectives import (
     COLLECTIVES,
     TABLE,
@@ -29,6 +28,7 @@ from kdist.dtensor.device_number import (
 )
 from kdist.dtensor.lowering import LoweredProgram
 from kdist.dtensor.stitched import VARIANT, StitchedFunction
+from kdist.graphs.chunks import Chunk, Graph, node_of
 
 import numpy as np
 import tensorflow as tf
@@ -66,7 +66,7 @@ class Stitcher:
         self.effects = [
             name
             for name, node in self.nodes.items()
-            if node.op not in COLLECTIVES and _private_dtensor.has_effects(node.op)
+            if node.op not in COLLECTIVES and dtensor_internals.has_effects(node.op)
         ]
         live = self._live()
         self.live = [name for name in order if name in live]
@@ -120,7 +120,7 @@ class Stitcher:
         if name in self.inputs:
             return self.program.definition.signature.input_arg[self.inputs[name]].type
         _, output, index = reference.split(":")
-        return _private_dtensor.output_dtypes(self.nodes[name])[output][int(index)]
+        return dtensor_internals.output_dtypes(self.nodes[name])[output][int(index)]
 
     def shape(self, reference: str) -> tf.TensorShape:
         """Of a tensor of the program, as far as it is known."""
@@ -131,7 +131,7 @@ class Stitcher:
             return _noted(arguments[position], 0) if position in arguments else unknown
         _, output, index = reference.split(":")
         number = int(index)
-        for kind, dtypes in _private_dtensor.output_dtypes(self.nodes[name]).items():
+        for kind, dtypes in dtensor_internals.output_dtypes(self.nodes[name]).items():
             if kind == output:
                 break
             number += len(dtypes)
@@ -238,7 +238,7 @@ class _Bodies:
                 copy.node_def.extend(map(without_notes, definition.node_def))
             for node in copy.node_def:
                 self.renamed(node)
-            self._registered.append(_private_dtensor.Registered(copy))
+            self._registered.append(dtensor_internals.Registered(copy))
 
     def renamed(self, node: Any) -> Any:
         """The node, with the functions that it calls under their new names."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdist.chunks import node_of
 from kdist.dtensor.lowering import Argument, LoweredProgram
+from kdist.graphs.chunks import node_of
 
 import tensorflow as tf
 

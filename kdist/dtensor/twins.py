@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kdist.chunks import node_of
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.device_number import SHAPES
 from kdist.dtensor.lowering import LoweredProgram
 from kdist.dtensor.sizes import CannotLift
 from kdist.dtensor.stitching import Stitcher
+from kdist.graphs.chunks import node_of
 
 from tensorflow.core.framework import tensor_shape_pb2
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kdist import _private_optimizers
-from kdist.optimizer.source import GradientSource
-from kdist.parts import whole_of
-from kdist.placement import Coordinate, UpdateUnit, covers, relative
-from kdist.variables import Stored, become_view, make_local
+from kdist._compat import keras_optimizers
+from kdist.optimizer.gradients import GradientSource
+from kdist.sharding.placement import Coordinate, UpdateUnit, covers, relative
+from kdist.storage.parts import whole_of
+from kdist.storage.variables import Stored, become_view, make_local
 
 import keras
 import tensorflow as tf
@@ -94,7 +94,7 @@ class LocalSums:
     def show(self, optimizer: Any) -> None:
         """Makes the optimizer's accumulators views of the totals, keeping their values."""
         for v in self.sums:
-            logical = _private_optimizers.accumulator(optimizer, self.entries[v].variable)
+            logical = keras_optimizers.accumulator(optimizer, self.entries[v].variable)
             assert logical is not None
             value = tf.convert_to_tensor(logical.value)
             backing = Totals(self, v)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kdist import _private_optimizers
-from kdist.optimizer.jobs import Jobs
+from kdist._compat import keras_optimizers
 from kdist.optimizer.local import LocalOptimizer
+from kdist.optimizer.update_jobs import Jobs
 
 import keras
 import tensorflow as tf
@@ -52,7 +52,7 @@ def _update_gradient(
     """The gradient that the optimizer clips: unscaled, with what was accumulated."""
     if leaf.loss_scale_factor is not None:
         gradient = ops.divide(gradient, leaf.loss_scale_factor)
-    accumulated = _private_optimizers.accumulator(one.optimizer, variable)
+    accumulated = keras_optimizers.accumulator(one.optimizer, variable)
     if accumulated is None:
         return gradient
     return ops.divide(ops.add(gradient, accumulated), leaf.gradient_accumulation_steps)

@@ -1,8 +1,8 @@
 """Gradients that travel compressed: a `GradientSource` around the one of the slices.
 
 What the slices computed is cast, or reduced to low-rank factors, on their own devices; only that
-crosses to others. The mathematics is in `kdist.compressors`, who sends what where in
-`kdist.optimizer.exchange`.
+crosses to others. The mathematics is in `kdist.optimizer.compressors`, who sends what where in
+`kdist.plan.exchange`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from kdist import compressors
-from kdist.compression import PowerSGD, matrix_shape
-from kdist.mesh import Topology
-from kdist.optimizer.bucket import Bucket, flat, unflat
-from kdist.optimizer.exchange import Exchange, is_low_rank
+from kdist.config.compression import PowerSGD, matrix_shape
+from kdist.optimizer import compressors
+from kdist.optimizer.gradients import GradientSource, bucket_gradients
 from kdist.optimizer.low_rank import LowRankState
-from kdist.optimizer.source import GradientSource, bucket_gradients
-from kdist.placement import Coordinate, Placement, UpdateUnit, relative
-from kdist.variables import assemble
+from kdist.plan.bucket import Bucket, flat, unflat
+from kdist.plan.exchange import Exchange, is_low_rank
+from kdist.sharding.mesh import Topology
+from kdist.sharding.placement import Coordinate, Placement, UpdateUnit, relative
+from kdist.storage.variables import assemble
 
 import tensorflow as tf
 
@@ -100,7 +100,7 @@ Part = Callable[[int], Any]
 
 
 class CompressedGradients:
-    """The gradients of one step; see `kdist.optimizer.source.GradientSource`.
+    """The gradients of one step; see `kdist.optimizer.gradients.GradientSource`.
 
     Args:
         compression: What travels how.
@@ -293,7 +293,7 @@ class CompressedGradients:
         return tf.cast(gradient, like)
 
     def _factors(self, exchange: Exchange) -> dict[int, list[Any]]:
-        """By slice, P and Q of every member; see `kdist.compressors`."""
+        """By slice, P and Q of every member; see `kdist.optimizer.compressors`."""
         if exchange not in self._found:
             self._found[exchange] = self._exchange_factors(exchange)
         return self._found[exchange]

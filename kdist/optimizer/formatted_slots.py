@@ -13,11 +13,11 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from kdist import _private_optimizers
+from kdist._compat import keras_optimizers
+from kdist.config.state_format import StateFormatConfig, slot_formats, slot_variables
 from kdist.optimizer.local import LocalOptimizer
-from kdist.optimizer.state_config import StateFormatConfig, slot_formats, slot_variables
-from kdist.optimizer.state_formats import Format, Rounding
-from kdist.variables import ATTRIBUTE, become_view
+from kdist.storage.state_formats import Format, Rounding
+from kdist.storage.variables import ATTRIBUTE, become_view
 
 import keras
 import tensorflow as tf
@@ -152,7 +152,7 @@ def format_slots(
                 become_view(slot, backing, None)
                 made.setdefault(name, []).append(backing)
     if made:
-        _private_optimizers.route_assignments(optimizer, _write_coded)
+        keras_optimizers.route_assignments(optimizer, _write_coded)
     return made
 
 

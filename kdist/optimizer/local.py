@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from kdist import _private, _private_optimizers
-from kdist.optimizer.bucket import Piece
-from kdist.placement import Index, covers
-from kdist.variables import Rows, assemble, backing_of, become_view
+from kdist._compat import keras_optimizers, keras_trainer
+from kdist.plan.bucket import Piece
+from kdist.sharding.placement import Index, covers
+from kdist.storage.variables import Rows, assemble, backing_of, become_view
 
 import keras
 import tensorflow as tf
@@ -54,7 +54,7 @@ def leaf_optimizers(
         return [(optimizer, list(range(len(variables))))]
     groups: dict[int, tuple[Any, list[int]]] = {}
     for i, variable in enumerate(variables):
-        leaf = _private_optimizers.member_optimizer(optimizer, variable)
+        leaf = keras_optimizers.member_optimizer(optimizer, variable)
         groups.setdefault(id(leaf), (leaf, []))[1].append(i)
     return list(groups.values())
 
@@ -85,7 +85,7 @@ def changes_rows_only(optimizer: Any, variable: keras.Variable) -> bool:
         or optimizer.global_clipnorm
         or optimizer.gradient_accumulation_steps
         or optimizer.ema_overwrite_frequency
-        or _private_optimizers.decays(optimizer, variable)
+        or keras_optimizers.decays(optimizer, variable)
     )
 
 
@@ -102,8 +102,8 @@ def clone(optimizer: Any) -> Any:
     finally:
         object.__setattr__(optimizer, "_learning_rate", shared)
     copy = type(optimizer).from_config(config)
-    _private_optimizers.adopt_learning_rate(copy, optimizer)
-    _private_optimizers.keep_one_copy(copy)
+    keras_optimizers.adopt_learning_rate(copy, optimizer)
+    keras_optimizers.keep_one_copy(copy)
     return copy
 
 
@@ -131,37 +131,37 @@ class LocalOptimizer:
         with tf.device(device):
             self.optimizer = clone(logical)
             self._carry_weight_decay_rules(logical, logical_variables)
-            if any(_private.is_view(v) for v in variables):
-                _private_optimizers.update_through_keras_variables(self.optimizer, scatter_rows)
+            if any(keras_trainer.is_view(v) for v in variables):
+                keras_optimizers.update_through_keras_variables(self.optimizer, scatter_rows)
             self.optimizer.build(variables)
 
     def _carry_weight_decay_rules(self, logical: Any, whole: list[keras.Variable]) -> None:
         excluded = [
             local
             for local, variable in zip(self.variables, whole)
-            if not _private_optimizers.decays(logical, variable)
+            if not keras_optimizers.decays(logical, variable)
         ]
-        _private_optimizers.exclude_from_decay(self.optimizer, excluded)
+        keras_optimizers.exclude_from_decay(self.optimizer, excluded)
 
     def apply(self, gradients: list[Any], variables: list[keras.Variable]) -> None:
         """Updates variables of this device, maybe none; call it in the device's scope.
 
         The shared learning rate is fetched once. (Keras reads it anew for every variable.)
         """
-        with _private_optimizers.fixed_learning_rate(self.optimizer):
+        with keras_optimizers.fixed_learning_rate(self.optimizer):
             if variables:
                 self.optimizer.apply(gradients, variables)
             else:
-                _private_optimizers.apply_nothing(self.optimizer)
+                keras_optimizers.apply_nothing(self.optimizer)
 
     def without_gradients(self, variables: list[keras.Variable]) -> None:
         """Does what an update does that needs no gradient; call it in the device's scope."""
-        with _private_optimizers.fixed_learning_rate(self.optimizer):
-            _private_optimizers.decay_and_count(self.optimizer, variables)
+        with keras_optimizers.fixed_learning_rate(self.optimizer):
+            keras_optimizers.decay_and_count(self.optimizer, variables)
 
     def iterations(self) -> keras.Variable:
         """The raw step counter of this device."""
-        return _private_optimizers.iterations_variable(self.optimizer)
+        return keras_optimizers.iterations_variable(self.optimizer)
 
 
 def scatter_rows(variable: keras.Variable, method: str, slices: tf.IndexedSlices) -> bool:

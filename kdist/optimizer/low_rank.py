@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kdist import compressors
-from kdist.compression import PowerSGD, matrix_shape
-from kdist.variables import same_device
+from kdist.config.compression import PowerSGD, matrix_shape
+from kdist.optimizer import compressors
+from kdist.storage.variables import same_device
 
 import tensorflow as tf
 

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from kdist.optimizer.accumulate import LocalSums
-from kdist.optimizer.bucket import Bucket
 from kdist.optimizer.compressed import bucket_vectors
-from kdist.optimizer.jobs import Jobs
-from kdist.optimizer.source import GradientSource
-from kdist.variables import RowsBacking, backing_of
+from kdist.optimizer.gradients import GradientSource
+from kdist.optimizer.update_jobs import Jobs
+from kdist.plan.bucket import Bucket
+from kdist.storage.variables import RowsBacking, backing_of
 
 import tensorflow as tf
 

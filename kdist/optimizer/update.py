@@ -10,23 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from kdist.compression import Classes
-from kdist.mesh import Topology
+from kdist.config.compression import Classes
+from kdist.config.optimizer import OptimizerConfig
+from kdist.config.state_format import slot_formats
 from kdist.optimizer.accumulate import LocalSums
+from kdist.optimizer.broadcast import send_values
 from kdist.optimizer.clip import clip_globally
 from kdist.optimizer.compressed import KnownStates
-from kdist.optimizer.config import OptimizerConfig
-from kdist.optimizer.jobs import Jobs
+from kdist.optimizer.gradients import GradientSource
 from kdist.optimizer.local import leaf_optimizers
 from kdist.optimizer.loss_scale import LossScale
 from kdist.optimizer.reduction import Reduction
-from kdist.optimizer.send import send_values
-from kdist.optimizer.source import GradientSource
-from kdist.optimizer.state_config import slot_formats
+from kdist.optimizer.update_jobs import Jobs
 from kdist.optimizer.wrappers import row_updates, unwrap, whole_updates
-from kdist.placement import Coordinate, UpdateUnit
-from kdist.sparse import is_sparse
-from kdist.variables import RowsBacking, Stored, backing_of
+from kdist.sharding.mesh import Topology
+from kdist.sharding.placement import Coordinate, UpdateUnit
+from kdist.storage.sparse import is_sparse
+from kdist.storage.variables import RowsBacking, Stored, backing_of
 
 import keras
 import tensorflow as tf

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from kdist.optimizer.config import OptimizerConfig
+from kdist.config.optimizer import OptimizerConfig
 from kdist.optimizer.local import changes_rows_only, leaf_optimizers, needs_whole
 
 import keras

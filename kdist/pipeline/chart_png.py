@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import TYPE_CHECKING, Any
 
-from kdist.figure import new_figure
+from kdist.display.figure import new_figure
 from kdist.pipeline.timeline import NAMES, Event
 
 if TYPE_CHECKING:

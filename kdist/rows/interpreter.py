@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kdist import _private_graphs
+from kdist._compat import function_graphs
 from kdist.rows import contractions, control, elementwise, joins, look_ups, reductions, shaping
 from kdist.rows.node import RULES, Node
 from kdist.rows.numbers import fixed, power_of
@@ -147,7 +147,7 @@ class Interpreter:
         return [self._written.get(id(op.inputs[0]), values[0])]
 
     def _function(self, op: Any, attribute: Any) -> Any:
-        graph = _private_graphs.function_graph(op.graph, attribute.name)
+        graph = function_graphs.function_graph(op.graph, attribute.name)
         if graph is None:
             raise RowsMeet
         return graph

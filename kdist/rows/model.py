@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kdist import _private_models
-from kdist.chance import chance_kept
-from kdist.lowered import layer_of
-from kdist.program import Program
+from kdist._compat import keras_models
+from kdist.dtensor.lowered import layer_of
+from kdist.graphs.chance import chance_kept
+from kdist.program.program import Program
 from kdist.rows.interpreter import ROW_BY_ROW
 from kdist.rows.study import Analysis, NotStudied, analyse, cause
 from kdist.rows.values import Const, Flow, Linear, Mixing, Rows, Value, flow_of
@@ -179,7 +179,7 @@ def _statistics_row_by_row(model: keras.Model) -> Iterator[None]:
     """
     layers = [
         layer
-        for layer in _private_models.flat_layers(model)
+        for layer in keras_models.flat_layers(model)
         if isinstance(layer, keras.layers.BatchNormalization) and "call" not in layer.__dict__
     ]
     for layer in layers:
@@ -207,7 +207,7 @@ class _Reading:
     ) -> None:
         self.program, self.analysis, self.names = program, analysis, names
         self.loss_from_layers = loss_from_layers
-        self.layers = _private_models.flat_layers(program.model)
+        self.layers = keras_models.flat_layers(program.model)
         self.paths = [layer.path for layer in self.layers if layer.path]
 
     def result(self) -> ModelStudy:
@@ -241,7 +241,7 @@ class _Reading:
         if alike and tensor.shape.rank and tensor.shape[0] == self.analysis.batch:
             return None
         model = self.program.model
-        names = getattr(_private_models.functional_of(model) or model, "output_names", None) or []
+        names = getattr(keras_models.functional_of(model) or model, "output_names", None) or []
         name = f"output {names[index]!r}" if index < len(names) else f"output {index}"
         where = self._where(value, tensor)
         if isinstance(value, Linear | Const | Rows):

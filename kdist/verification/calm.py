@@ -14,7 +14,7 @@ import functools
 import inspect
 from typing import Any
 
-from kdist import _private_models, _private_twins
+from kdist._compat import keras_models, keras_twins
 
 import keras
 
@@ -23,8 +23,8 @@ def random_layers(model: keras.Model) -> list[keras.layers.Layer]:
     """Layers that have a seed generator and know a `training` argument."""
     return [
         layer
-        for layer in _private_models.flat_layers(model)
-        if _generators(layer) and _private_models.takes_training(layer)
+        for layer in keras_models.flat_layers(model)
+        if _generators(layer) and keras_models.takes_training(layer)
     ]
 
 
@@ -32,8 +32,8 @@ def always_random(model: keras.Model) -> list[keras.layers.Layer]:
     """Layers that draw random numbers and cannot be told to stop: they know no `training`."""
     return [
         layer
-        for layer in _private_models.flat_layers(model)
-        if _generators(layer) and not _private_models.takes_training(layer)
+        for layer in keras_models.flat_layers(model)
+        if _generators(layer) and not keras_models.takes_training(layer)
     ]
 
 
@@ -45,7 +45,7 @@ def statistic_layers(model: keras.Model) -> list[keras.layers.Layer]:
     """`BatchNormalization` layers that normalise with the batch's statistics."""
     return [
         layer
-        for layer in _private_models.flat_layers(model)
+        for layer in keras_models.flat_layers(model)
         if isinstance(layer, keras.layers.BatchNormalization)
         and layer.trainable  # frozen ones use the moving statistics anyway
     ]
@@ -59,7 +59,7 @@ def calm(layers: list[keras.layers.Layer]) -> None:
     """
     for layer in layers:
         own: Any = type(layer)
-        told = _private_models.takes_training(layer)
+        told = keras_models.takes_training(layer)
         layer.__class__ = _in_inference(own) if told else _drawing_alike(own)
 
 
@@ -85,7 +85,7 @@ def _drawing_alike(base: Any) -> Any:
 
     @functools.wraps(inner)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _private_twins.equal_draws():
+        with keras_twins.equal_draws():
             return inner(self, *args, **kwargs)
 
     return type(base.__name__, (base,), {"call": call, "__module__": base.__module__})

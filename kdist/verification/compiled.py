@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdist import _private_optimizers, _private_twins
+from kdist._compat import keras_optimizers, keras_twins
 from kdist.optimizer.wrappers import unwrap
 from kdist.verification.twin import NoTwin
 
@@ -28,7 +28,7 @@ def compile_alike(
     """
     if type(model).compile is not keras.Model.compile:
         raise NoTwin("its class has a `compile` of its own, whose arguments are not known")
-    options = _private_twins.compile_options(model)
+    options = keras_twins.compile_options(model)
     dtype = "float64" if policy == "float64" else "float32"
     twin.compile(
         optimizer=optimizer_again(model.optimizer, dtype, lossless),
@@ -49,7 +49,7 @@ def _each(given: Any, dtype: str) -> Any:
     if isinstance(given, list | tuple):
         return [_each(value, dtype) for value in given]
     if isinstance(given, keras.Loss):
-        return _private_twins.loss_in(given, dtype)
+        return keras_twins.loss_in(given, dtype)
     if isinstance(given, keras.Metric):
         return _metric_again(given, dtype)
     return given
@@ -61,7 +61,7 @@ def _metric_again(metric: keras.Metric, dtype: str) -> keras.Metric:
         config = metric.get_config()
         if "dtype" in config:
             config["dtype"] = dtype
-        with _private_twins.own_lambdas(), keras.saving.custom_object_scope({own.__name__: own}):
+        with keras_twins.own_lambdas(), keras.saving.custom_object_scope({own.__name__: own}):
             return own.from_config(config)
     except Exception as error:  # whatever the user's own constructor raises
         raise NoTwin(
@@ -78,12 +78,12 @@ def optimizer_again(optimizer: Any, dtype: str, lossless: bool) -> Any:
         return None
     if dtype == "float64" and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
-    own: Any = _private_optimizers.own_class(optimizer)
+    own: Any = keras_optimizers.own_class(optimizer)
     try:
         config = optimizer.get_config()
         if lossless and "state_format" in config:
             config["state_format"] = {}
-        with _private_twins.own_lambdas():
+        with keras_twins.own_lambdas():
             return own.from_config(config)
     except Exception as error:  # whatever the user's own constructor raises
         raise NoTwin(
@@ -100,14 +100,14 @@ def copy_optimizer(model: keras.Model, twin: keras.Model) -> None:
     mine, again = unwrap(model.optimizer), unwrap(twin.optimizer)
     if twin.optimizer is None:
         return
-    excluded = _private_twins.not_decayed(mine.inner, model.trainable_variables)
+    excluded = keras_twins.not_decayed(mine.inner, model.trainable_variables)
     if excluded is not None:
         keys = {id(v) for v in excluded}
         pairs = zip(model.trainable_variables, twin.trainable_variables)
         chosen = [other for v, other in pairs if id(v) in keys]
-        _private_optimizers.exclude_from_decay(again.inner, chosen)
+        keras_optimizers.exclude_from_decay(again.inner, chosen)
     if not again.inner.built:
-        with _private_optimizers.build_scope(twin.optimizer):
+        with keras_optimizers.build_scope(twin.optimizer):
             twin.optimizer.build(twin.trainable_variables)
     if not model.optimizer.built:
         return

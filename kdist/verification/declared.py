@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from kdist.config import ParallelConfig
-from kdist.declare import declarations, declare
-from kdist.fusion import comm_fusion
-from kdist.optimizer.sharded import parallel_optimizer
-from kdist.pipeline.stages import stage_setting
-from kdist.settings import Setting
+from kdist.api.sharded_optimizer import parallel_optimizer
+from kdist.config.fusion import comm_fusion
+from kdist.config.parallel import ParallelConfig
+from kdist.config.settings import Setting
+from kdist.config.shard import declarations, declare
+from kdist.stages.stages import stage_setting
 
 import keras
 

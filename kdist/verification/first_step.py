@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from kdist.parallel import Parallel
-from kdist.spmd_step import without_optionals
+from kdist.api.parallelize import Parallel
+from kdist.runtime.mesh_step import without_optionals
 from kdist.verification.report import VerificationError
 from kdist.verification.verify import verify
 

@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from kdist.parallel import Parallel, attached
-from kdist.program import ModelState
+from kdist.api.parallelize import Parallel, attached
+from kdist.program.program import ModelState
 from kdist.verification.calm import calm
 from kdist.verification.observe import (
     as_array,

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kdist import _private, _private_models
-from kdist.loop import training_pass
-from kdist.loss_parts import added_up, compute_loss
-from kdist.metrics import overrides
-from kdist.parallel import attached
-from kdist.program import ModelState
+from kdist._compat import keras_models, keras_trainer
+from kdist.api.custom_loop import training_pass
+from kdist.api.parallelize import attached
+from kdist.program.loss_parts import added_up, compute_loss
+from kdist.program.program import ModelState
+from kdist.runtime.metrics import overrides
 from kdist.verification.observed import Arrays, Observed
 
 import keras
@@ -65,7 +65,7 @@ def _observe(
     for variable, value in zip(model.variables, before):
         variable.assign(value)
     logs = model.train_on_batch(x, y, sample_weight, return_dict=True)
-    losses = {"loss", *(tracker.name for tracker in _private.loss_trackers(model))}
+    losses = {"loss", *(tracker.name for tracker in keras_trainer.loss_trackers(model))}
     state = ModelState.of(model)
     return Observed(
         output=output,
@@ -82,7 +82,7 @@ def _observe(
 def predicted(model: keras.Model, x: Any) -> dict[str, np.ndarray]:
     """What a model, parallelized or not, predicts on the device in scope; nothing is written."""
     with keras.StatelessScope():
-        outputs = model(x, training=False) if _private_models.takes_training(model) else model(x)
+        outputs = model(x, training=False) if keras_models.takes_training(model) else model(x)
     return output_arrays(model, outputs)
 
 
@@ -123,7 +123,7 @@ def loss_and_parts(
 ) -> tuple[Any, dict[str, Any]]:
     """The loss of one device for its outputs, and its parts by name."""
     if overrides(model, "compute_loss"):
-        return _private.compute_loss(model, x, y, y_pred, sample_weight, training=True), {}
+        return keras_trainer.compute_loss(model, x, y, y_pred, sample_weight, training=True), {}
     loss, parts = compute_loss(model, x, y, y_pred, sample_weight)
     return loss, added_up(parts)
 
@@ -145,7 +145,7 @@ def unscaled(model: keras.Model, found: Sequence[Any], dtype: Any) -> list[Any]:
 
 def call_for_training(model: keras.Model, x: Any) -> Any:
     """The outputs in training mode."""
-    return model(x, training=True) if _private_models.takes_training(model) else model(x)
+    return model(x, training=True) if keras_models.takes_training(model) else model(x)
 
 
 def output_arrays(model: keras.Model, outputs: Any) -> dict[str, np.ndarray]:

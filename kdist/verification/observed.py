@@ -18,7 +18,7 @@ class Observed:
 
     Attributes:
         output: Outputs in inference mode.
-        loss: The loss, and each of its parts: see `kdist.loss_parts`.
+        loss: The loss, and each of its parts: see `kdist.program.loss_parts`.
         metric: Metrics after the batch, in training mode.
         gradient: Of each trainable weight that has one, by path; None where none can be had.
         state: Statistics, seeds and counters of layers after one training step, by path.

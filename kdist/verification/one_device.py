@@ -7,9 +7,9 @@ import math
 import os
 from typing import Any
 
-from kdist import _private_models
-from kdist.mesh import Device
-from kdist.tables import readable
+from kdist._compat import keras_models
+from kdist.display.tables import readable
+from kdist.sharding.mesh import Device
 
 import keras
 import tensorflow as tf
@@ -63,10 +63,10 @@ def needed(model: keras.Model, rows: int, itemsize: int) -> Needed:
 
 
 def _output_elements(model: keras.Model, rows: int) -> int:
-    functional = _private_models.functional_of(model)
+    functional = keras_models.functional_of(model)
     if functional is None:
         return 0
-    nodes = _private_models.nodes_in_order(functional)
+    nodes = keras_models.nodes_in_order(functional)
     shapes = [t.shape for node in nodes for t in node.outputs]
     return sum(math.prod(rows if dim is None else dim for dim in shape) for shape in shapes)
 

@@ -6,7 +6,7 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kdist.tables import Column, number, print_prose, table
+from kdist.display.tables import Column, number, print_prose, table
 from kdist.verification.tolerance import KINDS, Difference, Tolerance
 
 from rich.console import Console, RenderableType

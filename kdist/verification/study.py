@@ -11,10 +11,11 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from kdist import _private_models, _private_twins, rows
-from kdist.batch import part_bounds
-from kdist.program import ModelState
-from kdist.state import replica_seed
+from kdist import rows
+from kdist._compat import keras_models, keras_twins
+from kdist.program.batch import part_bounds
+from kdist.program.program import ModelState
+from kdist.program.state import replica_seed
 from kdist.verification.calm import always_random, random_layers
 from kdist.verification.observe import as_array, call_for_training
 from kdist.verification.tolerance import Tolerance, compare, magnitude
@@ -147,8 +148,8 @@ def _forward(model: keras.Model, x: Any) -> _Pass:
     with _recording(model) as calls:
         call_for_training(model, x)
     added = {}
-    for layer in _private_models.flat_layers(model):
-        values = _private_twins.added_losses(layer)
+    for layer in keras_models.flat_layers(model):
+        values = keras_twins.added_losses(layer)
         if values:
             added[layer.name] = float(sum(np.sum(as_array(v)) for v in values))
     return _Pass(calls, added)
@@ -158,7 +159,7 @@ def _forward(model: keras.Model, x: Any) -> _Pass:
 def _recording(model: keras.Model) -> Iterator[list[_Call]]:
     """Meanwhile, notes every call of a layer inside the model that gives values."""
     calls: list[_Call] = []
-    layers = [one for one in _private_models.flat_layers(model) if one is not model]
+    layers = [one for one in keras_models.flat_layers(model) if one is not model]
 
     def recorded(layer: Any) -> Callable:
         inner = layer.call

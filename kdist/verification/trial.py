@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kdist.batch import leading
-from kdist.config import ParallelConfig
-from kdist.optimizer.state_config import StateFormatConfig
+from kdist.api.parallelize import Parallel, attached, parallelize
+from kdist.config.parallel import ParallelConfig
+from kdist.config.state_format import StateFormatConfig
 from kdist.optimizer.wrappers import unwrap
-from kdist.parallel import Parallel, attached, parallelize
+from kdist.program.batch import leading
 from kdist.verification.calm import always_random, calm, random_layers, statistic_layers
 from kdist.verification.compiled import compile_alike, copy_optimizer
 from kdist.verification.declared import config_for, copy_declarations

@@ -12,8 +12,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kdist import _private, _private_models, _private_twins
-from kdist.contract import as_spec, is_built
+from kdist._compat import keras_models, keras_trainer, keras_twins
+from kdist.runtime.keras_contract import as_spec, is_built
 
 import keras
 import tensorflow as tf
@@ -86,11 +86,11 @@ def make_twin(model: keras.Model, policy: str, x: Any) -> keras.Model:
         NoTwin: The configuration does not say all that the model is.
     """
     try:
-        with _private_twins.own_lambdas(), _private_twins.names_kept():
+        with keras_twins.own_lambdas(), keras_twins.names_kept():
             twin = _again(model, policy)
             if not is_built(twin):
                 spec = keras.tree.map_structure(as_spec, x)
-                _private.keras_backend.compute_output_spec(twin, spec)
+                keras_trainer.keras_backend.compute_output_spec(twin, spec)
     except Exception as error:  # whatever the user's own constructors raise
         raise NoTwin(f"it cannot be made again from its configuration ({_short(error)})") from error
     _check_alike(model, twin)
@@ -105,7 +105,7 @@ def _again(model: keras.Model, policy: str) -> keras.Model:
     if policy == "float64":
         config = rewritten(config, policy)
     with keras.saving.custom_object_scope(_own_objects(model)):
-        if _private_models.functional_of(model) is None and "layers" not in config:
+        if keras_models.functional_of(model) is None and "layers" not in config:
             config = _accepted(own, config)
         return own.from_config(config)
 
@@ -122,7 +122,7 @@ def _accepted(own: type, config: dict[str, Any]) -> dict[str, Any]:
 def _own_objects(model: keras.Model) -> dict[str, Any]:
     """Classes and functions of a model by name, for those that are not registered."""
     found: dict[str, Any] = {}
-    for layer in _private_models.flat_layers(model):
+    for layer in keras_models.flat_layers(model):
         if not type(layer).__module__.startswith("keras."):
             found[type(layer).__name__] = type(layer)
         for value in vars(layer).values():
@@ -133,8 +133,8 @@ def _own_objects(model: keras.Model) -> dict[str, Any]:
 
 def _check_alike(model: keras.Model, twin: keras.Model) -> None:
     """Refuses a twin with other layers or variables."""
-    mine = [type(layer).__name__ for layer in _private_models.flat_layers(model)]
-    other = [type(layer).__name__ for layer in _private_models.flat_layers(twin)]
+    mine = [type(layer).__name__ for layer in keras_models.flat_layers(model)]
+    other = [type(layer).__name__ for layer in keras_models.flat_layers(twin)]
     if mine != other:
         raise NoTwin(f"made again it has {len(other)} layers instead of {len(mine)}, or other ones")
     shapes = [tuple(v.shape) for v in model.variables]
@@ -144,7 +144,7 @@ def _check_alike(model: keras.Model, twin: keras.Model) -> None:
 
 def _copy_model(model: keras.Model, twin: keras.Model) -> None:
     """Copies flags, paths and values."""
-    pairs = zip(_private_models.flat_layers(model), _private_models.flat_layers(twin))
+    pairs = zip(keras_models.flat_layers(model), keras_models.flat_layers(twin))
     for layer, again in pairs:
         if again.trainable != layer.trainable:
             again.trainable = layer.trainable
@@ -152,7 +152,7 @@ def _copy_model(model: keras.Model, twin: keras.Model) -> None:
     for variable, again in zip(model.variables, twin.variables):
         if again.trainable != variable.trainable:
             again.trainable = variable.trainable
-        _private.rename(again, variable)
+        keras_trainer.rename(again, variable)
         again.assign(tf.cast(tf.convert_to_tensor(variable.value), again.dtype))
 
 
@@ -182,7 +182,7 @@ def batch_in(dtype: str, data: Any) -> Any:
 
 def paired(model: keras.Model, twin: keras.Model) -> Callable[[Any], Any]:
     """Maps a layer or a variable of a model to the twin's; None for what is not the model's."""
-    layers = zip(_private_models.flat_layers(model), _private_models.flat_layers(twin))
+    layers = zip(keras_models.flat_layers(model), keras_models.flat_layers(twin))
     table = {id(one): again for one, again in layers}
     table.update((id(one), again) for one, again in zip(model.variables, twin.variables))
     return lambda target: table.get(id(target))

@@ -8,11 +8,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kdist.batch import leading
-from kdist.chance import chance_kept
-from kdist.contract import is_built
-from kdist.metrics import overrides
-from kdist.parallel import attached
+from kdist.api.parallelize import attached
+from kdist.graphs.chance import chance_kept
+from kdist.program.batch import leading
+from kdist.runtime.keras_contract import is_built
+from kdist.runtime.metrics import overrides
 from kdist.verification.calm import always_random
 from kdist.verification.cause import likely_cause
 from kdist.verification.itself import run_itself

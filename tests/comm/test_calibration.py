@@ -8,7 +8,8 @@ import subprocess
 import sys
 
 import kdist
-from kdist import _private_comm, comm
+from kdist import comm
+from kdist._compat import collective_runtime
 from kdist.comm import bench
 from kdist.comm.algorithms import ALGORITHMS, OPERATIONS
 from kdist.comm.calibration import error, fit
@@ -190,16 +191,16 @@ def test_record_gradient_and_unrecorded():
     x = tf.constant(3.0)
     with tf.GradientTape() as tape:
         tape.watch(x)
-        with _private_comm.unrecorded():
+        with collective_runtime.unrecorded():
             y = x * x
-        _private_comm.record_gradient("square", [y], [x], lambda grad: [7.0 * grad])
+        collective_runtime.record_gradient("square", [y], [x], lambda grad: [7.0 * grad])
         z = 2.0 * y
     assert float(tape.gradient(z, x)) == 14.0
 
 
 def test_runtime_started():
     tf.constant(1)
-    assert _private_comm.runtime_started()
+    assert collective_runtime.runtime_started()
     with pytest.raises(ValueError, match="once, before TensorFlow starts"):
         comm.connect(["127.0.0.1:1"], 0)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import kdist
-from kdist import comm, executed
+from kdist import comm
 from kdist.comm.algorithms import ALGORITHMS, OPERATIONS, schedule
-from kdist.mesh import Device
+from kdist.graphs import executed
+from kdist.sharding.mesh import Device
 
 import pytest
 import tensorflow as tf

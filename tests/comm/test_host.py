@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import kdist
-from kdist import comm, executed
+from kdist import comm
 from kdist.comm import collectives, host, ordered
 from kdist.comm.algorithms import ALGORITHMS, OPERATIONS
 from kdist.comm.calibration import _programs, fit_host
 from kdist.comm.host import HostCost, Work, count, work
 from kdist.comm.measure import DeviceProgram
+from kdist.graphs import executed
 
 import numpy as np
 import pytest

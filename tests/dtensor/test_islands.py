@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kdist import executed
 from kdist.dtensor.body import Body
 from kdist.dtensor.expansion import expand
 from kdist.dtensor.flops import graph_flops
 from kdist.dtensor.islands import CannotCut, with_neighbours
 from kdist.dtensor.lowering import LoweredProgram
 from kdist.dtensor.stitching import Stitcher
+from kdist.graphs import executed
 
 import keras
 import numpy as np
@@ -19,7 +19,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from ..dtensor_parts import cut, inner_mesh, lowered_program, run, specs, whole
+from .dtensor_parts import cut, inner_mesh, lowered_program, run, specs, whole
 
 X = np.random.default_rng(0).normal(size=(4, 8))
 WEIGHTS = np.random.default_rng(1).normal(size=(8, 8))

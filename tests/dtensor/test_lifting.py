@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kdist import spmd
+from kdist.dtensor import relayout
 from kdist.dtensor.hoisting import hoist
 from kdist.dtensor.lifting import lift
 from kdist.dtensor.lowering import Function, LoweredProgram, lower
@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from ..dtensor_parts import cut, inner_mesh, whole
+from .dtensor_parts import cut, inner_mesh, whole
 
 EXAMPLES = ((4, 12), (6, 16), (2, 28), (10, 20), (8, 36))
 FAR = ((2, 4), (80, 400))
@@ -38,7 +38,7 @@ def lifted(
     given = Examples(*(tuple((*one, 8) for one in sizes) for sizes in (examples, FAR)))
     hoisted = hoist(concrete, [given, None])
     layouts += [dtensor.Layout.replicated(mesh, m.spec.shape.rank) for m in hoisted.made]
-    with spmd.lowering(mesh):
+    with relayout.lowering(mesh):
         programs = [
             lower(Function.of(hoisted.concrete, one), mesh, layouts) for one in hoisted.shapes
         ]

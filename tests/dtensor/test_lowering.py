@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdist import spmd
+from kdist.dtensor import relayout
 from kdist.dtensor.lowering import Function, abstract_mesh, lower
 from kdist.dtensor.sharded import Sharded
 
@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from ..dtensor_parts import cut, inner_mesh, lowered_program, run, whole
+from .dtensor_parts import cut, inner_mesh, lowered_program, run, whole
 
 X = np.arange(32.0).reshape(4, 8)
 
@@ -23,7 +23,7 @@ def test_devices_need_not_exist_and_nothing_is_allocated() -> None:
     rows = dtensor.Layout(["model", dtensor.UNSHARDED], mesh)
     spec = tf.TensorSpec((2**20, 2**12))  # 16 GiB
     concrete = tf.function(lambda x: tf.reduce_sum(x * 2.0)).get_concrete_function(spec)
-    with spmd.lowering(mesh):
+    with relayout.lowering(mesh):
         program = lower(Function.of(concrete), mesh, [rows])
     assert program.size == 512
     (one,) = program.collectives

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import kdist
-from kdist import executed
-from kdist.executed import ASSIGNMENTS, PRODUCTS, ExecutedFunction
+from kdist.graphs import executed
+from kdist.graphs.executed import ASSIGNMENTS, PRODUCTS, ExecutedFunction
 
 import keras
 import numpy as np

@@ -22,7 +22,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ..dtensor_parts import cut, inner_mesh, run, specs, whole
+from .dtensor_parts import cut, inner_mesh, run, specs, whole
 
 X = np.random.default_rng(0).normal(size=(4, 6))
 NEW = tf.newaxis

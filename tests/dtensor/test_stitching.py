@@ -6,9 +6,10 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from kdist import _private_dtensor, executed
+from kdist._compat import dtensor_internals
 from kdist.dtensor.collectives import CannotStitch
 from kdist.dtensor.stitching import Stitcher
+from kdist.graphs import executed
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 from tensorflow.python.eager import context
 
-from ..dtensor_parts import cut, inner_mesh, lowered_program, run, specs, whole
+from .dtensor_parts import cut, inner_mesh, lowered_program, run, specs, whole
 
 X = np.random.default_rng(0).normal(size=(8, 8))
 
@@ -182,5 +183,5 @@ def test_the_private_names_exist() -> None:
     for name in ("add_function_def", "remove_function", "has_function", "list_function_names"):
         assert hasattr(context.context(), name), name
     assert hasattr(tf.Operation, "_set_attr")
-    assert _private_dtensor.has_effects("PrintV2") and not _private_dtensor.has_effects("AddV2")
-    assert _private_dtensor.Registered.__doc__
+    assert dtensor_internals.has_effects("PrintV2") and not dtensor_internals.has_effects("AddV2")
+    assert dtensor_internals.Registered.__doc__

@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kdist import compressors
-from kdist.compression import Compressor, PowerSGD, matrix_shape
+from kdist.config.compression import Compressor, PowerSGD, matrix_shape
+from kdist.optimizer import compressors
 
 import keras
 import ml_dtypes

@@ -7,8 +7,8 @@ from typing import Any
 
 import kdist
 from kdist import CompressionConfig, FusionConfig, OptimizerConfig, PowerSGD
-from kdist.compression import Compressor
-from kdist.parallel import attached
+from kdist.api.parallelize import attached
+from kdist.config.compression import Compressor
 
 import keras
 import numpy as np

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import kdist
-from kdist import spmd
-from kdist.merged_axes import merged_axes
-from kdist.mesh import Topology
-from kdist.parallel import attached
-from kdist.variables import stored
+from kdist.api.parallelize import attached
+from kdist.dtensor import relayout
+from kdist.sharding.merged_axes import merged_axes
+from kdist.sharding.mesh import Topology
+from kdist.storage.variables import stored
 
 import keras
 import numpy as np
@@ -159,5 +159,5 @@ def test_axes_of_size_one_cut_nothing() -> None:
     topology = Topology.from_mesh(kdist.mesh(data=2, model=1, expert=2))
     cuts = [("one", (None, ("model", "expert"))), ("two", ("expert", None)), ("three", ("model",))]
     assert merged_axes(cuts, topology) == ()
-    names = [spmd.mesh_dim_for(dims[-1], topology) for _, dims in cuts]
+    names = [relayout.mesh_dim_for(dims[-1], topology) for _, dims in cuts]
     assert names == ["expert", "unsharded", "unsharded"]

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import kdist
-from kdist import StateFormatConfig, _private, _private_optimizers
-from kdist.optimizer.state_config import SLOTS
-from kdist.optimizer.state_formats import FORMATS
+from kdist import StateFormatConfig
+from kdist._compat import keras_optimizers, keras_trainer
+from kdist.config.state_format import SLOTS
+from kdist.storage.state_formats import FORMATS
 
 import keras
 import numpy as np
@@ -44,13 +45,13 @@ def rounding(factory: Callable[..., Any], formats: StateFormatConfig) -> Callabl
             for name, slot in SLOTS[type(optimizer).__name__].items():
                 form = formats.format_of(slot.moment)
                 if form is not None and any(v is variable for v in getattr(optimizer, name, [])):
-                    tensor = _private.tf_variable(variable)
+                    tensor = keras_trainer.tf_variable(variable)
                     getattr(tensor, method)(value)
                     tensor.assign(form.decode(form.encode(tensor), tensor.dtype))
                     return True
             return False
 
-        _private_optimizers.route_assignments(optimizer, write)
+        keras_optimizers.route_assignments(optimizer, write)
         return outer
 
     return make

@@ -136,7 +136,7 @@ DECLARATIONS: Mapping[str, tuple[str, Callable[[keras.Model], None]]] = {
 
 def _layouts(run: Run) -> dict[str, tuple]:
     """Path -> layout of every weight, as kdist placed it."""
-    from kdist.parallel import attached
+    from kdist.api.parallelize import attached
 
     with precision(run.dtype):
         model = compiled(run, "kdist")

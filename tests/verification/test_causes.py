@@ -42,9 +42,9 @@ def test_a_layer_in_which_rows_meet_is_named():
 
 
 def test_a_dropped_gradient_is_named(monkeypatch):
-    from kdist import plain
+    from kdist.runtime import plain_runner
 
-    local = plain.PlainGradients.local
+    local = plain_runner.PlainGradients.local
 
     def dropped(self, variable, at):
         """One replica's gradient alone, of the second layer's kernel."""
@@ -52,7 +52,7 @@ def test_a_dropped_gradient_is_named(monkeypatch):
         path = self.entries[variable].variable.path
         return found * 0 if path.endswith("down/kernel") and at[0] > 0 else found
 
-    monkeypatch.setattr(plain.PlainGradients, "local", dropped)
+    monkeypatch.setattr(plain_runner.PlainGradients, "local", dropped)
     report = kdist.verify(small(), *batch())
     assert not report.ok
     kinds = {d.kind for d in report.differences}
@@ -62,9 +62,9 @@ def test_a_dropped_gradient_is_named(monkeypatch):
 
 
 def test_a_wrong_share_of_the_loss_is_named(monkeypatch):
-    from kdist import plain
+    from kdist.runtime import plain_runner
 
-    monkeypatch.setattr(plain, "row_shares", lambda b: [tf.constant(0.6, tf.float64)] * 2)
+    monkeypatch.setattr(plain_runner, "row_shares", lambda b: [tf.constant(0.6, tf.float64)] * 2)
     report = kdist.verify(small(), *batch())
     assert not report.ok
     assert "loss term 'compiled loss'" in report.cause

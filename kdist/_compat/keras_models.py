@@ -1,0 +1,83 @@
+"""Keras internals of models as graphs of layers; see `kdist._compat.keras_trainer`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+from keras.src.models.functional import Functional
+
+
+def functional_of(model: Any) -> Any:
+    """The `Functional` that a Functional or built Sequential model runs, or None.
+
+    None also for models whose `call` is not Keras's own: their graph is not what they compute.
+    """
+    call = getattr(type(model), "call", None)
+    if isinstance(model, keras.Sequential):
+        return model._functional if call is keras.Sequential.call else None
+    return model if isinstance(model, Functional) and call is Functional.call else None
+
+
+def nodes_in_order(functional: Any) -> list[Any]:
+    """The nodes of a `Functional` in the order in which Keras runs them, without its inputs.
+
+    Each has an `operation`, `arguments` (`args`, `kwargs`, `keras_tensors`, `fill_in`) and flat
+    `outputs`.
+    """
+    by_depth = functional._nodes_by_depth
+    nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
+    return [node for node in nodes if not node.is_input]
+
+
+def flat_layers(layer: keras.Layer) -> list[keras.Layer]:
+    """A layer and all layers inside it, at any depth, itself first."""
+    return list(layer._flatten_layers())
+
+
+def layers_of(node: Any) -> list[keras.Layer]:
+    """The layer that a node calls and all layers inside it; none for an operation."""
+    return flat_layers(node.operation) if isinstance(node.operation, keras.Layer) else []
+
+
+def calls_of(layer: keras.Layer) -> list[Any]:
+    """The calls of a layer on symbolic tensors: nodes with `arguments` and `outputs`."""
+    return list(layer._inbound_nodes)
+
+
+def flat_inputs(functional: Any, inputs: Any) -> list[Any]:
+    """Inputs of a `Functional` as its call takes them: flat, as tensors, of the expected ranks.
+
+    An optional input that is not given is None.
+    """
+    return list(functional._standardize_inputs(inputs))
+
+
+@contextlib.contextmanager
+def as_model_call(layer: keras.Layer) -> Iterator[None]:
+    """Makes a layer that stands for a part of a model take inputs as they are, as a model does."""
+    before = layer._convert_input_args, layer._allow_non_tensor_positional_args
+    layer._convert_input_args, layer._allow_non_tensor_positional_args = False, True
+    try:
+        yield
+    finally:
+        layer._convert_input_args, layer._allow_non_tensor_positional_args = before
+
+
+def takes_training(operation: Any) -> bool:
+    """Whether Keras passes `training` to it: a model that it trains, a layer of a `Functional`."""
+    return getattr(operation, "_call_has_training_arg", False)
+
+
+def pack_outputs(functional: Any, outputs: Sequence[Any]) -> Any:
+    """Flat outputs of a `Functional` in the structure that its `call` returns."""
+    packed = keras.tree.pack_sequence_as(functional._outputs_struct, list(outputs))
+    return packed
+
+
+def model_outputs(functional: Any, outputs: Sequence[Any]) -> Any:
+    """What calling a `Functional` returns for flat outputs: a single one without its list."""
+    packed = pack_outputs(functional, outputs)
+    return packed[0] if isinstance(packed, list | tuple) and len(packed) == 1 else packed

@@ -1,0 +1,221 @@
+"""Keras internals of optimizers; see `kdist._compat.keras_trainer`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from kdist._compat.keras_trainer import is_view
+
+import keras
+import tensorflow as tf
+from keras.src.optimizers import base_optimizer as keras_base_optimizer
+
+
+def adopt_learning_rate(optimizer: Any, source: Any) -> None:
+    """Makes `optimizer` read the learning rate (variable or schedule) of `source`."""
+    object.__setattr__(optimizer, "_learning_rate", source._learning_rate)
+
+
+@contextlib.contextmanager
+def fixed_learning_rate(optimizer: Any) -> Iterator[None]:
+    """Meanwhile, an optimizer reads its learning rate variable's value as of now."""
+    shared = optimizer._learning_rate
+    if not isinstance(shared, keras.Variable):
+        yield
+        return
+    rate = tf.identity(shared.value)
+    object.__setattr__(optimizer, "_learning_rate", lambda: rate)
+    try:
+        yield
+    finally:
+        object.__setattr__(optimizer, "_learning_rate", shared)
+
+
+def iterations_variable(optimizer: Any) -> keras.Variable:
+    """The raw step counter (micro-steps under gradient accumulation)."""
+    return optimizer._iterations
+
+
+def accumulator(optimizer: Any, variable: keras.Variable) -> keras.Variable | None:
+    """The gradient accumulator of a variable, or None without accumulation."""
+    if not optimizer.gradient_accumulation_steps:
+        return None
+    return optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
+
+
+def exclude_from_decay(optimizer: Any, variables: Iterable[keras.Variable]) -> None:
+    """Makes an optimizer apply its weight decay to all but some variables."""
+    optimizer._exclude_from_weight_decay = {variable_key(optimizer, v) for v in variables}
+    optimizer._exclude_from_weight_decay_pattern = None
+
+
+def variable_key(optimizer: Any, variable: keras.Variable) -> Any:
+    """The key under which an optimizer knows a variable."""
+    return optimizer._var_key(variable)
+
+
+def set_optimizer_strategy(optimizer: Any, strategy: Any) -> None:
+    """Replaces the strategy that an optimizer would create variables with."""
+    optimizer._distribution_strategy = strategy
+
+
+def keep_one_copy(optimizer: Any) -> None:
+    """Makes an optimizer create slots where the device in scope says, whatever strategy is there.
+
+    On TensorFlow slots are colocated through the strategy, which has to know their references.
+    """
+    create = keras_base_optimizer.BaseOptimizer.add_variable_from_reference
+    object.__setattr__(
+        optimizer, "add_variable_from_reference", functools.partial(create, optimizer)
+    )
+
+
+def member_optimizer(optimizer: Any, variable: keras.Variable) -> Any:
+    """The member of a `MultiOptimizer` that updates a variable."""
+    if not optimizer.built:
+        return optimizer._optimizer_map(variable)
+    return optimizer.optimizers[optimizer._var_to_optimizer_idx[optimizer._var_key(variable)]]
+
+
+def build_scope(optimizer: Any) -> Any:
+    """The name scope in which Keras's first step builds an optimizer: it gives slots their paths.
+
+    `apply` opens one; that of a `MultiOptimizer` does not.
+    """
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return contextlib.nullcontext()
+    return keras.name_scope(optimizer.name, caller=optimizer)
+
+
+def swap_keras_variables(callback: keras.callbacks.SwapEMAWeights) -> None:
+    """Makes `SwapEMAWeights` take its backend-neutral branch, which assigns Keras variables."""
+    callback._tf_swap_variables = callback._backend_swap_variables
+    callback._tf_finalize_ema_values = callback._backend_finalize_ema_values
+
+
+def update_through_keras_variables(optimizer: Any, scatter: Callable) -> None:
+    """Makes one optimizer assign through `keras.Variable`, where Keras takes the `tf.Variable`.
+
+    For variables that are views (see `kdist.storage.variables`): parts of one, or kept in another format.
+
+    Args:
+        optimizer: A Keras optimizer.
+        scatter: `scatter(variable, method, slices) -> bool`: tries to write rows; False if the
+            variable cannot take them.
+    """
+    own: Any = type(optimizer)
+
+    def through(name: str) -> Callable:
+        def assign(variable: Any, value: Any) -> None:
+            if not isinstance(variable, keras.Variable) or not is_view(variable):
+                getattr(own, name)(optimizer, variable, value)
+                return
+            value = tf.cast(value, variable.dtype)
+            method = {"assign": "scatter_update"}.get(name, name.replace("assign", "scatter"))
+            if isinstance(value, tf.IndexedSlices) and not scatter(variable, method, value):
+                value = tf.convert_to_tensor(value)
+            if not isinstance(value, tf.IndexedSlices):
+                getattr(variable, name)(value)
+
+        return assign
+
+    for name in ("assign", "assign_add", "assign_sub"):
+        object.__setattr__(optimizer, name, through(name))
+    object.__setattr__(optimizer, "__class__", _without_strategies(own))
+
+
+def own_class(optimizer: Any) -> type:
+    """An optimizer's class as its author wrote it; see `update_through_keras_variables`."""
+    return getattr(type(optimizer), "_kdist_own_class", type(optimizer))
+
+
+_OF_STRATEGIES = (
+    "_apply_weight_decay",
+    "_backend_update_step",
+    "_overwrite_model_variables_with_average_value",
+    "_backend_increment_gradient_accumulators",
+)
+
+
+@functools.cache
+def _without_strategies(own: type) -> type:
+    """An optimizer's class with Keras's backend-neutral methods in the place of TensorFlow's.
+
+    What the class itself overrides stays, and calls those (Nadam does).
+    """
+    methods = {name: getattr(keras_base_optimizer.BaseOptimizer, name) for name in _OF_STRATEGIES}
+    neutral: Any = type("Neutral", (keras.optimizers.Optimizer,), methods)
+    body = {"__module__": own.__module__, "__doc__": own.__doc__, "_kdist_own_class": own}
+    return type(own.__name__, (own, neutral), body)
+
+
+ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
+"""The methods through which a Keras optimizer writes variables."""
+
+
+def route_assignments(optimizer: Any, write: Callable[[str, Any, Any], bool]) -> None:
+    """Offers every assignment of an optimizer to `write` first.
+
+    On TensorFlow an optimizer writes to the `tf.Variable` behind a Keras variable. A variable that
+    is a view has none.
+
+    Args:
+        optimizer: The one instance that is changed.
+        write: Gets the name of the method, the variable and the value; returns whether it wrote.
+    """
+
+    def routed(name: str, original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def method(variable: Any, value: Any) -> None:
+            if not write(name, variable, value):
+                original(variable, value)
+
+        return method
+
+    for name in ASSIGNMENTS:
+        object.__setattr__(optimizer, name, routed(name, getattr(optimizer, name)))
+
+
+def decays(optimizer: Any, variable: keras.Variable) -> bool:
+    """Whether an optimizer applies its weight decay to a variable.
+
+    Keras searches the patterns of `exclude_from_weight_decay(var_names=...)` in the name of the
+    `tf.Variable`, which begins with the layer's; a variable kept in parts has no such name.
+    """
+    known = types.SimpleNamespace(
+        name=f"{variable.path}:0", _unique_id=variable_key(optimizer, variable)
+    )
+    return optimizer.weight_decay is not None and optimizer._use_weight_decay(known)
+
+
+def apply_nothing(optimizer: Any) -> None:
+    """What `apply` does besides its updates: averages of weights and step counts move on.
+
+    Keras does it whenever some variable has a gradient.
+    """
+    optimizer._backend_apply_gradients([], [])
+    optimizer._iterations.assign_add(1)
+
+
+def decay_and_count(optimizer: Any, variables: list[keras.Variable]) -> None:
+    """What `apply` does to the weights, and to its own state, that needs no gradient."""
+    steps = optimizer.gradient_accumulation_steps
+    if steps:
+
+        def due() -> None:
+            optimizer._apply_weight_decay(variables)
+            optimizer._backend_reset_gradient_accumulators()
+
+        # The branch that updates does so before its gradients come; the count is behind them.
+        count = tf.convert_to_tensor(optimizer._iterations.value) + 1
+        tf.cond(count % steps == 0, due, lambda: None)
+        return
+    optimizer._apply_weight_decay(variables)
+    # Averages of weights are made of what the gradients give.
+    if optimizer.use_ema:
+        optimizer._iterations.assign_add(1)
+    else:
+        apply_nothing(optimizer)

@@ -1,0 +1,1 @@
+"""What users call: `parallelize`, custom loops, `inspect`, `ShardedOptimizer`, `PipelineModel`."""

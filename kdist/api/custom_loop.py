@@ -1,0 +1,134 @@
+"""Functions for writing one's own training loop over a parallelized model.
+
+They are what `fit` uses. All values are whole: gradients come summed over replicas and assembled
+over inner axes, in the order of `model.trainable_variables`; those of tables as rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kdist.api.parallelize import Parallel, attached
+from kdist.dtensor.call import CannotExpand
+from kdist.program.batch import split
+from kdist.program.training_pass import TrainingPass
+from kdist.runtime.plain_runner import row_shares
+
+import keras
+import tensorflow as tf
+
+
+def gradients(
+    model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None
+) -> tuple[Any, list[Any]]:
+    """Loss and gradients of one global batch, computed over the mesh.
+
+    Statistics of layers (BatchNormalization) and seeds move on, as in `fit`; weights do not.
+    Gradients travel as in `fit`: in its buckets, and with `ParallelConfig(compression=...)`
+    compressed, so that what is returned is what arrived, and the next call sends what this one did
+    not; unless a gradient is infinite or NaN.
+
+    Args:
+        model: A parallelized, compiled model.
+        x: Inputs, with the global batch as leading dim.
+        y: Targets.
+        sample_weight: Weights.
+
+    Returns:
+        The loss (scalar), and one whole gradient per trainable variable, as a `tf.GradientTape` on
+        one device gives it: `tf.IndexedSlices` for a table whose rows are looked up, None where the
+        loss does not depend on the variable.
+
+    Example:
+        >>> loss, grads = kdist.gradients(model, x, y)
+        >>> grads = [g if g is None else tf.clip_by_norm(g, 1.0) for g in grads]
+        >>> kdist.apply_gradients(model, grads)
+    """
+    parallel, data = attached(model), (x, y, sample_weight)
+    _verify_first(parallel, data)
+    found = training_pass(parallel, data)
+    return found.loss, found.gradients
+
+
+def training_pass(parallel: Parallel, data: Any, compress: bool = True) -> TrainingPass:
+    """One forward and backward pass over the mesh; see `gradients`.
+
+    Args:
+        parallel: Of a compiled model.
+        data: A batch: (x, y, sample_weight).
+        compress: Whether gradients travel compressed, where that was asked for.
+    """
+    try:
+        return parallel.step_for(data).gradients(data, compress)
+    except CannotExpand as reason:
+        parallel.fall_back(
+            f"DTensor cannot run {reason}. The model runs on gathered weights instead."
+        )
+        return parallel.plain_step.gradients(data, compress)
+
+
+def _verify_first(parallel: Any, data: Any) -> None:
+    """Verifies the loop's first batch, if the configuration asks for it."""
+    if parallel.config.verify is None or parallel.verified:
+        return
+    if not tf.executing_eagerly():
+        raise ValueError(
+            "The first batch of a loop is verified before anything is traced. Call "
+            "kdist.gradients(model, x, y) once outside of tf.function, or set verify=None. "
+            f"Received: a call in a graph, verify={parallel.config.verify!r}"
+        )
+    parallel.verify_first([data])
+
+
+def apply_gradients(model: keras.Model, gradients: Sequence[Any]) -> None:
+    """Updates the weights, on their owners' devices, with the compiled optimizer.
+
+    Args:
+        model: A parallelized, compiled model on which `kdist.gradients` was called.
+        gradients: One whole gradient, or None, per trainable variable.
+
+    Raises:
+        ValueError: The number of gradients is not that of the trainable variables.
+    """
+    count = len(model.trainable_variables)
+    if len(gradients) != count:
+        raise ValueError(
+            "Pass one gradient (or None) per variable of model.trainable_variables: "
+            f"{count} of them. Received: {len(gradients)} gradients"
+        )
+    attached(model).step_for(None).apply_whole(list(gradients))
+
+
+def reduce(model: keras.Model, function: Callable, *data: Any, op: str = "mean") -> Any:
+    """Calls a function on every replica's rows, on its device, and combines the results.
+
+    Args:
+        model: A parallelized model: says over which devices.
+        function: Takes the rows of `data` and returns a structure of tensors.
+        *data: Structures of tensors with the global batch as leading dim.
+        op: "mean" (weighted by rows) or "sum".
+
+    Returns:
+        The combined structure.
+
+    Raises:
+        ValueError: `op` is neither "mean" nor "sum".
+
+    Example:
+        >>> error = kdist.reduce(model, lambda a, b: tf.reduce_mean(abs(a - b)), y, y_pred)
+    """
+    if op not in ("mean", "sum"):
+        raise ValueError(f"op is 'mean' or 'sum'. Received: op={op!r}")
+    topology = attached(model).topology
+    tensors = keras.tree.map_structure(tf.convert_to_tensor, list(data))
+    batch = split(tensors, None, None, topology.data_size)
+    weights = (
+        row_shares(batch) if op == "mean" else [tf.cast(n > 0, tf.float64) for n in batch.counts]
+    )
+    results = []
+    for one, (rows, _, _), weight in zip(topology.slices, batch.parts, weights):
+        with tf.device(one.devices[0]):
+            scale = lambda t, w=weight: t * tf.cast(w, t.dtype)  # noqa: E731
+            results.append(keras.tree.map_structure(scale, function(*rows)))
+    return keras.tree.map_structure(lambda *parts: tf.add_n(list(parts)), *results)

@@ -1,0 +1,158 @@
+"""`kdist.inspect`: what was lowered and what exists, read from graphs and buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from kdist.api.parallelize import Parallel, attached
+from kdist.display.tables import readable
+from kdist.dtensor.lowered import Collective, format_table
+from kdist.dtensor.lowering import Island
+from kdist.plan.plan import Plan
+from kdist.report import memory as device_memory
+from kdist.rows.model import ModelStudy
+
+import keras
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """What `kdist.inspect` found; prints as tables.
+
+    Attributes:
+        collectives: Those inside layers, of one slice, from the lowered training program (or, of
+            a model that has not trained, from a forward and backward pass without a loss).
+        programs: How many programs were lowered.
+        memory: Per device.
+        plan: What kdist itself communicates.
+        fallbacks: Why the model, or part of it, does not run over DTensor.
+        gathered: Weights that are stored cut and gathered before use.
+        not_analysed: Why gradients and gathered parameters are not counted, "" if they are.
+        rows: Where rows of the batch meet while each replica computes its own.
+        islands: Operations that DTensor cannot expand, and which every device of a slice therefore
+            runs whole: what is gathered for them, and the share of the step's floating point
+            operations (those of matrix products, estimated from shapes) that is not divided.
+    """
+
+    collectives: tuple[Collective, ...]
+    memory: tuple[device_memory.DeviceMemory, ...]
+    plan: Plan
+    fallbacks: tuple[str, ...]
+    gathered: tuple[str, ...]
+    not_analysed: str = ""
+    rows: ModelStudy = ModelStudy()
+    islands: tuple[Island, ...] = ()
+
+    def count(self, kind: str, layer: str | None = None, phase: str | None = None) -> int:
+        """Number of collectives of a kind, optionally of one layer or phase."""
+        return sum(
+            c.kind == kind
+            and (layer is None or c.layer == layer)
+            and (phase is None or c.phase == phase)
+            for c in self.collectives
+        )
+
+    def __str__(self) -> str:
+        parts = ["collectives inside layers, per slice and step"]
+        parts.append(format_table(self.collectives) if self.collectives else "  none")
+        parts.append("memory per device: variables, and the most that a step may have at once")
+        parts.append(device_memory.table(self.memory))
+        if self.not_analysed:
+            parts.append(f"gradients and gathered parameters not counted: {self.not_analysed}")
+        parts.append("between replicas, per step")
+        for t in self.plan.traffic():
+            parts.append(f"  {t.what} over {t.axis}: {t.messages} messages, {readable(t.nbytes)}")
+        for table in self.plan.tables():
+            parts.append(f"  rows of {table.path}: {table.messages} messages, {table}")
+        parts.extend(f"gathered before use: {path}" for path in self.gathered)
+        parts.extend(f"on gathered operands: {island}" for island in self.islands)
+        parts.extend(f"not over DTensor: {reason}" for reason in self.fallbacks)
+        parts.extend(f"note: {note}" for note in self.plan.notes if note not in self.fallbacks)
+        parts.extend(self.rows.lines())
+        return "\n".join(parts)
+
+    def save_memory(self, path: str | pathlib.Path, title: str = "") -> None:
+        """Draws the memory per device, by what it is for, as PNG.
+
+        Args:
+            path: File to write.
+            title: Of the picture.
+
+        Raises:
+            ImportError: Without matplotlib (the extra `plot`).
+        """
+        device_memory.save_png(self.memory, path, title)
+
+
+def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
+    """Shows which collectives each layer causes, and what each device holds.
+
+    Read from what DTensor lowered, from the buffers that exist and from executed graphs, not from
+    what was declared. Of a model that has trained on plain devices (no inner axis), the step is
+    traced and run once more, on zeros, for its executed graph; all variables get their values back.
+
+    Args:
+        model: A parallelized, compiled model.
+        batch_size: Rows of the batch to lower with if the model has not trained yet, and to run
+            the step with; by default the number of its devices.
+
+    Returns:
+        An `Inspection`; print it.
+
+    Raises:
+        ValueError: The model is not parallelized; or it has not trained, and its inputs have dims
+            of unknown size.
+
+    Example:
+        >>> print(kdist.inspect(model))
+    """
+    parallel = attached(model)
+    collectives: Sequence[Collective] = ()
+    islands: Sequence[Island] = ()
+    if parallel.topology.inner_size > 1 and not parallel.fallbacks and not parallel.whole_loss:
+        runner = parallel.spmd_runner()
+        if not runner.recorded():
+            runner.lower_without_loss(_zeros(model, batch_size or len(parallel.topology.devices)))
+        collectives, islands = runner.recorded(), runner.islands()
+    live = device_memory.analyse(parallel, batch_size or len(parallel.topology.devices))
+    reason = live if isinstance(live, str) else ""
+    return Inspection(
+        tuple(collectives),
+        device_memory.measure(parallel, None if isinstance(live, str) else live),
+        parallel.plan(),
+        tuple(parallel.fallbacks),
+        tuple(_gathered(parallel)),
+        reason,
+        parallel.study_rows(training=True),
+        tuple(islands),
+    )
+
+
+def _zeros(model: keras.Model, rows: int) -> Any:
+    inputs = None
+    if isinstance(model, keras.Sequential) and model.inputs:
+        inputs = model.inputs[0]
+    elif isinstance(model, keras.Model) and model.built:
+        inputs = getattr(model, "input", None)
+    shapes = [tuple(t.shape[1:]) for t in keras.tree.flatten(inputs)] if inputs is not None else []
+    if not shapes or any(None in s for s in shapes):
+        raise ValueError(
+            "The shapes of the model's inputs are not known. Train or evaluate one batch first. "
+            f"Received: model={model.name!r}"
+        )
+    return keras.tree.map_structure(
+        lambda t: tf.zeros((rows, *t.shape[1:]), keras.backend.standardize_dtype(t.dtype)), inputs
+    )
+
+
+def _gathered(parallel: Parallel) -> list[str]:
+    paths = [
+        e.placement.path for e in parallel.entries.values() if e.placement.data_dim is not None
+    ]
+    if parallel.topology.inner_size > 1 and not parallel.fallbacks and not parallel.whole_loss:
+        paths += parallel.spmd_runner().gathered_paths()
+    return paths

@@ -1,0 +1,397 @@
+"""`parallelize`: turns a Keras model into one that trains over a mesh, staying the same object.
+
+Only this one model's methods that build the train, test and predict functions are replaced, on the
+instance; everything else (saving, cloning, `get_layer`, summary) is Keras's own code on Keras's own
+class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from kdist._compat import keras_optimizers, keras_trainer
+from kdist.api import mirrored_scope
+from kdist.api.stepped_model import SteppedModel
+from kdist.config.fusion import FusionConfig
+from kdist.config.parallel import ParallelConfig
+from kdist.optimizer.update import DistributedUpdate
+from kdist.runtime.keras_contract import adapt_callbacks, as_spec, is_built, peek, step_function
+from kdist.runtime.loss_terms import loss_terms
+from kdist.runtime.mesh_step import SpmdFunction
+from kdist.runtime.metrics import overrides
+from kdist.runtime.step import Step
+from kdist.storage.variables import materialised
+
+import keras
+import tensorflow as tf
+
+ATTRIBUTE = "_kdist"
+METHODS = (
+    "compile",
+    "make_train_function",
+    "make_test_function",
+    "make_predict_function",
+    "export",
+    "fit",
+    "evaluate",
+    "predict",
+    "plan",
+)
+"""What a parallel model has of its own, on the instance."""
+
+
+def parallelize(model: keras.Model, config: ParallelConfig | None = None) -> keras.Model:
+    """Makes a model train, evaluate and predict over a mesh, through plain Keras calls.
+
+    Args:
+        model: Any Keras model. If it is built, its weights are placed now, and wrong layouts are
+            errors now; otherwise on first use.
+        config: The mesh, the layouts and the rest. May be left out for a model built inside a
+            `tf.distribute.MirroredStrategy` scope, whose devices then are the data axis.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: For what the layouts do not allow on this model.
+
+    Example:
+        >>> mesh = kdist.mesh(data=2, model=2)
+        >>> config = kdist.ParallelConfig(mesh=mesh, layout_map={"up/kernel": (None, "model")})
+        >>> model = kdist.parallelize(build_model(), config)
+        >>> model.compile("adam", "mse")
+        >>> model.fit(x, y)
+    """
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            f"`parallelize` takes a keras.Model. Wrap layers in one. Received: model={model!r}"
+        )
+    strategy = mirrored_scope.strategy_of(model)
+    if config is None and strategy is not None:
+        config = mirrored_scope.config_from(strategy)
+    if not isinstance(config, ParallelConfig):
+        raise ValueError(
+            "`parallelize` takes a kdist.ParallelConfig(mesh=..., ...). "
+            f"Received: config={config!r}"
+        )
+    if parallel_of(model) is not None:
+        raise ValueError(
+            "The model is parallelized already. Build a new one to change the mesh. "
+            f"Received: model={model.name!r}"
+        )
+    if strategy is not None:
+        mirrored_scope.check_devices(strategy, config.topology)
+    Parallel(model, config).install()
+    return model
+
+
+def parallel_of(model: keras.Model) -> Parallel | None:
+    """What kdist attached to a model, or None."""
+    return model.__dict__.get(ATTRIBUTE)
+
+
+def attached(model: keras.Model) -> Parallel:
+    """What kdist attached to a model.
+
+    Raises:
+        ValueError: The model was not parallelized.
+    """
+    parallel = parallel_of(model)
+    if parallel is None:
+        raise ValueError(
+            "The model is a plain Keras model. Pass it through kdist.parallelize(model, config) "
+            f"first. Received: model={model!r}"
+        )
+    return parallel
+
+
+class Parallel(SteppedModel):
+    """kdist's side of one model: what Keras calls, over its placed weights and its steps.
+
+    Attributes:
+        batch_specs: Of (x, y, sample_weight), once trained.
+        live: The analysed step, by rows of its batch; see `kdist.report.memory`.
+        verified: Whether the first batch was compared with one device, if that was asked for.
+        unknown_to_optimizer: Weights that came and went since `compile`, if any did.
+    """
+
+    def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
+        super().__init__(model, config)
+        self.batch_specs: Any = None
+        self.live: dict[int, Any] = {}
+        self.verified = False
+        self.unknown_to_optimizer: tuple[list[str], list[str]] | None = None
+
+    def install(self) -> None:
+        """Attaches to the model and replaces the methods that make its functions."""
+        model = self.model
+        pipeline = self.config.pipeline
+        waits = pipeline is not None and pipeline.needs_batch
+        if is_built(model) and not waits and not tf.distribute.has_strategy():
+            # First, so that a model whose layouts are refused is left as it was.
+            self.place()
+        object.__setattr__(model, ATTRIBUTE, self)
+        keras_trainer.set_model_strategy(model, None)
+        for name in METHODS:
+            object.__setattr__(model, name, getattr(self, name))
+        if model.compiled:
+            self.forget_functions(bool(model.jit_compile))
+            self.spread_parameters()
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """`keras.Model.compile`; `jit_compile` then applies to kdist's programs.
+
+        "auto" means no XLA: see the README's table.
+        """
+        wanted = kwargs.get("jit_compile", "auto")
+        kwargs["jit_compile"] = False
+        type(self.model).compile(self.model, *args, **kwargs)
+        config = self.model._compile_config.config
+        if "jit_compile" in config:
+            config["jit_compile"] = wanted
+        self.forget_functions(wanted)
+        self.unknown_to_optimizer = None
+        if self.layouts is not None and is_built(self.model):
+            self.place()
+        self.spread_parameters()
+
+    def set_fusion(self, fusion: FusionConfig) -> None:
+        """Changes which gradients travel together; weights and optimizer state stay.
+
+        Args:
+            fusion: The settings from the next step on.
+
+        Raises:
+            ValueError: `overlap` differs from what the model was parallelized with; or the model
+                computes over the whole batch, and has no replicas.
+        """
+        if fusion.overlap != self.config.fusion.overlap:
+            raise ValueError(
+                "overlap changes how the model is cut, and is set before training: in "
+                f"ParallelConfig. Received: fusion={fusion!r}"
+            )
+        trainable = [v.path for v in self.model.trainable_variables]
+        planned = [] if self.program is None else [v.path for v in self.program.state.trainable]
+        if self.program is not None and trainable != planned:
+            raise ValueError(
+                "Which weights train has changed since compile(). Call model.compile(...) first. "
+                f"Received: {len(planned)} trainable weights then, {len(trainable)} now"
+            )
+        config = dataclasses.replace(self.config, fusion=fusion)
+        self.refuse_without_replicas(config)
+        self.config = config
+        self.update = None
+        if self.model.train_function is not None:
+            self.make_train_function(force=True)
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """`keras.Model.fit`."""
+        adapt_callbacks(kwargs.get("callbacks"))
+        return type(self.model).fit(self.model, *args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """`keras.Model.evaluate`."""
+        adapt_callbacks(kwargs.get("callbacks"))
+        return type(self.model).evaluate(self.model, *args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """`keras.Model.predict`."""
+        adapt_callbacks(kwargs.get("callbacks"))
+        return type(self.model).predict(self.model, *args, **kwargs)
+
+    def forget_functions(self, jit_compile: bool | str) -> None:
+        """Makes all functions anew on their next use, compiled as asked; state stays."""
+        self.model.jit_compile = False
+        self.forget_steps(jit_compile)
+        self.live.clear()
+        self.model.train_function = None
+        self.model.test_function = None
+        self.model.predict_function = None
+
+    def make_train_function(self, force: bool = False) -> None:
+        """See `keras.Model.make_train_function`."""
+        self._refuse_override("train_step")
+        self._make("train", force)
+
+    def make_test_function(self, force: bool = False) -> None:
+        """See `keras.Model.make_test_function`."""
+        self._refuse_override("test_step")
+        self._make("test", force)
+
+    def make_predict_function(self, force: bool = False) -> None:
+        """See `keras.Model.make_predict_function`."""
+        self._refuse_override("predict_step")
+        self._make("predict", force)
+
+    def _refuse_override(self, method: str) -> None:
+        if overrides(self.model, method):
+            raise ValueError(
+                f"A model with its own `{method}` decides itself what a step is, which kdist "
+                "cannot distribute. Override `compute_loss` or `compute_metrics` instead, or "
+                "write the loop with kdist.gradients(model, x, y), kdist.apply_gradients(model, "
+                "gradients) and kdist.reduce(...): see examples/custom_loop.py. "
+                f"Received: model of type {type(self.model).__name__}"
+            )
+
+    def _make(self, kind: str, force: bool) -> None:
+        """Gives the model a function that builds the real one from the first batch it sees."""
+        attribute = f"{kind}_function"
+        if self.layouts is not None:
+            self._take_up_weights(kind)
+        if getattr(self.model, attribute) is not None and not force:
+            return
+        made: dict[str, Callable] = {}
+
+        def function(source: Any) -> Any:
+            if not made:
+                if kind == "predict":
+                    example = source[0]
+                else:
+                    if kind == "train":
+                        source = self.verify_first(source)
+                        self.model.train_function = function
+                    source, example = peek(source)
+                made["inner"] = self._function(kind, example)
+            return made["inner"](source)
+
+        setattr(self.model, attribute, function)
+
+    def verify_first(self, source: Any) -> Any:
+        """Verifies the first batch if that is asked for; returns what yields the same batches."""
+        if self.config.verify is None or self.verified:
+            return source
+        # Here, because it makes and parallelizes models.
+        from kdist.verification.first_step import verify_first
+
+        return verify_first(self, source)
+
+    def _take_up_weights(self, kind: str) -> None:
+        """Makes the steps anew if the model has gained or lost weights since they were made.
+
+        Raises:
+            ValueError: To train, the optimizer has to know the new weights first.
+        """
+        gained, lost = self.gained_and_lost()
+        if gained or lost:
+            optimizer = self.model.optimizer if self.model.compiled else None
+            if optimizer is not None and optimizer.built:
+                self.unknown_to_optimizer = (gained, lost)
+            self.forget_functions(self.jit_compile)
+        if kind == "train" and self.unknown_to_optimizer is not None:
+            gained, lost = self.unknown_to_optimizer
+            raise ValueError(
+                "The model's weights have changed since compile(), which enable_lora, quantize "
+                "and new layers do. Call model.compile(...) again before training goes on. "
+                f"Received: new weights={gained}, gone={lost}"
+            )
+
+    def _function(self, kind: str, example: Any) -> Callable:
+        """What Keras calls: `kind` is "train", "test" or "predict"."""
+        self._prepare(kind, example)
+        no_batch = self.no_batch if kind == "train" else (lambda: None)
+        if self.uses_spmd if kind == "predict" else self.trains_over_spmd:
+            function = SpmdFunction(
+                self.spmd_step,
+                kind,
+                lambda: getattr(self.plain_step, kind),
+                self.model,
+                self.fall_back,
+                no_batch,
+            )
+            return function.predict if kind == "predict" else function
+        return step_function(kind, getattr(self.plain_step, kind), self.model, no_batch)
+
+    def _prepare(self, kind: str, example: Any) -> None:
+        """Builds what the steps share, on first use.
+
+        Args:
+            kind: "train", "test" or "predict".
+            example: A batch, or the specs of one: (x, y, sample_weight).
+        """
+        mirrored_scope.refuse_scope()
+        mirrored_scope.detach(self.model)
+        self._build(kind, example)
+        if kind == "train":
+            self.batch_specs = keras.tree.map_structure(as_spec, example)
+        if kind != "predict" and self.loss_terms is None:
+            self._look_at_loss(example)
+        if self.program is None:
+            self.place()
+            self.refuse_jit_compile()
+            self.spread_parameters()
+            self.program = self.make_program()
+        if kind != "predict" and self.whole_loss:
+            self.say_whole_loss()
+        self.study_rows(training=kind == "train")
+        if kind == "train" and self.update is None and self.program.state.trainable:
+            optimizer = self.model.optimizer
+            spread = self.spread()
+            self.update = DistributedUpdate(
+                optimizer,
+                self.trainable(),
+                self.topology,
+                spread.units,
+                spread.keys,
+                self.optimizer_config,
+                self.classes(),
+                self.low_rank,
+            )
+            self.warn_without_effect()
+
+    def _look_at_loss(self, example: Any) -> None:
+        """Finds out how the compiled losses split; steps may have been made before, to predict."""
+        before = self.whole_loss
+        terms = loss_terms(self.model, keras.tree.map_structure(as_spec, example))
+        self.loss_terms = terms
+        if self.whole_loss != before:
+            self.forget_steps(self.jit_compile)
+            self.loss_terms = terms
+
+    def step_for(self, example: Any) -> Step:
+        """The steps behind the functions for custom loops.
+
+        Args:
+            example: A batch, to build from on first use; None if that has happened.
+
+        Raises:
+            ValueError: The model has no optimizer; or nothing has been built, and there is no batch
+                to build from.
+        """
+        if not self.model.compiled or self.model.optimizer is None:
+            raise ValueError(
+                "A loop needs the model's loss and optimizer. Call model.compile(optimizer=..., "
+                f"loss=...) first. Received: model={self.model.name!r}"
+            )
+        if self.update is None:
+            if example is None:
+                raise ValueError(
+                    "Call kdist.gradients(model, x, y) before kdist.apply_gradients. "
+                    f"Received: model={self.model.name!r}, which has not trained yet"
+                )
+            with tf.init_scope():  # maybe called while the user's own tf.function is traced
+                self._prepare("train", example)
+        return self.spmd_step if self.trains_over_spmd and not self.fallbacks else self.plain_step
+
+    def _build(self, kind: str, example: Any) -> None:
+        """Creates the variables of layers, metrics, losses and the optimizer, if missing."""
+        data = keras.tree.map_structure(as_spec, example)
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        self.example_input = x
+        if not is_built(self.model):
+            keras_trainer.keras_backend.compute_output_spec(self.model, x)
+        if kind == "predict":
+            return
+        if not is_built(self.model) and self.whole_loss:
+            keras_trainer.build_from_loss(self.model, data)
+        optimizer = self.model.optimizer
+        if optimizer is not None and not optimizer.built:
+            with keras_optimizers.build_scope(optimizer):
+                optimizer.build(self.model.trainable_variables)
+        keras_trainer.build_from_specs(self.model, data)
+
+    def export(self, *args: Any, **kwargs: Any) -> Any:
+        """`keras.Model.export`, with the weights gathered into plain variables meanwhile."""
+        with materialised([entry.variable for entry in self.entries.values()]):
+            return type(self.model).export(self.model, *args, **kwargs)

@@ -1,0 +1,397 @@
+"""Where the weights of one model are: resolved layouts, local variables, what the plan says."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from kdist.api import mirrored_scope
+from kdist.api.sharded_optimizer import config_for, parallel_optimizer
+from kdist.config.compression import Classes, Compressor
+from kdist.config.fusion import comm_fusion
+from kdist.config.optimizer import OptimizerConfig
+from kdist.config.parallel import ParallelConfig
+from kdist.config.whole_batch import GLOBAL, SYNCHRONIZED, WholeBatch
+from kdist.config.without_effect import ModelFacts, WithoutEffect, without_effect
+from kdist.dtensor.model_layouts import ModelLayouts, place_weights, placements
+from kdist.graphs.chunks import parameter_chunks
+from kdist.optimizer.compressed import KnownStates
+from kdist.optimizer.gather import gather_groups
+from kdist.optimizer.update import DistributedUpdate
+from kdist.optimizer.wrappers import optimizer_groups, row_updates, whole_updates
+from kdist.plan.fusion_groups import bucket_keys
+from kdist.plan.partition import Spread, spread
+from kdist.plan.plan import Plan, make_plan
+from kdist.program.fixed_batch import refuse_fixed_batch, refuse_row_state
+from kdist.runtime.chunking import Chunking
+from kdist.runtime.keras_contract import is_built
+from kdist.runtime.loss_terms import LossTerm, whole_loss
+from kdist.sharding.placement import Placement, shape_of
+from kdist.stages.stages import StagedModel, stages_given
+from kdist.storage.sparse import LookUp, gradients_of_rows, looked_up
+from kdist.storage.variables import Stored, replace
+
+import keras
+
+
+class PlacedModel:
+    """A model's weights over the mesh.
+
+    Attributes:
+        model: The Keras model.
+        config: What `parallelize` was given.
+        topology: The mesh.
+        entries: Local variables behind each weight, by identity of the weight.
+        layouts: The resolved layouts, once the model is built.
+        fallbacks: Why some function runs on gathered weights, if one does.
+        level: The level of optimizer parallelism that the weights are placed for.
+        update: The distributed optimizer, once trained.
+        low_rank: What low-rank compression keeps between steps, and from one `update` to the next.
+        whole_batch: Why layers compute over the whole batch, if they do.
+        batch_axis: The data axis where it is inside DTensor (see `Topology.with_data_inside`).
+        staged: How the model is cut into stages, once it is built, if it is a pipeline.
+        example_input: Spec of the model's input, once a batch was seen.
+        loss_terms: What is known about the compiled losses, once a batch with labels was seen.
+    """
+
+    def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
+        refuse_row_state(model)
+        self.model = model
+        self.config = config
+        self.topology = config.topology
+        self.entries: dict[int, Stored] = {}
+        self.layouts: ModelLayouts | None = None
+        self.fallbacks: list[str] = []
+        self.whole_batch: WholeBatch | None = None
+        self.batch_axis: str | None = None
+        self.level = 0
+        self.update: DistributedUpdate | None = None
+        self.low_rank: KnownStates = {}
+        self.staged: StagedModel | None = None
+        self.example_input: Any = None
+        self._told: set[str] = set()
+        self.loss_terms: tuple[LossTerm, ...] | None = None
+
+    def place(self) -> None:
+        """Resolves the layouts and moves the weights to their devices.
+
+        Once, and again when the model has gained or lost weights since.
+        """
+        if self.layouts is not None:
+            if self.gained_and_lost() != ([], []):
+                self._place_again()
+            return
+        mirrored_scope.refuse_scope()
+        self.whole_batch = self._whole_batch()
+        self.refuse_without_replicas(self.config)
+        if self.whole_batch is not None:
+            self.batch_axis = self.topology.data_axis
+            self.topology = self.topology.with_data_inside()
+        self._refuse_batches()
+        self.layouts = ModelLayouts(self.model, self.config, self.topology)
+        self.topology = self.layouts.topology
+        self.classes()  # checks the patterns of compression before anything moves
+        self._cut_into_stages()
+        self.entries = place_weights(self._placements(), self.topology)
+
+    def gained_and_lost(self) -> tuple[list[str], list[str]]:
+        """Paths of weights that the model has, and has no more, since they were placed.
+
+        LoRA, quantization and new layers change a model's weights.
+        """
+        weights = self.model.weights
+        now = {id(v) for v in weights}
+        gained = [v.path for v in weights if id(v) not in self.entries]
+        return gained, [e.variable.path for key, e in self.entries.items() if key not in now]
+
+    def _place_again(self) -> None:
+        """Places new weights, and old ones that stages now lie elsewhere for."""
+        if self.whole_batch is None and (found := self._whole_batch()) is not None:
+            raise ValueError(
+                f"{found.cause} computes over the whole batch, which moves the data axis inside "
+                "DTensor; that is decided when a model is parallelized. Build the model with that "
+                f"layer first, or use {found.instead}. Received: model={self.model.name!r} with a "
+                "layer that was added after kdist.parallelize"
+            )
+        self._refuse_batches()
+        self.layouts = ModelLayouts(self.model, self.config, self.topology)
+        if self.layouts.topology != self.topology:
+            raise ValueError(
+                "Weights or layers that the model gained cut a dim by several axes together, which "
+                "is decided when a model is parallelized. Build the model with them first. "
+                f"Received: {self.layouts.topology.merged}, before {self.topology.merged}"
+            )
+        self._cut_into_stages()
+        self.level = 0
+        placed, before = self._placements(), self.entries
+        new = [(v, placement) for v, placement in placed if id(v) not in before]
+        self.entries = place_weights(new, self.topology)
+        for variable, placement in placed:
+            if id(variable) in before:
+                self.entries[id(variable)] = replace(before[id(variable)], placement)
+
+    def _refuse_batches(self) -> None:
+        """Refuses a model that replicas and micro-batches would give other batches than it has."""
+        refuse_row_state(self.model)
+        pipeline = self.config.pipeline
+        micro_batches = 1 if pipeline is None else pipeline.micro_batches
+        refuse_fixed_batch(self.model, self.topology.data_size, micro_batches)
+
+    def _cut_into_stages(self) -> None:
+        if self.config.pipeline is not None:
+            self.staged = StagedModel.of(
+                self.model, self.config.pipeline, self.topology, self.example_input, self.staged
+            )
+
+    def _placements(self) -> list[tuple[keras.Variable, Placement]]:
+        """Where the layouts and the stages alone put each weight."""
+        assert self.layouts is not None
+        groups = None
+        if self.staged is not None:
+            groups = self.staged.groups(self.model, self.topology)
+        return placements(self.model, self.layouts, self.topology, groups)
+
+    def refuse_without_replicas(self, config: ParallelConfig) -> None:
+        """Refuses settings for replicas where the data axis is inside DTensor.
+
+        Raises:
+            ValueError: For the first of them that is not its default.
+        """
+        if self.whole_batch is not None:
+            ids = comm_fusion.of(self.model.trainable_variables)
+            self.whole_batch.refuse(
+                optimizer=self.optimizer_config,
+                fusion=config.fusion,
+                compression=config.compression,
+                pipeline=config.pipeline,
+                fusion_ids=any(i is not None for i in ids),
+            )
+
+    def classes(self) -> Classes | None:
+        """How the gradient of each trainable variable travels; None without compression.
+
+        A gradient that inner axes cut travels, and is judged, part by part.
+        """
+        if self.config.compression is None or self.topology.data_size == 1:
+            return None
+        assert self.layouts is not None
+        variables = self.model.trainable_variables
+        placed = placements(self.model, self.layouts, self.topology)
+        by_layout = {id(v): placement for v, placement in placed}
+        parts = []
+        for v in variables:
+            index = by_layout[id(v)].inner_index(0)
+            shape = shape_of(index)
+            parts.append(SimpleNamespace(path=v.path, shape=shape, dtype=v.dtype))
+        return self.config.compression.classes(parts, self._tables())
+
+    def _tables(self) -> frozenset[int]:
+        """Positions of the trainable variables that are tables of embeddings."""
+        tables = {id(v) for v in looked_up(self.model)}
+        return frozenset(i for i, v in enumerate(self.model.trainable_variables) if id(v) in tables)
+
+    def spread(self) -> Spread:
+        """How optimizer parallelism spreads the trainable parameters; the weights are placed."""
+        variables = self.model.trainable_variables
+        optimizer = self.model.optimizer if self.model.compiled else None
+        by_layout = {id(v): placement for v, placement in self._placements()}
+        whole = whole_updates(optimizer, variables)
+        groups = optimizer_groups(optimizer, variables)
+        classes = self.classes()
+        how: Sequence[Compressor] = ["none"] * len(variables)
+        if classes is not None:
+            how = classes.compressors()
+
+        def keys(placed: Sequence[Placement]) -> tuple[Hashable | None, ...]:
+            apart = self._tables()
+            return bucket_keys(self.config.fusion, variables, placed, groups, whole, apart, how)
+
+        return spread(
+            [by_layout[id(v)] for v in variables],
+            whole,
+            parallel_optimizer.of(variables),
+            self.optimizer_config,
+            self.topology,
+            keys,
+            how,
+        )
+
+    @property
+    def optimizer_config(self) -> OptimizerConfig:
+        """The settings of optimizer parallelism, from the configuration or the optimizer."""
+        optimizer = self.model.optimizer if self.model.compiled else None
+        return config_for(optimizer, self.config.optimizer)
+
+    @property
+    def chunking(self) -> Chunking | None:
+        """How programs are cut into chunks, between which gradients leave and parameters come.
+
+        None where nothing travels, or operations run one by one.
+        """
+        config = self.optimizer_config
+        wanted = config.level >= 2 or self.config.fusion.overlap
+        if not wanted or self.model.run_eagerly or self.topology.data_size == 1:
+            return None
+        variables = self.model.trainable_variables
+        gathers = any(self.entries[id(v)].placement.gathered for v in variables)
+        return Chunking(forward=gathers, free=config.level >= 2, keep=config.keep_gathered)
+
+    def spread_parameters(self) -> None:
+        """Moves parameters to where the compiled optimizer's level wants them."""
+        config = self.optimizer_config
+        self.refuse_without_replicas(self.config)
+        if self.layouts is None or not self.model.compiled or config.level == 0 == self.level:
+            return
+        self.level = config.level
+        wanted = self.spread().placements
+        for variable, placement in zip(self.model.trainable_variables, wanted):
+            self.entries[id(variable)] = replace(self.entries[id(variable)], placement)
+
+    @property
+    def whole_loss(self) -> str:
+        """Why the loss is computed over the whole batch, by one device; "" if part by part.
+
+        A pipeline splits batches even where there is one replica.
+        """
+        parts = self.topology.data_size if self.config.pipeline is None else 2
+        return whole_loss(self.model, self.loss_terms or (), parts)
+
+    @property
+    def whole_loss_note(self) -> str:
+        """One line about that, for the user."""
+        how = "computed once, over the gathered outputs of all replicas"
+        if self.topology.inner_size > 1:
+            how = "computed over the whole batch, on gathered weights"
+        return f"{self.whole_loss}: {how}"
+
+    def _whole_batch(self) -> WholeBatch | None:
+        """Why `data` must be inside DTensor, None if replicas compute apart."""
+        if self.topology.data_size == 1 and self.config.pipeline is None:
+            return None
+        if self.config.batch_semantics == "global":
+            return GLOBAL
+        layers = self.model._flatten_layers()
+        return SYNCHRONIZED if any(getattr(one, "synchronized", False) for one in layers) else None
+
+    def entries_of(self, variables: Sequence[keras.Variable]) -> list[Stored]:
+        """Local variables behind some weights."""
+        return [self.entries[id(v)] for v in variables]
+
+    def look_ups(self) -> Mapping[int, LookUp]:
+        """The trainable weights whose gradients are rows of a table, and how they are looked up.
+
+        Before the step is traced, the tables of untied embeddings.
+        """
+        rows = {id(v) for v in gradients_of_rows(self.model)}
+        trainable = self.model.trainable_variables
+        return {i: LookUp() for i, v in enumerate(trainable) if id(v) in rows}
+
+    def gathers(self) -> list[tuple[int, ...]]:
+        """The trainable weights that each gather of a step has; the weights are placed.
+
+        Before the step is traced, weights come in the model's order for the forward pass, and in
+        reverse for the backward pass; tables, at which this does not look, once. A pipeline's stage
+        keeps what it gathers.
+        """
+        config, variables = self.optimizer_config, self.model.trainable_variables
+        placed = [self.entries[id(v)].placement for v in variables]
+        wanted = [i for i, one in enumerate(placed) if one.gathered]
+        if self.chunking is None or self.staged is not None:
+            return [(i,) for i in wanted]
+        keys, tables = self.spread().keys, self._tables()
+        numbers = parameter_chunks(range(len(placed)), [one.nbytes for one in placed])
+        chunks = [
+            [i for i in wanted if numbers[i] == n] for n in range(max(numbers, default=0) + 1)
+        ]
+        again = [] if config.keep_gathered else chunks[-2::-1]
+        again = [[i for i in chunk if i not in tables] for chunk in again]
+        return [g for chunk in (*chunks, *again) for g in gather_groups(chunk, keys, placed)]
+
+    def without_effect(self) -> list[WithoutEffect]:
+        """Settings without effect on this model and mesh; the weights are placed."""
+        config, decisions = self.optimizer_config, self.spread().decisions
+        variables = self.model.trainable_variables
+        whole = {d.path: d.reason for d in decisions if d.how == "whole"}
+        asked = parallel_optimizer.of(variables)
+        spread = [d.path for d in decisions if d.how != "whole"]
+        optimizer = self.model.optimizer if self.model.compiled else None
+        steps = [
+            leaf.gradient_accumulation_steps or 1
+            for leaf, _ in optimizer_groups(optimizer, variables)
+        ]
+        facts = ModelFacts(
+            compiled=optimizer is not None,
+            accumulation_steps=max(steps, default=1),
+            eager=bool(self.model.run_eagerly),
+            staged_layers=tuple(layer.name for layer, _ in stages_given(self.model)),
+            not_spread=whole,
+            asked_to_spread=tuple(v.path for v, wanted in zip(variables, asked) if wanted),
+            spread=len(spread),
+            fusion_ids={v.path: n for v, n in zip(variables, comm_fusion.of(variables)) if n},
+            tables=tuple(v.path for v in looked_up(self.model)),
+            gathered=tuple(spread) if config.level == 3 else (),
+            travels=any(len(p.slices) > 1 for _, p in self._placements()),
+            data_inside=self.whole_batch is not None,
+        )
+        return without_effect(self.config, config, self.topology, facts)
+
+    def warn_without_effect(self) -> None:
+        """Warns of settings without effect, of each once."""
+        for note in self.without_effect():
+            self.warn_once(str(note))
+
+    def warn_once(self, note: str) -> None:
+        """Warns of something about the model, unless it was said before."""
+        if note not in self._told:
+            self._told.add(note)
+            warnings.warn(f"{self.model.name}: {note}", stacklevel=3)
+
+    def plan(self) -> Plan:
+        """What a step will do; `model.plan().summary()` prints it.
+
+        Raises:
+            ValueError: The model is not built, so that its weights are not known.
+        """
+        if self.layouts is None:
+            if not is_built(self.model):
+                raise ValueError(
+                    "A plan needs the model's weights. Build the model, or train a batch, first. "
+                    f"Received: model={self.model.name!r}"
+                )
+            self.place()
+        weights = [self.entries[id(v)].placement for v in self.model.weights]
+        position = {id(v): i for i, v in enumerate(self.model.weights)}
+        trainable = [position[id(v)] for v in self.model.trainable_variables]
+        spread = self.spread()
+        notes = list(self.fallbacks)
+        if self.whole_loss and self.whole_loss_note not in notes:
+            notes.append(self.whole_loss_note)
+        if self.staged is not None:
+            notes.append(self.staged.describe())
+        notes += map(str, self.without_effect())
+        if self.layouts is not None:
+            notes += [*self.layouts.left_whole, *map(str, self.layouts.uncut)]
+            notes += filter(None, [self.layouts.island_note()])
+        if self.whole_batch is not None:
+            notes.append(self.whole_batch.note)
+        optimizer = self.model.optimizer if self.model.compiled else None
+        jobs = None if self.update is None else self.update.jobs
+        buckets = spread.buckets if jobs is None else tuple(jobs.buckets)
+        exchanges = spread.exchanges if jobs is None else jobs.exchanges
+        return make_plan(
+            self.topology,
+            weights,
+            trainable,
+            spread.units,
+            buckets,
+            notes,
+            spread.decisions,
+            exchanges,
+            self.classes(),
+            self.gathers(),
+            self.look_ups(),
+            1 if self.config.pipeline is None else self.config.pipeline.micro_batches,
+            row_updates(optimizer, self.model.trainable_variables),
+        )

@@ -1,0 +1,248 @@
+"""Which program and runner execute a model's steps, made on first use."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from kdist._compat import keras_trainer
+from kdist.api.placed_model import PlacedModel
+from kdist.config.parallel import ParallelConfig
+from kdist.program.program import Program
+from kdist.program.vjp import as_node
+from kdist.rows.model import ModelStudy, study_model
+from kdist.runtime.chunked_runner import ChunkedRunner
+from kdist.runtime.inner_axes import InnerAxes
+from kdist.runtime.loss_terms import OVERRIDDEN
+from kdist.runtime.mesh_runner import SpmdRunner
+from kdist.runtime.mesh_step import SpmdPipelineStep, SpmdStep
+from kdist.runtime.metrics import overrides
+from kdist.runtime.one_device import OneDevice
+from kdist.runtime.pipeline_runner import PipelineRunner
+from kdist.runtime.pipeline_step import PipelineStep
+from kdist.runtime.plain_runner import PlainRunner
+from kdist.runtime.recorder import Recorder
+from kdist.runtime.step import Step
+from kdist.runtime.whole_loss import WholeLossStep
+from kdist.stages.pipeline_program import PipelineProgram
+from kdist.storage.sparse import LookUp
+from kdist.storage.variables import Stored
+
+import keras
+import tensorflow as tf
+
+
+class SteppedModel(PlacedModel):
+    """A placed model's pure functions, and the steps that run them.
+
+    Attributes:
+        jit_compile: What `compile` was given.
+        program: The model's pure functions, once compiled and used.
+        recorder: Notes when a pipeline's training steps ran what, if set.
+        row_studies: Where rows of the batch meet in the model, by whether in training.
+        observed: Whether training steps return outputs and every part of the loss in any case.
+    """
+
+    def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
+        super().__init__(model, config)
+        self.jit_compile: bool | str = "auto"
+        self.program: Program | None = None
+        self.recorder: Recorder | None = None
+        self.row_studies: dict[bool, ModelStudy] = {}
+        self.observed = False
+        self._spmd_runner: SpmdRunner | PipelineRunner | None = None
+        self._said: set[str] = set()
+
+    def forget_steps(self, jit_compile: bool | str) -> None:
+        """Makes programs and steps anew on their next use, compiled as asked."""
+        self.jit_compile = jit_compile
+        self.fallbacks = [line for line in self.fallbacks if line != self.whole_loss_note]
+        self.program = self.update = self.loss_terms = None
+        self._spmd_runner = None
+        self.__dict__.pop("plain_step", None)
+        self.__dict__.pop("spmd_step", None)
+
+    def study_rows(self, training: bool) -> ModelStudy:
+        """Where rows of the batch meet in the model, looked at on first use; warns of it, once.
+
+        Args:
+            training: Whether in the pass of training; one that is known is not done again for the
+                other.
+        """
+        known = self.row_studies.get(True) or self.row_studies.get(training)
+        if known is not None:
+            return known
+        pipeline = self.config.pipeline
+        cut = pipeline is not None and pipeline.micro_batches > 1
+        if self.topology.data_size == 1 and not cut:
+            return ModelStudy()
+        x = self.example_input
+        if x is None:
+            x = getattr(self.model, "input", None) if self.model.built else None
+        study = study_model(self.model, x, training, self.config.loss_from_layers)
+        self.row_studies[training] = study
+        text = study.warning(micro_batches=cut)
+        if text:
+            self.warn_once(text)
+        return study
+
+    def refuse_jit_compile(self) -> None:
+        """Raises where XLA was asked for and cannot compile.
+
+        Raises:
+            ValueError: The mesh has inner axes.
+        """
+        if self.jit_compile is True and self.topology.inner_size > 1:
+            why = "" if self.whole_batch is None else f" ({self.whole_batch.note})"
+            raise ValueError(
+                "XLA cannot compile DTensor programs. Use jit_compile='auto' or False on a "
+                "mesh with inner axes. "
+                f"Received: jit_compile=True with inner axes {self.topology.inner_axes}{why}"
+            )
+
+    def make_program(self) -> Program:
+        """The model's pure functions, by stages or whole."""
+        mean = self.config.loss_from_layers == "mean"
+        if self.staged is None:
+            return Program(self.model, mean)
+        return PipelineProgram(self.model, mean, self.staged, self.whole_loss)
+
+    def fall_back(self, reason: str) -> None:
+        """Says, once, why something does not run over DTensor."""
+        if reason not in self.fallbacks:
+            self.fallbacks.append(reason)
+            warnings.warn(f"{self.model.name}: {reason}", stacklevel=4)
+
+    def say_whole_loss(self) -> None:
+        """Says, once, that a loss is computed over the whole batch, where nobody asked for it."""
+        if self.topology.inner_size > 1:
+            self.fall_back(self.whole_loss_note)
+        elif self.whole_loss_note not in self._said and self.whole_loss != OVERRIDDEN:
+            self._said.add(self.whole_loss_note)
+            warnings.warn(f"{self.model.name}: {self.whole_loss_note}", stacklevel=4)
+
+    @property
+    def uses_spmd(self) -> bool:
+        """Whether slices are DTensor meshes: they have several devices, and no debugging."""
+        return self.topology.inner_size > 1 and not self.model.run_eagerly
+
+    @property
+    def trains_over_spmd(self) -> bool:
+        """Whether losses are computed there too; those over the whole batch are not."""
+        return self.uses_spmd and not self.whole_loss
+
+    def no_batch(self) -> None:
+        """Does what Keras's step has done by the time it learns that the data has run out."""
+        if self.update is not None and self.program is not None and self.jit_compile is not True:
+            connected = self.program.trained.connected
+            tf.function(self.update.without_batch, autograph=False)(connected)
+
+    def look_ups(self) -> Mapping[int, LookUp]:
+        """See `PlacedModel.look_ups`; once the step is traced, what it does."""
+        if self.program is None or not self.program.trained.connected:
+            return super().look_ups()
+        return self.program.trained.rows
+
+    def gathers(self) -> list[tuple[int, ...]]:
+        """See `PlacedModel.gathers`; once the step is traced, what it does."""
+        steps = [self.__dict__.get(name) for name in ("spmd_step", "plain_step")]
+        for chunks in (getattr(step.runner, "chunks", None) for step in steps if step is not None):
+            if chunks is not None and chunks.gathers is not None:
+                return list(chunks.gathers)
+        return super().gathers()
+
+    def _bucket_keys(self) -> Sequence[Hashable | None]:
+        return self.spread().keys
+
+    def trainable(self) -> list[Stored]:
+        """What is behind each trainable variable."""
+        assert self.program is not None
+        return self.entries_of(self.program.state.trainable)
+
+    @functools.cached_property
+    def plain_step(self) -> Step:
+        """Steps on one device per slice."""
+        assert self.program is not None
+        runner: PlainRunner
+        if isinstance(self.program, PipelineProgram):
+            compiled = functools.partial(as_node, jit_compile=self.jit_compile is True)
+            backend = OneDevice(self.program.state, self.trainable(), self.topology, compiled)
+            return PipelineStep(self, self._pipeline(self.program, backend))
+        chunking, xla = self.chunking, self.jit_compile is True
+        if chunking is not None:
+            runner = ChunkedRunner(
+                self.program,
+                self.trainable(),
+                self.topology,
+                chunking,
+                self._bucket_keys,
+                jit_compile=xla,
+            )
+        else:
+            runner = PlainRunner(
+                self.program,
+                self.trainable(),
+                self.topology,
+                jit_compile=xla,
+                eager=self.model.run_eagerly,
+            )
+        return WholeLossStep(self, runner) if self.whole_loss else Step(self, runner)
+
+    @functools.cached_property
+    def spmd_step(self) -> SpmdStep:
+        """Steps on one DTensor mesh per slice."""
+        runner = self.spmd_runner()
+        if isinstance(runner, PipelineRunner):
+            return SpmdPipelineStep(self, runner)
+        return SpmdStep(self, runner)
+
+    def spmd_runner(self) -> SpmdRunner | PipelineRunner:
+        """Runs the programs over DTensor; made on first use."""
+        if self._spmd_runner is None:
+            if self.program is None:
+                self.place()
+                self.program = self.make_program()
+            assert self.layouts is not None
+            alltoall = self.config.enable_alltoall
+            if isinstance(self.program, PipelineProgram):
+                backend = InnerAxes(
+                    self.program.state,
+                    self.trainable(),
+                    self.topology,
+                    self.layouts,
+                    alltoall,
+                    self.model,
+                )
+                self._spmd_runner = self._pipeline(self.program, backend)
+            else:
+                self._spmd_runner = SpmdRunner(
+                    self.program,
+                    self.trainable(),
+                    self.topology,
+                    self.layouts,
+                    batch_axis=self.batch_axis,
+                    chunking=self.chunking,
+                    keys=self._bucket_keys,
+                    alltoall=alltoall,
+                    **self._wanted(),
+                )
+        return self._spmd_runner
+
+    def _pipeline(self, program: PipelineProgram, backend: Any) -> PipelineRunner:
+        """Runs the stages on one kind of slice."""
+        return PipelineRunner(
+            program,
+            self.trainable(),
+            self.topology,
+            backend,
+            lambda: self.recorder,
+            **self._wanted(),
+        )
+
+    def _wanted(self) -> dict[str, bool]:
+        """What steps must return besides the loss."""
+        metrics = keras_trainer.compiled_metrics(self.model) if self.model.compiled else None
+        outputs = metrics is not None or overrides(self.model, "compute_metrics")
+        return {"want_outputs": outputs or self.observed, "want_parts": self.observed}

@@ -1,0 +1,1 @@
+"""What the user declares: frozen dataclasses and settings of layers, validated once."""

@@ -1,0 +1,271 @@
+"""Settings that are accepted and have no effect, or not the whole one, on this mesh and model.
+
+Pure: what was set and what is known about the model in, notes out. `Plan.notes` has them, and
+training warns of each once. A new setting that something can leave without effect needs a rule
+here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kdist.config.optimizer import OptimizerConfig
+
+if TYPE_CHECKING:
+    from kdist.config.parallel import ParallelConfig
+    from kdist.sharding.mesh import Topology
+
+SHOWN_NAMES = 3
+NO_REPLICAS = "gradients travel between replicas, and the mesh {mesh} has one"
+ADD_DATA = "Give the mesh a data axis of 2 or more, or leave the setting out"
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutEffect:
+    """One setting without effect.
+
+    Attributes:
+        setting: The setting with its value, such as "enable_alltoall=True".
+        why: Why it changes nothing here.
+        instead: What to do.
+        on: What it has no effect on, where it has one on something else; "" if it has none at all.
+    """
+
+    setting: str
+    why: str
+    instead: str
+    on: str = ""
+
+    def __str__(self) -> str:
+        on = f" on {self.on}" if self.on else ""
+        return f"{self.setting} has no effect{on}: {self.why}. {self.instead}."
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """What the rules need to know about a model; paths are those of trainable parameters.
+
+    Attributes:
+        compiled: Whether the optimizer is known.
+        accumulation_steps: The optimizer's `gradient_accumulation_steps`.
+        eager: Whether `run_eagerly` is set.
+        staged_layers: Names of the layers that `kdist.set_stage` was given.
+        not_spread: By path of a parameter that optimizer parallelism leaves whole, why.
+        asked_to_spread: Paths that `kdist.set_parallel_optimizer(..., True)` was given.
+        spread: Number of parameters that are spread.
+        fusion_ids: By path, the id that `kdist.set_comm_fusion` gave, 0 left out.
+        tables: Paths of embedding tables.
+        gathered: Paths of what level 3 gathers.
+        travels: Whether any gradient goes from one slice to another.
+        data_inside: Whether a layer computes over the whole batch, so that DTensor has the data
+            axis.
+    """
+
+    compiled: bool = False
+    accumulation_steps: int | None = None
+    eager: bool = False
+    staged_layers: tuple[str, ...] = ()
+    not_spread: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    asked_to_spread: tuple[str, ...] = ()
+    spread: int = 0
+    fusion_ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    tables: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
+    travels: bool = True
+    data_inside: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """Everything that the rules look at."""
+
+    config: ParallelConfig
+    optimizer: OptimizerConfig
+    topology: Topology
+    facts: ModelFacts
+
+    @property
+    def replicas(self) -> bool:
+        """Whether there are several, or the data axis is where these rules do not look."""
+        return self.topology.data_size > 1 or self.facts.data_inside
+
+    @property
+    def no_replicas(self) -> str:
+        return NO_REPLICAS.format(mesh=self.topology.describe_axes())
+
+
+def without_effect(
+    config: ParallelConfig, optimizer: OptimizerConfig, topology: Topology, facts: ModelFacts
+) -> list[WithoutEffect]:
+    """Lists what was set and changes nothing, or less than it says.
+
+    Args:
+        config: What `parallelize` was given.
+        optimizer: The settings of optimizer parallelism that count: those of the configuration, or
+            of a `ShardedOptimizer`.
+        topology: The mesh.
+        facts: What is known about the model.
+
+    Example:
+        >>> config = kdist.ParallelConfig(mesh=kdist.mesh(data=2), enable_alltoall=True)
+        >>> print(*without_effect(config, config.optimizer, config.topology, ModelFacts()))
+        enable_alltoall=True has no effect: ...
+    """
+    case = _Case(config, optimizer, topology, facts)
+    return [note for rule in RULES for note in rule(case)]
+
+
+def _level(case: _Case) -> Iterator[WithoutEffect]:
+    """A threshold without a level; levels without replicas, or that leave every parameter whole."""
+    level, facts = case.optimizer.level, case.facts
+    if level == 0:
+        threshold = case.optimizer.threshold_kb
+        if threshold != OptimizerConfig.threshold_kb:
+            yield WithoutEffect(
+                f"threshold_kb={threshold:g}",
+                "level 0 cuts nothing",
+                "Raise level, or leave it out",
+            )
+        return
+    if not case.replicas:
+        yield WithoutEffect(_level_settings(case.optimizer), case.no_replicas, ADD_DATA)
+    elif facts.compiled and facts.not_spread and not facts.spread:
+        path, reason = next(iter(facts.not_spread.items()))
+        why = f"all {len(facts.not_spread)} parameters stay whole; {path!r}: {reason}"
+        instead = "Lower threshold_kb, or see the plan's table of optimizer parallelism"
+        yield WithoutEffect(f"level={level}", why, instead, "where parameters are kept and updated")
+
+
+def _level_settings(config: OptimizerConfig) -> str:
+    given = [f"level={config.level}"]
+    for name in ("gradient_accumulation_shard", "keep_gathered"):
+        if getattr(config, name):
+            given.append(f"{name}=True")
+    if config.partition != "auto":
+        given.append(f"partition={config.partition!r}")
+    return ", ".join(given)
+
+
+def _accumulation(case: _Case) -> Iterator[WithoutEffect]:
+    wanted = case.optimizer.gradient_accumulation_shard and case.replicas
+    if wanted and case.facts.compiled and (case.facts.accumulation_steps or 1) == 1:
+        yield WithoutEffect(
+            "gradient_accumulation_shard=True",
+            "the optimizer adds up no gradients (gradient_accumulation_steps="
+            f"{case.facts.accumulation_steps})",
+            "Give the Keras optimizer gradient_accumulation_steps=2 or more, or leave it out",
+        )
+
+
+def _asked_to_spread(case: _Case) -> Iterator[WithoutEffect]:
+    """`set_parallel_optimizer(..., True)` of what stays whole nevertheless."""
+    by_reason: dict[str, list[str]] = {}
+    for path in case.facts.asked_to_spread:
+        if path in case.facts.not_spread:
+            by_reason.setdefault(case.facts.not_spread[path], []).append(path)
+    for reason, paths in by_reason.items():
+        instead = "Leave it out, or raise OptimizerConfig(level=...)"
+        if case.optimizer.level:
+            instead = "Leave it out, or change what the reason says"
+        yield WithoutEffect(f"kdist.set_parallel_optimizer({named(paths)}, True)", reason, instead)
+
+
+def _chunks(case: _Case) -> Iterator[WithoutEffect]:
+    """What needs programs in chunks, on a pipeline or where operations run one by one."""
+    staged = case.config.pipeline is not None
+    reason = "run_eagerly computes operation by operation" if case.facts.eager else ""
+    if not case.replicas or not (staged or reason):
+        return
+    if case.optimizer.level >= 2:
+        if staged:
+            reason = "a pipeline's stage keeps both until its last backward"
+        yield WithoutEffect(
+            f"level={case.optimizer.level}",
+            reason,
+            "What a device keeps between steps is as the level says; within a step it peaks "
+            "as at level 1, or higher by what is gathered",
+            "when gradients and gathered parameters are freed",
+        )
+    elif case.config.fusion.overlap:
+        if staged:
+            reason = "a pipeline's buckets leave stage by stage anyway"
+        yield WithoutEffect("FusionConfig(overlap=True)", reason, "Leave overlap out")
+    if staged and case.optimizer.keep_gathered:
+        yield WithoutEffect(
+            "keep_gathered=True",
+            "a pipeline's stage gathers its parameters once a step and keeps them anyway",
+            "Leave it out",
+        )
+
+
+def _fusion(case: _Case) -> Iterator[WithoutEffect]:
+    """Modes and ids where nothing travels, and of tables."""
+    fusion, facts = case.config.fusion, case.facts
+    given = fusion.mode not in ("auto", "none") or fusion.link is not None
+    if not facts.travels:
+        if given or fusion.mode == "none" or fusion.overlap:
+            yield WithoutEffect(f"fusion ({fusion})", case.no_replicas, ADD_DATA)
+        if facts.fusion_ids:
+            setting = f"kdist.set_comm_fusion of {named(list(facts.fusion_ids))}"
+            yield WithoutEffect(setting, case.no_replicas, ADD_DATA)
+        return
+    tables = [path for path in facts.tables if path in facts.fusion_ids]
+    if tables:
+        yield WithoutEffect(
+            f"kdist.set_comm_fusion of {named(tables)}",
+            "gradients of embedding tables are the rows that were looked up, and travel alone",
+            "Leave the tables out: give ids to the other layers",
+        )
+
+
+def _others(case: _Case) -> Iterator[WithoutEffect]:
+    """Settings that need an axis of the mesh."""
+    mesh = case.topology.describe_axes()
+    if case.config.enable_alltoall and case.topology.inner_size == 1:
+        yield WithoutEffect(
+            "enable_alltoall=True",
+            f"only inner axes cut the tensors of layers, and the mesh {mesh} has none above 1",
+            "Add an axis such as model=2, or leave it out",
+        )
+    if case.config.compression is not None and not case.replicas:
+        yield WithoutEffect("compression", case.no_replicas, ADD_DATA)
+    if case.config.pipeline is None and case.facts.staged_layers:
+        yield WithoutEffect(
+            f"kdist.set_stage of {named(case.facts.staged_layers)}",
+            "ParallelConfig names no pipeline",
+            "Give ParallelConfig a mesh with an axis 'pipe' and pipeline=kdist.PipelineConfig(...)",
+        )
+
+
+RULES = (_level, _accumulation, _asked_to_spread, _chunks, _fusion, _others)
+
+
+def uncut_dim(
+    what: str, dim: int, size: int | None, count: int, axes: Sequence[str]
+) -> WithoutEffect:
+    """The note on a declared cut of a dim that does not divide; seen while a program is traced.
+
+    Args:
+        what: The tensor's name.
+        dim: Which of its dims.
+        size: Elements of the dim; None where the trace does not know.
+        count: Parts that were declared.
+        axes: The mesh axes that make them.
+    """
+    over = " x ".join(map(repr, axes))
+    size_is = "an unknown number of" if size is None else size
+    return WithoutEffect(
+        f"the cut of dim {dim} of {what} into {count} parts over {over}",
+        f"it has {size_is} elements there, no multiple of {count}, so every device has all of them",
+        f"Make the dim a multiple of {count} (dim 0: the rows of a replica's batch, or "
+        "micro-batch, count), or cut another one",
+    )
+
+
+def named(names: Sequence[str]) -> str:
+    """Up to three names in quotes, and how many more there are."""
+    more = len(names) - SHOWN_NAMES
+    shown = ", ".join(map(repr, names[:SHOWN_NAMES]))
+    return f"{shown} and {more} more" if more > 0 else shown

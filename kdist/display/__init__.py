@@ -1,0 +1,1 @@
+"""What people see: tables that fit the terminal, pictures, and which notices are kept off it."""

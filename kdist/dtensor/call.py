@@ -1,0 +1,270 @@
+"""Calling a pure function over the inner axes: trace, check, lower, and call on any slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kdist.dtensor import limits, relayout, sizes
+from kdist.dtensor.body import Body
+from kdist.dtensor.collectives import CannotStitch
+from kdist.dtensor.expansion import expand
+from kdist.dtensor.hoisting import hoist
+from kdist.dtensor.islands import CannotCut
+from kdist.dtensor.layer_hooks import declared_layouts
+from kdist.dtensor.lifting import lift
+from kdist.dtensor.lowered import Collective
+from kdist.dtensor.lowering import Function, Island, LoweredProgram, lower
+from kdist.dtensor.model_layouts import ModelLayouts
+from kdist.dtensor.sharded import Sharded, replicate
+from kdist.dtensor.stitched import StitchedFunction
+from kdist.dtensor.stitching import Stitcher
+from kdist.sharding.mesh import Topology
+
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+MAX_SHAPES = 8
+"""Shapes of a batch whose own programs are kept."""
+ALL = 1 - 1e-9
+
+
+class CannotExpand(Exception):
+    """The program cannot run over the inner axes; carries what of it."""
+
+
+class Retrace(Exception):
+    """The program must be traced again, with gradients gathered before they are cut."""
+
+
+class Lowered:
+    """One pure function, called in a graph with parts of tensors, on any slice.
+
+    What DTensor cannot expand of it are islands in it (`kdist.dtensor.islands`).
+
+    Args:
+        function: `function(*inputs)` over structures of tensors.
+        layouts: Declared activation layouts.
+        topology: The mesh.
+        mesh: The DTensor mesh of every slice.
+        alltoall: Whether re-layouts may use all-to-all.
+        paths: Paths of the model's layers, to say which layer causes a collective.
+        seeds: How many of the last inputs everything in the backward pass depends on.
+    """
+
+    def __init__(
+        self,
+        function: Callable,
+        layouts: ModelLayouts,
+        topology: Topology,
+        mesh: dtensor.Mesh,
+        alltoall: bool,
+        paths: Sequence[str],
+        seeds: int = 0,
+    ) -> None:
+        self.function = function
+        self.seeds = seeds
+        self.paths = list(paths)
+        self.layouts = layouts
+        self.topology = topology
+        self.mesh = mesh
+        self.alltoall = alltoall
+        self.traces: dict[Any, tf.types.experimental.ConcreteFunction] = {}
+        self.recorded: tuple[Collective, ...] = ()
+        self.islands: tuple[Island, ...] = ()
+        self.gather_first = False
+        self.stitchers: dict[Any, Stitcher] = {}
+        self._calls: dict[Any, StitchedFunction] = {}
+
+    def __call__(self, s: int, key: Any, inputs: Any) -> Any:
+        """Calls the function on slice `s`.
+
+        Args:
+            s: The slice.
+            key: Signature of the inputs: shapes, dtypes, structure.
+            inputs: Structure of `Sharded` tensors.
+
+        Returns:
+            Structure of `Sharded` tensors.
+
+        Raises:
+            CannotExpand: It has an operation that DTensor cannot run.
+        """
+        key, given = self.lower(key, inputs)
+        program = self.stitchers[key].program
+        if (key, s) not in self._calls:
+            self._calls[key, s] = self.stitchers[key].stitch(self.topology.slices[s].devices)
+        sizes.found(bounded=program.bounded)
+        positions = [one.position for one in program.arguments if one.position is not None]
+        taken = [[given[p].parts[k] for p in positions] for k in range(self.mesh.size)]
+        _, parts = self._calls[key, s](taken)
+        return packed(program, dict(enumerate(zip(*parts, strict=True))))
+
+    def lower(self, key: Any, inputs: Any) -> tuple[Any, list[Sharded]]:
+        """Lowers the function for such inputs, on first use.
+
+        Returns:
+            Under which key, and the flat inputs with what the function captured.
+        """
+        try:
+            return self._lower(key, inputs)
+        except Retrace:
+            self.gather_first = True
+            self.traces.clear()
+            self.stitchers.clear()
+            self._calls.clear()
+            return self._lower(key, inputs)
+
+    def lower_all(
+        self, keys: Sequence[Any], inputs: Sequence[Any]
+    ) -> list[tuple[Any, list[Sharded]]]:
+        """See `lower`, for all slices, so that all are lowered alike."""
+        before = self.gather_first
+        found = [self.lower(key, one) for key, one in zip(keys, inputs, strict=True)]
+        return found if self.gather_first == before else self.lower_all(keys, inputs)
+
+    def _lower(self, key: Any, inputs: Any) -> tuple[Any, list[Sharded]]:
+        concrete = self.trace(key, inputs)
+        given = [t for t in tf.nest.flatten(inputs) if t is not None]
+        given += [self._captured(t) for t in concrete.captured_inputs]
+        layouts = [t.layout for t in given]
+        key = (key, sizes.active(), *(layout.to_string() for layout in layouts))
+        if key not in self.stitchers:
+            program = self._expand(concrete, given)
+            self._refuse_alltoall(program.collectives)
+            self._refuse_all_island(program.islands)
+            self.layouts.tell_islands(program.islands)
+            self.recorded = self.recorded or program.collectives
+            self.islands = self.islands or program.islands
+            self.stitchers[key] = self._stitcher(program)
+        return key, given
+
+    def _expand(self, concrete: Any, given: Sequence[Sharded]) -> LoweredProgram:
+        if tf.variant in [t.dtype for t in (*concrete.inputs, *concrete.outputs)]:
+            raise CannotExpand("a loop that keeps a list of tensors for its gradient")
+        try:
+            with relayout.lowering(self.mesh):
+                return self._lowered(concrete, given)
+        except CannotCut as error:
+            raise CannotExpand(str(error)) from error
+        except UnicodeDecodeError as error:
+            # TensorFlow's message quotes bytes that are no text.
+            raise _refused("an operation (its error cannot be read)") from error
+        except (tf.errors.OpError, ValueError) as error:
+            reason = limits.explain(error)
+            if reason is None:
+                raise
+            raise _refused(reason) from error
+
+    def _lowered(self, concrete: Any, given: Sequence[Sharded]) -> LoweredProgram:
+        """The program; if sizes are unknown, one that is made of those of a few examples."""
+        layouts, examples = [t.layout for t in given], [t.examples for t in given]
+        rows_cut = self.topology.rows_axis is not None
+        if not any(examples):
+            # At first all-to-alls may stay, for `_refuse_alltoall` to see.
+            alltoall = self.alltoall or not self.gather_first
+            return expand(concrete, self.mesh, layouts, self.paths, rows_cut, alltoall)
+        if islands := limits.unsupported(Body(concrete), rows_cut):
+            raise sizes.CannotLift(f"islands are of one size: {next(iter(islands.values()))}")
+        hoisted = hoist(concrete, examples)
+        ranks = [one.spec.shape.rank for one in hoisted.made]
+        layouts += [dtensor.Layout.replicated(self.mesh, rank) for rank in ranks]
+        programs = [
+            lower(Function.of(hoisted.concrete, shapes, values), self.mesh, layouts, self.paths)
+            for shapes, values in zip(hoisted.shapes, hoisted.values, strict=True)
+        ]
+        return lift(programs, hoisted)
+
+    @staticmethod
+    def _stitcher(program: LoweredProgram) -> Stitcher:
+        try:
+            return Stitcher(program)
+        except CannotStitch as reason:
+            raise _refused(str(reason)) from reason
+
+    def _refuse_alltoall(self, found: Sequence[Collective]) -> None:
+        """Operations may cause all-to-alls of their own; then first without, else not at all.
+
+        DTensor reads its switch once per process, so it cannot be told per model.
+        """
+        bad = [c for c in found if c.kind == "all-to-all"]
+        if self.alltoall or not bad:
+            return
+        if not self.gather_first:
+            raise Retrace
+        raise CannotExpand(
+            f"operations of layer {bad[0].layer!r} without an all-to-all (their operands are cut "
+            "along different dims; lay them out alike with kdist.shard, or set "
+            "enable_alltoall=True)"
+        )
+
+    def _refuse_all_island(self, islands: Sequence[Island]) -> None:
+        """Where nothing is left to divide, one device of a slice is as good as all."""
+        if islands and sum(one.share for one in islands) > ALL:
+            raise CannotExpand(f"{islands[0].reason}, which every matrix product is part of")
+
+    def trace(self, key: Any, inputs: Any) -> Any:
+        """The concrete function; traced on first use."""
+        key = (key, sizes.active())
+        if key in self.traces:
+            return self.traces[key]
+        specs = tf.nest.map_structure(tensor_spec, inputs)
+        traced = tf.function(self.function, autograph=False)
+        with (
+            relayout.tracing(self.mesh, self.topology, alltoall=self.alltoall) as trace,
+            declared_layouts(self.layouts),
+        ):
+            trace.gather_first = self.gather_first
+            # Directly at first: DTensor then leaves a tensor alone that has the layout already.
+            # `_refuse_alltoall` looks at what came of it.
+            trace.alltoall = self.alltoall or not self.gather_first
+            concrete = traced.get_concrete_function(*specs)
+        self.layouts.tell_uncut(trace.uncut)
+        self.traces[key] = concrete
+        self._forget_oldest()
+        return concrete
+
+    def _forget_oldest(self) -> None:
+        """Keeps as many programs as steps are kept for single shapes, with two sizes of parts."""
+        for key in [*self.traces][: -2 * MAX_SHAPES]:
+            del self.traces[key]
+            for kept in (self.stitchers, self._calls):
+                for one in [one for one in kept if one[:2] == key or one[0][:2] == key]:
+                    del kept[one]
+
+    def _captured(self, tensor: Any) -> Sharded:
+        if tensor.dtype == tf.resource:
+            raise CannotExpand(
+                "a variable that belongs to no layer of the model "
+                f"({getattr(tensor, 'name', tensor)})"
+            )
+        return replicate(tensor, self.mesh)
+
+
+def _refused(reason: str) -> Exception:
+    """What is raised when a program cannot be made: those of one size have islands in addition."""
+    return CannotExpand(reason) if sizes.active() is None else sizes.CannotLift(reason)
+
+
+def packed(program: LoweredProgram, results: Mapping[int, Sequence[Any]]) -> Any:
+    """What a program returns, from the parts of its flat results."""
+
+    def result(position: int | None) -> Sharded | None:
+        if position is None:
+            return None
+        layout, examples = program.layouts[position], program.examples
+        example = None if examples is None else examples[position]
+        return Sharded(tuple(results[position]), layout, example)
+
+    return tf.nest.map_structure(result, program.structure)
+
+
+def signature(data: Any) -> tuple:
+    """Hashable shapes and dtypes of a structure of tensors."""
+    leaves = tf.nest.flatten(data)
+    return tuple(None if t is None else (tuple(t.shape), t.dtype.name) for t in leaves)
+
+
+def tensor_spec(tensor: Any) -> Any:
+    """Spec of a tensor; None stays None."""
+    return None if tensor is None else tf.TensorSpec(tensor.shape, tensor.dtype)

@@ -1,0 +1,130 @@
+"""What goes into programs over inner axes: weights, state and data of each slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from kdist.config.without_effect import WithoutEffect, uncut_dim
+from kdist.dtensor import relayout, sizes
+from kdist.dtensor.sharded import Sharded, replicate
+from kdist.program.batch import leading
+from kdist.program.program import ModelState
+from kdist.program.state import replica_seed
+from kdist.sharding.dims import inner_dims
+from kdist.sharding.mesh import Topology
+from kdist.sharding.placement import Placement, coordinate_of, shape_of
+from kdist.storage.variables import Stored, stored
+
+import keras
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+
+class SliceInputs:
+    """Reads the inputs of every slice's programs.
+
+    Args:
+        state: The model's variables.
+        entries: `Stored` of each trainable variable.
+        topology: The mesh.
+        mesh: DTensor mesh of every slice.
+        batch_axis: Inner axis that cuts the batch of the inputs, if any.
+        tell_uncut: Told of batches that it does not divide.
+    """
+
+    def __init__(
+        self,
+        state: ModelState,
+        entries: Sequence[Stored],
+        topology: Topology,
+        mesh: dtensor.Mesh,
+        batch_axis: str | None = None,
+        tell_uncut: Callable[[Sequence[WithoutEffect]], None] = lambda notes: None,
+    ) -> None:
+        self.state = state
+        self.entries = list(entries)
+        self.fixed = [entry for v in state.fixed if (entry := stored(v)) is not None]
+        self.topology = topology
+        self.mesh = mesh
+        self.batch_axis = batch_axis
+        self.tell_uncut = tell_uncut
+
+    def state_of(self, s: int, unread: Collection[int] = ()) -> tuple[list[Sharded], list[Sharded]]:
+        """Parameters and carried state of slice `s`, read in the graph that is being traced.
+
+        Args:
+            s: The slice.
+            unread: Positions of parameters of which only shapes are given.
+        """
+        devices = self.topology.slices[s].devices
+        params = [
+            self._described(e) if i in unread else self._stored(e, s, devices)
+            for i, e in enumerate(self.entries)
+        ]
+        carried = [self._stored(e, s, devices) for e in self.fixed]
+        carried += [self.value(v, s) for v in (*self.state.seeds, *self.state.metrics)]
+        return params, carried
+
+    def value(self, variable: keras.Variable, s: int) -> Sharded:
+        """A variable's value on slice `s`, read in the graph that is being traced."""
+        one = self.topology.slices[s]
+        entry = stored(variable)
+        if entry is not None:
+            at = s if s in entry.placement.slices else entry.placement.home[one.index]
+            return self._stored(entry, at, one.devices)
+        value = tf.convert_to_tensor(variable.value)
+        if any(variable is seed for seed in self.state.seeds):
+            value = replica_seed(value, one.index)
+        return self._copies(value, one.devices)
+
+    def data(self, data: Any) -> Any:
+        """Data of a slice on its devices."""
+        if self.batch_axis is not None:
+            rows, size = leading(data).shape[0], self.mesh.dim_size(self.batch_axis)
+            if rows is None:
+                sizes.require_multiples(size, rows=True)
+            elif rows % size:
+                self.tell_uncut([uncut_dim("the batch", 0, rows, size, [self.batch_axis])])
+        return keras.tree.map_structure(lambda t: None if t is None else self._part(t), data)
+
+    def _stored(self, entry: Stored, s: int, devices: Sequence[str]) -> Sharded:
+        return Sharded(tuple(self._components(entry, s, devices)), self._layout(entry.placement))
+
+    def _described(self, entry: Stored) -> Sharded:
+        shapes = [shape_of(entry.placement.inner_index(k)) for k in range(self.mesh.size)]
+        parts = tuple(tf.TensorSpec(shape, entry.variable.dtype) for shape in shapes)
+        return Sharded(parts, self._layout(entry.placement))
+
+    def _components(self, entry: Stored, s: int, devices: Sequence[str]) -> list[Any]:
+        values = []
+        for k, device in enumerate(devices):
+            with tf.device(device):
+                values.append(tf.identity(entry.used_at((s, k))))
+        return values
+
+    def _copies(self, value: Any, devices: Sequence[str]) -> Sharded:
+        copies = []
+        for device in devices:
+            with tf.device(device):
+                copies.append(tf.identity(value))
+        return Sharded(tuple(copies), dtensor.Layout.replicated(self.mesh, value.shape.rank))
+
+    def _layout(self, placement: Placement) -> dtensor.Layout:
+        dims = inner_dims(placement.layout.dims, self.topology)
+        return relayout.layout_for(self.mesh, dims, self.topology)
+
+    def _part(self, tensor: Any) -> Sharded:
+        """Data of a slice on its devices: the batch cut over `batch_axis` where it divides."""
+        axis = self.batch_axis
+        tensor = tf.convert_to_tensor(tensor)
+        if axis is None or tensor.shape.rank == 0:
+            return replicate(tensor, self.mesh)
+        size = self.mesh.dim_size(axis)
+        if tensor.shape[0] is not None and tensor.shape[0] % size:
+            return replicate(tensor, self.mesh)
+        pieces = tf.split(tensor, size)
+        coordinates = [coordinate_of(self.topology, 0, k)[axis] for k in range(self.mesh.size)]
+        dims = [axis] + [dtensor.UNSHARDED] * (tensor.shape.rank - 1)
+        layout = dtensor.Layout(dims, self.mesh)
+        return Sharded(tuple(pieces[c] for c in coordinates), layout, sizes.examples(tensor))

@@ -1,0 +1,100 @@
+"""Declared activation layouts, applied while a program is traced for DTensor.
+
+For the time of one trace, `call` of each declared layer (on the instance) lays its inputs and its
+output out as declared. Outside of a trace, layers are untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kdist.config.operands import lay_out, operands
+from kdist.dtensor import limits, relayout
+from kdist.dtensor.model_layouts import ModelLayouts
+from kdist.sharding.dims import Dim, Dims
+
+import keras
+
+WINDOWED = (
+    *limits.GATHER_ON_READ[:4],
+    keras.layers.MaxPooling1D.__mro__[1],
+    keras.layers.AveragePooling1D.__mro__[1],
+)
+"""Convolutions and pooling: DTensor runs them on parts of the batch, not on parts of the rest."""
+
+
+@contextlib.contextmanager
+def declared_layouts(layouts: ModelLayouts) -> Iterator[None]:
+    """Applies `kdist.shard` declarations and activation patterns within the block."""
+    declared = {id(layer): (layer, one.inputs, one.outputs) for layer, one in layouts.layers}
+    patterns = {id(layer): (layer, dims) for layer, dims in layouts.outputs}
+    hooked = [(*entry, patterns.pop(key, (None, None))[1]) for key, entry in declared.items()]
+    hooked += [(layer, (), (), dims) for layer, dims in patterns.values()]
+    hooked = [entry for entry in hooked if any(entry[1:])]
+    windowed = [layer for layer in layouts.model_layers if isinstance(layer, WINDOWED)]
+    tables = [
+        (layer, _columns(layer, layouts))
+        for layer in layouts.model_layers
+        if isinstance(layer, keras.layers.Embedding) and layouts.any_cut
+    ]
+    changed = [*windowed, *(entry[0] for entry in hooked), *(layer for layer, _ in tables)]
+    for layer in windowed if layouts.any_cut else ():
+        object.__setattr__(layer, "call", _channels_whole(layer.call))
+    for layer, dim in tables:
+        object.__setattr__(layer, "call", _columns_pinned(layer.call, dim))
+    for layer, inputs, outputs, every in hooked:
+        object.__setattr__(layer, "call", _laid_out(layer, inputs, outputs, every))
+    try:
+        yield
+    finally:
+        for layer in changed:
+            layer.__dict__.pop("call", None)
+
+
+def _channels_whole(call: Callable) -> Callable:
+    """`call` on values, and with gradients, that are cut by rows of the batch at most."""
+
+    def whole(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = keras.tree.map_structure(relayout.rows_only, inputs)
+        outputs = call(inputs, *args, **kwargs)
+        return keras.tree.map_structure(relayout.gradient_rows_only, outputs)
+
+    return whole
+
+
+def _columns(layer: keras.layers.Layer, layouts: ModelLayouts) -> Dim:
+    """What cuts the columns of an embedding table as it is read."""
+    return layouts.read(id(layer.weights[0]))[1]
+
+
+def _columns_pinned(call: Callable, dim: Dim) -> Callable:
+    """`call` of an embedding whose output is cut by columns as its table is.
+
+    Otherwise what reads the output decides its layout, and DTensor's look-up takes no other cut of
+    the columns than the table's.
+    """
+
+    def pinned(*args: Any, **kwargs: Any) -> Any:
+        return relayout.last_dim_cut(call(*args, **kwargs), dim)
+
+    return pinned
+
+
+def _laid_out(
+    layer: keras.layers.Layer,
+    inputs: tuple[Dims, ...],
+    outputs: tuple[Dims, ...],
+    every: Dims | None,
+) -> Callable:
+    """`call` with inputs and outputs as declared; `every` is for all outputs, and wins."""
+    call, name = layer.call, f"layer {layer.path or layer.name!r}"
+
+    def laid_out(*args: Any, **kwargs: Any) -> Any:
+        given = lay_out(list(args), inputs, "input", name, relayout.relayout_active)
+        results = call(*given, **kwargs)
+        wanted = outputs if every is None else (every,) * len(operands(results))
+        return lay_out(results, wanted, "output", name, relayout.relayout_active)
+
+    return laid_out

@@ -1,0 +1,298 @@
+"""What DTensor made of a program: the collectives of the per-device graph, read, not predicted.
+
+DTensor lowers a function to one graph that every device of the mesh runs. Its nodes keep the names
+of the operations that they serve, with what DTensor added after a slash:
+
+```
+net/one/BiasAdd/DTensorAllGatherOp_968192538_12        an all-gather after layer `net/one`
+gradient_tape/net/two/MatMul/MatMul/DTensorAllReduceOp_968192538_1
+```
+
+On CPU an all-gather *is* a `CollectiveReduceV2` of zero-padded parts; the name tells them apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+from kdist._compat import dtensor_internals
+
+import numpy as np
+import rich.box
+import rich.console
+import rich.table
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+_ADDED = re.compile(r"/DTensor(\w+?)Op(?:_|/|$)")
+_KIND_OF_OP = {
+    "CollectiveReduceV2": "all-reduce",
+    "CollectiveGatherV2": "all-gather",
+    "CollectiveAllToAllV2": "all-to-all",
+    "CollectiveReduceScatterV2": "reduce-scatter",
+    "CollectiveBcastSendV2": "broadcast",
+    "CollectiveBcastRecvV2": "broadcast",
+}
+_BACKWARD = "gradient_tape/"
+_BETWEEN_AXES = "."
+_SUFFIX = re.compile(r"_\d+$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a lowered program.
+
+    Attributes:
+        kind: "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "broadcast" or "other".
+        axis: the mesh axes over which devices take part.
+        shape: shape of the result on one device; of an all-gather the gathered tensor.
+        dtype: name of its dtype.
+        bytes: size of that result; of a reduce-scatter the size of what is reduced.
+        node: name of the node in the per-device graph.
+        layer: path of the Keras layer that the node serves, empty outside of layers.
+        phase: "forward" or "backward".
+    """
+
+    kind: str
+    axis: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    node: str
+    layer: str
+    phase: str
+
+
+@dataclasses.dataclass
+class Recorder:
+    """The programs that DTensor lowered while it recorded.
+
+    Attributes:
+        programs: per-device functions by name, each with the bodies of its loops and branches;
+            complete when the `record` block has ended.
+    """
+
+    programs: dict[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def record() -> Iterator[Recorder]:
+    """Notes which programs DTensor lowers within the block.
+
+    DTensor lowers a function at its first call with given shapes and layouts: put that call into
+    the block. A later call lowers nothing, and nothing is recorded. The `tf.function` must still
+    exist at the end of the block: its programs go with it.
+
+    Example:
+    ```python
+    with record() as recorder:
+        program(x)
+    print(format_table(collectives(recorder, mesh)))
+    ```
+    """
+    before = dtensor_internals.lowered_names()
+    recorder = Recorder()
+    try:
+        yield recorder
+    finally:
+        new = sorted(dtensor_internals.lowered_names() - before)
+        recorder.programs = {name: _with_bodies(name) for name in new}
+
+
+def collectives(
+    recorder: Recorder, mesh: dtensor.Mesh, layers: Collection[str] = ()
+) -> list[Collective]:
+    """Reads the collectives of the recorded programs of one mesh.
+
+    Args:
+        recorder: what `record` gave.
+        mesh: the mesh; programs of other meshes are left out.
+        layers: paths of the model's layers (`layer.path`). With them `Collective.layer` is one of
+            these paths; without, the scope as TensorFlow wrote it.
+
+    Returns:
+        One entry per collective node, program by program. The body of a loop counts once.
+    """
+    found: list[Collective] = []
+    for definitions in recorder.programs.values():
+        graphs = [_Graph(definition) for definition in definitions]
+        if any(graph.is_on(mesh) for graph in graphs):
+            for graph in graphs:
+                found.extend(graph.collectives(mesh, layers))
+    return found
+
+
+def format_table(found: Iterable[Collective]) -> str:
+    """Prints collectives grouped by layer, phase, kind and axis, with their number and bytes."""
+    groups: dict[tuple[str, str, str, str], list[int]] = {}
+    for one in found:
+        key = (one.layer or "-", one.phase, one.kind, " x ".join(one.axis) or "-")
+        groups.setdefault(key, []).append(one.bytes)
+    table = rich.table.Table(box=rich.box.SIMPLE)
+    for title in ("layer", "phase", "kind", "axis"):
+        table.add_column(title, no_wrap=True)
+    for title in ("count", "bytes"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for key, sizes in groups.items():
+        table.add_row(*key, str(len(sizes)), f"{sum(sizes):,}")
+    everything = [size for sizes in groups.values() for size in sizes]
+    table.add_section()
+    table.add_row("total", "", "", "", str(len(everything)), f"{sum(everything):,}")
+    text = io.StringIO()
+    rich.console.Console(file=text, width=200).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().strip("\n").split("\n"))
+
+
+class _Graph:
+    """One function definition, indexed by node name."""
+
+    def __init__(self, definition: Any) -> None:
+        self.nodes = {node.name: node for node in definition.node_def}
+
+    def is_on(self, mesh: dtensor.Mesh) -> bool:
+        """Whether the function was lowered for a mesh."""
+        wanted = f"mesh:{mesh.to_string()}".encode()
+        return any(
+            wanted in text for node in self.nodes.values() for text in node.attr["_layout"].list.s
+        )
+
+    def collectives(self, mesh: dtensor.Mesh, layers: Collection[str]) -> list[Collective]:
+        """Every collective of the function."""
+        chosen = [n for n in self.nodes.values() if n.op.startswith("Collective")]
+        return [
+            self._describe(node, mesh, layers)
+            for node in chosen
+            if node.op != "CollectiveAssignGroupV2"
+        ]
+
+    def _describe(self, node: Any, mesh: dtensor.Mesh, layers: Collection[str]) -> Collective:
+        added = _ADDED.search(node.name)
+        gathers = added is not None and added.group(1) == "AllGather"
+        kind = "all-gather" if gathers else _KIND_OF_OP.get(node.op, "other")
+        source = node
+        if kind == "reduce-scatter":
+            source = self._producer(node.input[0]) or node
+        shape = tuple(d.size for d in source.attr["_output_shapes"].list.shape[0].dim)
+        dtype = tf.DType(node.attr["T"].type)
+        return Collective(
+            kind=kind,
+            axis=self._axes(node, mesh),
+            shape=shape,
+            dtype=dtype.name,
+            bytes=math.prod(shape) * dtype.size,
+            node=node.name,
+            layer=layer_of(node.name, layers),
+            phase="backward" if self._is_backward(node.name) else "forward",
+        )
+
+    def _producer(self, reference: str) -> Any:
+        return self.nodes.get(reference.lstrip("^").split(":")[0])
+
+    def _axes(self, node: Any, mesh: dtensor.Mesh) -> tuple[str, ...]:
+        """The axes along which the group of device 0 extends.
+
+        The group key comes from a constant with one key per device of the mesh.
+        """
+        table = self._producer(node.input[2])
+        while table is not None and table.op in ("Reshape", "Squeeze", "Slice", "Identity"):
+            table = self._producer(table.input[0])
+        if table is None or table.op != "Const":
+            return ()
+        keys = tf.make_ndarray(table.attr["value"].tensor).reshape(mesh.shape())
+        members = np.argwhere(keys == keys.flat[0])
+        return tuple(
+            axis
+            for position, name in enumerate(mesh.dim_names)
+            if len(set(members[:, position])) > 1
+            for axis in name.split(_BETWEEN_AXES)
+        )
+
+    def _is_backward(self, name: str) -> bool:
+        """Whether a node is, or depends on, a node of a gradient tape.
+
+        Sums of gradients and re-layouts have no tape in their names; their inputs do.
+        """
+        stack = [name]
+        seen: set[str] = set()
+        while stack:
+            current = stack.pop()
+            if current in seen:
+                continue
+            seen.add(current)
+            if _BACKWARD in current:
+                return True
+            node = self.nodes.get(current)
+            if node is not None:
+                # A control edge only orders collectives.
+                stack.extend(i.split(":")[0] for i in node.input if not i.startswith("^"))
+        return False
+
+
+def mesh_dim(axes: Sequence[str]) -> str:
+    """Name of the dim of a DTensor mesh that stands for axes of a mesh, one or several."""
+    return _BETWEEN_AXES.join(axes)
+
+
+def layer_of(node: str, layers: Collection[str] = ()) -> str:
+    """The Keras layer that a node of a lowered program serves.
+
+    Args:
+        node: node name.
+        layers: paths of the model's layers. TensorFlow numbers a scope that it has seen before
+            (`dense_1` for `dense`); with the paths such a scope is recognised.
+
+    Returns:
+        The longest of the paths that the node lies under; without paths, the node's scope; empty
+        where there is none.
+    """
+    added = _ADDED.search(node)
+    operation = node[: added.start()] if added else node
+    parts = operation.replace(_BACKWARD, "").split("/")
+    if not layers:
+        return "/".join(parts[:-1])
+    for end in range(len(parts), 0, -1):
+        matches = [(_match(parts[:end], path.split("/")), path) for path in layers if path]
+        best = max(matches, default=((0, 0), ""))
+        if best[0] > (0, 0):
+            return best[1]
+    return ""
+
+
+def _match(scopes: Sequence[str], names: Sequence[str]) -> tuple[int, int]:
+    """How well scopes end in a path: its length and its numbered scopes; (0, 0) if they do not.
+
+    Keras opens a layer's scope once before the layer runs, so TensorFlow numbers the scope of the
+    operations: `dense_1` is the layer `dense`, and is `dense_1` only if there is no `dense`.
+    """
+    if len(scopes) < len(names):
+        return (0, 0)
+    numbered = 0
+    for scope, name in zip(scopes[-len(names) :], names, strict=True):
+        if _SUFFIX.sub("", scope) == name and scope != name:
+            numbered += 1
+        elif scope != name:
+            return (0, 0)
+    return (len(names), numbered)
+
+
+def _with_bodies(name: str) -> Sequence[Any]:
+    """A function definition and those of its loops and branches."""
+    pending, seen, found = [name], set(), []
+    while pending:
+        current = pending.pop(0)
+        if current in seen:
+            continue
+        seen.add(current)
+        definition = dtensor_internals.function_def(current)
+        found.append(definition)
+        for node in definition.node_def:
+            for value in node.attr.values():
+                functions = [value.func, *value.list.func]
+                pending.extend(f.name for f in functions if f.name)
+    return found

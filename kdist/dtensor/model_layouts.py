@@ -1,0 +1,197 @@
+"""Placing a model's weights on a mesh: from layout map and declarations to local variables."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kdist._compat import keras_models
+from kdist.config.parallel import ParallelConfig
+from kdist.config.shard import ResolvedShard, declarations, resolve_declaration
+from kdist.config.without_effect import WithoutEffect
+from kdist.dtensor.lowering import Island
+from kdist.layers.relayout import Relayout
+from kdist.sharding.dims import Dims, WeightFit, without_axis
+from kdist.sharding.layout import WeightLayout, match_pattern, resolve_layouts
+from kdist.sharding.merged_axes import Cut, merged_axes
+from kdist.sharding.mesh import Topology
+from kdist.sharding.placement import Group, Placement, place
+from kdist.sharding.strategy import parse_strategy
+from kdist.storage.variables import Stored, distribute, stored
+
+import keras
+import tensorflow as tf
+
+SHOWN = 3
+"""Islands that a note names."""
+
+
+class ModelLayouts:
+    """The resolved layouts of a built model.
+
+    Attributes:
+        topology: The mesh, with the axes merged that cut a dim together.
+        weights: Layout of each weight, by identity of the variable.
+        layers: What `kdist.shard` declared, resolved, with its layer.
+        outputs: Layout of the output of layers that an activation pattern matches.
+        model_layers: Every layer of the model.
+        any_cut: Whether any weight is cut.
+        uncut: Declared cuts of activations that a traced program left out.
+        islands: Operations that run on gathered operands, as notes name them.
+        left_whole: A line for each dim of a weight that its layout cuts and that does not divide.
+    """
+
+    def __init__(self, model: keras.Model, config: ParallelConfig, topology: Topology) -> None:
+        self.topology = topology
+        fit = WeightFit(topology, replicate=config.indivisible == "replicate")
+        pairs = [(v.path, tuple(v.shape)) for v in model.weights]
+        by_path, patterns = resolve_layouts(pairs, config.layout_map, topology, fit)
+        self.weights: dict[int, WeightLayout] = {id(v): by_path[v.path] for v in model.weights}
+        self.layers: list[tuple[keras.layers.Layer, ResolvedShard]] = [
+            (layer, resolve_declaration(layer, declared, topology, fit))
+            for layer, declared in declarations(model)
+        ]
+        for layer, resolved in self.layers:
+            self._add_declared(layer, resolved)
+        self.outputs = _match_outputs(model, patterns)
+        self.model_layers = keras_models.flat_layers(model)
+        self.uncut: list[WithoutEffect] = []
+        self.islands: dict[str, None] = {}
+        self.left_whole = tuple(fit.notes)
+        self.any_cut = any(not layout.is_replicated for layout in self.weights.values())
+        self.topology = topology.with_merged(merged_axes(list(self._cuts(model)), topology))
+
+    def read(self, key: int) -> Dims:
+        """Layout in which a slice's operations read a weight, by identity of the variable.
+
+        Not cut by the data axis: what that slices is gathered first. One axis cannot cut both the
+        rows that an operation reads and its weights.
+        """
+        inner = self.weights[key].inner(self.topology).dims
+        return without_axis(inner, self.topology.rows_axis, self.topology)
+
+    def tell_uncut(self, found: Iterable[WithoutEffect]) -> None:
+        """Notes declared cuts that a trace left out, and warns of each once."""
+        for note in found:
+            if note not in self.uncut:
+                self.uncut.append(note)
+                warnings.warn(str(note), stacklevel=2)
+
+    def _cuts(self, model: keras.Model) -> Iterator[Cut]:
+        """Every tensor whose layout is known before the model is traced."""
+        if self.topology.rows_axis is not None:
+            yield "the batch", (self.topology.rows_axis,)
+        for variable in model.weights:
+            yield repr(variable.path), self.weights[id(variable)].dims
+        for layer, resolved in self.layers:
+            yield from ((f"an input of layer {layer.name!r}", dims) for dims in resolved.inputs)
+            yield from ((f"an output of layer {layer.name!r}", dims) for dims in resolved.outputs)
+        for layer, dims in self.outputs:
+            yield f"the output of layer {layer.name!r}", dims
+        for layer in self.model_layers if self.topology.inner_size > 1 else ():
+            if isinstance(layer, Relayout):
+                what = f"the output of layer {layer.name!r}"
+                yield (
+                    what,
+                    parse_strategy(layer.layout, self.topology, operand=what, batch_dim=True),
+                )
+
+    def tell_islands(self, found: Iterable[Island]) -> None:
+        """Notes operations that run on gathered operands; warns once a model, of the first."""
+        first = not self.islands
+        self.islands.update(dict.fromkeys(island.title for island in found))
+        if first and self.islands:
+            warnings.warn(self.island_note(), stacklevel=2)
+
+    def island_note(self) -> str:
+        """What runs on gathered operands, in one line; "" if nothing does."""
+        titles = list(self.islands)
+        if not titles:
+            return ""
+        shown = ", ".join(titles[:SHOWN])
+        more = f" and {len(titles) - SHOWN} more" if len(titles) > SHOWN else ""
+        return (
+            f"DTensor cannot expand {shown}{more}. Each device runs that whole, on gathered "
+            "operands; everything else stays cut over the inner axes. "
+            "kdist.inspect(model) says what it costs."
+        )
+
+    def _add_declared(self, layer: keras.layers.Layer, resolved: ResolvedShard) -> None:
+        for variable in layer.weights:
+            layout = resolved.weights.get(variable.path)
+            if layout is None:
+                continue
+            mapped = self.weights[id(variable)]
+            if not mapped.is_replicated and mapped != layout:
+                raise ValueError(
+                    f"The weight {variable.path!r} is cut by the layout map and, differently, by "
+                    f"kdist.shard on layer {layer.name!r}. Keep one of them. Received: layout_map "
+                    f"gives {mapped.dims}, shard gives {layout.dims}"
+                )
+            self.weights[id(variable)] = layout
+
+
+def _match_outputs(
+    model: keras.Model, patterns: dict[str, Dims]
+) -> list[tuple[keras.layers.Layer, Dims]]:
+    """Layers whose `<path>/output` an activation pattern of the layout map matches."""
+    found, used = [], set()
+    for layer in keras_models.flat_layers(model)[1:]:
+        pattern = match_pattern(patterns, f"{layer.path}/output")
+        if pattern is not None:
+            used.add(pattern)
+            found.append((layer, patterns[pattern]))
+    unused = [p for p in patterns if p not in used]
+    if unused:
+        warnings.warn(
+            f"These activation patterns of the layout map match no layer's output: {unused}",
+            stacklevel=2,
+        )
+    return found
+
+
+def placements(
+    model: keras.Model,
+    layouts: ModelLayouts,
+    topology: Topology,
+    groups: Mapping[int, Sequence[Group]] | None = None,
+) -> list[tuple[keras.Variable, Placement]]:
+    """Where each weight of the model goes.
+
+    Args:
+        model: The model.
+        layouts: Its layouts.
+        topology: The mesh.
+        groups: By identity of a weight, the slices of each stage that uses it; by default every
+            slice uses every weight.
+    """
+    placed = []
+    for variable in model.weights:
+        layout = layouts.weights[id(variable)]
+        itemsize = tf.as_dtype(variable.dtype).size
+        where = () if groups is None else groups[id(variable)]
+        placement = place(variable.path, variable.shape, itemsize, layout, topology, groups=where)
+        placed.append((variable, placement))
+    return placed
+
+
+def place_weights(
+    placed: list[tuple[keras.Variable, Placement]], topology: Topology
+) -> dict[int, Stored]:
+    """Moves the weights to their devices; those that are there already stay.
+
+    Raises:
+        ValueError: A weight belongs to a model that was parallelized over another mesh.
+    """
+    for variable, placement in placed:
+        entry: Any = stored(variable)
+        if entry is not None and (entry.topology != topology or entry.placement != placement):
+            raise ValueError(
+                "A weight can live on one mesh only. Build a new model, and load the weights of "
+                f"this one into it, to change the mesh or layout. Received: {variable.path!r}"
+            )
+    return {
+        id(variable): stored(variable) or distribute(variable, placement, topology)
+        for variable, placement in placed
+    }

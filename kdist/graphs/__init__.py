@@ -1,0 +1,1 @@
+"""Traced and executed graphs: cutting them, reading them, what is alive in them."""

@@ -1,0 +1,27 @@
+"""Tracing a model draws random numbers on the way; who does so on the side leaves no mark."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+from kdist._compat import keras_trainer
+
+import numpy as np
+import tensorflow as tf
+
+
+@contextlib.contextmanager
+def chance_kept() -> Iterator[None]:
+    """Meanwhile, random numbers may be drawn; then Python, NumPy and Keras go on as if none was."""
+    python, numpy = random.getstate(), np.random.get_state()
+    generator = keras_trainer.unseeded_generator() if tf.executing_eagerly() else None
+    unseeded = None if generator is None else tf.identity(generator.value)
+    try:
+        yield
+    finally:
+        if generator is not None:
+            generator.assign(unseeded)
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,304 @@
+"""How much memory an executed graph may need at once, whatever the order in which it runs.
+
+A tensor lives from the start of the operation that makes it to the end of the last one that reads
+it. Two tensors can never be alive together if the edges of the graph (data, control, transfers)
+make the last reader of one finish before the other is made. So what can be alive together is an
+*antichain* of that order, and the heaviest one bounds the peak of every schedule that TensorFlow
+may choose. A gate that is missing shows, even if this run was lucky. Pure: no device is touched.
+
+The model:
+
+- Operations that pass on the buffer that they were given (`VIEWS`) own no memory; reading a
+  variable owns none either, it is counted with the variables.
+- Calls of functions take time: what they read and what they return is there together. Other
+  operations take none: their results take the place of what they read.
+- What happens inside a call is not looked at; its results are its own.
+- A tensor sent to another device is a copy there, unless the devices share memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from kdist.graphs.antichain import heaviest_antichain
+
+Kind = Literal["gradient", "gathered", "other"]
+KINDS: tuple[Kind, ...] = ("gradient", "gathered", "other")
+
+VIEWS = frozenset(
+    {"Identity", "Reshape", "Squeeze", "ExpandDims", "Bitcast", "StopGradient", "PreventGradient"}
+    | {"Switch", "Merge", "Enter", "Exit", "NextIteration", "LoopCond", "EnsureShape", "Snapshot"}
+)
+"""Operations whose first output is (a view of) their first input."""
+STORED = frozenset({"ReadVariableOp", "VarHandleOp", "_Arg", "Const", "Placeholder"})
+"""Operations whose outputs belong to variables, to the caller or to the graph."""
+RECEIVES = frozenset({"_Recv", "_HostRecv"})
+MOVES = VIEWS | frozenset(
+    {"ConcatV2", "Pack", "Unpack", "Split", "SplitV", "StridedSlice", "Slice", "Transpose", "Cast"}
+)
+"""Operations that only move or convert values."""
+SUMS = frozenset({"AddN", "UnsortedSegmentSum"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One executed operation.
+
+    Attributes:
+        name: Its name.
+        kind: Its type, such as "MatMul".
+        device: TensorFlow device string.
+        inputs: What it reads: (name of an operation, number of its output).
+        waits: Names of operations that must be done before it.
+        nbytes: Bytes of each output.
+        call: Whether it runs a function.
+    """
+
+    name: str
+    kind: str
+    device: str
+    inputs: tuple[tuple[str, int], ...] = ()
+    waits: tuple[str, ...] = ()
+    nbytes: tuple[int, ...] = ()
+    call: bool = False
+
+
+Output = tuple[str, int]
+"""Name of an operation, and number of its output."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A buffer that an operation makes.
+
+    Attributes:
+        output: The output that it is.
+        kind: What it is for.
+        nbytes: Its bytes.
+        device: Where it is.
+        readers: Names of the operations that read it, or a view of it.
+    """
+
+    output: Output
+    kind: Kind
+    nbytes: int
+    device: str
+    readers: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The most that may be alive at once on a device.
+
+    Attributes:
+        nbytes: Their bytes.
+        tensors: They, heaviest first.
+    """
+
+    nbytes: int
+    tensors: tuple[Tensor, ...]
+
+
+class LiveTensors:
+    """Which buffers of a graph may be alive at once.
+
+    Args:
+        ops: The operations of all devices, receiving ones with what is sent as their input.
+        gradients: Outputs that are gradients of parameters.
+        parameters: Names of the operations that read a parameter's variable.
+        writes: Names of the operations that assign one.
+        shared_memory: Whether a transfer passes a reference, as between CPU devices of a process.
+    """
+
+    def __init__(
+        self,
+        ops: Iterable[Op],
+        gradients: Iterable[Output],
+        parameters: Iterable[str],
+        *,
+        writes: Iterable[str] = (),
+        shared_memory: bool = False,
+    ) -> None:
+        self.ops = _in_order({op.name: op for op in ops})
+        self.parameters, self.writes = tuple(parameters), tuple(writes)
+        self._views = VIEWS | RECEIVES if shared_memory else VIEWS
+        self._kinds = kinds(self.ops.values(), gradients, self.parameters, self.writes)
+        self.tensors = self._tensors()
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices that hold buffers."""
+        return sorted({t.device for t in self.tensors})
+
+    def peak(self, device: str, of: Iterable[Kind] = KINDS) -> Peak:
+        """The most that may be alive at once on a device.
+
+        Args:
+            device: TensorFlow device string.
+            of: The kinds to count.
+        """
+        mine, after = self._order(device)
+        wanted = set(of)
+        weights = [t.nbytes if t.kind in wanted else 0 for t in mine]
+        alive = [mine[i] for i in heaviest_antichain(weights, after)]
+        alive.sort(key=lambda t: (-t.nbytes, t.output))
+        return Peak(sum(t.nbytes for t in alive), tuple(alive))
+
+    def _tensors(self) -> list[Tensor]:
+        owner: dict[Output, Output | None] = {}
+        readers: dict[Output, dict[str, None]] = {}
+        for op in self.ops.values():
+            found = [owner.get(i) for i in op.inputs]
+            for buffer in found:
+                if buffer is not None:
+                    readers[buffer][op.name] = None
+            for k in range(len(op.nbytes)):
+                if op.kind in self._views:
+                    owner[op.name, k] = found[0] if found else None
+                elif op.kind in STORED:
+                    owner[op.name, k] = None
+                else:
+                    owner[op.name, k] = (op.name, k)
+                    readers[op.name, k] = {}
+        return [
+            Tensor(o, self._kinds.get(o, "other"), nbytes, self.ops[o[0]].device, tuple(names))
+            for o, names in readers.items()
+            if (nbytes := self.ops[o[0]].nbytes[o[1]])
+        ]
+
+    @functools.cache  # noqa: B019 (as long-lived as the graph)
+    def _order(self, device: str) -> tuple[list[Tensor], list[int]]:
+        """A device's tensors, and for each, as bits, those made after it has gone."""
+        mine = [t for t in self.tensors if t.device == device]
+        events = dict.fromkeys(n for t in mine for n in (t.readers or (t.output[0],)))
+        bit = {name: 1 << n for n, name in enumerate(events)}
+        done = self._done_before(bit)
+        makers = dict.fromkeys(t.output[0] for t in mine)
+        replaces = {
+            name: done[name] | (0 if self.ops[name].call else bit.get(name, 0)) for name in makers
+        }
+        made_by = {name: _as_bits(t.output[0] == name for t in mine) for name in makers}
+        after = []
+        for t in mine:
+            end = sum(bit[n] for n in t.readers or (t.output[0],))
+            later = 0
+            for name, reached in replaces.items():
+                if end & reached == end and name != t.output[0]:
+                    later |= made_by[name]
+            after.append(later)
+        return mine, after
+
+    def _done_before(self, bit: Mapping[str, int]) -> dict[str, int]:
+        """Per operation, which events must be over before it starts."""
+        done: dict[str, int] = {}
+        for op in self.ops.values():
+            before = [
+                done[n] | bit.get(n, 0)
+                for n in dict.fromkeys(name for name, _ in op.inputs)
+                if n in done
+            ]
+            if op.kind == "Merge" and before:
+                # It takes whichever input comes.
+                before = [functools.reduce(int.__and__, before)]
+            before += [done[n] | bit.get(n, 0) for n in op.waits if n in done]
+            done[op.name] = functools.reduce(int.__or__, before, 0)
+        return done
+
+
+def _as_bits(flags: Iterable[bool]) -> int:
+    return sum(1 << n for n, flag in enumerate(flags) if flag)
+
+
+def _in_order(ops: Mapping[str, Op]) -> dict[str, Op]:
+    """Operations, each after those that it reads and waits for; loops are cut where they begin."""
+    found: dict[str, Op] = {}
+    entered: set[str] = set()
+    for start in ops:
+        stack = [start]
+        while stack:
+            name = stack[-1]
+            op = ops[name]
+            if name in found:
+                stack.pop()
+            elif name in entered:
+                found[name] = ops[stack.pop()]
+            else:
+                entered.add(name)
+                needs = [n for n, _ in op.inputs] + list(op.waits)
+                stack += [n for n in needs if n in ops and n not in entered]
+    return found
+
+
+def kinds(
+    ops: Iterable[Op],
+    gradients: Iterable[Output],
+    parameters: Iterable[str],
+    writes: Iterable[str] = (),
+) -> dict[Output, Kind]:
+    """What outputs are for.
+
+    Gradients are the given ones, what they are summed and put together from, and what is made of
+    them by moving and adding. Gathered parameters are what is made of parameters, or of their new
+    values, by moving alone, with a part from another device.
+
+    Args:
+        ops: In order.
+        gradients: See `LiveTensors`.
+        parameters: See `LiveTensors`.
+        writes: See `LiveTensors`.
+
+    Returns:
+        The kinds of those that are not "other".
+    """
+    ops = list(ops)
+    found: dict[Output, Kind] = dict.fromkeys(gradients, "gradient")
+    constant = {op.name for op in ops if op.kind == "Const"}
+    through = MOVES | SUMS | RECEIVES
+    for op in reversed(ops):
+        if op.kind in through and any((op.name, k) in found for k in range(len(op.nbytes))):
+            found.update((i, "gradient") for i in op.inputs[:1] if op.kind in VIEWS)
+            if op.kind in SUMS | {"ConcatV2", "Pack"}:
+                found.update((i, "gradient") for i in op.inputs if i[0] not in constant)
+    local: set[Output] = {(name, 0) for name in parameters}
+    local |= _new_values(ops, writes, constant)
+    for op in ops:
+        given = [i for i in op.inputs if i[0] not in constant]
+        outputs = [(op.name, k) for k in range(len(op.nbytes))]
+        if op.kind in through and any(found.get(i) == "gradient" for i in given):
+            found.update(dict.fromkeys(outputs, "gradient"))
+        elif op.kind in MOVES | RECEIVES and given:
+            first = _moved(op, given)
+            if not all(i in local or found.get(i) == "gathered" for i in first):
+                continue
+            if op.kind in RECEIVES or any(found.get(i) == "gathered" for i in first):
+                found.update(dict.fromkeys(outputs, "gathered"))
+            else:
+                local.update(outputs)
+    return found
+
+
+def _new_values(ops: list[Op], writes: Iterable[str], constant: set[str]) -> set[Output]:
+    """What is computed, and then moved alone, until it is assigned to parameters."""
+    by_name = {op.name: op for op in ops}
+    found: set[Output] = set()
+    # Of an assignment the first input is the variable.
+    stack = [by_name[name].inputs[1] for name in writes if name in by_name]
+    seen = set(stack)
+    while stack:
+        output = stack.pop()
+        op = by_name.get(output[0])
+        if op is None or op.kind not in MOVES | RECEIVES:
+            found.add(output)
+            continue
+        parts = _moved(op, [i for i in op.inputs if i[0] not in constant])
+        stack += [i for i in parts if i not in seen]
+        seen.update(parts)
+    return found
+
+
+def _moved(op: Op, given: list[Output]) -> list[Output]:
+    """What an operation of `MOVES` moves: not the sizes and places that it is told."""
+    return given if op.kind in ("ConcatV2", "Pack") else given[:1]

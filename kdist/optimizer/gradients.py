@@ -1,0 +1,51 @@
+"""Where the update reads gradients from: what the slices computed, summed as the update asks."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from kdist.plan.bucket import Bucket
+from kdist.sharding.placement import Coordinate, UpdateUnit
+
+import tensorflow as tf
+
+REDUCE = "reduce"
+"""Name of the sums over the slices, in graphs and in profiles."""
+
+
+class GradientSource(Protocol):
+    """The gradients of one step."""
+
+    @property
+    def rows(self) -> set[int]:
+        """Trainable variables whose gradient is rows of a table."""
+
+    def unit(self, variable: int, unit: UpdateUnit) -> Any:
+        """A unit's part, summed over the slices, on the device in scope."""
+
+    def local(self, variable: int, at: Coordinate) -> Any:
+        """What one coordinate computed: dense, of the part it computes with; None if nothing."""
+
+
+def bucket_gradients(bucket: Bucket, source: GradientSource, devices: Any) -> list[Any]:
+    """A bucket's gradients, summed over the slices: per owner, its vector.
+
+    Args:
+        bucket: The bucket.
+        source: The gradients.
+        devices: `devices[s][k]`: TensorFlow device strings.
+    """
+    k = bucket.inner
+    messages = []
+    for s in range(len(devices)):
+        with tf.device(devices[s][k]):
+            tensors = [source.local(v, (s, k)) for v in bucket.members]
+            if any(t is not None for t in tensors):
+                messages.append(bucket.messages(tensors))
+    vectors = []
+    for p, (s, _) in enumerate(bucket.owners):
+        with tf.device(devices[s][k]):
+            parts = [rows[p] for rows in messages]
+            vector = tf.add_n(parts, name=REDUCE) if len(parts) > 1 else tf.identity(parts[0])
+            vectors.append(vector)
+    return vectors

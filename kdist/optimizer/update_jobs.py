@@ -1,0 +1,275 @@
+"""What each device updates: its units and flat vectors, and the Keras optimizer that does it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Container, Hashable, Mapping, Sequence
+from typing import Any
+
+from kdist.config.compression import Classes
+from kdist.config.state_format import StateFormatConfig
+from kdist.optimizer.compressed import CompressedGradients, Compression, KnownStates
+from kdist.optimizer.formatted_slots import format_slots
+from kdist.optimizer.gradients import GradientSource
+from kdist.optimizer.local import LocalOptimizer, Span, link_slots
+from kdist.plan.bucket import Bucket, flat_view, make_buckets, unflat
+from kdist.plan.exchange import Exchange, make_exchanges
+from kdist.sharding.mesh import Topology
+from kdist.sharding.placement import (
+    Coordinate,
+    Index,
+    Placement,
+    UpdateUnit,
+    covers,
+    relative,
+    shape_of,
+)
+from kdist.storage.variables import Stored, assemble, make_local, rows_view
+
+import keras
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a local optimizer sees as one variable.
+
+    Attributes:
+        variable: The local variable: a unit's part, or a flat bucket's vector.
+        owner: Where it is updated.
+        units: Numbers of the update units.
+        flat: Whether it is a vector.
+    """
+
+    variable: keras.Variable
+    owner: Coordinate
+    units: tuple[int, ...]
+    flat: bool = False
+
+
+class Jobs:
+    """The jobs of one optimizer over the mesh.
+
+    Args:
+        entries: `Stored` of each trainable variable, in the model's order.
+        topology: The mesh.
+        units: Who updates which part.
+        groups: The optimizers that do math, with the positions of their variables.
+        state_format: Formats of the optimizers' moments.
+        classes: How the gradient of each variable travels; None for all as they are.
+        low_rank: What low-rank compression keeps; see `Compression`.
+
+    Attributes:
+        buckets: What travels together.
+        exchanges: What travels compressed.
+        jobs: What is updated as one variable.
+        local: Per group, its local optimizers.
+        of: Number of the job that has a unit.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Stored],
+        topology: Topology,
+        units: Sequence[UpdateUnit],
+        groups: Sequence[tuple[Any, list[int]]],
+        state_format: StateFormatConfig,
+        classes: Classes | None,
+        low_rank: KnownStates,
+    ) -> None:
+        self.entries = list(entries)
+        self.topology = topology
+        self.units = tuple(units)
+        self.groups = list(groups)
+        self.state_format = state_format
+        self.classes = classes
+        self.low_rank = low_rank
+
+    def build(self, keys: Sequence[Hashable | None], whole: Sequence[bool]) -> None:
+        """Makes the local optimizers, and moves the state of those there were into them.
+
+        Args:
+            keys: See `make_buckets`.
+            whole: See `make_buckets`.
+        """
+        for entry in self.entries:
+            entry.masters.clear()  # of an optimizer that was compiled before
+        placements = [entry.placement for entry in self.entries]
+        self.buckets = make_buckets(self.units, placements, keys, whole)
+        self._compression = self._compress(placements, keys)
+        self.jobs = self._make_jobs()
+        self.of = {n: j for j, job in enumerate(self.jobs) for n in job.units}
+        self.local = [self._build_local(leaf, members) for leaf, members in self.groups]
+
+    def _compress(
+        self, placements: Sequence[Placement], keys: Sequence[Hashable | None]
+    ) -> Compression | None:
+        if self.classes is None:
+            return None
+        apart = {v for v, key in enumerate(keys) if key is None}
+        compressors = self.classes.compressors(without=apart)
+        exchanges = make_exchanges(self.units, placements, compressors, keys, self.buckets)
+        if not exchanges:
+            self.low_rank.clear()
+            return None
+        variables = [entry.variable for entry in self.entries]
+        return Compression(exchanges, placements, self.topology, self.low_rank, variables)
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """What travels compressed."""
+        return () if self._compression is None else self._compression.exchanges
+
+    @property
+    def kept(self) -> list[tf.Variable]:
+        """What low-rank compression keeps between steps."""
+        return [] if self._compression is None else self._compression.variables
+
+    def compressed(self, source: GradientSource, scale: Any) -> CompressedGradients | None:
+        """A source whose gradients travel compressed; None if none do. See `Compression.over`."""
+        return None if self._compression is None else self._compression.over(source, scale)
+
+    def is_first(self, number: int) -> bool:
+        """Whether a job is the first slice's, where every slice updates its own copy."""
+        unit = self.units[self.jobs[number].units[0]]
+        slices = self.entries[unit.variable].placement.slices
+        return unit.owner[0] == slices[0] or not unit.replicated
+
+    def nbytes(self, unit: int) -> int:
+        """Bytes of what a unit updates."""
+        return self.units[unit].nbytes(self.entries[self.units[unit].variable].placement)
+
+    def variable(self, job: Job) -> int:
+        """Position of the (first) parameter that a job updates."""
+        return self.units[job.units[0]].variable
+
+    def updating(self, variables: Container[int]) -> list[int]:
+        """Numbers of the jobs that update some parameters."""
+        return [n for n, job in enumerate(self.jobs) if self.variable(job) in variables]
+
+    def device(self, at: Coordinate) -> str:
+        """TensorFlow device string of a coordinate."""
+        return self.topology.slices[at[0]].devices[at[1]]
+
+    def _make_jobs(self) -> list[Job]:
+        """What the local optimizers see as one variable each: units, and buckets' vectors."""
+        jobs = [
+            Job(self._flat_variable(bucket, p), bucket.owners[p], units, flat=True)
+            for bucket in self.buckets
+            if bucket.flat
+            for p, units in enumerate(bucket.units)
+        ]
+        fused = {n for job in jobs for n in job.units}
+        for n, unit in enumerate(self.units):
+            if n not in fused:
+                jobs.append(Job(self._unit_variable(unit), unit.owner, (n,)))
+        return jobs
+
+    def _flat_variable(self, bucket: Bucket, p: int) -> keras.Variable:
+        at = bucket.owners[p]
+        parts = []
+        for v, n in zip(bucket.members, bucket.units[p]):
+            unit = self.units[n]
+            rows = None if unit.rows is None else self.own_rows(unit)[0]
+            parts.append((self.entries[v].locals[at], rows))
+        with tf.device(self.device(at)):
+            return flat_view(self.entries[bucket.members[0]].variable, parts)
+
+    def _unit_variable(self, unit: UpdateUnit) -> keras.Variable:
+        """The local variable that the optimizer updates for a unit.
+
+        The owner's own shard, or rows of it, or, for an update that needs the whole of a cut
+        tensor, a whole copy kept on the owner.
+        """
+        entry = self.entries[unit.variable]
+        if unit.shard is not None:
+            local = entry.locals[unit.owner]
+            if unit.rows is not None:
+                with tf.device(entry.device(unit.owner)):
+                    local = rows_view(entry.variable, local, self.own_rows(unit))
+        else:
+            device = entry.device(unit.owner)
+            with tf.device(device):
+                local = make_local(entry.variable, tf.identity(entry.whole()))
+            entry.masters.append((device, local))
+        if entry.variable.constraint is not None:
+            local.constraint = entry.variable.constraint
+        return local
+
+    def _build_local(self, leaf: Any, members: list[int]) -> list[LocalOptimizer]:
+        by_owner: dict[Coordinate, list[int]] = {}
+        for n, job in enumerate(self.jobs):
+            if self.units[job.units[0]].variable in members:
+                by_owner.setdefault(job.owner, []).append(n)
+        local = [
+            LocalOptimizer(
+                leaf,
+                self.device(at),
+                numbers,
+                [self.jobs[n].variable for n in numbers],
+                [self._logical(self.jobs[n]) for n in numbers],
+            )
+            for at, numbers in sorted(by_owner.items())
+        ]
+        for one in local:
+            format_slots(one, self.state_format, [self._draw(n) for n in one.positions])
+        where = {v: i for i, v in enumerate(members)}
+        link_slots(leaf, local, [self._spans(job, where) for job in self.jobs], len(members))
+        return local
+
+    def _draw(self, number: int) -> int:
+        """What a job's stochastic rounding draws by: the same for all copies of an update."""
+        unit = self.units[self.jobs[number].units[0]]
+        if not unit.replicated:
+            return number
+        slices = self.entries[unit.variable].placement.slices
+        first = dataclasses.replace(unit, owner=(slices[0], unit.owner[1]))
+        return next(n for n, job in enumerate(self.jobs) if self.units[job.units[0]] == first)
+
+    def _logical(self, job: Job) -> keras.Variable:
+        return self.entries[self.units[job.units[0]].variable].variable
+
+    def _spans(self, job: Job, where: dict[int, int]) -> list[Span]:
+        """Which parts of which variables a job's state stands for."""
+        spans, start = [], 0
+        for n in job.units:
+            unit = self.units[n]
+            position = where.get(unit.variable, -1)
+            index = unit.index(self.entries[unit.variable].placement)
+            shape = shape_of(index)
+            spans.append(Span(position, self._index(unit), start if job.flat else None, shape))
+            start += math.prod(shape)
+        return spans
+
+    def _index(self, unit: UpdateUnit) -> Any:
+        placement = self.entries[unit.variable].placement
+        index = unit.index(placement)
+        return None if covers(index, placement.shape) else index
+
+    def whole(self, gradients: Mapping[int, Any]) -> dict[int, Any]:
+        """Each parameter's gradient, put together from those of its jobs on the device in scope.
+
+        Args:
+            gradients: By job, what its variable is updated with.
+        """
+        parts: dict[int, list[tuple[Index, Any]]] = {}
+        for number, gradient in gradients.items():
+            job = self.jobs[number]
+            if not self.is_first(number):
+                continue
+            placed = [self.entries[self.units[n].variable].placement for n in job.units]
+            indices = [self.units[n].index(p) for n, p in zip(job.units, placed)]
+            with tf.device(self.device(job.owner)):
+                pieces = (
+                    unflat(gradient, [shape_of(i) for i in indices]) if job.flat else [gradient]
+                )
+            for n, index, piece in zip(job.units, indices, pieces):
+                parts.setdefault(self.units[n].variable, []).append((index, piece))
+        return {variable: assemble(found) for variable, found in parts.items()}
+
+    def own_rows(self, unit: UpdateUnit) -> Index:
+        """The unit's rows, counted inside its shard."""
+        assert unit.shard is not None
+        placement = self.entries[unit.variable].placement
+        return relative(unit.index(placement)[:1], placement.shards[unit.shard].index[:1])

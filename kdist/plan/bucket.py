@@ -1,0 +1,218 @@
+"""Buckets: the gradients of several parameters travel, and may be updated, as one vector.
+
+A bucket has one vector per owner. Parameters cut over the replicas have an owner in each: its
+vector has the rows that it owns of each member, one after the other. Other parameters of a bucket
+have one owner. Reducing gradients is one message per pair of devices, and the arithmetic of an
+element-wise optimizer one set of operations per owner, whatever the number of parameters.
+
+```
+bucket of (4, 2) and (2, 3) over 2 replicas        as a matrix, one row per owner
+  a a | b b b                                        a a a a | b b b     -> replica 0
+  a a |                                              A A A A | B B B     -> replica 1
+  A A | B B B
+  A A |
+```
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from kdist._compat import keras_trainer
+from kdist.sharding.placement import Coordinate, Placement, UpdateUnit, shape_of
+from kdist.storage.variables import RowsBacking, become_view, make_local
+
+import keras
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients are one vector per owner.
+
+    Attributes:
+        members: Position of each parameter among the trainable variables.
+        units: Per owner, the number of the update unit of each member.
+        owners: Who updates each vector; all at one inner coordinate.
+        holders: Per owner, every coordinate that stores what it updates.
+        shapes: What an inner coordinate computes with, per member.
+        flat: The optimizer sees a vector, not its parts.
+    """
+
+    members: tuple[int, ...]
+    units: tuple[tuple[int, ...], ...]
+    owners: tuple[Coordinate, ...]
+    holders: tuple[tuple[Coordinate, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    flat: bool
+
+    @property
+    def inner(self) -> int:
+        """The inner coordinate of the owners."""
+        return self.owners[0][1]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each member in one vector."""
+        return [math.prod(shape) // len(self.owners) for shape in self.shapes]
+
+    def matrix(self, tensors: Sequence[Any]) -> Any:
+        """Tensors of the members, dense, as a matrix with one row per owner."""
+        rows = [tf.reshape(t, [len(self.owners), -1]) for t in tensors]
+        return rows[0] if len(rows) == 1 else tf.concat(rows, 1)
+
+    def messages(self, tensors: Sequence[Any]) -> list[Any]:
+        """What goes to each owner."""
+        if len(self.owners) == 1:
+            return [flat(tensors)]
+        return tf.unstack(self.matrix(tensors), len(self.owners))
+
+    def split(self, matrix: Any) -> list[Any]:
+        """The reverse of `matrix`."""
+        parts = [matrix] if len(self.shapes) == 1 else tf.split(matrix, self.sizes, axis=1)
+        return [tf.reshape(part, shape) for part, shape in zip(parts, self.shapes)]
+
+    def pieces(self, vector: Any) -> list[Any]:
+        """The members' parts of one owner's vector: rows of each."""
+        owners = len(self.owners)
+        return unflat(vector, [(s[0] // owners, *s[1:]) if s else () for s in self.shapes])
+
+
+def flat(tensors: Sequence[Any]) -> Any:
+    """Tensors as one vector."""
+    vectors = [t if len(t.shape) == 1 else tf.reshape(t, [-1]) for t in tensors]
+    return vectors[0] if len(vectors) == 1 else tf.concat(vectors, 0)
+
+
+def unflat(vector: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
+    """The reverse of `flat`. What is a vector, as most of what is fused, stays as it is."""
+    sizes = [math.prod(shape) for shape in shapes]
+    parts = [vector] if len(sizes) == 1 else tf.split(vector, sizes)
+    return [p if len(s) == 1 else tf.reshape(p, s) for p, s in zip(parts, shapes)]
+
+
+def make_buckets(
+    units: Sequence[UpdateUnit],
+    placements: Sequence[Placement],
+    keys: Sequence[Hashable | None],
+    whole: Sequence[bool],
+) -> list[Bucket]:
+    """Groups update units that can travel as one vector per owner.
+
+    A unit with one owner and no company stays out: it is a vector already.
+
+    Args:
+        units: Who updates which part.
+        placements: One per trainable parameter.
+        keys: Parameters with the same key share a bucket, if they are held and owned alike; None
+            keeps one out.
+        whole: Per parameter, whether its update must see the tensor as it is.
+    """
+    families: dict[Any, list[int]] = {}
+    for n, unit in enumerate(units):
+        if keys[unit.variable] is None or unit.shard is None or unit.replicated:
+            continue
+        spread = unit.rows is not None or placements[unit.variable].data_dim == 0
+        if spread or placements[unit.variable].data_dim is None:
+            part = unit.owner[1] if spread else unit.shard
+            families.setdefault((unit.variable, spread, part), []).append(n)
+    groups: dict[Any, list[list[int]]] = {}
+    for (variable, spread, _), numbers in families.items():
+        numbers.sort(key=lambda n: units[n].owner[0])
+        owners = tuple(units[n].owner for n in numbers)
+        if spread and tuple(s for s, _ in owners) != placements[variable].home:
+            continue
+        shards = [placements[variable].shards[units[n].shard or 0] for n in numbers]
+        holders = tuple(shard.holders for shard in shards)
+        key = (keys[variable], owners, holders, whole[variable])
+        groups.setdefault(key, []).append(numbers)
+    found = []
+    for (_, owners, holders, flat_not), members in groups.items():
+        if len(owners) == 1 == len(members):
+            continue
+        variables = tuple(units[numbers[0]].variable for numbers in members)
+        shapes = tuple(shape_of(placements[v].inner_index(owners[0][1])) for v in variables)
+        each = tuple(zip(*members))
+        found.append(Bucket(variables, each, owners, holders, shapes, not flat_not))
+    return found
+
+
+class FlatRows(RowsBacking):
+    """Backing of a replica's vector of a bucket.
+
+    Args:
+        parts: Per member, its local variable and the rows of it (None for all).
+    """
+
+    def __init__(self, parts: Sequence[tuple[keras.Variable, slice | None]]) -> None:
+        super().__init__()
+        self.parts = list(parts)
+
+    def read(self) -> Any:
+        """See `RowsBacking`."""
+        rows = [local.value if r is None else local.value[r] for local, r in self.parts]
+        return flat(rows)
+
+    def write(self, value: Any) -> None:
+        """See `RowsBacking`."""
+        shapes = [_rows_shape(local, r) for local, r in self.parts]
+        pieces = unflat(tf.cast(value, self.parts[0][0].dtype), shapes)
+        for (local, r), piece in zip(self.parts, pieces):
+            target = keras_trainer.tf_variable(local)
+            (target if r is None else target[r]).assign(piece)
+
+
+def _rows_shape(local: keras.Variable, rows: slice | None) -> tuple[int, ...]:
+    shape = tuple(int(n) for n in local.shape)
+    return shape if rows is None else (rows.stop - rows.start, *shape[1:])
+
+
+def flat_view(
+    like: keras.Variable, parts: Sequence[tuple[keras.Variable, slice | None]]
+) -> keras.Variable:
+    """A variable that is a replica's vector of a bucket, on the device in scope.
+
+    Args:
+        like: A member, for its path.
+        parts: See `FlatRows`.
+    """
+    size = sum(math.prod(_rows_shape(local, rows)) for local, rows in parts)
+    view = make_local(like, tf.zeros([size], parts[0][0].dtype))
+    become_view(view, FlatRows(parts), None)
+    return view
+
+
+class Piece:
+    """A part of a flat variable, in the shape of what it stands for.
+
+    Args:
+        flat: The variable.
+        start: First element.
+        shape: Shape of the part.
+    """
+
+    def __init__(self, flat: keras.Variable, start: int, shape: Sequence[int]) -> None:
+        self.flat = flat
+        self.start = start
+        self.shape = tuple(shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the variable."""
+        return self.flat.dtype
+
+    @property
+    def value(self) -> Any:
+        """The part."""
+        stop = self.start + math.prod(self.shape)
+        return tf.reshape(tf.convert_to_tensor(self.flat.value)[self.start : stop], self.shape)
+
+    def assign(self, value: Any) -> None:
+        """Writes the part."""
+        stop = self.start + math.prod(self.shape)
+        whole = tf.convert_to_tensor(self.flat.value)
+        middle = tf.reshape(tf.cast(value, whole.dtype), [-1])
+        self.flat.assign(tf.concat([whole[: self.start], middle, whole[stop:]], 0))

@@ -1,0 +1,208 @@
+"""Which parameter is cut over the data axis, which is dealt out, which stays whole, and why.
+
+Pure: placements and flags in, decisions out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Literal
+
+from kdist.config.compression import Compressor
+from kdist.config.optimizer import OptimizerConfig
+from kdist.plan.bucket import Bucket, make_buckets
+from kdist.plan.exchange import Exchange, check_replicas, make_exchanges, on_every_slice
+from kdist.sharding.dims import axes_of
+from kdist.sharding.layout import WeightLayout
+from kdist.sharding.mesh import Topology
+from kdist.sharding.placement import Placement, UpdateUnit, assign_owners, place
+
+How = Literal["slice", "parameter", "whole"]
+Fuse = Callable[[Sequence[Placement]], Sequence[Hashable | None]]
+"""Where parameters are stored -> the key of each one's bucket, None to keep it out."""
+
+
+def alone(placements: Sequence[Placement]) -> list[Hashable | None]:
+    """Every parameter travels alone."""
+    return list(range(len(placements)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What optimizer parallelism does with one parameter.
+
+    Attributes:
+        path: Keras path of the parameter.
+        how: "slice": rows of dim 0 are cut over the replicas; "parameter": one replica has all of
+            it; "whole": not spread (still, one replica updates it).
+        reason: Why.
+    """
+
+    path: str
+    how: How
+    reason: str
+
+
+def decide(
+    placements: Sequence[Placement],
+    whole: Sequence[bool],
+    wanted: Sequence[bool | None],
+    config: OptimizerConfig,
+    topology: Topology,
+) -> tuple[Decision, ...]:
+    """Decides for every trainable parameter.
+
+    Args:
+        placements: As the layouts alone would place them.
+        whole: Per parameter, whether its update must see the whole tensor.
+        wanted: Per parameter, what `kdist.set_parallel_optimizer` said; None if nothing.
+        config: The settings.
+        topology: The mesh.
+
+    Raises:
+        ValueError: `partition="slice"`, and an update must see the whole tensor.
+    """
+    return tuple(
+        _decide_one(p, w, asked, config, topology) for p, w, asked in zip(placements, whole, wanted)
+    )
+
+
+def _decide_one(
+    placement: Placement,
+    whole: bool,
+    wanted: bool | None,
+    config: OptimizerConfig,
+    topology: Topology,
+) -> Decision:
+    def stays(reason: str) -> Decision:
+        return Decision(placement.path, "whole", reason)
+
+    if config.level == 0:
+        return stays("level 0")
+    if wanted is False:
+        return stays("set_parallel_optimizer(..., False)")
+    if placement.data_dim is not None:
+        return stays("its layout cuts it over the data axis already")
+    if topology.data_size == 1:
+        return stays("there is one replica")
+    if placement.nbytes < config.threshold_bytes and not wanted:
+        return stays(f"{placement.nbytes} bytes, below {config.threshold_bytes:g}")
+    if whole:
+        if config.partition == "slice":
+            raise ValueError(
+                "partition='slice' is for optimizers whose update of an element looks at that "
+                "element alone (no Lamb, Muon, Adafactor, clipnorm, constraint). Use "
+                f"partition='auto' or 'parameter'. Received: parameter {placement.path!r}, whose "
+                "update sees the whole tensor"
+            )
+        return Decision(placement.path, "parameter", "its update sees the whole tensor")
+    if config.partition == "parameter":
+        return Decision(placement.path, "parameter", "partition='parameter'")
+    shape = [s.stop - s.start for s in placement.shards[0].index]
+    if not shape or shape[0] % topology.data_size:
+        rows = f"dim 0 of {tuple(shape)}" if shape else "a scalar"
+        return stays(f"{rows} does not divide by {topology.data_size} replicas")
+    return Decision(placement.path, "slice", f"dim 0 over {topology.data_size} replicas")
+
+
+def residents(
+    placements: Sequence[Placement], decisions: Sequence[Decision], topology: Topology
+) -> list[int | None]:
+    """Which slice alone stores each parameter that is dealt out whole at level 3.
+
+    Biggest first, to the least loaded slice (longest-processing-time rule, Graham 1969).
+    """
+    load = [0] * len(topology.slices)
+    where: list[int | None] = [None] * len(placements)
+    dealt = [i for i, d in enumerate(decisions) if d.how == "parameter"]
+    for i in sorted(dealt, key=lambda i: (-placements[i].nbytes, i)):
+        slice_number = min(placements[i].home, key=lambda s: (load[s], s))
+        load[slice_number] += placements[i].nbytes
+        where[i] = slice_number
+    return where
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """How optimizer parallelism places and updates the trainable parameters.
+
+    Attributes:
+        config: The settings.
+        decisions: One per parameter.
+        placements: Where each parameter is stored.
+        units: Who updates which part.
+        keys: Parameters with the same key travel together where they can; None: alone.
+        buckets: What travels together.
+        exchanges: What travels compressed.
+    """
+
+    config: OptimizerConfig
+    decisions: tuple[Decision, ...]
+    placements: tuple[Placement, ...]
+    units: tuple[UpdateUnit, ...]
+    keys: tuple[Hashable | None, ...]
+    buckets: tuple[Bucket, ...]
+    exchanges: tuple[Exchange, ...] = ()
+
+
+def spread(
+    placements: Sequence[Placement],
+    whole: Sequence[bool],
+    wanted: Sequence[bool | None],
+    config: OptimizerConfig,
+    topology: Topology,
+    fuse: Fuse = alone,
+    compressors: Sequence[Compressor] | None = None,
+) -> Spread:
+    """Decides, then places (at level 3 parameters are stored cut, or by one slice) and deals.
+
+    Args:
+        placements: See `decide`.
+        whole: See `decide`.
+        wanted: See `decide`.
+        config: See `decide`.
+        topology: See `decide`.
+        fuse: Gives the key of each parameter's bucket.
+        compressors: How each gradient travels over the data axis; None for all as they are. What
+            travels compressed and is not spread is updated by every slice, which then has nothing
+            to send.
+
+    Raises:
+        ValueError: For what `decide` or `check_replicas` refuses.
+    """
+    decisions = decide(placements, whole, wanted, config, topology)
+    placed = list(placements)
+    if config.level == 3:
+        where = residents(placements, decisions, topology)
+        for i, (placement, decision) in enumerate(zip(placements, decisions)):
+            if decision.how == "slice":
+                placed[i] = _again(placement, topology, _cut_rows(placement.layout, topology))
+            elif decision.how == "parameter":
+                placed[i] = _again(placement, topology, placement.layout, where[i])
+    cut = [d.how == "slice" and config.level < 3 for d in decisions]
+    keys = tuple(fuse(placed))
+    # What is spread to save memory is dealt evenly; only what is not may gather on one owner.
+    together = [key if d.how == "whole" else None for key, d in zip(keys, decisions)]
+    units = assign_owners(placed, whole, topology, cut, together)
+    compressors = ["none"] * len(placed) if compressors is None else list(compressors)
+    check_replicas(placed, compressors)
+    every = [d.how == "whole" and c != "none" for d, c in zip(decisions, compressors)]
+    every = [e and p.data_dim is None for e, p in zip(every, placed)]
+    units = on_every_slice(units, every, placed)
+    buckets = tuple(make_buckets(units, placed, keys, whole))
+    exchanges = make_exchanges(units, placed, compressors, keys, buckets)
+    return Spread(config, decisions, tuple(placed), units, keys, buckets, exchanges)
+
+
+def _cut_rows(layout: WeightLayout, topology: Topology) -> WeightLayout:
+    """The layout with dim 0 cut over the data axis too, inside what other axes leave."""
+    assert topology.data_axis is not None
+    first = (*axes_of(layout.dims[0]), topology.data_axis)
+    return WeightLayout((first, *layout.dims[1:]))
+
+
+def _again(
+    old: Placement, topology: Topology, layout: WeightLayout, resident: int | None = None
+) -> Placement:
+    return place(old.path, old.shape, old.itemsize, layout, topology, resident, old.groups)

@@ -1,0 +1,312 @@
+"""The plan: what a step will do, known before it runs and without touching a device.
+
+Bytes and counts here follow from layouts and the mesh alone; tests hold the executed graph and the
+buffers that exist to them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections.abc import Hashable, Mapping, Sequence
+
+from kdist.config.compression import Classes
+from kdist.plan.bucket import Bucket
+from kdist.plan.exchange import Exchange
+from kdist.plan.partition import Decision
+from kdist.plan.plan_summary import print_plan
+from kdist.plan.table_traffic import TableTraffic, table_traffic
+from kdist.sharding.mesh import Topology
+from kdist.sharding.placement import Coordinate, Placement, UpdateUnit
+from kdist.storage.sparse import LookUp
+
+from rich.console import Console
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """One kind of communication over the data axis, per step.
+
+    Attributes:
+        what: "reduce", "share" (sums of compressed gradients, which every replica needs),
+            "broadcast", "join" (new rows of several owners meet on one of them, which broadcasts
+            the whole) or "gather" (before use, of what is not stored whole).
+        axis: Name of the mesh axis.
+        collectives: Operations: one per bucket, or per part outside of buckets.
+        messages: Tensors sent from one device to another.
+        nbytes: Their bytes.
+        joined: How many of the collectives go through one owner, where parts of several are put
+            together; the messages of all others go straight from where a value is made to where
+            it is used.
+    """
+
+    what: str
+    axis: str
+    collectives: int
+    messages: int
+    nbytes: int
+    joined: int = 0
+
+
+@dataclasses.dataclass
+class Count:
+    """Collectives, their messages and bytes, added up."""
+
+    collectives: int = 0
+    messages: int = 0
+    nbytes: int = 0
+    joined: int = 0
+
+    def add(self, sent: Sequence[tuple[int, int]], joined: bool = False) -> None:
+        """Adds a collective: (messages, bytes of each)."""
+        made = any(messages for messages, _ in sent)
+        self.collectives += made
+        self.joined += made and joined
+        self.messages += sum(messages for messages, _ in sent)
+        self.nbytes += sum(messages * size for messages, size in sent)
+
+
+@dataclasses.dataclass(frozen=True)
+class DevicePlan:
+    """What one device keeps and does.
+
+    Attributes:
+        device: TensorFlow device string.
+        parameter_bytes: Weights stored there.
+        updated_bytes: Of these, the bytes whose optimizer state and update are there.
+        updates: Number of update units.
+    """
+
+    device: str
+    parameter_bytes: int
+    updated_bytes: int
+    updates: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a training step will do on a mesh.
+
+    Attributes:
+        topology: The mesh.
+        weights: Placement of every weight of the model.
+        units: Who updates which part of which trainable weight.
+        trainable: Position in `weights` of each trainable weight, in the model's order.
+        buckets: Which units travel as one vector per owner.
+        notes: What the user should know: fallbacks, demoted axes.
+        decisions: What optimizer parallelism does with each trainable weight.
+        exchanges: Which gradients travel compressed.
+        classes: How each gradient travels; None for all as they are.
+        gathers: The trainable weights of each gather; of those that are not stored whole.
+        look_ups: By trainable variable whose gradient is rows of a table, how they are looked up.
+        micro_batches: That each replica's part of a batch is cut into.
+        row_updates: Trainable variables of which an update from rows changes these rows alone.
+    """
+
+    topology: Topology
+    weights: tuple[Placement, ...]
+    units: tuple[UpdateUnit, ...]
+    trainable: tuple[int, ...]
+    buckets: tuple[Bucket, ...] = ()
+    notes: tuple[str, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
+    classes: Classes | None = None
+    gathers: tuple[tuple[int, ...], ...] = ()
+    look_ups: tuple[tuple[int, LookUp], ...] = ()
+    micro_batches: int = 1
+    row_updates: frozenset[int] = frozenset()
+
+    @property
+    def changed_by_rows(self) -> frozenset[int]:
+        """Trainable tables of which changed rows are sent, not the whole."""
+        return self.row_updates & {v for v, _ in self.look_ups}
+
+    @property
+    def compressed(self) -> set[int]:
+        """Positions of the trainable weights whose gradients travel compressed."""
+        return {v for exchange in self.exchanges for v in exchange.members}
+
+    def unit_bytes(self, unit: UpdateUnit) -> int:
+        """Bytes that a unit updates."""
+        return unit.nbytes(self.weights[self.trainable[unit.variable]])
+
+    def devices(self) -> list[DevicePlan]:
+        """Per device of the mesh, in order."""
+        plans = []
+        for s, one in enumerate(self.topology.slices):
+            for k, device in enumerate(one.devices):
+                stored = sum(w.stored_bytes((s, k)) for w in self.weights)
+                mine = [u for u in self.units if u.owner == (s, k)]
+                updated = sum(self.unit_bytes(u) for u in mine)
+                plans.append(DevicePlan(device, stored, updated, len(mine)))
+        return plans
+
+    def traffic(self) -> list[Traffic]:
+        """Communication over the data axis per step.
+
+        A gradient part goes from every slice to its owner, and the new value from there to every
+        other holder; together what a ring all-reduce would move. Parts in a bucket travel as one
+        message. An update that needs the whole of a tensor gets its parts over the inner axes too.
+        Weights stored sliced over data are gathered before use instead, and nothing is broadcast.
+        For gradients that travel compressed see `kdist.plan.exchange`. Rows of embedding
+        tables, of gradients or changed by an update, are not among these: see `tables`.
+        """
+        axis = self.topology.data_axis or "-"
+        counts = {what: Count() for what in ("reduce", "share", "join", "broadcast", "gather")}
+        fused = {n for bucket in self.buckets for each in bucket.units for n in each}
+        for bucket in self.buckets:
+            self._count_bucket(bucket, counts)
+        rows: dict[Hashable, list[UpdateUnit]] = {}
+        for n, unit in enumerate(self.units):
+            if n not in fused:
+                self._count_unit(unit, counts)
+                if unit.rows is not None and unit.variable not in self.changed_by_rows:
+                    rows.setdefault((unit.variable, unit.shard), []).append(unit)
+        for parts in rows.values():
+            placement = self.weights[self.trainable[parts[0].variable]]
+            holders = placement.shards[parts[0].shard or 0].holders
+            self._count_rows([self.unit_bytes(unit) for unit in parts], len(holders), counts)
+        trained = set(self.trainable)
+        fixed = [(one,) for i, one in enumerate(self.weights) if i not in trained]
+        together = [tuple(self.weights[self.trainable[v]] for v in g) for g in self.gathers]
+        for group in (*fixed, *together):
+            self._count_gather(group, counts["gather"])
+        for exchange in self.exchanges:
+            for what, collectives in exchange.sent().items():
+                for messages, size in collectives:
+                    counts[what].add([(messages, size)])
+        return [
+            Traffic(k, axis, c.collectives, c.messages, c.nbytes, c.joined)
+            for k, c in counts.items()
+            if c.messages
+        ]
+
+    def tables(self) -> list[TableTraffic]:
+        """What is sent of embedding tables per step, by rows that are looked up or change."""
+        found = []
+        for variable, look_up in self.look_ups:
+            units = [unit for unit in self.units if unit.variable == variable]
+            placement = self.weights[self.trainable[variable]]
+            by_rows = variable in self.row_updates
+            found.append(table_traffic(placement, units, look_up, self.micro_batches, by_rows))
+        return [table for table in found if table.messages]
+
+    def _count_bucket(self, bucket: Bucket, counts: dict[str, Count]) -> None:
+        sizes = [sum(self.unit_bytes(self.units[n]) for n in units) for units in bucket.units]
+        others = len(self.weights[self.trainable[bucket.members[0]]].slices) - 1
+        if bucket.members[0] not in self.compressed:
+            counts["reduce"].add([(others, size) for size in sizes])
+        if self.units[bucket.units[0][0]].rows is not None:
+            self._count_rows(sizes, len({at for h in bucket.holders for at in h}), counts)
+            return
+        holders = [len(set(h) - {o}) for h, o in zip(bucket.holders, bucket.owners)]
+        counts["broadcast"].add(list(zip(holders, sizes)))
+
+    @staticmethod
+    def _count_rows(sizes: Sequence[int], holders: int, counts: dict[str, Count]) -> None:
+        """Rows of several owners are put together on one of them, and sent from there."""
+        counts["join"].add([(1, size) for size in sizes[1:]], joined=True)
+        counts["broadcast"].add([(holders - 1, sum(sizes))], joined=True)
+
+    def _count_unit(self, unit: UpdateUnit, counts: dict[str, Count]) -> None:
+        placement = self.weights[self.trainable[unit.variable]]
+        travels = unit.variable not in self.compressed
+        travels = travels and unit.variable not in dict(self.look_ups)
+        if unit.shard is not None:
+            shards = [placement.shards[unit.shard]]
+            parts = [(len(placement.slices) - 1, self.unit_bytes(unit))]
+        else:
+            shards = list(placement.shards)
+            parts = [(int(at != unit.owner), n) for at, n in inner_parts(placement)]
+        if travels:
+            counts["reduce"].add(parts)
+        if unit.rows is not None or unit.variable in self.changed_by_rows:
+            return
+        values = []
+        for shard in shards:
+            near = [c for c in shard.holders if not unit.replicated or c[0] == unit.owner[0]]
+            nbytes = math.prod(shard.shape) * placement.itemsize
+            values.append((sum(c != unit.owner for c in near), nbytes))
+        counts["broadcast"].add(values)
+
+    def _count_gather(self, group: Sequence[Placement], count: Count) -> None:
+        """Weights that travel together are held by the same devices."""
+        first = group[0]
+        users, stored = len(first.slices), len(first.home)
+        if first.resident is not None:
+            inner = range(self.topology.inner_size)
+            sizes = [sum(p.stored_bytes((first.resident, k)) for p in group) for k in inner]
+            count.add([(users - 1, size) for size in sizes])
+        if first.data_dim is not None:
+            part = sum(p.nbytes // len(p.shards) for p in group)
+            count.add([((users - 1) * stored * self.topology.inner_size, part)])
+
+    def summary(self, console: Console | None = None) -> None:
+        """Prints the plan as tables, as wide as the terminal at most.
+
+        Args:
+            console: Where to print; standard output by default.
+        """
+        print_plan(self, console or Console())
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        self.summary(Console(file=text, width=Console().width))
+        return text.getvalue().rstrip()
+
+
+def inner_parts(placement: Placement) -> list[tuple[Coordinate, int]]:
+    """Which coordinates send the parts of a gradient that some device needs whole.
+
+    Returns:
+        Per slice and distinct part over the inner axes, the first coordinate that has it, and its
+        bytes.
+    """
+    parts = []
+    for s in placement.slices:
+        numbers = placement.table[s]
+        seen = set()
+        for k in range(len(numbers)):
+            index = placement.inner_index(k)
+            if (key := tuple(i.start for i in index)) not in seen:
+                seen.add(key)
+                nbytes = math.prod(i.stop - i.start for i in index) * placement.itemsize
+                parts.append(((s, k), nbytes))
+    return parts
+
+
+def make_plan(
+    topology: Topology,
+    weights: Sequence[Placement],
+    trainable: Sequence[int],
+    units: Sequence[UpdateUnit],
+    buckets: Sequence[Bucket] = (),
+    notes: Sequence[str] = (),
+    decisions: Sequence[Decision] = (),
+    exchanges: Sequence[Exchange] = (),
+    classes: Classes | None = None,
+    gathers: Sequence[tuple[int, ...]] | None = None,
+    look_ups: Mapping[int, LookUp] | None = None,
+    micro_batches: int = 1,
+    row_updates: frozenset[int] = frozenset(),
+) -> Plan:
+    """Puts a plan together; without `gathers`, what is not stored whole is gathered once."""
+    if gathers is None:
+        gathers = [(v,) for v, i in enumerate(trainable) if weights[i].gathered]
+    return Plan(
+        topology=topology,
+        weights=tuple(weights),
+        units=tuple(units),
+        trainable=tuple(trainable),
+        buckets=tuple(buckets),
+        notes=tuple(notes),
+        decisions=tuple(decisions),
+        exchanges=tuple(exchanges),
+        classes=classes,
+        gathers=tuple(gathers),
+        look_ups=tuple(sorted((look_ups or {}).items())),
+        micro_batches=micro_batches,
+        row_updates=row_updates,
+    )

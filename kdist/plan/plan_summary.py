@@ -1,0 +1,103 @@
+"""The plan as text: tables and notes that are whole at any width of the terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kdist.config.compression import Classes
+from kdist.display.tables import Column, number, print_prose, readable, table
+
+from rich.console import Console, RenderableType
+
+if TYPE_CHECKING:
+    from kdist.plan.plan import Plan
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Prints a plan.
+
+    Args:
+        plan: The plan.
+        console: Where to; its width decides how wide tables are.
+    """
+    width = console.width
+    console.print(f"[bold]Plan[/bold]  {plan.topology.describe_axes()}", highlight=False)
+    if any(not w.is_whole for w in plan.weights):
+        console.print(_weights(plan, width), "")
+    else:
+        print_prose(console, f"weights: {len(plan.weights)}, all of them whole on every device")
+    console.print(_devices(plan, width), "")
+    console.print(_traffic(plan, width), "")
+    if plan.tables():
+        console.print(_tables(plan, width), "")
+    if any(d.how != "whole" for d in plan.decisions):
+        console.print(_spread(plan, width), "")
+    if plan.classes is not None:
+        console.print(_classes(plan.classes, width), "")
+    for note in plan.notes:
+        print_prose(console, f"note: {note}")
+
+
+def _weights(plan: Plan, width: int) -> RenderableType:
+    cut = [w for w in plan.weights if not w.is_whole]
+    whole = len(plan.weights) - len(cut)
+    title = f"weights: {len(plan.weights)}, {whole} of them whole on every device"
+    columns = [Column(name) for name in ("cut weight", "shape", "layout", "per device")]
+    rows = [(w.path, str(w.shape), str(w.layout.dims), str(w.shards[0].shape)) for w in cut]
+    return table(title, columns, rows, width)
+
+
+def _devices(plan: Plan, width: int) -> RenderableType:
+    """What each device keeps and updates; its stage too, if there are several."""
+    staged = plan.topology.num_stages > 1
+    columns = [Column("device"), *[number("stage")] * staged, number("replica")]
+    columns += map(number, ("weights", "updates", "bytes updated"))
+    rows, plans = [], iter(plan.devices())
+    for one in plan.topology.slices:
+        for _ in one.devices:
+            p = next(plans)
+            where = [str(one.stage)] * staged + [str(one.index)]
+            sizes = [readable(p.parameter_bytes), str(p.updates), readable(p.updated_bytes)]
+            rows.append([p.device, *where, *sizes])
+    return table("devices", columns, rows, width)
+
+
+def _traffic(plan: Plan, width: int) -> RenderableType:
+    columns = [Column("what"), Column("axis")]
+    columns += map(number, ("collectives", "messages", "bytes"))
+    rows = [
+        (t.what, t.axis, str(t.collectives), str(t.messages), readable(t.nbytes))
+        for t in plan.traffic()
+    ]
+    return table("communication outside of layers, per step", columns, rows, width)
+
+
+def _tables(plan: Plan, width: int) -> RenderableType:
+    """What is sent of embedding tables as rows, so that bytes depend on the batch."""
+    columns = [Column("table"), number("messages"), Column("bytes", prose=True)]
+    rows = [(t.path, str(t.messages), str(t)) for t in plan.tables()]
+    return table(
+        "rows of embedding tables, gradients and new values, per step",
+        columns,
+        rows,
+        width,
+    )
+
+
+def _spread(plan: Plan, width: int) -> RenderableType:
+    """Which parameters optimizer parallelism spreads, and why others stay whole."""
+    columns = [Column("parameter"), Column("how"), Column("why", prose=True)]
+    rows = [(d.path, d.how, d.reason) for d in plan.decisions]
+    return table("optimizer parallelism", columns, rows, width)
+
+
+def _classes(classes: Classes, width: int) -> RenderableType:
+    """How gradients travel, and why."""
+    ratio = classes.full_bytes / max(classes.nbytes, 1)
+    columns = [Column("parameter"), Column("travels as"), number("bytes"), number("of")]
+    columns.append(Column("why", prose=True))
+    rows = [
+        (e.path, str(e.compressor), readable(e.nbytes), readable(e.full_bytes), e.why)
+        for e in classes.entries
+    ]
+    return table(f"gradients on the wire: {ratio:.1f} x fewer bytes", columns, rows, width)

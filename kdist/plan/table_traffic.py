@@ -1,0 +1,138 @@
+"""What is sent of embedding tables: rows of gradients, and rows that an update changed. Pure.
+
+How many rows that are is known when a batch is there, so bytes are given per row: a replica whose
+part of the batch looks up R rows of a table has a gradient of R rows; of new values each row is
+sent once, however often it was looked up, so that never more than the table travels. Messages
+count pairs of values and indices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from kdist.sharding.placement import Placement, UpdateUnit
+from kdist.storage.sparse import LookUp
+
+
+@dataclasses.dataclass(frozen=True)
+class TableTraffic:
+    """How the rows of one table travel, per step.
+
+    Attributes:
+        path: Keras path of the table.
+        messages: Rows sent from one device to another, values and indices as one.
+        row_bytes: Bytes of gradients, divided by the rows that one replica looks up.
+        at_most: Whether they are an upper bound: which rows go where depends on the indices.
+        changed_messages: How many of the messages are rows that the update changed.
+        changed_bytes: Bytes of these, divided by the rows that change (an upper bound, if several
+            owners update them); 0 if the table is sent whole, or to nobody.
+        replicas: How many replicas look up rows of their own.
+        size: Rows of the table.
+    """
+
+    path: str
+    messages: int
+    row_bytes: int
+    at_most: bool = False
+    changed_messages: int = 0
+    changed_bytes: int = 0
+    replicas: int = 1
+    size: int = 0
+
+    def changed(self, rows: int) -> int:
+        """Rows that change, at most, if every replica looks up some rows."""
+        return min(rows * self.replicas, self.size)
+
+    def nbytes(self, rows: int) -> int:
+        """Bytes of a step in which every replica looks up some rows.
+
+        At most so many if `at_most`, and where the replicas look up a row more than once.
+        """
+        return rows * self.row_bytes + self.changed(rows) * self.changed_bytes
+
+    def __str__(self) -> str:
+        limit = "at most " if self.at_most else ""
+        text = f"{limit}{self.row_bytes} B x looked-up rows of a replica"
+        return text + f", {self.changed_bytes} B x rows that change" * bool(self.changed_bytes)
+
+
+def table_traffic(
+    placement: Placement,
+    units: Sequence[UpdateUnit],
+    look_up: LookUp,
+    micro_batches: int = 1,
+    row_updates: bool = False,
+) -> TableTraffic:
+    """Counts what a table's gradient sends to the owners of its parts, and what they send back.
+
+    Args:
+        placement: Where the table is stored.
+        units: Who updates which part of it.
+        look_up: How its rows are looked up.
+        micro_batches: Of a replica; the rows of each travel by themselves, but for those that are
+            picked out for a part of the table.
+        row_updates: Whether owners send rows that changed; else the table, which is counted
+            elsewhere.
+    """
+    replicas = len(placement.slices)
+    blocks = _columns(placement)
+    by_columns: dict[tuple[int, int], list[UpdateUnit]] = {}
+    for unit in units:
+        columns = unit.index(placement)[1]
+        by_columns.setdefault((columns.start, columns.stop), []).append(unit)
+    messages = row_bytes = 0
+    at_most = not look_up.by_batch
+    for (start, stop), sharing in by_columns.items():
+        row = (stop - start) * placement.itemsize + look_up.index_bytes
+        if sharing[0].shard is None and blocks > 1:
+            # An update of the whole table gets each block of columns from every replica.
+            sent, rows = (replicas * blocks - 1) * micro_batches, replicas * blocks
+            at_most = True
+        elif len(sharing) == 1:
+            sent, rows = (replicas - 1) * micro_batches, replicas - 1
+        elif sharing[0].rows is not None and len(placement.table[0]) == 1:
+            # All rows meet on one replica, which deals them out to the owners of the others.
+            sent, rows = (replicas - 1) * micro_batches + len(sharing) - 1, 2 * replicas - 1
+            at_most = True
+        else:
+            # Each row goes to the one owner of the part that it falls on.
+            sent, rows = len(sharing) * (replicas - 1), replicas
+            at_most = True
+        messages, row_bytes = messages + sent, row_bytes + rows * row * bool(sent)
+    back, back_bytes = _changed(placement, units, look_up) if row_updates else (0, 0)
+    return TableTraffic(
+        path=placement.path,
+        messages=messages + back,
+        row_bytes=row_bytes,
+        at_most=at_most,
+        changed_messages=back,
+        changed_bytes=back_bytes,
+        replicas=replicas if look_up.by_batch else 1,
+        size=placement.shape[0],
+    )
+
+
+def _changed(placement: Placement, units: Sequence[UpdateUnit], look_up: LookUp) -> tuple[int, int]:
+    """Messages with changed rows, and their bytes per row of the table that changes.
+
+    The rows of a shard meet on one of its owners, and go from there to its other holders.
+    """
+    messages, row_bytes = 0, dict[tuple[int, int], int]()
+    for number in sorted({unit.shard for unit in units if unit.shard is not None}):
+        shard = placement.shards[number]
+        owners, others = sum(unit.shard == number for unit in units), len(shard.holders) - 1
+        if not others:
+            continue
+        messages += owners - 1 + others
+        columns = shard.index[1].start, shard.index[1].stop
+        row = (columns[1] - columns[0]) * placement.itemsize + look_up.index_bytes
+        sent = row * (others + (owners > 1))
+        row_bytes[columns] = max(row_bytes.get(columns, 0), sent)
+    return messages, sum(row_bytes.values())
+
+
+def _columns(placement: Placement) -> int:
+    """Blocks of columns that inner axes cut the table into."""
+    inner = range(len(placement.table[0]))
+    return len({placement.inner_index(k)[1].start for k in inner})

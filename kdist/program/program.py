@@ -1,0 +1,392 @@
+"""The pure functions of a model: what every slice runs, with all state coming in and going out.
+
+A program never reads or writes a variable. Parameters, statistics, seeds and layer-owned metrics
+are arguments; updated state is returned. One Python trace serves every replica, plain devices and
+DTensor meshes alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kdist._compat import keras_models, keras_trainer
+from kdist.program.loss import CountedLoss, SharedLoss, TermKind, added_parts, term_kinds
+from kdist.program.loss_parts import collected, penalty_name
+from kdist.storage import sparse
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelState:
+    """The variables of a model, by what happens to them in a step.
+
+    Attributes:
+        trainable: Updated by the optimizer from gradients.
+        fixed: Other weights: frozen ones, and statistics that the forward pass may update.
+        seeds: States of seed generators; of the one for operations without a seed too, once used.
+        metrics: Variables of metrics that layers or the model own.
+    """
+
+    trainable: tuple[keras.Variable, ...]
+    fixed: tuple[keras.Variable, ...]
+    seeds: tuple[keras.Variable, ...]
+    metrics: tuple[keras.Variable, ...]
+
+    @classmethod
+    def of(cls, model: keras.Model) -> ModelState:
+        """Sorts the variables of a built model."""
+        trainable = model.trainable_variables
+        known = {id(v) for v in trainable}
+        weights = {id(v) for v in model.weights}
+        fixed: list[keras.Variable] = []
+        seeds: list[keras.Variable] = []
+        for v in model.variables:
+            if id(v) not in known:
+                known.add(id(v))
+                (fixed if id(v) in weights else seeds).append(v)
+        unseeded = keras_trainer.unseeded_generator()
+        if unseeded is not None and id(unseeded) not in known:
+            seeds.append(unseeded)
+        metrics: list[keras.Variable] = []
+        for metric in model.metrics:
+            own = (keras_trainer.loss_tracker(model), keras_trainer.compiled_metrics(model))
+            if metric in own or metric in keras_trainer.loss_trackers(model):
+                continue
+            metrics.extend(v for v in metric.variables if id(v) not in known)
+            known.update(id(v) for v in metric.variables)
+        return cls(tuple(trainable), tuple(fixed), tuple(seeds), tuple(metrics))
+
+    @property
+    def written(self) -> tuple[keras.Variable, ...]:
+        """All that a forward pass may write: `carried`, then the trainable variables."""
+        return self.carried + self.trainable
+
+    @property
+    def carried(self) -> tuple[keras.Variable, ...]:
+        """Non-trainable state in the order in which programs take and return it."""
+        return self.fixed + self.seeds + self.metrics
+
+
+@dataclasses.dataclass
+class Traced:
+    """What tracing a program taught: facts that do not depend on values."""
+
+    connected: list[int] = dataclasses.field(default_factory=list)
+    """Positions of trainable variables that get a gradient."""
+    rows: dict[int, sparse.LookUp] = dataclasses.field(default_factory=dict)
+    """Trainable variables whose gradient is rows, and how these are looked up."""
+    updated: list[int] = dataclasses.field(default_factory=list)
+    """Positions in `ModelState.written` that the forward pass writes."""
+    counts_by_data: bool = False
+    """Some loss term counts by a mask or weights, so shares need the counting pass."""
+    adders: list[keras.Layer | None] = dataclasses.field(default_factory=list)
+    """The layer that added each `add_loss` value of `Program.collect`; None for one outside."""
+
+
+class ForwardScope(keras.StatelessScope):
+    """The scope of a program's forward pass.
+
+    A layer may write a trainable variable in its call (SpectralNormalization does). On one device
+    the gradient is then taken at the written value, and does not flow through how it was computed:
+    so here.
+
+    Attributes:
+        given: The value that each variable came with, by identity.
+        written: The variables that were written, by identity.
+    """
+
+    def __init__(
+        self, mapping: Sequence[tuple[keras.Variable, Any]], trainable: Sequence[keras.Variable]
+    ) -> None:
+        super().__init__(mapping, collect_losses=True)
+        self.given = dict(self.state_mapping)
+        self.written: dict[int, keras.Variable] = {}
+        self._trainable = {id(v) for v in trainable}
+
+    def current(self, variable: keras.Variable) -> Any:
+        """The value that a variable has by now, None if it was neither given nor written."""
+        return self.state_mapping.get(id(variable))
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Notes the new value of a variable."""
+        variable, value = update
+        self.written[id(variable)] = variable
+        if id(variable) in self._trainable:
+            given = self.given[id(variable)]
+            value = tf.stop_gradient(value) + (given - tf.stop_gradient(given))
+        super().add_update((variable, value))
+
+
+class Program:
+    """The pure functions of one model.
+
+    Args:
+        model: A built Keras model.
+        add_loss_mean: True if values given to `add_loss` are means over examples.
+    """
+
+    def __init__(self, model: keras.Model, add_loss_mean: bool) -> None:
+        self.model = model
+        self.add_loss_mean = add_loss_mean
+        self.state = ModelState.of(model)
+        self.trained = Traced()
+        self.tested = Traced()
+
+    @functools.cached_property
+    def kinds(self) -> list[TermKind]:
+        """How each compiled loss combines over replicas."""
+        return term_kinds(self.model)
+
+    def traced(self, training: bool) -> Traced:
+        """What tracing the training, or the inference, pass taught."""
+        return self.trained if training else self.tested
+
+    def forward(
+        self, params: Sequence[Any], carried: Sequence[Any], x: Any, training: bool
+    ) -> tuple[Any, keras.StatelessScope]:
+        """Calls the model on values instead of variables.
+
+        Returns:
+            The outputs, and the scope that holds updated state and collected losses.
+        """
+        scope = self.scope(params, carried)
+        with scope:
+            outputs = self._call(x, training)
+        return outputs, scope
+
+    def infer(self, params: Sequence[Any], carried: Sequence[Any], x: Any) -> dict[str, Any]:
+        """Inference-mode `outputs` and `updated` state: layers may draw and count there too."""
+        outputs, scope = self.forward(params, carried, x, training=False)
+        return {"outputs": outputs, "updated": self._collect_updates(scope, self.tested)}
+
+    def loss_and_gradients(
+        self,
+        params: list[Any],
+        carried: list[Any],
+        data: tuple[Any, Any, Any],
+        shares: Any,
+        rows_share: Any,
+        first: Any,
+        scale: Any,
+        view: Callable[[Any], Any] | None = None,
+    ) -> dict[str, Any]:
+        """One replica's share of the loss, and its gradients.
+
+        Args:
+            params: Values of the trainable variables.
+            carried: Values of `ModelState.carried`.
+            data: (x, y, sample_weight) of this replica.
+            shares: float64 (terms,): the replica's share of each compiled loss.
+            rows_share: float64 scalar: the replica's share of the rows.
+            first: float64 scalar: 1 on the first replica, else 0; weight penalties count once.
+            scale: float32 scalar that multiplies the loss before differentiation.
+            view: What the loss sees of the outputs; the outputs themselves by default.
+
+        Returns:
+            Dict of `loss` (this replica's part of the sum), `terms` (its part of each compiled
+            loss), `loss_parts` (its part of the rest of the loss, see `kdist.program.loss_parts`),
+            `gradients` (of the connected variables), `updated` (new values of the state that was
+            written), `outputs`, `masks`.
+        """
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(params)
+            result = self.loss(
+                params, carried, data, shares, rows_share, first, training=True, view=view
+            )
+            target = result["loss"] * tf.cast(scale, result["loss"].dtype)
+        result["gradients"] = self._connected(tape.gradient(target, params), data)
+        return result
+
+    def loss(
+        self,
+        params: list[Any],
+        carried: list[Any],
+        data: tuple[Any, Any, Any],
+        shares: Any,
+        rows_share: Any,
+        first: Any,
+        training: bool,
+        view: Callable[[Any], Any] | None = None,
+    ) -> dict[str, Any]:
+        """The forward pass and this replica's part of the loss; see `loss_and_gradients`."""
+        x, y, sample_weight = data
+        scope = self.scope(params, carried)
+        with scope:
+            outputs = self._call(x, training)
+            seen = outputs if view is None else view(outputs)
+            value, terms = self.compiled_loss(seen, y, sample_weight, shares, rows_share)
+            values = [] if value is None else [value]
+            extra = self._extra_losses(scope, rows_share, first)
+            values += [part for _, part in extra]
+        if not values:
+            raise self.no_loss()
+        self.traced(training).counts_by_data = any(t.counts_by_data for t in terms)
+        total = values[0] if len(values) == 1 else ops.sum(ops.stack(values))
+        return {
+            "loss": total,
+            "terms": [t.value for t in terms],
+            "loss_parts": collected(extra),
+            "updated": self._collect_updates(scope, self.traced(training)),
+            "outputs": outputs,
+            "masks": self._masks(outputs),
+        }
+
+    def compiled_loss(
+        self, outputs: Any, y: Any, sample_weight: Any, shares: Any, rows_share: Any
+    ) -> tuple[Any, list[SharedLoss]]:
+        """A part's value of what `compile` got as loss, None without one, and its terms."""
+        terms = [
+            SharedLoss(loss, kind, shares[k], rows_share)
+            for k, (loss, kind) in enumerate(zip(self._losses(), self.kinds))
+        ]
+        if not terms:
+            return None, []
+        with keras_trainer.replaced_losses(self.model, terms):
+            return self.model._compile_loss(y, outputs, sample_weight), terms
+
+    def no_loss(self) -> ValueError:
+        """What is wrong with a model that has nothing to minimise."""
+        return ValueError(
+            "There is no loss to minimise. Pass `loss=` to `compile()`, or call `add_loss` in "
+            f"a layer. Received: model={self.model.name!r}"
+        )
+
+    def counts(
+        self,
+        params: list[Any],
+        carried: list[Any],
+        data: tuple[Any, Any, Any],
+        rows: Any,
+        training: bool,
+    ) -> Any:
+        """What Keras divides each compiled loss by on this replica: float64 (terms,).
+
+        Only masks survive from the forward pass; TensorFlow prunes the rest of it.
+        """
+        x, y, sample_weight = data
+        with self.scope(params, carried):
+            outputs = self._call(x, training)
+            terms = [CountedLoss(e, kind, rows) for e, kind in zip(self._losses(), self.kinds)]
+            with keras_trainer.replaced_losses(self.model, terms):
+                self.model._compile_loss(y, outputs, sample_weight)
+        return tf.stack([t.count for t in terms])
+
+    def cotangent_gradients(
+        self,
+        params: list[Any],
+        carried: list[Any],
+        x: Any,
+        cotangents: Sequence[Any],
+        added: Sequence[Any],
+    ) -> list[Any]:
+        """Vector-Jacobian product: gradients given those of what `collect` returns.
+
+        Args:
+            params: Values of the trainable variables.
+            carried: Values of `ModelState.carried`, as the forward pass got them.
+            x: Inputs of this replica.
+            cotangents: Gradient of the loss with respect to each flat output; None without one.
+            added: The same for each `add_loss` value.
+
+        Returns:
+            Gradients of the connected variables.
+        """
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(params)
+            outputs, scope = self.forward(params, carried, x, training=True)
+            made = keras.tree.flatten(outputs)
+            made += [ops.sum(value) for value in keras_trainer.add_loss_values(scope)]
+        pairs = [(t, c) for t, c in zip(made, (*cotangents, *added)) if c is not None]
+        if not pairs:
+            return self._connected([None] * len(params), x)
+        targets, given = zip(*pairs)
+        return self._connected(tape.gradient(targets, params, output_gradients=given), x)
+
+    def collect(
+        self, params: list[Any], carried: list[Any], x: Any, training: bool
+    ) -> dict[str, Any]:
+        """The forward pass with everything it collects, and no loss."""
+        outputs, scope = self.forward(params, carried, x, training)
+        added, traced = keras_trainer.add_loss_values(scope), self.traced(training)
+        layers = keras_models.flat_layers(self.model)
+        traced.adders = [keras_trainer.adder_of(layers, value) for value in added]
+        return {
+            "outputs": outputs,
+            "masks": self._masks(outputs),
+            "added": [ops.sum(value) for value in added],
+            "terms": [],
+            "updated": self._collect_updates(scope, traced),
+        }
+
+    def _connected(self, found: Sequence[Any], data: Any) -> list[Any]:
+        """Gradients that exist; notes whose they are, and which rows depend on the batch."""
+        leaves = tf.nest.flatten(data, expand_composites=True)
+        sources = [t for t in leaves if t is not None]
+        self.trained.connected = [i for i, g in enumerate(found) if g is not None]
+        self.trained.rows = {
+            i: sparse.look_up(g.indices, sources)
+            for i, g in enumerate(found)
+            if g is not None and sparse.is_sparse(g)
+        }
+        return [g for g in found if g is not None]
+
+    def scope(self, params: Sequence[Any], carried: Sequence[Any]) -> ForwardScope:
+        """The scope in which the model's variables have these values."""
+        mapping = [*zip(self.state.trainable, params), *zip(self.state.carried, carried)]
+        return ForwardScope(mapping, self.state.trainable)
+
+    def _call(self, x: Any, training: bool) -> Any:
+        if self.model._call_has_training_arg:
+            return self.model(x, training=training)
+        return self.model(x)
+
+    def _losses(self) -> list[Any]:
+        return [entry.loss for entry in keras_trainer.compiled_losses(self.model)]
+
+    def _extra_losses(
+        self, scope: keras.StatelessScope, rows_share: Any, first: Any
+    ) -> list[tuple[str, Any]]:
+        """`add_loss` values by the share of rows (or summed where there are), penalties once."""
+        layers = keras_models.flat_layers(self.model)
+        extra = added_parts(scope, layers, rows_share, self.add_loss_mean)
+        for variable, value in keras_trainer.regularization_losses(self.model):
+            value = ops.sum(value) * ops.cast(first, value.dtype)
+            extra.append((penalty_name(variable), ops.cast(value, keras.config.floatx())))
+        return extra
+
+    def _collect_updates(self, scope: ForwardScope, traced: Traced) -> list[Any]:
+        """New values of the variables that the forward pass wrote.
+
+        Raises:
+            ValueError: It wrote a variable that the model does not list: the value would be lost.
+        """
+        listed = {id(v) for v in self.state.written}
+        lost = [v.path for key, v in scope.written.items() if key not in listed]
+        if lost:
+            raise ValueError(
+                "A layer writes variables that the model does not list, so what it writes would be "
+                "lost. Make them weights of the layer: self.add_weight(..., trainable=False). "
+                f"Received: model={self.model.name!r}, which writes {lost}"
+            )
+        pairs = [(scope.current(v), scope.given.get(id(v))) for v in self.state.written]
+        traced.updated = [i for i, (now, given) in enumerate(pairs) if now is not given]
+        return [pairs[i][0] for i in traced.updated]
+
+    @staticmethod
+    def _masks(outputs: Any) -> list[Any]:
+        """The Keras mask of each flat output that carries one, with its position implied."""
+        return [keras_trainer.get_mask(o) for o in keras.tree.flatten(outputs)]
+
+
+def attach_masks(outputs: Any, masks: Sequence[Any]) -> Any:
+    """Puts the masks that a program returned back on its outputs, and returns these."""
+    for leaf, mask in zip(keras.tree.flatten(outputs), masks):
+        if mask is not None:
+            keras_trainer.set_mask(leaf, mask)
+    return outputs

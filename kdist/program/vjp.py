@@ -1,0 +1,291 @@
+"""A pure function and its vector-Jacobian product, traced together and cut into two functions.
+
+TensorFlow's tape keeps everything that a backward pass looks at, parameters included. Here forward
+and backward are traced into one graph, which is then cut at the forward tensors that the backward
+part needs. Of these only the ones that depend on *inputs* are kept from forward to backward; what
+follows from parameters alone (casts, reshapes) is computed again, from parameters given again. So
+gathered parameters can be freed in between. The idea of cutting a joint graph is that of PyTorch's
+AOTAutograd partitioner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kdist.storage import sparse
+
+import tensorflow as tf
+
+PureFunction = Callable[[list[Any], list[Any]], list[Any]]
+"""(parameters, inputs) -> outputs, all flat lists of tensors."""
+
+
+class CapturesVariables(Exception):
+    """The function reads variables that are not among its arguments."""
+
+
+class Vjp:
+    """The two halves of a function.
+
+    Args:
+        function: What to differentiate; pure.
+        params: Specs of the parameters.
+        inputs: Specs of the inputs.
+        wrap: Makes a callable of a concrete function (how it is compiled).
+
+    Attributes:
+        saved: Specs of what is kept from the forward to the backward half.
+        output_dtypes: Dtypes of the outputs.
+        rows: Parameters whose gradient is rows, with (inputs that the indices depend on, merged).
+
+    Raises:
+        CapturesVariables: See there.
+    """
+
+    def __init__(
+        self,
+        function: PureFunction,
+        params: Sequence[tf.TensorSpec],
+        inputs: Sequence[tf.TensorSpec],
+        wrap: Callable[[Any], Callable],
+    ) -> None:
+        self._function = function
+        self._sizes = len(params), len(inputs)
+        self._forward_ops: set[str] = set()
+        self._outputs: list[Any] = []
+        self._cotangents: list[int] = []
+        joint = tf.compat.v1.wrap_function(self._joint, [*params, *inputs])
+        self._refuse_variables(joint.graph)
+        self._cut(joint, wrap)
+        self._outputs = []
+
+    def forward(
+        self, params: Sequence[Any], inputs: Sequence[Any], *where: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Outputs, and what the backward half needs.
+
+        Args:
+            params: The parameters.
+            inputs: The inputs.
+            *where: What `wrap`'s callables take before tensors.
+        """
+        flat = list(self._call_forward(*where, *params, *inputs))
+        split = len(self.output_dtypes)
+        return flat[:split], flat[split:]
+
+    def backward(
+        self, params: Sequence[Any], saved: Sequence[Any], cotangents: Sequence[Any], *where: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Gradients of the parameters and of the inputs; None where there is none.
+
+        Args:
+            params: The parameters, again.
+            saved: From `forward`.
+            cotangents: Gradient of each output; those of outputs that take none are not looked at.
+            *where: See `forward`.
+        """
+        given = [cotangents[i] for i in self._cotangents]
+        found = unflatten(self._kinds, self._call_backward(*where, *params, *saved, *given))
+        return found[: self._sizes[0]], found[self._sizes[0] :]
+
+    def takes_cotangent(self, output: int) -> bool:
+        """Whether the gradient of an output has any effect."""
+        return output in self._cotangents
+
+    def _joint(self, *flat: Any) -> list[Any]:
+        count, _ = self._sizes
+        params, inputs = list(flat[:count]), list(flat[count:])
+        watched = self._sources(params, inputs)
+        graph = tf.compat.v1.get_default_graph()
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(watched)
+            outputs = [tf.identity(t) for t in self._function(params, inputs)]
+        self._outputs = outputs
+        self._forward_ops = {op.name for op in graph.get_operations()}
+        self._cotangents = self._targets(outputs)
+        self._given = [
+            tf.compat.v1.placeholder(outputs[i].dtype, outputs[i].shape) for i in self._cotangents
+        ]
+        targets = [outputs[i] for i in self._cotangents]
+        found = tape.gradient(targets, watched, output_gradients=self._given)
+        rows_allowed = {id(t) for t in params}
+        self._found = [
+            tf.convert_to_tensor(g) if sparse.is_sparse(g) and id(t) not in rows_allowed else g
+            for t, g in zip(watched, found)
+        ]
+        self._arguments, self._watched = (params, inputs), watched
+        self._laid = [
+            None if g is None else self._laid_out(t, g) for t, g in zip(watched, self._found)
+        ]
+        return outputs
+
+    def _laid_out(self, source: Any, gradient: Any) -> Any:
+        """A gradient as it is returned."""
+        return gradient
+
+    def _sources(self, params: list[Any], inputs: list[Any]) -> list[Any]:
+        """What may get a gradient."""
+        return [t for t in (*params, *inputs) if t.dtype.is_floating]
+
+    def _targets(self, outputs: list[Any]) -> list[int]:
+        """Positions of the outputs that take a cotangent."""
+        return [i for i, t in enumerate(outputs) if t.dtype.is_floating]
+
+    @staticmethod
+    def _refuse_variables(graph: Any) -> None:
+        captured = [t.dtype for t, _ in graph.captures]
+        if tf.resource in captured:
+            raise CapturesVariables
+
+    def _cut(self, joint: Any, wrap: Callable) -> None:
+        params, inputs = self._arguments
+        depends = dependencies(joint.graph, params, inputs)
+        gradient = {id(t): g for t, g in zip(self._watched, self._found)}
+        laid: dict[int, Any] = {id(t): g for t, g in zip(self._watched, self._laid)}
+        found = [gradient.get(id(t)) for t in (*params, *inputs)]
+        returned: list[Any] = [laid.get(id(t)) for t in (*params, *inputs)]
+        self._kinds: list[Any] = []
+        fetches: list[Any] = []
+        self.rows: dict[int, tuple[list[int], bool]] = {}
+        for i, (g, given) in enumerate(zip(found, returned)):
+            if g is None:
+                self._kinds.append(None)
+            elif sparse.is_sparse(g):
+                self._kinds.append(params[i].shape.as_list())
+                fetches += [given.values, given.indices]
+                reached = [j for j, x in enumerate(inputs) if sparse.depends_on(g.indices, [x])]
+                self.rows[i] = (reached, sparse.look_up(g.indices, inputs).merged)
+            else:
+                self._kinds.append("dense")
+                fetches.append(given)
+        saved = self._frontier(fetches, depends)
+        self.saved = [tf.TensorSpec(t.shape, t.dtype) for t in saved]
+        self.output_dtypes = [t.dtype for t in self._outputs]
+        forward = pruned(joint, [*params, *inputs], [*self._outputs, *saved])
+        self._call_forward = wrap(forward)
+        self._cut_backward(joint, wrap, [*params, *saved, *self._given], fetches)
+        del self._given, self._found, self._laid, self._arguments, self._watched
+
+    def _cut_backward(
+        self, joint: Any, wrap: Callable, feeds: Sequence[Any], fetches: Sequence[Any]
+    ) -> None:
+        self._call_backward = wrap(pruned(joint, feeds, fetches))
+
+    def _frontier(self, fetches: Sequence[Any], depends: dict[str, bool]) -> list[Any]:
+        """Forward tensors that the backward part needs and that depend on inputs."""
+        saved: dict[Any, Any] = {}
+        seen: set[Any] = set()
+        waiting = list(fetches)
+        given = {t.op.name for t in self._given}
+        while waiting:
+            tensor = waiting.pop()
+            if tensor.ref() in seen or tensor.op.name in given:
+                continue
+            seen.add(tensor.ref())
+            if tensor.op.name not in self._forward_ops or not self._passes(tensor):
+                waiting.extend(tensor.op.inputs)
+            elif depends[tensor.op.name]:
+                saved[tensor.ref()] = tensor
+        return list(saved.values())
+
+    def _passes(self, tensor: Any) -> bool:
+        """Whether the forward half may hand a tensor on; else what made it is computed again."""
+        return True
+
+
+def pruned(function: Any, feeds: Sequence[Any], fetches: Sequence[Any]) -> Any:
+    """The part of a wrapped function between tensors of its graph.
+
+    TensorFlow's `prune` also copies what is before the feeds, without using it; an assertion there
+    would run, on inputs that nobody feeds. Pruning the copy leaves that behind. What is copied may
+    read an output of a fed operation (a loop) that is not fed itself, so these are fed as well.
+    """
+    fed = {t.ref() for t in feeds}
+    outputs = {t.ref(): t for one in feeds for t in one.op.outputs}
+    others = [t for ref, t in outputs.items() if ref not in fed]
+    once = function.prune([*feeds, *others], list(fetches))
+    unused = {t.ref() for t in once.inputs[len(feeds) : len(feeds) + len(others)]}
+    made = once.prune([t for t in once.inputs if t.ref() not in unused], once.outputs)
+    # Shapes that were set, such as those of what XLA compiles, are not copied.
+    traced = {one.name: one for one in function.graph.get_operations()}
+    for operation in made.graph.get_operations():
+        original = traced.get(operation.name)
+        if original is not None and original.type == operation.type != "Placeholder":
+            for tensor, known in zip(operation.outputs, original.outputs, strict=True):
+                tensor.set_shape(known.shape)
+    return made
+
+
+def unflatten(kinds: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+    """Gradients from the flat tensors of a backward function.
+
+    Args:
+        kinds: Per gradient: None (there is none), "dense", or the shape of the table of one that is
+            rows, whose values and indices are two tensors.
+        tensors: The tensors.
+    """
+    flat = iter(tensors)
+    found: list[Any] = []
+    for kind in kinds:
+        if kind is None:
+            found.append(None)
+        elif kind == "dense":
+            found.append(next(flat))
+        else:
+            values, indices = next(flat), next(flat)
+            found.append(tf.IndexedSlices(values, indices, tf.constant(kind, indices.dtype)))
+    return found
+
+
+def dependencies(graph: Any, params: Sequence[Any], inputs: Sequence[Any]) -> dict[str, bool]:
+    """Per operation of a graph, whether it depends on an input, rather than on parameters alone.
+
+    What waits for something (an assertion about a batch of unknown size) depends on it.
+    """
+    sources = {t.op.name for t in inputs}
+    found: dict[str, bool] = {}
+    for op in graph.get_operations():
+        used = [*(t.op for t in op.inputs), *op.control_inputs]
+        found[op.name] = op.name in sources or any(found.get(one.name, True) for one in used)
+    return found
+
+
+def as_node(concrete: Any, *, jit_compile: bool = False) -> Callable:
+    """A concrete function as one node of whatever graph calls it, on every device that does.
+
+    Raises:
+        ValueError: XLA is asked for, and the function takes or returns what XLA keeps inside.
+    """
+    lists = [t.name for t in (*concrete.inputs, *concrete.outputs) if t.dtype == tf.variant]
+    if jit_compile and lists:
+        raise ValueError(
+            "XLA cannot hand what a loop keeps (a list of tensors) from a forward to a backward "
+            "function, as stages and chunks do. Compile with jit_compile='auto' or False, or "
+            f"unroll the loop (keras.layers.LSTM(unroll=True)). Received: jit_compile=True, {lists}"
+        )
+
+    def call(*arguments: Any) -> list[Any]:
+        check_dtypes(concrete, arguments)
+        return concrete(*arguments)
+
+    if jit_compile:
+        return tf.function(call, autograph=False, jit_compile=True)
+    return tf.function(call, autograph=False, experimental_attributes={"_noinline": True})
+
+
+def check_dtypes(concrete: Any, arguments: Sequence[Any]) -> None:
+    """Refuses arguments that a concrete function was not traced for.
+
+    TensorFlow would find out when it runs, and often report no more than that the other devices'
+    receives were cancelled.
+
+    Raises:
+        TypeError: Naming the first one.
+    """
+    for i, (given, wanted) in enumerate(zip(arguments, concrete.inputs)):
+        if given.dtype != wanted.dtype:
+            raise TypeError(
+                "A function takes the dtypes that it was traced for, here "
+                f"{wanted.dtype.name} as argument {i} of {concrete.name}. Received: {given!r}"
+            )

@@ -1,0 +1,1 @@
+"""What executed steps are measured by: memory per device, graphs, communication alone."""

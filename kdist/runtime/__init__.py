@@ -1,0 +1,1 @@
+"""Steps and the runners that execute them, on plain devices, inner axes and pipelines."""

@@ -1,0 +1,146 @@
+"""Functions of a batch as graphs: for the first shapes one each, then one for all of a family."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kdist.dtensor import sizes
+from kdist.dtensor.call import MAX_SHAPES
+from kdist.runtime.families import BatchShape, Family, families
+
+import tensorflow as tf
+
+ALONE = 2
+"""Shapes that get a graph of their own before one for several is tried: most training has one
+shape, and one more where the data ends. Their graphs know all sizes, and cost less to make."""
+
+
+@dataclasses.dataclass
+class _Kind:
+    """Batches that differ in nothing but sizes."""
+
+    seen: dict[BatchShape, None] = dataclasses.field(default_factory=dict)
+    shared: list[tuple[Family, Callable]] = dataclasses.field(default_factory=list)
+    multiples: sizes.Multiples = sizes.Multiples()
+    failed: bool = False
+    reason: str = "they have little in common"
+
+
+class ByShape:
+    """A function of a batch, as graphs.
+
+    Args:
+        function: `function(data, *options)`, with a structure of tensors and Python values.
+        parts: Into how many the rows of a batch are cut: replicas, times micro-batches.
+        tell: Told why every shape has to have a graph of its own, if there are many.
+
+    Attributes:
+        traces: How many graphs were made, those that failed included.
+    """
+
+    def __init__(self, function: Callable, parts: int, tell: Callable[[str], None]) -> None:
+        self.traces = 0
+        self._function = function
+        self._nested = tf.function(function, autograph=False)
+        self._parts = parts
+        self._tell = tell
+        self._kinds: dict[Any, _Kind] = {}
+        self._alone: OrderedDict[Any, Callable] = OrderedDict()
+
+    def __call__(self, data: Any, *options: Any) -> Any:
+        """Calls it.
+
+        Raises:
+            CannotExpand: DTensor cannot run it.
+        """
+        if not tf.executing_eagerly():
+            return self._nested(data, *options)
+        leaves = tf.nest.flatten(data)
+        given = [t for t in leaves if t is not None]
+        kind = (_structure(data, leaves), tuple(t.dtype for t in given), options)
+        shapes = tuple(tuple(t.shape) for t in given)
+        graph = self._alone.get((kind, shapes)) or self._shared(kind, shapes)
+        if graph is None:
+            graph = self._new(data, kind, shapes, options)
+        elif (kind, shapes) in self._alone:
+            self._alone.move_to_end((kind, shapes))
+        return graph(*given)
+
+    def _shared(self, kind: Any, shapes: BatchShape) -> Callable | None:
+        known = self._kinds.setdefault(kind, _Kind())
+        return next((graph for family, graph in known.shared if family.has(shapes)), None)
+
+    def _new(self, data: Any, key: Any, shapes: BatchShape, options: Any) -> Callable:
+        """A graph for a shape that none serves."""
+        kind = self._kinds[key]
+        kind.seen[shapes] = kind.seen.pop(shapes, None)
+        if len(kind.seen) > ALONE and not kind.failed:
+            graph = self._lifted(data, kind, options)
+            if graph is not None:
+                return graph
+        graph = self._trace(data, shapes, options)
+        self._alone[key, shapes] = graph
+        if len(self._alone) > MAX_SHAPES:
+            self._alone.popitem(last=False)
+            self._tell(
+                f"More than {MAX_SHAPES} shapes of a batch have a program of their own, since "
+                f"{kind.reason}. The {MAX_SHAPES} used last are "
+                "kept; a shape that comes back later is compiled again. Pad or bucket sequences "
+                "to fewer lengths to avoid that."
+            )
+        return graph
+
+    def _lifted(self, data: Any, kind: _Kind, options: Any) -> Callable | None:
+        """A graph for all shapes of a family; None if there cannot be one."""
+        for family in families([*kind.seen], kind.multiples, self._parts):
+            known = _sizes(family)
+            try:
+                with sizes.tracing_with(known):
+                    graph = self._trace(data, family.general, options)
+            # The model may not be made for such sizes: what the program of one shape says counts.
+            except Exception as error:
+                kind.reason, kind.failed = str(error).split("\n")[0], True
+            else:
+                kind.failed = False
+                family = dataclasses.replace(family, bounded=known.findings.bounded)
+                kind.shared = [*kind.shared[1 - MAX_SHAPES :], (family, graph)]
+                if family.has([*kind.seen][-1]):
+                    return graph
+            if known.findings.needs not in (sizes.Multiples(), kind.multiples):
+                kind.multiples, kind.failed = known.findings.needs, False
+                return self._lifted(data, kind, options)
+        return None
+
+    def _trace(self, data: Any, shapes: Sequence[Any], options: Any) -> Callable:
+        self.traces += 1
+        leaves = tf.nest.flatten(data)
+        given = [t for t in leaves if t is not None]
+
+        def call(*tensors: Any) -> Any:
+            rest = iter(tensors)
+            flat = [None if t is None else next(rest) for t in leaves]
+            return self._function(tf.nest.pack_sequence_as(data, flat), *options)
+
+        specs = [
+            tf.type_spec_from_value(t)
+            if isinstance(t, tf.SparseTensor)
+            else tf.TensorSpec(shape, t.dtype)
+            for t, shape in zip(given, shapes, strict=True)
+        ]
+        concrete: Callable = tf.function(call, autograph=False).get_concrete_function(*specs)
+        return concrete
+
+
+def _sizes(family: Family) -> sizes.Sizes:
+    """What tracing is told of the sizes of a family."""
+    leaves = range(len(family.first))
+    examples = (sizes.Examples(family.tried(i), family.far(i)) for i in leaves)
+    return sizes.Sizes(tuple(examples), family.multiples)
+
+
+def _structure(data: Any, leaves: Sequence[Any]) -> str:
+    """Tells apart batches of different structure."""
+    return repr(tf.nest.pack_sequence_as(data, [leaf is None for leaf in leaves]))

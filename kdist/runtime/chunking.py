@@ -1,0 +1,189 @@
+"""How a runner cuts its programs into chunks, and runs them."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any
+
+from kdist.dtensor.lowering import LoweredProgram
+from kdist.dtensor.stitching import Stitcher
+from kdist.graphs.chunks import cut, parameter_chunks
+from kdist.optimizer.gather import Gatherer
+from kdist.runtime.chunk_run import ChunkedProgram, ChunkRun, Progress
+from kdist.sharding.mesh import Topology
+from kdist.storage.variables import Stored
+
+import tensorflow as tf
+
+Keys = Callable[[], Sequence[Hashable | None]]
+"""Gives the key of each parameter's bucket, None where it travels alone."""
+
+
+KEPT = 64
+"""Programs in chunks that are kept: of several functions, for several shapes of a batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunking:
+    """Why programs are cut into chunks.
+
+    Attributes:
+        forward: Whether the forward pass is cut too, so that gathered parameters are freed.
+        free: Whether the backward pass waits for gradients to be reduced, to save memory.
+        keep: Whether gathered parameters stay from the forward to the backward pass.
+    """
+
+    forward: bool
+    free: bool
+    keep: bool
+
+
+class Chunks:
+    """The programs of one model in chunks.
+
+    Args:
+        chunking: How they are cut.
+        entries: `Stored` of each trainable variable.
+        topology: The mesh.
+        devices: Where each slice computes; see `Gatherer`.
+        keys: Which parameters share a bucket.
+        jit_compile: Compile each chunk with XLA.
+
+    Attributes:
+        gathers: The parameters that each gather of the training step that was traced last has; None
+            before.
+    """
+
+    def __init__(
+        self,
+        chunking: Chunking,
+        entries: Sequence[Stored],
+        topology: Topology,
+        devices: Sequence[Sequence[str]],
+        keys: Keys,
+        *,
+        jit_compile: bool = False,
+    ) -> None:
+        self.chunking, self.jit_compile = chunking, jit_compile
+        self.entries, self.devices = list(entries), list(devices)
+        self.gathered = {i for i, one in enumerate(entries) if one.placement.gathered}
+        self.gathers: list[tuple[int, ...]] | None = None
+        self.topology, self.keys = topology, keys
+        self._programs: dict[Hashable, ChunkedProgram] = {}
+        self._ended: tuple[Any, list[list[Any]], list[tuple[int, ...]]] | None = None
+        """The graph in which a pass was written last, per slice what ends that pass, and what was
+        gathered in that graph so far."""
+        self.chunk_of: dict[int, int] = {}
+
+    def program(
+        self,
+        key: Hashable,
+        concrete: Any,
+        make: Callable[[], tuple[LoweredProgram, Stitcher]],
+        seeds: Collection[int],
+    ) -> ChunkedProgram:
+        """A program in chunks, made on first use.
+
+        Args:
+            key: What tells it from others.
+            concrete: The traced function; its first inputs are the parameters.
+            make: Makes the program of one device, and what copies it.
+            seeds: Positions of the flat inputs on which the backward pass depends.
+        """
+        if key not in self._programs:
+            program, stitcher = make()
+            nbytes = [entry.placement.nbytes for entry in self.entries]
+            chunk_of = parameter_chunks(first_uses(concrete, len(self.entries)), nbytes)
+            names = {one.position: one.name for one in program.arguments}
+            chunks = cut(
+                stitcher.graph,
+                {names[i]: number for i, number in enumerate(chunk_of) if i in names},
+                {names[i] for i in self.gathered if i in names},
+                {names[i] for i in seeds if i in names},
+                whole_forward=not self.chunking.forward,
+            )
+            self.chunk_of = dict(enumerate(chunk_of))
+            self._programs[key] = ChunkedProgram(
+                stitcher,
+                chunks,
+                self.devices,
+                sorted(self.gathered),
+                jit_compile=self.jit_compile,
+            )
+            for old in [*self._programs][:-KEPT]:
+                del self._programs[old]
+        return self._programs[key]
+
+    def run(
+        self,
+        programs: Sequence[ChunkedProgram],
+        given: Sequence[Sequence[Any]],
+        progress: Progress | None = None,
+    ) -> list[dict[int, list[Any]]]:
+        """Runs a program on all slices; see `ChunkRun`."""
+        keep = self.chunking.keep
+        gather = Gatherer(self.entries, self.topology, self.devices, self.keys())
+        graph, before = tf.compat.v1.get_default_graph(), None
+        gathers: list[tuple[int, ...]] = []
+        if self._ended is not None and self._ended[0]() is graph:
+            _, before, gathers = self._ended
+        known: set[int] = set()
+        for chunk in programs[0].fetched:
+            gathers = gathers + gather.groups([i for i in chunk if i not in known])
+            known |= set(chunk) if keep else set()
+        if progress is not None:
+            self.gathers = gathers
+        free = self.chunking.free
+        run = ChunkRun(programs, given, gather, progress, before, keep=keep, free=free)
+        found = run.run()
+        if not tf.executing_eagerly():
+            self._ended = weakref.ref(graph), run.done[-1], gathers
+        return found
+
+
+class Completion:
+    """Tells the update which gradients are complete, chunk by chunk.
+
+    Args:
+        numbers: Per trainable variable with a gradient, the flat results that this consists of.
+        fill: Called with a variable and the results so far once its gradient is complete.
+        reduce: Sums gradients: called with the variables that are complete; returns operations.
+    """
+
+    def __init__(
+        self,
+        numbers: Mapping[int, Collection[int]],
+        fill: Callable[[int, list[dict[int, list[Any]]]], None],
+        reduce: Callable[[Collection[int]], Sequence[Any]],
+    ) -> None:
+        self.numbers, self.fill, self.reduce = dict(numbers), fill, reduce
+        self.complete: set[int] = set()
+
+    def __call__(self, found: list[dict[int, list[Any]]]) -> Sequence[Any]:
+        """See `Progress`."""
+        for variable, numbers in self.numbers.items():
+            if variable not in self.complete and set(numbers) <= found[0].keys():
+                self.fill(variable, found)
+                self.complete.add(variable)
+        return self.reduce(self.complete)
+
+
+def first_uses(concrete: Any, count: int) -> list[int]:
+    """The first `count` flat inputs of a function, in the order in which they are used first.
+
+    Casts and other copies of a parameter do not count as its use.
+    """
+    known: dict[str, set[int]] = {t.op.name: {i} for i, t in enumerate(concrete.inputs[:count])}
+    order: dict[int, None] = {}
+    for operation in concrete.graph.get_operations():
+        sources = [t.op.name for t in operation.inputs]
+        if operation.name in known:
+            continue
+        found = set().union(*(known.get(name, set()) for name in sources))
+        if all(name in known for name in sources) and operation.type != "Placeholder":
+            known[operation.name] = found
+        else:
+            order.update(dict.fromkeys(sorted(found)))
+    return list(dict.fromkeys([*order, *range(count)]))

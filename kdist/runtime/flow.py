@@ -1,0 +1,319 @@
+"""One replica's way through a pipeline: what its instructions read and leave behind."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from kdist._compat import keras_trainer
+from kdist.dtensor.sharded import Sharded, each
+from kdist.pipeline.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+)
+from kdist.program.batch import join
+from kdist.program.loss_parts import LossParts, collected, merged, penalty_name
+from kdist.runtime.mesh_results import as_gradient
+from kdist.runtime.micro_batches import MicroBatches
+from kdist.runtime.recorder import Recorder, Stamps
+from kdist.stages.functions import Saved, StageFunctions
+from kdist.storage.sparse import add, is_sparse, joined
+
+import keras
+import tensorflow as tf
+
+Unit = tuple[int, int]
+"""(virtual stage, micro-batch)"""
+
+
+class Flow:
+    """The values of one replica in one step, all in the step's graph, as parts on its slices.
+
+    Args:
+        runner: Knows program, mesh and backend.
+        replica: Which one.
+        functions: Per micro-batch, the functions of the virtual stages.
+        micro: The batch.
+        parts: The replica's micro-batches, x as the model's inputs by name.
+        shares: Per micro-batch, its share of each compiled loss; None where no loss is wanted.
+        scale: What the loss is multiplied by before differentiation.
+
+    Attributes:
+        gradients: Per slice of the replica, by trainable variable, the sum so far of what is dense.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        replica: int,
+        functions: Sequence[Sequence[StageFunctions]],
+        micro: MicroBatches,
+        parts: Sequence[Any],
+        shares: Sequence[Any] | None,
+        scale: Any,
+    ) -> None:
+        self.runner, self.replica, self.functions = runner, replica, functions
+        self.micro, self.parts, self.shares, self.scale = micro, parts, shares, scale
+        self.program, self.backend = runner.program, runner.backend
+        self.gradients: dict[int, dict[int, Sharded]] = {}
+        self._rows: dict[tuple[int, int, int], list[Any]] = {}
+        self._read: dict[tuple[int, int], Sharded] = {}
+        self._state: dict[int, Sharded] = {}
+        self._sent: dict[Unit, Any] = {}
+        self._saved: dict[Unit, Saved] = {}
+        self._returned: dict[Unit, list[Any]] = {}
+        self._results: list[Any] = [None] * len(parts)
+        self._losses: list[Sharded] = []
+        self._loss_parts: LossParts = {}
+
+    def run(self, one: Instruction, recorder: Recorder | None = None) -> tuple[Any, Any]:
+        """Writes an instruction into the graph of the step.
+
+        Returns:
+            The first and the last operation of the graph that belong to it, None without one.
+        """
+        virtual = one.virtual_stage(self.runner.schedule.num_stages)
+        with tf.device(self.device(one.stage)), tf.name_scope(self.name(one)):
+            if recorder is None:
+                operation = self.act(one)
+                return operation, operation
+            arrived = recorder.now(self._incoming(one, virtual))
+            start = recorder.now([arrived])
+            with tf.control_dependencies([start]):
+                operation = self.act(one)
+            if operation is not None:
+                # TensorFlow leaves the edge out where an input has it: a variable that is read.
+                keras_trainer.run_after(operation, [start.op])
+            end = recorder.now([start.op if operation is None else operation])
+            recorder.add(self.replica, one, Stamps(arrived, start, end))
+            return start.op, end.op
+
+    def _incoming(self, one: Instruction, virtual: int) -> list[Any]:
+        """What an instruction gets from another virtual stage; of one in parts, the first."""
+        if isinstance(one, Forward):
+            sent = self._sent.get((virtual - 1, one.micro_batch))
+            found = [] if sent is None else [*sent.boundary.values(), *sent.masks.values()]
+        elif isinstance(one, BackwardWeight):
+            found = []
+        else:
+            found = self._returned.get((virtual + 1, one.micro_batch), [])
+        return [t.parts[0] for t in found if t is not None]
+
+    def name(self, one: Instruction) -> str:
+        """What the graph calls an instruction."""
+        return f"replica{self.replica}/{one.cell(self.runner.schedule.num_stages)}"
+
+    def slice(self, stage: int) -> int:
+        """The slice of a stage."""
+        return int(self.runner.topology.slice_number(stage, self.replica))
+
+    def device(self, stage: int) -> str:
+        """The device of a stage; the first of its slice."""
+        return str(self.backend.devices(self.slice(stage))[0])
+
+    def act(self, one: Instruction) -> tf.Operation | None:
+        """Does an instruction; returns the operation of the graph that it is, None without one."""
+        virtual = one.virtual_stage(self.runner.schedule.num_stages)
+        actions = {
+            Forward: self.forward,
+            Backward: self.backward,
+            BackwardInput: self.backward_input,
+            BackwardWeight: self.backward_weight,
+        }
+        return actions[type(one)](self.slice(one.stage), virtual, one.micro_batch)
+
+    def forward(self, s: int, virtual: int, i: int) -> tf.Operation | None:
+        """Forward of micro-batch `i` on a virtual stage, on slice `s`."""
+        functions = self.functions[i][virtual]
+        body = functions.body
+        sent = self._sent.pop((virtual - 1, i), None)
+        boundary, masks = (sent.boundary, sent.masks) if sent is not None else ({}, {})
+        x, y, sample_weight = self.parts[i]
+        loss = share = None
+        if self.shares is not None:
+            loss = (y, sample_weight, self.shares[i])
+            share = self.micro.shares[self.replica][i]
+        variables = [self.program.state.trainable[n] for n in body.trainable]
+        params = [self._value(v, s) for v in variables]
+        state = {id(v): self._value(v, s) for v in body.carried}
+        given = body.given(boundary, masks, state, x, loss, share)
+        output, saved = functions.forward(s, params, given)
+        before = {**state, **{id(v): p for v, p in zip(variables, params)}}
+        for key, new in output.state.items():
+            self._state[key] = new if self.micro.full else self._if_rows(s, i, new, before[key])
+        self._keep(virtual, i, output, saved, body.last)
+        return _operation([*output.flat(), *saved.tensors])
+
+    def _if_rows(self, s: int, i: int, new: Sharded, old: Sharded) -> Sharded:
+        """New state, or the old where a micro-batch has no rows."""
+        rows = self.micro.counts[self.replica][i] > 0
+        return each(lambda a, b: tf.where(rows, a, b), self.backend.devices(s), new, old)
+
+    def _keep(self, virtual: int, i: int, output: Any, saved: Saved, last: bool) -> None:
+        """Notes what a forward left behind."""
+        if last:
+            self._results[i] = output
+        if output.loss is not None:
+            self._losses.append(output.loss)
+        self._loss_parts = merged([self._loss_parts, output.loss_parts])
+        self._sent[virtual, i] = output
+        self._saved[virtual, i] = saved
+
+    def backward(self, s: int, virtual: int, i: int) -> tf.Operation | None:
+        """Whole backward."""
+        saved = self._with_cotangents(s, virtual, i)
+        found, inward = self.functions[i][virtual].backward(s, saved)
+        del self._saved[virtual, i]
+        self._returned[virtual, i] = inward
+        self._accumulate(s, virtual, i, found)
+        return _operation([*found, *inward])
+
+    def backward_input(self, s: int, virtual: int, i: int) -> tf.Operation | None:
+        """Gradient of the inputs."""
+        saved = self._with_cotangents(s, virtual, i)
+        inward = self.functions[i][virtual].backward_input(s, saved)
+        self._returned[virtual, i] = inward
+        return _operation([*inward, *saved.kept])
+
+    def backward_weight(self, s: int, virtual: int, i: int) -> tf.Operation | None:
+        """Gradient of the parameters."""
+        saved = self._saved.pop((virtual, i))
+        found = self.functions[i][virtual].backward_weight(s, saved)
+        self._accumulate(s, virtual, i, found)
+        return _operation(found)
+
+    def _with_cotangents(self, s: int, virtual: int, i: int) -> Saved:
+        saved = self._saved[virtual, i]
+        returned = self._returned.pop((virtual + 1, i), [])
+        self.functions[i][virtual].set_cotangents(s, saved, returned, self.scale)
+        return saved
+
+    def _accumulate(self, s: int, virtual: int, i: int, found: Sequence[Any]) -> None:
+        """Adds a micro-batch's gradients to the sum; rows are put together at the end."""
+        for position, gradient in zip(self.functions[i][virtual].body.trainable, found):
+            if is_sparse(gradient):
+                self._rows.setdefault((s, position, virtual), []).append(gradient)
+            elif gradient is not None:
+                self._add(s, position, gradient)
+
+    def _add(self, s: int, position: int, gradient: Sharded) -> None:
+        """Adds to the sum of a slice; both are laid out as the parameter is."""
+        sums = self.gradients.setdefault(s, {})
+        if position in sums:
+            gradient = each(operator.add, self.backend.devices(s), sums[position], gradient)
+        sums[position] = gradient
+
+    def _value(self, variable: keras.Variable, s: int) -> Sharded:
+        """A variable's value now, on a slice."""
+        key = id(variable)
+        if key in self._state:
+            return self._state[key]
+        if (key, s) not in self._read:
+            self._read[key, s] = self.backend.read(variable, s)
+        return self._read[key, s]
+
+    def result(self, want_outputs: bool, want_parts: bool) -> dict[str, Any]:
+        """What a step takes: loss, terms and parts of it, outputs, masks, state, gradients.
+
+        Args:
+            want_outputs: Whether the model's outputs and their masks are wanted.
+            want_parts: Whether the parts of the loss are.
+        """
+        penalties = self._penalties() if self.shares is not None else []
+        with tf.device(self.last):
+            result = self._results_of_last(want_outputs)
+            losses = [self._whole(value) for value in (*self._losses, *penalties)]
+            if losses:
+                result["loss"] = losses[0] if len(losses) == 1 else tf.add_n(losses)
+        parts = self._loss_parts if want_parts else {}
+        result["loss_parts"] = keras.tree.map_structure(self._whole, parts)
+        state, training = self.program.state, self.functions[0][0].wanted.training
+        updated = [state.written[i] for i in self.program.traced(training).updated]
+        result["updated"] = [
+            self._value(v, self.slice(self.program.stage_with(v))).joined() for v in updated
+        ]
+        result["gradients"] = self._gradients()
+        return result
+
+    @property
+    def last(self) -> str:
+        """The device on which outputs and losses come together."""
+        return str(self.runner.devices[self.replica])
+
+    def _whole(self, tensor: Sharded | None) -> Any:
+        return None if tensor is None else tensor.whole(self.last)
+
+    def _results_of_last(self, want_outputs: bool) -> dict[str, Any]:
+        counts = self.micro.counts[self.replica]
+        result: dict[str, Any] = {"outputs": None, "masks": []}
+        if want_outputs:
+            outputs = [keras.tree.map_structure(self._whole, r.outputs) for r in self._results]
+            result["outputs"] = join(outputs, counts)
+            for column in zip(*(r.output_masks for r in self._results)):
+                masks = [self._whole(mask) for mask in column]
+                result["masks"].append(None if masks[0] is None else join(masks, counts))
+        terms = zip(*(r.terms for r in self._results))
+        result["terms"] = [tf.add_n([self._whole(t) for t in column]) for column in terms]
+        return result
+
+    def _penalties(self) -> list[Sharded]:
+        """Weight penalties count once: on the first replica, on the stage that has the variable."""
+        by_stage: dict[int, list[int]] = {}
+        for position in self.program.penalized if self.replica == 0 else ():
+            stage = self.program.stage_with(self.program.state.trainable[position])
+            by_stage.setdefault(stage, []).append(position)
+        values: list[Sharded] = []
+        for stage, positions in sorted(by_stage.items()):
+            s, variables = self.slice(stage), [self.program.state.trainable[p] for p in positions]
+            with tf.device(self.device(stage)):
+                params = [self._value(v, s) for v in variables]
+                scale = tf.constant(0.0) if self.scale is None else self.scale
+                found, gradients = self.backend.penalties(s, positions, params, scale)
+            if self.scale is not None:
+                for position, gradient in zip(positions, gradients):
+                    self._add(s, position, gradient)
+            self._loss_parts = merged(
+                [self._loss_parts, collected(zip(map(penalty_name, variables), found))]
+            )
+            values += found
+        return values
+
+    def _gradients(self) -> dict[int, dict[int, list[Any]]]:
+        """Per slice, by trainable variable, the sum on each device; of rows alone, rows."""
+        found: dict[int, dict[int, list[Any]]] = {
+            s: {position: list(total.parts) for position, total in sums.items()}
+            for s, sums in self.gradients.items()
+        }
+        for (s, position, virtual), rows in self._rows.items():
+            before = found.setdefault(s, {}).get(position)
+            found[s][position] = []
+            for k, device in enumerate(self.backend.devices(s)):
+                with tf.device(device):
+                    parts = [] if before is None else [before[k]]
+                    parts.append(self._table(position, virtual, k, rows))
+                    found[s][position].append(joined(parts))
+        return found
+
+    def _table(self, position: int, virtual: int, k: int, rows: Sequence[Any]) -> Any:
+        """Rows of all micro-batches on device `k`; dense, of what it has, if others are dense."""
+        placement = self.runner.entries[position].placement
+        look_up = self.functions[0][virtual].look_ups()[position]
+        there = [as_gradient((r.values.parts[k], r.indices.parts[k]), placement) for r in rows]
+        total = add(there, look_up.by_batch, look_up.merged)
+        part = self.backend.rows_at(position, k)
+        if part is None or position in self.program.trained.rows:
+            return total
+        return tf.convert_to_tensor(total)[part]
+
+
+def _operation(tensors: Sequence[Any]) -> tf.Operation | None:
+    """The operation of a graph that made the first of some tensors."""
+    for tensor in tensors:
+        if tensor is not None:
+            first = (tensor.values if is_sparse(tensor) else tensor).parts[0]
+            return None if tf.executing_eagerly() else first.op
+    return None

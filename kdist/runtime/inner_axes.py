@@ -1,0 +1,188 @@
+"""Stages of several devices each; `kdist.runtime.one_device` has the same for one.
+
+Stages are traced with declared layouts, and each function that is cut from the trace is lowered.
+The collectives of a stage stay inside its slice; between stages each device sends its part to its
+peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kdist.dtensor import relayout, sizes
+from kdist.dtensor.call import Lowered
+from kdist.dtensor.flops import graph_flops
+from kdist.dtensor.inputs import SliceInputs
+from kdist.dtensor.islands import crosses, is_handed_on
+from kdist.dtensor.layer_hooks import declared_layouts
+from kdist.dtensor.lowering import Island
+from kdist.dtensor.model_layouts import ModelLayouts
+from kdist.dtensor.program_layouts import laid_out, like, loss_view, whole_in_program, whole_readers
+from kdist.dtensor.sharded import Sharded, replicate
+from kdist.program.program import ModelState
+from kdist.runtime.mesh_results import SliceGradients
+from kdist.sharding.mesh import Topology
+from kdist.stages.penalties import penalty_function
+from kdist.storage.sparse import LookUp
+from kdist.storage.variables import Stored
+
+import keras
+
+
+class InnerAxes:
+    """Runs a stage's functions on all devices of a slice.
+
+    Args:
+        state: The model's variables.
+        entries: `Stored` of each trainable variable.
+        topology: The mesh.
+        layouts: The model's resolved layouts.
+        alltoall: Whether re-layouts may use all-to-all.
+        model: The model.
+
+    Attributes:
+        exact: See `OneDevice`.
+        gather_first: Whether gradients are gathered before they are cut; see `spmd.Trace`.
+    """
+
+    exact = True
+
+    def __init__(
+        self,
+        state: ModelState,
+        entries: Sequence[Stored],
+        topology: Topology,
+        layouts: ModelLayouts,
+        alltoall: bool,
+        model: keras.Model,
+    ) -> None:
+        self.state, self.entries, self.topology = state, list(entries), topology
+        self.layouts, self.alltoall, self.gather_first = layouts, alltoall, False
+        self.mesh = relayout.make_mesh(topology)
+        self._inputs = SliceInputs(state, entries, topology, self.mesh)
+        self._whole = whole_readers(layouts)
+        layers = [layer for layer in layouts.model_layers if layer is not model]
+        paths = [layer.path or layer.name for layer in layers]
+        self._lowering = layouts, topology, self.mesh, alltoall, paths
+        self._penalties: dict[tuple[int, ...], Lowered] = {}
+
+    def devices(self, s: int) -> Sequence[str]:
+        """See `OneDevice.devices`."""
+        return self.topology.slices[s].devices
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """See `OneDevice.tracing`."""
+        with (
+            relayout.tracing(self.mesh, self.topology, alltoall=self.alltoall) as trace,
+            declared_layouts(self.layouts),
+        ):
+            trace.gather_first = self.gather_first
+            trace.alltoall = self.alltoall or not self.gather_first
+            yield
+        self.layouts.tell_uncut(trace.uncut)
+
+    def taken(self, variable: keras.Variable, value: Any) -> Any:
+        """See `kdist.stages.body.Backend`; whole where operations cannot take parts."""
+        return whole_in_program(value) if id(variable) in self._whole else value
+
+    def like(self, value: Any, other: Any) -> Any:
+        """See `kdist.stages.body.Backend`."""
+        return like(value, other)
+
+    def seen(self, outputs: Any) -> Any:
+        """See `kdist.stages.body.Backend`."""
+        view = loss_view()
+        return outputs if view is None else view(outputs)
+
+    def hands_on(self, tensor: Any) -> bool:
+        """See `kdist.stages.body.Backend`; lists of tensors stay in the function that made them.
+
+        Sizes that the trace of a family of shapes does not know are known from examples.
+        """
+        passes = crosses if sizes.active() is None else is_handed_on
+        return all(map(passes, tensor.op.outputs))
+
+    def laid_out(self, gradient: Any, param: Any, position: int) -> Any:
+        """See `kdist.stages.body.Backend`; as the parameter is."""
+        return laid_out(gradient, param, self.entries[position].placement, self.topology)
+
+    def part(self, concrete: Any) -> LoweredPart:
+        """See `OneDevice.part`."""
+        return LoweredPart(concrete, *self._lowering, gather_first=self.gather_first)
+
+    def read(self, variable: keras.Variable, s: int) -> Sharded:
+        """See `OneDevice.read`."""
+        return self._inputs.value(variable, s)
+
+    def rows_at(self, position: int, k: int) -> slice | None:
+        """See `OneDevice.rows_at`."""
+        return self.entries[position].placement.inner_index(k)[0]
+
+    def penalties(
+        self, s: int, positions: Sequence[int], params: Sequence[Sharded], scale: Any
+    ) -> tuple[list[Sharded], list[Sharded]]:
+        """See `OneDevice.penalties`."""
+        key = tuple(positions)
+        if key not in self._penalties:
+            variables = [self.state.trainable[p] for p in positions]
+            function = penalty_function(variables, keras.config.floatx(), self.like)
+            self._penalties[key] = Lowered(function, *self._lowering)
+        values, found = self._penalties[key](s, key, (list(params), replicate(scale, self.mesh)))
+        return list(values), list(found)
+
+    def source(
+        self, gradients: Mapping[int, Mapping[int, list[Any]]], rows: Mapping[int, LookUp]
+    ) -> SliceGradients:
+        """See `OneDevice.source`."""
+        return SliceGradients(gradients, rows, self.entries, self.topology)
+
+    def gathered_paths(self) -> list[str]:
+        """Weights that are made whole before use because an operation cannot take parts."""
+        weights: list[keras.Variable] = [*self.state.trainable, *self.state.carried]
+        return [v.path for v in weights if id(v) in self._whole]
+
+
+class LoweredPart(Lowered):
+    """A concrete function of a stage, as a program on the slices of its replicas.
+
+    Args:
+        concrete: The function.
+        *args: Of `Lowered`.
+        gather_first: See `InnerAxes`.
+    """
+
+    def __init__(self, concrete: Any, *args: Any, gather_first: bool) -> None:
+        super().__init__(concrete, *args)
+        self.traces[None, sizes.active()] = concrete
+        self.gather_first = gather_first
+
+    def call(self, s: int, *inputs: Any) -> list[Sharded]:
+        """Calls it on slice `s`; a plain tensor is the same on every device."""
+        given = [t if isinstance(t, Sharded) else replicate(t, self.mesh) for t in inputs]
+        return list(self(s, None, given))
+
+    def lower(self, key: Any, inputs: Any) -> tuple[Any, list[Sharded]]:
+        """See `Lowered.lower`; the whole pipeline is traced again, if anything is.
+
+        Raises:
+            Retrace: It has to be.
+        """
+        return self._lower(key, inputs)
+
+    def _refuse_all_island(self, islands: Sequence[Island]) -> None:
+        """Refuses nothing: what is left to divide may be in other parts."""
+
+    def flops(self) -> float:
+        """Of its matrix products."""
+        return graph_flops(next(iter(self.traces.values())).graph)
+
+
+def islands_of(parts: Sequence[LoweredPart]) -> list[Island]:
+    """What of some functions runs on whole operands; shares are of all of them."""
+    total = sum(part.flops() for part in parts)
+    found = [island for part in parts for island in part.islands]
+    return [dataclasses.replace(i, share=i.flops / (total or 1.0)) for i in found]

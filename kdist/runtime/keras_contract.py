@@ -1,0 +1,120 @@
+"""Keras's contract around the steps: what its trainer passes in, and what it expects back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from kdist._compat import keras_models, keras_optimizers
+
+import keras
+import tensorflow as tf
+
+
+def is_built(model: keras.Model) -> bool:
+    """Whether all variables of a model exist."""
+    return model.built and all(layer.built for layer in keras_models.flat_layers(model))
+
+
+def adapt_callbacks(callbacks: Any) -> None:
+    """Makes callbacks that would write to TensorFlow's variables write to Keras's.
+
+    `SwapEMAWeights` does the former on this backend, and would reach one copy of each weight.
+    """
+    members = getattr(callbacks, "callbacks", callbacks)
+    for callback in members if isinstance(members, list | tuple) else [members]:
+        if isinstance(callback, keras.callbacks.SwapEMAWeights):
+            keras_optimizers.swap_keras_variables(callback)
+
+
+def step_function(
+    kind: str, step: Callable, model: keras.Model, no_batch: Callable[[], None]
+) -> Callable:
+    """Keras's train, test or predict function over a step on plain devices.
+
+    Args:
+        kind: "train", "test" or "predict".
+        step: Computes one batch.
+        model: The model.
+        no_batch: Called when data to train on has run out.
+    """
+    if kind == "predict":
+        return _predict_function(step, model.run_eagerly)
+    function = model._make_function(step)
+    return _train_function(step, function, model, no_batch) if kind == "train" else function
+
+
+def _predict_function(step: Callable, eager: bool) -> Callable:
+    """Keras's predict function over a step on plain devices."""
+    one = step if eager else tf.function(step, autograph=False, reduce_retracing=True)
+
+    def predict(batches: list[Any]) -> Any:
+        outputs = [one(batch) for batch in batches]
+        if len(outputs) == 1:
+            return outputs[0]
+        return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+
+    return predict
+
+
+def _train_function(
+    step: Callable, function: Callable, model: keras.Model, no_batch: Callable[[], None]
+) -> Callable:
+    """`function`, Keras's own, but that nothing starts before there is a batch.
+
+    Keras takes the batch inside of the step's graph. When none comes, parts of the update that need
+    no gradient have run by then, on one device and not on another.
+    """
+
+    def on_batch(batch: tf.experimental.Optional) -> Any:
+        return step(without_optionals(batch.get_value()))
+
+    one = tf.function(on_batch, autograph=False, reduce_retracing=True)
+
+    def train(iterator: Any) -> Any:
+        if not single_steps(model, iterator):
+            return function(iterator)
+        batch = iterator.get_next_as_optional()
+        if not batch.has_value():
+            no_batch()
+            raise StopIteration
+        return one(batch)
+
+    return train
+
+
+def single_steps(model: keras.Model, iterator: Any) -> bool:
+    """Whether Keras would run one step in one graph with the iterator that feeds it."""
+    tensors = isinstance(iterator, tf.data.Iterator)
+    return tensors and model.steps_per_execution == 1 and not model.run_eagerly
+
+
+def without_optionals(data: Any) -> Any:
+    """Absent data, which generators yield as empty optionals, as None."""
+    return keras.tree.map_structure(
+        lambda t: None if isinstance(t, tf.experimental.Optional) else t, data
+    )
+
+
+def as_spec(leaf: Any) -> Any:
+    """A symbolic stand-in for a tensor, array or tensor spec; None for absent data."""
+    if leaf is None or isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec):
+        return None
+    if not hasattr(leaf, "shape"):
+        leaf = tf.convert_to_tensor(leaf)
+    dtype = keras.backend.standardize_dtype(leaf.dtype)
+    return keras.KerasTensor(tuple(leaf.shape), dtype)
+
+
+def peek(iterator: Any) -> tuple[Any, Any]:
+    """Looks at what an iterator yields without losing it.
+
+    Returns:
+        The iterator to use from now on, and a batch or its specs.
+    """
+    if isinstance(iterator, tf.data.Iterator):
+        return iterator, iterator.element_spec
+    iterator = iter(iterator)
+    first = next(iterator)
+    return itertools.chain([first], iterator), first

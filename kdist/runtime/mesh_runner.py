@@ -1,0 +1,284 @@
+"""Running programs over the inner axes, in the step's graph.
+
+Each slice's devices hold parts of every tensor (`kdist.dtensor.sharded`). A program is lowered once
+(`spmd_call`, `spmd_program`) and is nodes of the step's graph on each slice's devices, like what
+`PlainRunner` runs on one device per slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kdist.dtensor import relayout
+from kdist.dtensor.call import Lowered, packed, signature
+from kdist.dtensor.inputs import SliceInputs
+from kdist.dtensor.lowered import Collective
+from kdist.dtensor.lowering import Island
+from kdist.dtensor.model_layouts import ModelLayouts
+from kdist.dtensor.program_layouts import SpmdPrograms
+from kdist.dtensor.sharded import Sharded, replicate
+from kdist.program.batch import SplitBatch
+from kdist.program.loss import shares_from_counts
+from kdist.program.program import Program
+from kdist.runtime.chunk_run import ChunkedProgram
+from kdist.runtime.chunking import Chunking, Chunks, Completion, Keys
+from kdist.runtime.mesh_results import SliceGradients
+from kdist.runtime.plain_runner import Begin, row_shares
+from kdist.sharding.mesh import Topology
+from kdist.storage.parts import whole_of
+from kdist.storage.variables import Stored
+
+import keras
+import tensorflow as tf
+
+WHOLE_RESULTS = ("loss", "terms", "loss_parts", "outputs", "masks")
+"""What a step needs as whole tensors."""
+
+
+class SpmdRunner:
+    """Runs a model's programs over the inner axes; the counterpart of `PlainRunner`.
+
+    Args:
+        program: The pure functions.
+        entries: `Stored` of each trainable variable.
+        topology: The mesh.
+        layouts: The model's resolved layouts.
+        alltoall: Whether re-layouts may use all-to-all.
+        want_outputs: Whether training and test steps must return the model's outputs.
+        want_parts: Whether they must return every part of the loss.
+        batch_axis: Inner axis that cuts the batch of the inputs, if any.
+        chunking: How programs are cut into chunks, if they are.
+        keys: Which parameters share a bucket.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        entries: Sequence[Stored],
+        topology: Topology,
+        layouts: ModelLayouts,
+        *,
+        alltoall: bool,
+        want_outputs: bool,
+        want_parts: bool,
+        batch_axis: str | None = None,
+        chunking: Chunking | None = None,
+        keys: Keys = lambda: (),
+    ) -> None:
+        self.program = program
+        self.entries = list(entries)
+        self.topology = topology
+        self.mesh = relayout.make_mesh(topology)
+        self.inputs = SliceInputs(
+            program.state, entries, topology, self.mesh, batch_axis, layouts.tell_uncut
+        )
+        self.programs = SpmdPrograms(program, entries, topology, layouts, want_outputs, want_parts)
+        paths = [
+            layer.path or layer.name for layer in layouts.model_layers if layer is not program.model
+        ]
+
+        self.chunks: Chunks | None = None
+        if chunking is not None:
+            devices = [one.devices for one in topology.slices]
+            self.chunks = Chunks(chunking, entries, topology, devices, keys)
+
+        def make(function: Callable, seeds: int = 0) -> Lowered:
+            return Lowered(function, layouts, topology, self.mesh, alltoall, paths, seeds)
+
+        self._gradients = make(self.programs.gradients, seeds=1)
+        self._losses = make(self.programs.losses)
+        self._counts = make(self.programs.counts)
+        self._outputs = make(self.programs.outputs)
+        self._probe = make(self.programs.probe)
+
+    @property
+    def devices(self) -> list[str]:
+        """The device on which each slice's outputs arrive."""
+        return [one.devices[0] for one in self.topology.slices]
+
+    def gradients(
+        self, batch: SplitBatch, scale: Any, begin: Begin | None = None
+    ) -> list[dict[str, Any]]:
+        """Loss and gradients of every slice, gradients as per-device lists; see `PlainRunner`."""
+        scale = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
+        return self._run(self._gradients, batch, True, (scale,), begin)
+
+    def losses(self, batch: SplitBatch) -> list[dict[str, Any]]:
+        """Loss and outputs of every slice, in inference mode."""
+        return self._run(self._losses, batch, False, ())
+
+    def outputs(self, batch: SplitBatch) -> list[dict[str, Any]]:
+        """See `PlainRunner.outputs`."""
+        data = [self.inputs.data(part[0]) for part in batch.parts]
+        inputs = [(*self._state_of(s), x) for s, x in enumerate(data)]
+        results = []
+        for s, found in enumerate(self._on_all(self._outputs, data, inputs)):
+            outputs = self._whole(found["outputs"], s)
+            updated = self._updated_whole(found["updated"], False)
+            results.append({"outputs": outputs, "updated": updated})
+        return results
+
+    def _run(
+        self,
+        program: Lowered,
+        batch: SplitBatch,
+        training: bool,
+        extra: tuple,
+        begin: Begin | None = None,
+    ) -> list[dict[str, Any]]:
+        state = [self._state_of(s) for s in range(len(batch.parts))]
+        parts = [self.inputs.data(part) for part in batch.parts]
+        rows = row_shares(batch)
+        shares = self._shares(program, state, parts, batch, rows, training)
+        inputs = []
+        for s, one in enumerate(parts):
+            first = tf.constant(float(s == 0), tf.float64)
+            numbers = [replicate(t, self.mesh) for t in (shares[s], rows[s], first, *extra)]
+            inputs.append((*state[s], one, *numbers))
+        found = self._on_all(program, parts, inputs, begin)
+        return [self._read(one, s, training) for s, one in enumerate(found)]
+
+    def _state_of(self, s: int) -> tuple[list[Sharded], list[Sharded]]:
+        """Parameters and carried state of slice `s`; what chunks gather is not read here."""
+        gathered = set() if self.chunks is None else self.chunks.gathered
+        return self.inputs.state_of(s, gathered)
+
+    def _on_all(
+        self,
+        program: Lowered,
+        data: Sequence[Any],
+        inputs: Sequence[Any],
+        begin: Begin | None = None,
+    ) -> list[Any]:
+        """Calls a program on every slice.
+
+        Args:
+            program: The program.
+            data: Per slice, the inputs on whose shapes a trace depends.
+            inputs: Per slice, all inputs.
+            begin: See `PlainRunner.gradients`.
+        """
+        keys = [signature(one) for one in data]
+        if self.chunks is None:
+            return [program(s, key, one) for s, (key, one) in enumerate(zip(keys, inputs))]
+        lowered = program.lower_all(keys, inputs)
+        programs, given = [], []
+        for (key, flat), name, one in zip(lowered, keys, inputs, strict=True):
+            end = sum(t is not None for t in tf.nest.flatten(one))
+            stitcher = program.stitchers[key]
+            programs.append(
+                self.chunks.program(
+                    (stitcher, key),
+                    program.trace(name, one),
+                    lambda stitcher=stitcher: (stitcher.program, stitcher),  # type: ignore[misc]
+                    range(end - program.seeds, end),
+                )
+            )
+            known = [not isinstance(t.parts[0], tf.TensorSpec) for t in flat]
+            given.append([list(t.parts) if there else None for t, there in zip(flat, known)])
+        results = self.chunks.run(programs, given, self._completion(programs, begin))
+        return [
+            packed(one.stitcher.program, found)
+            for one, found in zip(programs, results, strict=True)
+        ]
+
+    def _completion(
+        self, programs: Sequence[ChunkedProgram], begin: Begin | None
+    ) -> Completion | None:
+        """Hands gradients to the update as they become complete."""
+        if begin is None:
+            return None
+        connected = self.program.trained.connected
+        structure = programs[0].stitcher.program.structure["gradients"]
+        found: dict[int, dict[int, Any]] = {s: {} for s in range(len(programs))}
+        reduction = begin(self._source(found), connected)
+        where = dict(zip(connected, range(len(connected))))
+
+        def fill(variable: int, results: list[dict[int, list[Any]]]) -> None:
+            j = where[variable]
+            for s, one in enumerate(results):
+                position = structure[j]
+                if isinstance(position, tuple | list):
+                    found[s][variable] = list(zip(*(one[i] for i in position)))
+                else:
+                    found[s][variable] = one[position]
+
+        numbers = {v: tf.nest.flatten(structure[j]) for v, j in where.items()}
+        return Completion(numbers, fill, reduction.advance)
+
+    def _shares(
+        self,
+        program: Lowered,
+        state: Any,
+        parts: Any,
+        batch: SplitBatch,
+        rows: Sequence[Any],
+        training: bool,
+    ) -> list[Any]:
+        """Each slice's share of every loss term; see `kdist.program.loss`."""
+        shares = [tf.fill([len(self.program.kinds)], row) for row in rows]
+        if len(parts) == 1 or not self.program.kinds:
+            return shares
+        numbers = [shares[0], rows[0], rows[0], *([tf.constant(1.0)] if training else [])]
+        given = [replicate(t, self.mesh) for t in numbers]
+        program.trace(signature(parts[0]), (*state[0], parts[0], *given))
+        if not self.program.traced(training).counts_by_data:
+            return shares
+        rows_of = [replicate(count, self.mesh) for count in batch.counts]
+        inputs = [(*own, one, n) for own, one, n in zip(state, parts, rows_of, strict=True)]
+        counts = self._on_all(self._counts, parts, inputs)
+        return shares_from_counts([self._whole(count, s) for s, count in enumerate(counts)])
+
+    def _whole(self, tensors: Any, s: int) -> Any:
+        """Tensors of slice `s`, whole on its first device; None stays None."""
+        return keras.tree.map_structure(
+            lambda t: None if t is None else t.whole(self.devices[s]), tensors
+        )
+
+    def _read(self, result: dict[str, Any], s: int, training: bool) -> dict[str, Any]:
+        """Results as a step takes them: gradients as lists of parts, the rest whole."""
+        out = {k: self._whole(result[k], s) for k in WHOLE_RESULTS}
+        out["gradients"] = [
+            list(zip(*(t.parts for t in g))) if isinstance(g, tuple) else list(g.parts)
+            for g in result.get("gradients", [])
+        ]
+        out["updated"] = self._updated_whole(result["updated"], training)
+        return out
+
+    def recorded(self) -> Sequence[Collective]:
+        """Collectives of the lowered training program, or of what stands for it."""
+        return self._gradients.recorded or self._probe.recorded
+
+    def islands(self) -> Sequence[Island]:
+        """What of that program runs on whole operands."""
+        return self._gradients.islands or self._probe.islands
+
+    def lower_without_loss(self, x: Any) -> None:
+        """Lowers a forward and backward pass, to see its collectives."""
+        data = self.inputs.data(x)
+        self._probe.lower(signature(data), (*self.inputs.state_of(0), data))
+
+    def gathered_paths(self) -> list[str]:
+        """Weights that are gathered before use because an operation cannot take such parts."""
+        state = self.program.state
+        trainable = [state.trainable[i].path for i in sorted(self.programs.gathered_params)]
+        return trainable + [state.carried[i].path for i in sorted(self.programs.gathered_carried)]
+
+    def gradient_at(self, results: Sequence[Sequence[Any]]) -> SliceGradients:
+        """How the update reads gradients: the unit's part of each slice's, summed."""
+        connected = self.program.trained.connected
+        return self._source({s: dict(zip(connected, one)) for s, one in enumerate(results)})
+
+    def _source(self, gradients: Mapping[int, Mapping[int, Sequence[Any]]]) -> SliceGradients:
+        return SliceGradients(gradients, self.program.trained.rows, self.entries, self.topology)
+
+    def _updated_whole(self, updated: Sequence[Sharded], training: bool) -> list[Any]:
+        """New state as whole tensors."""
+        placements = {i: entry.placement for i, entry in enumerate(self.inputs.fixed)}
+        after = len(self.program.state.carried)
+        placements |= {after + i: entry.placement for i, entry in enumerate(self.entries)}
+        return [
+            whole_of(placements[i], one.parts.__getitem__) if i in placements else one.parts[0]
+            for i, one in zip(self.program.traced(training).updated, updated)
+        ]

@@ -1,0 +1,225 @@
+"""Steps over slices that have inner axes: graphs by the shape of a batch.
+
+A batch is taken from its iterator first, since the graph of a step is for its shape, or for shapes
+like it (`kdist.runtime.by_shape`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kdist.dtensor import sizes
+from kdist.dtensor.call import CannotExpand, signature
+from kdist.program.batch import SplitBatch, split
+from kdist.program.training_pass import TrainingPass
+from kdist.runtime.by_shape import ByShape
+from kdist.runtime.keras_contract import single_steps, without_optionals
+from kdist.runtime.pipeline_step import PipelineStep
+from kdist.runtime.step import Step
+
+import keras
+import tensorflow as tf
+
+SHOWN_RESULTS = ("terms", "loss_parts", "outputs")
+
+
+class SpmdStep(Step):
+    """The steps of one compiled model whose slices have inner axes; see `Step`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._gradients = self.by_shape(self._seen_gradients)
+        self._apply_whole = tf.function(super().apply_whole, autograph=False)
+
+    @property
+    def micro_batches(self) -> int:
+        """Into how many a replica's rows are cut."""
+        return 1
+
+    def by_shape(self, function: Callable) -> ByShape:
+        """A function of a batch of this model as graphs by its shape."""
+        parts = self.topology.data_size * self.micro_batches
+        return ByShape(function, parts, self.parallel.warn_once)
+
+    def cut(self, x: Any, y: Any, sample_weight: Any) -> SplitBatch:
+        """Cuts a batch over the slices, into parts of known size where the batch's is known.
+
+        Raises:
+            CannotExpand: It has sparse tensors, or dims of unknown size.
+        """
+        leaves = [leaf for leaf in tf.nest.flatten((x, y, sample_weight)) if leaf is not None]
+        for leaf in leaves:
+            if isinstance(leaf, tf.SparseTensor):
+                raise CannotExpand("sparse inputs")
+            if not leaf.shape.is_fully_defined() and sizes.active() is None:
+                raise CannotExpand(f"batches of unknown size, here {leaf.shape}")
+        sizes.note(leaves)
+        batch = split(x, y, sample_weight, self.topology.data_size, static=True)
+        # One device would have traced the step for this size.
+        size = batch.size if batch.static_size is None else batch.static_size
+        return dataclasses.replace(batch, static_size=size)
+
+    def gradients(self, data: Any, compress: bool = True) -> TrainingPass:
+        """See `Step.gradients`."""
+        data = as_tensors(data)
+        loss, found, results = self._gradients(data, compress)
+        return TrainingPass(loss, found, self.split(data), results)
+
+    def _seen_gradients(
+        self, data: Any, compress: bool
+    ) -> tuple[Any, list[Any], list[dict[str, Any]]]:
+        """Loss, whole gradients, and what a `TrainingPass` shows of the slices' results."""
+        found = super().gradients(data, compress)
+        shown = [{k: v for k, v in r.items() if k in SHOWN_RESULTS} for r in found.results]
+        return found.loss, found.gradients, shown
+
+    def apply_whole(self, gradients: Sequence[Any]) -> None:
+        """Updates the parameters from whole gradients."""
+        self._apply_whole(gradients)
+
+
+class SpmdPipelineStep(SpmdStep, PipelineStep):
+    """The steps of a pipeline whose stages have inner axes."""
+
+    @property
+    def micro_batches(self) -> int:
+        """See `SpmdStep`."""
+        return int(self.runner.schedule.micro_batches)
+
+
+def as_tensors(data: Any) -> Any:
+    """Arrays of a structure as tensors; None stays None."""
+
+    def convert(leaf: Any) -> Any:
+        keep = leaf is None or isinstance(leaf, tf.SparseTensor)
+        return leaf if keep else tf.convert_to_tensor(leaf)
+
+    return keras.tree.map_structure(convert, data)
+
+
+class SpmdFunction:
+    """What Keras calls as the train, test or predict function of a model with inner axes.
+
+    Falls back, once and with a warning that says why, to plain devices with gathered weights, for
+    models with an operation that DTensor cannot run.
+
+    Args:
+        steps: The model's steps.
+        kind: Which of them: "train", "test" or "predict".
+        plain: Makes the same step on plain devices.
+        model: The model.
+        inspected: Told about the fallback: `inspected(reason)`.
+        no_batch: Called when the data has run out.
+    """
+
+    def __init__(
+        self,
+        steps: SpmdStep,
+        kind: str,
+        plain: Callable[[], Callable],
+        model: keras.Model,
+        inspected: Callable[[str], None],
+        no_batch: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._step = getattr(steps, kind)
+        self.one, self.several = steps.by_shape(self._step), steps.by_shape(self._in_one_graph)
+        self.model = model
+        self.inspected = inspected
+        self.no_batch = no_batch
+        self._make_plain = plain
+        self._plain: Callable | None = None
+        self._expandable = True
+
+    def on_batch(self, data: Any, known_size: bool = True) -> Any:
+        """Runs one step on a global batch."""
+        data = as_tensors(data)
+        if self._expandable:
+            try:
+                return self.one(data, known_size)
+            except CannotExpand as reason:
+                self._expandable = False
+                self.inspected(
+                    f"DTensor cannot run {reason}. The model runs on gathered weights instead: "
+                    "results are the same, weights stay cut at rest, but compute is not split "
+                    "over the inner axes."
+                )
+        if self._plain is None:
+            step = self._make_plain()
+            self._plain = tf.function(
+                lambda data: step(data), autograph=False, reduce_retracing=True
+            )
+        return self._plain(data)
+
+    def __call__(self, iterator: Any) -> Any:
+        """Runs `steps_per_execution` steps; the contract of Keras's train function."""
+        known = True
+        if isinstance(iterator, tf.data.Iterator):
+            first = keras.tree.flatten(iterator.element_spec)[0]
+            known = first.shape.rank is not None and first.shape[0] is not None
+        batches = self._next(iterator)
+        if not batches:
+            if single_steps(self.model, iterator):
+                self.no_batch()
+            raise StopIteration
+        return self._steps(batches, known)
+
+    def _next(self, iterator: Any) -> list[Any]:
+        """The batches of one execution; fewer at the end of the data."""
+        batches: list[Any] = []
+        try:
+            for _ in range(self.model.steps_per_execution):
+                batches.append(as_tensors(without_optionals(next(iterator))))
+        except (StopIteration, tf.errors.OutOfRangeError):
+            pass
+        return batches
+
+    def _steps(self, batches: list[Any], known: bool) -> Any:
+        """One step on each batch: batches of one shape in one call, however many there are."""
+        logs, wanted = None, self.model.steps_per_execution
+        shapes = [signature(batch) for batch in batches]
+        alike = next((i for i, one in enumerate(shapes) if one != shapes[0]), len(batches))
+        if alike > 1 and self._expandable:
+            # Always of one length, so that the end of the data is no trace of its own.
+            given = batches[:alike] + batches[:1] * (wanted - alike)
+            try:
+                logs = self.several((given, tf.constant(alike)), known)
+                batches = batches[alike:]
+            except CannotExpand:
+                pass  # the first step alone says so
+        for batch in batches:
+            logs = self.on_batch(batch, known)
+        return logs
+
+    def _in_one_graph(self, data: tuple[list[Any], Any], known: bool) -> Any:
+        """Steps on the first `count` of some batches, in a loop.
+
+        Raises:
+            CannotExpand: They have sparse tensors, which cannot be stacked.
+        """
+        batches, count = data
+        one = tf.function(self._step, autograph=False)
+        if any(isinstance(leaf, tf.SparseTensor) for leaf in tf.nest.flatten(batches)):
+            raise CannotExpand("sparse inputs")
+        stacked = keras.tree.map_structure(
+            lambda *parts: None if parts[0] is None else tf.stack(parts), *batches
+        )
+
+        def step(i: Any) -> Any:
+            data = keras.tree.map_structure(lambda t: None if t is None else t[i], stacked)
+            return one(data, known)
+
+        return tf.while_loop(
+            lambda i, logs: i < count,
+            lambda i, logs: (i + 1, step(i)),
+            (tf.constant(1), step(0)),
+            parallel_iterations=1,
+        )[1]
+
+    def predict(self, batches: list[Any]) -> Any:
+        """The contract of Keras's predict function."""
+        outputs = [self.on_batch(without_optionals(b)) for b in batches]
+        if len(outputs) == 1:
+            return outputs[0]
+        return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)

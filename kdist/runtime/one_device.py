@@ -1,0 +1,138 @@
+"""Stages of one device each; `kdist.runtime.inner_axes` has the same for slices of several.
+
+Where a model that DTensor cannot expand has inner axes after all, each stage runs on the first
+device of its slice, on whole weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kdist._compat import keras_trainer
+from kdist.dtensor.sharded import Sharded
+from kdist.program.program import ModelState
+from kdist.program.state import replica_seed
+from kdist.runtime.plain_runner import PlainGradients
+from kdist.sharding.mesh import Topology
+from kdist.stages.penalties import penalty_function
+from kdist.storage.sparse import LookUp
+from kdist.storage.variables import Stored, stored
+
+import keras
+import tensorflow as tf
+
+
+class OneDevice:
+    """Runs a stage's functions on the first device of a slice.
+
+    Args:
+        state: The model's variables.
+        entries: `Stored` of each trainable variable.
+        topology: The mesh.
+        compiled: Makes a callable of a concrete function.
+
+    Attributes:
+        exact: Whether a function is of one size of micro-batches.
+    """
+
+    exact = False
+
+    def __init__(
+        self,
+        state: ModelState,
+        entries: Sequence[Stored],
+        topology: Topology,
+        compiled: Callable[[Any], Callable],
+    ) -> None:
+        self.state, self.entries, self.topology = state, list(entries), topology
+        self._compiled = compiled
+
+    def devices(self, s: int) -> list[str]:
+        """Where slice `s` computes."""
+        return [self.topology.slices[s].devices[0]]
+
+    def tracing(self) -> contextlib.AbstractContextManager:
+        """Around the trace of a stage."""
+        return contextlib.nullcontext()
+
+    def taken(self, variable: keras.Variable, value: Any) -> Any:
+        """See `kdist.stages.body.Backend`."""
+        return value
+
+    def like(self, value: Any, other: Any) -> Any:
+        """See `kdist.stages.body.Backend`."""
+        return value
+
+    def seen(self, outputs: Any) -> Any:
+        """See `kdist.stages.body.Backend`."""
+        return outputs
+
+    def hands_on(self, tensor: Any) -> bool:
+        """See `kdist.stages.body.Backend`."""
+        return True
+
+    def laid_out(self, gradient: Any, param: Any, position: int) -> Any:
+        """See `kdist.stages.body.Backend`."""
+        return gradient
+
+    def part(self, concrete: Any) -> Part:
+        """A concrete function of a stage, to call with a slice and tensors."""
+        return Part(self._compiled(concrete))
+
+    def read(self, variable: keras.Variable, s: int) -> Sharded:
+        """A variable's value on a slice."""
+        return Sharded((value_at(self.state, variable, self.topology, s),))
+
+    def rows_at(self, position: int, k: int) -> slice | None:
+        """Which rows of a table the dense gradients on device `k` have; None: all."""
+        return None
+
+    def penalties(
+        self, s: int, positions: Sequence[int], params: Sequence[Sharded], scale: Any
+    ) -> tuple[list[Sharded], list[Sharded]]:
+        """Penalties of some trainable variables on a slice, and their scaled gradients."""
+        variables = [self.state.trainable[p] for p in positions]
+        function = penalty_function(variables, keras.config.floatx(), self.like)
+        with tf.device(self.devices(s)[0]):
+            values, gradients = function([p.parts[0] for p in params], scale)
+        return [Sharded((t,)) for t in values], [Sharded((t,)) for t in gradients]
+
+    def source(
+        self, gradients: Mapping[int, Mapping[int, list[Any]]], rows: Mapping[int, LookUp]
+    ) -> PlainGradients:
+        """How the update reads gradients: per slice and trainable variable, one per device."""
+        found = {s: {v: one for v, (one,) in of.items()} for s, of in gradients.items()}
+        devices = [one.devices[0] for one in self.topology.slices]
+        return PlainGradients(found, rows, self.entries, devices)
+
+
+class Part:
+    """A function of a stage.
+
+    Args:
+        function: Takes and returns tensors.
+    """
+
+    def __init__(self, function: Callable) -> None:
+        self._function = function
+
+    def call(self, s: int, *inputs: Any) -> list[Sharded]:
+        """Calls it for slice `s`, on the device in scope; tensors may be plain ones."""
+        made = self._function(*(t.parts[0] if isinstance(t, Sharded) else t for t in inputs))
+        if made and not tf.executing_eagerly():
+            keras_trainer.run_independently(made[0].op)
+        return [Sharded((t,)) for t in made]
+
+
+def value_at(state: ModelState, variable: keras.Variable, topology: Topology, s: int) -> Any:
+    """A variable's whole value for slice `s`, on the device in scope."""
+    one = topology.slices[s]
+    if any(variable is seed for seed in state.seeds):
+        return replica_seed(tf.convert_to_tensor(variable.value), one.index)
+    entry = stored(variable)
+    if entry is None:
+        return tf.convert_to_tensor(variable.value)
+    at = s if s in entry.placement.slices else entry.placement.home[one.index]
+    return tf.convert_to_tensor(entry.whole_at(at))

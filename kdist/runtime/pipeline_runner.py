@@ -1,0 +1,216 @@
+"""Runs a pipeline in the graph of a step.
+
+The schedule is data; this reads it. An instruction calls a function of its virtual stage on the
+stage's slice; calls of one stage are chained in the schedule's order (`kdist.runtime.order`).
+Everything else is edges of the graph: boundary tensors go to the next stage's devices, their
+gradients back, gradients add up where the parameters are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kdist.dtensor.call import Retrace
+from kdist.dtensor.lowered import Collective
+from kdist.dtensor.lowering import Island
+from kdist.graphs.instantiation import instantiated_cheaply
+from kdist.optimizer.gradients import GradientSource
+from kdist.pipeline.instructions import Instruction
+from kdist.pipeline.schedule import Schedule
+from kdist.program.batch import SplitBatch
+from kdist.runtime.flow import Flow
+from kdist.runtime.inner_axes import islands_of
+from kdist.runtime.micro_batches import MicroBatches
+from kdist.runtime.one_device import value_at
+from kdist.runtime.order import Chain, execution_order, forward_only
+from kdist.runtime.plain_runner import Begin
+from kdist.runtime.recorder import Recorder
+from kdist.sharding.mesh import Topology
+from kdist.stages.functions import Pass
+from kdist.stages.leaves import general
+from kdist.stages.pipeline_program import PipelineProgram
+from kdist.stages.stage_programs import StagePrograms
+from kdist.storage.variables import Stored
+
+import tensorflow as tf
+
+
+class PipelineRunner:
+    """Runs a model's stages.
+
+    Args:
+        program: What the stages share.
+        entries: `Stored` of each trainable variable.
+        topology: The mesh.
+        backend: What a stage runs on: `OneDevice` or `InnerAxes`.
+        recorder: Gives what records when training steps ran what, if they are to be recorded.
+        want_outputs: Whether training and test steps must return the model's outputs.
+        want_parts: Whether they must return every part of the loss.
+    """
+
+    def __init__(
+        self,
+        program: PipelineProgram,
+        entries: Sequence[Stored],
+        topology: Topology,
+        backend: Any,
+        recorder: Callable[[], Recorder | None] = lambda: None,
+        *,
+        want_outputs: bool,
+        want_parts: bool,
+    ) -> None:
+        self.program, self.entries, self.topology = program, list(entries), topology
+        self.backend, self.recorder = backend, recorder
+        self.want_outputs, self.want_parts = want_outputs, want_parts
+        self.staged = program.staged
+        self.schedule = program.staged.schedule
+        self.programs = StagePrograms(program, backend)
+
+    @property
+    def devices(self) -> list[str]:
+        """The device on which each replica's outputs are: its last stage's."""
+        last = self.staged.stage_of(self.schedule.virtual_stages - 1)
+        return [self.topology.slices[s].devices[0] for s in self.topology.group(last)]
+
+    def gradients(
+        self, batch: SplitBatch, scale: Any, begin: Begin | None = None
+    ) -> list[dict[str, Any]]:
+        """Loss and gradients of every replica; see `Program.loss_and_gradients`."""
+        wanted = Pass(training=True, differentiate=True, split=self.schedule.splits_backward)
+        scale = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
+        flows = self._flows(wanted, self.schedule, batch, scale, with_loss=True)
+        return [flow.result(self.want_outputs, self.want_parts) for flow in flows]
+
+    def losses(self, batch: SplitBatch) -> list[dict[str, Any]]:
+        """Loss and outputs of every replica, in inference mode."""
+        schedule = forward_only(self.schedule)
+        flows = self._flows(Pass(training=False), schedule, batch, None, with_loss=True)
+        return [flow.result(self.want_outputs, self.want_parts) for flow in flows]
+
+    def outputs(self, batch: SplitBatch) -> list[dict[str, Any]]:
+        """See `PlainRunner.outputs`, per replica."""
+        schedule = forward_only(self.schedule)
+        flows = self._flows(Pass(training=False), schedule, batch, None, with_loss=False)
+        return [flow.result(True, False) for flow in flows]
+
+    def _flows(
+        self, wanted: Pass, schedule: Schedule, batch: SplitBatch, scale: Any, with_loss: bool
+    ) -> list[Flow]:
+        """The replicas, once everything is written into the graph of the step."""
+        try:
+            return self._run(wanted, schedule, batch, scale, with_loss)
+        except Retrace:  # nothing that was written has an effect
+            self.programs.trace_anew()
+            return self._run(wanted, schedule, batch, scale, with_loss)
+
+    def _run(
+        self, wanted: Pass, schedule: Schedule, batch: SplitBatch, scale: Any, with_loss: bool
+    ) -> list[Flow]:
+        exact = self.backend.exact
+        micro = MicroBatches.of(batch, schedule.micro_batches, static=exact)
+        named = [[(self.program.inputs_by_name(x), y, w) for x, y, w in row] for row in micro.parts]
+        terms = len(self.program.kinds) if with_loss else None
+        every = general([part for row in named for part in row])
+        functions = [
+            [self.programs.functions(wanted, part if exact else every, terms) for part in row]
+            for row in named
+        ]
+        shares: list[Any] = [None] * len(named)
+        if terms is not None:
+            shares = micro.term_shares(self._counted(micro, wanted, terms), terms)
+        flows = [
+            Flow(self, r, functions[r], micro, named[r], shares[r], scale)
+            for r in range(self.topology.data_size)
+        ]
+        recorder = self.recorder() if wanted.differentiate else None
+        self._write(schedule, self._written(functions[0][0]), flows, recorder)
+        return flows
+
+    def _write(
+        self,
+        schedule: Schedule,
+        written: Mapping[str, Sequence[int]],
+        flows: Sequence[Flow],
+        recorder: Recorder | None,
+    ) -> None:
+        """Writes the instructions of every replica into the graph of the step, in order."""
+        chains: dict[tuple[int, int], Chain] = {}
+        if recorder is not None:
+            recorder.begin(schedule)
+        for one in execution_order(schedule, written):
+            for r, flow in enumerate(flows):
+                with instantiated_cheaply(self.devices):
+                    first, last = flow.run(one, recorder)
+                self._order(one, chains.setdefault((r, one.stage), Chain()), first, last)
+        if recorder is not None:
+            recorder.end(lambda r, stage: flows[r].device(stage))
+
+    def _order(self, one: Instruction, chain: Chain, first: Any, last: Any) -> None:
+        """Puts an instruction after the one before on its stage."""
+        chain.add(first, last)
+
+    def _written(self, functions: Sequence[Any]) -> dict[str, list[int]]:
+        """State that forward passes write, with the virtual stages that use it."""
+        written = {v for one in functions for v in one.example_output.state}
+        users = self.staged.users()
+        paths = {id(v): v.path for v in self.program.state.written}
+        found: dict[str, list[int]] = {}
+        for n, key in enumerate(sorted(written, key=lambda key: paths[key])):
+            using = [one.body.virtual for one in functions if key in one.example_output.state]
+            found[f"{paths[key]}#{n}"] = sorted({*users.get(key, ()), *using})
+        return found
+
+    def _counted(self, micro: MicroBatches, wanted: Pass, terms: int) -> list[list[Any]] | None:
+        """What each micro-batch counts in each loss, None where that is its rows."""
+        many = len(micro.parts) * len(micro.parts[0]) > 1
+        if not (many and terms and self.program.traced(wanted.training).counts_by_data):
+            return None
+        example = general([part for row in micro.parts for part in row])
+        function = self.program.count_function(example, wanted.training)
+        counted = []
+        for r, device in enumerate(self.devices):
+            with tf.device(device):
+                values = {i: self._value(r, i) for i in function.used if i < function.variables}
+                counted.append(
+                    [
+                        function(values.__getitem__, part, rows)
+                        for part, rows in zip(micro.parts[r], micro.counts[r])
+                    ]
+                )
+        return counted
+
+    def _value(self, replica: int, position: int) -> Any:
+        """A variable's value for the counting pass, trainable ones first, then carried."""
+        state = self.program.state
+        variable = (*state.trainable, *state.carried)[position]
+        return value_at(state, variable, self.topology, self.topology.slice_number(0, replica))
+
+    def gradient_at(self, results: Sequence[Any]) -> GradientSource:
+        """How the update reads gradients; see `PlainRunner.gradient_at`."""
+        found = {s: gradients for replica in results for s, gradients in replica.items()}
+        return self.backend.source(found, self.program.trained.rows)
+
+    def recorded(self) -> list[Collective]:
+        """Collectives of the lowered functions of one replica, each function once."""
+        return [one for part in self.programs.trained_parts() for one in part.recorded]
+
+    def islands(self) -> list[Island]:
+        """What of the stages runs on whole operands."""
+        return islands_of(self.programs.trained_parts())
+
+    def lower_without_loss(self, x: Any) -> None:
+        """Refuses: only a step lowers the stages.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "The collectives of a pipeline's stages are read from a training step. Train one batch "
+            f"first, with fit or train_on_batch. Received: model={self.program.model.name!r}, "
+            "which has not trained yet"
+        )
+
+    def gathered_paths(self) -> list[str]:
+        """Weights that are made whole before use because an operation cannot take parts."""
+        return self.backend.gathered_paths()

@@ -1,0 +1,176 @@
+"""Losses that only make sense over the whole batch, and the steps that compute them.
+
+Nothing is known about how such a loss splits over replicas: it is computed once, on the first
+slice's device, over the gathered outputs, with the weights and the state that one device has after
+its forward pass. Gradients of the outputs go back to the slices, which run their forward pass again
+to pull them through; those of the weights that the loss itself uses join the slices' sums. Exact
+for any loss, at the cost of one more forward pass and the gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kdist._compat import keras_trainer
+from kdist.optimizer.gradients import GradientSource
+from kdist.optimizer.reduction import Reduction
+from kdist.program.batch import SplitBatch, join
+from kdist.program.loss_parts import LossParts, compute_loss
+from kdist.program.program import ForwardScope, attach_masks
+from kdist.program.state import combined
+from kdist.runtime.loss_terms import OVERRIDDEN
+from kdist.runtime.metrics import join_masks
+from kdist.runtime.plain_runner import Begin, layer_weights
+from kdist.runtime.step import Step
+
+import keras
+import tensorflow as tf
+
+State = Mapping[int, tuple[keras.Variable, Any]]
+"""Variables and their new values, by identity of the variable."""
+
+
+class WholeLossStep(Step):
+    """The steps of a model whose loss is computed over the whole batch; see `Step`.
+
+    Of what it calls results, the first slice's have entries more: `state`, everything that the step
+    writes; `once`, the gradients of the weights that the loss uses, by position; and `loss_parts`,
+    compiled losses among them.
+    """
+
+    def _differentiated(
+        self, batch: SplitBatch, scale: Any, begin: Begin | None = None
+    ) -> tuple[Sequence[dict[str, Any]], Any]:
+        inputs, results = self.runner.collect(batch, training=True)
+        outputs = [keras.tree.flatten(r["outputs"]) for r in results]
+        added = [r["added"] for r in results]
+        with tf.device(self.runner.devices[0]):
+            state = self._state_after(batch, results, training=True)
+            params, carried = self._given(inputs[0], state)
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch([t for t in keras.tree.flatten([outputs, added]) if is_floating(t)])
+                tape.watch(params)
+                loss, written, parts = self._loss(batch, results, (params, carried), training=True)
+                target = loss if scale is None else loss * tf.cast(scale, loss.dtype)
+            sources = [t if is_floating(t) else None for t in keras.tree.flatten(outputs)]
+            found = _gradient(tape, target, [*sources, *keras.tree.flatten(added), *params])
+        cotangents = _take(found, [len(one) for one in outputs])
+        d_added = _take(found, [len(one) for one in added])
+        once = {v: g for v, g in enumerate(found) if g is not None}
+
+        def with_once(source: GradientSource, connected: Sequence[int]) -> Reduction:
+            assert begin is not None
+            source.once = once  # type: ignore[attr-defined]
+            return begin(source, sorted({*connected, *once}))
+
+        gradients = self.runner.pull_back(
+            batch, inputs, cotangents, d_added, None if begin is None else with_once
+        )
+        results = [{**r, "gradients": g} for r, g in zip(results, gradients)]
+        results[0]["once"] = once
+        results[0]["state"] = {**state, **written}
+        results[0]["loss_parts"] = parts
+        return results, loss
+
+    def _evaluated(self, batch: SplitBatch) -> tuple[Sequence[dict[str, Any]], Any]:
+        inputs, results = self.runner.collect(batch, training=False)
+        with tf.device(self.runner.devices[0]):
+            state = self._state_after(batch, results, training=False)
+            given = self._given(inputs[0], state)
+            loss, written, _ = self._loss(batch, results, given, training=False)
+        results[0]["state"] = {**state, **written}
+        return results, loss
+
+    def _state_after(self, batch: SplitBatch, results: Sequence[dict], training: bool) -> State:
+        """What the forward passes changed, as one device would have it."""
+        changed = combined(self.program.state, *self._changed(results, training), batch)
+        return {id(variable): (variable, value) for variable, value in changed}
+
+    def _given(self, inputs: tuple[list[Any], list[Any]], state: State) -> tuple[list, list]:
+        """Values of parameters and of carried state for the loss."""
+
+        def now(variables: Sequence[keras.Variable], before: Sequence[Any]) -> list[Any]:
+            pairs = zip(variables, before)
+            return [state[id(v)][1] if id(v) in state else value for v, value in pairs]
+
+        params, carried = inputs
+        known = self.program.state
+        return now(known.trainable, params), now(known.carried, carried)
+
+    def _loss(
+        self, batch: SplitBatch, results: Sequence[dict], given: tuple[list, list], training: bool
+    ) -> tuple[Any, State, LossParts]:
+        """The model's loss over the whole batch, the variables that it writes, and its parts.
+
+        Of a `compute_loss` of the user's own, no parts are known.
+        """
+        x, y, sample_weight = batch.whole
+        masks = join_masks([r["masks"] for r in results], batch)
+        outputs = attach_masks(self._joined([r["outputs"] for r in results], batch), masks)
+        scope = self.program.scope(*given)
+        with scope:
+            self._add_losses(scope, batch, results, training)
+            if self.parallel.whole_loss == OVERRIDDEN:
+                loss = keras_trainer.compute_loss(
+                    self.model, x, y, outputs, sample_weight, training
+                )
+                parts: LossParts = {}
+            else:
+                loss, parts = compute_loss(self.model, x, y, outputs, sample_weight, training)
+        return loss, {key: (v, scope.current(v)) for key, v in scope.written.items()}, parts
+
+    @staticmethod
+    def _joined(outputs: list[Any], batch: SplitBatch) -> Any:
+        """The whole batch's outputs; of known size where Keras would know it while tracing."""
+        joined = join(outputs, batch.counts)
+        for leaf in keras.tree.flatten(joined):
+            if isinstance(leaf, tf.Tensor) and batch.static_size is not None:
+                leaf.set_shape([batch.static_size, *leaf.shape[1:]])
+        return joined
+
+    def _add_losses(
+        self, scope: ForwardScope, batch: SplitBatch, results: Sequence[dict], training: bool
+    ) -> None:
+        """Gives `add_loss` values, combined over the slices, to the layers that added them."""
+        weights = layer_weights(batch, self.program.add_loss_mean)
+        adders = self.program.traced(training).adders
+        for layer, *values in zip(adders, *[r["added"] for r in results], strict=True):
+            value = tf.add_n([v * tf.cast(w, v.dtype) for v, w in zip(values, weights)])
+            if layer is not None:
+                keras_trainer.add_loss_for(layer, value, scope)
+
+    def _keep_state(
+        self, batch: SplitBatch, results: Sequence[dict[str, Any]], training: bool
+    ) -> None:
+        for variable, value in results[0]["state"].values():
+            variable.assign(value)
+
+    def _connected(self, results: Sequence[dict[str, Any]]) -> list[int]:
+        return sorted({*self.program.trained.connected, *results[0]["once"]})
+
+    def _source(self, results: Sequence[dict[str, Any]]) -> GradientSource:
+        source = self.runner.gradient_at([r["gradients"] for r in results])
+        source.once = results[0]["once"]
+        return source
+
+
+def is_floating(value: Any) -> bool:
+    """Whether a tensor can have a gradient."""
+    return tf.as_dtype(value.dtype).is_floating
+
+
+def _gradient(tape: tf.GradientTape, target: Any, sources: Sequence[Any]) -> list[Any]:
+    """Gradient of each source; None for one that is None."""
+    there = [source for source in sources if source is not None]
+    found = iter(tape.gradient(target, there))
+    return [None if source is None else next(found) for source in sources]
+
+
+def _take(values: list[Any], sizes: Sequence[int]) -> list[list[Any]]:
+    """Takes lists of some sizes off the front of `values`."""
+    taken = []
+    for size in sizes:
+        taken.append(values[:size])
+        del values[:size]
+    return taken

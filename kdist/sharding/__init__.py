@@ -1,0 +1,1 @@
+"""Meshes, layouts and placements: which axis cuts which dim, and who holds which part. Pure."""

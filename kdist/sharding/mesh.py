@@ -1,0 +1,357 @@
+"""Meshes: named axes over devices, and the slices that kdist cuts them into.
+
+A `keras.distribution.DeviceMesh` is what the user gives. `Topology` is what the engine reads: which
+axis carries the stages of a pipeline (`pipe`), which the replicas (`data`, or Keras's own name for
+it, `batch`), which axes are *inner* (everything else: they cut tensors inside one replica), and
+which devices form each slice.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kdist.sharding.device import Device, check_devices_distinct, check_devices_exist
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+# The two names of the axis that carries replicas: the field's, and keras.distribution's default.
+DATA_NAMES = ("data", "batch")
+PIPE_NAME = "pipe"
+# Words that DTensor uses in layouts; an axis of that name would be read as the word.
+_RESERVED = ("unsharded", "match", "any")
+_SHOWN_SLICES = 16
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The devices that hold one replica of the model, or of a stage, cut over the inner axes.
+
+    Attributes:
+        index: coordinate on the data axis, 0 where the mesh has none.
+        devices: TensorFlow device strings such as `"/device:CPU:3"`, one per inner coordinate,
+            row-major over the inner axes in the order of the mesh.
+        stage: coordinate on the pipe axis, 0 where the mesh has none.
+    """
+
+    index: int
+    devices: tuple[str, ...]
+    stage: int = 0
+
+
+def mesh(*, devices: Sequence[str] | None = None, **axes: int) -> keras.distribution.DeviceMesh:
+    """Makes a device mesh from named axes.
+
+    The axes are row-major in the order they are written: neighbours on the last axis are
+    neighbours in the device list, so put the axis that communicates most last.
+
+    Args:
+        devices: device names such as `"cpu:0"`, one per mesh position. Defaults to the first
+            devices of this process, GPUs where there are any, else CPUs.
+        **axes: size of each axis. `data` (or `batch`) carries replicas, `pipe` the stages of a
+            pipeline; every other name is an inner axis.
+
+    Returns:
+        A `keras.distribution.DeviceMesh`.
+
+    Raises:
+        ValueError: for no axes, a size that is not an integer of at least 1, more positions than
+            devices, duplicate or unknown devices, or anything else that `Topology.from_mesh`
+            refuses.
+
+    Example:
+    ```python
+    kdist.init(cpu_devices=8)
+    mesh = kdist.mesh(data=2, model=4)
+    mesh.shape  # (2, 4)
+    ```
+    """
+    _check_axes(tuple(axes), tuple(axes.values()))
+    needed = math.prod(axes.values())
+    if devices is None:
+        names = _first_devices(needed, axes)
+    elif isinstance(devices, str) or len(devices) != needed:
+        given = "one string" if isinstance(devices, str) else f"{len(devices)}"
+        raise ValueError(
+            f"A mesh of {_by(axes)} has {needed} positions and needs as many device names; "
+            f"{given} given. Received: devices={devices!r}, axes={axes}"
+        )
+    else:
+        names = [str(name) for name in devices]
+    result = keras.distribution.DeviceMesh(tuple(axes.values()), tuple(axes), names)
+    Topology.from_mesh(result)  # refuses here what training would refuse later
+    return result
+
+
+def _first_devices(count: int, axes: dict[str, int]) -> list[str]:
+    """Returns the names of the first `count` devices, GPUs before CPUs."""
+    kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
+    found = [Device.parse(device.name) for device in tf.config.list_logical_devices(kind)]
+    if count > len(found):
+        fix = f"Call kdist.init(cpu_devices={count}) first"
+        if kind == "GPU":
+            fix += " and name the CPUs with devices=[...]"
+        raise ValueError(
+            f"A mesh of {_by(axes)} needs {count} devices and there are {len(found)} {kind} "
+            f"devices. {fix}, or make an axis smaller. Received: axes={axes}"
+        )
+    return [f"{d.kind.lower()}:{d.index}" for d in found[:count]]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A mesh as the engine sees it: replicas, inner axes, slices. Build it with `from_mesh`.
+
+    Attributes:
+        axis_names: names of the mesh's axes, in its order.
+        shape: their sizes.
+        data_axis: the axis that carries replicas, `"data"` or `"batch"`; None where there is none.
+        inner_axes: (name, size) of every other axis, in the mesh's order.
+        slices: one per stage and replica: the replicas of the first stage in the order of the data
+            axis, then those of the next one.
+        num_stages: number of stages of the pipeline, 1 where there is no `pipe` axis.
+        merged: groups of inner axes that cut dims together only, see `with_merged`.
+    """
+
+    axis_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    data_axis: str | None
+    inner_axes: tuple[tuple[str, int], ...]
+    slices: tuple[Slice, ...]
+    num_stages: int = 1
+    merged: tuple[tuple[str, ...], ...] = ()
+
+    @classmethod
+    def from_mesh(
+        cls,
+        device_mesh: keras.distribution.DeviceMesh,
+        available: Sequence[str] | None = None,
+    ) -> "Topology":
+        """Reads and checks a mesh.
+
+        Args:
+            device_mesh: the mesh; its axes are row-major over its devices.
+            available: names of the devices that exist. Defaults to TensorFlow's logical devices,
+                which starts TensorFlow's runtime (call `kdist.init` before).
+
+        Returns:
+            The topology.
+
+        Raises:
+            ValueError: if the argument is not a `DeviceMesh`; for both `data` and `batch`, a
+                duplicate axis, an inner axis that leaves a process, duplicate or unknown devices,
+                or more devices than exist.
+
+        Example:
+        ```python
+        topology = Topology.from_mesh(kdist.mesh(data=2, model=2))
+        topology.slices[1].devices  # ("/device:CPU:2", "/device:CPU:3")
+        ```
+        """
+        if not isinstance(device_mesh, keras.distribution.DeviceMesh):
+            raise ValueError(
+                "A mesh is a keras.distribution.DeviceMesh, as kdist.mesh(data=2, model=2) makes. "
+                f"Received: mesh={device_mesh!r}"
+            )
+        axis_names, shape = tuple(device_mesh.axis_names), tuple(device_mesh.shape)
+        data_axis = _check_axes(axis_names, shape)
+        shape = tuple(int(size) for size in shape)
+        devices = [Device.parse(name) for name in device_mesh.devices.flatten()]
+        check_devices_distinct(devices)
+        processes = list(dict.fromkeys(device.process for device in devices))
+        owner = [processes.index(device.process) for device in devices]
+        check_inner_axes_local(axis_names, shape, data_axis, owner)
+        if available is None:
+            available = [device.name for device in tf.config.list_logical_devices()]
+        check_devices_exist(devices, [Device.parse(name) for name in available])
+
+        grid = np.array([device.name for device in devices], dtype=object).reshape(shape)
+        outer = [name for name in (PIPE_NAME, data_axis) if name in axis_names]
+        grid = np.moveaxis(grid, [axis_names.index(name) for name in outer], range(len(outer)))
+        sizes = dict(zip(axis_names, shape, strict=True))
+        stages, replicas = sizes.get(PIPE_NAME, 1), sizes.get(data_axis, 1)
+        rows = grid.reshape(stages * replicas, -1).tolist()
+        inner = tuple((name, size) for name, size in sizes.items() if name not in outer)
+        slices = tuple(
+            Slice(number % replicas, tuple(row), number // replicas)
+            for number, row in enumerate(rows)
+        )
+        return cls(axis_names, shape, data_axis, inner, slices, stages)
+
+    @property
+    def data_size(self) -> int:
+        """Number of replicas, at least 1."""
+        return len(self.slices) // self.num_stages
+
+    @property
+    def inner_size(self) -> int:
+        """Number of devices of one slice, at least 1."""
+        return len(self.slices[0].devices)
+
+    def slice_number(self, stage: int, replica: int) -> int:
+        """Number of the slice that computes a stage of a replica."""
+        return stage * self.data_size + replica
+
+    def group(self, stage: int) -> tuple[int, ...]:
+        """Numbers of the slices of a stage, in the order of the data axis."""
+        return tuple(self.slice_number(stage, replica) for replica in range(self.data_size))
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Every device string, slice after slice."""
+        return tuple(device for piece in self.slices for device in piece.devices)
+
+    @property
+    def rows_axis(self) -> str | None:
+        """The inner axis that cuts the batch: the data axis, after `with_data_inside`."""
+        return next((name for name, _ in self.inner_axes if name in DATA_NAMES), None)
+
+    def with_data_inside(self) -> "Topology":
+        """The same mesh with its data axis as an inner axis: one slice over all devices.
+
+        For models that compute over the whole batch; see `kdist.config.whole_batch`, which refuses stages.
+        """
+        if self.data_axis is None:
+            return self
+        inner = list(zip(self.axis_names, self.shape, strict=True))
+        place = self.axis_names.index(self.data_axis)
+        rows = np.array([piece.devices for piece in self.slices], dtype=object)
+        others = [size for name, size in inner if name != self.data_axis]
+        grid = np.moveaxis(rows.reshape((self.data_size, *others)), 0, place)
+        devices = Slice(0, tuple(grid.flatten().tolist()))
+        return Topology(self.axis_names, self.shape, None, tuple(inner), (devices,))
+
+    def with_merged(self, groups: Sequence[tuple[str, ...]]) -> "Topology":
+        """The same mesh, the inner axes of each group next to each other and in its order.
+
+        The devices of a slice are then row-major over the groups as well, which makes one axis of
+        each; see `kdist.sharding.merged_axes`.
+        """
+        names = [name for name, _ in self.inner_axes]
+        sizes = dict(self.inner_axes)
+        together = {axis: group for group in groups for axis in group}
+        order = list(dict.fromkeys(a for name in names for a in together.get(name, (name,))))
+
+        def ordered(piece: Slice) -> Slice:
+            grid = np.array(piece.devices, dtype=object).reshape([sizes[name] for name in names])
+            devices = grid.transpose([names.index(name) for name in order]).flatten().tolist()
+            return dataclasses.replace(piece, devices=tuple(devices))
+
+        return dataclasses.replace(
+            self,
+            inner_axes=tuple((name, sizes[name]) for name in order),
+            slices=tuple(map(ordered, self.slices)),
+            merged=tuple(groups),
+        )
+
+    def canonical(self, name: str) -> str:
+        """Returns the mesh's own name of an axis; `data` and `batch` stand for each other.
+
+        Raises:
+            ValueError: if the mesh has no such axis.
+        """
+        if name in self.axis_names:
+            return name
+        if name in DATA_NAMES:
+            for other in DATA_NAMES:
+                if other in self.axis_names:
+                    return other
+        raise ValueError(
+            f"The mesh has no axis {name!r}. Use one of its axes, or add that axis to the mesh: "
+            f"{self.describe_axes()}. Received: axis={name!r}"
+        )
+
+    def axis_size(self, name: str) -> int:
+        """Returns the size of an axis.
+
+        Raises:
+            ValueError: if the mesh has no such axis.
+        """
+        return self.shape[self.axis_names.index(self.canonical(name))]
+
+    def describe_axes(self) -> str:
+        """Returns the axes and their sizes on one line, such as `data=2, model=4`."""
+        return ", ".join(f"{n}={s}" for n, s in zip(self.axis_names, self.shape, strict=True))
+
+    def __str__(self) -> str:
+        head = (
+            f"mesh {self.describe_axes()}: {len(self.devices)} devices, "
+            f"{len(self.slices)} slices of {self.inner_size}"
+        )
+        lines = [head, "slice  devices"]
+        for number, piece in enumerate(self.slices[:_SHOWN_SLICES]):
+            names = " ".join(str(Device.parse(name)) for name in piece.devices)
+            stage = f"  (stage {piece.stage})" if self.num_stages > 1 else ""
+            lines.append(f"{number:>5}  {names}{stage}")
+        if len(self.slices) > _SHOWN_SLICES:
+            lines.append(f"  ...  {len(self.slices) - _SHOWN_SLICES} more")
+        return "\n".join(lines)
+
+
+def check_inner_axes_local(
+    axis_names: Sequence[str],
+    shape: Sequence[int],
+    data_axis: str | None,
+    processes: Sequence[int],
+) -> None:
+    """Checks that no inner axis leaves a process: a slice lives inside one.
+
+    DTensor meshes across processes hang where a peer is slow or missing, so kdist communicates
+    between processes itself, over the data axis only.
+
+    Args:
+        axis_names: the mesh's axes.
+        shape: their sizes.
+        data_axis: the axis that may cross processes, or None.
+        processes: process index of each device, row-major over the axes.
+
+    Raises:
+        ValueError: naming the first inner axis along which the process changes.
+    """
+    grid = np.asarray(processes).reshape(tuple(shape))
+    for position, name in enumerate(axis_names):
+        if name == data_axis:
+            continue
+        if np.any(grid != np.take(grid, [0], axis=position)):
+            raise ValueError(
+                f"Axis {name!r} of size {shape[position]} spans several processes; an inner axis "
+                "must stay inside one process, only the data axis may cross. Put the devices of a "
+                "process next to each other on the inner axes, or make this axis smaller. "
+                f"Received: processes of the devices={grid.tolist()}"
+            )
+
+
+def _check_axes(axis_names: tuple[str, ...], shape: tuple[int, ...]) -> str | None:
+    """Checks names and sizes; returns the name of the data axis."""
+    received = f"Received: axes={dict(zip(axis_names, shape, strict=True))}"
+    if not axis_names:
+        raise ValueError(
+            "A mesh needs at least one axis, such as kdist.mesh(data=2). Received: axes={}"
+        )
+    if len(set(axis_names)) != len(axis_names):
+        raise ValueError(f"The axes of a mesh have distinct names. Received: {axis_names}")
+    for name, size in zip(axis_names, shape, strict=True):
+        if not isinstance(name, str) or not name.isidentifier() or name in _RESERVED:
+            raise ValueError(
+                f"An axis name is a Python identifier other than {_RESERVED}. "
+                f"Received: axis name={name!r}"
+            )
+        whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
+        if not whole or size < 1:
+            raise ValueError(
+                f"The size of axis {name!r} must be an integer of at least 1. {received}"
+            )
+    names = [name for name in axis_names if name in DATA_NAMES]
+    if len(names) > 1:
+        raise ValueError(
+            "`data` and `batch` are two names of the one axis that carries replicas: keep one. "
+            f"{received}"
+        )
+    return names[0] if names else None
+
+
+def _by(axes: dict[str, int]) -> str:
+    """Returns axes as `data=2 x model=4`, for messages."""
+    return " x ".join(f"{name}={size}" for name, size in axes.items())

@@ -1,0 +1,320 @@
+"""Which device stores which part of each variable, and which device updates it.
+
+Pure arithmetic over a `Topology` and `WeightLayout`s: nothing here touches a device, so the same
+answer serves the engine, the printed plan and the tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from kdist.sharding.layout import WeightLayout
+from kdist.sharding.mesh import Topology
+
+Index = tuple[slice, ...]
+Coordinate = tuple[int, int]
+"""(slice, inner): number of the slice in the topology, and the flat index over the inner axes."""
+
+Group = tuple[int, ...]
+"""Numbers of slices that compute with the same variables, in the order of the data axis."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A distinct part of a variable and the coordinates that store it."""
+
+    index: Index
+    """Where the part lies in the whole variable."""
+    holders: tuple[Coordinate, ...]
+    """Every (slice, inner) coordinate that keeps a copy of the part."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the part."""
+        return shape_of(self.index)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How one variable is cut and where its parts live.
+
+    Attributes:
+        path: The Keras path of the variable.
+        shape: Its whole shape.
+        itemsize: Bytes per element.
+        layout: The mesh axes that cut each dim.
+        shards: The distinct parts, in row-major order of their start.
+        table: `table[slice][inner]` is the number of the shard that compute there uses, if it does.
+        data_dim: The dim stored sliced over the data axis (ZeRO-3 for this weight), if any.
+        resident: The only slice that stores the variable; None if every slice does. Others get
+            it before use.
+        groups: The slices of each stage that computes with the variable; one group, of all slices,
+            where the model is not cut into stages.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    itemsize: int
+    layout: WeightLayout
+    shards: tuple[Shard, ...]
+    table: tuple[tuple[int, ...], ...]
+    data_dim: int | None = None
+    resident: int | None = None
+    groups: tuple[Group, ...] = ()
+
+    @property
+    def home(self) -> Group:
+        """The first group: where a variable that slices share out among themselves is stored."""
+        return self.groups[0] if self.groups else tuple(range(len(self.table)))
+
+    @property
+    def slices(self) -> Group:
+        """The slices that compute with the variable."""
+        return tuple(s for group in self.groups for s in group) if self.groups else self.home
+
+    @property
+    def is_whole(self) -> bool:
+        """True when the variable is not cut."""
+        return len(self.shards) == 1
+
+    @property
+    def gathered(self) -> bool:
+        """True when a slice has to get parts from others before it computes."""
+        return self.data_dim is not None or self.resident is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole variable."""
+        return math.prod(self.shape) * self.itemsize
+
+    def shard_at(self, coordinate: Coordinate) -> Shard:
+        """The shard that compute at a (slice, inner) coordinate uses."""
+        return self.shards[self.table[coordinate[0]][coordinate[1]]]
+
+    def source(self, coordinate: Coordinate) -> Coordinate:
+        """Where compute at a coordinate gets its shard from: itself, unless it stores none."""
+        if self.resident is None:
+            return coordinate
+        return self.resident, coordinate[1]
+
+    def stored_bytes(self, coordinate: Coordinate) -> int:
+        """Bytes of the variable that a coordinate stores."""
+        if coordinate not in self.shard_at(coordinate).holders:
+            return 0
+        return math.prod(self.shard_at(coordinate).shape) * self.itemsize
+
+    def inner_index(self, inner: int) -> Index:
+        """The part of the variable that compute sees at an inner coordinate.
+
+        It is the stored part, made whole again over the data axis.
+        """
+        index = list(self.shard_at((0, inner)).index)
+        if self.data_dim is not None:
+            dim = self.data_dim
+            starts = [self.shard_at((s, inner)).index[dim] for s in range(len(self.table))]
+            index[dim] = slice(min(i.start for i in starts), max(i.stop for i in starts))
+        return tuple(index)
+
+
+def place(
+    path: str,
+    shape: Sequence[int],
+    itemsize: int,
+    layout: WeightLayout,
+    topology: Topology,
+    resident: int | None = None,
+    groups: Sequence[Group] = (),
+) -> Placement:
+    """Cuts a variable by its layout and lists who holds each part.
+
+    Args:
+        path: Keras path of the variable.
+        shape: Its whole shape.
+        itemsize: Bytes per element.
+        layout: The mesh axes that cut each dim.
+        topology: The mesh.
+        resident: The only slice to store it; every slice by default.
+        groups: See `Placement`; what slices share out is stored by the first group alone.
+    """
+    shape = tuple(int(n) for n in shape)
+    holders: dict[tuple[tuple[int, int], ...], list[Coordinate]] = {}
+    for s, one in enumerate(topology.slices):
+        for k in range(topology.inner_size):
+            index = layout.slice_of(shape, topology, coordinate_of(topology, one.index, k))
+            holders.setdefault(tuple((i.start, i.stop) for i in index), []).append((s, k))
+    keys = sorted(holders)
+    number = {c: n for n, key in enumerate(keys) for c in holders[key]}
+    data_dim = layout.data_dim(topology)
+    storing = {s for group in groups for s in group} or set(range(len(topology.slices)))
+    if resident is not None:
+        storing = {resident}
+    elif data_dim is not None and groups:
+        storing = set(groups[0])
+    shards = tuple(
+        Shard(
+            tuple(slice(a, b) for a, b in key),
+            tuple(c for c in holders[key] if c[0] in storing),
+        )
+        for key in keys
+    )
+    table = tuple(
+        tuple(number[s, k] for k in range(topology.inner_size)) for s in range(len(topology.slices))
+    )
+    groups = tuple(groups)
+    return Placement(path, shape, itemsize, layout, shards, table, data_dim, resident, groups)
+
+
+def coordinate_of(topology: Topology, data: int, inner: int) -> dict[str, int]:
+    """Mesh coordinates, by axis name, of a (slice, inner) pair."""
+    coordinate = {}
+    for name, size in reversed(topology.inner_axes):
+        inner, coordinate[name] = divmod(inner, size)
+    if topology.data_axis is not None:
+        coordinate[topology.data_axis] = data
+    return coordinate
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateUnit:
+    """One optimizer update: a part of a variable (or all of it) and the device that computes it."""
+
+    variable: int
+    """Position among the trainable variables."""
+    shard: int | None
+    """Number of the shard, or None for an update that needs the whole tensor."""
+    owner: Coordinate
+    """The (slice, inner) coordinate that keeps the optimizer state and computes the update."""
+    rows: tuple[int, int] | None = None
+    """Only these rows (start, stop of dim 0 of the variable) of the shard; None: all of it."""
+    replicated: bool = False
+    """Every slice has such a unit and keeps what it updates; else the owner sends it on."""
+
+    def index(self, placement: Placement) -> Index:
+        """Which part of the whole variable the unit updates."""
+        if self.shard is None:
+            return tuple(slice(0, n) for n in placement.shape)
+        index = placement.shards[self.shard].index
+        return index if self.rows is None else (slice(*self.rows), *index[1:])
+
+    def nbytes(self, placement: Placement) -> int:
+        """Bytes of that part."""
+        shape = (i.stop - i.start for i in self.index(placement))
+        return math.prod(shape) * placement.itemsize
+
+
+def assign_owners(
+    placements: Sequence[Placement],
+    whole: Sequence[bool],
+    topology: Topology,
+    cut: Sequence[bool] | None = None,
+    together: Sequence[Hashable | None] | None = None,
+) -> tuple[UpdateUnit, ...]:
+    """Deals every update to exactly one device, balanced by bytes.
+
+    Each part of each parameter is updated once, by one of the devices that hold it, which then
+    sends the new value to the other holders: the traffic of a reduce and a broadcast is that of
+    an all-reduce, and no device repeats another's optimizer math. Biggest first, to the least
+    loaded holder (longest-processing-time rule, Graham 1969).
+
+    Args:
+        placements: One per trainable variable.
+        whole: Per variable, True if its optimizer must see the whole tensor.
+        topology: The mesh.
+        cut: Per variable, True if the rows of its shards are dealt out over the slices, one part
+            each (`partition="slice"`); none by default. Their number must divide.
+        together: Per variable, a key: parts of variables with the same key that may have the same
+            owners have them. None, the default, for no such wish.
+
+    Returns:
+        The units, ordered by variable, shard, rows.
+    """
+    every = tuple((s, k) for s in range(len(topology.slices)) for k in range(topology.inner_size))
+    work: list[tuple[int, list[UpdateUnit], list[tuple[Coordinate, ...]]]] = []
+    for v, placement in enumerate(placements):
+        if whole[v] and not placement.is_whole:
+            near = tuple(
+                c for c in every if c[0] in placement.slices and placement.resident in (None, c[0])
+            )
+            work.append((placement.nbytes, [UpdateUnit(v, None, every[0])], [(c,) for c in near]))
+        elif cut is not None and cut[v]:
+            work.extend(_cut_rows(v, placement))
+        elif placement.data_dim is not None:
+            work.extend(_cut_over_data(v, placement))
+        else:
+            for n, shard in enumerate(placement.shards):
+                unit = UpdateUnit(v, n, every[0])
+                work.append((unit.nbytes(placement), [unit], [(c,) for c in shard.holders]))
+    load = dict.fromkeys(every, 0)
+    units = []
+    for size, families, choices in _merged(work, together):
+        owners = min(choices, key=lambda c: (load[c[0]], c))
+        for family in families:
+            units += [dataclasses.replace(unit, owner=o) for unit, o in zip(family, owners)]
+        for owner in owners[: len(families[0])]:
+            load[owner] += size // len(families[0])
+    return tuple(sorted(units, key=_order))
+
+
+def _merged(work: Sequence[Any], together: Sequence[Hashable | None] | None) -> list[Any]:
+    """What is dealt out at once: (bytes, families, choices), biggest first."""
+    groups: dict[Any, list[Any]] = {}
+    for n, (_, family, choices) in enumerate(work):
+        wish = None if together is None or family[0].shard is None else together[family[0].variable]
+        key = n if wish is None else (wish, tuple(choices), len(family))
+        groups.setdefault(key, []).append(work[n])
+    merged = [
+        (sum(size for size, _, _ in group), [family for _, family, _ in group], group[0][2])
+        for group in groups.values()
+    ]
+    return sorted(merged, key=lambda w: (-w[0], _order(w[1][0][0])))
+
+
+def _cut_rows(v: int, placement: Placement) -> list:
+    """Per shard, its rows, one part per slice, owned by one inner coordinate in all slices."""
+    found = []
+    home, replicas = placement.home, len(placement.home)
+    for n, shard in enumerate(placement.shards):
+        rows = shard.index[0]
+        size = (rows.stop - rows.start) // replicas
+        spans = [(rows.start + s * size, rows.start + (s + 1) * size) for s in range(replicas)]
+        family = [UpdateUnit(v, n, (s, 0), span) for s, span in zip(home, spans)]
+        inner = sorted({k for _, k in shard.holders})
+        choices = [tuple((s, k) for s in home) for k in inner]
+        found.append((sum(u.nbytes(placement) for u in family), family, choices))
+    return found
+
+
+def _cut_over_data(v: int, placement: Placement) -> list:
+    """Shards that differ in their data coordinate only, owned by one inner coordinate."""
+    families: dict[tuple[int, ...], list[int]] = {}
+    for n, shard in enumerate(placement.shards):
+        families.setdefault(tuple(sorted({k for _, k in shard.holders})), []).append(n)
+    found = []
+    for inner, numbers in families.items():
+        numbers.sort(key=lambda n: placement.shards[n].holders[0][0])
+        family = [UpdateUnit(v, n, (s, 0)) for s, n in zip(placement.home, numbers)]
+        choices = [tuple((s, k) for s in placement.home) for k in inner]
+        found.append((sum(u.nbytes(placement) for u in family), family, choices))
+    return found
+
+
+def _order(unit: UpdateUnit) -> tuple[int, int, int]:
+    return unit.variable, -1 if unit.shard is None else unit.shard, (unit.rows or (0, 0))[0]
+
+
+def relative(index: Index, base: Index) -> Index:
+    """`index` expressed inside the part that lies at `base`."""
+    return tuple(slice(i.start - b.start, i.stop - b.start) for i, b in zip(index, base))
+
+
+def shape_of(index: Index) -> tuple[int, ...]:
+    """Shape of the part of a variable at `index`."""
+    return tuple(i.stop - i.start for i in index)
+
+
+def covers(index: Index, shape: Sequence[int]) -> bool:
+    """True when `index` selects the whole of `shape`."""
+    return all(i.start == 0 and i.stop == n for i, n in zip(index, shape))

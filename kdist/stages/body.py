@@ -1,0 +1,325 @@
+"""What one virtual stage computes, as a pure function of flat lists of tensors.
+
+The nodes of the model's graph are interpreted; no sub-model is built. On
+the last virtual stage the loss belongs to it.
+
+```
+parameters, [from the stage before][masks][state][inputs of the model][loss data] ->
+    [to the next stage][loss part] [masks][new state][add-ons of the last stage]
+     take a cotangent
+```
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from kdist._compat import keras_models, keras_trainer
+from kdist.program.loss import added_parts
+from kdist.program.loss_parts import LossParts, collected
+from kdist.program.program import ForwardScope, Program
+from kdist.stages.leaves import leaves, rebuild
+from kdist.stages.stages import StagedModel
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+
+class Backend(Protocol):
+    """How the values of a stage are laid out, as far as tracing it is concerned."""
+
+    def taken(self, variable: keras.Variable, value: Any) -> Any:
+        """A variable's value as operations take it."""
+
+    def like(self, value: Any, other: Any) -> Any:
+        """A value laid out as another one."""
+
+    def seen(self, outputs: Any) -> Any:
+        """What the loss sees of the outputs."""
+
+    def hands_on(self, tensor: Any) -> bool:
+        """Whether a forward function may hand a tensor to the backward function."""
+
+    def laid_out(self, gradient: Any, param: Any, position: int) -> Any:
+        """The gradient of a trainable variable, given its value, as it is returned."""
+
+
+class StageCall(keras.layers.Layer):
+    """Runs a stage's nodes with the call context that the model's own call would give them."""
+
+    def __init__(self, run: Callable[[], Any], policy: Any) -> None:
+        super().__init__(dtype=policy)
+        self._run = run
+        self.supports_masking = True
+        self.built = True
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        """Runs the nodes; `inputs` reach them by name."""
+        return self._run()
+
+    def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
+        """Masks of the outputs are those that the nodes put on them."""
+
+
+@dataclasses.dataclass
+class StageInput:
+    """What goes into one call of a virtual stage.
+
+    Attributes:
+        boundary: Tensors from the stage before, by name; None for an absent optional one.
+        masks: Keras masks of some of them, by name.
+        state: Values of the state that it uses, by identity of the variable.
+        inputs: The model's inputs that it uses, by name.
+        loss: On the last virtual stage (y, sample_weight, term shares), if a loss is wanted.
+        rows_share: Share of the whole batch's rows, float64; None where no loss is wanted.
+    """
+
+    boundary: Mapping[str, Any]
+    masks: Mapping[str, Any]
+    state: Mapping[int, Any]
+    inputs: Mapping[str, Any]
+    loss: Any = None
+    rows_share: Any = None
+
+    @property
+    def parts(self) -> list[Any]:
+        """The parts in the order of the flat inputs."""
+        return [
+            list(self.boundary.values()),
+            list(self.masks.values()),
+            list(self.state.values()),
+            list(self.inputs.values()),
+            self.loss,
+            self.rows_share,
+        ]
+
+    def flat(self) -> list[tf.Tensor]:
+        """All tensors, those from the stage before first."""
+        return [t for part in self.parts for t in leaves(part)]
+
+    def filled(self, flat: Sequence[Any]) -> StageInput:
+        """The same with other tensors."""
+        given = iter(flat)
+        parts = [rebuild(part, [next(given) for _ in leaves(part)]) for part in self.parts]
+        names: list[Mapping[Any, Any]] = [self.boundary, self.masks, self.state, self.inputs]
+        boundary, masks, state, inputs = (dict(zip(old, new)) for old, new in zip(names, parts))
+        # A layer may return its input itself: who takes a Keras mask off one, takes it off both.
+        first: dict[int, str] = {}
+        for name, tensor in self.boundary.items():
+            boundary[name] = boundary[first.setdefault(id(tensor), name)]
+        return StageInput(boundary, masks, state, inputs, *parts[4:])
+
+
+@dataclasses.dataclass
+class StageOutput:
+    """What comes out of one call of a virtual stage.
+
+    Attributes:
+        boundary: Tensors for the next stage, by name.
+        masks: Keras masks of some of them.
+        loss: Its part of the loss, if it has one.
+        terms: On the last virtual stage, its part of each compiled loss.
+        outputs: There, the model's outputs.
+        output_masks: And the mask, or None, of each flat one.
+        state: New values of the state that it wrote, by identity of the variable.
+        loss_parts: What its layers added to the loss, by name; see `kdist.program.loss_parts`.
+    """
+
+    boundary: dict[str, Any]
+    masks: dict[str, Any]
+    loss: Any = None
+    terms: list[Any] = dataclasses.field(default_factory=list)
+    outputs: Any = None
+    output_masks: list[Any] = dataclasses.field(default_factory=list)
+    state: dict[int, Any] = dataclasses.field(default_factory=dict)
+    loss_parts: LossParts = dataclasses.field(default_factory=dict)
+
+    @property
+    def parts(self) -> list[Any]:
+        """The parts in the order of the flat outputs; the first two take cotangents."""
+        return [
+            list(self.boundary.values()),
+            self.loss,
+            list(self.masks.values()),
+            list(self.state.values()),
+            self.terms,
+            self.outputs,
+            self.output_masks,
+            list(self.loss_parts.values()),
+        ]
+
+    def flat(self) -> list[tf.Tensor]:
+        """All tensors."""
+        return [t for part in self.parts for t in leaves(part)]
+
+    def filled(self, flat: Sequence[Any]) -> StageOutput:
+        """The same with other tensors."""
+        given = iter(flat)
+        parts = [rebuild(part, [next(given) for _ in leaves(part)]) for part in self.parts]
+        boundary, loss, masks, state, terms, outputs, output_masks, loss_parts = parts
+        return StageOutput(
+            dict(zip(self.boundary, boundary)),
+            dict(zip(self.masks, masks)),
+            loss,
+            terms,
+            outputs,
+            output_masks,
+            dict(zip(self.state, state)),
+            dict(zip(self.loss_parts, loss_parts)),
+        )
+
+
+class StageBody:
+    """One virtual stage of a model.
+
+    Args:
+        program: The model's program: knows its state and its loss.
+        staged: The cut.
+        virtual: Which virtual stage.
+        backend: How values are laid out where it runs; see `kdist.runtime.one_device`.
+
+    Attributes:
+        trainable: Positions of the trainable variables that it uses.
+        carried: The other state that it uses.
+        unmasked: Per node that has been traced, the tensors that it took the Keras mask off.
+    """
+
+    def __init__(
+        self, program: Program, staged: StagedModel, virtual: int, backend: Backend
+    ) -> None:
+        self.program, self.backend = program, backend
+        self.staged = staged
+        self.virtual = virtual
+        self.last = virtual == staged.schedule.virtual_stages - 1
+        self.names = staged.partition.stages[virtual]
+        used = {id(v) for v in self._used()}
+        state = program.state
+        self.trainable = [i for i, v in enumerate(state.trainable) if id(v) in used]
+        self.carried = [v for v in state.carried if id(v) in used]
+        self.unmasked: dict[str, set[str]] = {}
+        nodes = [staged.described.sources[name].node for name in self.names]
+        self._layers = [layer for node in nodes for layer in keras_models.layers_of(node)]
+
+    def _used(self) -> list[keras.Variable]:
+        graph, described = self.staged.partition.graph, self.staged.described
+        found = []
+        for name in self.names:
+            found += [described.variables[key] for key in graph.named[name].parameters]
+            found += getattr(described.sources[name].node.operation, "metrics_variables", [])
+        return found
+
+    def given(
+        self,
+        boundary: Mapping[str, Any],
+        masks: Mapping[str, Any],
+        state: Mapping[int, Any],
+        x: Mapping[str, Any],
+        loss: Any,
+        share: Any,
+    ) -> StageInput:
+        """Puts together what the stage is given.
+
+        Args:
+            boundary: What the stage before sent.
+            masks: Its masks.
+            state: Values of the state that the stage uses.
+            x: The model's inputs by name.
+            loss: For the last virtual stage; see `StageInput`.
+            share: Share of the rows.
+        """
+        inputs = {name: x[name] for name in self.staged.inputs_of(self.virtual)}
+        return StageInput(boundary, masks, state, inputs, loss if self.last else None, share)
+
+    def run(self, params: Sequence[Any], given: StageInput, training: bool) -> StageOutput:
+        """Runs the stage on values.
+
+        Args:
+            params: Values of `trainable`.
+            given: The rest.
+            training: Training or inference.
+        """
+        variables = [self.program.state.trainable[i] for i in self.trainable]
+        before = {**given.state, **{id(v): p for v, p in zip(variables, params)}}
+        taken = [(v, self.backend.taken(v, before[id(v)])) for v in (*variables, *self.carried)]
+        scope = ForwardScope(taken, variables)
+        table = {**given.inputs, **given.boundary}
+        for name, mask in given.masks.items():
+            keras_trainer.set_mask(table[name], mask)
+        for layer in self._layers:
+            keras_trainer.clear_losses(layer)
+        with scope:
+            self._walk(table, training)
+            result = self._loss(table, given, training)
+            self._add_losses(result, scope, given)
+        for name in self.staged.writes(self.virtual):
+            result.boundary[name] = table[name]
+            mask = None if table[name] is None else keras_trainer.get_mask(table[name])
+            if mask is not None:
+                result.masks[name] = mask
+        for variable in (*variables, *self.carried):
+            now = scope.current(variable)
+            if now is not scope.given[id(variable)]:
+                result.state[id(variable)] = self.backend.like(now, before[id(variable)])
+        return result
+
+    def _walk(self, table: dict[str, Any], training: bool) -> None:
+        """Runs the nodes; `table` gets the value of every tensor's name."""
+        sources = {name: self.staged.described.sources[name] for name in self.names}
+        # As Keras's trainer: a model whose `call` does not take it passes none to its layers.
+        flag = training if keras_models.takes_training(self.program.model) else None
+
+        def run() -> None:
+            for name, source in sources.items():
+                arguments = source.node.arguments
+                values = {id(t): table[n] for t, n in zip(arguments.keras_tensors, source.inputs)}
+                args, kwargs = arguments.fill_in(values)
+                operation = source.node.operation
+                if flag is not None and keras_models.takes_training(operation):
+                    kwargs["training"] = flag
+                masked = [x for x in values.values() if _has_mask(x)]
+                made = keras.tree.flatten(operation(*args, **kwargs))
+                bare = {id(x) for x in masked if not _has_mask(x)}
+                self.unmasked[name] = {n for n, x in table.items() if id(x) in bare}
+                table.update(zip(source.outputs, made))
+
+        call = StageCall(run, self.program.model.dtype_policy)
+        tensors = [t for t in table.values() if t is not None]
+        with keras_models.as_model_call(call):
+            call(tensors, training=flag)
+
+    def _loss(self, table: Mapping[str, Any], given: StageInput, training: bool) -> StageOutput:
+        result = StageOutput({}, {})
+        if not self.last:
+            return result
+        described = self.staged.described
+        flat = [table[name] for name in described.outputs]
+        result.outputs = keras_models.model_outputs(self.staged.functional, flat)
+        result.output_masks = self.program._masks(result.outputs)
+        if given.loss is not None:
+            y, sample_weight, shares = given.loss
+            seen = self.backend.seen(result.outputs)
+            value, terms = self.program.compiled_loss(
+                seen, y, sample_weight, shares, given.rows_share
+            )
+            self.program.traced(training).counts_by_data = any(t.counts_by_data for t in terms)
+            result.loss, result.terms = value, [t.value for t in terms]
+        return result
+
+    def _add_losses(self, result: StageOutput, scope: ForwardScope, given: StageInput) -> None:
+        """Adds what layers gave to `add_loss`, by the share of rows or summed where there are."""
+        if given.rows_share is None:
+            return
+        mean = self.program.add_loss_mean
+        added = added_parts(scope, self._layers, given.rows_share, mean)
+        result.loss_parts = collected(added)
+        values = [] if result.loss is None else [result.loss]
+        values += [value for _, value in added]
+        if values:
+            result.loss = values[0] if len(values) == 1 else ops.sum(ops.stack(values))
+
+
+def _has_mask(value: Any) -> bool:
+    return value is not None and keras_trainer.get_mask(value) is not None

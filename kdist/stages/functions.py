@@ -1,0 +1,176 @@
+"""The compiled functions of a virtual stage, traced once for all replicas and micro-batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kdist.dtensor.sharded import each
+from kdist.program.vjp import CapturesVariables
+from kdist.stages.body import StageBody, StageInput, StageOutput
+from kdist.stages.halves import StageVjp
+from kdist.stages.leaves import leaves, specs
+from kdist.storage.sparse import LookUp
+
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """What a step computes.
+
+    Attributes:
+        training: Training or inference.
+        differentiate: Whether gradients are wanted.
+        split: Whether the schedule splits the backward.
+    """
+
+    training: bool
+    differentiate: bool = False
+    split: bool = False
+
+
+@dataclasses.dataclass
+class Saved:
+    """What a virtual stage keeps from a forward to its backward.
+
+    Attributes:
+        params: Values of its parameters.
+        tensors: Intermediates.
+        sent: What it sent on.
+        cotangents: Gradient of each flat output, once it is there.
+        kept: What the first half of a backward hands to the second.
+    """
+
+    params: list[Any]
+    tensors: list[Any]
+    sent: list[Any]
+    cotangents: list[Any] = dataclasses.field(default_factory=list)
+    kept: list[Any] = dataclasses.field(default_factory=list)
+
+
+class StageFunctions:
+    """Forward and backward of one virtual stage, for inputs of one signature.
+
+    Args:
+        body: What it computes.
+        example: Inputs to trace with.
+        wanted: The pass.
+
+    Attributes:
+        example_output: Outputs as the trace made them: names, masks, dtypes, shapes.
+        parts: What its backend made of each function.
+
+    Raises:
+        ValueError: A layer reads variables that are not its own.
+    """
+
+    def __init__(self, body: StageBody, example: StageInput, wanted: Pass, backend: Any) -> None:
+        self.body, self._example, self.wanted, self._backend = body, example, wanted, backend
+        self.parts: list[Any] = []
+        variables = [body.program.state.trainable[i] for i in body.trainable]
+        params = [tf.TensorSpec(v.shape, v.dtype) for v in variables]
+        inputs = specs(example.flat())
+        try:
+            if wanted.differentiate:
+                self._vjp = StageVjp(
+                    self._compute,
+                    params,
+                    inputs,
+                    self._part,
+                    body=body,
+                    boundary=len([t for t in example.boundary.values() if t is not None]),
+                    targets=lambda: self._targets,
+                    split=wanted.split,
+                )
+            else:
+                self._forward = self._part(self._traced(params, inputs))
+        except CapturesVariables:
+            raise ValueError(
+                "A layer of a pipeline uses its own variables alone; this one reads variables of "
+                "layers that it does not own. Make the other layer an attribute of it, or call "
+                f"that layer in the model's graph. Received: layers {', '.join(body.names)}"
+            ) from None
+
+    def _part(self, concrete: Any) -> Callable[..., list[Any]]:
+        self.parts.append(self._backend.part(concrete))
+        return self.parts[-1].call
+
+    def _traced(self, params: Sequence[Any], inputs: Sequence[Any]) -> Any:
+        count = len(params)
+
+        def forward(*flat: Any) -> list[Any]:
+            return [tf.identity(t) for t in self._compute(list(flat[:count]), list(flat[count:]))]
+
+        traced = tf.compat.v1.wrap_function(forward, [*params, *inputs])
+        if tf.resource in [t.dtype for t, _ in traced.graph.captures]:
+            raise CapturesVariables
+        return traced
+
+    def _compute(self, params: list[Any], flat: list[Any]) -> list[Any]:
+        given = self._example.filled(flat)
+        result = self.body.run(params, given, self.wanted.training)
+        boundary = [t for t in result.boundary.values() if t is not None]
+        self._targets = len(boundary) + (result.loss is not None)
+        self.example_output = result
+        return result.flat()
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the stage has a part of the loss."""
+        return self.example_output.loss is not None
+
+    def forward(self, s: int, params: list[Any], given: StageInput) -> tuple[StageOutput, Saved]:
+        """Runs the forward function on slice `s`."""
+        flat = given.flat()
+        if self.wanted.differentiate:
+            outputs, saved = self._vjp.forward(params, flat, s)
+        else:
+            outputs, saved = list(self._forward(s, *params, *flat)), []
+        result = self.example_output.filled(outputs)
+        sent = [t for t in result.boundary.values() if t is not None]
+        return result, Saved(params, saved, [*sent, *([result.loss] if self.has_loss else [])])
+
+    def set_cotangents(self, s: int, saved: Saved, boundary: Sequence[Any], scale: Any) -> None:
+        """Gives a backward the gradients of what the forward sent on, and of the loss, if any."""
+        found = list(boundary)
+        if self.has_loss:
+            found.append(tf.cast(scale, self.example_output.loss.dtype))
+        devices = self._backend.devices(s)
+        saved.cotangents = [
+            each(tf.zeros_like, devices, t) if d is None and self._vjp.takes_cotangent(i) else d
+            for i, (t, d) in enumerate(zip(saved.sent, found, strict=True))
+        ]
+
+    def backward(self, s: int, saved: Saved) -> tuple[list[Any], list[Any]]:
+        """Gradients of the parameters, and of the tensors from the stage before."""
+        found, inward = self._vjp.backward(saved.params, saved.tensors, saved.cotangents, s)
+        return found, inward[: self._vjp.boundary]
+
+    def backward_input(self, s: int, saved: Saved) -> list[Any]:
+        """Gradients of the tensors from the stage before."""
+        inward, saved.kept = self._vjp.backward_input(
+            saved.params, saved.tensors, saved.cotangents, s
+        )
+        return inward[: self._vjp.boundary]
+
+    def backward_weight(self, s: int, saved: Saved) -> list[Any]:
+        """Gradients of the parameters."""
+        return self._vjp.backward_weight(
+            saved.params, saved.tensors, saved.cotangents, saved.kept, s
+        )
+
+    def connected(self) -> list[int]:
+        """The trainable variables that get a gradient."""
+        return [i for i, there in zip(self.body.trainable, self._vjp.gradients_exist) if there]
+
+    def look_ups(self) -> dict[int, LookUp]:
+        """By trainable variable, how gradients that are rows are looked up."""
+        parts = self._example.parts
+        start = len(leaves(parts[0])) + len(leaves(parts[1]))
+        state = range(start, start + len(leaves(parts[2])))
+        return {
+            self.body.trainable[i]: LookUp(any(j not in state for j in reached), merged)
+            for i, (reached, merged) in self._vjp.rows.items()
+        }

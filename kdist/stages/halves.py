@@ -1,0 +1,146 @@
+"""The functions of one virtual stage: forward, backward, and the backward's two halves.
+
+Zero-bubble schedules (Qi et al. 2023) split the backward: the gradient of the inputs, for which the
+stage before waits, and the gradient of the weights, for which nobody does. Both are cut from the
+one joint graph of `kdist.program.vjp.Vjp`; what the first half has computed is handed to the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kdist.program.vjp import PureFunction, Vjp, pruned, unflatten
+from kdist.stages.body import StageBody
+
+import tensorflow as tf
+
+
+class StageVjp(Vjp):
+    """Forward and backward of a virtual stage.
+
+    Only the first inputs, those from the stage before, get a gradient, and only the first outputs,
+    what the stage sends on and its part of the loss, take one.
+
+    Args:
+        function: See `Vjp`.
+        params: See `Vjp`.
+        inputs: See `Vjp`.
+        wrap: See `Vjp`.
+        body: The virtual stage.
+        boundary: Number of inputs that come from the stage before.
+        targets: Tells, once the function has run, how many outputs take a cotangent.
+        split: Whether the backward is also cut into halves.
+    """
+
+    def __init__(
+        self,
+        function: PureFunction,
+        params: Sequence[tf.TensorSpec],
+        inputs: Sequence[tf.TensorSpec],
+        wrap: Callable[[Any], Callable],
+        *,
+        body: StageBody,
+        boundary: int,
+        targets: Callable[[], int],
+        split: bool,
+    ) -> None:
+        self.boundary, self._count, self._split = boundary, targets, split
+        self._body = body
+        super().__init__(function, params, inputs, wrap)
+
+    def _sources(self, params: list[Any], inputs: list[Any]) -> list[Any]:
+        return super()._sources(params, inputs[: self.boundary])
+
+    def _targets(self, outputs: list[Any]) -> list[int]:
+        return super()._targets(outputs[: self._count()])
+
+    def _passes(self, tensor: Any) -> bool:
+        return bool(self._body.backend.hands_on(tensor))
+
+    def _laid_out(self, source: Any, gradient: Any) -> Any:
+        for param, position in zip(self._arguments[0], self._body.trainable):
+            if param is source:
+                return self._body.backend.laid_out(gradient, param, position)
+        return gradient
+
+    @property
+    def gradients_exist(self) -> list[bool]:
+        """Per parameter, whether it gets a gradient."""
+        return [kind is not None for kind in self._kinds[: self._sizes[0]]]
+
+    def _cut_backward(
+        self, joint: Any, wrap: Callable, feeds: Sequence[Any], fetches: Sequence[Any]
+    ) -> None:
+        if not self._split:
+            super()._cut_backward(joint, wrap, feeds, fetches)
+            return
+        sizes = [0 if k is None else 1 if k == "dense" else 2 for k in self._kinds]
+        count = sum(sizes[: self._sizes[0]])
+        weights, inward = fetches[:count], fetches[count:]
+        first = _backward_operations(inward, feeds, self._forward_ops)
+        kept = self._made_by(first, weights, feeds)
+        # With nothing to compute, the first half still is an operation, to be ordered and seen.
+        passed = [] if inward else list(self._given)
+        self._inward, self._kept = len(inward), len(kept)
+        self._call_input = wrap(pruned(joint, feeds, [*inward, *kept, *passed]))
+        if weights:
+            self._call_weight = wrap(pruned(joint, [*feeds, *kept], weights))
+
+    def _made_by(self, made: set[str], fetches: Sequence[Any], feeds: Sequence[Any]) -> list[Any]:
+        """Tensors of the operations in `made` that `fetches` need."""
+        fed = {t.op.name for t in feeds}
+        kept: dict[Any, Any] = {}
+        seen: set[Any] = set()
+        waiting = list(fetches)
+        while waiting:
+            tensor = waiting.pop()
+            if tensor.ref() in seen or tensor.op.name in fed | self._forward_ops:
+                continue
+            seen.add(tensor.ref())
+            if tensor.op.name in made and self._passes(tensor):
+                kept[tensor.ref()] = tensor
+            else:
+                waiting.extend(tensor.op.inputs)
+        return list(kept.values())
+
+    def backward_input(
+        self, params: Sequence[Any], saved: Sequence[Any], cotangents: Sequence[Any], *where: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Gradients of the inputs (None where there is none), and what the second half gets."""
+        given = [cotangents[i] for i in self._cotangents]
+        flat = list(self._call_input(*where, *params, *saved, *given))
+        inward = unflatten(self._kinds[self._sizes[0] :], flat[: self._inward])
+        return inward, flat[self._inward :]
+
+    def backward_weight(
+        self,
+        params: Sequence[Any],
+        saved: Sequence[Any],
+        cotangents: Sequence[Any],
+        kept: Sequence[Any],
+        *where: Any,
+    ) -> list[Any]:
+        """Gradients of the parameters; None where there is none."""
+        kinds = self._kinds[: self._sizes[0]]
+        if all(kind is None for kind in kinds):
+            return list(kinds)
+        given = [cotangents[i] for i in self._cotangents]
+        flat = self._call_weight(*where, *params, *saved, *given, *kept[: self._kept])
+        return unflatten(kinds, flat)
+
+
+def _backward_operations(
+    fetches: Sequence[Any], feeds: Sequence[Any], forward: set[str]
+) -> set[str]:
+    """Operations behind `fetches` that are neither fed nor part of the forward pass."""
+    fed = {t.op.name for t in feeds}
+    found: set[str] = set()
+    waiting = [t.op for t in fetches]
+    while waiting:
+        operation = waiting.pop()
+        if operation.name in found | fed | forward:
+            continue
+        found.add(operation.name)
+        waiting.extend(t.op for t in operation.inputs)
+    return found

@@ -1,0 +1,154 @@
+"""What the stages of a pipeline share: the model's state, its loss, what counts in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kdist._compat import keras_models
+from kdist.program.program import Program
+from kdist.program.vjp import pruned
+from kdist.stages.leaves import leaves, rebuild, signature, specs
+from kdist.stages.stages import StagedModel
+
+import keras
+import tensorflow as tf
+
+
+class PipelineProgram(Program):
+    """The pure functions of a model that is cut into stages.
+
+    Args:
+        model: A built Keras model.
+        add_loss_mean: See `Program`.
+        staged: The cut.
+        whole_loss: See `kdist.runtime.loss_terms.whole_loss`.
+
+    Raises:
+        ValueError: The model does what a pipeline cannot.
+    """
+
+    def __init__(
+        self, model: keras.Model, add_loss_mean: bool, staged: StagedModel, whole_loss: str = ""
+    ) -> None:
+        super().__init__(model, add_loss_mean)
+        refuse(model, whole_loss)
+        self.staged = staged
+        self._counting: dict[Any, CountFunction] = {}
+
+    @property
+    def penalized(self) -> list[int]:
+        """Trainable variables with a weight penalty."""
+        return [i for i, v in enumerate(self.state.trainable) if v.regularizer is not None]
+
+    def stage_with(self, variable: keras.Variable) -> int:
+        """The first stage that uses a variable."""
+        return self.staged.stage_of(self.staged.users().get(id(variable), (0,))[0])
+
+    def inputs_by_name(self, x: Any) -> dict[str, Any]:
+        """The model's inputs as its graph names them."""
+        flat = keras_models.flat_inputs(self.staged.functional, x)
+        return dict(zip(self.staged.described.inputs, flat))
+
+    def count_function(self, part: Any, training: bool) -> CountFunction:
+        """What computes how much a micro-batch counts; see `Program.counts`."""
+        key = (training, *batch_key(part))
+        if key not in self._counting:
+            self._counting[key] = CountFunction(self, part, training)
+        return self._counting[key]
+
+
+class CountFunction:
+    """Counts what Keras divides each compiled loss by, from as few tensors as that takes.
+
+    Masks mostly follow from the model's inputs; the rest of the forward pass is cut off, and
+    parameters that are not looked at stay where they are.
+
+    Args:
+        program: The program.
+        part: (x, y, sample_weight) of a micro-batch; x as the model takes it.
+        training: Training or inference.
+    """
+
+    def __init__(self, program: Program, part: Any, training: bool) -> None:
+        state = program.state
+        sizes = len(state.trainable), len(state.carried)
+        given = leaves(part)
+
+        def count(*flat: Any) -> Any:
+            params, carried = flat[: sizes[0]], flat[sizes[0] : sum(sizes)]
+            data = rebuild(part, flat[sum(sizes) : -1])
+            return program.counts(list(params), list(carried), data, flat[-1], training)
+
+        variables = [*state.trainable, *state.carried]
+        wanted = [tf.TensorSpec(v.shape, v.dtype) for v in variables]
+        wanted += [*specs(given), tf.TensorSpec([], tf.int32)]
+        whole = tf.compat.v1.wrap_function(count, wanted)
+        needed = _ancestors(whole.outputs)
+        self.used = [i for i, t in enumerate(whole.inputs[: len(wanted)]) if t.op.name in needed]
+        self._call = pruned(whole, [whole.inputs[i] for i in self.used], whole.outputs)
+        self.variables = sum(sizes)
+
+    def __call__(self, variable: Callable[[int], Any], part: Any, rows: Any) -> Any:
+        """Counts, float64 (terms,).
+
+        Args:
+            variable: Gives the value of a variable, trainable ones first, then carried.
+            part: The micro-batch.
+            rows: Rows of it that count.
+        """
+        data = [*leaves(part), rows]
+        values = [
+            variable(i) if i < self.variables else data[i - self.variables] for i in self.used
+        ]
+        return self._call(*values)[0]
+
+
+def _ancestors(tensors: Sequence[Any]) -> set[str]:
+    found: set[str] = set()
+    waiting = [t.op for t in tensors]
+    while waiting:
+        operation = waiting.pop()
+        if operation.name not in found:
+            found.add(operation.name)
+            waiting.extend(t.op for t in operation.inputs)
+    return found
+
+
+def batch_key(part: Sequence[Any]) -> tuple:
+    """Tells apart what needs a trace of its own: structure, shapes, dtypes of a micro-batch."""
+    return tuple(_key(one) for one in part)
+
+
+def _key(part: Any) -> tuple:
+    return (repr(keras.tree.map_structure(lambda t: t is None, part)), signature(leaves(part)))
+
+
+def refuse(model: keras.Model, whole_loss: str) -> None:
+    """Refuses what a pipeline cannot do.
+
+    Args:
+        model: The model.
+        whole_loss: Why its loss has to be computed over the whole batch, "" if it need not be.
+
+    Raises:
+        ValueError: The loss is not one of micro-batches, or `run_eagerly` is set, or the model has
+            an activity regularizer.
+    """
+    if whole_loss:
+        raise ValueError(
+            "A pipeline computes the loss per micro-batch, on the last stage. Compile with losses "
+            "of one value per row that are averaged or summed, call `add_loss` in a layer, or use "
+            "a mesh without `pipe`, where such a loss is computed over the whole batch. "
+            f"Received: {whole_loss}, in a model of type {type(model).__name__}"
+        )
+    if model.run_eagerly:
+        raise ValueError(
+            "A pipeline's stages are compiled functions. Debug with run_eagerly=True on the plain "
+            "model, or on a mesh without `pipe`. Received: run_eagerly=True"
+        )
+    if getattr(model, "activity_regularizer", None) is not None:
+        raise ValueError(
+            "An activity regularizer on a whole model is not part of any stage. Put it on the "
+            f"layers. Received: activity_regularizer={model.activity_regularizer!r}"
+        )

@@ -1,0 +1,113 @@
+"""The functions of every virtual stage, on one kind of slice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kdist.dtensor import sizes
+from kdist.dtensor.call import MAX_SHAPES
+from kdist.stages.body import StageBody
+from kdist.stages.functions import Pass, StageFunctions
+from kdist.stages.mask_order import check_mask_order
+from kdist.stages.pipeline_program import PipelineProgram, batch_key
+from kdist.storage.sparse import LookUp
+
+import tensorflow as tf
+
+
+class StagePrograms:
+    """Traces the virtual stages, and keeps their functions.
+
+    Args:
+        program: The model's program.
+        backend: What runs the functions: `OneDevice` or `InnerAxes`.
+    """
+
+    def __init__(self, program: PipelineProgram, backend: Any) -> None:
+        self.program, self.backend = program, backend
+        self.staged = program.staged
+        count = self.staged.schedule.virtual_stages
+        self.bodies = [StageBody(program, self.staged, n, backend) for n in range(count)]
+        self._traced: dict[Any, list[StageFunctions]] = {}
+
+    def functions(self, wanted: Pass, part: Any, terms: int | None) -> list[StageFunctions]:
+        """The functions of every virtual stage, for micro-batches like `part`.
+
+        Args:
+            wanted: The pass.
+            part: (x, y, sample_weight) of a micro-batch.
+            terms: Number of compiled losses; None where no loss is wanted.
+
+        Raises:
+            CannotExpand: DTensor cannot run one of them.
+        """
+        key = (wanted, terms, sizes.active(), *batch_key(part))
+        if key not in self._traced:
+            self._traced[key] = self._trace(wanted, part, terms)
+            for old in [*self._traced][: -2 * MAX_SHAPES]:
+                del self._traced[old]
+        return self._traced[key]
+
+    def trace_anew(self) -> None:
+        """Forgets what was traced, to trace it again with gradients gathered first."""
+        self.backend.gather_first = True
+        self._traced.clear()
+
+    def trained_parts(self) -> list[Any]:
+        """What runs the functions of a training step, of the first micro-batch."""
+        for functions in self._traced.values():
+            if functions[0].wanted.differentiate:
+                return [part for one in functions for part in one.parts]
+        return []
+
+    def _trace(self, wanted: Pass, part: Any, terms: int | None) -> list[StageFunctions]:
+        """Traces every virtual stage, each with what the one before sends."""
+        found: list[StageFunctions] = []
+        boundary: dict[str, Any] = {}
+        masks: dict[str, Any] = {}
+        x, y, sample_weight = part
+        shares = share = None
+        if terms is not None:
+            shares = tf.TensorSpec([terms], tf.float64)
+            share = tf.TensorSpec([], tf.float64)
+        for body in self.bodies:
+            state = {id(v): tf.TensorSpec(v.shape, v.dtype) for v in body.carried}
+            loss = None if terms is None else (y, sample_weight, shares)
+            given = body.given(boundary, masks, state, x, loss, share)
+            with self.backend.tracing():
+                found.append(StageFunctions(body, given, wanted, self.backend))
+            output = found[-1].example_output
+            boundary, masks = output.boundary, output.masks
+        self._check(found, terms)
+        self._note(found, wanted)
+        return found
+
+    def _check(self, found: Sequence[StageFunctions], terms: int | None) -> None:
+        unmasked = {name: tensors for b in self.bodies for name, tensors in b.unmasked.items()}
+        check_mask_order(self.staged.described.graph, self.staged.partition.stages, unmasked)
+        lossless = not any(one.has_loss for one in found) and not self.program.penalized
+        if terms is not None and lossless:
+            raise self.program.no_loss()
+
+    def _note(self, found: Sequence[StageFunctions], wanted: Pass) -> None:
+        """Which state is written; which variables get a gradient, and of which it is rows.
+
+        It is rows if it is on every stage that makes one.
+        """
+        program = self.program
+        written = {v for one in found for v in one.example_output.state}
+        traced = program.traced(wanted.training)
+        traced.updated = [i for i, v in enumerate(program.state.written) if id(v) in written]
+        if not wanted.differentiate:
+            return
+        dense: set[int] = set(program.penalized)
+        rows: dict[int, LookUp] = {}
+        for one in found:
+            look_ups = one.look_ups()
+            dense |= set(one.connected()) - set(look_ups)
+            for i, look_up in look_ups.items():
+                # Several stages' rows are put one after the other.
+                rows[i] = LookUp() if i in rows else look_up
+        program.trained.connected = sorted(dense | set(rows))
+        program.trained.rows = {i: look_up for i, look_up in rows.items() if i not in dense}

@@ -1,0 +1,249 @@
+"""One model cut into the stages of one pipeline: what each computes, which variables it uses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kdist._compat import keras_models
+from kdist.config.pipeline import PipelineConfig
+from kdist.config.settings import Setting
+from kdist.pipeline.graph import Graph
+from kdist.pipeline.partition import Partition, partition
+from kdist.pipeline.schedule import Schedule
+from kdist.sharding.mesh import Topology
+from kdist.sharding.placement import Group
+from kdist.stages.layer_lists import chained, with_lists
+from kdist.stages.measured_costs import Costs, measure
+from kdist.stages.model_graph import EXAMPLES, ModelGraph, graph_of
+
+import keras
+
+stage_setting: Setting[int] = Setting("kdist.set_stage")
+"""What `set_stage` said."""
+
+
+def set_stage(layer: Any, stage: int) -> Any:
+    """Fixes the pipeline stage of a layer, and of all layers inside it.
+
+    It is the stage of the layer's first call; later calls (of a tied head) follow their neighbours,
+    or are named "layer#1" in `PipelineConfig(stages={...})`, whose patterns go before this. Layers
+    without a stage follow their neighbours. With several chunks per stage it is the virtual stage.
+    The same idea is MindSpore's `Cell.pipeline_stage`. Takes effect in `kdist.parallelize`; the
+    last call counts.
+
+    Args:
+        layer: A layer or nested model.
+        stage: From 0 on.
+
+    Returns:
+        The layer.
+
+    Raises:
+        ValueError: For another target or stage.
+
+    Example:
+        >>> for number, block in enumerate(blocks):
+        ...     kdist.set_stage(block, number // 2)
+    """
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+        raise ValueError(f"A stage is an integer from 0 on. Received: stage={stage!r}")
+    if not isinstance(layer, keras.layers.Layer):
+        raise ValueError(
+            "kdist.set_stage takes a keras layer or a nested model. "
+            f"Received: {layer!r} of type {type(layer).__name__}"
+        )
+    stage_setting.set(layer, stage)
+    return layer
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedModel:
+    """A model's cut into stages, and their schedule. Made without touching a device.
+
+    Attributes:
+        schedule: Who computes what in which order.
+        described: The model's graph.
+        partition: Which node is on which virtual stage.
+        functional: The `Functional` that the graph describes.
+        costs: What the stages were balanced by.
+    """
+
+    schedule: Schedule
+    described: ModelGraph
+    partition: Partition
+    functional: Any
+    costs: Costs
+
+    @classmethod
+    def of(
+        cls,
+        model: keras.Model,
+        config: PipelineConfig,
+        topology: Topology,
+        example: Any = None,
+        before: StagedModel | None = None,
+    ) -> StagedModel:
+        """Cuts a built model.
+
+        Args:
+            model: The model.
+            config: What the user wants.
+            topology: The mesh.
+            example: Spec of the input, for stages that are given as lists of layers and for costs
+                that are measured.
+            before: How the model was cut before it gained or lost weights.
+
+        Raises:
+            ValueError: The model has no graph, or no such cut exists; or costs are to be measured
+                and no batch was seen, or `set_stage` gave a stage.
+        """
+        schedule = config.schedule_for(topology.num_stages)
+        if isinstance(config.stages, tuple):
+            lists = config.stages
+            _refuse_settings(model)
+            functional = chained(model, lists, schedule.virtual_stages, example)
+            described = graph_of(functional)
+            graph = with_lists(described.graph, lists)
+        else:
+            functional = keras_models.functional_of(model)
+            described = graph_of(model)
+            stages = config.stages if isinstance(config.stages, dict) else {}
+            graph = _with_settings(model, described, described.graph.assign(stages))
+        costs = Costs({node.name: node.cost for node in graph.nodes})
+        if config.costs == "measured":
+            costs = _measured(described, functional, config, topology, graph, example, before)
+        cut = partition(costs.applied(graph), schedule.virtual_stages)
+        return cls(schedule, described, cut, functional, costs)
+
+    def stage_of(self, virtual: int) -> int:
+        """The stage that runs a virtual stage."""
+        return virtual % self.schedule.num_stages
+
+    def users(self) -> dict[int, tuple[int, ...]]:
+        """By identity of a variable, the virtual stages that use it, ascending."""
+        found: dict[int, list[int]] = {}
+        named = self.partition.graph.named
+        for virtual, names in enumerate(self.partition.stages):
+            for name in names:
+                for key in named[name].parameters:
+                    stages = found.setdefault(id(self.described.variables[key]), [])
+                    if virtual not in stages:
+                        stages.append(virtual)
+        return {key: tuple(stages) for key, stages in found.items()}
+
+    def groups(self, model: keras.Model, topology: Topology) -> dict[int, tuple[Group, ...]]:
+        """By identity of a weight, the slices of each stage that uses it.
+
+        A weight that no layer of the graph uses lives with the first stage.
+        """
+        users = self.users()
+        found = {}
+        for variable in model.weights:
+            stages = sorted({self.stage_of(v) for v in users.get(id(variable), (0,))})
+            found[id(variable)] = tuple(topology.group(stage) for stage in stages)
+        return found
+
+    def describe(self) -> str:
+        """The schedule and what each stage has, in a few lines."""
+        schedule = self.schedule
+        lines = [
+            f"pipeline: {schedule.name}, {schedule.num_stages} stages, "
+            f"{schedule.micro_batches} micro-batches"
+        ]
+        measured = self.costs.of_stages(self.partition.stages)
+        if self.costs.measured is not None:
+            lines.append(f"  stages by measured costs of {self.costs.rows} rows on one device")
+        for virtual, names in enumerate(self.partition.stages):
+            chunk = f", chunk {virtual // schedule.num_stages}" if schedule.chunks > 1 else ""
+            ends = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+            times = f" ({measured[virtual]})" if measured[virtual] else ""
+            lines.append(f"  stage {self.stage_of(virtual)}{chunk}: {ends}{times}")
+        lines += [f"  tied: {key} on stages {users}" for key, users in self.partition.tied.items()]
+        return "\n".join(lines)
+
+    def inputs_of(self, virtual: int) -> tuple[str, ...]:
+        """The model's inputs that a virtual stage is given with the batch."""
+        graph = self.partition.graph
+        named = graph.named
+        used = {tensor for name in self.partition.stages[virtual] for tensor in named[name].inputs}
+        if virtual == self.schedule.virtual_stages - 1:
+            used |= set(graph.outputs)
+        return tuple(name for name in graph.inputs if name in used)
+
+    def reads(self, virtual: int) -> tuple[str, ...]:
+        """Tensors that a virtual stage gets from the one before."""
+        return self.partition.boundaries[virtual - 1] if virtual else ()
+
+    def writes(self, virtual: int) -> tuple[str, ...]:
+        """Tensors that a virtual stage sends on."""
+        last = virtual == self.schedule.virtual_stages - 1
+        return () if last else self.partition.boundaries[virtual]
+
+
+def stages_given(model: keras.Model) -> list[tuple[Any, int]]:
+    """What `set_stage` said of layers of a model."""
+    inside = {id(one) for one in keras_models.flat_layers(model)}
+    return [(layer, stage) for layer, stage in stage_setting.given() if id(layer) in inside]
+
+
+def _measured(
+    described: ModelGraph,
+    functional: Any,
+    config: PipelineConfig,
+    topology: Topology,
+    graph: Graph,
+    example: Any,
+    before: StagedModel | None,
+) -> Costs:
+    """Measures the nodes of a graph, unless that was done before."""
+    fixed = [node.name for node in graph.nodes if node.stage is not None]
+    if fixed:
+        raise ValueError(
+            "Measured costs are for stages='auto'; kdist.set_stage has given stages. Leave one of "
+            f"them out. Received: costs='measured', stages of {fixed[:3]}"
+        )
+    known = None if before is None else before.costs
+    if known is not None and set(known.measured or ()) == set(graph.named):
+        return known
+    if example is None:
+        raise ValueError(
+            "Layers are measured when the first batch shows the shapes of the inputs. Train or "
+            "predict a batch first. Received: costs='measured'"
+        )
+    batch = keras.tree.flatten(example)[0].shape[0] or EXAMPLES
+    rows = -(-batch // (topology.data_size * config.micro_batches))
+    return measure(described, functional, example, rows, topology.devices[0])
+
+
+def _refuse_settings(model: keras.Model) -> None:
+    for layer, stage in stages_given(model):
+        raise ValueError(
+            "Lists of layers say the stage of every layer. Leave out kdist.set_stage, or the "
+            f"lists. Received: set_stage of layer {layer.name!r} to {stage}"
+        )
+
+
+def _with_settings(model: keras.Model, described: ModelGraph, graph: Graph) -> Graph:
+    """Fixes what `set_stage` fixed and no pattern did."""
+    called = {id(described.sources[node.name].node.operation) for node in graph.nodes}
+    wanted: dict[int, int] = {}
+    for layer, stage in stages_given(model):
+        inside = {id(one): stage for one in keras_models.flat_layers(layer)}
+        if not called & set(inside) and not isinstance(layer, keras.layers.InputLayer):
+            raise ValueError(
+                "kdist.set_stage is for layers that the model's graph calls; what a layer calls "
+                "itself is on its stage. Set the stage of the layer around it. "
+                f"Received: layer {layer.name!r}, stage {stage}"
+            )
+        wanted.update(inside)
+    found: dict[str, int] = {}
+    seen: set[int] = set()
+    for node in graph.nodes:
+        operation = described.sources[node.name].node.operation
+        first = id(operation) not in seen
+        seen.add(id(operation))
+        if first and node.stage is None and id(operation) in wanted:
+            found[node.name] = wanted[id(operation)]
+    nodes = (dataclasses.replace(n, stage=found.get(n.name, n.stage)) for n in graph.nodes)
+    return dataclasses.replace(graph, nodes=tuple(nodes))

@@ -1,0 +1,164 @@
+"""Embedding gradients stay rows: what is looked up is what travels, not the whole table.
+
+That is so of gradients, and of new values where the optimizer changes no other rows (see
+`kdist.optimizer.local.changes_rows_only`); otherwise its owner sends the table whole.
+
+A single device hands its optimizer one row per look-up. Keras's optimizers square and clip those
+rows one by one, duplicates included, so to equal a single device the optimizer must get the same
+rows: the replicas' rows one after the other where the look-up depends on the batch, and summed,
+row by row, where every replica looks up the same (positions).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from kdist._compat import keras_models
+from kdist.sharding.placement import Index
+
+import keras
+import tensorflow as tf
+
+SHAPE_ONLY = frozenset({"Shape", "ShapeN", "Size", "Rank"})
+"""Operations that look at a tensor's shape and not at its values."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LookUp:
+    """How the rows of replicas make up the rows of one device.
+
+    Attributes:
+        by_batch: The look-ups depend on the batch; else all replicas look up the same.
+        merged: Look-ups of the same row were merged before they were made
+            (`embedding_lookup_sparse`, sparse inputs), so the whole batch's are to be merged too.
+        index_bytes: Bytes of an index.
+    """
+
+    by_batch: bool = True
+    merged: bool = False
+    index_bytes: int = 4
+
+
+PASSED_ON = frozenset({"Cast", "Identity", "Reshape", "ConcatV2", "StopGradient"})
+"""Operations behind which indices still are the ones that a `Unique` gave."""
+
+
+def look_up(indices: Any, sources: Sequence[Any]) -> LookUp:
+    """Reads from a traced graph how a gradient's indices came about."""
+    return LookUp(depends_on(indices, sources), _is_merged(indices), indices.dtype.size)
+
+
+def _is_merged(tensor: Any) -> bool:
+    while hasattr(tensor, "graph") and tensor.op.type in PASSED_ON and tensor.op.inputs:
+        tensor = tensor.op.inputs[0]
+    return hasattr(tensor, "graph") and tensor.op.type == "Unique"
+
+
+def is_sparse(gradient: Any) -> bool:
+    """True for a gradient made of rows."""
+    return isinstance(gradient, tf.IndexedSlices)
+
+
+def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
+    """Whether a tensor of a graph is computed from the values of any of `sources`.
+
+    Eager tensors do not know where they come from: then the answer is True.
+    """
+    if not hasattr(tensor, "graph"):
+        return True
+    wanted = {id(s) for s in sources}
+    seen: set[int] = set()
+    waiting = [tensor]
+    while waiting:
+        current = waiting.pop()
+        if id(current) in wanted:
+            return True
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        if current.op.type not in SHAPE_ONLY:
+            waiting.extend(current.op.inputs)
+    return False
+
+
+def add(
+    parts: Sequence[tf.IndexedSlices], by_batch: bool, merged: bool = False
+) -> tf.IndexedSlices:
+    """Joins the replicas' rows.
+
+    Args:
+        parts: One per replica.
+        by_batch: See `LookUp`.
+        merged: See `LookUp`.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    shape = parts[0].dense_shape
+    if by_batch:
+        values = tf.concat([p.values for p in parts], 0)
+        indices = tf.concat([p.indices for p in parts], 0)
+        if merged:
+            indices, where = tf.unique(indices)
+            values = tf.math.unsorted_segment_sum(values, where, tf.size(indices))
+        return tf.IndexedSlices(values, indices, shape)
+    return tf.IndexedSlices(tf.add_n([p.values for p in parts]), parts[0].indices, shape)
+
+
+def restrict(gradient: tf.IndexedSlices, index: Index, shape: Sequence[int]) -> tf.IndexedSlices:
+    """The part of a gradient that falls on a part of its table.
+
+    Args:
+        gradient: Rows of the whole table, (n, *columns).
+        index: The part, relative to the whole.
+        shape: Shape of the whole table.
+
+    Returns:
+        Rows of the part, with indices relative to it.
+    """
+    values, indices = gradient.values, gradient.indices
+    rows, columns = index[0], index[1:]
+    if (rows.start, rows.stop) != (0, shape[0]):
+        inside = (indices >= rows.start) & (indices < rows.stop)
+        values = tf.boolean_mask(values, inside)
+        indices = tf.boolean_mask(indices, inside) - tf.cast(rows.start, indices.dtype)
+    if any((c.start, c.stop) != (0, n) for c, n in zip(columns, shape[1:])):
+        values = values[(slice(None), *columns)]
+    part = [i.stop - i.start for i in index]
+    return tf.IndexedSlices(values, indices, tf.constant(part, indices.dtype))
+
+
+def joined(gradients: Sequence[Any]) -> Any:
+    """Sum of the gradients of a parameter that was fetched more than once; None without any."""
+    if len(gradients) < 2:
+        return gradients[0] if gradients else None
+    if all(isinstance(g, tf.IndexedSlices) for g in gradients):
+        values = tf.concat([g.values for g in gradients], 0)
+        indices = tf.concat([g.indices for g in gradients], 0)
+        return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
+    return tf.add_n([tf.convert_to_tensor(g) for g in gradients])
+
+
+def looked_up(model: keras.Model) -> list[keras.Variable]:
+    """The tables of a model's embeddings."""
+    layers = keras_models.flat_layers(model)
+    tables = [one for one in layers if isinstance(one, keras.layers.Embedding)]
+    return [v for table in tables for v in table.trainable_variables]
+
+
+def gradients_of_rows(model: keras.Model) -> list[keras.Variable]:
+    """The tables whose gradients are rows, as far as layers tell before a step is traced.
+
+    The gradient of a table that is regularized, or is the head's kernel too, is dense.
+    """
+    layers = keras_models.flat_layers(model)
+    return [
+        one.embeddings
+        for one in layers
+        if isinstance(one, keras.layers.Embedding)
+        and one.built
+        and one.embeddings.trainable
+        and one.embeddings.regularizer is None
+        and not getattr(one, "tie_weights", False)
+    ]

@@ -1,0 +1,388 @@
+"""Where a Keras variable's bytes live: per-device local variables behind one logical variable.
+
+The logical variable stays the object that the model holds. Outside a step it reads as its whole
+value, assembled from the shards at that moment, and an assignment reaches every copy: so
+`get_weights`, `save`, `model(x)` in the user's own `tf.function` and callbacks see and write the
+truth. Nothing is patched in Keras: the one instance gets a subclass of its own class.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kdist._compat import keras_trainer
+from kdist.sharding.mesh import Topology
+from kdist.sharding.placement import Coordinate, Index, Placement, covers
+
+import keras
+import tensorflow as tf
+
+ATTRIBUTE = "_kdist_stored"
+KEY = "_kdist_key"
+"""The identity under which optimizers know the variable; stays when its bytes move."""
+
+
+def assemble(parts: Sequence[tuple[Index, Any]]) -> Any:
+    """Joins disjoint parts that tile a box into one tensor.
+
+    Args:
+        parts: (index, tensor) pairs.
+
+    Returns:
+        The tensor of the whole box, on the device in scope.
+    """
+    if len(parts) == 1:
+        return parts[0][1]
+    rank = len(parts[0][0])
+    for dim in range(rank):
+        starts = sorted({index[dim].start for index, _ in parts})
+        if len(starts) > 1:
+            groups = [[p for p in parts if p[0][dim].start == start] for start in starts]
+            return tf.concat([assemble(group) for group in groups], axis=dim)
+    raise ValueError(f"Parts must be disjoint. Received: {[index for index, _ in parts]}")
+
+
+class Stored:
+    """The local copies and shards behind one logical variable.
+
+    Attributes:
+        variable: The logical variable.
+        placement: Its cut.
+        locals: Local Keras variable per (slice, inner) coordinate.
+        masters: Whole copies kept by optimizers that must see the whole tensor.
+    """
+
+    def __init__(self, variable: keras.Variable, placement: Placement, topology: Topology) -> None:
+        self.variable = variable
+        self.placement = placement
+        self.topology = topology
+        self.masters: list[tuple[str, keras.Variable]] = []
+        self.locals: dict[Coordinate, keras.Variable] = {}
+        original = keras_trainer.tf_variable(variable)
+        whole = tf.convert_to_tensor(original)
+        for at in sorted(at for shard in placement.shards for at in shard.holders):
+            self.locals[at] = self._make_local(original, whole, at, self.device(at))
+
+    def _make_local(
+        self, original: tf.Variable, whole: tf.Tensor, at: Coordinate, device: str
+    ) -> keras.Variable:
+        shard = self.placement.shard_at(at)
+        with tf.device(device):
+            if covers(shard.index, self.placement.shape):
+                reuse = type(original).__name__ == "ResourceVariable" and same_device(
+                    original.device, device
+                )
+                value = original if reuse else tf.identity(whole)
+            else:
+                value = tf.identity(whole[shard.index])
+            return make_local(self.variable, value)
+
+    def device(self, at: Coordinate) -> str:
+        """The TensorFlow device of a coordinate."""
+        return self.topology.slices[at[0]].devices[at[1]]
+
+    def whole(self) -> Any:
+        """The whole value, assembled from one copy of each shard."""
+        shards = self.placement.shards
+        return assemble([(s.index, self.locals[s.holders[0]].value) for s in shards])
+
+    def used_at(self, at: Coordinate) -> Any:
+        """What compute sees at a coordinate: its shard, made whole over the data axis."""
+        placement = self.placement
+        if placement.data_dim is None:
+            source = placement.source(at)
+            value = tf.convert_to_tensor(self.locals[source].value)
+            return value if source == at else tf.identity(value)
+        parts = {}
+        for s in placement.home:
+            shard = placement.shard_at((s, at[1]))
+            parts[placement.table[s][at[1]]] = (shard.index, self.locals[s, at[1]].value)
+        return assemble(list(parts.values()))
+
+    def whole_at(self, s: int) -> Any:
+        """The whole value, gathered from slice `s` (and, if sliced over data, its peers)."""
+        parts: dict[tuple, tuple[Index, Any]] = {}
+        for k in range(self.topology.inner_size):
+            index = self.placement.inner_index(k)
+            key = tuple(i.start for i in index)
+            if key not in parts:
+                parts[key] = (index, self.used_at((s, k)))
+        return assemble(list(parts.values()))
+
+    def assign(self, value: Any) -> None:
+        """Writes the whole value to every copy of every shard."""
+        value = tf.cast(value, self.variable.dtype)
+        for at, local in self.locals.items():
+            with tf.device(self.device(at)):
+                self._write(local, value, self.placement.shard_at(at).index)
+        for device, local in self.masters:
+            with tf.device(device):
+                local.assign(value)
+
+    def _write(self, local: keras.Variable, value: Any, index: Index) -> None:
+        local.assign(value if covers(index, self.placement.shape) else value[index])
+
+
+class RowsBacking(abc.ABC):
+    """Backing of a view on rows of local variables, which are read and written where they lie.
+
+    What is assigned between `hold` and `release` is kept in the graph instead, for the caller to
+    write: the update assigns whole variables in the end, and rows written before would be written
+    twice, after a copy of a buffer that other replicas may share.
+    """
+
+    def __init__(self) -> None:
+        self._held_in: Any = None
+        self._known: tuple[Any, Any] | None = None
+
+    @abc.abstractmethod
+    def read(self) -> Any:
+        """The rows, from the variables."""
+
+    @abc.abstractmethod
+    def write(self, value: Any) -> None:
+        """Writes the rows to the variables."""
+
+    def whole(self) -> Any:
+        """The rows. Within one graph they are put together once after each write."""
+        if self._known is not None and self._known[0] is _context():
+            return self._known[1]
+        value = self.read()
+        if not tf.executing_eagerly():
+            self._known = _context(), value
+        return value
+
+    def assign(self, value: Any) -> None:
+        """Writes the rows, or keeps their value while they are held."""
+        if self.held:
+            self._known = _context(), value
+        else:
+            self.write(value)
+            self._known = None
+
+    @property
+    def held(self) -> bool:
+        """Whether what is assigned now is kept."""
+        return self._held_in is not None and self._held_in is _context()
+
+    def hold(self) -> None:
+        """From now on, in the graph of now, keeps what is assigned."""
+        self._held_in = _context()
+
+    def release(self) -> None:
+        """Forgets what was kept: the caller has written it, and more."""
+        self._held_in = self._known = None
+
+    def forget(self) -> None:
+        """Others have written."""
+        self._known = None
+
+
+def _context() -> Any:
+    """The graph that is being built; another constant when executing eagerly."""
+    return RowsBacking if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+class Rows(RowsBacking):
+    """Backing of a view on some rows of one local variable, in their shape.
+
+    Args:
+        local: A plain local variable.
+        start: First row.
+        stop: Row after the last.
+    """
+
+    def __init__(self, local: keras.Variable, start: int, stop: int) -> None:
+        super().__init__()
+        self.local = local
+        self.start, self.stop = start, stop
+
+    def read(self) -> Any:
+        """See `RowsBacking`."""
+        return self.local.value[self.start : self.stop]
+
+    def write(self, value: Any) -> None:
+        """See `RowsBacking`."""
+        target = keras_trainer.tf_variable(self.local)
+        target[self.start : self.stop].assign(tf.cast(value, target.dtype))
+
+    def scatter(self, method: str, slices: tf.IndexedSlices) -> None:
+        """Calls a scatter method of the variable with indices relative to these rows."""
+        if self.held:
+            scattered = getattr(tf, f"tensor_{method}".replace("scatter", "scatter_nd"))
+            self.assign(scattered(self.whole(), slices.indices[:, None], slices.values))
+            return
+        target = keras_trainer.tf_variable(self.local)
+        moved = slices.indices + tf.cast(self.start, slices.indices.dtype)
+        getattr(target, method)(tf.IndexedSlices(slices.values, moved))
+        self.forget()
+
+
+def rows_view(variable: keras.Variable, local: keras.Variable, rows: Index) -> keras.Variable:
+    """A variable that reads and writes rows of a local variable, on the device in scope.
+
+    Args:
+        variable: The logical variable, for its path.
+        local: The local variable that holds a shard of it.
+        rows: One slice, of dim 0 of the local variable.
+    """
+    (span,) = rows
+    view = make_local(variable, tf.zeros([span.stop - span.start, *local.shape[1:]], local.dtype))
+    become_view(view, Rows(local, span.start, span.stop), None)
+    return view
+
+
+def make_local(variable: keras.Variable, value: Any) -> keras.Variable:
+    """A local Keras variable on the device in scope, known by its logical variable's path."""
+    local = keras.Variable(
+        value,
+        dtype=keras.backend.standardize_dtype(variable.dtype),
+        trainable=variable.trainable,
+        name=variable.name,
+    )
+    keras_trainer.rename(local, variable)
+    if variable.overwrite_with_gradient:
+        local.overwrite_with_gradient = True
+    return local
+
+
+def same_device(a: str, b: str) -> bool:
+    """True when two device strings name the same type and index."""
+    x, y = tf.DeviceSpec.from_string(a), tf.DeviceSpec.from_string(b)
+    return (x.device_type, x.device_index) == (y.device_type, y.device_index)
+
+
+def backing_of(variable: keras.Variable) -> Any:
+    """What a view reads from and writes to, None for a variable that is not a view."""
+    return variable.__dict__.get(ATTRIBUTE)
+
+
+def stored(variable: keras.Variable) -> Stored | None:
+    """The local copies of a variable, or None if kdist has not taken it over."""
+    return backing_of(variable)
+
+
+def distribute(variable: keras.Variable, placement: Placement, topology: Topology) -> Stored:
+    """Takes a variable over: makes its local copies and turns it into their whole view.
+
+    Args:
+        variable: A built Keras variable.
+        placement: Where its parts go.
+        topology: The mesh.
+
+    Returns:
+        The local copies.
+    """
+    entry = Stored(variable, placement, topology)
+    # With copies, a tf.Variable to write to would be one of them: then there is only the value.
+    only = next(iter(entry.locals.values())) if len(entry.locals) == 1 else None
+    become_view(variable, entry, only if placement.is_whole else None)
+    return entry
+
+
+def become_view(variable: keras.Variable, backing: Any, whole: keras.Variable | None) -> None:
+    """Makes a variable read from, and write to, `backing`.
+
+    Args:
+        variable: The logical variable; may be a view already.
+        backing: Has `whole()` and `assign(value)`.
+        whole: A local variable that holds the whole value, to be read directly, or None.
+    """
+    attributes = variable.__dict__
+    key = attributes.get(KEY) or keras_trainer.tf_variable(variable)._unique_id
+    tensor = None
+    if whole is not None:
+        tensor = keras_trainer.tf_variable(whole)
+        tensor._unique_id = key
+    keras_trainer.set_tf_variable(variable, tensor)
+    if ATTRIBUTE not in attributes:
+        base: Any = type(variable)
+        variable.__class__ = _view_class(base)
+    object.__setattr__(variable, ATTRIBUTE, backing)
+    object.__setattr__(variable, KEY, key)
+
+
+def release(variable: keras.Variable) -> None:
+    """Turns a variable taken over by kdist back into a plain one with its present value."""
+    entry = variable.__dict__.pop(ATTRIBUTE)
+    whole = tf.Variable(entry.whole(), trainable=variable.trainable, name=variable.name)
+    whole._unique_id = variable.__dict__.pop(KEY)
+    keras_trainer.set_tf_variable(variable, whole)
+    variable.__class__ = type(variable).__mro__[1]
+
+
+def replace(entry: Stored, placement: Placement) -> Stored:
+    """Moves a variable to another placement on the same mesh; returns what is behind it now."""
+    if entry.placement == placement:
+        return entry
+    release(entry.variable)
+    return distribute(entry.variable, placement, entry.topology)
+
+
+@functools.cache
+def _view_class(base: type) -> type:
+    """The subclass of a variable class whose instances read and write their local copies."""
+
+    def value(self: Any) -> Any:
+        mapped = keras_trainer.current_value(self)
+        if mapped is not None:
+            return keras_trainer.autocast(self, mapped)
+        tensor = keras_trainer.tf_variable(self)
+        if tensor is None:
+            tensor = self.__dict__[ATTRIBUTE].whole()
+            tensor._unique_id = self.__dict__[KEY]
+        return keras_trainer.autocast(self, tensor)
+
+    def _direct_assign(self: Any, new: Any) -> None:
+        self.__dict__[ATTRIBUTE].assign(new)
+
+    def _serialize_to_tensors(self: Any) -> dict[str, Any]:
+        return {"VARIABLE_VALUE": tf.convert_to_tensor(self.value)}
+
+    def _restore_from_tensors(self: Any, restored: dict[str, Any]) -> Any:
+        self.assign(restored["VARIABLE_VALUE"])
+        return self.value
+
+    def _shared_name(self: Any) -> str:
+        # What tf.train.Checkpoint calls the variable; a value assembled from parts has no name.
+        return self.path
+
+    def __deepcopy__(self: Any, memo: dict) -> keras.Variable:
+        return keras.Variable(
+            tf.convert_to_tensor(self.value), trainable=self.trainable, name=self.name
+        )
+
+    body = {
+        "value": property(value),
+        "_direct_assign": _direct_assign,
+        "_serialize_to_tensors": _serialize_to_tensors,
+        "_restore_from_tensors": _restore_from_tensors,
+        "_shared_name": property(_shared_name),
+        "__deepcopy__": __deepcopy__,
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+    }
+    return type(base.__name__, (base,), body)
+
+
+@contextlib.contextmanager
+def materialised(variables: Sequence[keras.Variable]) -> Iterator[None]:
+    """Meanwhile, gives each logical variable a plain `tf.Variable` with its whole value.
+
+    For code that must see real variables, such as SavedModel export. Writes are not kept.
+    """
+    backings = [(v, v.__dict__[ATTRIBUTE], keras_trainer.tf_variable(v)) for v in variables]
+    for variable, _, _ in backings:
+        release(variable)
+    try:
+        yield
+    finally:
+        for variable, backing, tensor in backings:
+            key = keras_trainer.tf_variable(variable)._unique_id
+            become_view(variable, backing, None)
+            object.__setattr__(variable, KEY, key)
+            keras_trainer.set_tf_variable(variable, tensor)

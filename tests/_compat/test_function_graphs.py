@@ -1,0 +1,34 @@
+"""The TensorFlow internals behind `kdist._compat.function_graphs` are where kdist expects them."""
+
+from kdist._compat import function_graphs
+
+import tensorflow as tf
+
+
+def test_the_graph_of_a_called_function_has_static_shapes() -> None:
+    @tf.function(autograph=False)
+    def double(x: tf.Tensor) -> tf.Tensor:
+        return 2 * x
+
+    graph = tf.compat.v1.wrap_function(double, [tf.TensorSpec((3, 2))]).graph
+    (call,) = [op for op in graph.get_operations() if op.type == "PartitionedCall"]
+    inner = function_graphs.function_graph(graph, call.get_attr("f").name)
+    assert [t.shape for t in (*inner.inputs, *inner.outputs)] == [(3, 2), (3, 2)]
+
+
+def test_a_function_inside_a_function_is_found_from_the_inner_graph() -> None:
+    def run(x: tf.Tensor) -> tf.Tensor:
+        return tf.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, step(y)), (0, x))[1]
+
+    step = tf.function(tf.square, autograph=False)
+    graph = tf.compat.v1.wrap_function(run, [tf.TensorSpec((3,))]).graph
+    (loop,) = [op for op in graph.get_operations() if "While" in op.type]
+    body = function_graphs.function_graph(graph, loop.get_attr("body").name)
+    (call,) = [op for op in body.get_operations() if op.type == "PartitionedCall"]
+    inner = function_graphs.function_graph(body, call.get_attr("f").name)
+    assert [op.type for op in inner.get_operations()][1] == "Square"
+
+
+def test_an_unknown_name_is_none() -> None:
+    graph = tf.compat.v1.wrap_function(tf.square, [tf.TensorSpec((3,))]).graph
+    assert function_graphs.function_graph(graph, "nothing") is None

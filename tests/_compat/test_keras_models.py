@@ -1,0 +1,118 @@
+"""See `tests/_compat/test_keras_trainer.py`; for `kdist._compat.keras_models`."""
+
+from __future__ import annotations
+
+from kdist._compat import keras_models
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ..parity import mlp
+from .private_checks import two_outputs, untested
+
+
+def test_each_function_has_a_test():
+    """See `tests/_compat/test_keras_trainer.py`."""
+    assert untested(keras_models, __file__) == []
+
+
+def test_functional_of():
+    model = mlp()
+    assert keras_models.functional_of(model) is model
+    layers = [keras.Input((2,)), keras.layers.Dense(1)]
+    built = keras_models.functional_of(keras.Sequential(layers))
+    assert [t.shape for t in built.inputs] == [(None, 2)]
+    assert keras_models.functional_of(keras.Sequential([keras.layers.Dense(1)])) is None
+    assert keras_models.functional_of(keras.layers.Dense(1)) is None
+
+    class Own(keras.Model):
+        def call(self, inputs):
+            return super().call(inputs)
+
+    assert keras_models.functional_of(Own(model.inputs, model.outputs)) is None
+
+
+def test_nodes_in_order():
+    model = mlp()
+    nodes = keras_models.nodes_in_order(model)
+    assert [node.operation for node in nodes] == model.layers[1:]
+    up, down = nodes
+    assert up.arguments.args[0] is up.arguments.keras_tensors[0] is model.inputs[0]
+    assert down.arguments.keras_tensors[0] is up.outputs[0]
+    assert down.arguments.kwargs == {}
+    args, kwargs = up.arguments.fill_in({id(model.inputs[0]): 3})
+    assert (args, kwargs) == ((3,), {})
+
+
+def test_flat_layers():
+    inner = mlp()
+    outer = keras.Sequential([inner, keras.layers.Dense(2, name="last")])
+    found = keras_models.flat_layers(outer)
+    assert found[0] is outer
+    assert {layer.name for layer in found[1:]} >= {"mlp", "up", "down", "last"}
+
+
+def test_layers_of():
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, keras.ops.tanh(inputs))
+    (node,) = keras_models.nodes_in_order(model)
+    assert keras_models.layers_of(node) == []
+    model = mlp()
+    nodes = keras_models.nodes_in_order(model)
+    assert [layer.name for node in nodes for layer in keras_models.layers_of(node)] == [
+        layer.name for layer in model.layers[1:]
+    ]
+
+
+def test_calls_of():
+    shared = keras.layers.Dense(3)
+    first, second = keras.Input((3,)), keras.Input((3,))
+    outputs = [shared(first), shared(second)]
+    calls = keras_models.calls_of(shared)
+    assert [call.arguments.keras_tensors for call in calls] == [[first], [second]]
+    assert [call.outputs for call in calls] == [[output] for output in outputs]
+
+
+def test_pack_outputs():
+    model = two_outputs()
+    found = keras_models.pack_outputs(model, [1, 2])
+    assert found == dict(zip(model.output_names, [1, 2]))
+
+
+def test_flat_inputs():
+    model = two_inputs()
+    x = {"b": tf.ones((2, 1)), "a": tf.zeros((2,))}
+    first, second = keras_models.flat_inputs(model, x)
+    assert np.ptp(first) == 0 == first[0, 0] and first.shape == (2, 1)  # as the model expects
+    assert second[0, 0] == 1
+
+
+def two_inputs():
+    a, b = keras.Input((1,), name="a"), keras.Input((1,), name="b")
+    return keras.Model({"a": a, "b": b}, keras.layers.Add()([a, b]))
+
+
+def test_as_model_call():
+    class Part(keras.layers.Layer):
+        def call(self, inputs):
+            return inputs
+
+    part = Part(dtype="float32")
+    with keras_models.as_model_call(part):
+        assert part([tf.ones(2, tf.float64)])[0].dtype == tf.float64
+    assert part([tf.ones(2, tf.float64)])[0].dtype == tf.float32
+
+
+def test_takes_training():
+    assert keras_models.takes_training(keras.layers.Dropout(0.5))
+    assert not keras_models.takes_training(keras.layers.Flatten())
+    (node,) = keras_models.nodes_in_order(keras.Model(x := keras.Input((1,)), x * 2))
+    assert not keras_models.takes_training(node.operation)
+
+
+def test_model_outputs():
+    model = two_outputs()
+    assert keras_models.model_outputs(model, [1, 2]) == dict(zip(model.output_names, [1, 2]))
+    x = keras.Input((1,))
+    assert keras_models.model_outputs(keras.Model(x, [x * 2]), [3]) == 3

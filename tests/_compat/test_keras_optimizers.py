@@ -1,0 +1,288 @@
+"""See `tests/_compat/test_keras_trainer.py`; for `kdist._compat.keras_optimizers`."""
+
+from __future__ import annotations
+
+from kdist._compat import keras_optimizers
+from kdist.storage.variables import rows_view
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ..parity import assert_close, data, mlp
+from .private_checks import untested
+
+
+def test_each_function_has_a_test():
+    """See `tests/_compat/test_keras_trainer.py`."""
+    assert untested(keras_optimizers, __file__) == []
+
+
+def test_adopt_learning_rate():
+    source, reader = keras.optimizers.SGD(0.5), keras.optimizers.SGD(0.1)
+    keras_optimizers.adopt_learning_rate(reader, source)
+    source.learning_rate = 0.25
+    assert float(reader.learning_rate) == 0.25
+    schedule = keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5)
+    keras_optimizers.adopt_learning_rate(reader, keras.optimizers.SGD(schedule))
+    assert float(reader.learning_rate) == 1.0
+
+
+def test_fixed_learning_rate():
+    optimizer = keras.optimizers.SGD(0.5)
+    variable = keras.Variable(1.0)
+    optimizer.build([variable])
+    own = optimizer._learning_rate
+    with keras_optimizers.fixed_learning_rate(optimizer):
+        own.assign(100.0)
+        assert float(optimizer.learning_rate) == 0.5
+        optimizer.apply([tf.constant(1.0)], [variable])
+    assert float(variable) == 0.5
+    assert optimizer._learning_rate is own
+    assert float(optimizer.learning_rate) == 100.0
+
+
+def test_fixed_learning_rate_leaves_a_schedule_alone():
+    optimizer = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5))
+    schedule = optimizer._learning_rate
+    with keras_optimizers.fixed_learning_rate(optimizer):
+        assert optimizer._learning_rate is schedule
+
+
+def test_iterations_variable():
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    variable = keras.Variable(1.0)
+    optimizer.build([variable])
+    for step in range(1, 4):
+        optimizer.apply([tf.constant(1.0)], [variable])
+        assert int(keras_optimizers.iterations_variable(optimizer)) == step
+        assert int(optimizer.iterations) == step // 2
+
+
+def test_accumulator():
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    variables = [keras.Variable(1.0), keras.Variable(1.0)]
+    optimizer.build(variables)
+    optimizer.apply([tf.constant(3.0), tf.constant(4.0)], variables)
+    assert [float(keras_optimizers.accumulator(optimizer, v)) for v in variables] == [3.0, 4.0]
+    assert keras_optimizers.accumulator(keras.optimizers.SGD(), variables[0]) is None
+
+
+def test_exclude_from_decay():
+    a, b, c = (keras.Variable(np.ones(2), name=name) for name in "abc")
+    optimizer = keras.optimizers.SGD(0.1, weight_decay=1.0)
+    optimizer.exclude_from_weight_decay(var_names=["c"])
+    keras_optimizers.exclude_from_decay(optimizer, [a, b])
+    optimizer.build([a, b, c])
+    optimizer.apply([tf.zeros(2)] * 3, [a, b, c])
+    assert_close([np.ones(2), np.ones(2)], [a, b])
+    np.testing.assert_allclose(c.numpy(), [0.9, 0.9], rtol=1e-6)
+
+
+def test_variable_key():
+    optimizer = keras.optimizers.SGD()
+    a, b = keras.Variable(1.0), keras.Variable(1.0)
+    assert keras_optimizers.variable_key(optimizer, a) == keras_optimizers.variable_key(
+        optimizer, a
+    )
+    assert keras_optimizers.variable_key(optimizer, a) != keras_optimizers.variable_key(
+        optimizer, b
+    )
+
+
+def test_set_optimizer_strategy():
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        optimizer = keras.optimizers.SGD()
+    assert optimizer._distribution_strategy is not None
+    keras_optimizers.set_optimizer_strategy(optimizer, None)
+    assert optimizer._distribution_strategy is None
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_member_optimizer(built):
+    members = {"kernel": keras.optimizers.SGD(), "bias": keras.optimizers.Adam()}
+    optimizer = keras.optimizers.MultiOptimizer(lambda v: members[v.name])
+    model = mlp()
+    if built:
+        optimizer.build(model.trainable_variables)
+    for variable in model.trainable_variables:
+        assert keras_optimizers.member_optimizer(optimizer, variable) is members[variable.name]
+
+
+def test_build_scope():
+    """Slot paths are those of a model that Keras has trained."""
+    expected = compiled_adam(train=True)
+    model = compiled_adam(train=False)
+    with keras_optimizers.build_scope(model.optimizer):
+        model.optimizer.build(model.trainable_variables)
+    assert [v.path for v in model.optimizer.variables] == [
+        v.path for v in expected.optimizer.variables
+    ]
+
+
+def compiled_adam(train: bool) -> keras.Model:
+    model = mlp()
+    model.compile(keras.optimizers.Adam(name="adam"), "mse")
+    if train:
+        model.train_on_batch(*data(4))
+    return model
+
+
+def test_swap_keras_variables():
+    """The callback then swaps with `keras.Variable.assign` alone."""
+    callback = keras.callbacks.SwapEMAWeights()
+    keras_optimizers.swap_keras_variables(callback)
+    model = mlp()
+    optimizer = keras.optimizers.SGD(use_ema=True)
+    model.compile(optimizer, "mse")
+    optimizer.build(model.trainable_variables)
+    weights = [v.numpy() for v in model.trainable_variables]
+    averages = [v.numpy() + 1 for v in optimizer._model_variables_moving_average]
+    for variable, value in zip(optimizer._model_variables_moving_average, averages):
+        variable.assign(value)
+    callback.set_model(model)
+    callback._swap_variables()
+    assert_close(averages, model.trainable_variables)
+    assert_close(weights, optimizer._model_variables_moving_average)
+    callback._finalize_ema_values()
+    assert_close(averages, optimizer._model_variables_moving_average)
+
+
+def test_update_through_keras_variables():
+    local = keras.Variable(np.zeros((4, 2)), dtype="float32", name="kernel")
+    view = rows_view(local, local, (slice(2, 4),))
+    rows = []
+
+    def scatter(variable, method, slices):
+        rows.append(method)
+        return False
+
+    for optimizer in (
+        keras.optimizers.AdamW(0.1, weight_decay=0.1, gradient_accumulation_steps=2),
+        keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=1),
+    ):
+        keras_optimizers.update_through_keras_variables(optimizer, scatter)
+        optimizer.build([view])
+        optimizer.apply([tf.ones((2, 2))], [view])
+    assert (local.numpy()[:2] == 0).all()
+    assert (local.numpy()[2:] < 0).all()
+    optimizer.apply([tf.IndexedSlices(tf.ones((1, 2)), [0], [2, 2])], [view])
+    assert "scatter_sub" in rows
+
+
+def test__without_strategies():
+    """Nadam's own part of the update stays: without it, it divides by zero."""
+    plain, local = (keras.Variable(np.ones((4,)), dtype="float32") for _ in range(2))
+    view = rows_view(local, local, (slice(0, 4),))
+    ours, keras_s = keras.optimizers.Nadam(0.1), keras.optimizers.Nadam(0.1)
+    keras_optimizers.update_through_keras_variables(ours, lambda *_: False)
+    for optimizer, variable in ((ours, view), (keras_s, plain)):
+        optimizer.build([variable])
+        for _ in range(2):
+            optimizer.apply([tf.constant([1.0, -2.0, 3.0, 0.0])], [variable])
+    np.testing.assert_allclose(local.numpy(), plain.numpy(), rtol=1e-6)
+    assert type(ours).__name__ == "Nadam" and isinstance(ours, keras.optimizers.Nadam)
+
+
+def test_own_class():
+    optimizer = keras.optimizers.Nadam()
+    assert keras_optimizers.own_class(optimizer) is keras.optimizers.Nadam
+    keras_optimizers.update_through_keras_variables(
+        optimizer, lambda variable, method, slices: False
+    )
+    assert type(optimizer) is not keras.optimizers.Nadam
+    assert keras_optimizers.own_class(optimizer) is keras.optimizers.Nadam
+
+
+def test_route_assignments():
+    """Slots and parameters are written by these three methods, and by nothing else."""
+    model = mlp()
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(model.trainable_variables)
+    plain = keras.optimizers.Adam()
+    mine = optimizer._momentums[0]
+    seen = []
+
+    def write(name: str, variable: object, value: object) -> bool:
+        seen.append(name)
+        if variable is mine:
+            getattr(mine, name)(value)
+        return variable is mine
+
+    keras_optimizers.route_assignments(optimizer, write)
+    gradients = [tf.ones_like(v) for v in model.trainable_variables]
+    optimizer.apply(gradients, model.trainable_variables)
+    assert seen == ["assign_add", "assign_add", "assign_sub"] * len(gradients)
+    twin = mlp()
+    plain.build(twin.trainable_variables)
+    plain.apply(gradients, twin.trainable_variables)
+    assert_close(plain.variables, optimizer.variables)
+    assert_close(twin.get_weights(), model.get_weights())
+
+
+@pytest.mark.parametrize("names", [["bias"], ["norm"], ["norm/kernel"], ["kernel:0"], ["^kernel"]])
+def test_decays(names):
+    """As Keras decides, which knows variables by the names that TensorFlow gave them."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2, name="norm_1")])
+    model.add(keras.layers.Dense(2, name="other"))
+    optimizer = keras.optimizers.SGD(1.0, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=names)
+    optimizer.build(model.trainable_variables)
+    for variable in model.trainable_variables:
+        variable.assign(tf.ones(variable.shape))
+    decays = [keras_optimizers.decays(optimizer, v) for v in model.trainable_variables]
+    zeros = [tf.zeros(v.shape) for v in model.trainable_variables]
+    keras_optimizer = keras.optimizers.SGD(1.0, weight_decay=0.5)
+    keras_optimizer.exclude_from_weight_decay(var_names=names)
+    keras_optimizer.apply(zeros, model.trainable_variables)
+    assert decays == [bool((v.numpy() == 0.5).all()) for v in model.trainable_variables]
+
+
+def test_decays_nothing_without_a_factor():
+    variable = keras.Variable(1.0)
+    optimizer = keras.optimizers.SGD()
+    optimizer.build([variable])
+    assert not keras_optimizers.decays(optimizer, variable)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"clipnorm": 1.0}])
+def test_apply_nothing(options):
+    """Averages of weights and Nadam's product move on as where another variable has a gradient."""
+    state = []
+    for idle in (False, True):
+        a, b = keras.Variable(np.ones(2), name="a"), keras.Variable(np.ones(3), name="b")
+        optimizer = keras.optimizers.Nadam(0.1, use_ema=True, **options)
+        optimizer.build([a] if idle else [a, b])
+        for _ in range(3):
+            if idle:
+                keras_optimizers.apply_nothing(optimizer)
+            else:
+                optimizer.apply([tf.ones(3, b.dtype)], [b])
+        average = optimizer._model_variables_moving_average[0]
+        state.append([optimizer.iterations, optimizer._iterations, optimizer._u_product, average])
+    assert_close(*[[v.numpy() if hasattr(v, "numpy") else v for v in one] for one in state])
+
+
+def test_keep_one_copy():
+    """Keras asks the strategy in scope to colocate a slot, which fails for a plain variable."""
+    plain = keras.Variable(np.zeros(2, np.float32))
+    with tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        optimizer = keras.optimizers.SGD(momentum=0.9)
+        with pytest.raises(ValueError, match="colocate_vars_with"):
+            optimizer.build([plain])
+        keras_optimizers.keep_one_copy(optimizer)
+        optimizer.build([plain])
+
+
+@pytest.mark.parametrize("use_ema", [False, True])
+def test_decay_and_count(use_ema):
+    """As in Keras's `apply`, without what comes from the gradients: averages do not move."""
+    variable = keras.Variable(np.ones(2))
+    optimizer = keras.optimizers.Nadam(0.5, weight_decay=0.5, use_ema=use_ema)
+    optimizer.build([variable])
+    product = float(optimizer._u_product.numpy())
+    keras_optimizers.decay_and_count(optimizer, [variable])
+    assert_close([variable.numpy()], [np.full(2, 0.75)])
+    assert int(optimizer.iterations) == 1
+    assert (float(optimizer._u_product.numpy()) == product) == use_ema

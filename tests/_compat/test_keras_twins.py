@@ -1,0 +1,91 @@
+"""See `tests/_compat/test_keras_trainer.py`; for `kdist._compat.keras_twins`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kdist._compat import keras_twins
+
+import keras
+import numpy as np
+
+
+def test_own_lambdas():
+    layer = keras.layers.Lambda(lambda t: 2 * t, name="twice")
+    with keras_twins.own_lambdas():
+        again = keras.layers.Lambda.from_config(layer.get_config())
+    np.testing.assert_array_equal(again(np.ones((1, 2))), 2 * np.ones((1, 2)))
+
+
+def test_names_kept():
+    keras.layers.Dense(1)
+    first = keras.layers.Dense(1).name
+    with keras_twins.names_kept():
+        assert keras.layers.Dense(1).name == "dense"
+    following = keras.layers.Dense(1).name
+    assert int(following.rsplit("_", 1)[1]) == int(first.rsplit("_", 1)[1]) + 1
+
+
+def test_loss_in():
+    loss = keras.losses.MeanSquaredError(name="mine", reduction="sum")
+    again = keras_twins.loss_in(loss, "float64")
+    assert (again.dtype, again.name, again.reduction) == ("float64", "mine", "sum")
+    assert again(np.zeros((2, 1)), np.ones((2, 1))).dtype == "float64"
+    assert loss.dtype == "float32"
+
+
+class Rounded(keras.losses.Loss):
+    """Not registered with Keras, and without a `get_config`."""
+
+    def __init__(self, digits: int) -> None:
+        super().__init__()
+        self.digits = digits
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.round(y_true - y_pred, self.digits)
+
+
+def test_loss_in_of_an_own_class():
+    again = keras_twins.loss_in(Rounded(1), "float64")
+    assert isinstance(again, Rounded) and (again.digits, again.dtype) == (1, "float64")
+
+
+def test_compile_options():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD()
+    model.compile(optimizer, "mse", metrics=["mae"])
+    options = keras_twins.compile_options(model)
+    assert options["optimizer"] is optimizer
+    assert (options["loss"], options["metrics"]) == ("mse", ["mae"])
+    assert set(options) >= {"loss_weights", "weighted_metrics", "run_eagerly"}
+
+
+def test_not_decayed():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    kernel, bias = model.trainable_variables
+    optimizer = keras.optimizers.AdamW()
+    assert keras_twins.not_decayed(optimizer, [kernel, bias]) is None
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    assert keras_twins.not_decayed(optimizer, [kernel, bias]) == [bias]
+
+
+def test_equal_draws():
+    seeds = keras.random.SeedGenerator(1)
+    with keras_twins.equal_draws():
+        normal = keras.random.normal((2, 3), mean=1.0, stddev=2.0, seed=seeds)
+        cut = keras.random.truncated_normal((2,), dtype="float64", seed=seeds)
+        uniform = keras.random.uniform((3,), 2.0, 4.0, seed=seeds)
+    np.testing.assert_allclose(normal, np.full((2, 3), 2.2), rtol=1e-6)
+    np.testing.assert_allclose(cut, np.full(2, 0.6))
+    assert cut.dtype == "float64"
+    np.testing.assert_allclose(uniform, np.full(3, 3.2), rtol=1e-6)
+    assert seeds.state.numpy().tolist() == [1, 0]
+    drawn = keras.random.normal((4,), seed=seeds).numpy()
+    assert len(set(drawn.tolist())) == 4
+
+
+def test_added_losses():
+    layer = keras.layers.ActivityRegularization(l1=1.0)
+    layer(np.ones((2, 2)))
+    assert [float(v) for v in keras_twins.added_losses(layer)] == [2.0]
+    assert keras_twins.added_losses(keras.layers.Dense(1)) == []

@@ -1,0 +1,123 @@
+"""`kdist.callbacks.CommFusion`: figures in the logs, and trying bucket sizes."""
+
+from __future__ import annotations
+
+import kdist
+from kdist import FusionConfig
+from kdist.api.parallelize import attached
+from kdist.callbacks import CommFusion
+
+import keras
+import numpy as np
+import pytest
+
+from ..parity import CUTS, assert_close, data, mlp
+
+KEYS = {"comm_collectives", "comm_bytes", "comm_seconds", "comm_direct", "comm_joined"}
+KEYS |= {"comm_bus_gb_per_s"}
+TWO = (FusionConfig(mode="none"), FusionConfig(mode="size", size_mb=1))
+
+
+def compiled(axes: dict[str, int] | None = None, level: int = 0) -> keras.Model:
+    model = mlp()
+    if axes is not None:
+        config = kdist.ParallelConfig(
+            mesh=kdist.mesh(**axes),
+            layout_map=CUTS if "model" in axes else None,
+            optimizer=kdist.OptimizerConfig(level=level, threshold_kb=0),
+        )
+        kdist.parallelize(model, config)
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("axes", "level"), [({"data": 4}, 1), ({"data": 2, "model": 2}, 0), ({"data": 2}, 3)]
+)
+def test_figures_are_in_the_logs(axes: dict[str, int], level: int) -> None:
+    model = compiled(axes, level)
+    x, y = data(16)
+    weights = None
+
+    class Keep(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+            nonlocal weights
+            weights = model.get_weights()
+
+    found = model.fit(x, y, epochs=2, verbose=0, callbacks=[Keep(), CommFusion()]).history
+    assert set(found) >= KEYS
+    planned = model.plan().traffic()
+    assert found["comm_collectives"] == [sum(t.collectives for t in planned)] * 2
+    assert found["comm_bytes"] == [sum(t.nbytes for t in planned)] * 2
+    assert found["comm_joined"] == [sum(t.joined for t in planned)] * 2
+    assert (found["comm_joined"][0] > 0) == (level == 1)
+    assert np.add(found["comm_direct"], found["comm_joined"]).tolist() == found["comm_collectives"]
+    assert all(seconds > 0 for seconds in found["comm_seconds"])
+    assert all(bandwidth > 0 for bandwidth in found["comm_bus_gb_per_s"])
+    # Measuring sends values as they are.
+    assert_close(weights, model.get_weights())
+
+
+def test_one_replica_communicates_nothing() -> None:
+    model = compiled({"data": 1})
+    found = model.fit(*data(8), verbose=0, callbacks=[CommFusion()]).history
+    assert found["comm_collectives"] == found["comm_bytes"] == found["comm_seconds"] == [0]
+    assert found["comm_bus_gb_per_s"] == [0]
+
+
+def test_tuning_keeps_the_fastest_and_changes_no_result(float64: None) -> None:
+    plain, model = compiled(), compiled({"data": 4}, 1)
+    x, y = data(48)
+    callback = CommFusion(tune=True, candidates=TWO, steps=1)
+    expected = plain.fit(x, y, batch_size=8, epochs=1, shuffle=False, verbose=0).history["loss"]
+    found = model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[callback])
+    assert_close(expected, found.history["loss"])
+    assert_close(plain.get_weights(), model.get_weights())
+    assert_close(
+        [v.numpy() for v in plain.optimizer.variables],
+        [v.numpy() for v in model.optimizer.variables],
+    )
+    assert list(callback.tried) == ["none", "buckets of 1 MB"]
+    fastest = min(callback.tried, key=callback.tried.__getitem__)
+    assert str(attached(model).config.fusion) == fastest
+    reduce = next(t for t in model.plan().traffic() if t.what == "reduce")
+    assert reduce.collectives == {"none": 4, "buckets of 1 MB": 2}[fastest]
+
+
+def test_another_fit_tunes_again() -> None:
+    """Not: starts with the first candidate and stays there."""
+    model = compiled({"data": 2})
+    callback = CommFusion(tune=True, candidates=TWO, steps=1)
+    x, y = data(16)
+    for _ in range(2):
+        model.fit(x, y, batch_size=4, verbose=0, callbacks=[callback])
+        fastest = min(callback.tried, key=callback.tried.__getitem__)
+        assert str(attached(model).config.fusion) == fastest
+        callback.tried = {"of the training before": 0.0}
+
+
+def test_training_too_short_to_tune_says_so() -> None:
+    model = compiled({"data": 2})
+    with pytest.warns(UserWarning, match="needs 20 steps to try 5 candidates"):
+        model.fit(*data(8), verbose=0, callbacks=[CommFusion(tune=True)])
+
+
+def test_a_plain_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="plain Keras model"):
+        compiled().fit(*data(8), verbose=0, callbacks=[CommFusion()])
+
+
+@pytest.mark.parametrize("options", [{"steps": 0}, {"tune": True, "candidates": ()}])
+def test_other_settings_are_refused(options: dict) -> None:
+    with pytest.raises(ValueError, match="Received: "):
+        CommFusion(**options)
+
+
+def test_set_fusion_keeps_state_on_an_inner_mesh(float64: None) -> None:
+    plain, model = compiled(), compiled({"data": 2, "model": 2})
+    x, y = data(16)
+    for _ in range(2):
+        assert_close(plain.train_on_batch(x, y), model.train_on_batch(x, y))
+        attached(model).set_fusion(TWO[1])
+    assert_close(plain.get_weights(), model.get_weights())
+    assert np.ndim(model.optimizer.iterations.numpy()) == 0

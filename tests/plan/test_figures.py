@@ -1,0 +1,251 @@
+"""Every number that the plan, `inspect` and `CommFusion` print, against what was executed.
+
+One test over (level x mesh x fusion x embedding or not): counts and bytes of the messages of each
+kind, rows of tables, stored and updated bytes, and what the callback logs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from typing import Any
+
+import kdist
+from kdist import FusionConfig, OptimizerConfig
+from kdist.api.parallelize import attached
+from kdist.callbacks import CommFusion
+from kdist.graphs import executed
+from kdist.sharding.device import Device
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ..equivalence.matrix import product, spread
+from ..runtime.step_parts import Parts, first_step
+
+ROWS, LOOK_UPS, COLUMNS = 16, 6, 8
+"""Rows of the table, look-ups of an example, columns of the table."""
+BATCH = 8
+MESHES = {
+    "data4": {"data": 4},
+    "data2_model2": {"data": 2, "model": 2},
+    "pipe2_data2": {"pipe": 2, "data": 2},
+    "pipe2_data2_model2": {"pipe": 2, "data": 2, "model": 2},
+}
+FUSIONS = {
+    "auto": FusionConfig(),
+    "none": FusionConfig(mode="none"),
+    "size": FusionConfig(mode="size", size_mb=300 / 2**20),
+    "index": FusionConfig(mode="index", index=(2,)),
+}
+CUTS = {
+    "up/kernel": (None, "model"),
+    "up/bias": ("model",),
+    "down/kernel": ("model", None),
+    "table/embeddings": (None, "model"),
+}
+# What a collective is computed by, where one graph spans the slice.
+COLLECTIVE = re.compile(r"DTensor(AllReduce|AllGather)Op[^/]*/group\d+/(sum|gather)$")
+KINDS = {"AllReduce": "all-reduce", "AllGather": "all-gather"}
+DEFAULT = [
+    (0, "data4", "auto", True),
+    (1, "data4", "size", True),
+    (2, "data4", "index", False),
+    (3, "data4", "none", True),
+    (0, "data2_model2", "none", False),
+    (1, "data2_model2", "index", True),
+    (3, "data2_model2", "size", False),
+    (1, "pipe2_data2", "none", True),
+    (3, "pipe2_data2", "auto", True),
+    (2, "pipe2_data2_model2", "size", False),
+]
+
+
+def network(embedding: bool) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    if embedding:
+        inputs = keras.Input((LOOK_UPS,), dtype="int32")
+        x = keras.layers.Embedding(ROWS, COLUMNS, name="table")(inputs)
+        x = keras.layers.Flatten(name="flat")(x)
+    else:
+        x = inputs = keras.Input((LOOK_UPS * COLUMNS,))
+    x = keras.layers.Dense(8, "tanh", name="up")(x)
+    return keras.Model(inputs, keras.layers.Dense(4, name="down")(x))
+
+
+def trained(level: int, mesh: str, fusion: str, embedding: bool) -> tuple[Any, ...]:
+    """The model, its plan before the first step, the step's parts, and what was executed."""
+    axes, cuts = MESHES[mesh], CUTS if embedding else {k: v for k, v in CUTS.items() if k[0] != "t"}
+    model = network(embedding)
+    stages = {"table|flat|up": 0, "down": 1}
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(**axes),
+        layout_map=cuts if "model" in axes else None,
+        optimizer=OptimizerConfig(level=level, threshold_kb=0),
+        fusion=FUSIONS[fusion],
+        pipeline=kdist.PipelineConfig(micro_batches=2, stages=stages) if "pipe" in axes else None,
+    )
+    kdist.parallelize(model, config)
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    before = model.plan()
+    x = np.arange(BATCH * LOOK_UPS).reshape(BATCH, LOOK_UPS) % ROWS
+    if not embedding:
+        x = np.ones((BATCH, LOOK_UPS * COLUMNS), np.float32)
+    parts, functions = first_step(model, x, np.ones((BATCH, 4), np.float32))
+    return model, before, parts, functions
+
+
+@pytest.mark.parametrize(
+    ("level", "mesh", "fusion", "embedding"),
+    spread(product((0, 1, 2, 3), MESHES, FUSIONS, (False, True)), DEFAULT),
+)
+def test_figures_are_those_of_the_executed_step(
+    level: int, mesh: str, fusion: str, embedding: bool
+) -> None:
+    model, before, parts, functions = trained(level, mesh, fusion, embedding)
+    plan = model.plan()
+    assert plan == before
+    check_messages(plan, parts, functions)
+    check_tables(plan, parts, functions, embedding)
+    check_bytes_at_rest(model, plan)
+    check_callback(model, plan)
+    inspection = kdist.inspect(model, BATCH)
+    check_collectives(inspection, functions)
+    check_peaks(level, inspection, parts, functions)
+
+
+def the_step(functions: list[executed.ExecutedFunction]) -> executed.ExecutedFunction:
+    return executed.largest([f for f in functions if len(f.select(executed.ASSIGNMENTS)) > 5])
+
+
+def check_messages(plan: Any, parts: Parts, functions: Any) -> None:
+    step = the_step(functions)
+    table = parts.table(step)
+    if plan.topology.num_stages == 1:  # else boundary tensors travel too, which no plan counts
+        assert not [what for what in table if what.startswith("unexplained")], table
+    names = {"reduce": "gradient", "join": "join", "broadcast": "value", "gather": "gather"}
+    sent = {w: (table[n], parts.nbytes(step, n)) for w, n in names.items() if n in table}
+    planned = {t.what: (t.messages, t.nbytes) for t in plan.traffic()}
+    assert sent == planned
+
+
+def check_tables(plan: Any, parts: Parts, functions: Any, embedding: bool) -> None:
+    assert [t.path for t in plan.tables()] == ["table/embeddings"] * embedding
+    step = the_step(functions)
+    shapes = [
+        parts._shape(parts.inlined(t))
+        for t in step.transfers
+        if t.dtype == "float32" and (parts.explain(t) == "rows" or of_micro_batch(t))
+    ]
+    for one in plan.tables():
+        assert len(shapes) == one.messages
+        known = [tuple(shape) for shape in shapes if shape.is_fully_defined()]
+        # Each transfer of values has one of indices; which rows fall on a part is not known before.
+        sent = sum(rows * (4 * columns + 4) for rows, columns in known)
+        looked_up = BATCH // plan.topology.data_size * LOOK_UPS
+        assert one.at_most == (len(known) < len(shapes))
+        assert sent <= one.nbytes(looked_up)
+        assert one.at_most or sent == one.nbytes(looked_up)
+        assert str(one).endswith(f"{one.row_bytes} B x looked-up rows of a replica")
+
+
+def of_micro_batch(sent: Any) -> bool:
+    """Whether a stage's backward call made it, with the rows of a micro-batch of a pipeline."""
+    rows = BATCH // 4 * LOOK_UPS
+    return bool(re.search(r"\dB\d/PartitionedCall", sent.tensor)) and sent.shape == (rows, COLUMNS)
+
+
+def check_bytes_at_rest(model: keras.Model, plan: Any) -> None:
+    parallel = attached(model)
+    weights, slots = Counter[str](), Counter[str]()
+    for entry in parallel.entries.values():
+        for local in entry.locals.values():
+            weights[Device.parse(local.value.device).name] += local.numpy().nbytes
+    scalars = Counter[str]()
+    for one in (o for group in parallel.update.jobs.local for o in group):
+        for variable in one.optimizer.variables:
+            device = Device.parse(variable.value.device).name
+            kind = slots if variable.shape != () else scalars
+            kind[device] += variable.numpy().nbytes
+    devices = plan.devices()
+    assert {d.device: d.parameter_bytes for d in devices} == {
+        d.device: weights[d.device] for d in devices
+    }
+    # Adam keeps two moments of what it updates.
+    assert {d.device: 2 * d.updated_bytes for d in devices} == {
+        d.device: slots[d.device] for d in devices
+    }
+    for memory in kdist.report.memory.measure(parallel, None):
+        assert memory.parameters == weights[memory.device]
+        assert memory.slots == slots[memory.device] + scalars[memory.device]
+
+
+def check_collectives(inspection: kdist.Inspection, functions: Any) -> None:
+    """What `inspect` says of one slice is what each slice executed."""
+    topology = inspection.plan.topology
+    executed_on: dict[int, Counter[Any]] = {}
+    for node in the_step(functions).nodes:
+        if found := COLLECTIVE.search(node.name):
+            s = next(i for i, one in enumerate(topology.slices) if node.device in one.devices)
+            executed_on.setdefault(s, Counter())[KINDS[found[1]], node.shape] += 1
+    said = Counter((one.kind, one.shape) for one in inspection.collectives)
+    if topology.inner_size == 1:
+        assert not said and not executed_on
+    elif topology.num_stages == 1:
+        assert said and executed_on == dict.fromkeys(range(topology.data_size), said)
+    else:  # each stage has collectives of its own, in each of two micro-batches
+        total = sum(executed_on.values(), Counter[Any]())
+        assert said
+        assert total == Counter({k: 2 * topology.data_size * n for k, n in said.items()})
+    for one in inspection.collectives:
+        assert one.bytes == math.prod(one.shape) * 4
+
+
+def check_peaks(level: int, inspection: kdist.Inspection, parts: Parts, functions: Any) -> None:
+    """Gradients and gathered parameters, against what the executed step was sent and made.
+
+    The exact formulas, on a model of many layers, are in `test_memory.py`.
+    """
+    plan = inspection.plan
+    assert not inspection.not_analysed
+    step, arrived = the_step(functions), Counter[str]()
+    for sent in step.transfers:
+        if parts.explain(sent) in ("gather", "value", "join"):
+            size = tf.as_dtype(sent.dtype).size
+            arrived[sent.target] += parts._shape(parts.inlined(sent)).num_elements() * size
+    shards = plan.topology.data_size if level == 3 else 1
+    firsts = {one.devices[0] for one in plan.topology.slices}
+    used = {d.device: d.parameter_bytes * shards for d in plan.devices()}
+    for m in inspection.memory:
+        assert None not in (m.gradients, m.gathered, m.both, m.live)
+        assert max(m.gradients, m.gathered) <= m.both <= m.gradients + m.gathered
+        assert m.both <= m.live
+        # A bucket that a device joins is there as one and in parts.
+        assert m.gathered <= (2 * used[m.device] if arrived[m.device] else 0)
+        if plan.topology.num_stages == 1 and not plan.tables() and level < 2:
+            # The gradient of what is whole on a slice is needed from its first device.
+            elsewhere = 0 if m.device in firsts else sum(p.nbytes for p in plan.weights if whole(p))
+            assert m.gradients == used[m.device] - elsewhere
+        if level == 3:
+            assert m.gathered > 0
+
+
+def whole(placement: Any) -> bool:
+    """Whether every device of a slice has the same part of a weight."""
+    return len({str(placement.inner_index(k)) for k in range(len(placement.table[0]))}) == 1
+
+
+def check_callback(model: keras.Model, plan: Any) -> None:
+    callback, logs = CommFusion(), {}
+    callback.set_model(model)
+    callback.on_epoch_end(0, logs)
+    traffic = plan.traffic()
+    assert logs["comm_collectives"] == sum(t.collectives for t in traffic)
+    assert logs["comm_bytes"] == sum(t.nbytes for t in traffic)
+    assert logs["comm_direct"] + logs["comm_joined"] == logs["comm_collectives"]
+    assert logs["comm_seconds"] > 0
+    tables = {f"comm_row_bytes/{t.path}": t.row_bytes for t in plan.tables()}
+    assert {k: v for k, v in logs.items() if k.startswith("comm_row_bytes")} == tables

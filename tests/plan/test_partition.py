@@ -1,0 +1,158 @@
+"""Which parameters optimizer parallelism spreads, how, and where they then live."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from kdist.config.optimizer import OptimizerConfig
+from kdist.plan.partition import decide, spread
+from kdist.sharding.layout import WeightLayout
+from kdist.sharding.mesh import Topology, mesh
+from kdist.sharding.placement import Placement, place
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def topology(**axes: int) -> Topology:
+    return Topology.from_mesh(mesh(**axes))
+
+
+def placed(topo: Topology, *shapes: Sequence[int], dims: Any = None) -> list[Placement]:
+    return [
+        place(f"w{i}", shape, 4, WeightLayout(dims or (None,) * len(shape)), topo)
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def how(topo: Topology, shape: Sequence[int], *, whole: bool = False, wanted: Any = None, **config):
+    (decision,) = decide(placed(topo, shape), [whole], [wanted], OptimizerConfig(**config), topo)
+    return decision.how
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(65_532, "whole"), (65_536, "slice"), (65_540, "slice")]
+)
+def test_exactly_at_the_threshold_a_parameter_is_cut(size: int, expected: str) -> None:
+    topo = topology(data=2)
+    half = place("w", (size // 2,), 2, WeightLayout((None,)), topo)
+    (decision,) = decide([half], [False], [None], OptimizerConfig(level=1), topo)
+    assert decision.how == expected
+
+
+def test_the_threshold_counts_bytes_of_the_whole_shape() -> None:
+    topo = topology(data=2, model=2)
+    cut = placed(topo, (16, 1024), dims=(None, "model"))
+    (decision,) = decide(cut, [False], [None], OptimizerConfig(level=1), topo)
+    assert cut[0].nbytes == 65_536
+    assert decision.how == "slice"
+
+
+def test_opt_out_and_opt_in() -> None:
+    topo = topology(data=2)
+    assert how(topo, (1024, 1024), level=1, wanted=False) == "whole"
+    assert how(topo, (4,), level=1, wanted=True) == "slice"
+    assert how(topo, (5,), level=1, wanted=True) == "whole"
+    assert how(topo, (), level=1, wanted=True) == "whole"
+
+
+def test_the_optimizer_decides_what_auto_means() -> None:
+    topo = topology(data=2)
+    assert how(topo, (64, 64), level=1, threshold_kb=0) == "slice"
+    assert how(topo, (64, 64), level=1, threshold_kb=0, whole=True) == "parameter"
+    assert how(topo, (64, 64), level=1, threshold_kb=0, partition="parameter") == "parameter"
+    with pytest.raises(ValueError, match=r"Received: parameter 'w0'"):
+        how(topo, (64, 64), level=1, threshold_kb=0, whole=True, partition="slice")
+
+
+def test_divisibility_is_judged_on_what_the_layout_leaves() -> None:
+    topo = topology(data=2, model=2)
+    config = OptimizerConfig(level=1, threshold_kb=0)
+    cut = placed(topo, (6, 4), (8, 4), dims=("model", None))
+    assert [d.how for d in decide(cut, [False] * 2, [None] * 2, config, topo)] == ["whole", "slice"]
+
+
+def test_a_weight_cut_over_data_by_its_layout_stays() -> None:
+    topo = topology(data=2)
+    config = OptimizerConfig(level=3, threshold_kb=0)
+    (decision,) = decide(placed(topo, (8, 4), dims=(None, "data")), [False], [None], config, topo)
+    assert decision.how == "whole"
+    assert "layout" in decision.reason
+
+
+@given(
+    data=st.sampled_from([1, 2, 4]),
+    model=st.sampled_from([1, 2]),
+    level=st.sampled_from([1, 2, 3]),
+    shapes=st.lists(
+        st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), max_size=3).map(tuple), min_size=1, max_size=6
+    ),
+    flags=st.lists(st.booleans(), min_size=6, max_size=6),
+)
+def test_every_element_is_updated_once_where_it_is_stored(
+    data: int, model: int, level: int, shapes: Any, flags: Any
+) -> None:
+    topo = topology(data=data, model=model)
+    config = OptimizerConfig(level=level, threshold_kb=0)
+    whole = flags[: len(shapes)]
+    result = spread(placed(topo, *shapes), whole, [None] * len(shapes), config, topo)
+    for v, placement in enumerate(result.placements):
+        units = [u for u in result.units if u.variable == v]
+        cells: dict[tuple[int, ...], int] = {}
+        for unit in units:
+            index = unit.index(placement)
+            assert unit.nbytes(placement) == 4 * math.prod(i.stop - i.start for i in index)
+            rows = range(index[0].start, index[0].stop) if index else range(1)
+            for row in rows:
+                cells[(row,)] = cells.get((row,), 0) + 1
+            assert unit.shard is None or unit.owner in placement.shards[unit.shard].holders
+        assert set(cells.values()) == {1}
+        stored = sum(
+            placement.stored_bytes((s, k)) for s in range(data) for k in range(topo.inner_size)
+        )
+        copies = stored / placement.nbytes
+        spread_out = level == 3 and result.decisions[v].how != "whole"
+        assert copies == topo.inner_size * (1 if spread_out else data)
+
+
+@given(level=st.sampled_from([1, 2, 3]), count=st.integers(1, 9))
+def test_dealt_parameters_are_balanced(level: int, count: int) -> None:
+    topo = topology(data=4)
+    config = OptimizerConfig(level=level, threshold_kb=0, partition="parameter")
+    shapes = [(8, 8)] * count
+    result = spread(placed(topo, *shapes), [True] * count, [None] * count, config, topo)
+    load = [0] * 4
+    for unit in result.units:
+        load[unit.owner[0]] += 1
+    assert max(load) - min(load) <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"level": 4}, "level is 0, 1, 2 or 3. Received: level=4"),
+        ({"level": True}, "Received: level=True"),
+        ({"level": 1, "threshold_kb": -1}, "Received: threshold_kb=-1"),
+        ({"level": 1, "threshold_kb": "64"}, "Received: threshold_kb='64'"),
+        ({"level": 1, "partition": "rows"}, "Received: partition='rows'"),
+        ({"level": 1, "keep_gathered": True}, "Only level 3"),
+        ({"gradient_accumulation_shard": True}, "from level 1 on"),
+        ({"partition": "slice"}, "Level 0 cuts nothing"),
+        ({"level": 1, "gradient_accumulation_shard": 1}, "is True or False"),
+    ],
+)
+def test_wrong_settings(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(**options)
+
+
+def test_settings_print_readably() -> None:
+    assert str(OptimizerConfig()) == "level 0 (off)"
+    text = str(OptimizerConfig(level=3, keep_gathered=True, gradient_accumulation_shard=True))
+    assert text == (
+        "level 3, threshold 64 KB, partition auto, gathered parameters kept, "
+        "accumulated gradients sharded"
+    )

@@ -1,0 +1,72 @@
+"""State that no layer lists: that of random operations without a seed, and other variables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kdist
+from kdist._compat import keras_trainer
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from ..parity import both_meshes, config
+
+
+class Noisy(layers.Layer):
+    """Adds noise without a seed of its own, as many examples do."""
+
+    def call(self, inputs: Any) -> Any:
+        return inputs + keras.random.normal(keras.ops.shape(inputs))
+
+
+class Remembers(layers.Layer):
+    """Writes a variable that Keras does not track."""
+
+    def build(self, shape: Any) -> None:
+        self.hidden = {"calls": (lambda v: lambda: v)(keras.Variable(0.0, name="calls"))}
+
+    def call(self, inputs: Any) -> Any:
+        calls = self.hidden["calls"]()
+        calls.assign(calls + 1.0)
+        return inputs
+
+
+def build(layer: layers.Layer) -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((6,)), layers.Dense(8, name="up"), layer, layers.Dense(3, name="down")]
+    )
+
+
+def drawn(axes: dict[str, int] | None) -> tuple[list[np.ndarray], np.ndarray]:
+    """Weights after each of two batches, and the generator's state after them."""
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(1)
+    model = build(Noisy())
+    if axes is not None:
+        model = kdist.parallelize(model, config(axes))
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    x, y = np.zeros((8, 6)), np.zeros((8, 3))
+    losses = [model.train_on_batch(x, y) for _ in range(2)]
+    state = keras_trainer.unseeded_generator()
+    assert state is not None
+    return losses, keras.ops.convert_to_numpy(state)
+
+
+@both_meshes
+def test_noise_without_a_seed_goes_on(axes: dict[str, int]) -> None:
+    _, plain_state = drawn(None)
+    losses, state = drawn(axes)
+    # `train_on_batch` gives the mean so far: with the same noise twice, twice the same.
+    assert losses[0] != pytest.approx(losses[1], rel=1e-6)
+    np.testing.assert_array_equal(state, plain_state)
+
+
+@both_meshes
+def test_what_would_be_lost_is_refused(axes: dict[str, int]) -> None:
+    model = kdist.parallelize(build(Remembers()), config(axes))
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="does not list.*calls"):
+        model.train_on_batch(np.zeros((8, 6)), np.zeros((8, 3)))

@@ -1,0 +1,400 @@
+"""Bytes per device, held to the formula of optimizer parallelism.
+
+Adam in float32: 4 bytes of a parameter, 4 of its gradient, 8 of its moments. Over N replicas, per
+byte of parameter and device: 16 whole; 8 + 8/N with moments spread (level 1, and 0: every update is
+computed once per process, so its moments are kept once); 4 + 12/N with gradients too (2); 16/N with
+parameters too (3). What is below the threshold stays whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import kdist
+from kdist.api.parallelize import attached
+from kdist.graphs.live_tensors import LiveTensors, Op
+from kdist.report import memory
+from kdist.sharding.device import Device
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+REPLICAS = 4
+WIDTH, LAYERS, ROWS = 16, 6, 8
+KERNEL, BIAS = 4 * WIDTH * WIDTH, 4 * WIDTH
+CUT, WHOLE = LAYERS * KERNEL, LAYERS * BIAS
+# A device's own step counter (int64) and learning rate (float32).
+SCALARS = 8 + 4
+
+
+def build(layers: int) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    x = inputs = keras.Input((WIDTH,))
+    for _ in range(layers):
+        x = keras.layers.Dense(WIDTH, "tanh")(x)
+    return keras.Model(inputs, x)
+
+
+def prepared(
+    level: int,
+    replicas: int = REPLICAS,
+    layers: int = LAYERS,
+    bucket_bytes: int = KERNEL,
+    make: Callable[[], keras.Model] | None = None,
+    mesh: Any = None,
+    layout_map: Any = None,
+    **options: Any,
+) -> keras.Model:
+    """A model that is about to train: all there is to its step, without having run it."""
+    spread = kdist.OptimizerConfig(level=level, threshold_kb=KERNEL / 1024, **options)
+    # A bucket is a kernel: a model so small would travel in one or two.
+    fusion = kdist.FusionConfig(mode="size", size_mb=bucket_bytes / 2**20)
+    config = kdist.ParallelConfig(
+        mesh=mesh or kdist.mesh(data=replicas),
+        optimizer=spread,
+        fusion=fusion,
+        layout_map=layout_map or {},
+    )
+    model = kdist.parallelize(make() if make else build(layers), config)
+    model.compile("adam", "mse")
+    batch = np.zeros((ROWS, WIDTH), np.float32)
+    attached(model)._prepare("train", (batch, batch, None))
+    return model
+
+
+@pytest.fixture(scope="module")
+def at_level() -> Iterator[Callable[[int], keras.Model]]:
+    """One model per level, for all tests; the step of each is analysed once."""
+    made: dict[int, keras.Model] = {}
+
+    def get(level: int) -> keras.Model:
+        if level not in made:
+            made[level] = prepared(level)
+        return made[level]
+
+    yield get
+    made.clear()
+
+
+def analysed(model: keras.Model) -> LiveTensors:
+    found = memory.analyse(attached(model), ROWS)
+    assert isinstance(found, LiveTensors)
+    return found
+
+
+def chunk(model: keras.Model) -> int:
+    """Bytes of the parameters of the largest chunk; of a step that has been traced."""
+    chunks = attached(model).plain_step.runner.chunks
+    sizes: Counter[int] = Counter()
+    for position, number in chunks.chunk_of.items():
+        sizes[number] += 4 * math.prod(chunks.entries[position].variable.shape)
+    return max(sizes.values())
+
+
+def bucket(model: keras.Model) -> int:
+    """Bytes of the largest bucket; a kernel of one owner is none, but travels like one."""
+    update = attached(model).update
+    assert update is not None
+    sizes = [4 * sum(math.prod(s) for s in one.shapes) for one in update.jobs.buckets]
+    return max([*sizes, KERNEL])
+
+
+def most(live: LiveTensors, *kinds: Any) -> int:
+    return max(live.peak(f"/device:CPU:{n}", kinds).nbytes for n in range(REPLICAS))
+
+
+# -- variables -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_variables_take_the_formula_s_bytes(level: int, at_level: Callable) -> None:
+    found = memory.measure(attached(at_level(level)), None)
+    stored = CUT / REPLICAS + WHOLE if level == 3 else CUT + WHOLE
+    assert {m.parameters for m in found} == {stored}
+    # Together one copy of the moments.
+    assert sum(m.slots - SCALARS for m in found) == 2 * (CUT + WHOLE)
+    # Cut, or dealt out: six kernels to four devices.
+    least, most = (2 * KERNEL, 4 * KERNEL) if level == 0 else (2 * CUT // REPLICAS,) * 2
+    for m in found:
+        assert least <= m.slots - SCALARS <= most + 2 * WHOLE
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_they_are_the_buffers_that_exist(level: int, at_level: Callable) -> None:
+    model = at_level(level)
+    parallel = attached(model)
+    held: dict[str, int] = {}
+    for entry in parallel.entries.values():
+        for local in entry.locals.values():
+            device = Device.parse(local.value.device).name
+            held[device] = held.get(device, 0) + local.numpy().nbytes
+    assert held == {m.device: m.parameters for m in memory.measure(parallel, None)}
+    held = {}
+    for one in parallel.update.jobs.local[0]:
+        for variable in one.optimizer.variables:
+            device = Device.parse(variable.value.device).name
+            held[device] = held.get(device, 0) + variable.numpy().nbytes
+    assert held == {m.device: m.slots for m in memory.measure(parallel, None)}
+
+
+def test_views_own_nothing_and_codes_are_what_is_kept() -> None:
+    from kdist.storage.variables import make_local, rows_view
+
+    variable = keras.Variable(np.zeros((4, 2), np.float32))
+    local = make_local(variable, tf.zeros((4, 2)))
+    view = rows_view(variable, local, (slice(0, 2),))
+    assert (memory.nbytes(local), memory.nbytes(view)) == (32, 0)
+
+
+# -- a step --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_whole_gradients(level: int, at_level: Callable) -> None:
+    """All gradients at once, and never together with new values: 4 bytes more per parameter."""
+    live = analysed(at_level(level))
+    assert most(live, "gradient") == CUT + WHOLE
+    assert most(live, "gathered") <= CUT + WHOLE
+    assert most(live, "gradient", "gathered") == CUT + WHOLE
+
+
+def test_new_values_take_the_place_of_gradients_at_level_1() -> None:
+    """But for a bucket, which the device that joins it has as one and in parts."""
+    layers = 16
+    model = prepared(1, layers=layers, bucket_bytes=3 * KERNEL)
+    assert bucket(model) == 2 * KERNEL
+    live = analysed(model)
+    everything = layers * (KERNEL + BIAS)
+    assert most(live, "gradient") == everything
+    joined = layers * KERNEL / REPLICAS
+    assert everything < most(live, "gradient", "gathered") <= everything + joined
+
+
+def gradients_at_level_2(live: LiveTensors, model: keras.Model) -> bool:
+    """Own shards, the chunk at work, and a bucket in flight."""
+    allowed = CUT / REPLICAS + WHOLE + chunk(model) + bucket(model)
+    return most(live, "gradient") <= allowed
+
+
+def values_at_level_2(live: LiveTensors, model: keras.Model) -> bool:
+    """New values of the bucket that arrives, and of one in flight."""
+    return most(live, "gathered") <= 2 * bucket(model)
+
+
+def parameters_at_level_3(live: LiveTensors, model: keras.Model) -> bool:
+    """Those of the chunk at work, and of one in flight."""
+    return most(live, "gathered") <= 2 * chunk(model)
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_the_sum_is_the_formula_s(level: int, at_level: Callable) -> None:
+    model = at_level(level)
+    live = analysed(model)
+    assert gradients_at_level_2(live, model)
+    assert (values_at_level_2 if level == 2 else parameters_at_level_3)(live, model)
+    formula = (4 + 12 / REPLICAS if level == 2 else 16 / REPLICAS) / 4 * CUT + 16 / 4 * WHOLE
+    at_work = 2 * chunk(model)
+    in_flight = chunk(model) + bucket(model)
+    for m in kdist.inspect(model, ROWS).memory:
+        assert m.both is not None
+        assert m.parameters + m.slots - SCALARS + m.both <= formula + at_work + in_flight
+    # No empty promise, even for so small a model.
+    level_1 = (8 + 8 / REPLICAS) / 4 * CUT + 16 / 4 * WHOLE
+    assert formula + at_work + in_flight < level_1
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_copies_on_devices_with_memory_of_their_own(level: int, at_level: Callable) -> None:
+    """There what is received is a copy: one more chunk, and two more buckets, in flight."""
+    model = at_level(level)
+    live = with_edges(analysed(model), lambda op: op, shared_memory=False)
+    seg, buck = chunk(model), bucket(model)
+    assert most(live, "gradient") <= CUT / REPLICAS + REPLICAS * WHOLE + seg + 3 * buck
+    assert most(live, "gathered") <= 2 * WHOLE + (4 * buck if level == 2 else 4 * seg)
+
+
+class Subclassed(keras.Model):
+    """A chain of layers that its own `call` runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain = [keras.layers.Dense(WIDTH, "tanh") for _ in range(LAYERS)]
+
+    def call(self, x: Any) -> Any:
+        for layer in self.chain:
+            x = layer(x)
+        return x
+
+
+class OwnLoss(keras.Model):
+    """A Functional model that computes its loss itself."""
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, weight: Any = None, **_: Any
+    ) -> Any:
+        return keras.ops.mean((y - y_pred) ** 2) * keras.ops.mean(y_pred**2)
+
+
+def subclassed() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    model = Subclassed()
+    model.build((None, WIDTH))
+    return model
+
+
+def with_own_loss() -> keras.Model:
+    model = build(LAYERS)
+    return OwnLoss(model.inputs, model.outputs)
+
+
+@pytest.mark.parametrize("level", [2, 3])
+@pytest.mark.parametrize("make", [subclassed, with_own_loss])
+def test_any_model_is_cut(make: Callable[[], keras.Model], level: int) -> None:
+    model = prepared(level, make=make)
+    live = analysed(model)
+    assert gradients_at_level_2(live, model)
+    if level == 3:
+        assert parameters_at_level_3(live, model)
+
+
+CUT_INSIDE = {r".*kernel": (None, "model")}
+
+
+def inner(level: int) -> keras.Model:
+    """Large enough for what a step holds to be parameters and gradients."""
+    mesh = kdist.mesh(data=2, model=2)
+    return prepared(level, layers=16, mesh=mesh, layout_map=CUT_INSIDE)
+
+
+def test_slices_with_inner_axes_free_too() -> None:
+    """The part of the model on a device is cut over two replicas: at level 3, half of it."""
+    whole, cut = analysed(inner(0)), analysed(model := inner(3))
+    chunks = attached(model).spmd_step.runner.chunks  # type: ignore[union-attr]
+    assert chunks is not None
+    sizes = Counter(chunks.chunk_of.values())
+    assert max(sizes.values()) == 2  # a kernel and a bias
+    for device in ("/device:CPU:0", "/device:CPU:3"):
+        assert cut.peak(device, ["gathered"]).nbytes <= 2 * (KERNEL / 2 + BIAS)
+        assert cut.peak(device).nbytes <= 0.6 * whole.peak(device).nbytes
+
+
+def test_keep_gathered_keeps_all() -> None:
+    live = analysed(prepared(3, replicas=2, layers=4, keep_gathered=True))
+    # But the first layer's kernel, at which no backward pass looks.
+    assert live.peak("/device:CPU:0", ["gathered"]).nbytes == 3 * KERNEL
+
+
+def test_whole_parameters_dealt_out() -> None:
+    model = prepared(3, replicas=2, layers=4, partition="parameter")
+    live = analysed(model)
+    # Half of the gradients; the chunk at work, and what is in flight.
+    most_gradients = live.peak("/device:CPU:0", ["gradient"]).nbytes
+    assert most_gradients <= 2 * KERNEL + 4 * BIAS + chunk(model) + bucket(model)
+    # What one device has is passed on as it is: gathering takes no memory where it is shared.
+    assert live.peak("/device:CPU:0", ["gathered"]).nbytes <= 4 * BIAS
+    own = with_edges(live, lambda op: op, shared_memory=False)
+    assert own.peak("/device:CPU:0", ["gathered"]).nbytes <= 2 * chunk(model)
+
+
+# -- every edge counts ---------------------------------------------------------------------------
+
+
+def with_edges(
+    live: LiveTensors, change: Callable[[Op], Op], shared_memory: bool = True
+) -> LiveTensors:
+    """The same step with other control edges."""
+    kinds = live._kinds
+    gradients = [o for o, kind in kinds.items() if kind == "gradient"]
+    return LiveTensors(
+        map(change, live.ops.values()),
+        gradients,
+        live.parameters,
+        writes=live.writes,
+        shared_memory=shared_memory,
+    )
+
+
+def without_waits(*ops: str) -> Callable[[Op], Op]:
+    return lambda op: dataclasses.replace(op, waits=()) if op.kind in ops else op
+
+
+CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+
+
+def test_a_backward_pass_that_does_not_wait_is_seen(at_level: Callable) -> None:
+    model = at_level(2)
+    changed = with_edges(analysed(model), without_waits(*CALLS))
+    assert not gradients_at_level_2(changed, model)
+
+
+def test_new_values_that_travel_all_at_once_are_seen(at_level: Callable) -> None:
+    model = at_level(2)
+    live = analysed(model)
+    moves = {op.kind for op in live.ops.values()} - {*CALLS, "AssignVariableOp"}
+    # Where memory is shared, a value is there once, on the owner that puts it together.
+    changed = with_edges(live, without_waits(*moves), shared_memory=False)
+    assert most(changed, "gathered") > 2 * WHOLE + 4 * bucket(model)
+
+
+def test_gathers_without_a_gate_are_seen(at_level: Callable) -> None:
+    model = at_level(3)
+    changed = with_edges(analysed(model), without_waits("ReadVariableOp", "ConcatV2", "Const"))
+    assert not parameters_at_level_3(changed, model)
+
+
+def test_parts_that_are_sent_at_once_are_seen(at_level: Callable) -> None:
+    model = at_level(3)
+    live = analysed(model)
+    changed = with_edges(live, without_waits("ReadVariableOp"), shared_memory=False)
+    assert most(changed, "gathered") > 0.8 * CUT
+
+
+# -- inspect -------------------------------------------------------------------------------------
+
+
+def test_looking_changes_nothing() -> None:
+    model = prepared(2, replicas=2, layers=2)
+    x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
+    model.train_on_batch(x, x)
+    before = [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
+    metrics = [v.numpy() for m in model.metrics for v in m.variables]
+    kdist.inspect(model)
+    after = [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert metrics == [v.numpy() for m in model.metrics for v in m.variables]
+
+
+def test_it_prints_and_draws(at_level: Callable, tmp_path: Path) -> None:
+    inspection = kdist.inspect(at_level(3), ROWS)
+    text = str(inspection)
+    for title in ("weights", "optimizer state", "gradients", "gathered", "both", "step"):
+        assert title in text
+    assert "not counted" not in text
+    pytest.importorskip("matplotlib")
+    inspection.save_memory(tmp_path / "memory.png", "level 3")
+    assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"run_eagerly": True}, "no graph"), ({"jit_compile": True}, "XLA"), ({}, "not trained")],
+)
+def test_what_cannot_be_read_is_said(options: dict[str, Any], reason: str) -> None:
+    config = kdist.ParallelConfig(mesh=kdist.mesh(data=2))
+    model = kdist.parallelize(build(2), config)
+    model.compile("sgd", "mse", **options)
+    if options:
+        batch = np.zeros((ROWS, WIDTH), np.float32)
+        attached(model)._prepare("train", (batch, batch, None))
+    inspection = kdist.inspect(model)
+    assert reason in inspection.not_analysed
+    assert {m.gradients for m in inspection.memory} == {None}
+    assert f"not counted: {inspection.not_analysed}" in str(inspection)

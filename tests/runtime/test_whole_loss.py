@@ -1,0 +1,164 @@
+"""Losses over the whole batch: when they are told apart, and where the user is told."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import kdist
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from ..parity import CUTS, assert_close, data, mlp
+
+LINE = "over the gathered outputs of all replicas"
+
+
+def told(loss: Any, axes: dict[str, int] | None = None, **options: Any) -> tuple[Any, list[str]]:
+    """A model that was evaluated on a batch, and the warnings that it gave."""
+    axes = axes or {"data": 4}
+    cuts = CUTS if "model" in axes else None
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts, **options)
+    model = kdist.parallelize(mlp(), config)
+    model.compile("sgd", loss)
+    x, y = data(8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.test_on_batch(x, y)
+    return model, [str(w.message) for w in caught if "gathered" in str(w.message)]
+
+
+class Mean(keras.losses.Loss):
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return ops.mean(ops.abs(y_true - y_pred))
+
+
+def centred(y: Any, p: Any) -> Any:
+    """One number per row, but each has seen all rows."""
+    return ops.mean(ops.square(p - ops.mean(p, axis=0)), axis=-1)
+
+
+def divided(y: Any, p: Any) -> Any:
+    """One number per row, each of which depends on how many there are."""
+    return ops.mean(ops.abs(y - p), axis=-1) / ops.cast(ops.shape(y)[0], p.dtype)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (keras.losses.Dice(), r"'dice' couples the rows"),
+        (keras.losses.Tversky(axis=(0, 1)), r"'tversky' couples the rows"),
+        (Mean(name="own"), r"'own' couples the rows"),
+        (lambda y, p: ops.max(ops.abs(y - p)), "'lambda' couples the rows"),
+        (centred, "'centred' couples the rows"),
+        (divided, "'divided' couples the rows"),
+        (keras.losses.MeanSquaredError(reduction=None), r"'mean_squared_error' has no reduction"),
+    ],
+)
+def test_one_line_says_that_the_loss_is_whole(loss, words):
+    model, lines = told(loss)
+    assert len(lines) == 1
+    assert re.search(f"{words}.*{LINE}", lines[0])
+    assert [n for n in model.plan().notes if LINE in n]
+    assert LINE in str(kdist.inspect(model))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "mse",
+        keras.losses.Dice(axis=1),
+        keras.losses.CosineSimilarity(reduction="sum"),
+        lambda y, p: ops.mean(ops.abs(y - p), axis=-1),
+    ],
+)
+def test_losses_of_rows_are_left_to_the_replicas(loss):
+    model, lines = told(loss)
+    assert lines == []
+    assert not [n for n in model.plan().notes if LINE in n]
+
+
+def test_one_replica_has_the_whole_batch():
+    """So its loss stays where the weights are cut."""
+    model, lines = told(keras.losses.Dice(), {"model": 2})
+    assert lines == []
+    assert not model.plan().notes
+
+
+def test_inner_axes_say_that_weights_are_gathered():
+    model, lines = told(keras.losses.Dice(), {"data": 2, "model": 2})
+    assert len(lines) == 1
+    assert "on gathered weights" in lines[0]
+    assert "on gathered weights" in str(kdist.inspect(model))
+
+
+def test_a_new_loss_is_looked_at_anew():
+    model, lines = told(keras.losses.Dice())
+    assert len(lines) == 1
+    model.compile("sgd", "mse")
+    model.test_on_batch(*data(8))
+    assert not [n for n in model.plan().notes if LINE in n]
+
+
+@pytest.mark.usefixtures("float64")
+def test_predicting_first_does_not_fix_the_step():
+    """Before the first batch with labels, nothing is known of the loss."""
+    x, y = data(8)
+    losses = []
+    for parallel in (False, True):
+        model = mlp()
+        if parallel:
+            level = kdist.OptimizerConfig(level=3, threshold_kb=0)
+            config = kdist.ParallelConfig(mesh=kdist.mesh(data=4), optimizer=level)
+            model = kdist.parallelize(model, config)
+        model.compile("sgd", lambda y, p: ops.max(ops.abs(y - p)))
+        model.predict(x, verbose=0)
+        losses.append([model.train_on_batch(x, y) for _ in range(2)])
+    assert_close(*losses)
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (keras.losses.Dice(), "dice"),
+        (keras.losses.MeanSquaredError(reduction="none"), "mean_squared_error"),
+        (Mean(name="own"), "own"),
+    ],
+)
+def test_pipelines_refuse_by_name(loss, name):
+    pipeline = kdist.PipelineConfig(stages={"up": 0, "down": 1}, micro_batches=2)
+    with pytest.raises(ValueError, match=rf"(?s)value per row.*without `pipe`.*Received.*{name}"):
+        told(loss, {"pipe": 2}, pipeline=pipeline)
+
+
+class LazyHead(keras.Model):
+    """Its head is built where it is first called: in `compute_loss`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.head = keras.layers.Dense(2, kernel_initializer="ones", name="head")
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return loss + ops.mean(ops.square(self.head(y_pred)))
+
+
+@pytest.mark.usefixtures("float64")
+def test_layers_that_the_loss_builds_are_trained():
+    x, y = data(10)
+    weights = []
+    for parallel in (False, True):
+        model = mlp()
+        model = LazyHead(model.inputs, model.outputs[0])
+        if parallel:
+            model = kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=4)))
+        model.compile(keras.optimizers.Adam(0.1), "mse")
+        model.fit(x, y, batch_size=5, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    assert np.ptp(weights[0][-2]) > 0  # the head's kernel moved
+    assert_close(*weights)

@@ -1,0 +1,181 @@
+"""Embedding gradients stay rows, and equal those of a single device, duplicates included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import kdist
+from kdist.storage import sparse
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ..parity import assert_close, assert_same_weights
+
+ROWS, COLUMNS = 8, 4
+
+
+def rows_of(indices: list[int], seed: int = 0) -> tf.IndexedSlices:
+    values = np.random.default_rng(seed).normal(size=(len(indices), COLUMNS))
+    shape = tf.constant([ROWS, COLUMNS], tf.int64)
+    return tf.IndexedSlices(tf.constant(values), tf.constant(indices, tf.int64), shape)
+
+
+def dense(gradient: tf.IndexedSlices) -> np.ndarray:
+    return tf.convert_to_tensor(gradient).numpy()
+
+
+def test_is_sparse():
+    assert sparse.is_sparse(rows_of([1]))
+    assert not sparse.is_sparse(tf.ones(3))
+    assert not sparse.is_sparse(tf.sparse.from_dense([[1.0]]))
+
+
+def test_rows_by_batch_are_joined_in_order():
+    a, b = rows_of([1, 1, 5]), rows_of([5], seed=1)
+    joined = sparse.add([a, b], by_batch=True)
+    assert joined.indices.numpy().tolist() == [1, 1, 5, 5]
+    np.testing.assert_allclose(dense(joined), dense(a) + dense(b))
+
+
+def test_rows_that_all_looked_up_are_added_row_by_row():
+    a, b = rows_of([0, 1, 2]), rows_of([0, 1, 2], seed=1)
+    added = sparse.add([a, b], by_batch=False)
+    assert added.indices.numpy().tolist() == [0, 1, 2]
+    np.testing.assert_allclose(dense(added), dense(a) + dense(b))
+
+
+def test_one_replica_is_left_alone():
+    a = rows_of([3])
+    assert sparse.add([a], by_batch=True) is a
+
+
+@given(
+    indices=st.lists(st.integers(0, ROWS - 1), max_size=12),
+    rows=st.tuples(st.integers(0, ROWS), st.integers(0, ROWS)).map(sorted),
+    columns=st.sampled_from([(0, 4), (0, 2), (2, 4), (1, 2)]),
+)
+@settings(deadline=None, max_examples=60)
+def test_restrict_is_the_part_of_the_dense_gradient(indices, rows, columns):
+    gradient = rows_of(indices)
+    index = (slice(*rows), slice(*columns))
+    part = sparse.restrict(gradient, index, (ROWS, COLUMNS))
+    assert part.dense_shape.numpy().tolist() == [rows[1] - rows[0], columns[1] - columns[0]]
+    np.testing.assert_allclose(dense(part), dense(gradient)[index])
+
+
+def test_depends_on_values_and_not_on_shapes():
+    found = {}
+
+    @tf.function(autograph=False)
+    def traced(x: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+        found["values"] = sparse.depends_on(tf.reshape(x, [-1]) + 1, [x])
+        found["shape"] = sparse.depends_on(tf.range(tf.shape(x)[0]), [x])
+        found["other"] = sparse.depends_on(other * 2, [x])
+        found["itself"] = sparse.depends_on(x, [x])
+        return x
+
+    traced(tf.ones((2, 3)), tf.ones(2))
+    assert found == {"values": True, "shape": False, "other": False, "itself": True}
+    assert sparse.depends_on(tf.ones(1), [])
+
+
+# -- training ----------------------------------------------------------------------------------
+
+TABLES = {
+    "data": ({"data": 4}, None),
+    "whole": ({"data": 2, "model": 2}, {".*/down/kernel|down/kernel": (None, "model")}),
+    "columns": ({"data": 2, "model": 2}, {"table/embeddings": (None, "model")}),
+    "rows": ({"data": 2, "model": 2}, {"table/embeddings": ("model", None)}),
+    "rows-over-data": ({"data": 2, "model": 2}, {"table/embeddings": ("data", "model")}),
+}
+
+
+def tokens() -> keras.Model:
+    """Looks up tokens of the batch and positions that do not depend on it."""
+    keras.utils.set_random_seed(3)
+
+    class Positions(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__(name="positions")
+            self.table = keras.layers.Embedding(5, COLUMNS, name="positions_table")
+
+        def build(self, shape: Any) -> None:
+            self.table.build(())
+
+        def call(self, inputs: Any) -> Any:
+            positions = keras.ops.arange(0, keras.ops.shape(inputs)[1], dtype="int32")
+            return inputs + self.table(positions)
+
+    inputs = keras.Input((5,), dtype="int32")
+    x = keras.layers.Embedding(ROWS, COLUMNS, name="table")(inputs)
+    x = keras.layers.GlobalAveragePooling1D()(keras.layers.Activation("tanh")(Positions()(x)))
+    return keras.Model(inputs, keras.layers.Dense(4, name="down")(x))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        lambda: keras.optimizers.Adam(0.01),
+        lambda: keras.optimizers.Adagrad(0.1, clipnorm=0.01),
+        lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.01),
+    ],
+    ids=["momentum", "adam", "clipnorm", "global-clipnorm"],
+)
+def test_training_equals_one_device(name, optimizer):
+    axes, cuts = TABLES[name]
+    plain = tokens()
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts)
+    parallel = kdist.parallelize(tokens(), config)
+    random = np.random.default_rng(0)
+    x = random.integers(0, ROWS, (10, 5))
+    x[:, 1] = x[:, 0]  # duplicates within a row, and so within a replica
+    y = random.normal(size=(10, 4))
+    for model in (plain, parallel):
+        model.compile(optimizer(), "mse")
+    for _ in range(2):
+        assert_close(plain.train_on_batch(x, y), parallel.train_on_batch(x, y))
+    assert_same_weights(plain, parallel)
+
+
+def composite_model(build: Callable) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    return build()
+
+
+@pytest.mark.usefixtures("float64")
+def test_ragged_look_ups_equal_one_device():
+    """Equal numbers of look-ups a replica, of other rows: adding them row by row is wrong."""
+
+    def build() -> keras.Model:
+        class Look(keras.layers.Layer):
+            def __init__(self) -> None:
+                super().__init__(name="look")
+                self.table = self.add_weight(shape=(ROWS, COLUMNS), name="table")
+
+            def call(self, inputs: Any) -> Any:
+                rows = tf.ragged.map_flat_values(lambda flat: tf.gather(self.table, flat), inputs)
+                return tf.reduce_sum(rows, axis=1)
+
+        inputs = keras.Input((None,), dtype="int64", ragged=True)
+        return keras.Model(inputs, Look()(inputs))
+
+    plain = composite_model(build)
+    mesh = kdist.mesh(data=4)
+    parallel = kdist.parallelize(composite_model(build), kdist.ParallelConfig(mesh=mesh))
+    x = tf.ragged.constant([[0, 1], [2, 3], [4, 5], [6, 7]], dtype=tf.int64)
+    y = np.arange(16.0).reshape(4, 4)
+    for model in (plain, parallel):
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    logs = [m.fit(data, verbose=0, epochs=2).history for m in (plain, parallel)]
+    assert_close(*logs)
+    assert_same_weights(plain, parallel)
