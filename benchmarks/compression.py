@@ -4,8 +4,8 @@
 
 Every row trains the same model, from the same weights, on the same windows in the same order, over
 four replicas. "sent" are the bytes of gradients and new values that cross devices in a step, as
-`model.plan()` counts them; tests/plan/test_exchange.py holds that to executed steps. State is summed
-over devices. Results are kept with --keep: see results_file.py.
+`model.plan()` counts them; tests/plan/test_exchange.py holds that to executed steps. State is
+summed over devices. Results are kept with --keep: see results_file.py.
 """
 
 import dataclasses

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from kdist.sharding.active import relaid
 from kdist.sharding.strategy import check_strategy
 
 import keras
@@ -47,12 +48,7 @@ class Relayout(keras.layers.Layer):
 
     def call(self, inputs: Any) -> Any:
         """Returns `inputs` in the layout."""
-        # Here, because the engine imports this package's layers.
-        from kdist.dtensor import relayout
-
-        return relayout.relayout_active(
-            inputs, self.layout, f"the output of layer {self.path or self.name!r}"
-        )
+        return relaid(inputs, self.layout, f"the output of layer {self.path or self.name!r}")
 
     def compute_output_spec(self, inputs: Any) -> keras.KerasTensor:
         """Returns a symbolic tensor of the input's shape and dtype."""

@@ -1,4 +1,4 @@
-"""Keras internals of models as graphs of layers; see `kdist._compat.keras_trainer`."""
+"""Keras internals of models as graphs of layers."""
 
 from __future__ import annotations
 

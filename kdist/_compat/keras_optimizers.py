@@ -1,4 +1,4 @@
-"""Keras internals of optimizers; see `kdist._compat.keras_trainer`."""
+"""Keras internals of optimizers."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def swap_keras_variables(callback: keras.callbacks.SwapEMAWeights) -> None:
 def update_through_keras_variables(optimizer: Any, scatter: Callable) -> None:
     """Makes one optimizer assign through `keras.Variable`, where Keras takes the `tf.Variable`.
 
-    For variables that are views (see `kdist.storage.variables`): parts of one, or kept in another format.
+    For views (see `kdist.storage.variables`): parts of a variable, or kept in another format.
 
     Args:
         optimizer: A Keras optimizer.
@@ -219,3 +219,26 @@ def decay_and_count(optimizer: Any, variables: list[keras.Variable]) -> None:
         optimizer._iterations.assign_add(1)
     else:
         apply_nothing(optimizer)
+
+
+def families(optimizer: Any, count: int) -> dict[str, list]:
+    """Per-variable state of an optimizer: attribute name -> one variable (or None) per variable."""
+    trainable = {id(v) for v in getattr(optimizer, "_trainable_variables", [])}
+    found = {}
+    for name, value in vars(optimizer).items():
+        if name in ("_variables", "_trainable_variables") or not isinstance(value, list):
+            continue
+        slots = [v for v in value if isinstance(v, keras.Variable)]
+        complete = all(v is None or isinstance(v, keras.Variable) for v in value)
+        if len(value) == count and slots and complete and id(slots[0]) not in trainable:
+            found[name] = list(value)
+    return found
+
+
+def scalars(optimizer: Any) -> dict[str, keras.Variable]:
+    """State of an optimizer that belongs to no variable (step counter, Nadam's product)."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, keras.Variable) and name != "_learning_rate"
+    }

@@ -1,7 +1,7 @@
-"""Every use of Keras internals that the engine needs, in one place.
+"""Keras internals of models in training: their steps, losses, metrics and masks.
 
-Keras has no public way to do these things in 3.15; `tests/_compat/test_keras_trainer.py` fails by name when one
-of them moves.
+Keras has no public way to do these things in 3.15; `tests/_compat/test_keras_trainer.py` fails by
+name when one of them moves.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ def call_flat(concrete: Any, inputs: list[Any], captures: list[Any]) -> Any:
 
 
 def is_view(variable: keras.Variable) -> bool:
-    """Whether no `tf.Variable` of its own is behind a Keras variable (see `kdist.storage.variables`)."""
+    """Whether a Keras variable has no `tf.Variable` of its own: see `kdist.storage.variables`."""
     return variable._value is None
 
 

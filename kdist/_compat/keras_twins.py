@@ -1,4 +1,4 @@
-"""Keras internals for re-creating a model beside the original; see `kdist._compat.keras_trainer`."""
+"""Keras internals for re-creating a model beside the original."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every use of `tf.distribute` internals behind `kdist.api.mirrored`, in one place.
 
-TensorFlow 2.21 has no public way to do this; `tests/_compat/test_keras_trainer.py` fails by name when one of
-these moves.
+TensorFlow 2.21 has no public way to do this; `tests/api/test_mirrored.py` fails by name when
+one of these moves.
 
 - `ResourceVariable`: a variable that no strategy's scope turns into copies.
 - `DistributedVariable.values` and `distribute_strategy`: the copies, one per replica.

@@ -1,7 +1,7 @@
-"""Every use of TensorFlow internals behind `kdist.graphs.executed`, in one place.
+"""TensorFlow internals that tell what a call executed; see `kdist.graphs.executed`.
 
-TensorFlow 2.21 has no public way to do this; `tests/graphs/test_executed.py` fails by name when one of
-these moves.
+TensorFlow 2.21 has no public way to do this; `tests/graphs/test_executed.py` fails by name when
+one of these moves.
 
 - `Context.enable_run_metadata`, `export_run_metadata`, `disable_run_metadata`,
   `disable_graph_collection`: the partition graphs of functions whose first call happens in between.

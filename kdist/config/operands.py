@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kdist.layers.relayout import Relayout
+from kdist.sharding import active
 from kdist.sharding.dims import Dims
 from kdist.sharding.strategy import Strategy
 
@@ -67,17 +69,13 @@ def relaid(tensor: Any, strategy: Strategy, what: str = "a tensor") -> Any:
         strategy: See `kdist.sharding.strategy.parse_strategy`.
         what: The tensor's name, for notes.
     """
-    # Both here, because they import the strategies that this module is about.
-    from kdist.dtensor import relayout
-    from kdist.layers.relayout import Relayout
-
     if isinstance(tensor, keras.KerasTensor):
         return Relayout(strategy)(tensor)
     if isinstance(tensor, keras.Variable):
         # Dim 0 of a weight is no batch: counts never mean the data axis there.
         value = keras.ops.convert_to_tensor(tensor)
-        return relayout.relayout_active(value, strategy, what, batch_dim=False)
-    return relayout.relayout_active(tf.convert_to_tensor(tensor), strategy, what)
+        return active.relaid(value, strategy, what, batch_dim=False)
+    return active.relaid(tf.convert_to_tensor(tensor), strategy, what)
 
 
 @dataclasses.dataclass(frozen=True)

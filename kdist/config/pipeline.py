@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kdist.pipeline.schedule import Schedule, get_schedule
+from kdist.pipeline.known_schedules import get_schedule
+from kdist.pipeline.schedule import Schedule
 from kdist.pipeline.validate import validate
 
 import keras

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kdist._compat import keras_optimizers
-from kdist.optimizer.local import families
 from kdist.storage.state_formats import FORMATS, ROUNDINGS, Format, Rounding
 
 import keras
@@ -200,7 +199,7 @@ def _known_slots(optimizer: Any, config: StateFormatConfig) -> dict[str, Slot]:
     slots = dict(SLOTS[name]) if shipped else {}
     for attribute, moment in config.slots.items():
         if not isinstance(getattr(optimizer, attribute, None), list):
-            there = list(families(optimizer, len(optimizer._trainable_variables)))
+            there = list(keras_optimizers.families(optimizer, len(optimizer._trainable_variables)))
             raise ValueError(
                 "A slot is an attribute of the optimizer that holds a list with one variable per "
                 f"parameter. {name} has {there}. Received: slots={{{attribute!r}: {moment!r}}}"

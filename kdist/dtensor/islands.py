@@ -21,9 +21,9 @@ from kdist.dtensor import flops
 from kdist.dtensor.body import Body, control_inputs, data_inputs
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.device_number import SHAPES
-from kdist.dtensor.lowered import layer_of
 from kdist.dtensor.lowering import Function, Island, LoweredProgram
 from kdist.graphs.chunks import node_of
+from kdist.graphs.layer_names import layer_of
 
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2

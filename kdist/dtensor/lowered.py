@@ -17,11 +17,11 @@ import contextlib
 import dataclasses
 import io
 import math
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from kdist._compat import dtensor_internals
+from kdist.graphs.layer_names import ADDED, BACKWARD, layer_of
 
 import numpy as np
 import rich.box
@@ -30,7 +30,6 @@ import rich.table
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-_ADDED = re.compile(r"/DTensor(\w+?)Op(?:_|/|$)")
 _KIND_OF_OP = {
     "CollectiveReduceV2": "all-reduce",
     "CollectiveGatherV2": "all-gather",
@@ -39,9 +38,7 @@ _KIND_OF_OP = {
     "CollectiveBcastSendV2": "broadcast",
     "CollectiveBcastRecvV2": "broadcast",
 }
-_BACKWARD = "gradient_tape/"
 _BETWEEN_AXES = "."
-_SUFFIX = re.compile(r"_\d+$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +169,7 @@ class _Graph:
         ]
 
     def _describe(self, node: Any, mesh: dtensor.Mesh, layers: Collection[str]) -> Collective:
-        added = _ADDED.search(node.name)
+        added = ADDED.search(node.name)
         gathers = added is not None and added.group(1) == "AllGather"
         kind = "all-gather" if gathers else _KIND_OF_OP.get(node.op, "other")
         source = node
@@ -225,7 +222,7 @@ class _Graph:
             if current in seen:
                 continue
             seen.add(current)
-            if _BACKWARD in current:
+            if BACKWARD in current:
                 return True
             node = self.nodes.get(current)
             if node is not None:
@@ -237,48 +234,6 @@ class _Graph:
 def mesh_dim(axes: Sequence[str]) -> str:
     """Name of the dim of a DTensor mesh that stands for axes of a mesh, one or several."""
     return _BETWEEN_AXES.join(axes)
-
-
-def layer_of(node: str, layers: Collection[str] = ()) -> str:
-    """The Keras layer that a node of a lowered program serves.
-
-    Args:
-        node: node name.
-        layers: paths of the model's layers. TensorFlow numbers a scope that it has seen before
-            (`dense_1` for `dense`); with the paths such a scope is recognised.
-
-    Returns:
-        The longest of the paths that the node lies under; without paths, the node's scope; empty
-        where there is none.
-    """
-    added = _ADDED.search(node)
-    operation = node[: added.start()] if added else node
-    parts = operation.replace(_BACKWARD, "").split("/")
-    if not layers:
-        return "/".join(parts[:-1])
-    for end in range(len(parts), 0, -1):
-        matches = [(_match(parts[:end], path.split("/")), path) for path in layers if path]
-        best = max(matches, default=((0, 0), ""))
-        if best[0] > (0, 0):
-            return best[1]
-    return ""
-
-
-def _match(scopes: Sequence[str], names: Sequence[str]) -> tuple[int, int]:
-    """How well scopes end in a path: its length and its numbered scopes; (0, 0) if they do not.
-
-    Keras opens a layer's scope once before the layer runs, so TensorFlow numbers the scope of the
-    operations: `dense_1` is the layer `dense`, and is `dense_1` only if there is no `dense`.
-    """
-    if len(scopes) < len(names):
-        return (0, 0)
-    numbered = 0
-    for scope, name in zip(scopes[-len(names) :], names, strict=True):
-        if _SUFFIX.sub("", scope) == name and scope != name:
-            numbered += 1
-        elif scope != name:
-            return (0, 0)
-    return (len(names), numbered)
 
 
 def _with_bodies(name: str) -> Sequence[Any]:

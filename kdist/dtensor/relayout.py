@@ -18,10 +18,12 @@ from kdist.config.without_effect import WithoutEffect, uncut_dim
 from kdist.dtensor import sizes
 from kdist.dtensor.lowered import mesh_dim
 from kdist.dtensor.lowering import abstract_mesh
+from kdist.sharding.active import laying_out
 from kdist.sharding.device import Device
 from kdist.sharding.dims import Dim, Dims, axes_of, cut_of, inner_dims
 from kdist.sharding.merged_axes import inner_axes_of
 from kdist.sharding.mesh import Topology
+from kdist.sharding.strategy import parse_strategy
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
@@ -96,7 +98,8 @@ def tracing(mesh: dtensor.Mesh, topology: Topology, *, alltoall: bool) -> Iterat
     trace = Trace(mesh, topology, alltoall)
     _traces.stack.append(trace)
     try:
-        yield trace
+        with laying_out(relayout_active):
+            yield trace
     finally:
         _traces.stack.pop()
 
@@ -182,8 +185,8 @@ def relayout_active(
 
     Args:
         tensor: a tensor of any rank from that of the strategy on.
-        strategy: one entry a dim: names or cut counts, see `kdist.sharding.strategy.parse_strategy`. Dims
-            beyond its end are not cut.
+        strategy: one entry a dim: names or cut counts, see `kdist.sharding.strategy`. Dims beyond
+            its end are not cut.
         what: The tensor's name, for notes.
         batch_dim: Whether dim 0 is the batch, as `parse_strategy` reads it.
 
@@ -198,9 +201,6 @@ def relayout_active(
     trace = active()
     if trace is None:
         return tensor
-    # Here, because `kdist.sharding.strategy` belongs to the layer above.
-    from kdist.sharding.strategy import parse_strategy
-
     shape = tuple(tensor.shape)
     counted = any(isinstance(entry, int) for entry in strategy)
     padding = (1 if counted else None,) * (len(shape) - len(strategy))

@@ -197,29 +197,6 @@ class SlotParts:
                 local.assign(tf.cast(part, local.dtype))
 
 
-def families(optimizer: Any, count: int) -> dict[str, list]:
-    """Per-variable state of an optimizer: attribute name -> one variable (or None) per variable."""
-    trainable = {id(v) for v in getattr(optimizer, "_trainable_variables", [])}
-    found = {}
-    for name, value in vars(optimizer).items():
-        if name in ("_variables", "_trainable_variables") or not isinstance(value, list):
-            continue
-        slots = [v for v in value if isinstance(v, keras.Variable)]
-        complete = all(v is None or isinstance(v, keras.Variable) for v in value)
-        if len(value) == count and slots and complete and id(slots[0]) not in trainable:
-            found[name] = list(value)
-    return found
-
-
-def scalars(optimizer: Any) -> dict[str, keras.Variable]:
-    """State of an optimizer that belongs to no variable (step counter, Nadam's product)."""
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if isinstance(value, keras.Variable) and name != "_learning_rate"
-    }
-
-
 @dataclasses.dataclass(frozen=True)
 class Span:
     """Which part of a variable a part of a local optimizer's variable stands for.
@@ -260,9 +237,9 @@ def link_slots(
     def add(variable: keras.Variable, device: str, index: Index | None, part: Any) -> None:
         views.setdefault(id(variable), (variable, []))[1].append((device, index, part))
 
-    whole_families = families(logical, count)
+    whole_families = keras_optimizers.families(logical, count)
     for one in local:
-        mine = families(one.optimizer, len(one.variables))
+        mine = keras_optimizers.families(one.optimizer, len(one.variables))
         for name, slots in whole_families.items():
             for j, position in enumerate(one.positions):
                 for span in spans[position]:
@@ -273,8 +250,8 @@ def link_slots(
                     if span.start is not None:
                         part = Piece(part, span.start, span.shape)
                     add(slot, one.device, span.index, part)
-        own = scalars(one.optimizer)
-        for name, variable in scalars(logical).items():
+        own = keras_optimizers.scalars(one.optimizer)
+        for name, variable in keras_optimizers.scalars(logical).items():
             add(variable, one.device, None, own[name])
     shared = {id(logical._learning_rate)}
     for variable in logical.variables:

@@ -15,8 +15,9 @@ from kdist.pipeline.instructions import (
     Forward,
     Instruction,
 )
+from kdist.pipeline.known_schedules import NAMES, get_schedule
 from kdist.pipeline.partition import Partition, partition
-from kdist.pipeline.schedule import NAMES, Schedule, get_schedule
+from kdist.pipeline.schedule import Schedule
 from kdist.pipeline.simulate import Costs, Simulation, simulate
 from kdist.pipeline.timeline import Event, Timeline, chrome_trace, write_trace
 from kdist.pipeline.validate import validate

@@ -6,6 +6,7 @@ import pathlib
 from typing import TYPE_CHECKING, Any
 
 from kdist.display.figure import new_figure
+from kdist.pipeline.colors import shade, text_color
 from kdist.pipeline.timeline import NAMES, Event
 
 if TYPE_CHECKING:
@@ -79,8 +80,6 @@ def _draw_rows(axes: Any, chart: Chart) -> None:
 
 
 def _draw_bar(axes: Any, chart: Chart, event: Event, inches: float) -> None:
-    from kdist.pipeline.chart import shade, text_color
-
     from matplotlib.patches import Rectangle
 
     start = float(event.start - chart.timeline.start)
@@ -142,8 +141,6 @@ def _readable_unit(seconds: float) -> tuple[float, str]:
 
 
 def _draw_legend(figure: Any, chart: Chart, corner: tuple[float, float]) -> None:
-    from kdist.pipeline.chart import shade
-
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from kdist.pipeline.generators import warm_up
+from kdist.pipeline.known_schedules import NAMES, get_schedule
 from kdist.pipeline.schedule import Schedule
 
 
@@ -63,8 +64,6 @@ def live_formula(
 def formula_of(schedule: Schedule) -> Fraction | None:
     """The bubble formula of a schedule that `get_schedule` made by name."""
     name, p, m, v = schedule.name, schedule.num_stages, schedule.micro_batches, schedule.chunks
-    from kdist.pipeline.schedule import NAMES, get_schedule
-
     if name not in NAMES or (name != "interleaved" and v > 1) or (name == "interleaved" and v < 2):
         return None
     known = get_schedule(name, stages=p, micro_batches=m, chunks=v)

@@ -39,7 +39,7 @@ class TermKind:
 
 
 def term_kinds(model: keras.Model) -> list[TermKind]:
-    """One `TermKind` per compiled loss; of one without a reduction, see `kdist.runtime.whole_loss`."""
+    """One `TermKind` per compiled loss; without a reduction, see `kdist.runtime.whole_loss`."""
     return [
         TermKind(name, loss.reduction == "sum", loss.reduction == "mean_with_sample_weight")
         for _, loss, _, name in keras_trainer.compiled_losses(model)
@@ -76,7 +76,7 @@ def added_parts(
 class SharedLoss:
     """Stands for one compiled loss during a trace: Keras's value times the replica's share.
 
-    A sum counts fully, but on a replica without rows (see `kdist.program.batch`) not at all. Records
+    A sum counts fully, but on a replica without rows not at all. Records
     whether the term's count depends on the data (a mask, or weights), in which case the shares are
     found by a `CountedLoss` pass first.
     """

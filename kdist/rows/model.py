@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kdist._compat import keras_models
-from kdist.dtensor.lowered import layer_of
 from kdist.graphs.chance import chance_kept
+from kdist.graphs.layer_names import layer_of
 from kdist.program.program import Program
 from kdist.rows.interpreter import ROW_BY_ROW
 from kdist.rows.study import Analysis, NotStudied, analyse, cause

@@ -1,9 +1,9 @@
 """What is known about a model's loss before a step is built: can replicas compute it part by part?
 
 A compiled loss that gives one value per row can: the whole batch's loss is a weighted mean, or sum,
-of the replicas' (see `kdist.program.loss`). One in which rows meet cannot (Dice over the whole batch, a
-contrastive loss whose negatives are the other rows), and about an overridden `compute_loss` nothing
-is known. These are computed over the whole batch: see `kdist.runtime.whole_loss`.
+of the replicas' (see `kdist.program.loss`). One in which rows meet cannot (Dice over the whole
+batch, a contrastive loss whose negatives are the other rows), and nothing is known of an overridden
+`compute_loss`. These are computed over the whole batch: see `kdist.runtime.whole_loss`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Micro-batches: each replica's part of a batch, cut again, with what each counts.
 
-Rows are cut as they are over replicas (`kdist.program.batch`): contiguous, sizes differing by at most one,
-and a stand-in row that counts for nothing where there are more micro-batches than rows.
+Rows are cut as they are over replicas (`kdist.program.batch`): contiguous, sizes differing by at
+most one, and a stand-in row that counts for nothing where there are more micro-batches than rows.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Step:
     """The steps of one compiled model.
 
     Args:
-        parallel: The model's compiled state: program, update, topology (see `kdist.api.parallelize`).
+        parallel: The model's compiled state, of `kdist.api.parallelize`: program, update, mesh.
         runner: Computes per slice (see `kdist.runtime.plain_runner.PlainRunner`).
     """
 

@@ -1,7 +1,7 @@
 """The entries of a layout: which mesh axes cut each dim of a tensor.
 
 `Dims` has one entry a dim: None (not cut), the name of a mesh axis, or a tuple of names, the first
-being the major one. `kdist.sharding.layout` builds layouts, layout maps and strategies out of these.
+being the major one. `kdist.sharding.layout` builds layouts and layout maps out of these.
 """
 
 import math

@@ -211,7 +211,7 @@ class Topology:
     def with_data_inside(self) -> "Topology":
         """The same mesh with its data axis as an inner axis: one slice over all devices.
 
-        For models that compute over the whole batch; see `kdist.config.whole_batch`, which refuses stages.
+        For models that compute over the whole batch: see `kdist.config.whole_batch`.
         """
         if self.data_axis is None:
             return self

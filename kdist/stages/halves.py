@@ -2,7 +2,7 @@
 
 Zero-bubble schedules (Qi et al. 2023) split the backward: the gradient of the inputs, for which the
 stage before waits, and the gradient of the weights, for which nobody does. Both are cut from the
-one joint graph of `kdist.program.vjp.Vjp`; what the first half has computed is handed to the second.
+one joint graph of `kdist.program.vjp.Vjp`; what the first half has computed goes to the second.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ import sys
 import textwrap
 
 import kdist
-from kdist._compat import environment as environment
+from kdist._compat import environment
 
 import keras
 import pytest
@@ -52,8 +52,8 @@ def test_the_settings_work_after_tensorflow_has_started():
         two = [tf.config.LogicalDeviceConfiguration()] * 2
         tf.config.set_logical_device_configuration(cpu, two)
         tf.constant(1.0) + 1.0
-        from kdist import _environment
-        _environment.prepare()
+        from kdist._compat import environment
+        environment.prepare()
         from kdist.dtensor.lowered import collectives, record
         from tensorflow.experimental import dtensor
         mesh = dtensor.create_mesh([("model", 2)], devices=["CPU:0", "CPU:1"])
@@ -80,8 +80,8 @@ def test_another_backend_is_refused(imported):
             "fake.config = types.SimpleNamespace(backend=lambda: 'jax')\n"
             "sys.modules['keras'] = fake\n"
         )
-        code = "from kdist import _environment\n_environment._check_backend()"
-        stub = "from kdist import _environment\n" + stub
+        code = "from kdist._compat import environment\nenvironment._check_backend()"
+        stub = "from kdist._compat import environment\n" + stub
     result = run(stub + code, **({} if imported else {"KERAS_BACKEND": "jax"}))
     assert result.returncode != 0
     assert "TensorFlow backend" in result.stderr and "='jax'" in result.stderr

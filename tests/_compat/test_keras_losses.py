@@ -1,4 +1,4 @@
-"""See `tests/_compat/test_keras_trainer.py`; for what `kdist._compat.keras_trainer` knows of losses and metrics."""
+"""What `kdist._compat.keras_trainer` knows of losses and metrics is as it takes it to be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""See `tests/_compat/test_keras_trainer.py`; for `kdist._compat.keras_models`."""
+"""Every internal behind `kdist._compat.keras_models` is there and does what is expected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .private_checks import two_outputs, untested
 
 
 def test_each_function_has_a_test():
-    """See `tests/_compat/test_keras_trainer.py`."""
+    """So that what moves is named by what fails."""
     assert untested(keras_models, __file__) == []
 
 

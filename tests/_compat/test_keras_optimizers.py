@@ -1,4 +1,4 @@
-"""See `tests/_compat/test_keras_trainer.py`; for `kdist._compat.keras_optimizers`."""
+"""Every internal behind `kdist._compat.keras_optimizers` is there and does what is expected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .private_checks import untested
 
 
 def test_each_function_has_a_test():
-    """See `tests/_compat/test_keras_trainer.py`."""
+    """So that what moves is named by what fails."""
     assert untested(keras_optimizers, __file__) == []
 
 
@@ -286,3 +286,20 @@ def test_decay_and_count(use_ema):
     assert_close([variable.numpy()], [np.full(2, 0.75)])
     assert int(optimizer.iterations) == 1
     assert (float(optimizer._u_product.numpy()) == product) == use_ema
+
+
+def test_families():
+    model = mlp()
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(model.trainable_variables)
+    count = len(model.trainable_variables)
+    found = keras_optimizers.families(optimizer, count)
+    assert set(found) == {"_momentums", "_velocities"}
+    assert all(len(slots) == count for slots in found.values())
+
+
+def test_scalars():
+    optimizer = keras.optimizers.Nadam()
+    optimizer.build(mlp().trainable_variables)
+    assert {"_iterations", "_u_product"} <= set(keras_optimizers.scalars(optimizer))
+    assert "_learning_rate" not in keras_optimizers.scalars(optimizer)

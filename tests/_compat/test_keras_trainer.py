@@ -1,7 +1,7 @@
 """Every Keras internal that kdist needs exists and does what kdist takes it to do.
 
-When Keras moves one, the test that fails is named after the function of `kdist._compat.keras_trainer` to mend.
-Those of losses and metrics, of optimizers and of models as graphs are in files of their own.
+When Keras moves one, the test that fails is named after the function of
+`kdist._compat.keras_trainer` to mend. Those of losses and metrics are in a file of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .private_checks import untested
 
 def test_each_function_has_a_test():
     """So that what moves is named by what fails."""
-    losses = Path(__file__).with_name("test_private_losses.py")
+    losses = Path(__file__).with_name("test_keras_losses.py")
     assert untested(keras_trainer, __file__, losses) == []
 
 

@@ -1,4 +1,4 @@
-"""See `tests/_compat/test_keras_trainer.py`; for `kdist._compat.keras_twins`."""
+"""Every internal behind `kdist._compat.keras_twins` is there and does what is expected."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ import dataclasses
 import inspect
 from typing import Any
 
+from kdist._compat.keras_optimizers import families
 from kdist.config.state_format import SLOTS, StateFormatConfig, slot_formats
-from kdist.optimizer.local import families
 from kdist.storage.state_formats import SECOND_MOMENT
 
 import keras

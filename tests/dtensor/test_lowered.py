@@ -1,5 +1,6 @@
 from kdist._compat import dtensor_internals
 from kdist.dtensor import lowered, relayout
+from kdist.graphs.layer_names import layer_of
 
 import keras
 import numpy as np
@@ -125,14 +126,14 @@ def test_programs_of_another_mesh_are_left_out():
 
 def test_layers_of_nodes():
     layers = ("dense", "dense_1", "block/att/query")
-    at = lambda node: lowered.layer_of(node, layers)  # noqa: E731
+    at = lambda node: layer_of(node, layers)  # noqa: E731
     assert at("net_1/dense_1/BiasAdd/DTensorAllGatherOp_9_1") == "dense"
     assert at("net_1/dense_1_2/MatMul/DTensorAllReduceOp_9_1") == "dense_1"
     assert at("gradient_tape/net_1/dense_1/MatMul/MatMul/DTensorAllReduceOp_9") == "dense"
     assert at("block_1/att_1/query_1/einsum/Einsum/DTensorAllReduceOp_9") == "block/att/query"
     assert at("Sum/DTensorAllReduceOp_9_1") == ""
-    assert lowered.layer_of("net_1/dense_1/MatMul/DTensorAllReduceOp_9") == "net_1/dense_1"
-    assert lowered.layer_of("a/dense_1/MatMul/DTensorAllReduceOp_9", ("dense_1",)) == "dense_1"
+    assert layer_of("net_1/dense_1/MatMul/DTensorAllReduceOp_9") == "net_1/dense_1"
+    assert layer_of("a/dense_1/MatMul/DTensorAllReduceOp_9", ("dense_1",)) == "dense_1"
 
 
 def collective(kind="all-gather", layer="one", size=64, phase="forward"):

@@ -1,11 +1,8 @@
 """`kdist.shard` on tensors, and the layer it adds."""
 
-import sys
-import types
-
-import kdist
 from kdist.config.shard import shard
 from kdist.layers.relayout import Relayout
+from kdist.sharding.active import laying_out
 
 import keras
 import numpy as np
@@ -16,19 +13,16 @@ layers = keras.layers
 
 
 @pytest.fixture
-def relayouts(monkeypatch):
-    """Records what is passed to the engine's re-layout, which adds 1 here to be seen."""
+def relayouts():
+    """Records what a trace would be asked to lay out; it adds 1 here to be seen."""
     calls = []
 
-    def relayout_active(tensor, strategy, what=""):
+    def relayout(tensor, strategy, what="", *, batch_dim=True):
         calls.append((tensor, strategy))
         return tensor + 1
 
-    module = types.ModuleType("kdist.dtensor.relayout")
-    module.relayout_active = relayout_active
-    monkeypatch.setitem(sys.modules, "kdist.dtensor.relayout", module)
-    monkeypatch.setattr(kdist, "spmd", module, raising=False)
-    return calls
+    with laying_out(relayout):
+        yield calls
 
 
 def test_shard_of_a_keras_tensor_adds_a_layer(relayouts):

@@ -7,7 +7,7 @@ import io
 import json
 
 from kdist.pipeline import Chart, Costs, Event, Timeline, chrome_trace
-from kdist.pipeline.chart import shade, text_color
+from kdist.pipeline.colors import shade, text_color
 
 import numpy as np
 import pytest

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 PROGRAMS = sorted(
     path for path in FOLDER.glob("*.py") if 'if __name__ == "__main__":' in path.read_text()
 )

@@ -3,7 +3,7 @@
 import configparser
 from pathlib import Path
 
-CHECKOUT = Path(__file__).resolve().parent.parent
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def packages_under(folder: Path, name: str) -> set[str]:

@@ -1,0 +1,56 @@
+"""Which Keras layer a node of a graph serves, read from its name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+ADDED = re.compile(r"/DTensor(\w+?)Op(?:_|/|$)")
+"""What DTensor appends to the name of the node that it adds an operation for."""
+
+BACKWARD = "gradient_tape/"
+"""In the names of nodes that a gradient tape made."""
+
+_SUFFIX = re.compile(r"_\d+$")
+
+
+def layer_of(node: str, layers: Collection[str] = ()) -> str:
+    """The Keras layer that a node of a traced or lowered program serves.
+
+    Args:
+        node: node name.
+        layers: paths of the model's layers. TensorFlow numbers a scope that it has seen before
+            (`dense_1` for `dense`); with the paths such a scope is recognised.
+
+    Returns:
+        The longest of the paths that the node lies under; without paths, the node's scope; empty
+        where there is none.
+    """
+    added = ADDED.search(node)
+    operation = node[: added.start()] if added else node
+    parts = operation.replace(BACKWARD, "").split("/")
+    if not layers:
+        return "/".join(parts[:-1])
+    for end in range(len(parts), 0, -1):
+        matches = [(_match(parts[:end], path.split("/")), path) for path in layers if path]
+        best = max(matches, default=((0, 0), ""))
+        if best[0] > (0, 0):
+            return best[1]
+    return ""
+
+
+def _match(scopes: Sequence[str], names: Sequence[str]) -> tuple[int, int]:
+    """How well scopes end in a path: its length and its numbered scopes; (0, 0) if they do not.
+
+    Keras opens a layer's scope once before the layer runs, so TensorFlow numbers the scope of the
+    operations: `dense_1` is the layer `dense`, and is `dense_1` only if there is no `dense`.
+    """
+    if len(scopes) < len(names):
+        return (0, 0)
+    numbered = 0
+    for scope, name in zip(scopes[-len(names) :], names, strict=True):
+        if _SUFFIX.sub("", scope) == name and scope != name:
+            numbered += 1
+        elif scope != name:
+            return (0, 0)
+    return (len(names), numbered)
