@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from kdist._compat.keras_trainer import is_view
+from kdist._compat.keras_trainer import is_view, tf_variable
 
 import keras
 import tensorflow as tf
@@ -33,6 +33,33 @@ def fixed_learning_rate(optimizer: Any) -> Iterator[None]:
         yield
     finally:
         object.__setattr__(optimizer, "_learning_rate", shared)
+
+
+@contextlib.contextmanager
+def steps_through(
+    optimizer: Any, step: Callable[[Callable, Any, Any, Any], None]
+) -> Iterator[None]:
+    """Meanwhile, an optimizer updates each variable by calling `step`.
+
+    Args:
+        optimizer: A Keras optimizer.
+        step: Gets the optimizer's own `update_step`, and what that would have been called with.
+    """
+    object.__setattr__(optimizer, "update_step", functools.partial(step, optimizer.update_step))
+    try:
+        yield
+    finally:
+        object.__delattr__(optimizer, "update_step")
+
+
+def index_of(optimizer: Any, variable: Any) -> int:
+    """Position of a variable, as an optimizer hands it to `update_step`, among its variables."""
+    return optimizer._get_variable_index(variable)
+
+
+def handle(variable: keras.Variable) -> Any:
+    """The resource behind a variable."""
+    return tf_variable(variable).handle
 
 
 def iterations_variable(optimizer: Any) -> keras.Variable:

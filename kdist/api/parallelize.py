@@ -16,6 +16,7 @@ from kdist.api import mirrored_scope
 from kdist.api.stepped_model import SteppedModel
 from kdist.config.fusion import FusionConfig
 from kdist.config.parallel import ParallelConfig
+from kdist.graphs.instantiation import traced_without_collection
 from kdist.optimizer.update import DistributedUpdate
 from kdist.runtime.keras_contract import adapt_callbacks, as_spec, is_built, peek, step_function
 from kdist.runtime.loss_terms import loss_terms
@@ -245,16 +246,18 @@ class Parallel(SteppedModel):
         made: dict[str, Callable] = {}
 
         def function(source: Any) -> Any:
-            if not made:
-                if kind == "predict":
-                    example = source[0]
-                else:
-                    if kind == "train":
-                        source = self.verify_first(source)
-                        self.model.train_function = function
-                    source, example = peek(source)
+            if made:
+                return made["inner"](source)
+            if kind == "predict":
+                example = source[0]
+            else:
+                if kind == "train":
+                    source = self.verify_first(source)
+                    self.model.train_function = function
+                source, example = peek(source)
+            with traced_without_collection():
                 made["inner"] = self._function(kind, example)
-            return made["inner"](source)
+                return made["inner"](source)
 
         setattr(self.model, attribute, function)
 

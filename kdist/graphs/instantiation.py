@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 
 from kdist.sharding.device import Device
@@ -30,3 +31,19 @@ def instantiated_cheaply(devices: Sequence[str]) -> Iterator[None]:
     finally:
         was = before.get("disable_meta_optimizer", False)
         tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": was})
+
+
+@contextlib.contextmanager
+def traced_without_collection() -> Iterator[None]:
+    """Meanwhile, Python does not look for cycles among objects that nobody can reach.
+
+    A graph of thousands of operations is many objects, nearly all of which stay; looking through
+    them again and again is an eighth of a first step.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist._compat import keras_optimizers, keras_trainer
+from kdist.optimizer.shared_steps import SharedSteps
 from kdist.plan.bucket import Piece
 from kdist.sharding.placement import Index, covers
 from kdist.storage.variables import Rows, assemble, backing_of, become_view
@@ -65,10 +66,15 @@ def needs_whole(optimizer: Any, variable: keras.Variable) -> bool:
     So for optimizers that use norms, factors or matrix products of the tensor (Lamb, Adafactor,
     Muon, and any class Keras does not ship), for per-variable `clipnorm`, and for constraints.
     """
+    constrained = variable.constraint is not None
+    return not is_elementwise(optimizer) or bool(optimizer.clipnorm) or constrained
+
+
+def is_elementwise(optimizer: Any) -> bool:
+    """True for an optimizer of Keras whose update of an element looks at that element alone."""
     name = type(optimizer).__name__
     shipped = type(optimizer) is getattr(keras.optimizers, name, None)
-    elementwise = shipped and name in ELEMENTWISE
-    return not elementwise or bool(optimizer.clipnorm) or variable.constraint is not None
+    return shipped and name in ELEMENTWISE
 
 
 def changes_rows_only(optimizer: Any, variable: keras.Variable) -> bool:
@@ -115,6 +121,7 @@ class LocalOptimizer:
         optimizer: The Keras optimizer that lives there.
         positions: Position of each unit in the update plan.
         variables: The local Keras variable of each unit.
+        steps: The traces of its updates, those of other devices' copies too.
     """
 
     def __init__(
@@ -124,7 +131,9 @@ class LocalOptimizer:
         positions: list[int],
         variables: list[keras.Variable],
         logical_variables: list[keras.Variable],
+        steps: SharedSteps | None = None,
     ) -> None:
+        self.steps = steps or SharedSteps(is_elementwise(logical))
         self.device = device
         self.positions = positions
         self.variables = variables
@@ -150,7 +159,8 @@ class LocalOptimizer:
         """
         with keras_optimizers.fixed_learning_rate(self.optimizer):
             if variables:
-                self.optimizer.apply(gradients, variables)
+                with self.steps.used_by(self.optimizer, self.variables):
+                    self.optimizer.apply(gradients, variables)
             else:
                 keras_optimizers.apply_nothing(self.optimizer)
 

@@ -13,6 +13,7 @@ from typing import Any
 from kdist.config.compression import Classes
 from kdist.config.optimizer import OptimizerConfig
 from kdist.config.state_format import slot_formats
+from kdist.graphs.instantiation import instantiated_cheaply
 from kdist.optimizer.accumulate import LocalSums
 from kdist.optimizer.broadcast import send_values
 from kdist.optimizer.clip import clip_globally
@@ -295,12 +296,13 @@ class DistributedUpdate:
         return found
 
     def _update_and_send(self, gradients: dict[int, Any]) -> None:
+        devices = list({one.device for local in self.jobs.local for one in local})
         for (leaf, _), local in zip(self.groups, self.jobs.local):
             clip_globally(self.jobs, leaf, local, gradients)
             moves = any(n in gradients for one in local for n in one.positions)
             for one in local:
                 live = [(n, v) for n, v in zip(one.positions, one.variables) if n in gradients]
-                with tf.device(one.device):
+                with tf.device(one.device), instantiated_cheaply(devices):
                     if moves:
                         one.apply([gradients[n] for n, _ in live], [v for _, v in live])
                     else:

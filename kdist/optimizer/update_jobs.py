@@ -12,7 +12,8 @@ from kdist.config.state_format import StateFormatConfig
 from kdist.optimizer.compressed import CompressedGradients, Compression, KnownStates
 from kdist.optimizer.formatted_slots import format_slots
 from kdist.optimizer.gradients import GradientSource
-from kdist.optimizer.local import LocalOptimizer, Span, link_slots
+from kdist.optimizer.local import LocalOptimizer, Span, is_elementwise, link_slots
+from kdist.optimizer.shared_steps import SharedSteps
 from kdist.plan.bucket import Bucket, flat_view, make_buckets, unflat
 from kdist.plan.exchange import Exchange, make_exchanges
 from kdist.sharding.mesh import Topology
@@ -202,6 +203,7 @@ class Jobs:
         for n, job in enumerate(self.jobs):
             if self.units[job.units[0]].variable in members:
                 by_owner.setdefault(job.owner, []).append(n)
+        steps = SharedSteps(is_elementwise(leaf))
         local = [
             LocalOptimizer(
                 leaf,
@@ -209,6 +211,7 @@ class Jobs:
                 numbers,
                 [self.jobs[n].variable for n in numbers],
                 [self._logical(self.jobs[n]) for n in numbers],
+                steps,
             )
             for at, numbers in sorted(by_owner.items())
         ]

@@ -50,6 +50,37 @@ def test_fixed_learning_rate_leaves_a_schedule_alone():
         assert optimizer._learning_rate is schedule
 
 
+def test_steps_through():
+    optimizer = keras.optimizers.SGD(0.5)
+    variables = [keras.Variable(1.0), keras.Variable(2.0)]
+    optimizer.build(variables)
+    seen = []
+
+    def step(own, gradient, variable, rate):
+        seen.append(keras_optimizers.index_of(optimizer, variable))
+        own(2 * gradient, variable, rate)
+
+    with keras_optimizers.steps_through(optimizer, step):
+        optimizer.apply([tf.constant(1.0)] * 2, variables)
+    optimizer.apply([tf.constant(1.0)] * 2, variables)
+    assert seen == [0, 1]
+    assert [float(v) for v in variables] == [-0.5, 0.5]
+
+
+def test_index_of():
+    variables = [keras.Variable(0.0), keras.Variable(0.0)]
+    optimizer = keras.optimizers.SGD()
+    optimizer.build(variables)
+    assert keras_optimizers.index_of(optimizer, variables[1]) == 1
+    assert keras_optimizers.index_of(optimizer, variables[1].value) == 1
+
+
+def test_handle():
+    variable = keras.Variable(1.0)
+    graph = tf.function(lambda: variable.assign(2.0)).get_concrete_function()
+    assert graph.captured_inputs[0] is keras_optimizers.handle(variable)
+
+
 def test_iterations_variable():
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
     variable = keras.Variable(1.0)

@@ -1,0 +1,154 @@
+"""One trace of an optimizer's arithmetic for all parameters that are alike, on all devices.
+
+A large model updates few shapes many times: those of a layer's weights, once for each layer and, if
+the update is spread over the replicas, once for each replica. The update of a parameter is a
+function that graphs call with the parameter, its slots and its gradient, as other programs of
+kdist are: traced once, and prepared once on each device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+from kdist._compat import dtensor_internals, keras_optimizers
+from kdist.optimizer.slots import families, scalars
+from kdist.storage.variables import KEY, RowsBacking, backing_of
+
+import keras
+import tensorflow as tf
+from tensorflow.core.framework import function_pb2
+
+_names = (f"kdist_update_{i}" for i in itertools.count())
+
+
+class SharedSteps:
+    """The traces of one optimizer that the user compiled, for its local copies.
+
+    Args:
+        share: Whether its updates of parameters that are alike are the same arithmetic. An
+            optimizer that Keras does not ship may go by a parameter's name.
+
+    Attributes:
+        traces: What has been traced, by what parameters that share it have in common.
+    """
+
+    def __init__(self, share: bool) -> None:
+        self._share = share
+        self.traces: dict[Hashable, _Trace] = {}
+
+    @contextlib.contextmanager
+    def used_by(self, optimizer: Any, variables: Sequence[keras.Variable]) -> Iterator[None]:
+        """Meanwhile, a local optimizer updates its variables by these traces where it can.
+
+        Args:
+            optimizer: A built copy of the optimizer.
+            variables: What it was built on.
+        """
+        if not self._share or tf.executing_eagerly():
+            yield
+            return
+        local = _Local(optimizer, variables)
+
+        def step(plain: Callable, gradient: Any, variable: Any, rate: Any) -> None:
+            state = local.state_of(variable)
+            if state is None or isinstance(gradient, tf.IndexedSlices):
+                plain(gradient, variable, rate)
+                return
+            key = (*state.key, gradient.shape.as_list(), gradient.dtype, rate.dtype)
+            if (trace := self.traces.get(repr(key))) is None:
+                trace = self.traces[repr(key)] = _Trace(plain, state, gradient, rate)
+            trace(state, gradient, rate)
+
+        with keras_optimizers.steps_through(optimizer, step):
+            yield
+
+
+class _State:
+    """What the update of one variable reads and writes.
+
+    Attributes:
+        variable: The variable.
+        argument: What Keras hands to `update_step` for it.
+        handles: Of variables that are updated where they are, by name.
+        values: Variables whose values are handed over, by name: those that updates only read, and
+            the variable itself if it is a view.
+        key: States with equal keys share a trace.
+    """
+
+    def __init__(
+        self,
+        variable: keras.Variable,
+        argument: Any,
+        slots: dict[str, keras.Variable],
+        shared: dict[str, keras.Variable],
+    ) -> None:
+        self.variable, self.argument = variable, argument
+        self.is_view = backing_of(variable) is not None
+        own = {} if self.is_view else {"variable": variable}
+        self.handles = {
+            name: keras_optimizers.handle(one) for name, one in {**own, **slots}.items()
+        }
+        self.values = {**shared, **({"variable": variable} if self.is_view else {})}
+        everything = {**shared, **slots, "variable": variable}
+        self.key = tuple((n, v.shape, v.dtype) for n, v in everything.items()) + (self.is_view,)
+
+
+class _Local:
+    """A local optimizer's variables."""
+
+    def __init__(self, optimizer: Any, variables: Sequence[keras.Variable]) -> None:
+        self.optimizer, self.variables = optimizer, list(variables)
+        self._families = families(optimizer, len(self.variables))
+        self._scalars = scalars(optimizer)
+
+    def state_of(self, argument: Any) -> _State | None:
+        """What an update reads and writes; None if some of it is in another format."""
+        number = keras_optimizers.index_of(self.optimizer, argument)
+        found = {name: one[number] for name, one in self._families.items()}
+        slots = {name: slot for name, slot in found.items() if slot is not None}
+        variable = self.variables[number]
+        backing = backing_of(variable)
+        plain = backing is None or isinstance(backing, RowsBacking)
+        if not plain or any(backing_of(slot) is not None for slot in slots.values()):
+            return None
+        return _State(variable, argument, slots, self._scalars)
+
+
+class _Trace:
+    """The update of one variable as a function of its state, its gradient and the learning rate."""
+
+    def __init__(self, plain: Callable, state: _State, gradient: Any, rate: Any) -> None:
+        def update(gradient: Any, rate: Any, *values: Any) -> list[Any]:
+            mapped = list(zip(state.values.values(), values, strict=True))
+            for variable, value in mapped:
+                if variable is state.variable:
+                    value._unique_id = variable.__dict__[KEY]
+            with keras.StatelessScope(state_mapping=mapped) as scope:
+                plain(gradient, state.argument, rate)
+            return [scope.get_current_value(state.variable)] if state.is_view else []
+
+        given = [gradient, rate, *(one.value for one in state.values.values())]
+        with tf.init_scope():
+            concrete = tf.function(update, autograph=False).get_concrete_function(
+                *(tf.TensorSpec(one.shape, one.dtype) for one in given)
+            )
+        names = {id(handle): name for name, handle in state.handles.items()}
+        self._captured = [names[id(handle)] for handle in concrete.captured_inputs]
+        self._dtypes = [one.dtype for one in concrete.outputs]
+        definition = function_pb2.FunctionDef()
+        definition.CopyFrom(concrete.function_def)
+        definition.signature.name = next(_names)
+        definition.attr["_noinline"].b = True
+        self._registered = dtensor_internals.Registered(definition, concrete)
+
+    def __call__(self, state: _State, gradient: Any, rate: Any) -> None:
+        """Updates a variable, on the device in scope."""
+        values = [tf.convert_to_tensor(one.value) for one in state.values.values()]
+        handles = [state.handles[name] for name in self._captured]
+        _, results = self._registered.call([gradient, rate, *values, *handles], self._dtypes)
+        if state.is_view:
+            results[0].set_shape(state.variable.shape)
+            state.variable.assign(results[0])
