@@ -54,8 +54,7 @@ class CommFusion(keras.callbacks.Callback):
         verbose: Print what was tried.
 
     Raises:
-        ValueError: For no candidates or steps; and, when training starts, for a plain Keras model,
-            or one without replicas that exchange gradients.
+        ValueError: For no candidates or steps; and, when training starts, for a plain Keras model.
 
     Example:
         >>> model.fit(x, y, epochs=3, callbacks=[kdist.callbacks.CommFusion(tune=True)])
@@ -84,17 +83,10 @@ class CommFusion(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Starts with the first candidate."""
-        parallel = attached(self.model)
-        if parallel.whole_batch is not None:
-            raise ValueError(
-                "CommFusion logs what replicas exchange, and this model has none: "
-                f"{parallel.whole_batch.note}. Leave the callback out, or use "
-                f"{parallel.whole_batch.instead}. Received: model={self.model.name!r}"
-            )
         self._times = []
         self.tried = {}
         if self.tune:
-            parallel.set_fusion(self.candidates[0])
+            attached(self.model).set_fusion(self.candidates[0])
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Starts the clock."""

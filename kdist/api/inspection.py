@@ -113,7 +113,7 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
     parallel = attached(model)
     collectives: Sequence[Collective] = ()
     islands: Sequence[Island] = ()
-    if parallel.topology.inner_size > 1 and not parallel.fallbacks and not parallel.whole_loss:
+    if parallel.compute.inner_size > 1 and not parallel.fallbacks and not parallel.whole_loss:
         runner = parallel.spmd_runner()
         if not runner.recorded():
             runner.lower_without_loss(_zeros(model, batch_size or len(parallel.topology.devices)))
@@ -153,6 +153,6 @@ def _gathered(parallel: Parallel) -> list[str]:
     paths = [
         e.placement.path for e in parallel.entries.values() if e.placement.data_dim is not None
     ]
-    if parallel.topology.inner_size > 1 and not parallel.fallbacks and not parallel.whole_loss:
+    if parallel.compute.inner_size > 1 and not parallel.fallbacks and not parallel.whole_loss:
         paths += parallel.spmd_runner().gathered_paths()
     return paths

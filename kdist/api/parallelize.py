@@ -165,8 +165,7 @@ class Parallel(SteppedModel):
             fusion: The settings from the next step on.
 
         Raises:
-            ValueError: `overlap` differs from what the model was parallelized with; or the model
-                computes over the whole batch, and has no replicas.
+            ValueError: `overlap` differs from what the model was parallelized with.
         """
         if fusion.overlap != self.config.fusion.overlap:
             raise ValueError(
@@ -180,9 +179,7 @@ class Parallel(SteppedModel):
                 "Which weights train has changed since compile(). Call model.compile(...) first. "
                 f"Received: {len(planned)} trainable weights then, {len(trainable)} now"
             )
-        config = dataclasses.replace(self.config, fusion=fusion)
-        self.refuse_without_replicas(config)
-        self.config = config
+        self.config = dataclasses.replace(self.config, fusion=fusion)
         self.update = None
         if self.model.train_function is not None:
             self.make_train_function(force=True)

@@ -50,7 +50,8 @@ class PlacedModel:
         update: The distributed optimizer, once trained.
         low_rank: What low-rank compression keeps between steps, and from one `update` to the next.
         whole_batch: Why layers compute over the whole batch, if they do.
-        batch_axis: The data axis where it is inside DTensor (see `Topology.with_data_inside`).
+        compute: The mesh as steps see it: with the data axis inside where layers compute over the
+            whole batch (see `Topology.with_data_inside`), else as it is.
         staged: How the model is cut into stages, once it is built, if it is a pipeline.
         example_input: Spec of the model's input, once a batch was seen.
         loss_terms: What is known about the compiled losses, once a batch with labels was seen.
@@ -65,7 +66,7 @@ class PlacedModel:
         self.layouts: ModelLayouts | None = None
         self.fallbacks: list[str] = []
         self.whole_batch: WholeBatch | None = None
-        self.batch_axis: str | None = None
+        self.compute = config.topology
         self.level = 0
         self.update: DistributedUpdate | None = None
         self.low_rank: KnownStates = {}
@@ -85,13 +86,11 @@ class PlacedModel:
             return
         mirrored_scope.refuse_scope()
         self.whole_batch = self._whole_batch()
-        self.refuse_without_replicas(self.config)
         if self.whole_batch is not None:
-            self.batch_axis = self.topology.data_axis
-            self.topology = self.topology.with_data_inside()
+            self.whole_batch.refuse(self.config.pipeline)
+        self.layouts = self._resolved()
+        self.topology, self.compute = self.layouts.topology, self.layouts.compute
         self._refuse_batches()
-        self.layouts = ModelLayouts(self.model, self.config, self.topology)
-        self.topology = self.layouts.topology
         self.classes()  # checks the patterns of compression before anything moves
         self._cut_into_stages()
         self.entries = place_weights(self._placements(), self.topology)
@@ -116,7 +115,7 @@ class PlacedModel:
                 "layer that was added after kdist.parallelize"
             )
         self._refuse_batches()
-        self.layouts = ModelLayouts(self.model, self.config, self.topology)
+        self.layouts = self._resolved()
         if self.layouts.topology != self.topology:
             raise ValueError(
                 "Weights or layers that the model gained cut a dim by several axes together, which "
@@ -132,12 +131,16 @@ class PlacedModel:
             if id(variable) in before:
                 self.entries[id(variable)] = replace(before[id(variable)], placement)
 
+    def _resolved(self) -> ModelLayouts:
+        inside = self.whole_batch is not None
+        return ModelLayouts(self.model, self.config, self.topology, inside)
+
     def _refuse_batches(self) -> None:
         """Refuses a model that replicas and micro-batches would give other batches than it has."""
         refuse_row_state(self.model)
         pipeline = self.config.pipeline
         micro_batches = 1 if pipeline is None else pipeline.micro_batches
-        refuse_fixed_batch(self.model, self.topology.data_size, micro_batches)
+        refuse_fixed_batch(self.model, self.compute.data_size, micro_batches)
 
     def _cut_into_stages(self) -> None:
         if self.config.pipeline is not None:
@@ -152,22 +155,6 @@ class PlacedModel:
         if self.staged is not None:
             groups = self.staged.groups(self.model, self.topology)
         return placements(self.model, self.layouts, self.topology, groups)
-
-    def refuse_without_replicas(self, config: ParallelConfig) -> None:
-        """Refuses settings for replicas where the data axis is inside DTensor.
-
-        Raises:
-            ValueError: For the first of them that is not its default.
-        """
-        if self.whole_batch is not None:
-            ids = comm_fusion.of(self.model.trainable_variables)
-            self.whole_batch.refuse(
-                optimizer=self.optimizer_config,
-                fusion=config.fusion,
-                compression=config.compression,
-                pipeline=config.pipeline,
-                fusion_ids=any(i is not None for i in ids),
-            )
 
     def classes(self) -> Classes | None:
         """How the gradient of each trainable variable travels; None without compression.
@@ -241,7 +228,6 @@ class PlacedModel:
     def spread_parameters(self) -> None:
         """Moves parameters to where the compiled optimizer's level wants them."""
         config = self.optimizer_config
-        self.refuse_without_replicas(self.config)
         if self.layouts is None or not self.model.compiled or config.level == 0 == self.level:
             return
         self.level = config.level
@@ -255,14 +241,14 @@ class PlacedModel:
 
         A pipeline splits batches even where there is one replica.
         """
-        parts = self.topology.data_size if self.config.pipeline is None else 2
+        parts = self.compute.data_size if self.config.pipeline is None else 2
         return whole_loss(self.model, self.loss_terms or (), parts)
 
     @property
     def whole_loss_note(self) -> str:
         """One line about that, for the user."""
         how = "computed once, over the gathered outputs of all replicas"
-        if self.topology.inner_size > 1:
+        if self.compute.inner_size > 1:
             how = "computed over the whole batch, on gathered weights"
         return f"{self.whole_loss}: {how}"
 
@@ -333,7 +319,6 @@ class PlacedModel:
             tables=tuple(v.path for v in looked_up(self.model)),
             gathered=tuple(spread) if config.level == 3 else (),
             travels=any(len(p.slices) > 1 for _, p in self._placements()),
-            data_inside=self.whole_batch is not None,
         )
         return without_effect(self.config, config, self.topology, facts)
 

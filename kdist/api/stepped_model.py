@@ -76,7 +76,7 @@ class SteppedModel(PlacedModel):
             return known
         pipeline = self.config.pipeline
         cut = pipeline is not None and pipeline.micro_batches > 1
-        if self.topology.data_size == 1 and not cut:
+        if self.compute.data_size == 1 and not cut:
             return ModelStudy()
         x = self.example_input
         if x is None:
@@ -94,12 +94,12 @@ class SteppedModel(PlacedModel):
         Raises:
             ValueError: The mesh has inner axes.
         """
-        if self.jit_compile is True and self.topology.inner_size > 1:
+        if self.jit_compile is True and self.compute.inner_size > 1:
             why = "" if self.whole_batch is None else f" ({self.whole_batch.note})"
             raise ValueError(
                 "XLA cannot compile DTensor programs. Use jit_compile='auto' or False on a "
                 "mesh with inner axes. "
-                f"Received: jit_compile=True with inner axes {self.topology.inner_axes}{why}"
+                f"Received: jit_compile=True with inner axes {self.compute.inner_axes}{why}"
             )
 
     def make_program(self) -> Program:
@@ -117,7 +117,7 @@ class SteppedModel(PlacedModel):
 
     def say_whole_loss(self) -> None:
         """Says, once, that a loss is computed over the whole batch, where nobody asked for it."""
-        if self.topology.inner_size > 1:
+        if self.compute.inner_size > 1:
             self.fall_back(self.whole_loss_note)
         elif self.whole_loss_note not in self._said and self.whole_loss != OVERRIDDEN:
             self._said.add(self.whole_loss_note)
@@ -126,7 +126,7 @@ class SteppedModel(PlacedModel):
     @property
     def uses_spmd(self) -> bool:
         """Whether slices are DTensor meshes: they have several devices, and no debugging."""
-        return self.topology.inner_size > 1 and not self.model.run_eagerly
+        return self.compute.inner_size > 1 and not self.model.run_eagerly
 
     @property
     def trains_over_spmd(self) -> bool:
@@ -171,6 +171,8 @@ class SteppedModel(PlacedModel):
             backend = OneDevice(self.program.state, self.trainable(), self.topology, compiled)
             return PipelineStep(self, self._pipeline(self.program, backend))
         chunking, xla = self.chunking, self.jit_compile is True
+        if self.whole_batch is not None:
+            chunking = None  # one device computes, and gathers for itself
         if chunking is not None:
             runner = ChunkedRunner(
                 self.program,
@@ -184,7 +186,7 @@ class SteppedModel(PlacedModel):
             runner = PlainRunner(
                 self.program,
                 self.trainable(),
-                self.topology,
+                self.compute,
                 jit_compile=xla,
                 eager=self.model.run_eagerly,
             )
@@ -220,9 +222,7 @@ class SteppedModel(PlacedModel):
                 self._spmd_runner = SpmdRunner(
                     self.program,
                     self.trainable(),
-                    self.topology,
                     self.layouts,
-                    batch_axis=self.batch_axis,
                     chunking=self.chunking,
                     keys=self._bucket_keys,
                     alltoall=alltoall,

@@ -145,12 +145,7 @@ class ParallelConfig:
                 "loss_from_layers out. "
                 f"Received: loss_from_layers={self.loss_from_layers!r}"
             )
-        GLOBAL.refuse(
-            optimizer=self.optimizer,
-            fusion=self.fusion,
-            compression=self.compression,
-            pipeline=self.pipeline,
-        )
+        GLOBAL.refuse(self.pipeline)
 
     def _check_pipeline(self, topology: Topology) -> None:
         if self.pipeline is not None and not isinstance(self.pipeline, PipelineConfig):

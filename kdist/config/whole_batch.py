@@ -1,18 +1,16 @@
-"""Models that compute over the whole batch, and what that excludes.
+"""Models that compute over the whole batch: why, and what that excludes.
 
 Where replicas compute apart, a layer that couples rows (a contrastive loss, a mean over the batch)
 sees the rows of its replica. To see all, the data axis moves inside DTensor, as an inner axis that
 cuts the batch (`Topology.with_data_inside`): one program over all devices computes what one device
-would. There are no replicas then, so what they would share or exchange cannot be asked for.
+would. It hands out gradients before they are summed over the data axis
+(`kdist.dtensor.partial_sums`), so weights and updates are those of replicas.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from kdist.config.compression import CompressionConfig
-from kdist.config.fusion import FusionConfig
-from kdist.config.optimizer import OptimizerConfig
 from kdist.config.pipeline import PipelineConfig
 
 
@@ -36,43 +34,15 @@ class WholeBatch:
             "inner axis that cuts the batch"
         )
 
-    def refuse(
-        self,
-        *,
-        optimizer: OptimizerConfig,
-        fusion: FusionConfig,
-        compression: CompressionConfig | None,
-        pipeline: PipelineConfig | None,
-        fusion_ids: bool = False,
-    ) -> None:
-        """Refuses what replicas would share or exchange.
+    def refuse(self, pipeline: PipelineConfig | None) -> None:
+        """Refuses what computes over a part of the batch at a time.
 
         Args:
-            optimizer: Optimizer parallelism, of the configuration or of the compiled optimizer.
-            fusion: How gradients travel together.
-            compression: How gradients travel.
             pipeline: Stages, which see one micro-batch at a time.
-            fusion_ids: Whether `kdist.set_comm_fusion` gave weights of the model an id.
 
         Raises:
-            ValueError: For the first of them that is not its default.
+            ValueError: For stages.
         """
-        inside = (
-            "the data axis is inside DTensor, which cuts the batch and sums the gradients itself, "
-            "so there are no replicas"
-        )
-        if optimizer.level > 0:
-            rule = f"{inside} that could share optimizer state"
-            self._refuse(rule, "optimizer level 0", f"optimizer={optimizer!r}")
-        if fusion != FusionConfig():
-            rule = f"{inside} between which gradients travel together"
-            self._refuse(rule, "the default fusion", f"fusion={fusion!r}")
-        if fusion_ids:
-            rule = f"{inside} between which gradients travel together"
-            self._refuse(rule, "no kdist.set_comm_fusion", "weights with fusion ids")
-        if compression is not None:
-            rule = f"{inside} between which gradients travel"
-            self._refuse(rule, "no compression", f"compression={compression!r}")
         if pipeline is not None:
             rule = "a stage of a pipeline sees one micro-batch at a time"
             self._refuse(rule, "a mesh without `pipe`", f"pipeline={pipeline!r}")

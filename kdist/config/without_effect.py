@@ -59,8 +59,6 @@ class ModelFacts:
         tables: Paths of embedding tables.
         gathered: Paths of what level 3 gathers.
         travels: Whether any gradient goes from one slice to another.
-        data_inside: Whether a layer computes over the whole batch, so that DTensor has the data
-            axis.
     """
 
     compiled: bool = False
@@ -74,7 +72,6 @@ class ModelFacts:
     tables: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()
     travels: bool = True
-    data_inside: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +85,8 @@ class _Case:
 
     @property
     def replicas(self) -> bool:
-        """Whether there are several, or the data axis is where these rules do not look."""
-        return self.topology.data_size > 1 or self.facts.data_inside
+        """Whether there are several."""
+        return self.topology.data_size > 1
 
     @property
     def no_replicas(self) -> str:

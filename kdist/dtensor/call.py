@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kdist.dtensor import limits, relayout, sizes
@@ -16,10 +16,10 @@ from kdist.dtensor.lifting import lift
 from kdist.dtensor.lowered import Collective
 from kdist.dtensor.lowering import Function, Island, LoweredProgram, lower
 from kdist.dtensor.model_layouts import ModelLayouts
+from kdist.dtensor.partial_sums import Summed
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.dtensor.stitched import StitchedFunction
 from kdist.dtensor.stitching import Stitcher
-from kdist.sharding.mesh import Topology
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
@@ -44,29 +44,30 @@ class Lowered:
 
     Args:
         function: `function(*inputs)` over structures of tensors.
-        layouts: Declared activation layouts.
-        topology: The mesh.
+        layouts: Declared activation layouts, and the mesh as programs see it.
         mesh: The DTensor mesh of every slice.
         alltoall: Whether re-layouts may use all-to-all.
         paths: Paths of the model's layers, to say which layer causes a collective.
         seeds: How many of the last inputs everything in the backward pass depends on.
+        summed: Numbers of the flat results that who calls a program adds up over the axis that cuts
+            the batch; none by default.
     """
 
     def __init__(
         self,
         function: Callable,
         layouts: ModelLayouts,
-        topology: Topology,
         mesh: dtensor.Mesh,
         alltoall: bool,
         paths: Sequence[str],
         seeds: int = 0,
+        summed: Callable[[LoweredProgram], Iterable[int]] = lambda program: (),
     ) -> None:
         self.function = function
-        self.seeds = seeds
+        self.seeds, self.summed = seeds, summed
         self.paths = list(paths)
         self.layouts = layouts
-        self.topology = topology
+        self.topology = layouts.compute
         self.mesh = mesh
         self.alltoall = alltoall
         self.traces: dict[Any, tf.types.experimental.ConcreteFunction] = {}
@@ -134,9 +135,9 @@ class Lowered:
             self._refuse_alltoall(program.collectives)
             self._refuse_all_island(program.islands)
             self.layouts.tell_islands(program.islands)
-            self.recorded = self.recorded or program.collectives
+            self.stitchers[key] = self._stitcher(program, layouts)
+            self.recorded = self.recorded or self.stitchers[key].recorded
             self.islands = self.islands or program.islands
-            self.stitchers[key] = self._stitcher(program)
         return key, given
 
     def _expand(self, concrete: Any, given: Sequence[Sharded]) -> LoweredProgram:
@@ -175,10 +176,14 @@ class Lowered:
         ]
         return lift(programs, hoisted)
 
-    @staticmethod
-    def _stitcher(program: LoweredProgram) -> Stitcher:
+    def _stitcher(self, program: LoweredProgram, inputs: Sequence[dtensor.Layout]) -> Stitcher:
+        axis, summed = self.topology.rows_axis, None
+        if axis is not None:
+            layouts = [one.sharding_specs for one in program.layouts]
+            numbers = [i for i in self.summed(program) if axis not in layouts[i]]
+            summed = Summed(axis, inputs, numbers) if numbers else None
         try:
-            return Stitcher(program)
+            return Stitcher(program, summed)
         except CannotStitch as reason:
             raise _refused(str(reason)) from reason
 

@@ -27,10 +27,10 @@ class SliceInputs:
     Args:
         state: The model's variables.
         entries: `Stored` of each trainable variable.
-        topology: The mesh.
+        topology: The mesh as programs see it; an axis inside that cuts the batch cuts inputs.
         mesh: DTensor mesh of every slice.
-        batch_axis: Inner axis that cuts the batch of the inputs, if any.
-        tell_uncut: Told of batches that it does not divide.
+        storage: The mesh as weights are stored on it, the same by default.
+        tell_uncut: Told of batches that do not divide.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class SliceInputs:
         entries: Sequence[Stored],
         topology: Topology,
         mesh: dtensor.Mesh,
-        batch_axis: str | None = None,
+        storage: Topology | None = None,
         tell_uncut: Callable[[Sequence[WithoutEffect]], None] = lambda notes: None,
     ) -> None:
         self.state = state
         self.entries = list(entries)
         self.fixed = [entry for v in state.fixed if (entry := stored(v)) is not None]
-        self.topology = topology
+        self.topology, self.storage = topology, storage or topology
+        self.places = topology.places_in(self.storage)
         self.mesh = mesh
-        self.batch_axis = batch_axis
         self.tell_uncut = tell_uncut
 
     def state_of(self, s: int, unread: Collection[int] = ()) -> tuple[list[Sharded], list[Sharded]]:
@@ -80,27 +80,28 @@ class SliceInputs:
 
     def data(self, data: Any) -> Any:
         """Data of a slice on its devices."""
-        if self.batch_axis is not None:
-            rows, size = leading(data).shape[0], self.mesh.dim_size(self.batch_axis)
+        axis = self.topology.rows_axis
+        if axis is not None:
+            rows, size = leading(data).shape[0], self.mesh.dim_size(axis)
             if rows is None:
                 sizes.require_multiples(size, rows=True)
             elif rows % size:
-                self.tell_uncut([uncut_dim("the batch", 0, rows, size, [self.batch_axis])])
+                self.tell_uncut([uncut_dim("the batch", 0, rows, size, [axis])])
         return keras.tree.map_structure(lambda t: None if t is None else self._part(t), data)
 
     def _stored(self, entry: Stored, s: int, devices: Sequence[str]) -> Sharded:
         return Sharded(tuple(self._components(entry, s, devices)), self._layout(entry.placement))
 
     def _described(self, entry: Stored) -> Sharded:
-        shapes = [shape_of(entry.placement.inner_index(k)) for k in range(self.mesh.size)]
+        shapes = [shape_of(entry.placement.inner_index(k)) for _, k in self.places[0]]
         parts = tuple(tf.TensorSpec(shape, entry.variable.dtype) for shape in shapes)
         return Sharded(parts, self._layout(entry.placement))
 
     def _components(self, entry: Stored, s: int, devices: Sequence[str]) -> list[Any]:
         values = []
-        for k, device in enumerate(devices):
+        for at, device in zip(self.places[s], devices, strict=True):
             with tf.device(device):
-                values.append(tf.identity(entry.used_at((s, k))))
+                values.append(tf.identity(entry.used_at(at)))
         return values
 
     def _copies(self, value: Any, devices: Sequence[str]) -> Sharded:
@@ -111,12 +112,12 @@ class SliceInputs:
         return Sharded(tuple(copies), dtensor.Layout.replicated(self.mesh, value.shape.rank))
 
     def _layout(self, placement: Placement) -> dtensor.Layout:
-        dims = inner_dims(placement.layout.dims, self.topology)
+        dims = inner_dims(placement.layout.dims, self.storage)
         return relayout.layout_for(self.mesh, dims, self.topology)
 
     def _part(self, tensor: Any) -> Sharded:
-        """Data of a slice on its devices: the batch cut over `batch_axis` where it divides."""
-        axis = self.batch_axis
+        """Data of a slice on its devices: the batch cut where it divides, if an axis cuts it."""
+        axis = self.topology.rows_axis
         tensor = tf.convert_to_tensor(tensor)
         if axis is None or tensor.shape.rank == 0:
             return replicate(tensor, self.mesh)

@@ -12,7 +12,7 @@ from kdist.config.shard import ResolvedShard, declarations, resolve_declaration
 from kdist.config.without_effect import WithoutEffect
 from kdist.dtensor.lowering import Island
 from kdist.layers.relayout import Relayout
-from kdist.sharding.dims import Dims, WeightFit, without_axis
+from kdist.sharding.dims import Dims, WeightFit, inner_dims
 from kdist.sharding.layout import WeightLayout, match_pattern, resolve_layouts
 from kdist.sharding.merged_axes import Cut, merged_axes
 from kdist.sharding.mesh import Topology
@@ -32,6 +32,7 @@ class ModelLayouts:
 
     Attributes:
         topology: The mesh, with the axes merged that cut a dim together.
+        compute: The mesh as programs see it: the same, or with the data axis inside.
         weights: Layout of each weight, by identity of the variable.
         layers: What `kdist.shard` declared, resolved, with its layer.
         outputs: Layout of the output of layers that an activation pattern matches.
@@ -42,14 +43,21 @@ class ModelLayouts:
         left_whole: A line for each dim of a weight that its layout cuts and that does not divide.
     """
 
-    def __init__(self, model: keras.Model, config: ParallelConfig, topology: Topology) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        config: ParallelConfig,
+        topology: Topology,
+        data_inside: bool = False,
+    ) -> None:
         self.topology = topology
+        self.compute = topology.with_data_inside() if data_inside else topology
         fit = WeightFit(topology, replicate=config.indivisible == "replicate")
         pairs = [(v.path, tuple(v.shape)) for v in model.weights]
         by_path, patterns = resolve_layouts(pairs, config.layout_map, topology, fit)
         self.weights: dict[int, WeightLayout] = {id(v): by_path[v.path] for v in model.weights}
         self.layers: list[tuple[keras.layers.Layer, ResolvedShard]] = [
-            (layer, resolve_declaration(layer, declared, topology, fit))
+            (layer, resolve_declaration(layer, declared, self.compute, fit))
             for layer, declared in declarations(model)
         ]
         for layer, resolved in self.layers:
@@ -60,16 +68,16 @@ class ModelLayouts:
         self.islands: dict[str, None] = {}
         self.left_whole = tuple(fit.notes)
         self.any_cut = any(not layout.is_replicated for layout in self.weights.values())
-        self.topology = topology.with_merged(merged_axes(list(self._cuts(model)), topology))
+        merged = merged_axes(list(self._cuts(model)), self.compute)
+        self.topology = topology.with_merged(merged)
+        self.compute = self.compute.with_merged(merged)
 
     def read(self, key: int) -> Dims:
-        """Layout in which a slice's operations read a weight, by identity of the variable.
+        """Layout in which operations read a weight, by identity of the variable.
 
-        Not cut by the data axis: what that slices is gathered first. One axis cannot cut both the
-        rows that an operation reads and its weights.
+        Not cut by the data axis: what that slices is gathered first.
         """
-        inner = self.weights[key].inner(self.topology).dims
-        return without_axis(inner, self.topology.rows_axis, self.topology)
+        return inner_dims(self.weights[key].dims, self.topology)
 
     def tell_uncut(self, found: Iterable[WithoutEffect]) -> None:
         """Notes declared cuts that a trace left out, and warns of each once."""
@@ -80,21 +88,21 @@ class ModelLayouts:
 
     def _cuts(self, model: keras.Model) -> Iterator[Cut]:
         """Every tensor whose layout is known before the model is traced."""
-        if self.topology.rows_axis is not None:
-            yield "the batch", (self.topology.rows_axis,)
+        if self.compute.rows_axis is not None:
+            yield "the batch", (self.compute.rows_axis,)
         for variable in model.weights:
-            yield repr(variable.path), self.weights[id(variable)].dims
+            yield repr(variable.path), self.read(id(variable))
         for layer, resolved in self.layers:
             yield from ((f"an input of layer {layer.name!r}", dims) for dims in resolved.inputs)
             yield from ((f"an output of layer {layer.name!r}", dims) for dims in resolved.outputs)
         for layer, dims in self.outputs:
             yield f"the output of layer {layer.name!r}", dims
-        for layer in self.model_layers if self.topology.inner_size > 1 else ():
+        for layer in self.model_layers if self.compute.inner_size > 1 else ():
             if isinstance(layer, Relayout):
                 what = f"the output of layer {layer.name!r}"
                 yield (
                     what,
-                    parse_strategy(layer.layout, self.topology, operand=what, batch_dim=True),
+                    parse_strategy(layer.layout, self.compute, operand=what, batch_dim=True),
                 )
 
     def tell_islands(self, found: Iterable[Island]) -> None:

@@ -9,7 +9,7 @@ from kdist._compat import keras_trainer
 from kdist.dtensor import limits, relayout
 from kdist.dtensor.model_layouts import ModelLayouts
 from kdist.program.program import Program
-from kdist.sharding.dims import Dims, inner_dims
+from kdist.sharding.dims import Dim, Dims, inner_dims
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Placement
 from kdist.storage import sparse
@@ -103,7 +103,9 @@ class SpmdPrograms:
 
     def _laid_out(self, gradient: Any, i: int, params: Sequence[Any]) -> Any:
         """A gradient in its parameter's layout; rows as (values, indices), cut by columns."""
-        laid = laid_out(gradient, params[i], self.placements[i], self.topology)
+        look_up = self.program.trained.rows.get(i)
+        by_batch = look_up is not None and look_up.by_batch and not look_up.merged
+        laid = laid_out(gradient, params[i], self.placements[i], self.topology, by_batch)
         return (laid.values, laid.indices) if sparse.is_sparse(laid) else laid
 
     def _gather(self, params: Sequence[Any], carried: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -178,17 +180,38 @@ def loss_view() -> Callable[[Any], Any] | None:
     return lambda outputs: keras.tree.map_structure(whole, outputs)
 
 
-def laid_out(gradient: Any, param: Any, placement: Placement, topology: Topology) -> Any:
-    """A gradient in its parameter's layout; rows keep whole indices, and are cut by columns."""
+def laid_out(
+    gradient: Any, param: Any, placement: Placement, topology: Topology, by_batch: bool = True
+) -> Any:
+    """A gradient in its parameter's layout; rows are cut by columns, and as the batch is.
+
+    Args:
+        gradient: The gradient, or rows of a table.
+        param: The parameter.
+        placement: Where that is.
+        topology: The mesh.
+        by_batch: Of rows, whether the batch decides which they are.
+    """
     if not sparse.is_sparse(gradient):
         return like(gradient, param)
     trace = relayout.active()
     assert trace is not None
-    indices = whole_in_program(gradient.indices)
+    rows = _rows_of_batch(gradient, by_batch)
+    indices = in_layout(gradient.indices, (rows,))
     values = whole_in_program(gradient.values) if trace.gather_first else gradient.values
     # Rows are of the whole table, whatever rows of it a device stores.
-    values = in_layout(values, (None, *inner_dims(placement.layout.dims, topology)[1:]))
+    values = in_layout(values, (rows, *inner_dims(placement.layout.dims, topology)[1:]))
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def _rows_of_batch(gradient: Any, by_batch: bool) -> Dim:
+    """The axis that cuts the rows of a table's gradient: that of the batch that looked them up."""
+    trace = relayout.active()
+    assert trace is not None
+    axis, rows = trace.topology.rows_axis, gradient.values.shape[0]
+    if axis is None or not by_batch:
+        return None
+    return axis if rows is None or rows % trace.topology.axis_size(axis) == 0 else None
 
 
 def whole_readers(layouts: ModelLayouts) -> set[int]:
@@ -203,13 +226,6 @@ def whole_readers(layouts: ModelLayouts) -> set[int]:
 def gathered_dims(layouts: ModelLayouts) -> dict[int, Dims]:
     """Layouts in which operations read weights, by identity, of those not stored so on a slice.
 
-    They are gathered over the axis that cuts the batch (see `ModelLayouts.read`), or whole where
-    some layer's operations cannot take parts.
+    They are whole, since some layer's operations cannot take parts.
     """
-    found: dict[int, Dims] = {}
-    for key, layout in layouts.weights.items():
-        if layouts.read(key) != layout.inner(layouts.topology).dims:
-            found[key] = layouts.read(key)
-    for key in whole_readers(layouts):
-        found[key] = (None,) * len(layouts.weights[key].dims)
-    return found
+    return {key: (None,) * len(layouts.weights[key].dims) for key in whole_readers(layouts)}

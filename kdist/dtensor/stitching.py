@@ -6,6 +6,7 @@ The program's nodes are copied once per device. What depends on the device's num
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,7 +27,9 @@ from kdist.dtensor.device_number import (
     values_on_devices,
     without_notes,
 )
+from kdist.dtensor.lowered import Collective
 from kdist.dtensor.lowering import LoweredProgram
+from kdist.dtensor.partial_sums import Summands, Summed
 from kdist.dtensor.stitched import VARIANT, StitchedFunction
 from kdist.graphs.chunks import Chunk, Graph, node_of
 
@@ -45,22 +48,25 @@ class Stitcher:
 
     Args:
         program: The program of one device.
+        summed: What it hands out as summands, if anything.
 
     Raises:
         CannotStitch: It has a collective inside a loop or a branch, or one of an unknown kind.
     """
 
-    def __init__(self, program: LoweredProgram) -> None:
+    def __init__(self, program: LoweredProgram, summed: Summed | None = None) -> None:
         self.program = program
         self.nodes = {node.name: node for node in program.definition.node_def}
         self.inputs = {one.name: i for i, one in enumerate(program.arguments)}
         self.number = next((one.name for one in program.arguments if one.position is None), "")
-        order = topological(self.nodes)
+        self.summands: Summands | None = None
+        self.known_groups: dict[str, list[list[int]]] = {}
+        order = self.order = topological(self.nodes)
         known = known_nodes(self.nodes, order, self.number)
         self.folded = {n for n, by_number in known.items() if by_number and is_small(self.nodes[n])}
         asked = self.folded | {n for n in self._asked() if n in known}
         self.values = values_on_devices(self.nodes, sorted(asked), self.number, program.size)
-        self.begins = program.gathers or {
+        self.begins = dict(program.gathers) or {
             n: begins for n in order if (begins := self._begins(n)) is not None
         }
         self.effects = [
@@ -68,7 +74,12 @@ class Stitcher:
             for name, node in self.nodes.items()
             if node.op not in COLLECTIVES and dtensor_internals.has_effects(node.op)
         ]
+        if summed is not None:
+            self.summands = Summands(self, summed)
+            self.program = program = dataclasses.replace(program, results=self.summands.results)
+            order = topological(self.nodes)
         live = self._live()
+        self.recorded = self._recorded(live)
         self.live = [name for name in order if name in live]
         self.bodies = _Bodies(program.bodies, program.untouched)
         self._refuse_bodies()
@@ -160,6 +171,8 @@ class Stitcher:
 
     def groups(self, node: Any) -> list[list[int]]:
         """The devices that take part in a collective together: those with one group key."""
+        if node.name in self.known_groups:
+            return self.known_groups[node.name]
         keys = self.values.get(node_of(node.input[2]))
         if keys is None:
             raise CannotStitch(f"{node.op} of a group that is not known ({node.name})")
@@ -209,6 +222,20 @@ class Stitcher:
             node = self.nodes[name]
             stack.extend(self._inputs(node))
         return found
+
+    def _recorded(self, live: set[str]) -> tuple[Collective, ...]:
+        """The collectives that DTensor wrote, but for those that summands are left of."""
+        if self.summands is None:
+            return self.program.collectives
+        axis, found = self.summands.axis, []
+        for one in self.program.collectives:
+            within = self.summands.left.get(one.node)
+            if within is None or one.node in live:
+                found.append(one)
+            if within in live:
+                rest = tuple(name for name in one.axis if name != axis)
+                found.append(dataclasses.replace(one, axis=rest))
+        return tuple(found)
 
     def _refuse_bodies(self) -> None:
         for name in self.live:

@@ -7,7 +7,7 @@ gradients do: see `kdist.fusion`.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from kdist.plan.bucket import flat, unflat
@@ -16,6 +16,9 @@ from kdist.sharding.placement import Coordinate, Placement, shape_of
 from kdist.storage.variables import Stored, assemble
 
 import tensorflow as tf
+
+Places = Sequence[Sequence[Coordinate]]
+"""Per slice of a program and device of it, which coordinate of the mesh that is."""
 
 
 def gather_groups(
@@ -125,3 +128,21 @@ class Gatherer:
                 mine.append((index, tensor))
         # One in one part still arrives when it is its turn.
         return [tf.identity(p[0][1]) if len(p) == 1 else assemble(p) for p in pieces]
+
+
+def placed(gather: Gatherer, places: Places) -> Callable:
+    """A gatherer as programs see the mesh whose slices are not those that store the parameters.
+
+    Args:
+        gather: Gathers on the slices that store them.
+        places: Where the programs' devices are.
+    """
+
+    def gathered(
+        positions: Sequence[int], gates: Sequence[Sequence[Any]]
+    ) -> list[dict[int, list[Any]]]:
+        program = {s: n for n, devices in enumerate(places) for s, _ in devices}
+        found = gather(positions, [gates[program[s]] for s in sorted(program)])
+        return [{i: [found[s][i][k] for s, k in devices] for i in positions} for devices in places]
+
+    return gathered

@@ -10,7 +10,7 @@ from typing import Any
 from kdist.dtensor.lowering import LoweredProgram
 from kdist.dtensor.stitching import Stitcher
 from kdist.graphs.chunks import cut, parameter_chunks
-from kdist.optimizer.gather import Gatherer
+from kdist.optimizer.gather import Gatherer, Places, placed
 from kdist.runtime.chunk_run import ChunkedProgram, ChunkRun, Progress
 from kdist.sharding.mesh import Topology
 from kdist.storage.variables import Stored
@@ -50,6 +50,8 @@ class Chunks:
         devices: Where each slice computes; see `Gatherer`.
         keys: Which parameters share a bucket.
         jit_compile: Compile each chunk with XLA.
+        places: Per slice and device of the programs, which coordinate of the mesh that is; the same
+            by default.
 
     Attributes:
         gathers: The parameters that each gather of the training step that was traced last has; None
@@ -65,8 +67,10 @@ class Chunks:
         keys: Keys,
         *,
         jit_compile: bool = False,
+        places: Places | None = None,
     ) -> None:
         self.chunking, self.jit_compile = chunking, jit_compile
+        self.places = places
         self.entries, self.devices = list(entries), list(devices)
         self.gathered = {i for i, one in enumerate(entries) if one.placement.gathered}
         self.gathers: list[tuple[int, ...]] | None = None
@@ -124,7 +128,10 @@ class Chunks:
     ) -> list[dict[int, list[Any]]]:
         """Runs a program on all slices; see `ChunkRun`."""
         keep = self.chunking.keep
-        gather = Gatherer(self.entries, self.topology, self.devices, self.keys())
+        stored = self.devices
+        if self.places is not None:
+            stored = [one.devices for one in self.topology.slices]
+        gather = Gatherer(self.entries, self.topology, stored, self.keys())
         graph, before = tf.compat.v1.get_default_graph(), None
         gathers: list[tuple[int, ...]] = []
         if self._ended is not None and self._ended[0]() is graph:
@@ -136,7 +143,8 @@ class Chunks:
         if progress is not None:
             self.gathers = gathers
         free = self.chunking.free
-        run = ChunkRun(programs, given, gather, progress, before, keep=keep, free=free)
+        get = gather if self.places is None else placed(gather, self.places)
+        run = ChunkRun(programs, given, get, progress, before, keep=keep, free=free)
         found = run.run()
         if not tf.executing_eagerly():
             self._ended = weakref.ref(graph), run.done[-1], gathers

@@ -66,7 +66,7 @@ class InnerAxes:
         self._whole = whole_readers(layouts)
         layers = [layer for layer in layouts.model_layers if layer is not model]
         paths = [layer.path or layer.name for layer in layers]
-        self._lowering = layouts, topology, self.mesh, alltoall, paths
+        self._lowering = layouts, self.mesh, alltoall, paths
         self._penalties: dict[tuple[int, ...], Lowered] = {}
 
     def devices(self, s: int) -> Sequence[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kdist.dtensor.lowering import LoweredProgram
 from kdist.runtime.plain_runner import add_gradients, part_of
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Index, Placement, UpdateUnit, relative, shape_of
@@ -27,6 +28,8 @@ class SliceGradients:
         rows: How variables whose gradient is rows are looked up.
         entries: `Stored` of each trainable variable.
         topology: The mesh.
+        places: Per slice and device, which slice and device of `gradients` that is; the same by
+            default.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class SliceGradients:
         rows: Mapping[int, LookUp],
         entries: Sequence[Stored],
         topology: Topology,
+        places: Sequence[Sequence[Coordinate]] | None = None,
     ) -> None:
         self.gradients = gradients
         self.look_ups = rows
@@ -42,6 +46,8 @@ class SliceGradients:
         self.entries = list(entries)
         self.placements = [entry.placement for entry in entries]
         self.topology = topology
+        self._tables: dict[int, Any] = {}
+        self.places = topology.places_in(topology) if places is None else places
 
     def local(self, variable: int, at: Coordinate) -> Any:
         """See `kdist.optimizer.gradients.GradientSource`."""
@@ -51,21 +57,36 @@ class SliceGradients:
         if (slices := self._slices(variable)) and s not in slices:
             index = self.placements[variable].inner_index(k)
             return tf.zeros(shape_of(index), self.entries[variable].variable.dtype)
+        return self._found(variable, s, k)
+
+    def _found(self, variable: int, s: int, k: int) -> Any:
+        """What a coordinate of the mesh computed."""
+        s, k = self.places[s][k]
         return self.gradients[s][variable][k]
 
     def _slices(self, variable: int) -> list[int]:
         """The slices that have a gradient of a variable."""
         used = self.placements[variable].slices
-        return [s for s in used if variable in self.gradients.get(s, {})]
+        return [s for s in used if variable in self.gradients.get(self.places[s][0][0], {})]
 
     def unit(self, variable: int, unit: UpdateUnit) -> Any:
         """The unit's part of each slice's gradient, summed."""
         placement = self.placements[variable]
+        if unit.rows is not None and variable in self.rows and self.topology.inner_size == 1:
+            return self._rows_of_table(variable, unit)
         if unit.shard is not None:
             return self._at(variable, unit.owner[1], unit.index(placement))
         if variable not in self.rows:
             return whole_of(placement, lambda k: self._at(variable, k, None))
         return join_columns(placement, lambda k: self._at(variable, k, None))
+
+    def _rows_of_table(self, variable: int, unit: UpdateUnit) -> Any:
+        """Of a table's gradient, what falls on some rows: joined once; see `PlainGradients`."""
+        placement, slices = self.placements[variable], self.topology.slices
+        with tf.device(slices[variable % len(slices)].devices[0]):
+            if variable not in self._tables:
+                self._tables[variable] = self._at(variable, 0, None)
+            return part_of(self._tables[variable], unit.index(placement), placement.shape)
 
     def _at(self, variable: int, k: int, index: Index | None) -> Any:
         """Sum over slices of what inner coordinate `k` has of the part at `index`."""
@@ -73,7 +94,7 @@ class SliceGradients:
         parts = []
         for s in self._slices(variable):
             with tf.device(self.topology.slices[s].devices[k]):
-                part = as_gradient(self.gradients[s][variable][k], placement)
+                part = as_gradient(self._found(variable, s, k), placement)
                 if index is not None:
                     base = self._base(variable, k)
                     shape = [b.stop - b.start for b in base]
@@ -113,3 +134,9 @@ def join_columns(placement: Placement, part: Callable[[int], Any]) -> Any:
     parts = [((slice(0, 1), *index[1:]), part(k).values) for index, k in blocks]
     shape = tf.constant(placement.shape, rows.indices.dtype)
     return tf.IndexedSlices(assemble(parts), rows.indices, shape)
+
+
+def gradient_results(program: LoweredProgram) -> list[int]:
+    """Numbers of the flat results of a training program that are added up: of rows, the values."""
+    found = program.structure["gradients"]
+    return [one[0] if isinstance(one, tuple | list) else one for one in found]

@@ -23,9 +23,8 @@ from kdist.program.loss import shares_from_counts
 from kdist.program.program import Program
 from kdist.runtime.chunk_run import ChunkedProgram
 from kdist.runtime.chunking import Chunking, Chunks, Completion, Keys
-from kdist.runtime.mesh_results import SliceGradients
+from kdist.runtime.mesh_results import SliceGradients, gradient_results
 from kdist.runtime.plain_runner import Begin, row_shares
-from kdist.sharding.mesh import Topology
 from kdist.storage.parts import whole_of
 from kdist.storage.variables import Stored
 
@@ -42,12 +41,11 @@ class SpmdRunner:
     Args:
         program: The pure functions.
         entries: `Stored` of each trainable variable.
-        topology: The mesh.
-        layouts: The model's resolved layouts.
+        layouts: The model's resolved layouts, on the mesh as programs see it and as weights are
+            stored on it.
         alltoall: Whether re-layouts may use all-to-all.
         want_outputs: Whether training and test steps must return the model's outputs.
         want_parts: Whether they must return every part of the loss.
-        batch_axis: Inner axis that cuts the batch of the inputs, if any.
         chunking: How programs are cut into chunks, if they are.
         keys: Which parameters share a bucket.
     """
@@ -56,37 +54,37 @@ class SpmdRunner:
         self,
         program: Program,
         entries: Sequence[Stored],
-        topology: Topology,
         layouts: ModelLayouts,
         *,
         alltoall: bool,
         want_outputs: bool,
         want_parts: bool,
-        batch_axis: str | None = None,
         chunking: Chunking | None = None,
         keys: Keys = lambda: (),
     ) -> None:
         self.program = program
         self.entries = list(entries)
-        self.topology = topology
-        self.mesh = relayout.make_mesh(topology)
+        self.topology, storage = layouts.compute, layouts.topology
+        self.mesh = relayout.make_mesh(self.topology)
         self.inputs = SliceInputs(
-            program.state, entries, topology, self.mesh, batch_axis, layouts.tell_uncut
+            program.state, entries, self.topology, self.mesh, storage, layouts.tell_uncut
         )
-        self.programs = SpmdPrograms(program, entries, topology, layouts, want_outputs, want_parts)
+        self.programs = SpmdPrograms(program, entries, storage, layouts, want_outputs, want_parts)
         paths = [
             layer.path or layer.name for layer in layouts.model_layers if layer is not program.model
         ]
 
         self.chunks: Chunks | None = None
         if chunking is not None:
-            devices = [one.devices for one in topology.slices]
-            self.chunks = Chunks(chunking, entries, topology, devices, keys)
+            devices = [one.devices for one in self.topology.slices]
+            self.chunks = Chunks(
+                chunking, entries, storage, devices, keys, places=self.inputs.places
+            )
 
-        def make(function: Callable, seeds: int = 0) -> Lowered:
-            return Lowered(function, layouts, topology, self.mesh, alltoall, paths, seeds)
+        def make(function: Callable, seeds: int = 0, **options: Any) -> Lowered:
+            return Lowered(function, layouts, self.mesh, alltoall, paths, seeds, **options)
 
-        self._gradients = make(self.programs.gradients, seeds=1)
+        self._gradients = make(self.programs.gradients, seeds=1, summed=gradient_results)
         self._losses = make(self.programs.losses)
         self._counts = make(self.programs.counts)
         self._outputs = make(self.programs.outputs)
@@ -115,7 +113,7 @@ class SpmdRunner:
         results = []
         for s, found in enumerate(self._on_all(self._outputs, data, inputs)):
             outputs = self._whole(found["outputs"], s)
-            updated = self._updated_whole(found["updated"], False)
+            updated = self._updated_whole(found["updated"], s, False)
             results.append({"outputs": outputs, "updated": updated})
         return results
 
@@ -243,7 +241,7 @@ class SpmdRunner:
             list(zip(*(t.parts for t in g))) if isinstance(g, tuple) else list(g.parts)
             for g in result.get("gradients", [])
         ]
-        out["updated"] = self._updated_whole(result["updated"], training)
+        out["updated"] = self._updated_whole(result["updated"], s, training)
         return out
 
     def recorded(self) -> Sequence[Collective]:
@@ -271,14 +269,21 @@ class SpmdRunner:
         return self._source({s: dict(zip(connected, one)) for s, one in enumerate(results)})
 
     def _source(self, gradients: Mapping[int, Mapping[int, Sequence[Any]]]) -> SliceGradients:
-        return SliceGradients(gradients, self.program.trained.rows, self.entries, self.topology)
+        storage = self.inputs.storage
+        places = storage.places_in(self.topology)
+        rows = self.program.trained.rows
+        return SliceGradients(gradients, rows, self.entries, storage, places)
 
-    def _updated_whole(self, updated: Sequence[Sharded], training: bool) -> list[Any]:
-        """New state as whole tensors."""
+    def _updated_whole(self, updated: Sequence[Sharded], s: int, training: bool) -> list[Any]:
+        """New state of slice `s` as whole tensors."""
         placements = {i: entry.placement for i, entry in enumerate(self.inputs.fixed)}
         after = len(self.program.state.carried)
         placements |= {after + i: entry.placement for i, entry in enumerate(self.entries)}
+        # Of those that hold the same, the first.
+        number = {k: n for n, (_, k) in reversed([*enumerate(self.inputs.places[s])])}
         return [
-            whole_of(placements[i], one.parts.__getitem__) if i in placements else one.parts[0]
+            whole_of(placements[i], lambda k, one=one: one.parts[number[k]])  # type: ignore[misc]
+            if i in placements
+            else one.parts[0]
             for i, one in zip(self.program.traced(training).updated, updated)
         ]

@@ -42,7 +42,7 @@ class Step:
         self.parallel = parallel
         self.model: keras.Model = parallel.model
         self.program: Program = parallel.program
-        self.topology: Topology = parallel.topology
+        self.topology: Topology = parallel.compute
         self.runner = runner
         self.metrics = metrics.MetricUpdates(self.model)
 

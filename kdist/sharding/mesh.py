@@ -208,10 +208,15 @@ class Topology:
         """The inner axis that cuts the batch: the data axis, after `with_data_inside`."""
         return next((name for name, _ in self.inner_axes if name in DATA_NAMES), None)
 
+    def places_in(self, other: "Topology") -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per slice and device of it, the (slice, inner) coordinate in another view of the mesh."""
+        where = {d: (s, k) for s, one in enumerate(other.slices) for k, d in enumerate(one.devices)}
+        return tuple(tuple(where[device] for device in one.devices) for one in self.slices)
+
     def with_data_inside(self) -> "Topology":
         """The same mesh with its data axis as an inner axis: one slice over all devices.
 
-        For models that compute over the whole batch: see `kdist.config.whole_batch`.
+        Programs of models that compute over the whole batch see it so: `kdist.config.whole_batch`.
         """
         if self.data_axis is None:
             return self

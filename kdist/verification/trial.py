@@ -100,7 +100,7 @@ def study_of(
 ) -> Study:
     """What a model's layers give for the rows that each replica, or micro-batch, has of a batch."""
     rows = int(leading(x).shape[0])
-    parts = parts_of(rows, parallel.topology.data_size, _micro_batches(parallel.config))
+    parts = parts_of(rows, parallel.compute.data_size, _micro_batches(parallel.config))
     with tf.device(parallel.config.topology.devices[0]):
         return study(model, x, parts, tolerance, restore)
 
@@ -204,8 +204,8 @@ def excused(
     Of layers that draw in inference too, those in which rows of the batch meet are not among them:
     equal draws would hide that (a random order becomes the order in which the rows are).
     """
-    parts = parallel.topology.data_size * _micro_batches(parallel.config)
-    split = parts > 1 or parallel.topology.inner_size > 1
+    parts = parallel.compute.data_size * _micro_batches(parallel.config)
+    split = parts > 1 or parallel.compute.inner_size > 1
     always = [one for one in always_random(plain) if split and not rows_meet_in(plain, x, one)]
     random = [layer.name for layer in [*random_layers(plain), *always]] if split else []
     statistics = [layer.name for layer in statistic_layers(plain)] if parts > 1 else []

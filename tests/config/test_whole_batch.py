@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import kdist
+from kdist.api.parallelize import attached
 
 import keras
 import pytest
@@ -53,22 +54,6 @@ def refusal(which: str, received: str) -> str:
 
 
 @of_both
-@pytest.mark.parametrize(
-    ("options", "received"),
-    [
-        ({"optimizer": kdist.OptimizerConfig(level=1)}, "optimizer="),
-        ({"optimizer": kdist.OptimizerConfig(level=3, threshold_kb=0)}, "optimizer="),
-        ({"fusion": kdist.FusionConfig(mode="size", size_mb=1)}, "fusion="),
-        ({"fusion": kdist.FusionConfig(overlap=True)}, "fusion="),
-        ({"compression": kdist.CompressionConfig(rest="bf16")}, "compression="),
-    ],
-)
-def test_what_replicas_share_or_exchange_is_refused(which, options, received):
-    with pytest.raises(ValueError, match=refusal(which, received)):
-        parallel(which, **options)
-
-
-@of_both
 @pytest.mark.parametrize("axes", [{"pipe": 2}, {"pipe": 2, "data": 2}])
 def test_stages_are_refused(which, axes):
     with pytest.raises(ValueError, match=refusal(which, "pipeline=")):
@@ -76,27 +61,38 @@ def test_stages_are_refused(which, axes):
 
 
 @of_both
-def test_a_sharded_optimizer_is_refused_by_compile(which):
-    model = parallel(which)
-    optimizer = kdist.ShardedOptimizer(keras.optimizers.Adam(), level=1)
-    with pytest.raises(ValueError, match=refusal(which, "optimizer=")):
-        model.compile(optimizer, "mse")
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "model": 2}])
+def test_optimizer_state_is_cut_over_the_data_axis(which, axes):
+    options = {"optimizer": kdist.OptimizerConfig(level=1, threshold_kb=0)}
+    model = parallel(which, axes, **options)
+    kernel = next(v for v in model.weights if v.path.endswith("down/kernel"))
+    model.compile("adam", "mse")
+    model.fit(*data(8), batch_size=8, verbose=0)
+    units = attached(model).update.jobs.units
+    mine = [u for u in units if attached(model).trainable()[u.variable].variable is kernel]
+    assert len({u.owner for u in mine}) == 2
 
 
 @of_both
-def test_fusion_ids_are_refused(which):
-    model = parallel(which)
+def test_a_sharded_optimizer_and_fusion_ids_are_taken(which, float64):
+    plain, model = MODELS[which][0](), parallel(which)
+    plain.set_weights(model.get_weights())
     kdist.set_comm_fusion(model.get_layer("down"), 1)
-    with pytest.raises(ValueError, match=refusal(which, "weights with fusion ids")):
-        model.compile("sgd", "mse")
+    plain.compile(keras.optimizers.Adam(), "mse")
+    model.compile(kdist.ShardedOptimizer(keras.optimizers.Adam(), level=1), "mse")
+    for one in (plain, model):
+        one.fit(*data(8), verbose=0)
+    assert_close(plain.get_weights(), model.get_weights())
+    assert attached(model).update.jobs.buckets
 
 
 @of_both
-def test_comm_fusion_has_nothing_to_log_or_tune(which):
+def test_comm_fusion_logs_what_is_exchanged(which):
     model = parallel(which)
     model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="what replicas exchange.*Received: model="):
-        model.fit(*data(8), verbose=0, callbacks=[kdist.callbacks.CommFusion()])
+    history = model.fit(*data(8), verbose=0, callbacks=[kdist.callbacks.CommFusion()])
+    nbytes = sum(one.nbytes for one in model.plan().traffic())
+    assert history.history["comm_bytes"] == [nbytes] and nbytes > 0
 
 
 @of_both

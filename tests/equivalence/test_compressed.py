@@ -25,6 +25,8 @@ PIPES = {
     "pipe2_data2": {"pipe": 2, "data": 2},
     "pipe2_data2_model2": {"pipe": 2, "data": 2, "model": 2},
 }
+# The same gradients, since no layer of the model couples rows; of one program for all replicas.
+GLOBALS = {f"global_{name}": MESHES[name] for name in ("data4", "data2_model2")}
 ROWS, INPUTS, OUTPUTS, STEPS = 8, 12, 8, 4
 WARM = PowerSGD(rank=2)
 COLD = PowerSGD(rank=2, warm_start=False)
@@ -140,6 +142,8 @@ GRID += product(RULES, (3,), ("sgd",), ("data4", "data2_model2"))
 GRID += product(RULES, (0, 1, 2, 3), ("sgd",), PIPES)
 GRID += product(("bf16", "rank2"), (0, 1), ("scaled", "clipped", "accumulating"), PIPES)
 GRID += product(("rank2",), (3,), ("scaled", "lamb", "accumulating"), ("data4", "data2_model2"))
+GRID += product(RULES, (0, 1, 2, 3), ("sgd",), GLOBALS)
+GRID += product(("bf16", "rank2"), (0, 1, 2), ("scaled", "clipped", "accumulating"), GLOBALS)
 GRID += product(("bf16", "rank2"), (0, 1, 2), set(OPTIMIZERS) - {"sgd"}, ("data4", "data2_model2"))
 DEFAULT = [
     ("rank2", 0, "clipped", "data4"),
@@ -149,13 +153,14 @@ DEFAULT = [
     ("rank2", 3, "sgd", "data2_model2"),
     ("rank2", 1, "sgd", "pipe2_data2"),
     ("fp16", 0, "sgd", "pipe2_data2_model2"),
+    ("rank2", 1, "clipped", "global_data2_model2"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "level", "name", "mesh"), spread(sorted(GRID), DEFAULT))
 def test_equals_numpy(kind: str, level: int, name: str, mesh: str) -> None:
     config, rule = rule_of(RULES[kind])
-    axes, make = {**MESHES, **PIPES}[mesh], OPTIMIZERS[name]
+    axes, make = {**MESHES, **PIPES, **GLOBALS}[mesh], OPTIMIZERS[name]
     with precision("float64"):
         model = parallel(
             axes,
@@ -163,6 +168,7 @@ def test_equals_numpy(kind: str, level: int, name: str, mesh: str) -> None:
             config,
             optimizer=OptimizerConfig(level=level, threshold_kb=0),
             fusion=FusionConfig(mode="none"),
+            batch_semantics="global" if mesh in GLOBALS else "replica",
         )
         # From level 1 on gradients are accumulated before they travel; at level 0 after it.
         local = name == "accumulating" and level > 0

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import kdist
+
+import keras
 import pytest
 
 from .case import Case
 from .coupled import LAYERS, NAMED, WITHOUT_BATCH, case
 from .features import BY_NAME as FEATURES
 from .harness import Run, compare, train_batches
-from .matrix import product, spread
+from .matrix import LEVELS, level_config, product, spread
 from .optimizer_zoo import OPTIMIZERS
 from .outcome import FLOAT64, EquivalenceError, check
 from .test_ways import SIZES, sliced_over_data
@@ -66,6 +69,72 @@ def test_an_output_without_a_batch_dim(mesh: str, engine: str) -> None:
 @pytest.mark.parametrize(("name", "mesh"), spread(product(LOSSES, MESHES), []))
 def test_loss_that_couples_rows(name: str, mesh: str, engine: str) -> None:
     _compare(LOSSES[name], mesh, engine)
+
+
+# Optimizer parallelism and fusion -----------------------------------------------------------------
+
+ZOO = ("mlp", "encoder", "resnet", "two_tower", "gpt_tied", "dlrm")
+COMPOSED = (
+    "gradient_accumulation",
+    "global_clipnorm",
+    "clipnorm",
+    "constraint",
+    "ema",
+    "weight_decay_exclude",
+    "kernel_regularizer",
+    "loss_scale_factor",
+    "three_steps_per_execution",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "mesh"),
+    spread(product(ZOO, LEVELS[1:], MESHES), [("two_tower", "level1", "data2_model2")]),
+)
+def test_model_at_level_equals_one_device(name: str, level: str, mesh: str, engine: str) -> None:
+    _compare(BY_NAME[name], mesh, engine, config={**GLOBAL, **level_config(level)})
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "mesh"),
+    spread(product(LAYERS, ("level1", "level3"), MESHES), [("batchnorm", "level3", "data4")]),
+)
+def test_layer_that_couples_rows_at_level(name: str, level: str, mesh: str, engine: str) -> None:
+    _compare(case(name), mesh, engine, config={**GLOBAL, **level_config(level)})
+
+
+@pytest.mark.parametrize(("level", "mesh"), spread(product(LEVELS, MESHES), []))
+def test_synchronized_batchnorm_at_level(level: str, mesh: str, engine: str) -> None:
+    features = (FEATURES["synchronized_batchnorm"],)
+    _compare(BY_NAME["resnet"], mesh, engine, features=features, config=level_config(level))
+
+
+@pytest.mark.parametrize(
+    ("feature", "level", "mesh"), spread(product(COMPOSED, LEVELS, MESHES), [])
+)
+def test_level_composes(feature: str, level: str, mesh: str, engine: str) -> None:
+    config = {**GLOBAL, **level_config(level)}
+    _compare(
+        case("contrastive", "batchnorm"), mesh, engine, features=(FEATURES[feature],), config=config
+    )
+
+
+@pytest.mark.parametrize(
+    ("fusion", "level", "mesh"),
+    spread(product(("none", "size", "index", "ids"), LEVELS[:4], MESHES), []),
+)
+def test_fusion(fusion: str, level: str, mesh: str, engine: str) -> None:
+    options = {"size": {"size_mb": 1e-4}, "index": {"index": (2,)}}
+    mode = "auto" if fusion == "ids" else fusion
+    config = {**GLOBAL, **level_config(level)}
+    config["fusion"] = kdist.FusionConfig(mode=mode, **options.get(fusion, {}))
+    declare = _with_ids if fusion == "ids" else None
+    _compare(case("contrastive", "batchnorm"), mesh, engine, config=config, declare=declare)
+
+
+def _with_ids(model: keras.Model) -> None:
+    for number, variable in enumerate(model.trainable_variables):
+        kdist.set_comm_fusion(variable, number % 2 + 1)
 
 
 # Ways of training ---------------------------------------------------------------------------------

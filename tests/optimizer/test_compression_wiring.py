@@ -93,15 +93,6 @@ def test_sums_that_may_overflow() -> None:
         check_replicas(whole[1:], ["fp16"])
 
 
-def test_a_data_axis_inside_dtensor() -> None:
-    layers = keras.layers
-    model = keras.Sequential(
-        [keras.Input((4,)), layers.Dense(8), layers.BatchNormalization(synchronized=True)]
-    )
-    with pytest.raises(ValueError, match="synchronized=False.*Received: compression="):
-        parallel(model, CompressionConfig(rest="bf16"))
-
-
 def test_the_plan_shows_the_classes(capsys: pytest.CaptureFixture[str]) -> None:
     model = parallel(model_of(embedding()), CompressionConfig(patterns={".*head/kernel": "bf16"}))
     model.plan().summary()

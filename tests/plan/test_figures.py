@@ -32,6 +32,8 @@ BATCH = 8
 MESHES = {
     "data4": {"data": 4},
     "data2_model2": {"data": 2, "model": 2},
+    "global_data4": {"data": 4},
+    "global_data2_model2": {"data": 2, "model": 2},
     "pipe2_data2": {"pipe": 2, "data": 2},
     "pipe2_data2_model2": {"pipe": 2, "data": 2, "model": 2},
 }
@@ -58,6 +60,8 @@ DEFAULT = [
     (0, "data2_model2", "none", False),
     (1, "data2_model2", "index", True),
     (3, "data2_model2", "size", False),
+    (1, "global_data4", "size", True),
+    (3, "global_data2_model2", "none", True),
     (1, "pipe2_data2", "none", True),
     (3, "pipe2_data2", "auto", True),
     (2, "pipe2_data2_model2", "size", False),
@@ -86,6 +90,7 @@ def trained(level: int, mesh: str, fusion: str, embedding: bool) -> tuple[Any, .
         layout_map=cuts if "model" in axes else None,
         optimizer=OptimizerConfig(level=level, threshold_kb=0),
         fusion=FUSIONS[fusion],
+        batch_semantics="global" if mesh.startswith("global") else "replica",
         pipeline=kdist.PipelineConfig(micro_batches=2, stages=stages) if "pipe" in axes else None,
     )
     kdist.parallelize(model, config)
@@ -191,13 +196,24 @@ def check_collectives(inspection: kdist.Inspection, functions: Any) -> None:
         if found := COLLECTIVE.search(node.name):
             s = next(i for i, one in enumerate(topology.slices) if node.device in one.devices)
             executed_on.setdefault(s, Counter())[KINDS[found[1]], node.shape] += 1
-    said = Counter((one.kind, one.shape) for one in inspection.collectives)
-    if topology.inner_size == 1:
+    found = inspection.collectives
+    said = Counter((one.kind, one.shape) for one in found)
+    total = sum(executed_on.values(), Counter[Any]())
+    if one_program(inspection.plan):
+        # Its collectives are of the forward pass; the update sums gradients over data.
+        sizes = {one.axis: math.prod(map(topology.axis_size, one.axis)) for one in found}
+        expected = Counter[Any]()
+        for one in found:
+            # Nobody asks for the loss but where it is logged.
+            groups = len(topology.devices) // sizes[one.axis] if one.shape else 1
+            expected[one.kind, one.shape] += groups
+        assert total == expected
+        assert "data" not in {a for one in found if one.phase == "backward" for a in one.axis}
+    elif topology.inner_size == 1:
         assert not said and not executed_on
     elif topology.num_stages == 1:
         assert said and executed_on == dict.fromkeys(range(topology.data_size), said)
     else:  # each stage has collectives of its own, in each of two micro-batches
-        total = sum(executed_on.values(), Counter[Any]())
         assert said
         assert total == Counter({k: 2 * topology.data_size * n for k, n in said.items()})
     for one in inspection.collectives:
@@ -231,6 +247,11 @@ def check_peaks(level: int, inspection: kdist.Inspection, parts: Parts, function
             assert m.gradients == used[m.device] - elsewhere
         if level == 3:
             assert m.gathered > 0
+
+
+def one_program(plan: Any) -> bool:
+    """Whether all replicas compute in one, over the whole batch."""
+    return any("computes over the whole batch" in note for note in plan.notes)
 
 
 def whole(placement: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 from kdist._compat import dtensor_internals
 from kdist.api.parallelize import attached
+from kdist.dtensor.inputs import SliceInputs
 from kdist.graphs import executed
 from kdist.graphs.executed import ExecutedFunction, Transfer
 from kdist.optimizer import broadcast, update
@@ -27,6 +28,7 @@ from kdist.optimizer.update import DistributedUpdate
 from kdist.plan.bucket import Bucket
 from kdist.report.step_graph import CALLS, stitched_output
 from kdist.runtime import plain_runner, step
+from kdist.runtime.mesh_results import SliceGradients
 from kdist.storage import sparse
 
 import keras
@@ -35,6 +37,7 @@ import tensorflow as tf
 _CALL = re.compile(r"(Stateful)?PartitionedCall(_\d+)?")
 _PARTS: tuple[tuple[Any, str, str], ...] = (
     (step.Step, "split", "data"),
+    (SliceInputs, "data", "data"),
     (DistributedUpdate, "apply", "update"),
     (Reduction, "advance", "update"),
     (Gatherer, "__call__", "gather"),
@@ -49,6 +52,7 @@ _PARTS: tuple[tuple[Any, str, str], ...] = (
     (step.Step, "_logs", "metric"),
     (sparse, "restrict", "rows"),
     (plain_runner.PlainGradients, "_rows_of_table", "rows"),
+    (SliceGradients, "_rows_of_table", "rows"),
     (plain_runner, "row_shares", "share"),
     (plain_runner.PlainRunner, "_broadcast_rows", "share"),
     (step, "combine", "state"),
