@@ -20,7 +20,7 @@ def PipelineModel(
     model: keras.Model,
     stages: int,
     micro_batches: int,
-    schedule: str | os.PathLike[str] | Schedule = "1f1b",
+    schedule: str | os.PathLike[str] | Schedule = "auto",
     *,
     chunks: int | None = None,
     assignment: Literal["auto"] | Mapping[str, int] | Sequence[Sequence[keras.Layer]] = "auto",

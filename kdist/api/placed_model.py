@@ -21,6 +21,7 @@ from kdist.optimizer.compressed import KnownStates
 from kdist.optimizer.gather import gather_groups
 from kdist.optimizer.update import DistributedUpdate
 from kdist.optimizer.wrappers import optimizer_groups, row_updates, whole_updates
+from kdist.pipeline.formulas import live_formula
 from kdist.plan.fusion_groups import bucket_keys
 from kdist.plan.partition import Spread, spread
 from kdist.plan.plan import Plan, make_plan
@@ -145,8 +146,22 @@ class PlacedModel:
     def _cut_into_stages(self) -> None:
         if self.config.pipeline is not None:
             self.staged = StagedModel.of(
-                self.model, self.config.pipeline, self.topology, self.example_input, self.staged
+                self.model,
+                self.config.pipeline,
+                self.topology,
+                self.example_input,
+                self.staged,
+                self.whole_loss,
             )
+
+    def schedule_stages(self) -> None:
+        """Gives the stages the schedule that the model's loss, known by now, allows.
+
+        Raises:
+            ValueError: It does not allow the one that was asked for.
+        """
+        if self.staged is not None and self.config.pipeline is not None:
+            self.staged = self.staged.scheduled(self.config.pipeline, self.whole_loss)
 
     def _placements(self) -> list[tuple[keras.Variable, Placement]]:
         """Where the layouts and the stages alone put each weight."""
@@ -250,6 +265,14 @@ class PlacedModel:
         how = "computed once, over the gathered outputs of all replicas"
         if self.compute.inner_size > 1:
             how = "computed over the whole batch, on gathered weights"
+        pipeline = self.config.pipeline
+        if pipeline is not None:
+            stages, count = self.topology.num_stages, pipeline.micro_batches
+            usual = live_formula("1f1b", stages, count)
+            how += (
+                ". All forwards of a step run before its first backward, so each stage keeps the "
+                f"activations of {count} micro-batches at once, where 1f1b keeps {usual} (by stage)"
+            )
         return f"{self.whole_loss}: {how}"
 
     def _whole_batch(self) -> WholeBatch | None:

@@ -25,7 +25,7 @@ from kdist.runtime.pipeline_step import PipelineStep
 from kdist.runtime.plain_runner import PlainRunner
 from kdist.runtime.recorder import Recorder
 from kdist.runtime.step import Step
-from kdist.runtime.whole_loss import WholeLossStep
+from kdist.runtime.whole_loss import WholeLossPipelineStep, WholeLossStep
 from kdist.stages.pipeline_program import PipelineProgram
 from kdist.storage.sparse import LookUp
 from kdist.storage.variables import Stored
@@ -60,6 +60,7 @@ class SteppedModel(PlacedModel):
         self.jit_compile = jit_compile
         self.fallbacks = [line for line in self.fallbacks if line != self.whole_loss_note]
         self.program = self.update = self.loss_terms = None
+        self.schedule_stages()
         self._spmd_runner = None
         self.__dict__.pop("plain_step", None)
         self.__dict__.pop("spmd_step", None)
@@ -105,9 +106,10 @@ class SteppedModel(PlacedModel):
     def make_program(self) -> Program:
         """The model's pure functions, by stages or whole."""
         mean = self.config.loss_from_layers == "mean"
+        self.schedule_stages()
         if self.staged is None:
             return Program(self.model, mean)
-        return PipelineProgram(self.model, mean, self.staged, self.whole_loss)
+        return PipelineProgram(self.model, mean, self.staged)
 
     def fall_back(self, reason: str) -> None:
         """Says, once, why something does not run over DTensor."""
@@ -119,7 +121,9 @@ class SteppedModel(PlacedModel):
         """Says, once, that a loss is computed over the whole batch, where nobody asked for it."""
         if self.compute.inner_size > 1:
             self.fall_back(self.whole_loss_note)
-        elif self.whole_loss_note not in self._said and self.whole_loss != OVERRIDDEN:
+        elif self.whole_loss_note not in self._said and (
+            self.whole_loss != OVERRIDDEN or self.staged is not None
+        ):
             self._said.add(self.whole_loss_note)
             warnings.warn(f"{self.model.name}: {self.whole_loss_note}", stacklevel=4)
 
@@ -168,8 +172,16 @@ class SteppedModel(PlacedModel):
         runner: PlainRunner
         if isinstance(self.program, PipelineProgram):
             compiled = functools.partial(as_node, jit_compile=self.jit_compile is True)
-            backend = OneDevice(self.program.state, self.trainable(), self.topology, compiled)
-            return PipelineStep(self, self._pipeline(self.program, backend))
+            backend = OneDevice(
+                self.program.state,
+                self.trainable(),
+                self.topology,
+                compiled,
+                eager=self.model.run_eagerly,
+            )
+            pipeline = self._pipeline(self.program, backend)
+            make = WholeLossPipelineStep if self.whole_loss else PipelineStep
+            return make(self, pipeline)
         chunking, xla = self.chunking, self.jit_compile is True
         if self.whole_batch is not None:
             chunking = None  # one device computes, and gathers for itself

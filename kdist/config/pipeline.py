@@ -38,9 +38,11 @@ class PipelineConfig:
     """Micro-batches per step and replica, m. A batch need not divide: sizes differ by at most one
     row, and every row counts the same."""
 
-    schedule: str | os.PathLike[str] | Schedule = "1f1b"
+    schedule: str | os.PathLike[str] | Schedule = "auto"
     """`"gpipe"`, `"1f1b"`, `"interleaved"`, `"zero_bubble"`, a `kdist.pipeline.Schedule`, or the
-    path of a CSV file with one (see docs/pipeline.md)."""
+    path of a CSV file with one (see docs/pipeline.md). `"auto"` is `"1f1b"`; where the model's loss
+    is one over the whole batch, so that no backward can begin before the last forward is done, it
+    is `"gpipe"`."""
 
     stages: Literal["auto"] | Mapping[str, int] | Sequence[Sequence[keras.Layer]] = "auto"
     """`"auto"`: stages of about equal time with small boundaries. A mapping of layer name, or regex
@@ -91,16 +93,31 @@ class PipelineConfig:
                 f"them out. Received: costs='measured', stages={self.stages!r}"
             )
 
-    def schedule_for(self, stages: int) -> Schedule:
+    def schedule_for(self, stages: int, whole_loss: str = "") -> Schedule:
         """The schedule for a number of stages, proved to run.
 
+        Args:
+            stages: Their number.
+            whole_loss: Why the loss is one over the whole batch, "" if it is not.
+
         Raises:
-            ValueError: It has no form for this number, or does not pass the proof.
+            ValueError: It has no form for this number, or does not pass the proof; or the loss is
+                one over the whole batch, and some backward comes before a forward.
         """
+        known = self.schedule
+        if known == "auto":
+            known = "gpipe" if whole_loss else "1f1b"
         schedule = get_schedule(
-            self.schedule, stages=stages, micro_batches=self.micro_batches, chunks=self.chunks
+            known, stages=stages, micro_batches=self.micro_batches, chunks=self.chunks
         )
         validate(schedule)
+        if whole_loss and not schedule.forwards_first:
+            raise ValueError(
+                "A loss over the whole batch is there when all micro-batches have gone forward: "
+                "until then no backward can begin. Leave the schedule to 'auto', use 'gpipe', or "
+                "one whose stages have all forwards first. "
+                f"Received: schedule={schedule.name!r}, and {whole_loss}"
+            )
         return schedule
 
     @property

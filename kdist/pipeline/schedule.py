@@ -97,6 +97,12 @@ class Schedule:
         """Whether a backward pass is split into input gradients and weight gradients."""
         return any(not isinstance(one, Forward | Backward) for one in self)
 
+    @property
+    def forwards_first(self) -> bool:
+        """Whether each stage has all its forwards before its first backward."""
+        kinds = [[isinstance(one, Forward) for one in row] for row in self.stages]
+        return all(row == sorted(row, reverse=True) for row in kinds)
+
     def peak_live(self) -> tuple[int, ...]:
         """Per stage, the most micro-batches whose forward intermediates are kept at a time.
 

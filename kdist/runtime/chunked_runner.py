@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from kdist.program.program import Program
 from kdist.program.state import carried_for
 from kdist.runtime.chunk_run import ChunkedProgram
 from kdist.runtime.chunking import Chunking, Chunks, Completion, Keys
-from kdist.runtime.plain_runner import Begin, PlainGradients, PlainRunner
+from kdist.runtime.plain_runner import Begin, Collected, PlainGradients, PlainRunner
 from kdist.sharding.mesh import Topology
 from kdist.storage.variables import Stored
 
@@ -59,14 +60,11 @@ class ChunkedRunner(PlainRunner):
             params.append(tf.TensorSpec(one.shape, one.dtype) if there is None else there)
         return params, carried_for(self.program.state, replica)
 
-    def collect(
-        self, batch: SplitBatch, training: bool
-    ) -> tuple[list[tuple[list[Any], list[Any]]], list[dict[str, Any]]]:
+    def collect(self, batch: SplitBatch, training: bool) -> Collected:
         """See `PlainRunner.collect`; the loss gets the first slice's parameters whole."""
-        inputs, results = super().collect(batch, training)
+        found = super().collect(batch, training)
         with tf.device(self.devices[0]):
-            inputs[0] = super()._inputs(0)
-        return inputs, results
+            return dataclasses.replace(found, given=super()._inputs(0))
 
     def _needs_counts(
         self, function: Any, inputs: tuple, batch: SplitBatch, training: bool, values: tuple

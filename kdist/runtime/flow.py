@@ -44,6 +44,7 @@ class Flow:
 
     Attributes:
         gradients: Per slice of the replica, by trainable variable, the sum so far of what is dense.
+        cotangents: By (virtual stage, micro-batch), those that a loss over the whole batch gives.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Flow:
         self.micro, self.parts, self.shares, self.scale = micro, parts, shares, scale
         self.program, self.backend = runner.program, runner.backend
         self.gradients: dict[int, dict[int, Sharded]] = {}
+        self.cotangents: dict[Unit, list[Any]] = {}
         self._rows: dict[tuple[int, int, int], list[Any]] = {}
         self._read: dict[tuple[int, int], Sharded] = {}
         self._state: dict[int, Sharded] = {}
@@ -69,6 +71,7 @@ class Flow:
         self._results: list[Any] = [None] * len(parts)
         self._losses: list[Sharded] = []
         self._loss_parts: LossParts = {}
+        self._added: dict[Unit, list[Any]] = {}
 
     def run(self, one: Instruction, recorder: Recorder | None = None) -> tuple[Any, Any]:
         """Writes an instruction into the graph of the step.
@@ -88,9 +91,9 @@ class Flow:
             if operation is not None:
                 # TensorFlow leaves the edge out where an input has it: a variable that is read.
                 keras_trainer.run_after(operation, [start.op])
-            end = recorder.now([start.op if operation is None else operation])
+            end = recorder.now([start if operation is None else operation])
             recorder.add(self.replica, one, Stamps(arrived, start, end))
-            return start.op, end.op
+            return (None, None) if tf.executing_eagerly() else (start.op, end.op)
 
     def _incoming(self, one: Instruction, virtual: int) -> list[Any]:
         """What an instruction gets from another virtual stage; of one in parts, the first."""
@@ -160,6 +163,7 @@ class Flow:
         if output.loss is not None:
             self._losses.append(output.loss)
         self._loss_parts = merged([self._loss_parts, output.loss_parts])
+        self._added[virtual, i] = output.added
         self._sent[virtual, i] = output
         self._saved[virtual, i] = saved
 
@@ -188,8 +192,11 @@ class Flow:
 
     def _with_cotangents(self, s: int, virtual: int, i: int) -> Saved:
         saved = self._saved[virtual, i]
-        returned = self._returned.pop((virtual + 1, i), [])
-        self.functions[i][virtual].set_cotangents(s, saved, returned, self.scale)
+        functions, returned = self.functions[i][virtual], self._returned.pop((virtual + 1, i), [])
+        others = self.cotangents.get((virtual, i), [])
+        if functions.has_loss:
+            others = [tf.cast(self.scale, functions.example_output.loss.dtype)]
+        functions.set_cotangents(s, saved, returned, others)
         return saved
 
     def _accumulate(self, s: int, virtual: int, i: int, found: Sequence[Any]) -> None:
@@ -236,7 +243,7 @@ class Flow:
         result["updated"] = [
             self._value(v, self.slice(self.program.stage_with(v))).joined() for v in updated
         ]
-        result["gradients"] = self._gradients()
+        result["gradients"] = self.summed()
         return result
 
     @property
@@ -260,6 +267,25 @@ class Flow:
         result["terms"] = [tf.add_n([self._whole(t) for t in column]) for column in terms]
         return result
 
+    def collected(self, i: int) -> dict[str, Any]:
+        """What a loss over the whole batch takes of micro-batch `i`; see `Program.collect`."""
+        result = self._results[i]
+        stages = range(len(self.functions[i]))
+        return {
+            "outputs": keras.tree.map_structure(self._whole, result.outputs),
+            "masks": [self._whole(mask) for mask in result.output_masks],
+            "added": [self._whole(value) for n in stages for value in self._added[n, i]],
+        }
+
+    def give_cotangents(self, i: int, outputs: Sequence[Any], added: Sequence[Any]) -> None:
+        """Notes the gradients of what `collected` gave; None where there is none."""
+        rest = list(added)
+        for virtual in range(len(self.functions[i])):
+            count = len(self._added[virtual, i])
+            self.cotangents[virtual, i] = rest[:count]
+            del rest[:count]
+        self.cotangents[len(self.functions[i]) - 1, i] += outputs
+
     def _penalties(self) -> list[Sharded]:
         """Weight penalties count once: on the first replica, on the stage that has the variable."""
         by_stage: dict[int, list[int]] = {}
@@ -282,7 +308,7 @@ class Flow:
             values += found
         return values
 
-    def _gradients(self) -> dict[int, dict[int, list[Any]]]:
+    def summed(self) -> dict[int, dict[int, list[Any]]]:
         """Per slice, by trainable variable, the sum on each device; of rows alone, rows."""
         found: dict[int, dict[int, list[Any]]] = {
             s: {position: list(total.parts) for position, total in sums.items()}

@@ -25,6 +25,7 @@ from kdist.dtensor.sharded import Sharded, replicate
 from kdist.program.program import ModelState
 from kdist.runtime.mesh_results import SliceGradients
 from kdist.sharding.mesh import Topology
+from kdist.stages.functions import StageFunctions
 from kdist.stages.penalties import penalty_function
 from kdist.storage.sparse import LookUp
 from kdist.storage.variables import Stored
@@ -45,10 +46,11 @@ class InnerAxes:
 
     Attributes:
         exact: See `OneDevice`.
+        functions: See `OneDevice`.
         gather_first: Whether gradients are gathered before they are cut; see `spmd.Trace`.
     """
 
-    exact = True
+    exact, functions = True, StageFunctions
 
     def __init__(
         self,

@@ -16,6 +16,8 @@ from kdist.program.program import ModelState
 from kdist.program.state import replica_seed
 from kdist.runtime.plain_runner import PlainGradients
 from kdist.sharding.mesh import Topology
+from kdist.stages.eager_functions import EagerFunctions
+from kdist.stages.functions import StageFunctions
 from kdist.stages.penalties import penalty_function
 from kdist.storage.sparse import LookUp
 from kdist.storage.variables import Stored, stored
@@ -32,9 +34,11 @@ class OneDevice:
         entries: `Stored` of each trainable variable.
         topology: The mesh.
         compiled: Makes a callable of a concrete function.
+        eager: Run op by op, for debugging.
 
     Attributes:
         exact: Whether a function is of one size of micro-batches.
+        functions: Makes the functions of a virtual stage.
     """
 
     exact = False
@@ -45,9 +49,11 @@ class OneDevice:
         entries: Sequence[Stored],
         topology: Topology,
         compiled: Callable[[Any], Callable],
+        eager: bool = False,
     ) -> None:
         self.state, self.entries, self.topology = state, list(entries), topology
         self._compiled = compiled
+        self.functions = EagerFunctions if eager else StageFunctions
 
     def devices(self, s: int) -> list[str]:
         """Where slice `s` computes."""

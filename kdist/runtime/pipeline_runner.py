@@ -8,7 +8,8 @@ gradients back, gradients add up where the parameters are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.dtensor.call import Retrace
@@ -16,7 +17,7 @@ from kdist.dtensor.lowered import Collective
 from kdist.dtensor.lowering import Island
 from kdist.graphs.instantiation import instantiated_cheaply
 from kdist.optimizer.gradients import GradientSource
-from kdist.pipeline.instructions import Instruction
+from kdist.pipeline.instructions import Forward, Instruction
 from kdist.pipeline.schedule import Schedule
 from kdist.program.batch import SplitBatch
 from kdist.runtime.flow import Flow
@@ -24,7 +25,7 @@ from kdist.runtime.inner_axes import islands_of
 from kdist.runtime.micro_batches import MicroBatches
 from kdist.runtime.one_device import value_at
 from kdist.runtime.order import Chain, execution_order, forward_only
-from kdist.runtime.plain_runner import Begin
+from kdist.runtime.plain_runner import Begin, Collected
 from kdist.runtime.recorder import Recorder
 from kdist.sharding.mesh import Topology
 from kdist.stages.functions import Pass
@@ -34,6 +35,25 @@ from kdist.stages.stage_programs import StagePrograms
 from kdist.storage.variables import Stored
 
 import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """A pass over the stages.
+
+    Attributes:
+        order: Its instructions, one by one.
+        micro: The batch.
+        flows: Per replica, its values.
+        recorder: Notes when instructions ran, if that is wanted.
+        chains: By replica and stage, what comes after what.
+    """
+
+    order: Sequence[Instruction]
+    micro: MicroBatches
+    flows: list[Flow]
+    recorder: Recorder | None
+    chains: dict[tuple[int, int], Chain] = dataclasses.field(default_factory=dict)
 
 
 class PipelineRunner:
@@ -94,19 +114,57 @@ class PipelineRunner:
         flows = self._flows(Pass(training=False), schedule, batch, None, with_loss=False)
         return [flow.result(True, False) for flow in flows]
 
+    def collect(self, batch: SplitBatch, training: bool) -> Collected:
+        """See `PlainRunner.collect`: all forwards, of every replica and micro-batch."""
+        schedule = self.schedule if training else forward_only(self.schedule)
+        split = schedule.splits_backward
+        wanted = Pass(training=training, differentiate=training, split=split, whole=True)
+        run = self._begun(wanted, schedule, batch, None, with_loss=False)
+        self._write(run, [one for one in run.order if isinstance(one, Forward)])
+        results = [flow.result(self.want_outputs, False) for flow in run.flows]
+        micro = run.micro
+        every = [part for row in micro.parts for part in row]
+        counts = [count for row in micro.counts for count in row]
+        parts = [flow.collected(i) for flow in run.flows for i in range(len(flow.parts))]
+        state = self.program.state
+        with tf.device(self.devices[0]):
+            params = [value_at(state, v, self.topology, 0) for v in state.trainable]
+            carried = [value_at(state, v, self.topology, 0) for v in state.carried]
+        cut = dataclasses.replace(batch, parts=every, counts=counts, full=micro.full)
+        return Collected(results, parts, cut, (params, carried), run)
+
+    def pull_back(
+        self,
+        collected: Collected,
+        cotangents: Sequence[Sequence[Any]],
+        added: Sequence[Sequence[Any]],
+        begin: Begin | None = None,
+    ) -> list[Any]:
+        """See `PlainRunner.pull_back`: all backwards of what `collect` ran forward."""
+        run, given = collected.inputs, iter(zip(cotangents, added, strict=True))
+        for flow in run.flows:
+            for i in range(len(flow.parts)):
+                flow.give_cotangents(i, *next(given))
+        self._write(run, [one for one in run.order if not isinstance(one, Forward)])
+        return [flow.summed() for flow in run.flows]
+
     def _flows(
         self, wanted: Pass, schedule: Schedule, batch: SplitBatch, scale: Any, with_loss: bool
     ) -> list[Flow]:
         """The replicas, once everything is written into the graph of the step."""
         try:
-            return self._run(wanted, schedule, batch, scale, with_loss)
+            run = self._begun(wanted, schedule, batch, scale, with_loss)
+            self._write(run, run.order)
         except Retrace:  # nothing that was written has an effect
             self.programs.trace_anew()
-            return self._run(wanted, schedule, batch, scale, with_loss)
+            run = self._begun(wanted, schedule, batch, scale, with_loss)
+            self._write(run, run.order)
+        return run.flows
 
-    def _run(
+    def _begun(
         self, wanted: Pass, schedule: Schedule, batch: SplitBatch, scale: Any, with_loss: bool
-    ) -> list[Flow]:
+    ) -> _Run:
+        """A pass of which nothing is written yet."""
         exact = self.backend.exact
         micro = MicroBatches.of(batch, schedule.micro_batches, static=exact)
         named = [[(self.program.inputs_by_name(x), y, w) for x, y, w in row] for row in micro.parts]
@@ -124,27 +182,20 @@ class PipelineRunner:
             for r in range(self.topology.data_size)
         ]
         recorder = self.recorder() if wanted.differentiate else None
-        self._write(schedule, self._written(functions[0][0]), flows, recorder)
-        return flows
-
-    def _write(
-        self,
-        schedule: Schedule,
-        written: Mapping[str, Sequence[int]],
-        flows: Sequence[Flow],
-        recorder: Recorder | None,
-    ) -> None:
-        """Writes the instructions of every replica into the graph of the step, in order."""
-        chains: dict[tuple[int, int], Chain] = {}
         if recorder is not None:
             recorder.begin(schedule)
-        for one in execution_order(schedule, written):
-            for r, flow in enumerate(flows):
+        order = execution_order(schedule, self._written(functions[0][0]))
+        return _Run(order, micro, flows, recorder)
+
+    def _write(self, run: _Run, instructions: Sequence[Instruction]) -> None:
+        """Writes instructions of every replica into the graph of the step, in order."""
+        for one in instructions:
+            for r, flow in enumerate(run.flows):
                 with instantiated_cheaply(self.devices):
-                    first, last = flow.run(one, recorder)
-                self._order(one, chains.setdefault((r, one.stage), Chain()), first, last)
-        if recorder is not None:
-            recorder.end(lambda r, stage: flows[r].device(stage))
+                    first, last = flow.run(one, run.recorder)
+                self._order(one, run.chains.setdefault((r, one.stage), Chain()), first, last)
+        if run.recorder is not None and instructions[-1] == run.order[-1]:
+            run.recorder.end(lambda r, stage: run.flows[r].device(stage))
 
     def _order(self, one: Instruction, chain: Chain, first: Any, last: Any) -> None:
         """Puts an instruction after the one before on its stage."""

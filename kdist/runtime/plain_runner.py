@@ -8,6 +8,7 @@ again: the path for models that DTensor cannot expand.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,25 @@ import tensorflow as tf
 
 Begin = Callable[[GradientSource, Sequence[int]], Reduction]
 """Begins the reduction of the gradients that a source will have, of some trainable variables."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Collected:
+    """A forward pass without a loss, for a loss over the whole batch.
+
+    Attributes:
+        results: Per slice, or replica of a pipeline, as steps take them; see `Program.collect`.
+        parts: Per call of the model on a part of the batch: `outputs`, `masks`, `added`.
+        batch: The batch in these parts.
+        given: Values of trainable and of carried variables, whole, for the loss.
+        inputs: What the backward pass needs of it.
+    """
+
+    results: list[dict[str, Any]]
+    parts: list[dict[str, Any]]
+    batch: SplitBatch
+    given: tuple[list[Any], list[Any]]
+    inputs: Any
 
 
 class PlainRunner:
@@ -182,31 +202,29 @@ class PlainRunner:
         given = zip(self._all_inputs(), batch.parts, strict=True)
         return self._on_all(self._forward, [(*inputs, part[0]) for inputs, part in given])
 
-    def collect(
-        self, batch: SplitBatch, training: bool
-    ) -> tuple[list[tuple[list[Any], list[Any]]], list[dict[str, Any]]]:
-        """Forward pass of every slice without a loss: what it was given, and its results."""
+    def collect(self, batch: SplitBatch, training: bool) -> Collected:
+        """Forward pass of every slice without a loss."""
         inputs = self._all_inputs()
         given = zip(inputs, batch.parts, strict=True)
-        return inputs, self._on_all(self._collect, [(*one, p[0], training) for one, p in given])
+        results = self._on_all(self._collect, [(*one, p[0], training) for one, p in given])
+        return Collected(results, results, batch, inputs[0], inputs)
 
     def pull_back(
         self,
-        batch: SplitBatch,
-        inputs: Sequence[tuple[list[Any], list[Any]]],
+        collected: Collected,
         cotangents: Sequence[Sequence[Any]],
         added: Sequence[Sequence[Any]],
         begin: Begin | None = None,
     ) -> list[list[Any]]:
-        """Gradients of every slice, given those of what `collect` returned.
+        """Gradients of every slice, given those of the parts that `collect` returned.
 
         Args:
-            batch: The batch.
-            inputs: What `collect` gave to each slice.
-            cotangents: Per slice, the gradient of each flat output (None: unused).
-            added: Per slice, the gradient of each `add_loss` value (None: unused).
+            collected: What `collect` returned.
+            cotangents: Per part, the gradient of each flat output (None: unused).
+            added: Per part, the gradient of each `add_loss` value (None: unused).
             begin: See `gradients`.
         """
+        batch, inputs = collected.batch, collected.inputs
         given = zip(inputs, batch.parts, cotangents, added, strict=True)
         arguments = [(*one, p[0], list(c), list(a)) for one, p, c, a in given]
         return self._on_all(self._pull, arguments, begin)

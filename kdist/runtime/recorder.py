@@ -57,7 +57,8 @@ class Recorder:
         here = [t if isinstance(t, tf.Operation) else tf.identity(t) for t in after]
         with tf.control_dependencies(here):
             time = tf.timestamp()
-        keras_trainer.run_independently(time.op)
+        if not tf.executing_eagerly():
+            keras_trainer.run_independently(time.op)
         return time
 
     def add(self, replica: int, one: Instruction, stamps: Stamps) -> None:

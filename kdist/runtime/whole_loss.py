@@ -4,7 +4,8 @@ Nothing is known about how such a loss splits over replicas: it is computed once
 slice's device, over the gathered outputs, with the weights and the state that one device has after
 its forward pass. Gradients of the outputs go back to the slices, which run their forward pass again
 to pull them through; those of the weights that the loss itself uses join the slices' sums. Exact
-for any loss, at the cost of one more forward pass and the gather.
+for any loss, at the cost of one more forward pass and the gather. The stages of a pipeline keep
+what their forward passes leave, for all micro-batches, and run none again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from kdist.program.program import ForwardScope, attach_masks
 from kdist.program.state import combined
 from kdist.runtime.loss_terms import OVERRIDDEN
 from kdist.runtime.metrics import join_masks
-from kdist.runtime.plain_runner import Begin, layer_weights
+from kdist.runtime.pipeline_step import PipelineStep
+from kdist.runtime.plain_runner import Begin, Collected, layer_weights
 from kdist.runtime.step import Step
 
 import keras
@@ -42,16 +44,17 @@ class WholeLossStep(Step):
     def _differentiated(
         self, batch: SplitBatch, scale: Any, begin: Begin | None = None
     ) -> tuple[Sequence[dict[str, Any]], Any]:
-        inputs, results = self.runner.collect(batch, training=True)
-        outputs = [keras.tree.flatten(r["outputs"]) for r in results]
-        added = [r["added"] for r in results]
+        collected = self.runner.collect(batch, training=True)
+        results = collected.results
+        outputs = [keras.tree.flatten(part["outputs"]) for part in collected.parts]
+        added = [part["added"] for part in collected.parts]
         with tf.device(self.runner.devices[0]):
             state = self._state_after(batch, results, training=True)
-            params, carried = self._given(inputs[0], state)
+            params, carried = self._given(collected.given, state)
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch([t for t in keras.tree.flatten([outputs, added]) if is_floating(t)])
                 tape.watch(params)
-                loss, written, parts = self._loss(batch, results, (params, carried), training=True)
+                loss, written, parts = self._loss(collected, (params, carried), training=True)
                 target = loss if scale is None else loss * tf.cast(scale, loss.dtype)
             sources = [t if is_floating(t) else None for t in keras.tree.flatten(outputs)]
             found = _gradient(tape, target, [*sources, *keras.tree.flatten(added), *params])
@@ -65,7 +68,7 @@ class WholeLossStep(Step):
             return begin(source, sorted({*connected, *once}))
 
         gradients = self.runner.pull_back(
-            batch, inputs, cotangents, d_added, None if begin is None else with_once
+            collected, cotangents, d_added, None if begin is None else with_once
         )
         results = [{**r, "gradients": g} for r, g in zip(results, gradients)]
         results[0]["once"] = once
@@ -74,11 +77,12 @@ class WholeLossStep(Step):
         return results, loss
 
     def _evaluated(self, batch: SplitBatch) -> tuple[Sequence[dict[str, Any]], Any]:
-        inputs, results = self.runner.collect(batch, training=False)
+        collected = self.runner.collect(batch, training=False)
+        results = collected.results
         with tf.device(self.runner.devices[0]):
             state = self._state_after(batch, results, training=False)
-            given = self._given(inputs[0], state)
-            loss, written, _ = self._loss(batch, results, given, training=False)
+            given = self._given(collected.given, state)
+            loss, written, _ = self._loss(collected, given, training=False)
         results[0]["state"] = {**state, **written}
         return results, loss
 
@@ -99,18 +103,20 @@ class WholeLossStep(Step):
         return now(known.trainable, params), now(known.carried, carried)
 
     def _loss(
-        self, batch: SplitBatch, results: Sequence[dict], given: tuple[list, list], training: bool
+        self, collected: Collected, given: tuple[list, list], training: bool
     ) -> tuple[Any, State, LossParts]:
         """The model's loss over the whole batch, the variables that it writes, and its parts.
 
         Of a `compute_loss` of the user's own, no parts are known.
         """
+        batch, parts_of = collected.batch, collected.parts
         x, y, sample_weight = batch.whole
-        masks = join_masks([r["masks"] for r in results], batch)
-        outputs = attach_masks(self._joined([r["outputs"] for r in results], batch), masks)
+        masks = join_masks([part["masks"] for part in parts_of], batch)
+        joined = self._joined([part["outputs"] for part in parts_of], batch)
+        outputs = attach_masks(joined, masks)
         scope = self.program.scope(*given)
         with scope:
-            self._add_losses(scope, batch, results, training)
+            self._add_losses(scope, collected, training)
             if self.parallel.whole_loss == OVERRIDDEN:
                 loss = keras_trainer.compute_loss(
                     self.model, x, y, outputs, sample_weight, training
@@ -129,13 +135,11 @@ class WholeLossStep(Step):
                 leaf.set_shape([batch.static_size, *leaf.shape[1:]])
         return joined
 
-    def _add_losses(
-        self, scope: ForwardScope, batch: SplitBatch, results: Sequence[dict], training: bool
-    ) -> None:
-        """Gives `add_loss` values, combined over the slices, to the layers that added them."""
-        weights = layer_weights(batch, self.program.add_loss_mean)
+    def _add_losses(self, scope: ForwardScope, collected: Collected, training: bool) -> None:
+        """Gives `add_loss` values, combined over the parts, to the layers that added them."""
+        weights = layer_weights(collected.batch, self.program.add_loss_mean)
         adders = self.program.traced(training).adders
-        for layer, *values in zip(adders, *[r["added"] for r in results], strict=True):
+        for layer, *values in zip(adders, *[p["added"] for p in collected.parts], strict=True):
             value = tf.add_n([v * tf.cast(w, v.dtype) for v, w in zip(values, weights)])
             if layer is not None:
                 keras_trainer.add_loss_for(layer, value, scope)
@@ -153,6 +157,10 @@ class WholeLossStep(Step):
         source = self.runner.gradient_at([r["gradients"] for r in results])
         source.once = results[0]["once"]
         return source
+
+
+class WholeLossPipelineStep(WholeLossStep, PipelineStep):
+    """The steps of a pipeline whose loss is computed over the whole batch."""
 
 
 def is_floating(value: Any) -> bool:

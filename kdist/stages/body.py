@@ -5,8 +5,8 @@ the last virtual stage the loss belongs to it.
 
 ```
 parameters, [from the stage before][masks][state][inputs of the model][loss data] ->
-    [to the next stage][loss part] [masks][new state][add-ons of the last stage]
-     take a cotangent
+    [to the next stage][loss part][added][outputs] [masks][new state][other add-ons]
+     the first two take a cotangent; of a loss over the whole batch, the first four do
 ```
 """
 
@@ -121,6 +121,7 @@ class StageOutput:
         boundary: Tensors for the next stage, by name.
         masks: Keras masks of some of them.
         loss: Its part of the loss, if it has one.
+        added: What its layers gave to `add_loss`, if the loss is one over the whole batch.
         terms: On the last virtual stage, its part of each compiled loss.
         outputs: There, the model's outputs.
         output_masks: And the mask, or None, of each flat one.
@@ -131,6 +132,7 @@ class StageOutput:
     boundary: dict[str, Any]
     masks: dict[str, Any]
     loss: Any = None
+    added: list[Any] = dataclasses.field(default_factory=list)
     terms: list[Any] = dataclasses.field(default_factory=list)
     outputs: Any = None
     output_masks: list[Any] = dataclasses.field(default_factory=list)
@@ -139,14 +141,18 @@ class StageOutput:
 
     @property
     def parts(self) -> list[Any]:
-        """The parts in the order of the flat outputs; the first two take cotangents."""
+        """The parts in the order of the flat outputs.
+
+        The first two take cotangents; of a loss over the whole batch, the first four.
+        """
         return [
             list(self.boundary.values()),
             self.loss,
+            self.added,
+            self.outputs,
             list(self.masks.values()),
             list(self.state.values()),
             self.terms,
-            self.outputs,
             self.output_masks,
             list(self.loss_parts.values()),
         ]
@@ -155,15 +161,24 @@ class StageOutput:
         """All tensors."""
         return [t for part in self.parts for t in leaves(part)]
 
+    def targets(self, whole: bool) -> list[tf.Tensor]:
+        """Those that may take a cotangent; they come first.
+
+        Args:
+            whole: See `StageBody.run`.
+        """
+        return [t for part in self.parts[: 4 if whole else 2] for t in leaves(part)]
+
     def filled(self, flat: Sequence[Any]) -> StageOutput:
         """The same with other tensors."""
         given = iter(flat)
         parts = [rebuild(part, [next(given) for _ in leaves(part)]) for part in self.parts]
-        boundary, loss, masks, state, terms, outputs, output_masks, loss_parts = parts
+        boundary, loss, added, outputs, masks, state, terms, output_masks, loss_parts = parts
         return StageOutput(
             dict(zip(self.boundary, boundary)),
             dict(zip(self.masks, masks)),
             loss,
+            added,
             terms,
             outputs,
             output_masks,
@@ -185,6 +200,7 @@ class StageBody:
         trainable: Positions of the trainable variables that it uses.
         carried: The other state that it uses.
         unmasked: Per node that has been traced, the tensors that it took the Keras mask off.
+        adders: The layer that gave each value of `StageOutput.added`, once traced.
     """
 
     def __init__(
@@ -200,8 +216,11 @@ class StageBody:
         self.trainable = [i for i, v in enumerate(state.trainable) if id(v) in used]
         self.carried = [v for v in state.carried if id(v) in used]
         self.unmasked: dict[str, set[str]] = {}
+        self.adders: list[keras.layers.Layer | None] = []
         nodes = [staged.described.sources[name].node for name in self.names]
         self._layers = [layer for node in nodes for layer in keras_models.layers_of(node)]
+        if self.last:
+            self._layers.append(program.model)
 
     def _used(self) -> list[keras.Variable]:
         graph, described = self.staged.partition.graph, self.staged.described
@@ -233,13 +252,16 @@ class StageBody:
         inputs = {name: x[name] for name in self.staged.inputs_of(self.virtual)}
         return StageInput(boundary, masks, state, inputs, loss if self.last else None, share)
 
-    def run(self, params: Sequence[Any], given: StageInput, training: bool) -> StageOutput:
+    def run(
+        self, params: Sequence[Any], given: StageInput, training: bool, whole: bool = False
+    ) -> StageOutput:
         """Runs the stage on values.
 
         Args:
             params: Values of `trainable`.
             given: The rest.
             training: Training or inference.
+            whole: The loss is one over the whole batch, which is computed outside the stages.
         """
         variables = [self.program.state.trainable[i] for i in self.trainable]
         before = {**given.state, **{id(v): p for v, p in zip(variables, params)}}
@@ -253,7 +275,10 @@ class StageBody:
         with scope:
             self._walk(table, training)
             result = self._loss(table, given, training)
-            self._add_losses(result, scope, given)
+            if whole:
+                self._collect_losses(result, scope)
+            else:
+                self._add_losses(result, scope, given)
         for name in self.staged.writes(self.virtual):
             result.boundary[name] = table[name]
             mask = None if table[name] is None else keras_trainer.get_mask(table[name])
@@ -298,6 +323,7 @@ class StageBody:
         flat = [table[name] for name in described.outputs]
         result.outputs = keras_models.model_outputs(self.staged.functional, flat)
         result.output_masks = self.program._masks(result.outputs)
+        self._regularize(result.outputs)
         if given.loss is not None:
             y, sample_weight, shares = given.loss
             seen = self.backend.seen(result.outputs)
@@ -307,6 +333,23 @@ class StageBody:
             self.program.traced(training).counts_by_data = any(t.counts_by_data for t in terms)
             result.loss, result.terms = value, [t.value for t in terms]
         return result
+
+    def _regularize(self, outputs: Any) -> None:
+        """Adds the activity regularizer of the model itself, as Keras's call of it does."""
+        model = self.program.model
+        if model.activity_regularizer is None:
+            return
+        for output in keras.tree.flatten(outputs):
+            value = model.activity_regularizer(output)
+            if output.shape.rank:
+                value = ops.divide_no_nan(value, ops.cast(ops.shape(output)[0], value.dtype))
+            model.add_loss(value)
+
+    def _collect_losses(self, result: StageOutput, scope: ForwardScope) -> None:
+        """Notes what layers gave to `add_loss`, as they gave it."""
+        values = keras_trainer.add_loss_values(scope)
+        self.adders = [keras_trainer.adder_of(self._layers, value) for value in values]
+        result.added = [ops.sum(value) for value in values]
 
     def _add_losses(self, result: StageOutput, scope: ForwardScope, given: StageInput) -> None:
         """Adds what layers gave to `add_loss`, by the share of rows or summed where there are."""

@@ -24,11 +24,13 @@ class Pass:
         training: Training or inference.
         differentiate: Whether gradients are wanted.
         split: Whether the schedule splits the backward.
+        whole: Whether the loss is one over the whole batch, computed outside the stages.
     """
 
     training: bool
     differentiate: bool = False
     split: bool = False
+    whole: bool = False
 
 
 @dataclasses.dataclass
@@ -110,9 +112,9 @@ class StageFunctions:
 
     def _compute(self, params: list[Any], flat: list[Any]) -> list[Any]:
         given = self._example.filled(flat)
-        result = self.body.run(params, given, self.wanted.training)
-        boundary = [t for t in result.boundary.values() if t is not None]
-        self._targets = len(boundary) + (result.loss is not None)
+        whole = self.wanted.whole
+        result = self.body.run(params, given, self.wanted.training, whole)
+        self._targets = len(result.targets(whole))
         self.example_output = result
         return result.flat()
 
@@ -129,14 +131,21 @@ class StageFunctions:
         else:
             outputs, saved = list(self._forward(s, *params, *flat)), []
         result = self.example_output.filled(outputs)
-        sent = [t for t in result.boundary.values() if t is not None]
-        return result, Saved(params, saved, [*sent, *([result.loss] if self.has_loss else [])])
+        return result, Saved(params, saved, result.targets(self.wanted.whole))
 
-    def set_cotangents(self, s: int, saved: Saved, boundary: Sequence[Any], scale: Any) -> None:
-        """Gives a backward the gradients of what the forward sent on, and of the loss, if any."""
-        found = list(boundary)
-        if self.has_loss:
-            found.append(tf.cast(scale, self.example_output.loss.dtype))
+    def set_cotangents(
+        self, s: int, saved: Saved, boundary: Sequence[Any], others: Sequence[Any]
+    ) -> None:
+        """Gives a backward the gradients of what the forward made.
+
+        Args:
+            s: The slice.
+            saved: From the forward.
+            boundary: Of what it sent on.
+            others: Of the loss, if it has a part of it; of a loss over the whole batch, of what
+                layers added and of the model's outputs.
+        """
+        found = [*boundary, *others]
         devices = self._backend.devices(s)
         saved.cotangents = [
             each(tf.zeros_like, devices, t) if d is None and self._vjp.takes_cotangent(i) else d

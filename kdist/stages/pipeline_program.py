@@ -22,17 +22,10 @@ class PipelineProgram(Program):
         model: A built Keras model.
         add_loss_mean: See `Program`.
         staged: The cut.
-        whole_loss: See `kdist.runtime.loss_terms.whole_loss`.
-
-    Raises:
-        ValueError: The model does what a pipeline cannot.
     """
 
-    def __init__(
-        self, model: keras.Model, add_loss_mean: bool, staged: StagedModel, whole_loss: str = ""
-    ) -> None:
+    def __init__(self, model: keras.Model, add_loss_mean: bool, staged: StagedModel) -> None:
         super().__init__(model, add_loss_mean)
-        refuse(model, whole_loss)
         self.staged = staged
         self._counting: dict[Any, CountFunction] = {}
 
@@ -122,33 +115,3 @@ def batch_key(part: Sequence[Any]) -> tuple:
 
 def _key(part: Any) -> tuple:
     return (repr(keras.tree.map_structure(lambda t: t is None, part)), signature(leaves(part)))
-
-
-def refuse(model: keras.Model, whole_loss: str) -> None:
-    """Refuses what a pipeline cannot do.
-
-    Args:
-        model: The model.
-        whole_loss: Why its loss has to be computed over the whole batch, "" if it need not be.
-
-    Raises:
-        ValueError: The loss is not one of micro-batches, or `run_eagerly` is set, or the model has
-            an activity regularizer.
-    """
-    if whole_loss:
-        raise ValueError(
-            "A pipeline computes the loss per micro-batch, on the last stage. Compile with losses "
-            "of one value per row that are averaged or summed, call `add_loss` in a layer, or use "
-            "a mesh without `pipe`, where such a loss is computed over the whole batch. "
-            f"Received: {whole_loss}, in a model of type {type(model).__name__}"
-        )
-    if model.run_eagerly:
-        raise ValueError(
-            "A pipeline's stages are compiled functions. Debug with run_eagerly=True on the plain "
-            "model, or on a mesh without `pipe`. Received: run_eagerly=True"
-        )
-    if getattr(model, "activity_regularizer", None) is not None:
-        raise ValueError(
-            "An activity regularizer on a whole model is not part of any stage. Put it on the "
-            f"layers. Received: activity_regularizer={model.activity_regularizer!r}"
-        )

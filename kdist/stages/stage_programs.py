@@ -76,7 +76,7 @@ class StagePrograms:
             loss = None if terms is None else (y, sample_weight, shares)
             given = body.given(boundary, masks, state, x, loss, share)
             with self.backend.tracing():
-                found.append(StageFunctions(body, given, wanted, self.backend))
+                found.append(self.backend.functions(body, given, wanted, self.backend))
             output = found[-1].example_output
             boundary, masks = output.boundary, output.masks
         self._check(found, terms)
@@ -99,9 +99,10 @@ class StagePrograms:
         written = {v for one in found for v in one.example_output.state}
         traced = program.traced(wanted.training)
         traced.updated = [i for i, v in enumerate(program.state.written) if id(v) in written]
+        traced.adders = [layer for one in found for layer in one.body.adders]
         if not wanted.differentiate:
             return
-        dense: set[int] = set(program.penalized)
+        dense: set[int] = set() if wanted.whole else set(program.penalized)
         rows: dict[int, LookUp] = {}
         for one in found:
             look_ups = one.look_ups()

@@ -83,6 +83,7 @@ class StagedModel:
         topology: Topology,
         example: Any = None,
         before: StagedModel | None = None,
+        whole_loss: str = "",
     ) -> StagedModel:
         """Cuts a built model.
 
@@ -93,12 +94,13 @@ class StagedModel:
             example: Spec of the input, for stages that are given as lists of layers and for costs
                 that are measured.
             before: How the model was cut before it gained or lost weights.
+            whole_loss: Why its loss is one over the whole batch, "" if it is not.
 
         Raises:
             ValueError: The model has no graph, or no such cut exists; or costs are to be measured
                 and no batch was seen, or `set_stage` gave a stage.
         """
-        schedule = config.schedule_for(topology.num_stages)
+        schedule = config.schedule_for(topology.num_stages, whole_loss)
         if isinstance(config.stages, tuple):
             lists = config.stages
             _refuse_settings(model)
@@ -115,6 +117,11 @@ class StagedModel:
             costs = _measured(described, functional, config, topology, graph, example, before)
         cut = partition(costs.applied(graph), schedule.virtual_stages)
         return cls(schedule, described, cut, functional, costs)
+
+    def scheduled(self, config: PipelineConfig, whole_loss: str) -> StagedModel:
+        """The same cut with the schedule that the model's loss allows; see `of`."""
+        schedule = config.schedule_for(self.schedule.num_stages, whole_loss)
+        return dataclasses.replace(self, schedule=schedule)
 
     def stage_of(self, virtual: int) -> int:
         """The stage that runs a virtual stage."""

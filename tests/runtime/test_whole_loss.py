@@ -130,10 +130,13 @@ def test_predicting_first_does_not_fix_the_step():
         (Mean(name="own"), "own"),
     ],
 )
-def test_pipelines_refuse_by_name(loss, name):
-    pipeline = kdist.PipelineConfig(stages={"up": 0, "down": 1}, micro_batches=2)
-    with pytest.raises(ValueError, match=rf"(?s)value per row.*without `pipe`.*Received.*{name}"):
+def test_pipelines_refuse_other_orders_by_name(loss, name):
+    options = {"stages": {"up": 0, "down": 1}, "micro_batches": 2}
+    pipeline = kdist.PipelineConfig(schedule="1f1b", **options)
+    with pytest.raises(ValueError, match=rf"Leave the schedule.*Received.*'1f1b'.*{name}"):
         told(loss, {"pipe": 2}, pipeline=pipeline)
+    _, found = told(loss, {"pipe": 2}, pipeline=kdist.PipelineConfig(**options))
+    assert any(name in line and "All forwards" in line for line in found), found
 
 
 class LazyHead(keras.Model):
@@ -149,14 +152,17 @@ class LazyHead(keras.Model):
 
 
 @pytest.mark.usefixtures("float64")
-def test_layers_that_the_loss_builds_are_trained():
+@pytest.mark.parametrize("mesh", [{"data": 4}, {"pipe": 2, "data": 2}])
+def test_layers_that_the_loss_builds_are_trained(mesh):
+    pipeline = kdist.PipelineConfig(micro_batches=3) if "pipe" in mesh else None
     x, y = data(10)
     weights = []
     for parallel in (False, True):
         model = mlp()
         model = LazyHead(model.inputs, model.outputs[0])
         if parallel:
-            model = kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=4)))
+            config = kdist.ParallelConfig(mesh=kdist.mesh(**mesh), pipeline=pipeline)
+            model = kdist.parallelize(model, config)
         model.compile(keras.optimizers.Adam(0.1), "mse")
         model.fit(x, y, batch_size=5, shuffle=False, verbose=0)
         weights.append(model.get_weights())

@@ -1,0 +1,95 @@
+"""A virtual stage that runs operation by operation, for debugging."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from kdist.dtensor.sharded import Sharded
+from kdist.stages.body import StageInput, StageOutput
+from kdist.stages.functions import Saved, StageFunctions
+from kdist.storage.sparse import is_sparse
+
+import tensorflow as tf
+
+
+@dataclasses.dataclass
+class Taped(Saved):
+    """What an eager forward keeps for its backward.
+
+    Attributes:
+        tape: Knows what was computed.
+        inputs: Parameters, and what came from the stage before, as the tape knows them.
+        outputs: What takes cotangents, as the tape knows it.
+    """
+
+    tape: Any = None
+    inputs: tuple[list[Any], list[Any]] = ([], [])
+    outputs: list[Any] = dataclasses.field(default_factory=list)
+
+
+class EagerFunctions(StageFunctions):
+    """See `StageFunctions`, whose trace says what there is: state, masks, gradients.
+
+    The layers are then called with values, each time.
+    """
+
+    def forward(self, s: int, params: list[Any], given: StageInput) -> tuple[StageOutput, Saved]:
+        """See `StageFunctions.forward`."""
+        values = [p.parts[0] for p in params]
+        flat = [t.parts[0] if isinstance(t, Sharded) else t for t in given.flat()]
+        boundary = flat[: len([t for t in given.boundary.values() if t is not None])]
+        wanted = self.wanted
+        with tf.GradientTape(persistent=wanted.split, watch_accessed_variables=False) as tape:
+            tape.watch([t for t in (*values, *boundary) if t.dtype.is_floating])
+            made = self.body.run(values, given.filled(flat), wanted.training, wanted.whole)
+            outputs = [tf.identity(t) for t in made.flat()]
+        result = made.filled([Sharded((t,)) for t in outputs])
+        sent = result.targets(wanted.whole)
+        return result, Taped(
+            params, [], sent, tape=tape, inputs=(values, boundary), outputs=outputs[: len(sent)]
+        )
+
+    def backward(self, s: int, saved: Any) -> tuple[list[Any], list[Any]]:
+        """See `StageFunctions.backward`."""
+        params, boundary = saved.inputs
+        found = _gradients(saved, [*params, *boundary])
+        return found[: len(params)], list(map(_dense, found[len(params) :]))
+
+    def backward_input(self, s: int, saved: Any) -> list[Any]:
+        """See `StageFunctions.backward_input`."""
+        return list(map(_dense, _gradients(saved, saved.inputs[1])))
+
+    def backward_weight(self, s: int, saved: Any) -> list[Any]:
+        """See `StageFunctions.backward_weight`."""
+        return _gradients(saved, saved.inputs[0])
+
+
+def _gradients(saved: Taped, sources: Sequence[Any]) -> list[Any]:
+    """Gradients of some inputs; None where there is none."""
+    pairs = [(t, d) for t, d in zip(saved.outputs, saved.cotangents) if d is not None]
+    targets = [t for t, _ in pairs if t.dtype.is_floating]
+    given = [_value(d) for t, d in pairs if t.dtype.is_floating]
+    found = saved.tape.gradient(targets, list(sources), output_gradients=given)
+    return [None if g is None else _sharded(g) for g in found]
+
+
+def _value(tensor: Any) -> Any:
+    return tensor.parts[0] if isinstance(tensor, Sharded) else tensor
+
+
+def _sharded(gradient: Any) -> Any:
+    if not is_sparse(gradient):
+        return Sharded((gradient,))
+    values, indices = (Sharded((t,)) for t in (gradient.values, gradient.indices))
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def _dense(gradient: Any) -> Any:
+    """Rows as a tensor."""
+    if not is_sparse(gradient):
+        return gradient
+    values, indices = gradient.values.parts[0], gradient.indices.parts[0]
+    rows = tf.IndexedSlices(values, indices, gradient.dense_shape)
+    return Sharded((tf.convert_to_tensor(rows),))
