@@ -104,7 +104,7 @@ def _kind(leaf: Any) -> str:
 
 def _general(tensors: Sequence[Any]) -> tf.TensorSpec:
     """What is like all of some tensors."""
-    shape = tensors[0].shape
+    shape = tf.TensorShape(tensors[0].shape)  # of an array it is a tuple
     for tensor in tensors[1:]:
         shape = shape.most_specific_compatible_shape(tensor.shape)
     return tf.TensorSpec(shape, tensors[0].dtype)

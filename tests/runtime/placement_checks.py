@@ -104,9 +104,8 @@ def weight_bytes(run: Trained) -> dict[str, int]:
     """Bytes of weights that an optimizer wrote, per device."""
     written: Counter[str] = Counter()
     for node in run.step.select(ASSIGNMENTS):
-        if run.parts.made_in.get(node.name) == "update" and run.parts.writes_weight(node.name):
-            value = run.parts.graph.get_operation_by_name(node.name).inputs[1]
-            written[node.device] += value.shape.num_elements() * value.dtype.size
+        if nbytes := run.parts.updated_weight(node):
+            written[node.device] += nbytes
     return dict(written)
 
 

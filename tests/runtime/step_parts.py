@@ -19,7 +19,7 @@ from kdist._compat import dtensor_internals
 from kdist.api.parallelize import attached
 from kdist.dtensor.inputs import SliceInputs
 from kdist.graphs import executed
-from kdist.graphs.executed import ExecutedFunction, Transfer
+from kdist.graphs.executed import ExecutedFunction, Node, Transfer
 from kdist.optimizer import broadcast, update
 from kdist.optimizer.compressed import CompressedGradients
 from kdist.optimizer.gather import Gatherer
@@ -219,9 +219,30 @@ class Parts:
             return ""
         return self._variable(operation) if operation.type == "ReadVariableOp" else ""
 
-    def writes_weight(self, node: str) -> bool:
-        """Whether an assignment writes a weight's local variable."""
-        return self._variable(self.graph.get_operation_by_name(node)) == "weight"
+    def updated_weight(self, node: Node) -> int:
+        """Bytes of the local variable of a weight that the optimizer writes by an assignment.
+
+        Args:
+            node: An assignment; it may be in the body of a function that the update calls.
+
+        Returns:
+            0 for an assignment of another variable, or by something else.
+        """
+        if self.made_in.get(node.call or node.name) != "update":
+            return 0
+        operation = self.graph.get_operation_by_name(node.call or node.name)
+        handle = operation.inputs[0]
+        if node.call:
+            body = dtensor_internals.function_def(operation.get_attr("f").name)
+            assigned = next(one.input[0] for one in body.node_def if one.name == node.name)
+            names = [one.name for one in body.signature.input_arg]
+            handle = operation.inputs[names.index(assigned)]
+        handle = _outermost(handle)
+        for entry in attached(self.model).entries.values():
+            kept = [*entry.locals.values(), *(v for _, v in entry.masters)]
+            for value in (v._value for v in kept if v._value.handle is handle):
+                return value.shape.num_elements() * value.dtype.size
+        return 0
 
     def _variable(self, operation: Any) -> str:
         """What the variable is that an operation reads or writes."""
