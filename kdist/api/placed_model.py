@@ -302,12 +302,18 @@ class PlacedModel:
 
         Before the step is traced, weights come in the model's order for the forward pass, and in
         reverse for the backward pass; tables, at which this does not look, once. A pipeline's stage
-        keeps what it gathers.
+        gathers a chunk's each time that it turns to it.
         """
         config, variables = self.optimizer_config, self.model.trainable_variables
         placed = [self.entries[id(v)].placement for v in variables]
         wanted = [i for i, one in enumerate(placed) if one.gathered]
-        if self.chunking is None or self.staged is not None:
+        if self.staged is not None:
+            kept = [i for i in wanted if config.keep_gathered or len(placed[i].groups) > 1]
+            return [
+                *((i,) for i in kept),
+                *((i,) for i in self.staged.uses(variables) if i in wanted and i not in kept),
+            ]
+        if self.chunking is None:
             return [(i,) for i in wanted]
         keys, tables = self.spread().keys, self._tables()
         numbers = parameter_chunks(range(len(placed)), [one.nbytes for one in placed])

@@ -152,9 +152,10 @@ class SteppedModel(PlacedModel):
     def gathers(self) -> list[tuple[int, ...]]:
         """See `PlacedModel.gathers`; once the step is traced, what it does."""
         steps = [self.__dict__.get(name) for name in ("spmd_step", "plain_step")]
-        for chunks in (getattr(step.runner, "chunks", None) for step in steps if step is not None):
-            if chunks is not None and chunks.gathers is not None:
-                return list(chunks.gathers)
+        for runner in (step.runner for step in steps if step is not None):
+            made = runner if isinstance(runner, PipelineRunner) else getattr(runner, "chunks", None)
+            if made is not None and made.gathers is not None:
+                return list(made.gathers)
         return super().gathers()
 
     def _bucket_keys(self) -> Sequence[Hashable | None]:
@@ -250,6 +251,7 @@ class SteppedModel(PlacedModel):
             self.topology,
             backend,
             lambda: self.recorder,
+            keep_gathered=self.optimizer_config.keep_gathered,
             **self._wanted(),
         )
 

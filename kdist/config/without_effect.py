@@ -89,6 +89,12 @@ class _Case:
         return self.topology.data_size > 1
 
     @property
+    def chunks(self) -> int:
+        """Chunks of a pipeline's stage; 1 without one."""
+        pipeline = self.config.pipeline
+        return 1 if pipeline is None else pipeline.schedule_for(self.topology.num_stages).chunks
+
+    @property
     def no_replicas(self) -> str:
         return NO_REPLICAS.format(mesh=self.topology.describe_axes())
 
@@ -175,24 +181,30 @@ def _chunks(case: _Case) -> Iterator[WithoutEffect]:
     reason = "run_eagerly computes operation by operation" if case.facts.eager else ""
     if not case.replicas or not (staged or reason):
         return
+    frees = staged and case.chunks > 1 and not case.facts.eager
     if case.optimizer.level >= 2:
+        what, peak = "gradients and gathered parameters are", ", or higher by what is gathered"
         if staged:
             reason = "a pipeline's stage keeps both until its last backward"
+        if frees:
+            what, peak = "gradients are", ""
+            reason = "a pipeline's stage adds them up until its last backward"
         yield WithoutEffect(
             f"level={case.optimizer.level}",
             reason,
             "What a device keeps between steps is as the level says; within a step it peaks "
-            "as at level 1, or higher by what is gathered",
-            "when gradients and gathered parameters are freed",
+            f"as at level 1{peak}",
+            f"when {what} freed",
         )
     elif case.config.fusion.overlap:
         if staged:
             reason = "a pipeline's buckets leave stage by stage anyway"
         yield WithoutEffect("FusionConfig(overlap=True)", reason, "Leave overlap out")
-    if staged and case.optimizer.keep_gathered:
+    if staged and case.optimizer.keep_gathered and not frees:
         yield WithoutEffect(
             "keep_gathered=True",
-            "a pipeline's stage gathers its parameters once a step and keeps them anyway",
+            "a pipeline's stage of one chunk gathers its parameters once a step and keeps them "
+            "anyway",
             "Leave it out",
         )
 

@@ -59,7 +59,7 @@ class SliceInputs:
         """
         devices = self.topology.slices[s].devices
         params = [
-            self._described(e) if i in unread else self._stored(e, s, devices)
+            self.described(e) if i in unread else self._stored(e, s, devices)
             for i, e in enumerate(self.entries)
         ]
         carried = [self._stored(e, s, devices) for e in self.fixed]
@@ -92,7 +92,8 @@ class SliceInputs:
     def _stored(self, entry: Stored, s: int, devices: Sequence[str]) -> Sharded:
         return Sharded(tuple(self._components(entry, s, devices)), self._layout(entry.placement))
 
-    def _described(self, entry: Stored) -> Sharded:
+    def described(self, entry: Stored) -> Sharded:
+        """What stands for a parameter of which only the shape is looked at."""
         shapes = [shape_of(entry.placement.inner_index(k)) for _, k in self.places[0]]
         parts = tuple(tf.TensorSpec(shape, entry.variable.dtype) for shape in shapes)
         return Sharded(parts, self._layout(entry.placement))

@@ -170,7 +170,7 @@ class Vjp:
     def _cut_backward(
         self, joint: Any, wrap: Callable, feeds: Sequence[Any], fetches: Sequence[Any]
     ) -> None:
-        self._call_backward = wrap(pruned(joint, feeds, fetches))
+        self._call_backward = Cut(joint, feeds, fetches, wrap)
 
     def _frontier(self, fetches: Sequence[Any], depends: dict[str, bool]) -> list[Any]:
         """Forward tensors that the backward part needs and that depend on inputs."""
@@ -192,6 +192,54 @@ class Vjp:
     def _passes(self, tensor: Any) -> bool:
         """Whether the forward half may hand a tensor on; else what made it is computed again."""
         return True
+
+
+class Cut:
+    """The part of a wrapped function between tensors of its graph, as a function of all of them.
+
+    Args:
+        joint: The wrapped function.
+        feeds: What it may be given.
+        fetches: What it returns.
+        wrap: Makes a callable of a concrete function.
+
+    Attributes:
+        needs: Positions of the feeds whose values it depends on; of others a layout may be asked.
+    """
+
+    def __init__(
+        self, joint: Any, feeds: Sequence[Any], fetches: Sequence[Any], wrap: Callable
+    ) -> None:
+        reached, values = _reached(feeds, fetches), _reached(feeds, fetches, values=True)
+        self.needs = [i for i, t in enumerate(feeds) if t.ref() in values]
+        self._taken = [i for i, t in enumerate(feeds) if t.ref() in reached]
+        self._count = len(feeds)
+        self._call = wrap(pruned(joint, [feeds[i] for i in self._taken], fetches))
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Calls it with what `wrap`'s callable takes first, and then all feeds."""
+        first = len(arguments) - self._count
+        return self._call(*arguments[:first], *(arguments[first + i] for i in self._taken))
+
+
+def _reached(feeds: Sequence[Any], fetches: Sequence[Any], values: bool = False) -> set[Any]:
+    """References of the feeds that fetches depend on; with `values`, on more than their layout."""
+    fed, fed_ops = {t.ref() for t in feeds}, {t.op for t in feeds}
+    found = {t.ref() for t in fetches} & fed
+    waiting = [t.op for t in fetches if t.ref() not in fed]
+    seen: set[Any] = set()
+    while waiting:
+        operation = waiting.pop()
+        if operation in seen:
+            continue
+        seen.add(operation)
+        inputs = list(operation.inputs)
+        if values and operation.type == "RelayoutLike":
+            inputs = inputs[:1]
+        found |= {t.ref() for t in inputs} & fed
+        waiting.extend(t.op for t in inputs if t.ref() not in fed)
+        waiting.extend(op for op in operation.control_inputs if op not in fed_ops)
+    return found
 
 
 def pruned(function: Any, feeds: Sequence[Any], fetches: Sequence[Any]) -> Any:

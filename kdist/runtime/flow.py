@@ -28,6 +28,8 @@ import tensorflow as tf
 
 Unit = tuple[int, int]
 """(virtual stage, micro-batch)"""
+Ends = tuple[tf.Operation | None, tf.Operation | None]
+"""The first and the last operation of an instruction, None where no graph computes it."""
 
 
 class Flow:
@@ -64,6 +66,8 @@ class Flow:
         self.cotangents: dict[Unit, list[Any]] = {}
         self._rows: dict[tuple[int, int, int], list[Any]] = {}
         self._read: dict[tuple[int, int], Sharded] = {}
+        self._gathered: dict[int, tuple[int, dict[int, Sharded]]] = {}
+        self._ended: dict[int, list[tf.Operation]] = {}
         self._state: dict[int, Sharded] = {}
         self._sent: dict[Unit, Any] = {}
         self._saved: dict[Unit, Saved] = {}
@@ -73,7 +77,7 @@ class Flow:
         self._loss_parts: LossParts = {}
         self._added: dict[Unit, list[Any]] = {}
 
-    def run(self, one: Instruction, recorder: Recorder | None = None) -> tuple[Any, Any]:
+    def run(self, one: Instruction, recorder: Recorder | None = None) -> Ends:
         """Writes an instruction into the graph of the step.
 
         Returns:
@@ -82,16 +86,15 @@ class Flow:
         virtual = one.virtual_stage(self.runner.schedule.num_stages)
         with tf.device(self.device(one.stage)), tf.name_scope(self.name(one)):
             if recorder is None:
-                operation = self.act(one)
-                return operation, operation
+                return self.act(one)
             arrived = recorder.now(self._incoming(one, virtual))
             start = recorder.now([arrived])
             with tf.control_dependencies([start]):
-                operation = self.act(one)
-            if operation is not None:
+                first, last = self.act(one)
+            if first is not None:
                 # TensorFlow leaves the edge out where an input has it: a variable that is read.
-                keras_trainer.run_after(operation, [start.op])
-            end = recorder.now([start if operation is None else operation])
+                keras_trainer.run_after(first, [start.op])
+            end = recorder.now([start if last is None else last])
             recorder.add(self.replica, one, Stamps(arrived, start, end))
             return (None, None) if tf.executing_eagerly() else (start.op, end.op)
 
@@ -118,8 +121,8 @@ class Flow:
         """The device of a stage; the first of its slice."""
         return str(self.backend.devices(self.slice(stage))[0])
 
-    def act(self, one: Instruction) -> tf.Operation | None:
-        """Does an instruction; returns the operation of the graph that it is, None without one."""
+    def act(self, one: Instruction) -> Ends:
+        """Does an instruction; returns its first and its last operation of the graph."""
         virtual = one.virtual_stage(self.runner.schedule.num_stages)
         actions = {
             Forward: self.forward,
@@ -127,9 +130,12 @@ class Flow:
             BackwardInput: self.backward_input,
             BackwardWeight: self.backward_weight,
         }
-        return actions[type(one)](self.slice(one.stage), virtual, one.micro_batch)
+        s = self.slice(one.stage)
+        first, last = actions[type(one)](s, virtual, one.micro_batch)
+        self._ended[s] = [] if last is None else [last]
+        return first, last
 
-    def forward(self, s: int, virtual: int, i: int) -> tf.Operation | None:
+    def forward(self, s: int, virtual: int, i: int) -> Ends:
         """Forward of micro-batch `i` on a virtual stage, on slice `s`."""
         functions = self.functions[i][virtual]
         body = functions.body
@@ -141,15 +147,17 @@ class Flow:
             loss = (y, sample_weight, self.shares[i])
             share = self.micro.shares[self.replica][i]
         variables = [self.program.state.trainable[n] for n in body.trainable]
-        params = [self._value(v, s) for v in variables]
+        params = [self._parameter(v, s, virtual) for v in variables]
         state = {id(v): self._value(v, s) for v in body.carried}
         given = body.given(boundary, masks, state, x, loss, share)
         output, saved = functions.forward(s, params, given)
         before = {**state, **{id(v): p for v, p in zip(variables, params)}}
         for key, new in output.state.items():
             self._state[key] = new if self.micro.full else self._if_rows(s, i, new, before[key])
+        freed = self.runner.freed - set(self._state)
+        saved.freed = frozenset(n for n, v in enumerate(variables) if id(v) in freed)
         self._keep(virtual, i, output, saved, body.last)
-        return _operation([*output.flat(), *saved.tensors])
+        return _ends([*output.flat(), *saved.tensors])
 
     def _if_rows(self, s: int, i: int, new: Sharded, old: Sharded) -> Sharded:
         """New state, or the old where a micro-batch has no rows."""
@@ -167,28 +175,31 @@ class Flow:
         self._sent[virtual, i] = output
         self._saved[virtual, i] = saved
 
-    def backward(self, s: int, virtual: int, i: int) -> tf.Operation | None:
+    def backward(self, s: int, virtual: int, i: int) -> Ends:
         """Whole backward."""
         saved = self._with_cotangents(s, virtual, i)
+        self._fetch(s, virtual, i, saved, "backward")
         found, inward = self.functions[i][virtual].backward(s, saved)
         del self._saved[virtual, i]
         self._returned[virtual, i] = inward
         self._accumulate(s, virtual, i, found)
-        return _operation([*found, *inward])
+        return _ends([*found, *inward])
 
-    def backward_input(self, s: int, virtual: int, i: int) -> tf.Operation | None:
+    def backward_input(self, s: int, virtual: int, i: int) -> Ends:
         """Gradient of the inputs."""
         saved = self._with_cotangents(s, virtual, i)
+        self._fetch(s, virtual, i, saved, "input")
         inward = self.functions[i][virtual].backward_input(s, saved)
         self._returned[virtual, i] = inward
-        return _operation([*inward, *saved.kept])
+        return _ends([*inward, *saved.kept])
 
-    def backward_weight(self, s: int, virtual: int, i: int) -> tf.Operation | None:
+    def backward_weight(self, s: int, virtual: int, i: int) -> Ends:
         """Gradient of the parameters."""
         saved = self._saved.pop((virtual, i))
+        self._fetch(s, virtual, i, saved, "weight")
         found = self.functions[i][virtual].backward_weight(s, saved)
         self._accumulate(s, virtual, i, found)
-        return _operation(found)
+        return _ends(found)
 
     def _with_cotangents(self, s: int, virtual: int, i: int) -> Saved:
         saved = self._saved[virtual, i]
@@ -198,6 +209,18 @@ class Flow:
             others = [tf.cast(self.scale, functions.example_output.loss.dtype)]
         functions.set_cotangents(s, saved, returned, others)
         return saved
+
+    def _fetch(self, s: int, virtual: int, i: int, saved: Saved, half: str) -> None:
+        """Gathers what was freed after the forward, as far as a backward looks at it."""
+        functions = self.functions[i][virtual]
+        needed = functions.needs(half)
+        for n in sorted(saved.freed):
+            position = functions.body.trainable[n]
+            variable = self.program.state.trainable[position]
+            if position in needed:
+                saved.params[n] = self._held(variable, s, virtual)
+            else:
+                saved.params[n] = self.backend.described(position)
 
     def _accumulate(self, s: int, virtual: int, i: int, found: Sequence[Any]) -> None:
         """Adds a micro-batch's gradients to the sum; rows are put together at the end."""
@@ -220,8 +243,30 @@ class Flow:
         if key in self._state:
             return self._state[key]
         if (key, s) not in self._read:
+            if key not in [other for other, _ in self._read]:
+                self.runner.note_gather(self.replica, variable)
             self._read[key, s] = self.backend.read(variable, s)
         return self._read[key, s]
+
+    def _parameter(self, variable: keras.Variable, s: int, virtual: int) -> Sharded:
+        """A trainable variable's value now, on a slice, for one of its chunks."""
+        if id(variable) in self._state or id(variable) not in self.runner.freed:
+            return self._value(variable, s)
+        return self._held(variable, s, virtual)
+
+    def _held(self, variable: keras.Variable, s: int, virtual: int) -> Sharded:
+        """What a stage gathers for one of its chunks, until it turns to another.
+
+        It is gathered when the instruction before has ended.
+        """
+        if s not in self._gathered or self._gathered[s][0] != virtual:
+            self._gathered[s] = virtual, {}
+        found = self._gathered[s][1]
+        if id(variable) not in found:
+            self.runner.note_gather(self.replica, variable)
+            with tf.control_dependencies(self._ended.get(s, [])):
+                found[id(variable)] = self.backend.read(variable, s)
+        return found[id(variable)]
 
     def result(self, want_outputs: bool, want_parts: bool) -> dict[str, Any]:
         """What a step takes: loss, terms and parts of it, outputs, masks, state, gradients.
@@ -296,7 +341,8 @@ class Flow:
         for stage, positions in sorted(by_stage.items()):
             s, variables = self.slice(stage), [self.program.state.trainable[p] for p in positions]
             with tf.device(self.device(stage)):
-                params = [self._value(v, s) for v in variables]
+                held = self._gathered[s][0] if s in self._gathered else -1
+                params = [self._parameter(v, s, held) for v in variables]
                 scale = tf.constant(0.0) if self.scale is None else self.scale
                 found, gradients = self.backend.penalties(s, positions, params, scale)
             if self.scale is not None:
@@ -336,10 +382,14 @@ class Flow:
         return tf.convert_to_tensor(total)[part]
 
 
-def _operation(tensors: Sequence[Any]) -> tf.Operation | None:
-    """The operation of a graph that made the first of some tensors."""
-    for tensor in tensors:
-        if tensor is not None:
-            first = (tensor.values if is_sparse(tensor) else tensor).parts[0]
-            return None if tf.executing_eagerly() else first.op
-    return None
+def _ends(tensors: Sequence[Any]) -> Ends:
+    """The operation that made some tensors, and one that runs when they are there."""
+    made = [(t.values if is_sparse(t) else t).parts for t in tensors if t is not None]
+    if not made or tf.executing_eagerly():
+        return None, None
+    first = made[0][0].op
+    if len(made[0]) == 1:
+        return first, first
+    # A function of several devices becomes part of the step's graph: what waits for the call waits
+    # for nothing. Of what it makes, the first comes late, and so does the last.
+    return first, tf.group(*(tf.identity(part) for part in (*made[0], *made[-1])))

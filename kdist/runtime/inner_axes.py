@@ -120,6 +120,10 @@ class InnerAxes:
         """See `OneDevice.read`."""
         return self._inputs.value(variable, s)
 
+    def described(self, position: int) -> Sharded | None:
+        """See `OneDevice.described`; a gradient is laid out like its parameter."""
+        return self._inputs.described(self.entries[position])
+
     def rows_at(self, position: int, k: int) -> slice | None:
         """See `OneDevice.rows_at`."""
         return self.entries[position].placement.inner_index(k)[0]

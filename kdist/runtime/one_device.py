@@ -91,6 +91,10 @@ class OneDevice:
         """A variable's value on a slice."""
         return Sharded((value_at(self.state, variable, self.topology, s),))
 
+    def described(self, position: int) -> Sharded | None:
+        """What stands for a trainable variable whose value is not looked at."""
+        return None
+
     def rows_at(self, position: int, k: int) -> slice | None:
         """Which rows of a table the dense gradients on device `k` have; None: all."""
         return None

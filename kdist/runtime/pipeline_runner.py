@@ -28,6 +28,7 @@ from kdist.runtime.order import Chain, execution_order, forward_only
 from kdist.runtime.plain_runner import Begin, Collected
 from kdist.runtime.recorder import Recorder
 from kdist.sharding.mesh import Topology
+from kdist.sharding.placement import Placement
 from kdist.stages.functions import Pass
 from kdist.stages.leaves import general
 from kdist.stages.pipeline_program import PipelineProgram
@@ -56,6 +57,11 @@ class _Run:
     chains: dict[tuple[int, int], Chain] = dataclasses.field(default_factory=dict)
 
 
+def freed_between_chunks(placement: Placement) -> bool:
+    """Whether a stage gathers a weight for one of its chunks at a time."""
+    return placement.gathered and len(placement.groups) == 1
+
+
 class PipelineRunner:
     """Runs a model's stages.
 
@@ -67,6 +73,12 @@ class PipelineRunner:
         recorder: Gives what records when training steps ran what, if they are to be recorded.
         want_outputs: Whether training and test steps must return the model's outputs.
         want_parts: Whether they must return every part of the loss.
+        keep_gathered: Whether a stage keeps what it gathers until the step ends.
+
+    Attributes:
+        freed: Identities of the trainable variables that a stage lets go when it turns from one of
+            its chunks to another, and gathers again. Those of several stages are kept.
+        gathers: The trainable variables of each gather of the training step that was traced last.
     """
 
     def __init__(
@@ -79,6 +91,7 @@ class PipelineRunner:
         *,
         want_outputs: bool,
         want_parts: bool,
+        keep_gathered: bool = False,
     ) -> None:
         self.program, self.entries, self.topology = program, list(entries), topology
         self.backend, self.recorder = backend, recorder
@@ -86,6 +99,12 @@ class PipelineRunner:
         self.staged = program.staged
         self.schedule = program.staged.schedule
         self.programs = StagePrograms(program, backend)
+        gathered = [i for i, e in enumerate(entries) if e.placement.gathered]
+        self._positions = {id(entries[i].variable): i for i in gathered}
+        self.freed: set[int] = set()
+        if not keep_gathered:
+            self.freed = {id(e.variable) for e in entries if freed_between_chunks(e.placement)}
+        self.gathers: list[tuple[int, ...]] | None = None
 
     @property
     def devices(self) -> list[str]:
@@ -184,6 +203,8 @@ class PipelineRunner:
         recorder = self.recorder() if wanted.differentiate else None
         if recorder is not None:
             recorder.begin(schedule)
+        if wanted.differentiate:
+            self.gathers = []
         order = execution_order(schedule, self._written(functions[0][0]))
         return _Run(order, micro, flows, recorder)
 
@@ -191,15 +212,22 @@ class PipelineRunner:
         """Writes instructions of every replica into the graph of the step, in order."""
         for one in instructions:
             for r, flow in enumerate(run.flows):
+                chain = run.chains.setdefault((r, one.stage), Chain())
                 with instantiated_cheaply(self.devices):
                     first, last = flow.run(one, run.recorder)
-                self._order(one, run.chains.setdefault((r, one.stage), Chain()), first, last)
+                self._order(one, chain, first, last)
         if run.recorder is not None and instructions[-1] == run.order[-1]:
             run.recorder.end(lambda r, stage: run.flows[r].device(stage))
 
     def _order(self, one: Instruction, chain: Chain, first: Any, last: Any) -> None:
         """Puts an instruction after the one before on its stage."""
         chain.add(first, last)
+
+    def note_gather(self, replica: int, variable: Any) -> None:
+        """Notes that a replica, and so each, gathers a variable, if it is not stored whole."""
+        position = self._positions.get(id(variable))
+        if replica == 0 and position is not None and self.gathers is not None:
+            self.gathers.append((position,))
 
     def _written(self, functions: Sequence[Any]) -> dict[str, list[int]]:
         """State that forward passes write, with the virtual stages that use it."""

@@ -51,6 +51,10 @@ class EagerFunctions(StageFunctions):
             params, [], sent, tape=tape, inputs=(values, boundary), outputs=outputs[: len(sent)]
         )
 
+    def needs(self, half: str) -> set[int]:
+        """See `StageFunctions.needs`; the tape has what it looks at."""
+        return set()
+
     def backward(self, s: int, saved: Any) -> tuple[list[Any], list[Any]]:
         """See `StageFunctions.backward`."""
         params, boundary = saved.inputs

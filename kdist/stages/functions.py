@@ -39,6 +39,7 @@ class Saved:
 
     Attributes:
         params: Values of its parameters.
+        freed: Which of them are not kept, but gathered again.
         tensors: Intermediates.
         sent: What it sent on.
         cotangents: Gradient of each flat output, once it is there.
@@ -50,6 +51,7 @@ class Saved:
     sent: list[Any]
     cotangents: list[Any] = dataclasses.field(default_factory=list)
     kept: list[Any] = dataclasses.field(default_factory=list)
+    freed: frozenset[int] = frozenset()
 
 
 class StageFunctions:
@@ -151,6 +153,10 @@ class StageFunctions:
             each(tf.zeros_like, devices, t) if d is None and self._vjp.takes_cotangent(i) else d
             for i, (t, d) in enumerate(zip(saved.sent, found, strict=True))
         ]
+
+    def needs(self, half: str) -> set[int]:
+        """Which trainable variables a backward looks at; see `StageVjp.needs`."""
+        return {self.body.trainable[i] for i in self._vjp.needs(half)}
 
     def backward(self, s: int, saved: Saved) -> tuple[list[Any], list[Any]]:
         """Gradients of the parameters, and of the tensors from the stage before."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist.program.vjp import PureFunction, Vjp, pruned, unflatten
+from kdist.program.vjp import Cut, PureFunction, Vjp, unflatten
 from kdist.stages.body import StageBody
 
 import tensorflow as tf
@@ -83,9 +83,18 @@ class StageVjp(Vjp):
         # With nothing to compute, the first half still is an operation, to be ordered and seen.
         passed = [] if inward else list(self._given)
         self._inward, self._kept = len(inward), len(kept)
-        self._call_input = wrap(pruned(joint, feeds, [*inward, *kept, *passed]))
+        self._call_input = Cut(joint, feeds, [*inward, *kept, *passed], wrap)
         if weights:
-            self._call_weight = wrap(pruned(joint, [*feeds, *kept], weights))
+            self._call_weight = Cut(joint, [*feeds, *kept], weights, wrap)
+
+    def needs(self, half: str) -> set[int]:
+        """Which parameters a backward looks at.
+
+        Args:
+            half: "backward", or "input" or "weight" of one in halves.
+        """
+        cut = getattr(self, f"_call_{half}", None)
+        return set() if cut is None else {i for i in cut.needs if i < self._sizes[0]}
 
     def _made_by(self, made: set[str], fetches: Sequence[Any], feeds: Sequence[Any]) -> list[Any]:
         """Tensors of the operations in `made` that `fetches` need."""

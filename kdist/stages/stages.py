@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from kdist._compat import keras_models
@@ -138,6 +139,20 @@ class StagedModel:
                     if virtual not in stages:
                         stages.append(virtual)
         return {key: tuple(stages) for key, stages in found.items()}
+
+    def uses(self, variables: Sequence[keras.Variable]) -> list[int]:
+        """Positions of variables, for each time that a stage turns to a chunk which uses them."""
+        users, schedule = self.users(), self.schedule
+        used: dict[int, list[int]] = {}
+        for position, variable in enumerate(variables):
+            for virtual in users.get(id(variable), ()):
+                used.setdefault(virtual, []).append(position)
+        return [
+            position
+            for stage, chunks in enumerate(schedule.turns)
+            for chunk in chunks
+            for position in used.get(chunk * schedule.num_stages + stage, ())
+        ]
 
     def groups(self, model: keras.Model, topology: Topology) -> dict[int, tuple[Group, ...]]:
         """By identity of a weight, the slices of each stage that uses it.

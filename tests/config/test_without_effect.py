@@ -105,6 +105,7 @@ def at(number: int, **options: Any) -> dict[str, Any]:
 
 PIPE = {"pipe": 2, "data": 2}
 STAGES = PipelineConfig(micro_batches=2, stages={"up": 0, "down": 1})
+CHUNKS = PipelineConfig(micro_batches=2, schedule="interleaved")
 FREED = "when gradients and gathered parameters are freed"
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "threshold at level 0": (
@@ -163,11 +164,15 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"axes": PIPE, "pipeline": STAGES, "fusion": FusionConfig(overlap=True)},
         ["FusionConfig(overlap=True) has no effect: a pipeline's buckets leave stage by stage"],
     ),
+    "level 3 in chunks of stages": (
+        {"axes": {"pipe": 1, "data": 2}, "pipeline": CHUNKS, **at(3, keep_gathered=True)},
+        ["level=3 has no effect on when gradients are freed: a pipeline's stage adds them up"],
+    ),
     "keep_gathered in pipelines": (
         {"axes": PIPE, "pipeline": STAGES, **at(3, keep_gathered=True)},
         [
             f"level=3 has no effect on {FREED}: a pipeline's stage keeps both",
-            "keep_gathered=True has no effect: a pipeline's stage gathers its parameters once",
+            "keep_gathered=True has no effect: a pipeline's stage of one chunk gathers its",
         ],
     ),
     "fusion ids of tied tables": (

@@ -59,6 +59,8 @@ ROWS: tuple[tuple[Any, ...], ...] = (
     ("tied_columns", 2, 2, 2, 2, "interleaved", 0, 1, "adam", "none", "float64"),
     ("deep", 4, 1, 2, 4, "1f1b", 0, 1, "lamb", "none", "float64"),
     ("deep", 2, 1, 4, 4, "interleaved", 0, 1, "adam", "none", "float64"),
+    ("deep", 2, 2, 2, 3, "interleaved", 3, 1, "adam", "kernel_regularizer", "float64"),
+    ("tied_rows", 2, 2, 2, 3, "interleaved", 3, 2, "adam", "none", "float64"),
     ("mlp", 2, 2, 2, 2, "zero_bubble", 2, 1, "adam", "none", "float64"),
     ("mlp", 2, 2, 2, 2, "1f1b", 3, 1, "adam", "none", "float64"),
     ("mlp", 2, 1, 2, 2, "1f1b", 0, 2, "adam", "none", "float64"),

@@ -50,6 +50,7 @@ def prepared(
     make: Callable[[], keras.Model] | None = None,
     mesh: Any = None,
     layout_map: Any = None,
+    pipeline: Any = None,
     **options: Any,
 ) -> keras.Model:
     """A model that is about to train: all there is to its step, without having run it."""
@@ -61,6 +62,7 @@ def prepared(
         optimizer=spread,
         fusion=fusion,
         layout_map=layout_map or {},
+        pipeline=pipeline,
     )
     model = kdist.parallelize(make() if make else build(layers), config)
     model.compile("adam", "mse")
@@ -283,6 +285,25 @@ def test_slices_with_inner_axes_free_too() -> None:
     for device in ("/device:CPU:0", "/device:CPU:3"):
         assert cut.peak(device, ["gathered"]).nbytes <= 2 * (KERNEL / 2 + BIAS)
         assert cut.peak(device).nbytes <= 0.6 * whole.peak(device).nbytes
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("inner", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_stage_has_the_parameters_of_one_chunk(inner: int, keep: bool) -> None:
+    pipeline = kdist.PipelineConfig(micro_batches=2, schedule="interleaved", chunks=4)
+    model = prepared(
+        3,
+        layers=16,
+        mesh=kdist.mesh(pipe=2, data=2, model=inner),
+        layout_map=CUT_INSIDE if inner > 1 else {},
+        pipeline=pipeline,
+        keep_gathered=keep,
+    )
+    live = analysed(model)
+    layers = 8 if keep else 2  # of a stage, of a chunk of it
+    for device in range(4 * inner):
+        gathered = live.peak(f"/device:CPU:{device}", ["gathered"]).nbytes
+        assert gathered == layers * KERNEL / inner
 
 
 def test_keep_gathered_keeps_all() -> None:

@@ -136,6 +136,30 @@ def test_level_3_gathers_once_a_step_as_planned(keep: bool) -> None:
     assert (len(sent), sum(sent)) == (planned.messages, planned.nbytes)
 
 
+CUTS = {"layer[0246]/kernel": (None, "model")}
+
+
+@pytest.mark.parametrize(("chunks", "inner", "keep"), [(2, 1, False), (2, 2, False), (4, 1, True)])
+def test_level_3_gathers_a_chunk_s_parameters_each_time_as_planned(
+    chunks: int, inner: int, keep: bool
+) -> None:
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(pipe=2, data=2, model=inner),
+        layout_map=CUTS if inner > 1 else {},
+        optimizer=kdist.OptimizerConfig(level=3, threshold_kb=0, keep_gathered=keep),
+        pipeline=kdist.PipelineConfig(micro_batches=4, schedule="interleaved", chunks=chunks),
+    )
+    model = kdist.parallelize(chain(), config)
+    model.compile("sgd", "mse")
+    attached(model)._prepare("train", data())
+    step = largest(watch(lambda: model.train_on_batch(*data())))
+    sent = [t.nbytes for t in step.transfers if re.match(r".*/\d[FB]\d/concat", t.node)]
+    (planned,) = [row for row in model.plan().traffic() if row.what == "gather"]
+    assert (len(sent), sum(sent)) == (planned.messages, planned.nbytes)
+    once = 8 * 2 * 2 * inner  # kernels and biases, to each device of two replicas
+    assert (len(sent) == once) == keep and len(sent) >= once
+
+
 def test_every_stage_computes_on_its_device_with_its_weights() -> None:
     model = kdist.PipelineModel(chain(), 4, 2)
     model.compile("adam", "mse")
@@ -417,14 +441,14 @@ print("peak", tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
 """
 
 
-def peak(schedule: str) -> float:
+def peak(argument: str, program: str = PEAK) -> float:
     """Bytes that a step needs beyond what is there between steps.
 
     In a process of its own: TensorFlow counts them only while oneDNN is on, which it is not by
     itself on every processor.
     """
     done = subprocess.run(
-        [sys.executable, "-c", PEAK, schedule],
+        [sys.executable, "-c", program, argument],
         env=os.environ | {"TF_ENABLE_ONEDNN_OPTS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
         cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
@@ -432,6 +456,39 @@ def peak(schedule: str) -> float:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return float(done.stdout.rpartition("peak ")[2])
+
+
+GATHERED = """
+import sys
+import kdist
+kdist.init(cpu_devices=4)
+import keras
+import tensorflow as tf
+
+x = inputs = keras.Input((1024,))
+for i in range(16):
+    x = keras.layers.Dense(1024, "tanh", use_bias=False)(x)
+config = kdist.ParallelConfig(
+    mesh=kdist.mesh(pipe=2, data=2),
+    optimizer=kdist.OptimizerConfig(level=3, threshold_kb=0, keep_gathered=sys.argv[1] == "keep"),
+    pipeline=kdist.PipelineConfig(micro_batches=2, schedule="interleaved", chunks=4),
+)
+model = kdist.parallelize(keras.Model(inputs, x), config)
+model.compile("sgd", "mse")
+x = tf.zeros((8, 1024))
+for _ in range(2):
+    model.train_on_batch(x, x)
+before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+tf.config.experimental.reset_memory_stats("CPU:0")
+model.train_on_batch(x, x)
+print("peak", tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
+"""
+
+
+@pytest.mark.long
+def test_parameters_gathered_for_one_chunk_at_a_time_take_less() -> None:
+    # A quarter of a stage's parameters instead of all; the sums of gradients are there in both.
+    assert peak("free", GATHERED) < 0.75 * peak("keep", GATHERED)
 
 
 @pytest.mark.long

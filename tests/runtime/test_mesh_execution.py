@@ -229,6 +229,22 @@ def test_each_stage_runs_the_schedule_s_instructions_in_their_order(schedule: st
         assert all(arrived <= start <= end for arrived, start, end in times.values())
 
 
+def test_clocks_wait_for_the_work_of_all_devices() -> None:
+    """What TensorFlow inlines has no end of its own: a call's end would be its beginning."""
+    width = 512
+    x = inputs = keras.Input((width,))
+    for i in range(4):
+        x = keras.layers.Dense(width, "tanh", name=f"layer{i}")(x)
+    model = on_meshes(keras.Model(inputs, x))
+    model.compile("sgd", "mse")
+    recorder = attached(model).recorder = Recorder()
+    x = np.zeros((1024, width), np.float32)
+    for _ in range(2):
+        model.train_on_batch(x, x)
+    times = recorder.times()
+    assert min(end - start for _, start, end in times.values()) > 5e-4
+
+
 def test_a_timeline_is_drawn() -> None:
     model = on_meshes(chain())
     model.compile("sgd", "mse")
