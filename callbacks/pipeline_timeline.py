@@ -57,7 +57,7 @@ class PipelineTimeline(keras.callbacks.Callback):
 
         super().set_model(model)
         parallel = attached(model)
-        replicas = parallel.topology.data_size
+        replicas = parallel.compute.data_size
         if parallel.config.pipeline is None or not 0 <= self.replica < replicas:
             raise ValueError(
                 "PipelineTimeline is for a model trained as a pipeline (kdist.PipelineModel, or "

@@ -87,8 +87,6 @@ class PlacedModel:
             return
         mirrored_scope.refuse_scope()
         self.whole_batch = self._whole_batch()
-        if self.whole_batch is not None:
-            self.whole_batch.refuse(self.config.pipeline)
         self.layouts = self._resolved()
         self.topology, self.compute = self.layouts.topology, self.layouts.compute
         self._refuse_batches()
@@ -277,7 +275,7 @@ class PlacedModel:
 
     def _whole_batch(self) -> WholeBatch | None:
         """Why `data` must be inside DTensor, None if replicas compute apart."""
-        if self.topology.data_size == 1 and self.config.pipeline is None:
+        if self.topology.data_size == 1:
             return None
         if self.config.batch_semantics == "global":
             return GLOBAL
@@ -389,7 +387,7 @@ class PlacedModel:
             notes += [*self.layouts.left_whole, *map(str, self.layouts.uncut)]
             notes += filter(None, [self.layouts.island_note()])
         if self.whole_batch is not None:
-            notes.append(self.whole_batch.note)
+            notes.append(self.whole_batch.note(self.config.pipeline))
         optimizer = self.model.optimizer if self.model.compiled else None
         jobs = None if self.update is None else self.update.jobs
         buckets = spread.buckets if jobs is None else tuple(jobs.buckets)

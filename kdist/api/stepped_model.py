@@ -96,7 +96,11 @@ class SteppedModel(PlacedModel):
             ValueError: The mesh has inner axes.
         """
         if self.jit_compile is True and self.compute.inner_size > 1:
-            why = "" if self.whole_batch is None else f" ({self.whole_batch.note})"
+            why = (
+                ""
+                if self.whole_batch is None
+                else f" ({self.whole_batch.note(self.config.pipeline)})"
+            )
             raise ValueError(
                 "XLA cannot compile DTensor programs. Use jit_compile='auto' or False on a "
                 "mesh with inner axes. "
@@ -176,6 +180,7 @@ class SteppedModel(PlacedModel):
             backend = OneDevice(
                 self.program.state,
                 self.trainable(),
+                self.compute,
                 self.topology,
                 compiled,
                 eager=self.model.run_eagerly,
@@ -225,7 +230,6 @@ class SteppedModel(PlacedModel):
                 backend = InnerAxes(
                     self.program.state,
                     self.trainable(),
-                    self.topology,
                     self.layouts,
                     alltoall,
                     self.model,
@@ -248,7 +252,7 @@ class SteppedModel(PlacedModel):
         return PipelineRunner(
             program,
             self.trainable(),
-            self.topology,
+            self.compute,
             backend,
             lambda: self.recorder,
             keep_gathered=self.optimizer_config.keep_gathered,

@@ -26,12 +26,13 @@ class WholeBatch:
     cause: str
     instead: str
 
-    @property
-    def note(self) -> str:
-        """What that means for the mesh."""
+    def note(self, pipeline: PipelineConfig | None) -> str:
+        """What that means for the mesh, and for stages."""
+        several = pipeline is not None and pipeline.micro_batches > 1
+        rows = "all replicas' rows of a micro-batch" if several else "the whole batch"
         return (
-            f"{self.cause} computes over the whole batch: the data axis is inside DTensor, as an "
-            "inner axis that cuts the batch"
+            f"{self.cause} computes over {rows}: the data axis is inside DTensor, as an inner axis "
+            "that cuts the batch"
         )
 
     def refuse(self, pipeline: PipelineConfig | None) -> None:
@@ -41,17 +42,14 @@ class WholeBatch:
             pipeline: Stages, which see one micro-batch at a time.
 
         Raises:
-            ValueError: For stages.
+            ValueError: For stages and several micro-batches.
         """
-        if pipeline is not None:
-            rule = "a stage of a pipeline sees one micro-batch at a time"
-            self._refuse(rule, "a mesh without `pipe`", f"pipeline={pipeline!r}")
-
-    def _refuse(self, rule: str, without: str, received: str) -> None:
-        raise ValueError(
-            f"{self.cause} computes over the whole batch: {rule}. Use {self.instead}, or "
-            f"{without}. Received: {received}"
-        )
+        if pipeline is not None and pipeline.micro_batches > 1:
+            raise ValueError(
+                f"{self.cause} computes over the whole batch, and a stage of a pipeline sees one "
+                f"micro-batch at a time. Use {self.instead}, or one micro-batch: "
+                f"PipelineConfig(micro_batches=1). Received: pipeline={pipeline!r}"
+            )
 
 
 GLOBAL = WholeBatch("batch_semantics='global'", "batch_semantics='replica'")

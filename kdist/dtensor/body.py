@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kdist._compat import dtensor_internals
+from kdist.dtensor.collectives import COLLECTIVES
 from kdist.graphs.chunks import node_of
 
 import numpy as np
@@ -179,3 +180,32 @@ def data_inputs(node: Any) -> list[str]:
 def control_inputs(node: Any) -> list[str]:
     """What a node waits for."""
     return [one for one in node.input if one.startswith("^")]
+
+
+def topological(nodes: Mapping[str, Any]) -> list[str]:
+    """Names of nodes, what goes into one before it.
+
+    Edges between collectives only order them; around an island they may lead back.
+    """
+
+    def inputs_of(name: str) -> Iterator[str]:
+        node = nodes[name]
+        return (r for r in node.input if node.op not in COLLECTIVES or not r.startswith("^"))
+
+    order: list[str] = []
+    seen: set[str] = set()
+    for start in nodes:
+        stack = [(start, inputs_of(start))] if start not in seen else []
+        seen.add(start)
+        while stack:
+            name, inputs = stack[-1]
+            following = next(
+                (n for n in map(node_of, inputs) if n in nodes and n not in seen), None
+            )
+            if following is None:
+                order.append(name)
+                stack.pop()
+            else:
+                seen.add(following)
+                stack.append((following, inputs_of(following)))
+    return order

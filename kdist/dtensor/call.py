@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist.dtensor import limits, relayout, sizes
@@ -16,7 +16,7 @@ from kdist.dtensor.lifting import lift
 from kdist.dtensor.lowered import Collective
 from kdist.dtensor.lowering import Function, Island, LoweredProgram, lower
 from kdist.dtensor.model_layouts import ModelLayouts
-from kdist.dtensor.partial_sums import Summed
+from kdist.dtensor.partial_sums import Summed, marked
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.dtensor.stitched import StitchedFunction
 from kdist.dtensor.stitching import Stitcher
@@ -49,8 +49,6 @@ class Lowered:
         alltoall: Whether re-layouts may use all-to-all.
         paths: Paths of the model's layers, to say which layer causes a collective.
         seeds: How many of the last inputs everything in the backward pass depends on.
-        summed: Numbers of the flat results that who calls a program adds up over the axis that cuts
-            the batch; none by default.
     """
 
     def __init__(
@@ -61,10 +59,9 @@ class Lowered:
         alltoall: bool,
         paths: Sequence[str],
         seeds: int = 0,
-        summed: Callable[[LoweredProgram], Iterable[int]] = lambda program: (),
     ) -> None:
         self.function = function
-        self.seeds, self.summed = seeds, summed
+        self.seeds = seeds
         self.paths = list(paths)
         self.layouts = layouts
         self.topology = layouts.compute
@@ -135,7 +132,7 @@ class Lowered:
             self._refuse_alltoall(program.collectives)
             self._refuse_all_island(program.islands)
             self.layouts.tell_islands(program.islands)
-            self.stitchers[key] = self._stitcher(program, layouts)
+            self.stitchers[key] = self._stitcher(program, marked(concrete))
             self.recorded = self.recorded or self.stitchers[key].recorded
             self.islands = self.islands or program.islands
         return key, given
@@ -176,12 +173,12 @@ class Lowered:
         ]
         return lift(programs, hoisted)
 
-    def _stitcher(self, program: LoweredProgram, inputs: Sequence[dtensor.Layout]) -> Stitcher:
+    def _stitcher(self, program: LoweredProgram, results: Sequence[int]) -> Stitcher:
         axis, summed = self.topology.rows_axis, None
         if axis is not None:
             layouts = [one.sharding_specs for one in program.layouts]
-            numbers = [i for i in self.summed(program) if axis not in layouts[i]]
-            summed = Summed(axis, inputs, numbers) if numbers else None
+            numbers = [i for i in results if axis not in layouts[i]]
+            summed = Summed(axis, numbers) if numbers else None
         try:
             return Stitcher(program, summed)
         except CannotStitch as reason:

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kdist.dtensor import limits
-from kdist.dtensor.body import TAG, Body, data_inputs
+from kdist.dtensor.body import TAG, Body, data_inputs, topological
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.islands import LAYOUTS, Cut, with_neighbours
 from kdist.dtensor.lowering import Function, LoweredProgram, lower
 from kdist.dtensor.rewrites import rewrite
-from kdist.dtensor.stitching import topological
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor

@@ -71,8 +71,7 @@ class SliceInputs:
         one = self.topology.slices[s]
         entry = stored(variable)
         if entry is not None:
-            at = s if s in entry.placement.slices else entry.placement.home[one.index]
-            return self._stored(entry, at, one.devices)
+            return self._stored(entry, s, one.devices)
         value = tf.convert_to_tensor(variable.value)
         if any(variable is seed for seed in self.state.seeds):
             value = replica_seed(value, one.index)
@@ -99,10 +98,12 @@ class SliceInputs:
         return Sharded(parts, self._layout(entry.placement))
 
     def _components(self, entry: Stored, s: int, devices: Sequence[str]) -> list[Any]:
-        values = []
-        for at, device in zip(self.places[s], devices, strict=True):
+        values, placement = [], entry.placement
+        for (at, k), device in zip(self.places[s], devices, strict=True):
+            if at not in placement.slices:
+                at = placement.home[self.storage.slices[at].index]
             with tf.device(device):
-                values.append(tf.identity(entry.used_at(at)))
+                values.append(tf.identity(entry.used_at((at, k))))
         return values
 
     def _copies(self, value: Any, devices: Sequence[str]) -> Sharded:

@@ -18,12 +18,12 @@ from typing import Any
 
 from kdist._compat import dtensor_internals
 from kdist.dtensor import formulas
+from kdist.dtensor.body import topological
 from kdist.dtensor.collectives import add_constant
 from kdist.dtensor.formulas import Formula, Numbers
 from kdist.dtensor.hoisting import Hoisted, Made
 from kdist.dtensor.lowering import LoweredProgram
 from kdist.dtensor.sizes import CannotLift, Examples
-from kdist.dtensor.stitching import topological
 from kdist.dtensor.twins import Twins, relax, sizes_of, twins
 from kdist.graphs.chunks import node_of
 

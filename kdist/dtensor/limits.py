@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from kdist.graphs.chunks import node_of
+
 import keras
 import tensorflow as tf
 
@@ -64,6 +66,7 @@ _XLA = "_XlaMustCompile"
 _CURRENT = re.compile(r'see current operation: (?:%[^=]*= )?"tf\.(\w+)"')
 _QUOTED = re.compile(r"'tf\.(\w+)' op")
 _BACKWARD = "gradient_tape/"
+_PLACES = frozenset({"Add", "AddV2", "Cast", "ExpandDims", "Identity", "Reshape"})
 _LOWERING = re.compile(r"(?:^|\n|: )error: (.*)|\berror: (.*)")
 
 
@@ -80,14 +83,13 @@ def unsupported(body: Any, rows_cut: bool = False) -> dict[str, str]:
     """
     # Of a function that serves several sizes, unknown sizes may follow from those of its inputs.
     one_size = all(body.specs[one].shape.is_fully_defined() for one in body.inputs)
-    sorts = rows_cut and any(node.op == "TopKV2" for node in body.nodes.values())
     found = {}
     for name, node in body.nodes.items():
         functions = list(body.called(node))
         nodes = [node, *(one for function in functions for one in function.node_def)]
         reasons = [reason for one in nodes if (reason := _fatal(one))]
         reasons += [reason for f in functions if (reason := _compiled(f))]
-        if sorts and node.op == "ScatterNd" and _BACKWARD in name:
+        if rows_cut and node.op == "ScatterNd" and _BACKWARD in name and _numbers(body, node):
             # It numbers the rows of the batch, and writes those of a part.
             reasons.append("the gradient of TopKV2")
         if one_size and _makes_unknown_size(body, node):
@@ -97,6 +99,18 @@ def unsupported(body: Any, rows_cut: bool = False) -> dict[str, str]:
         if reasons:
             found[name] = ", ".join(dict.fromkeys(reasons))
     return found
+
+
+def _numbers(body: Any, node: Any) -> bool:
+    """Whether places to write to are counted."""
+    waiting = [node.input[0]]
+    while waiting:
+        made = body.nodes.get(node_of(waiting.pop()))
+        if made is not None and made.op == "Range":
+            return True
+        if made is not None and made.op in _PLACES:
+            waiting.extend(made.input)
+    return False
 
 
 def _makes_unknown_size(body: Any, node: Any) -> bool:

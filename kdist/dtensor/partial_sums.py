@@ -17,14 +17,39 @@ from typing import Any
 from kdist._compat import dtensor_internals
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.device_number import SHAPES
+from kdist.dtensor.lowered import Collective
 from kdist.graphs.chunks import node_of
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2
-from tensorflow.experimental import dtensor
 
-# Linear in one input, by its position; the others have to be the same along the axis.
+MARK = "_kdist_summed"
+
+
+def summand(tensor: Any) -> Any:
+    """A copy of a tensor of which programs hand out summands, if it is a result of theirs."""
+    made = tf.identity(tensor)
+    dtensor_internals.tag(made, MARK, 1)
+    return made
+
+
+def marked(concrete: Any) -> list[int]:
+    """Numbers of the flat results of a concrete function that `summand` made."""
+    return [i for i, tensor in enumerate(concrete.outputs) if _is_marked(tensor.op)]
+
+
+def _is_marked(operation: Any) -> bool:
+    """Looks through the copies that TensorFlow returns."""
+    while operation.type == "Identity":
+        if MARK in operation.node_def.attr:
+            return True
+        operation = operation.inputs[0].op
+    return False
+
+
+# Linear in one input, by its position. What a device computes from sums without a collective, it
+# computes from tensors that are the same along the axis: so the other inputs are.
 _LINEAR: Mapping[str, Sequence[int]] = {
     **dict.fromkeys(("Identity", "StopGradient", "PreventGradient", "Cast", "Neg"), (0,)),
     **dict.fromkeys(("Reshape", "Transpose", "ExpandDims", "Squeeze", "Tile"), (0,)),
@@ -44,12 +69,10 @@ class Summed:
 
     Attributes:
         axis: The axis, a dim of the program's mesh.
-        inputs: Layouts of the flat inputs.
         numbers: Of the flat results that are to be summands.
     """
 
     axis: str
-    inputs: Sequence[dtensor.Layout]
     numbers: Collection[int]
 
 
@@ -78,7 +101,6 @@ class Summands:
         lines = np.moveaxis(others, position, -1).reshape(-1, axes[summed.axis])
         self.lines = [frozenset(map(int, line)) for line in lines]
         """The devices that differ on the axis alone."""
-        self._same = self._same_along(summed)
         self._known: dict[str, str | None] = {}
         self.axis = summed.axis
         self.alone: set[int] = set()
@@ -88,6 +110,25 @@ class Summands:
             self._summand_or_first(i, reference) if i in summed.numbers else reference
             for i, reference in enumerate(results)
         )
+
+    def not_left(
+        self, collectives: Sequence[Collective], live: Collection[str]
+    ) -> tuple[Collective, ...]:
+        """The collectives that DTensor wrote, but for those that summands are taken of.
+
+        Args:
+            collectives: Those of the program.
+            live: Names of the nodes that results and effects need.
+        """
+        found = []
+        for one in collectives:
+            within = self.left.get(one.node)
+            if within is None or one.node in live:
+                found.append(one)
+            if within in live:
+                rest = tuple(name for name in one.axis if name != self.axis)
+                found.append(dataclasses.replace(one, axis=rest))
+        return tuple(found)
 
     def _summand_or_first(self, number: int, reference: str) -> str:
         summand = self.summand(reference)
@@ -112,12 +153,10 @@ class Summands:
             return None
         inputs = list(node.input)
         for i in _LINEAR.get(node.op, ()):
-            others = inputs[:i] + inputs[i + 1 :]
-            if all(self._same.get(node_of(one), False) for one in others):
-                summand = self.summand(inputs[i])
-                if summand is not None:
-                    inputs[i] = summand
-                    return self._copy(node, reference, inputs)
+            summand = self.summand(inputs[i])
+            if summand is not None:
+                inputs[i] = summand
+                return self._copy(node, reference, inputs)
         return None
 
     def _of_join(self, node: Any, reference: str) -> str | None:
@@ -210,41 +249,6 @@ class Summands:
     def _closed(self, groups: Sequence[Sequence[int]]) -> bool:
         """Whether every group has whole lines along the axis."""
         return all(line <= set(m) or not line & set(m) for m in groups for line in self.lines)
-
-    def _same_along(self, summed: Summed) -> dict[str, bool]:
-        """By name of a node or an input, whether its results are the same along the axis."""
-        program, same = self.program, {self.program.number: False}
-        for name, position in program.inputs.items():
-            at = program.program.arguments[position].position
-            if at is not None:
-                known = at < len(summed.inputs)
-                same[name] = known and summed.axis not in summed.inputs[at].sharding_specs
-        for name in program.order:
-            node = self.nodes[name]
-            if name in program.values:
-                same[name] = self._equal(program.values[name])
-            elif node.op in COLLECTIVES:
-                same[name] = self._same_after(node, same)
-            elif dtensor_internals.has_effects(node.op) or any(
-                value.func.name or value.list.func for value in node.attr.values()
-            ):
-                same[name] = False
-            else:
-                sources = [node_of(one) for one in node.input if not one.startswith("^")]
-                same[name] = all(same.get(one, False) for one in sources)
-        return same
-
-    def _same_after(self, node: Any, same: Mapping[str, bool]) -> bool:
-        groups = self.program.groups(node)
-        if self._apart(groups):
-            return same.get(node_of(self.program.source(node)), False)
-        return node.op in _REDUCTIONS and self._closed(groups)
-
-    def _equal(self, values: Sequence[np.ndarray]) -> bool:
-        """Whether what devices know is the same on each line."""
-        return all(
-            np.array_equal(values[k], values[min(line)]) for line in self.lines for k in line
-        )
 
 
 def _is_sum(node: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from kdist._compat import keras_trainer
 from kdist.dtensor import limits, relayout
 from kdist.dtensor.model_layouts import ModelLayouts
+from kdist.dtensor.partial_sums import summand
 from kdist.program.program import Program
 from kdist.sharding.dims import Dim, Dims, inner_dims
 from kdist.sharding.mesh import Topology
@@ -193,7 +194,7 @@ def laid_out(
         by_batch: Of rows, whether the batch decides which they are.
     """
     if not sparse.is_sparse(gradient):
-        return like(gradient, param)
+        return summand(like(gradient, param))
     trace = relayout.active()
     assert trace is not None
     rows = _rows_of_batch(gradient, by_batch)
@@ -201,7 +202,7 @@ def laid_out(
     values = whole_in_program(gradient.values) if trace.gather_first else gradient.values
     # Rows are of the whole table, whatever rows of it a device stores.
     values = in_layout(values, (rows, *inner_dims(placement.layout.dims, topology)[1:]))
-    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+    return tf.IndexedSlices(summand(values), indices, gradient.dense_shape)
 
 
 def _rows_of_batch(gradient: Any, by_batch: bool) -> Dim:

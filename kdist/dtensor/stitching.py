@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist._compat import dtensor_internals
+from kdist.dtensor.body import topological
 from kdist.dtensor.collectives import (
     COLLECTIVES,
     TABLE,
@@ -27,7 +28,6 @@ from kdist.dtensor.device_number import (
     values_on_devices,
     without_notes,
 )
-from kdist.dtensor.lowered import Collective
 from kdist.dtensor.lowering import LoweredProgram
 from kdist.dtensor.partial_sums import Summands, Summed
 from kdist.dtensor.stitched import VARIANT, StitchedFunction
@@ -61,7 +61,7 @@ class Stitcher:
         self.number = next((one.name for one in program.arguments if one.position is None), "")
         self.summands: Summands | None = None
         self.known_groups: dict[str, list[list[int]]] = {}
-        order = self.order = topological(self.nodes)
+        order = topological(self.nodes)
         known = known_nodes(self.nodes, order, self.number)
         self.folded = {n for n, by_number in known.items() if by_number and is_small(self.nodes[n])}
         asked = self.folded | {n for n in self._asked() if n in known}
@@ -79,7 +79,9 @@ class Stitcher:
             self.program = program = dataclasses.replace(program, results=self.summands.results)
             order = topological(self.nodes)
         live = self._live()
-        self.recorded = self._recorded(live)
+        self.recorded = program.collectives
+        if self.summands is not None:
+            self.recorded = self.summands.not_left(program.collectives, live)
         self.live = [name for name in order if name in live]
         self.bodies = _Bodies(program.bodies, program.untouched)
         self._refuse_bodies()
@@ -222,20 +224,6 @@ class Stitcher:
             node = self.nodes[name]
             stack.extend(self._inputs(node))
         return found
-
-    def _recorded(self, live: set[str]) -> tuple[Collective, ...]:
-        """The collectives that DTensor wrote, but for those that summands are left of."""
-        if self.summands is None:
-            return self.program.collectives
-        axis, found = self.summands.axis, []
-        for one in self.program.collectives:
-            within = self.summands.left.get(one.node)
-            if within is None or one.node in live:
-                found.append(one)
-            if within in live:
-                rest = tuple(name for name in one.axis if name != axis)
-                found.append(dataclasses.replace(one, axis=rest))
-        return tuple(found)
 
     def _refuse_bodies(self) -> None:
         for name in self.live:
@@ -389,32 +377,3 @@ def _noted(node: Any, number: int) -> tf.TensorShape:
 def _on(device: int) -> str:
     """Scope of the copies for a device."""
     return f"on{device}"
-
-
-def topological(nodes: Mapping[str, Any]) -> list[str]:
-    """Names of nodes, what goes into one before it.
-
-    Edges between collectives only order them; around an island they may lead back.
-    """
-
-    def inputs_of(name: str) -> Iterator[str]:
-        node = nodes[name]
-        return (r for r in node.input if node.op not in COLLECTIVES or not r.startswith("^"))
-
-    order: list[str] = []
-    seen: set[str] = set()
-    for start in nodes:
-        stack = [(start, inputs_of(start))] if start not in seen else []
-        seen.add(start)
-        while stack:
-            name, inputs = stack[-1]
-            following = next(
-                (n for n in map(node_of, inputs) if n in nodes and n not in seen), None
-            )
-            if following is None:
-                order.append(name)
-                stack.pop()
-            else:
-                seen.add(following)
-                stack.append((following, inputs_of(following)))
-    return order

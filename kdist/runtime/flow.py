@@ -141,7 +141,7 @@ class Flow:
         body = functions.body
         sent = self._sent.pop((virtual - 1, i), None)
         boundary, masks = (sent.boundary, sent.masks) if sent is not None else ({}, {})
-        x, y, sample_weight = self.parts[i]
+        x, y, sample_weight = self.backend.data(self.parts[i])
         loss = share = None
         if self.shares is not None:
             loss = (y, sample_weight, self.shares[i])

@@ -20,11 +20,11 @@ from kdist.dtensor.islands import crosses, is_handed_on
 from kdist.dtensor.layer_hooks import declared_layouts
 from kdist.dtensor.lowering import Island
 from kdist.dtensor.model_layouts import ModelLayouts
+from kdist.dtensor.partial_sums import summand
 from kdist.dtensor.program_layouts import laid_out, like, loss_view, whole_in_program, whole_readers
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.program.program import ModelState
 from kdist.runtime.mesh_results import SliceGradients
-from kdist.sharding.mesh import Topology
 from kdist.stages.functions import StageFunctions
 from kdist.stages.penalties import penalty_function
 from kdist.storage.sparse import LookUp
@@ -39,8 +39,8 @@ class InnerAxes:
     Args:
         state: The model's variables.
         entries: `Stored` of each trainable variable.
-        topology: The mesh.
-        layouts: The model's resolved layouts.
+        layouts: The model's resolved layouts, on the mesh as programs see it and as weights are
+            stored on it.
         alltoall: Whether re-layouts may use all-to-all.
         model: The model.
 
@@ -56,15 +56,16 @@ class InnerAxes:
         self,
         state: ModelState,
         entries: Sequence[Stored],
-        topology: Topology,
         layouts: ModelLayouts,
         alltoall: bool,
         model: keras.Model,
     ) -> None:
-        self.state, self.entries, self.topology = state, list(entries), topology
+        self.state, self.entries, self.topology = state, list(entries), layouts.compute
         self.layouts, self.alltoall, self.gather_first = layouts, alltoall, False
-        self.mesh = relayout.make_mesh(topology)
-        self._inputs = SliceInputs(state, entries, topology, self.mesh)
+        self.mesh = relayout.make_mesh(self.topology)
+        self._inputs = SliceInputs(
+            state, entries, self.topology, self.mesh, layouts.topology, layouts.tell_uncut
+        )
         self._whole = whole_readers(layouts)
         layers = [layer for layer in layouts.model_layers if layer is not model]
         paths = [layer.path or layer.name for layer in layers]
@@ -108,9 +109,10 @@ class InnerAxes:
         passes = crosses if sizes.active() is None else is_handed_on
         return all(map(passes, tensor.op.outputs))
 
-    def laid_out(self, gradient: Any, param: Any, position: int) -> Any:
+    def laid_out(self, gradient: Any, param: Any, position: int, by_batch: bool = False) -> Any:
         """See `kdist.stages.body.Backend`; as the parameter is."""
-        return laid_out(gradient, param, self.entries[position].placement, self.topology)
+        placement, storage = self.entries[position].placement, self._inputs.storage
+        return laid_out(gradient, param, placement, storage, by_batch)
 
     def part(self, concrete: Any) -> LoweredPart:
         """See `OneDevice.part`."""
@@ -124,9 +126,13 @@ class InnerAxes:
         """See `OneDevice.described`; a gradient is laid out like its parameter."""
         return self._inputs.described(self.entries[position])
 
+    def data(self, data: Any) -> Any:
+        """See `OneDevice.data`; cut over the axis that cuts the batch, if one does."""
+        return data if self.topology.rows_axis is None else self._inputs.data(data)
+
     def rows_at(self, position: int, k: int) -> slice | None:
         """See `OneDevice.rows_at`."""
-        return self.entries[position].placement.inner_index(k)[0]
+        return self.entries[position].placement.inner_index(self._inputs.places[0][k][1])[0]
 
     def penalties(
         self, s: int, positions: Sequence[int], params: Sequence[Sharded], scale: Any
@@ -135,7 +141,9 @@ class InnerAxes:
         key = tuple(positions)
         if key not in self._penalties:
             variables = [self.state.trainable[p] for p in positions]
-            function = penalty_function(variables, keras.config.floatx(), self.like)
+            function = penalty_function(
+                variables, keras.config.floatx(), lambda g, p: summand(self.like(g, p))
+            )
             self._penalties[key] = Lowered(function, *self._lowering)
         values, found = self._penalties[key](s, key, (list(params), replicate(scale, self.mesh)))
         return list(values), list(found)
@@ -144,7 +152,9 @@ class InnerAxes:
         self, gradients: Mapping[int, Mapping[int, list[Any]]], rows: Mapping[int, LookUp]
     ) -> SliceGradients:
         """See `OneDevice.source`."""
-        return SliceGradients(gradients, rows, self.entries, self.topology)
+        storage = self._inputs.storage
+        places = storage.places_in(self.topology)
+        return SliceGradients(gradients, rows, self.entries, storage, places)
 
     def gathered_paths(self) -> list[str]:
         """Weights that are made whole before use because an operation cannot take parts."""

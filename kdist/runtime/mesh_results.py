@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kdist.dtensor.lowering import LoweredProgram
 from kdist.runtime.plain_runner import add_gradients, part_of
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Index, Placement, UpdateUnit, relative, shape_of
@@ -134,9 +133,3 @@ def join_columns(placement: Placement, part: Callable[[int], Any]) -> Any:
     parts = [((slice(0, 1), *index[1:]), part(k).values) for index, k in blocks]
     shape = tf.constant(placement.shape, rows.indices.dtype)
     return tf.IndexedSlices(assemble(parts), rows.indices, shape)
-
-
-def gradient_results(program: LoweredProgram) -> list[int]:
-    """Numbers of the flat results of a training program that are added up: of rows, the values."""
-    found = program.structure["gradients"]
-    return [one[0] if isinstance(one, tuple | list) else one for one in found]

@@ -23,7 +23,7 @@ from kdist.program.loss import shares_from_counts
 from kdist.program.program import Program
 from kdist.runtime.chunk_run import ChunkedProgram
 from kdist.runtime.chunking import Chunking, Chunks, Completion, Keys
-from kdist.runtime.mesh_results import SliceGradients, gradient_results
+from kdist.runtime.mesh_results import SliceGradients
 from kdist.runtime.plain_runner import Begin, row_shares
 from kdist.storage.parts import whole_of
 from kdist.storage.variables import Stored
@@ -81,10 +81,10 @@ class SpmdRunner:
                 chunking, entries, storage, devices, keys, places=self.inputs.places
             )
 
-        def make(function: Callable, seeds: int = 0, **options: Any) -> Lowered:
-            return Lowered(function, layouts, self.mesh, alltoall, paths, seeds, **options)
+        def make(function: Callable, seeds: int = 0) -> Lowered:
+            return Lowered(function, layouts, self.mesh, alltoall, paths, seeds)
 
-        self._gradients = make(self.programs.gradients, seeds=1, summed=gradient_results)
+        self._gradients = make(self.programs.gradients, seeds=1)
         self._losses = make(self.programs.losses)
         self._counts = make(self.programs.counts)
         self._outputs = make(self.programs.outputs)

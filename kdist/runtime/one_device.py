@@ -32,7 +32,8 @@ class OneDevice:
     Args:
         state: The model's variables.
         entries: `Stored` of each trainable variable.
-        topology: The mesh.
+        topology: The mesh as programs see it.
+        storage: The mesh as weights are stored on it.
         compiled: Makes a callable of a concrete function.
         eager: Run op by op, for debugging.
 
@@ -48,10 +49,13 @@ class OneDevice:
         state: ModelState,
         entries: Sequence[Stored],
         topology: Topology,
+        storage: Topology,
         compiled: Callable[[Any], Callable],
         eager: bool = False,
     ) -> None:
         self.state, self.entries, self.topology = state, list(entries), topology
+        self.storage = storage
+        self._places = [one[0][0] for one in topology.places_in(storage)]
         self._compiled = compiled
         self.functions = EagerFunctions if eager else StageFunctions
 
@@ -79,7 +83,7 @@ class OneDevice:
         """See `kdist.stages.body.Backend`."""
         return True
 
-    def laid_out(self, gradient: Any, param: Any, position: int) -> Any:
+    def laid_out(self, gradient: Any, param: Any, position: int, by_batch: bool = False) -> Any:
         """See `kdist.stages.body.Backend`."""
         return gradient
 
@@ -89,7 +93,11 @@ class OneDevice:
 
     def read(self, variable: keras.Variable, s: int) -> Sharded:
         """A variable's value on a slice."""
-        return Sharded((value_at(self.state, variable, self.topology, s),))
+        return Sharded((value_at(self.state, variable, self.storage, self._places[s]),))
+
+    def data(self, data: Any) -> Any:
+        """A micro-batch as a slice takes it."""
+        return data
 
     def described(self, position: int) -> Sharded | None:
         """What stands for a trainable variable whose value is not looked at."""
@@ -113,8 +121,10 @@ class OneDevice:
         self, gradients: Mapping[int, Mapping[int, list[Any]]], rows: Mapping[int, LookUp]
     ) -> PlainGradients:
         """How the update reads gradients: per slice and trainable variable, one per device."""
-        found = {s: {v: one for v, (one,) in of.items()} for s, of in gradients.items()}
-        devices = [one.devices[0] for one in self.topology.slices]
+        found = {
+            self._places[s]: {v: one for v, (one,) in of.items()} for s, of in gradients.items()
+        }
+        devices = [one.devices[0] for one in self.storage.slices]
         return PlainGradients(found, rows, self.entries, devices)
 
 

@@ -24,5 +24,5 @@ class PipelineStep(Step):
         for j, position in enumerate(updated):
             entry = stored(state.written[position])
             at = 0 if entry is None else entry.placement.home[0]
-            with tf.device(self.topology.slices[at].devices[0]):
+            with tf.device(self.parallel.topology.slices[at].devices[0]):
                 combine(state, [position], [[replica[j]] for replica in values], batch)

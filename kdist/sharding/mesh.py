@@ -214,19 +214,28 @@ class Topology:
         return tuple(tuple(where[device] for device in one.devices) for one in self.slices)
 
     def with_data_inside(self) -> "Topology":
-        """The same mesh with its data axis as an inner axis: one slice over all devices.
+        """The same mesh with its data axis as an inner axis: one slice over all devices of a stage.
 
         Programs of models that compute over the whole batch see it so: `kdist.config.whole_batch`.
         """
         if self.data_axis is None:
             return self
-        inner = list(zip(self.axis_names, self.shape, strict=True))
-        place = self.axis_names.index(self.data_axis)
-        rows = np.array([piece.devices for piece in self.slices], dtype=object)
+        axes = zip(self.axis_names, self.shape, strict=True)
+        inner = [(name, size) for name, size in axes if name != PIPE_NAME]
+        place = [name for name, _ in inner].index(self.data_axis)
         others = [size for name, size in inner if name != self.data_axis]
-        grid = np.moveaxis(rows.reshape((self.data_size, *others)), 0, place)
-        devices = Slice(0, tuple(grid.flatten().tolist()))
-        return Topology(self.axis_names, self.shape, None, tuple(inner), (devices,))
+
+        def whole(stage: int) -> Slice:
+            rows = [self.slices[s].devices for s in self.group(stage)]
+            grid = np.array(rows, dtype=object).reshape((self.data_size, *others))
+            return Slice(0, tuple(np.moveaxis(grid, 0, place).flatten().tolist()), stage)
+
+        return dataclasses.replace(
+            self,
+            data_axis=None,
+            inner_axes=tuple(inner),
+            slices=tuple(map(whole, range(self.num_stages))),
+        )
 
     def with_merged(self, groups: Sequence[tuple[str, ...]]) -> "Topology":
         """The same mesh, the inner axes of each group next to each other and in its order.

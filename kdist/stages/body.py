@@ -43,8 +43,11 @@ class Backend(Protocol):
     def hands_on(self, tensor: Any) -> bool:
         """Whether a forward function may hand a tensor to the backward function."""
 
-    def laid_out(self, gradient: Any, param: Any, position: int) -> Any:
-        """The gradient of a trainable variable, given its value, as it is returned."""
+    def laid_out(self, gradient: Any, param: Any, position: int, by_batch: bool = False) -> Any:
+        """The gradient of a trainable variable, given its value, as it is returned.
+
+        If it is rows, `by_batch` tells whether they are for rows of the batch, one after the other.
+        """
 
 
 class StageCall(keras.layers.Layer):
@@ -95,6 +98,12 @@ class StageInput:
             self.loss,
             self.rows_share,
         ]
+
+    @property
+    def state_range(self) -> range:
+        """Positions of the state among the flat inputs."""
+        boundary, masks, state, *_ = (len(leaves(part)) for part in self.parts)
+        return range(boundary + masks, boundary + masks + state)
 
     def flat(self) -> list[tf.Tensor]:
         """All tensors, those from the stage before first."""

@@ -10,7 +10,7 @@ from kdist.dtensor.sharded import each
 from kdist.program.vjp import CapturesVariables
 from kdist.stages.body import StageBody, StageInput, StageOutput
 from kdist.stages.halves import StageVjp
-from kdist.stages.leaves import leaves, specs
+from kdist.stages.leaves import specs
 from kdist.storage.sparse import LookUp
 
 import tensorflow as tf
@@ -85,6 +85,7 @@ class StageFunctions:
                     self._part,
                     body=body,
                     boundary=len([t for t in example.boundary.values() if t is not None]),
+                    state=example.state_range,
                     targets=lambda: self._targets,
                     split=wanted.split,
                 )
@@ -182,9 +183,7 @@ class StageFunctions:
 
     def look_ups(self) -> dict[int, LookUp]:
         """By trainable variable, how gradients that are rows are looked up."""
-        parts = self._example.parts
-        start = len(leaves(parts[0])) + len(leaves(parts[1]))
-        state = range(start, start + len(leaves(parts[2])))
+        state = self._example.state_range
         return {
             self.body.trainable[i]: LookUp(any(j not in state for j in reached), merged)
             for i, (reached, merged) in self._vjp.rows.items()

@@ -12,6 +12,7 @@ from typing import Any
 
 from kdist.program.vjp import Cut, PureFunction, Vjp, unflatten
 from kdist.stages.body import StageBody
+from kdist.storage import sparse
 
 import tensorflow as tf
 
@@ -29,6 +30,7 @@ class StageVjp(Vjp):
         wrap: See `Vjp`.
         body: The virtual stage.
         boundary: Number of inputs that come from the stage before.
+        state: Which inputs are state.
         targets: Tells, once the function has run, how many outputs take a cotangent.
         split: Whether the backward is also cut into halves.
     """
@@ -42,11 +44,12 @@ class StageVjp(Vjp):
         *,
         body: StageBody,
         boundary: int,
+        state: range,
         targets: Callable[[], int],
         split: bool,
     ) -> None:
         self.boundary, self._count, self._split = boundary, targets, split
-        self._body = body
+        self._body, self._state = body, state
         super().__init__(function, params, inputs, wrap)
 
     def _sources(self, params: list[Any], inputs: list[Any]) -> list[Any]:
@@ -61,8 +64,15 @@ class StageVjp(Vjp):
     def _laid_out(self, source: Any, gradient: Any) -> Any:
         for param, position in zip(self._arguments[0], self._body.trainable):
             if param is source:
-                return self._body.backend.laid_out(gradient, param, position)
+                by_batch = sparse.is_sparse(gradient) and self._by_batch(gradient)
+                return self._body.backend.laid_out(gradient, param, position, by_batch)
         return gradient
+
+    def _by_batch(self, gradient: tf.IndexedSlices) -> bool:
+        """Whether the rows of a gradient are for rows of the batch, one after the other."""
+        inputs = [t for j, t in enumerate(self._arguments[1]) if j not in self._state]
+        look_up = sparse.look_up(gradient.indices, inputs)
+        return look_up.by_batch and not look_up.merged
 
     @property
     def gradients_exist(self) -> list[bool]:

@@ -145,7 +145,7 @@ def test_global_semantics_refuse_to_combine_losses_of_replicas():
 
 
 def test_global_semantics_refuse_stages():
-    with pytest.raises(ValueError, match="batch_semantics='replica', or a mesh without `pipe`"):
+    with pytest.raises(ValueError, match="batch_semantics='replica', or one micro-batch"):
         ParallelConfig(
             mesh=mesh(pipe=2, data=2),
             pipeline=PipelineConfig(micro_batches=2),

@@ -53,11 +53,20 @@ def refusal(which: str, received: str) -> str:
     return f"computes over the whole batch.*Use {instead}, or .*Received: {received}"
 
 
-@of_both
 @pytest.mark.parametrize("axes", [{"pipe": 2}, {"pipe": 2, "data": 2}])
-def test_stages_are_refused(which, axes):
-    with pytest.raises(ValueError, match=refusal(which, "pipeline=")):
-        parallel(which, axes, pipeline=kdist.PipelineConfig(micro_batches=2))
+def test_micro_batches_are_refused_where_layers_are_to_see_all(axes):
+    message = "sees one micro-batch at a time.*micro_batches=1.*Received: pipeline="
+    with pytest.raises(ValueError, match=message):
+        parallel("global", axes, pipeline=kdist.PipelineConfig(micro_batches=2))
+
+
+def test_synchronized_statistics_of_micro_batches_are_told():
+    options = {"pipeline": kdist.PipelineConfig(micro_batches=2)}
+    model = parallel("synchronized", {"pipe": 2, "data": 2}, **options)
+    model.compile("sgd", "mse")
+    model.fit(*data(8), batch_size=8, verbose=0)
+    (note,) = [n for n in model.plan().notes if "synchronized=True" in n]
+    assert "computes over all replicas' rows of a micro-batch" in note
 
 
 @of_both

@@ -61,7 +61,7 @@ def summands(function: Callable, axes: dict[str, int], cuts: bool) -> tuple[list
         return dtensor.relayout(found, dtensor.Layout.replicated(mesh, len(found.shape)))
 
     program = lowered_program(mesh, whole, *inputs)
-    stitcher = Stitcher(program, Summed("rows", [one.layout for one in inputs], (0,)))
+    stitcher = Stitcher(program, Summed("rows", (0,)))
     stitched = stitcher.stitch([f"/device:CPU:{k}" for k in range(mesh.size)])
     names = {one.name: one.position for one in program.arguments}
 

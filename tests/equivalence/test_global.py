@@ -12,7 +12,7 @@ import pytest
 from .case import Case
 from .coupled import LAYERS, NAMED, WITHOUT_BATCH, case
 from .features import BY_NAME as FEATURES
-from .harness import Run, compare, train_batches
+from .harness import Run, compare, train, train_batches
 from .matrix import LEVELS, level_config, product, spread
 from .optimizer_zoo import OPTIMIZERS
 from .outcome import FLOAT64, EquivalenceError, check
@@ -21,6 +21,10 @@ from .whole_losses import BY_NAME as LOSSES
 from .zoo import BY_NAME
 
 MESHES = {"data4": {"data": 4}, "data2_model2": {"data": 2, "model": 2}}
+PIPES = {
+    "pipe2_data2": {"pipe": 2, "data": 2},
+    "pipe2_data2_model2": {"pipe": 2, "data": 2, "model": 2},
+}
 GLOBAL = {"batch_semantics": "global"}
 
 
@@ -29,7 +33,7 @@ def _compare(what: Case, mesh: str, engine: str, **options: Any) -> None:
     settings = {"samples": 19, "epochs": 1, "config": GLOBAL, **options}
     compare(
         what,
-        MESHES[mesh],
+        {**MESHES, **PIPES}[mesh],
         optimizer=OPTIMIZERS["adam"],
         engine=engine,
         reference="plain",
@@ -135,6 +139,60 @@ def test_fusion(fusion: str, level: str, mesh: str, engine: str) -> None:
 def _with_ids(model: keras.Model) -> None:
     for number, variable in enumerate(model.trainable_variables):
         kdist.set_comm_fusion(variable, number % 2 + 1)
+
+
+# Pipelines ----------------------------------------------------------------------------------------
+
+PIPED = ("mlp", "encoder", "resnet", "gpt_tied", "dlrm")
+
+
+def _piped(what: Case, mesh: str, engine: str, level: str = "level0", **options: Any) -> None:
+    pipeline = kdist.PipelineConfig(micro_batches=1)
+    config = {**GLOBAL, "pipeline": pipeline, **level_config(level)}
+    _compare(what, mesh, engine, config=config, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "mesh"),
+    spread(product(PIPED, LEVELS[:4], PIPES), [("resnet", "level1", "pipe2_data2")]),
+)
+def test_stages_of_replicas_that_compute_together(
+    name: str, level: str, mesh: str, engine: str
+) -> None:
+    _piped(BY_NAME[name], mesh, engine, level)
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "mesh"),
+    spread(product(LAYERS, ("level0", "level3"), PIPES), [("experts", "level3", "pipe2_data2")]),
+)
+def test_layer_that_couples_rows_in_a_pipeline(
+    name: str, level: str, mesh: str, engine: str
+) -> None:
+    _piped(case(name), mesh, engine, level)
+
+
+@pytest.mark.parametrize(
+    ("feature", "level", "mesh"),
+    spread(product(COMPOSED, ("level1", "level3"), PIPES), []),
+)
+def test_pipelines_compose(feature: str, level: str, mesh: str, engine: str) -> None:
+    _piped(case("contrastive", "batchnorm"), mesh, engine, level, features=(FEATURES[feature],))
+
+
+@pytest.mark.parametrize(
+    ("level", "mesh"), spread(product(LEVELS[:4], PIPES), [("level1", "pipe2_data2")])
+)
+def test_synchronized_batchnorm_sees_a_micro_batch_of_all_replicas(
+    level: str, mesh: str, engine: str
+) -> None:
+    config = {"pipeline": kdist.PipelineConfig(micro_batches=2), **level_config(level)}
+    options = {"optimizer": OPTIMIZERS["adam"], "samples": 19, "epochs": 1, "config": config}
+    features = (FEATURES["synchronized_batchnorm"],)
+    run = Run(case=BY_NAME["resnet"], mesh_axes=PIPES[mesh], features=features, **options)
+    # One device that computes micro-batch after micro-batch of the whole batch.
+    apart = Run(case=BY_NAME["resnet"], mesh_axes={"pipe": 2}, **options)
+    check(train(apart, "parts"), train(run, engine), FLOAT64, (), title=run.title)
 
 
 # Ways of training ---------------------------------------------------------------------------------

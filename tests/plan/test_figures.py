@@ -34,6 +34,8 @@ MESHES = {
     "data2_model2": {"data": 2, "model": 2},
     "global_data4": {"data": 4},
     "global_data2_model2": {"data": 2, "model": 2},
+    "global_pipe2_data2": {"pipe": 2, "data": 2},
+    "global_pipe2_data2_model2": {"pipe": 2, "data": 2, "model": 2},
     "pipe2_data2": {"pipe": 2, "data": 2},
     "pipe2_data2_model2": {"pipe": 2, "data": 2, "model": 2},
 }
@@ -84,14 +86,16 @@ def trained(level: int, mesh: str, fusion: str, embedding: bool) -> tuple[Any, .
     """The model, its plan before the first step, the step's parts, and what was executed."""
     axes, cuts = MESHES[mesh], CUTS if embedding else {k: v for k, v in CUTS.items() if k[0] != "t"}
     model = network(embedding)
+    micro = 1 if mesh.startswith("global") else 2
     stages = {"table|flat|up": 0, "down": 1}
+    pipeline = kdist.PipelineConfig(micro_batches=micro, stages=stages)
     config = kdist.ParallelConfig(
         mesh=kdist.mesh(**axes),
         layout_map=cuts if "model" in axes else None,
         optimizer=OptimizerConfig(level=level, threshold_kb=0),
         fusion=FUSIONS[fusion],
         batch_semantics="global" if mesh.startswith("global") else "replica",
-        pipeline=kdist.PipelineConfig(micro_batches=2, stages=stages) if "pipe" in axes else None,
+        pipeline=pipeline if "pipe" in axes else None,
     )
     kdist.parallelize(model, config)
     model.compile(keras.optimizers.Adam(0.01), "mse")
@@ -205,7 +209,8 @@ def check_collectives(inspection: kdist.Inspection, functions: Any) -> None:
         expected = Counter[Any]()
         for one in found:
             # Nobody asks for the loss but where it is logged.
-            groups = len(topology.devices) // sizes[one.axis] if one.shape else 1
+            devices = len(topology.devices) // topology.num_stages
+            groups = devices // sizes[one.axis] if one.shape else 1
             expected[one.kind, one.shape] += groups
         assert total == expected
         assert "data" not in {a for one in found if one.phase == "backward" for a in one.axis}
