@@ -476,12 +476,16 @@ config = kdist.ParallelConfig(
 model = kdist.parallelize(keras.Model(inputs, x), config)
 model.compile("sgd", "mse")
 x = tf.zeros((8, 1024))
-for _ in range(2):
+peaks = []
+for _ in range(9):
     model.train_on_batch(x, x)
-before = tf.config.experimental.get_memory_info("CPU:0")["current"]
-tf.config.experimental.reset_memory_stats("CPU:0")
-model.train_on_batch(x, x)
-print("peak", tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
+    before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    model.train_on_batch(x, x)
+    peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
+# Four devices share one allocator: what happens on them at a time differs from step to step.
+print(sorted(peaks))
+print("peak", sorted(peaks)[4])
 """
 
 
