@@ -245,7 +245,9 @@ def test_weights_sliced_over_data(name: str, mesh: str, engine: str) -> None:
     _compare(BY_NAME[name], mesh, engine, layout_map=layouts)
 
 
+@pytest.mark.parametrize("level", ["level0", "level2"])
 @pytest.mark.parametrize("dtype", ["float32", "mixed_float16", "mixed_bfloat16"])
 @pytest.mark.long
-def test_other_precision(dtype: str, engine: str) -> None:
-    _compare(BY_NAME["mlp"], "data2_model2", engine, dtype=dtype)
+def test_other_precision(dtype: str, level: str, engine: str) -> None:
+    config = {**GLOBAL, **level_config(level)}
+    _compare(BY_NAME["mlp"], "data2_model2", engine, dtype=dtype, config=config)

@@ -214,6 +214,8 @@ def check_collectives(inspection: kdist.Inspection, functions: Any) -> None:
             expected[one.kind, one.shape] += groups
         assert total == expected
         assert "data" not in {a for one in found if one.phase == "backward" for a in one.axis}
+        # Rows are cut: the loss is a sum over their parts.
+        assert "data" in {a for one in found if one.phase == "forward" for a in one.axis}
     elif topology.inner_size == 1:
         assert not said and not executed_on
     elif topology.num_stages == 1:
