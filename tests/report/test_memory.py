@@ -287,7 +287,7 @@ def test_slices_with_inner_axes_free_too() -> None:
         assert cut.peak(device).nbytes <= 0.6 * whole.peak(device).nbytes
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("keep", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("inner", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_stage_has_the_parameters_of_one_chunk(inner: int, keep: bool) -> None:
     pipeline = kdist.PipelineConfig(micro_batches=2, schedule="interleaved", chunks=4)

@@ -139,7 +139,14 @@ def test_level_3_gathers_once_a_step_as_planned(keep: bool) -> None:
 CUTS = {"layer[0246]/kernel": (None, "model")}
 
 
-@pytest.mark.parametrize(("chunks", "inner", "keep"), [(2, 1, False), (2, 2, False), (4, 1, True)])
+@pytest.mark.parametrize(
+    ("chunks", "inner", "keep"),
+    [
+        (2, 1, False),
+        pytest.param(2, 2, False, marks=pytest.mark.long),
+        pytest.param(4, 1, True, marks=pytest.mark.long),
+    ],
+)
 def test_level_3_gathers_a_chunk_s_parameters_each_time_as_planned(
     chunks: int, inner: int, keep: bool
 ) -> None:
