@@ -36,13 +36,13 @@ class Row:
 
     name: str
     level: int = 0
-    overlap: bool = False
+    overlap: bool = True
 
 
 ROWS = (
+    Row("level 0, overlap=False", overlap=False),
     Row("level 0"),
-    Row("level 0, overlap", overlap=True),
-    Row("level 1, overlap", level=1, overlap=True),
+    Row("level 1", level=1),
     Row("level 2", level=2),
 )
 _ROW = flags.DEFINE_string("row", "", "For the program's own use: the row to run.")

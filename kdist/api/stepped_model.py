@@ -14,6 +14,7 @@ from kdist.program.program import Program
 from kdist.program.vjp import as_node
 from kdist.rows.model import ModelStudy, study_model
 from kdist.runtime.chunked_runner import ChunkedRunner
+from kdist.runtime.chunking import Chunking
 from kdist.runtime.inner_axes import InnerAxes
 from kdist.runtime.loss_terms import OVERRIDDEN
 from kdist.runtime.mesh_runner import SpmdRunner
@@ -130,6 +131,13 @@ class SteppedModel(PlacedModel):
         ):
             self._said.add(self.whole_loss_note)
             warnings.warn(f"{self.model.name}: {self.whole_loss_note}", stacklevel=4)
+
+    @property
+    def chunking(self) -> Chunking | None:
+        """See `PlacedModel.chunking`; what XLA compiles is cut only where that saves memory."""
+        if self.jit_compile is True and self.optimizer_config.level < 2:
+            return None
+        return super().chunking
 
     @property
     def uses_spmd(self) -> bool:

@@ -68,12 +68,12 @@ class FusionConfig:
     """For `mode="auto"`: what a message between replicas costs, as `kdist.comm.calibrate` measures
     it; by default that of devices in one process."""
 
-    overlap: bool = False
-    """Whether buckets leave while the backward pass goes on at levels 0 and 1 too. The backward
-    pass then runs in chunks, as it always does from level 2 on, and a bucket is reduced as soon as
-    the chunks that make its gradients are done. The step's graph grows, and so does the first step;
-    it pays where devices do not share the cores that compute. A pipeline's buckets leave stage by
-    stage anyway."""
+    overlap: bool = True
+    """Whether buckets leave while the backward pass goes on. It runs in chunks for that, and a
+    bucket is reduced as soon as the chunks that make its gradients are done. False: at levels 0 and
+    1 gradients are exchanged when the backward pass has ended; from level 2 on, chunks free memory
+    as well, and a pipeline's buckets leave stage by stage anyway. What XLA compiles
+    (`jit_compile=True`) stays whole at levels 0 and 1, and gradients come when it has ended."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -114,7 +114,7 @@ class FusionConfig:
             how = f"buckets end at {self.index}"
         elif self.link is not None:
             how = f"{self.mode}, messages of {self.link.a:g} s + {self.link.b:g} s per byte"
-        return f"{how}, overlapping the backward pass" if self.overlap else how
+        return how if self.overlap else f"{how}, exchanged after the backward pass"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -196,10 +196,6 @@ def _chunks(case: _Case) -> Iterator[WithoutEffect]:
             f"as at level 1{peak}",
             f"when {what} freed",
         )
-    elif case.config.fusion.overlap:
-        if staged:
-            reason = "a pipeline's buckets leave stage by stage anyway"
-        yield WithoutEffect("FusionConfig(overlap=True)", reason, "Leave overlap out")
     if staged and case.optimizer.keep_gathered and not frees:
         yield WithoutEffect(
             "keep_gathered=True",
@@ -214,12 +210,17 @@ def _fusion(case: _Case) -> Iterator[WithoutEffect]:
     fusion, facts = case.config.fusion, case.facts
     given = fusion.mode not in ("auto", "none") or fusion.link is not None
     if not facts.travels:
-        if given or fusion.mode == "none" or fusion.overlap:
+        if given or fusion.mode == "none" or not fusion.overlap:
             yield WithoutEffect(f"fusion ({fusion})", case.no_replicas, ADD_DATA)
         if facts.fusion_ids:
             setting = f"kdist.set_comm_fusion of {named(list(facts.fusion_ids))}"
             yield WithoutEffect(setting, case.no_replicas, ADD_DATA)
         return
+    if not fusion.overlap and (case.config.pipeline is not None or case.optimizer.level >= 2):
+        reason = f"level {case.optimizer.level} frees gradients while the backward pass goes on"
+        if case.config.pipeline is not None:
+            reason = "a pipeline's buckets leave stage by stage"
+        yield WithoutEffect("FusionConfig(overlap=False)", reason, "Leave overlap out")
     tables = [path for path in facts.tables if path in facts.fusion_ids]
     if tables:
         yield WithoutEffect(

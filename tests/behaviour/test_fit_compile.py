@@ -42,6 +42,22 @@ def test_jit_compile_on_a_data_mesh():
     assert_close(*[m.predict(data(10)[0], verbose=0) for m in models])
 
 
+def test_jit_compile_of_a_loop_on_a_data_mesh():
+    """What its forward pass hands on cannot leave what XLA compiles, which stays whole."""
+
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((6,))
+        steps = keras.layers.Reshape((3, 2))(keras.layers.Dense(6, name="up")(inputs))
+        return keras.Model(
+            inputs, keras.layers.Dense(3, name="down")(keras.layers.LSTM(4, name="rnn")(steps))
+        )
+
+    models = pair({"data": 2}, build)
+    compile_all(models, jit_compile=True)
+    fit_all(models, batch_size=8)
+
+
 @pytest.mark.parametrize("level", [0, 1])
 def test_weight_decay_excludes_by_the_name_of_a_layer(level):
     """As for BERT: `var_names=["norm", "bias"]`; Keras searches in names such as "up/kernel:0"."""

@@ -128,7 +128,7 @@ def test_batch_semantics_is_replica_or_global(value):
         {"optimizer": OptimizerConfig(level=1)},
         {"optimizer": OptimizerConfig(level=3)},
         {"fusion": FusionConfig(mode="none")},
-        {"fusion": FusionConfig(overlap=True)},
+        {"fusion": FusionConfig(overlap=False)},
         {"compression": CompressionConfig(rest="bf16")},
     ],
 )

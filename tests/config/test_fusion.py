@@ -173,7 +173,7 @@ def test_every_setting_is_printed() -> None:
         FusionConfig(mode="size", size_mb=2),
         FusionConfig(mode="index", index=(2,)),
         FusionConfig(mode="none"),
-        FusionConfig(overlap=True),
+        FusionConfig(overlap=False),
     ]
     assert len({str(config) for config in configs}) == len(configs)
 
@@ -316,6 +316,10 @@ def test_buckets_leave_while_the_backward_pass_goes_on(level: int, model_axis: i
     assert len(set(calls)) > 2
 
 
+def test_overlap_is_the_default() -> None:
+    assert FusionConfig().overlap
+
+
 def test_without_overlap_all_buckets_wait_for_the_whole_pass() -> None:
     assert set(early_buckets(overlap=False)) == {2}  # the two replicas' programs
 
@@ -323,4 +327,4 @@ def test_without_overlap_all_buckets_wait_for_the_whole_pass() -> None:
 def test_overlap_is_set_before_training() -> None:
     model = kdist.parallelize(towers(), kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
     with pytest.raises(ValueError, match=r"overlap changes.*Received: fusion="):
-        attached(model).set_fusion(FusionConfig(overlap=True))
+        attached(model).set_fusion(FusionConfig(overlap=False))

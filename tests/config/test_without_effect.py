@@ -161,8 +161,12 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["', True) has no effect: dim 0 of (6,) does not divide by 4 replicas"],
     ),
     "overlap in pipelines": (
-        {"axes": PIPE, "pipeline": STAGES, "fusion": FusionConfig(overlap=True)},
-        ["FusionConfig(overlap=True) has no effect: a pipeline's buckets leave stage by stage"],
+        {"axes": PIPE, "pipeline": STAGES, "fusion": FusionConfig(overlap=False)},
+        ["FusionConfig(overlap=False) has no effect: a pipeline's buckets leave stage by stage"],
+    ),
+    "overlap at level 2": (
+        {"axes": {"data": 2}, "fusion": FusionConfig(overlap=False), **at(2)},
+        ["FusionConfig(overlap=False) has no effect: level 2 frees gradients while the backward"],
     ),
     "level 3 in chunks of stages": (
         {"axes": {"pipe": 1, "data": 2}, "pipeline": CHUNKS, **at(3, keep_gathered=True)},
@@ -235,18 +239,14 @@ QUIET: dict[str, dict[str, Any]] = {
     "level 1": {"axes": {"data": 2}, **at(1)},
     "level 3": {"axes": {"data": 2}, "fusion": FusionConfig(mode="none"), **at(3)},
     "level 3, kept": {"axes": {"data": 2}, **at(3, keep_gathered=True)},
-    "overlap": {"axes": {"data": 2}, "fusion": FusionConfig(overlap=True)},
+    "no overlap": {"axes": {"data": 2}, "fusion": FusionConfig(overlap=False)},
     "freeing on inner meshes": {"axes": {"data": 2, "model": 2}, **at(2)},
     "freeing in subclassed models": {"axes": {"data": 2}, "build": subclassed, **at(3)},
     "freeing with an own loss": {"axes": {"data": 2}, "build": own_loss, **at(2)},
-    "overlap on inner meshes": {
+    "no overlap at level 1": {
         "axes": {"data": 2, "model": 2},
-        "fusion": FusionConfig(overlap=True),
-    },
-    "overlap in subclassed models": {
-        "axes": {"data": 2},
-        "build": subclassed,
-        "fusion": FusionConfig(overlap=True),
+        "fusion": FusionConfig(overlap=False),
+        **at(1),
     },
     "a fusion mode and gathers": {
         "axes": {"data": 2},

@@ -18,19 +18,19 @@ MESHES: Mapping[str, Mapping[str, int]] = {
     "data2_model4": {"data": 2, "model": 4},
 }
 
-LEVELS = ("level0", "level1", "level2", "level3", "overlap")
+LEVELS = ("level0", "level1", "level2", "level3", "no_overlap")
 
 
 def level_config(level: str) -> dict[str, Any]:
-    """Options of `kdist.ParallelConfig`: optimizer parallelism of every parameter, or overlap.
+    """Options of `kdist.ParallelConfig`: optimizer parallelism of every parameter, or no overlap.
 
     Args:
         level: One of `LEVELS`.
     """
     import kdist
 
-    if level == "overlap":
-        return {"fusion": kdist.FusionConfig(overlap=True)}
+    if level == "no_overlap":
+        return {"fusion": kdist.FusionConfig(overlap=False)}
     if level == "level0":
         return {}
     # Every parameter, however small: these models have no big ones.

@@ -1,6 +1,7 @@
-"""Every model at every level of optimizer parallelism, and with overlap, equals one device.
+"""Every model at every level of optimizer parallelism, and without overlap, equals one device.
 
-These are the ways in which a model runs in chunks (levels 2 and 3, overlap) or does not (level 1).
+These are the ways in which a model runs in chunks (gradients leave early; from level 2 on they are
+freed; at level 3 parameters are gathered) or whole (without overlap).
 """
 
 from __future__ import annotations

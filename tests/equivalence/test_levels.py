@@ -120,7 +120,7 @@ def test_accumulated_gradients_equal_one_device(
     )
 
 
-OVERLAPPING = product(
+ONE_EXCHANGE = product(
     ("mlp", "gpt_tied", "resnet", "encoder", "dlrm"),
     (0, 1),
     ("none", "global_clipnorm", "gradient_accumulation", "ema_overwrite"),
@@ -129,10 +129,10 @@ OVERLAPPING = product(
 
 @pytest.mark.parametrize(
     ("name", "level", "feature"),
-    # test_every_level has a model with attention and overlap.
-    spread(OVERLAPPING, [("mlp", 1, "gradient_accumulation")]),
+    # test_every_level has a model with attention.
+    spread(ONE_EXCHANGE, [("mlp", 1, "gradient_accumulation")]),
 )
-def test_overlap_equals_one_device(name: str, level: int, feature: str, engine: str) -> None:
+def test_one_exchange_equals_one_device(name: str, level: int, feature: str, engine: str) -> None:
     import kdist
 
     compare(
@@ -141,5 +141,5 @@ def test_overlap_equals_one_device(name: str, level: int, feature: str, engine: 
         optimizer=OPTIMIZERS["adamw"],
         engine=engine,
         features=[FEATURES[feature]],
-        config={**config(level), "fusion": kdist.FusionConfig(overlap=True)},
+        config={**config(level), "fusion": kdist.FusionConfig(overlap=False)},
     )

@@ -68,7 +68,7 @@ DTYPES = ("float64", "float32", "mixed_float16", "mixed_bfloat16")
     ),
 )
 def test_level_in_every_precision(level: str, dtype: str, mesh: str, engine: str) -> None:
-    # Levels 2 and 3 and overlap run in chunks, which compute casts of gathered parameters again.
+    # Chunks of levels 2 and 3 compute casts of gathered parameters again.
     expected, actual = compare(
         BY_NAME["mlp"],
         MESHES[mesh],

@@ -77,18 +77,18 @@ def blocks(stateful: bool = False) -> keras.Model:
     return keras.Model(inputs, layers.Dense(OUTPUTS, name="head")(x), name="blocks")
 
 
-def compiled(axes: dict[str, int], stateful: bool = False) -> keras.Model:
+def compiled(axes: dict[str, int], stateful: bool = False, overlap: bool = True) -> keras.Model:
     cuts = CUTS if "model" in axes else None
     # Kernels travel alone; vectors, which have few bytes, together.
-    fusion = kdist.FusionConfig(mode="size", size_mb=1 / 1024)
+    fusion = kdist.FusionConfig(mode="size", size_mb=1 / 1024, overlap=overlap)
     config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts, fusion=fusion)
     model = kdist.parallelize(blocks(stateful), config)
     model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     return model
 
 
-def trained(axes: dict[str, int], stateful: bool = False) -> Trained:
-    model = compiled(axes, stateful)
+def trained(axes: dict[str, int], stateful: bool = False, overlap: bool = True) -> Trained:
+    model = compiled(axes, stateful, overlap)
     return Trained(model, *first_step(model, X, Y))
 
 
@@ -227,10 +227,10 @@ def check_inner_transfers(run: Trained) -> None:
     assert {c.kind for c in collectives} == {"all-reduce"}
     assert {t.shape for t in found} == {c.shape for c in collectives}
     # The other members' parts go to one of them, and the sum goes to those that need it: of the
-    # first block's gradient, who updates the weights before it.
+    # first block's gradient, who updates the weights before it, maybe where it was made.
     sums = [t for t in found if "/group" in t.tensor]
     assert len(found) - len(sums) == len(collectives) * pairs
-    assert (len(collectives) - 1) * pairs < len(sums) <= len(collectives) * pairs
+    assert (len(collectives) - 1) * pairs <= len(sums) <= len(collectives) * pairs
 
 
 def check_collectives(run: Trained) -> None:

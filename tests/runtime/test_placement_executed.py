@@ -90,10 +90,19 @@ def test_transfers_are_the_planned_ones(any_mesh: Trained) -> None:
     check_batch_is_cut(any_mesh, X.nbytes + Y.nbytes)
 
 
-def test_programs_are_kept_as_one_node_each(one_graph: Trained) -> None:
+def test_programs_are_kept_as_one_node_for_each_chunk(one_graph: Trained) -> None:
+    """The forward pass is one with the head's gradients; each other Dense layer has a chunk."""
     products = one_graph.step.select(PRODUCTS)
-    assert len({n.call for n in products}) == one_graph.topology.data_size
+    assert len({n.call for n in products}) == one_graph.topology.data_size * (1 + 2 * BLOCKS)
     assert "" not in {n.call for n in products}
+
+
+def test_programs_without_overlap_are_kept_as_one_node_each() -> None:
+    run = trained({"data": 4}, overlap=False)
+    check_every_device_computes(run)
+    calls = {n.call for n in run.step.select(PRODUCTS)}
+    assert len(calls) == 4
+    assert "" not in calls
 
 
 def test_inlined_programs_compute_on_the_same_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +112,7 @@ def test_inlined_programs_compute_on_the_same_devices(monkeypatch: pytest.Monkey
         "_function",
         lambda self, fn, jit, seeds=0: tf.function(fn, autograph=False),
     )
-    run = trained({"data": 4})
+    run = trained({"data": 4}, overlap=False)
     assert {n.call for n in run.step.select(PRODUCTS)} == {""}
     found = Counter(n.device for n in run.step.select(PRODUCTS))
     assert found == dict.fromkeys(run.topology.devices, FORWARD + BACKWARD)
@@ -131,9 +140,9 @@ def test_batches_of_unknown_size_send_their_shares_too() -> None:
         functions = executed.watch(lambda: model.fit(x, y, batch_size=ROWS, verbose=0))
     run = Trained(model, parts, functions)
     expected = expected_transfers(run, leaves=2)
-    # Each slice's number of rows; its share of the rows, and of each of the one loss's terms.
+    # Each slice's number of rows; its share of each of the one loss's terms.
     expected["data"] += 3
-    expected["share"] = 2 * 3
+    expected["share"] = 3
     assert run.parts.table(run.step) == expected
 
 
