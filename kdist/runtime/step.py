@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from kdist.graphs.write_order import writes_after_reads
 from kdist.optimizer.gradients import GradientSource
 from kdist.optimizer.reduction import Reduction
 from kdist.optimizer.update import DistributedUpdate
@@ -97,9 +98,10 @@ class Step:
             loss: The loss.
             reduction: What sums the gradients, if it has begun.
         """
-        self._keep_state(batch, results, training=True)
-        self.apply_results(results, reduction)
-        return self._logs(batch, results, loss)
+        with writes_after_reads():
+            self._keep_state(batch, results, training=True)
+            self.apply_results(results, reduction)
+            return self._logs(batch, results, loss)
 
     def apply_results(
         self, results: Sequence[dict[str, Any]], reduction: Reduction | None = None
@@ -143,7 +145,8 @@ class Step:
 
         there = begin if self.program.state.trainable else None
         results, loss = self._differentiated(batch, scale, there)
-        self._keep_state(batch, results, training=True)
+        with writes_after_reads():
+            self._keep_state(batch, results, training=True)
         if there is not None and not begun:
             begin(self._source(results), self._connected(results))
         found = self._whole(begun[0], scale) if begun else []
@@ -165,7 +168,8 @@ class Step:
         """Updates the parameters from whole gradients, which have travelled before."""
         source = WholeGradients(gradients, self._scale(), self.runner.entries)
         there = [v for v, g in enumerate(gradients) if g is not None]
-        self.update.apply(self.update.begin(source, there, compress=False))
+        with writes_after_reads():
+            self.update.apply(self.update.begin(source, there, compress=False))
 
     def test(self, data: Any, known_size: bool = True) -> dict[str, Any]:
         """One evaluation step on a global batch; returns the logs; see `train`."""
@@ -182,15 +186,17 @@ class Step:
         self, batch: SplitBatch, results: Sequence[dict[str, Any]], loss: Any
     ) -> dict[str, Any]:
         """State and metrics after evaluation."""
-        self._keep_state(batch, results, training=False)
-        return self._logs(batch, results, loss)
+        with writes_after_reads():
+            self._keep_state(batch, results, training=False)
+            return self._logs(batch, results, loss)
 
     def predict(self, data: Any, known_size: bool = True) -> Any:
         """Outputs for a global batch, rows in order."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         batch = self.cut(x, None, None)
         results = self.runner.outputs(batch)
-        self._combine(*self._changed(results, training=False), batch)
+        with writes_after_reads():
+            self._combine(*self._changed(results, training=False), batch)
         return join([r["outputs"] for r in results], batch.counts)
 
     def split(self, data: Any, known_size: bool = True) -> SplitBatch:

@@ -1,0 +1,143 @@
+"""In the step that TensorFlow executes, a variable is written after all reads that came before.
+
+Read from the optimized graphs of all devices: between a read and a write of one variable there must
+be a path, one way or the other, or which of them comes first is a matter of luck.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import kdist
+from kdist._compat.run_metadata import function_graphs
+from kdist.graphs.write_order import READS
+from kdist.runtime import step
+
+import keras
+import pytest
+
+from ..equivalence.harness import Run, compiled, precision
+from ..equivalence.matrix import MESHES
+from ..equivalence.optimizer_zoo import OPTIMIZERS
+from ..equivalence.zoo import BY_NAME
+
+Name = tuple[int, str]
+
+
+class Executed:
+    """The partition graphs of the largest function that a call ran, as one graph."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        found = max(
+            function_graphs(call), key=lambda g: sum(len(part.node) for part in g.partition_graphs)
+        )
+        self.nodes: dict[Name, Any] = {
+            (k, node.name): node
+            for k, part in enumerate(found.partition_graphs)
+            for node in part.node
+        }
+        sends = {self._key(node): name for name, node in self._of_types("_Send", "_HostSend")}
+        self.after: dict[Name, list[Name]] = defaultdict(list)
+        for name, node in self.nodes.items():
+            for source in (tensor.lstrip("^").split(":")[0] for tensor in node.input):
+                self.after[name[0], source].append(name)
+            if node.op in ("_Recv", "_HostRecv"):
+                self.after[sends[self._key(node)]].append(name)
+
+    def _of_types(self, *types: str) -> Iterable[tuple[Name, Any]]:
+        return [(name, node) for name, node in self.nodes.items() if node.op in types]
+
+    @staticmethod
+    def _key(node: Any) -> tuple[bytes, ...]:
+        return tuple(node.attr[a].s for a in ("tensor_name", "send_device", "recv_device"))
+
+    def by_variable(self) -> dict[Name, tuple[list[Name], list[Name]]]:
+        """Reads and writes of each variable, by the name of its handle."""
+        found: dict[Name, tuple[list[Name], list[Name]]] = defaultdict(lambda: ([], []))
+        for name, node in self.nodes.items():
+            if node.op in READS or (node.op.startswith("Assign") and "Variable" in node.op):
+                handle = node.input[0].split(":")[0]
+                while self.nodes[name[0], handle].op == "Identity":
+                    handle = self.nodes[name[0], handle].input[0].split(":")[0]
+                found[name[0], handle][node.op not in READS].append(name)
+        return found
+
+    def comes_before(self, first: Name, then: Name) -> bool:
+        """Whether there is a path."""
+        seen, stack = {first}, [first]
+        while stack:
+            for name in self.after[stack.pop()]:
+                if name == then:
+                    return True
+                if name not in seen:
+                    seen.add(name)
+                    stack.append(name)
+        return False
+
+    def undecided(self) -> list[tuple[Name, Name]]:
+        """Reads and writes of one variable of which either may be first."""
+        return [
+            (read, write)
+            for reads, writes in self.by_variable().values()
+            for read in reads
+            for write in writes
+            if not self.comes_before(read, write) and not self.comes_before(write, read)
+        ]
+
+
+PIPES = {"pipe2_data2": {"pipe": 2, "data": 2}, "all": {"pipe": 2, "data": 2, "model": 2}}
+
+
+def executed(optimizer: str, level: int, mesh: str, name: str = "mlp") -> Executed:
+    config: dict[str, Any] = {}
+    if level:
+        config["optimizer"] = kdist.OptimizerConfig(level=level, threshold_kb=0)
+    if mesh in PIPES:
+        config["pipeline"] = kdist.PipelineConfig(micro_batches=2)
+    run = Run(
+        case=BY_NAME[name],
+        mesh_axes=({**MESHES, **PIPES})[mesh],
+        optimizer=OPTIMIZERS[optimizer],
+        config=config,
+    )
+    with precision(run.dtype):
+        model = compiled(run, "kdist")
+        x, y, _ = run.case.data(0, 8)
+        return Executed(lambda: model.train_on_batch(x, y))
+
+
+@pytest.mark.parametrize("mesh", ["data4", "data2_model2"])
+@pytest.mark.parametrize(
+    ("optimizer", "level"), [("muon", 0), ("muon", 1), ("muon", 3), ("lamb", 2), ("adam", 3)]
+)
+def test_a_step_reads_before_it_writes(optimizer: str, level: int, mesh: str) -> None:
+    found = executed(optimizer, level, mesh)
+    assert sum(len(writes) for _, writes in found.by_variable().values()) > 20
+    assert found.undecided() == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["data4", "data2_model2", *PIPES])
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("optimizer", ["muon", "lamb", "adam", "sgd_momentum"])
+@pytest.mark.parametrize("name", ["gpt_tied", "dlrm"])
+def test_every_step_reads_before_it_writes(
+    name: str, optimizer: str, level: int, mesh: str
+) -> None:
+    assert executed(optimizer, level, mesh, name).undecided() == []
+
+
+def test_without_the_barrier_it_is_a_matter_of_luck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "writes_after_reads", contextlib.nullcontext)
+    assert executed("muon", 1, "data2_model2").undecided()
+
+
+def test_evaluation_and_prediction() -> None:
+    run = Run(case=BY_NAME["mlp"], mesh_axes=MESHES["data2_model2"], optimizer=OPTIMIZERS["muon"])
+    model: keras.Model = compiled(run, "kdist")
+    x, y, _ = run.case.data(0, 8)
+    for call in (lambda: model.test_on_batch(x, y), lambda: model.predict_on_batch(x)):
+        assert Executed(call).undecided() == []
