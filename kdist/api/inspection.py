@@ -114,7 +114,7 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
     collectives: Sequence[Collective] = ()
     islands: Sequence[Island] = ()
     if parallel.compute.inner_size > 1 and not parallel.fallbacks and not parallel.whole_loss:
-        runner = parallel.spmd_runner()
+        runner = parallel.mesh_runner()
         if not runner.recorded():
             runner.lower_without_loss(_zeros(model, batch_size or len(parallel.topology.devices)))
         collectives, islands = runner.recorded(), runner.islands()
@@ -154,5 +154,5 @@ def _gathered(parallel: Parallel) -> list[str]:
         e.placement.path for e in parallel.entries.values() if e.placement.data_dim is not None
     ]
     if parallel.compute.inner_size > 1 and not parallel.fallbacks and not parallel.whole_loss:
-        paths += parallel.spmd_runner().gathered_paths()
+        paths += parallel.mesh_runner().gathered_paths()
     return paths

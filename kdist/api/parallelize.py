@@ -20,7 +20,7 @@ from kdist.graphs.instantiation import traced_without_collection
 from kdist.optimizer.update import DistributedUpdate
 from kdist.runtime.keras_contract import adapt_callbacks, as_spec, is_built, peek, step_function
 from kdist.runtime.loss_terms import loss_terms
-from kdist.runtime.mesh_step import SpmdFunction
+from kdist.runtime.mesh_step import MeshFunction
 from kdist.runtime.metrics import overrides
 from kdist.runtime.step import Step
 from kdist.storage.variables import materialised
@@ -291,9 +291,9 @@ class Parallel(SteppedModel):
         """What Keras calls: `kind` is "train", "test" or "predict"."""
         self._prepare(kind, example)
         no_batch = self.no_batch if kind == "train" else (lambda: None)
-        if self.uses_spmd if kind == "predict" else self.trains_over_spmd:
-            function = SpmdFunction(
-                self.spmd_step,
+        if self.uses_inner_axes if kind == "predict" else self.trains_over_inner_axes:
+            function = MeshFunction(
+                self.mesh_step,
                 kind,
                 lambda: getattr(self.plain_step, kind),
                 self.model,
@@ -372,7 +372,11 @@ class Parallel(SteppedModel):
                 )
             with tf.init_scope():  # maybe called while the user's own tf.function is traced
                 self._prepare("train", example)
-        return self.spmd_step if self.trains_over_spmd and not self.fallbacks else self.plain_step
+        return (
+            self.mesh_step
+            if self.trains_over_inner_axes and not self.fallbacks
+            else self.plain_step
+        )
 
     def _build(self, kind: str, example: Any) -> None:
         """Creates the variables of layers, metrics, losses and the optimizer, if missing."""

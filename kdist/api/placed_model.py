@@ -21,14 +21,13 @@ from kdist.optimizer.compressed import KnownStates
 from kdist.optimizer.gather import gather_groups
 from kdist.optimizer.update import DistributedUpdate
 from kdist.optimizer.wrappers import optimizer_groups, row_updates, whole_updates
-from kdist.pipeline.formulas import live_formula
 from kdist.plan.fusion_groups import bucket_keys
 from kdist.plan.partition import Spread, spread
 from kdist.plan.plan import Plan, make_plan
 from kdist.program.fixed_batch import refuse_fixed_batch, refuse_row_state
 from kdist.runtime.chunking import Chunking
 from kdist.runtime.keras_contract import is_built
-from kdist.runtime.loss_terms import LossTerm, whole_loss
+from kdist.runtime.loss_terms import LossTerm, whole_loss, whole_loss_note
 from kdist.sharding.placement import Placement, shape_of
 from kdist.stages.stages import StagedModel, stages_given
 from kdist.storage.sparse import LookUp, gradients_of_rows, looked_up
@@ -260,18 +259,8 @@ class PlacedModel:
     @property
     def whole_loss_note(self) -> str:
         """One line about that, for the user."""
-        how = "computed once, over the gathered outputs of all replicas"
-        if self.compute.inner_size > 1:
-            how = "computed over the whole batch, on gathered weights"
-        pipeline = self.config.pipeline
-        if pipeline is not None:
-            stages, count = self.topology.num_stages, pipeline.micro_batches
-            usual = live_formula("1f1b", stages, count)
-            how += (
-                ". All forwards of a step run before its first backward, so each stage keeps the "
-                f"activations of {count} micro-batches at once, where 1f1b keeps {usual} (by stage)"
-            )
-        return f"{self.whole_loss}: {how}"
+        stages = self.topology.num_stages
+        return whole_loss_note(self.whole_loss, self.compute, stages, self.config.pipeline)
 
     def _whole_batch(self) -> WholeBatch | None:
         """Why `data` must be inside DTensor, None if replicas compute apart."""

@@ -17,8 +17,8 @@ from kdist.runtime.chunked_runner import ChunkedRunner
 from kdist.runtime.chunking import Chunking
 from kdist.runtime.inner_axes import InnerAxes
 from kdist.runtime.loss_terms import OVERRIDDEN
-from kdist.runtime.mesh_runner import SpmdRunner
-from kdist.runtime.mesh_step import SpmdPipelineStep, SpmdStep
+from kdist.runtime.mesh_runner import MeshRunner
+from kdist.runtime.mesh_step import MeshPipelineStep, MeshStep
 from kdist.runtime.metrics import overrides
 from kdist.runtime.one_device import OneDevice
 from kdist.runtime.pipeline_runner import PipelineRunner
@@ -53,7 +53,7 @@ class SteppedModel(PlacedModel):
         self.recorder: Recorder | None = None
         self.row_studies: dict[bool, ModelStudy] = {}
         self.observed = False
-        self._spmd_runner: SpmdRunner | PipelineRunner | None = None
+        self._mesh_runner: MeshRunner | PipelineRunner | None = None
         self._said: set[str] = set()
 
     def forget_steps(self, jit_compile: bool | str) -> None:
@@ -62,9 +62,9 @@ class SteppedModel(PlacedModel):
         self.fallbacks = [line for line in self.fallbacks if line != self.whole_loss_note]
         self.program = self.update = self.loss_terms = None
         self.schedule_stages()
-        self._spmd_runner = None
+        self._mesh_runner = None
         self.__dict__.pop("plain_step", None)
-        self.__dict__.pop("spmd_step", None)
+        self.__dict__.pop("mesh_step", None)
 
     def study_rows(self, training: bool) -> ModelStudy:
         """Where rows of the batch meet in the model, looked at on first use; warns of it, once.
@@ -140,14 +140,14 @@ class SteppedModel(PlacedModel):
         return super().chunking
 
     @property
-    def uses_spmd(self) -> bool:
+    def uses_inner_axes(self) -> bool:
         """Whether slices are DTensor meshes: they have several devices, and no debugging."""
         return self.compute.inner_size > 1 and not self.model.run_eagerly
 
     @property
-    def trains_over_spmd(self) -> bool:
+    def trains_over_inner_axes(self) -> bool:
         """Whether losses are computed there too; those over the whole batch are not."""
-        return self.uses_spmd and not self.whole_loss
+        return self.uses_inner_axes and not self.whole_loss
 
     def no_batch(self) -> None:
         """Does what Keras's step has done by the time it learns that the data has run out."""
@@ -163,7 +163,7 @@ class SteppedModel(PlacedModel):
 
     def gathers(self) -> list[tuple[int, ...]]:
         """See `PlacedModel.gathers`; once the step is traced, what it does."""
-        steps = [self.__dict__.get(name) for name in ("spmd_step", "plain_step")]
+        steps = [self.__dict__.get(name) for name in ("mesh_step", "plain_step")]
         for runner in (step.runner for step in steps if step is not None):
             made = runner if isinstance(runner, PipelineRunner) else getattr(runner, "chunks", None)
             if made is not None and made.gathers is not None:
@@ -219,16 +219,16 @@ class SteppedModel(PlacedModel):
         return WholeLossStep(self, runner) if self.whole_loss else Step(self, runner)
 
     @functools.cached_property
-    def spmd_step(self) -> SpmdStep:
+    def mesh_step(self) -> MeshStep:
         """Steps on one DTensor mesh per slice."""
-        runner = self.spmd_runner()
+        runner = self.mesh_runner()
         if isinstance(runner, PipelineRunner):
-            return SpmdPipelineStep(self, runner)
-        return SpmdStep(self, runner)
+            return MeshPipelineStep(self, runner)
+        return MeshStep(self, runner)
 
-    def spmd_runner(self) -> SpmdRunner | PipelineRunner:
+    def mesh_runner(self) -> MeshRunner | PipelineRunner:
         """Runs the programs over DTensor; made on first use."""
-        if self._spmd_runner is None:
+        if self._mesh_runner is None:
             if self.program is None:
                 self.place()
                 self.program = self.make_program()
@@ -242,9 +242,9 @@ class SteppedModel(PlacedModel):
                     alltoall,
                     self.model,
                 )
-                self._spmd_runner = self._pipeline(self.program, backend)
+                self._mesh_runner = self._pipeline(self.program, backend)
             else:
-                self._spmd_runner = SpmdRunner(
+                self._mesh_runner = MeshRunner(
                     self.program,
                     self.trainable(),
                     self.layouts,
@@ -253,7 +253,7 @@ class SteppedModel(PlacedModel):
                     alltoall=alltoall,
                     **self._wanted(),
                 )
-        return self._spmd_runner
+        return self._mesh_runner
 
     def _pipeline(self, program: PipelineProgram, backend: Any) -> PipelineRunner:
         """Runs the stages on one kind of slice."""

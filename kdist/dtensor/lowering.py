@@ -191,7 +191,7 @@ def lower(
         layers: Paths of the model's layers, to say which of them causes a collective.
 
     Raises:
-        tf.errors.OpError, ValueError: DTensor cannot expand it; see `spmd_limits.explain`.
+        tf.errors.OpError, ValueError: DTensor cannot expand it; see `limits.explain`.
     """
     tagged = _tagged(function, layouts)
     # What DTensor is called with is eager, wherever this is called.

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor
 
 
-class SpmdPrograms:
+class MeshPrograms:
     """Pure functions over DTensors; counterparts of those of `Program`.
 
     Args:

@@ -47,7 +47,7 @@ class InnerAxes:
     Attributes:
         exact: See `OneDevice`.
         functions: See `OneDevice`.
-        gather_first: Whether gradients are gathered before they are cut; see `spmd.Trace`.
+        gather_first: Whether gradients are gathered before they are cut; see `relayout.Trace`.
     """
 
     exact, functions = True, StageFunctions

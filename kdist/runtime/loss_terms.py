@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist._compat import keras_trainer
+from kdist.config.pipeline import PipelineConfig
+from kdist.pipeline.formulas import live_formula
 from kdist.rows import Flow, NotStudied, study
 from kdist.runtime.metrics import overrides
+from kdist.sharding.mesh import Topology
 
 import keras
 import tensorflow as tf
@@ -164,3 +167,27 @@ class _Seen:
         """What Keras combines: the loss's values, and the mask that it may put on them."""
         values = self.loss.call(y_true, y_pred)
         return values, keras_trainer.get_mask(values)
+
+
+def whole_loss_note(
+    why: str, compute: Topology, stages: int, pipeline: PipelineConfig | None
+) -> str:
+    """One line for the user about a loss over the whole batch.
+
+    Args:
+        why: Why it is, as `whole_loss` says.
+        compute: The mesh as programs see it.
+        stages: Number of pipeline stages.
+        pipeline: Settings of the pipeline, if there is one.
+    """
+    how = "computed once, over the gathered outputs of all replicas"
+    if compute.inner_size > 1:
+        how = "computed over the whole batch, on gathered weights"
+    if pipeline is not None:
+        count = pipeline.micro_batches
+        usual = live_formula("1f1b", stages, count)
+        how += (
+            ". All forwards of a step run before its first backward, so each stage keeps the "
+            f"activations of {count} micro-batches at once, where 1f1b keeps {usual} (by stage)"
+        )
+    return f"{why}: {how}"

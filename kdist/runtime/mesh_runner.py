@@ -1,7 +1,7 @@
 """Running programs over the inner axes, in the step's graph.
 
 Each slice's devices hold parts of every tensor (`kdist.dtensor.sharded`). A program is lowered once
-(`spmd_call`, `spmd_program`) and is nodes of the step's graph on each slice's devices, like what
+(`kdist.dtensor.call`) and is nodes of the step's graph on each slice's devices, like what
 `PlainRunner` runs on one device per slice.
 """
 
@@ -16,7 +16,7 @@ from kdist.dtensor.inputs import SliceInputs
 from kdist.dtensor.lowered import Collective
 from kdist.dtensor.lowering import Island
 from kdist.dtensor.model_layouts import ModelLayouts
-from kdist.dtensor.program_layouts import SpmdPrograms
+from kdist.dtensor.program_layouts import MeshPrograms
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.program.batch import SplitBatch
 from kdist.program.loss import shares_from_counts
@@ -35,7 +35,7 @@ WHOLE_RESULTS = ("loss", "terms", "loss_parts", "outputs", "masks")
 """What a step needs as whole tensors."""
 
 
-class SpmdRunner:
+class MeshRunner:
     """Runs a model's programs over the inner axes; the counterpart of `PlainRunner`.
 
     Args:
@@ -69,7 +69,7 @@ class SpmdRunner:
         self.inputs = SliceInputs(
             program.state, entries, self.topology, self.mesh, storage, layouts.tell_uncut
         )
-        self.programs = SpmdPrograms(program, entries, storage, layouts, want_outputs, want_parts)
+        self.programs = MeshPrograms(program, entries, storage, layouts, want_outputs, want_parts)
         paths = [
             layer.path or layer.name for layer in layouts.model_layers if layer is not program.model
         ]

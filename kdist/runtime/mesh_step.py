@@ -25,7 +25,7 @@ import tensorflow as tf
 SHOWN_RESULTS = ("terms", "loss_parts", "outputs")
 
 
-class SpmdStep(Step):
+class MeshStep(Step):
     """The steps of one compiled model whose slices have inner axes; see `Step`."""
 
     def __init__(self, *args: Any) -> None:
@@ -80,12 +80,12 @@ class SpmdStep(Step):
         self._apply_whole(gradients)
 
 
-class SpmdPipelineStep(SpmdStep, PipelineStep):
+class MeshPipelineStep(MeshStep, PipelineStep):
     """The steps of a pipeline whose stages have inner axes."""
 
     @property
     def micro_batches(self) -> int:
-        """See `SpmdStep`."""
+        """See `MeshStep`."""
         return int(self.runner.schedule.micro_batches)
 
 
@@ -99,7 +99,7 @@ def as_tensors(data: Any) -> Any:
     return keras.tree.map_structure(convert, data)
 
 
-class SpmdFunction:
+class MeshFunction:
     """What Keras calls as the train, test or predict function of a model with inner axes.
 
     Falls back, once and with a warning that says why, to plain devices with gathered weights, for
@@ -116,7 +116,7 @@ class SpmdFunction:
 
     def __init__(
         self,
-        steps: SpmdStep,
+        steps: MeshStep,
         kind: str,
         plain: Callable[[], Callable],
         model: keras.Model,

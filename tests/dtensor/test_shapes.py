@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import kdist
-from kdist.dtensor import call as spmd_call
-from kdist.dtensor import expansion
-from kdist.runtime.mesh_step import SpmdStep
+from kdist.dtensor import call, expansion
+from kdist.runtime.mesh_step import MeshStep
 
 import keras
 import numpy as np
@@ -38,7 +37,7 @@ class Counts:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.traces = self.lowered = 0
-        cut, lower = SpmdStep.cut, spmd_call.lower
+        cut, lower = MeshStep.cut, call.lower
 
         def counted_cut(*args: Any) -> Any:
             self.traces += not tf.executing_eagerly()
@@ -48,8 +47,8 @@ class Counts:
             self.lowered += 1
             return lower(*args)
 
-        monkeypatch.setattr(SpmdStep, "cut", counted_cut)
-        monkeypatch.setattr(spmd_call, "lower", counted_lower)
+        monkeypatch.setattr(MeshStep, "cut", counted_cut)
+        monkeypatch.setattr(call, "lower", counted_lower)
         monkeypatch.setattr(expansion, "lower", counted_lower)
 
 

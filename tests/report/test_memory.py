@@ -8,16 +8,13 @@ parameters too (3). What is below the threshold stays whole.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import kdist
 from kdist.api.parallelize import attached
-from kdist.graphs.live_tensors import LiveTensors, Op
 from kdist.report import memory
 from kdist.sharding.device import Device
 
@@ -26,91 +23,27 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-REPLICAS = 4
-WIDTH, LAYERS, ROWS = 16, 6, 8
-KERNEL, BIAS = 4 * WIDTH * WIDTH, 4 * WIDTH
-CUT, WHOLE = LAYERS * KERNEL, LAYERS * BIAS
-# A device's own step counter (int64) and learning rate (float32).
-SCALARS = 8 + 4
-
-
-def build(layers: int) -> keras.Model:
-    keras.utils.set_random_seed(0)
-    x = inputs = keras.Input((WIDTH,))
-    for _ in range(layers):
-        x = keras.layers.Dense(WIDTH, "tanh")(x)
-    return keras.Model(inputs, x)
-
-
-def prepared(
-    level: int,
-    replicas: int = REPLICAS,
-    layers: int = LAYERS,
-    bucket_bytes: int = KERNEL,
-    make: Callable[[], keras.Model] | None = None,
-    mesh: Any = None,
-    layout_map: Any = None,
-    pipeline: Any = None,
-    **options: Any,
-) -> keras.Model:
-    """A model that is about to train: all there is to its step, without having run it."""
-    spread = kdist.OptimizerConfig(level=level, threshold_kb=KERNEL / 1024, **options)
-    # A bucket is a kernel: a model so small would travel in one or two.
-    fusion = kdist.FusionConfig(mode="size", size_mb=bucket_bytes / 2**20)
-    config = kdist.ParallelConfig(
-        mesh=mesh or kdist.mesh(data=replicas),
-        optimizer=spread,
-        fusion=fusion,
-        layout_map=layout_map or {},
-        pipeline=pipeline,
-    )
-    model = kdist.parallelize(make() if make else build(layers), config)
-    model.compile("adam", "mse")
-    batch = np.zeros((ROWS, WIDTH), np.float32)
-    attached(model)._prepare("train", (batch, batch, None))
-    return model
-
-
-@pytest.fixture(scope="module")
-def at_level() -> Iterator[Callable[[int], keras.Model]]:
-    """One model per level, for all tests; the step of each is analysed once."""
-    made: dict[int, keras.Model] = {}
-
-    def get(level: int) -> keras.Model:
-        if level not in made:
-            made[level] = prepared(level)
-        return made[level]
-
-    yield get
-    made.clear()
-
-
-def analysed(model: keras.Model) -> LiveTensors:
-    found = memory.analyse(attached(model), ROWS)
-    assert isinstance(found, LiveTensors)
-    return found
-
-
-def chunk(model: keras.Model) -> int:
-    """Bytes of the parameters of the largest chunk; of a step that has been traced."""
-    chunks = attached(model).plain_step.runner.chunks
-    sizes: Counter[int] = Counter()
-    for position, number in chunks.chunk_of.items():
-        sizes[number] += 4 * math.prod(chunks.entries[position].variable.shape)
-    return max(sizes.values())
-
-
-def bucket(model: keras.Model) -> int:
-    """Bytes of the largest bucket; a kernel of one owner is none, but travels like one."""
-    update = attached(model).update
-    assert update is not None
-    sizes = [4 * sum(math.prod(s) for s in one.shapes) for one in update.jobs.buckets]
-    return max([*sizes, KERNEL])
-
-
-def most(live: LiveTensors, *kinds: Any) -> int:
-    return max(live.peak(f"/device:CPU:{n}", kinds).nbytes for n in range(REPLICAS))
-
+from .memory_parts import (
+    BIAS,
+    CUT,
+    KERNEL,
+    LAYERS,
+    REPLICAS,
+    ROWS,
+    SCALARS,
+    WHOLE,
+    WIDTH,
+    analysed,
+    bucket,
+    build,
+    chunk,
+    gradients_at_level_2,
+    most,
+    parameters_at_level_3,
+    prepared,
+    values_at_level_2,
+    with_edges,
+)
 
 # -- variables -----------------------------------------------------------------------------------
 
@@ -177,22 +110,6 @@ def test_new_values_take_the_place_of_gradients_at_level_1() -> None:
     assert most(live, "gradient") == everything
     joined = layers * KERNEL / REPLICAS
     assert everything < most(live, "gradient", "gathered") <= everything + joined
-
-
-def gradients_at_level_2(live: LiveTensors, model: keras.Model) -> bool:
-    """Own shards, the chunk at work, and a bucket in flight."""
-    allowed = CUT / REPLICAS + WHOLE + chunk(model) + bucket(model)
-    return most(live, "gradient") <= allowed
-
-
-def values_at_level_2(live: LiveTensors, model: keras.Model) -> bool:
-    """New values of the bucket that arrives, and of one in flight."""
-    return most(live, "gathered") <= 2 * bucket(model)
-
-
-def parameters_at_level_3(live: LiveTensors, model: keras.Model) -> bool:
-    """Those of the chunk at work, and of one in flight."""
-    return most(live, "gathered") <= 2 * chunk(model)
 
 
 @pytest.mark.parametrize("level", [2, 3])
@@ -278,7 +195,7 @@ def inner(level: int) -> keras.Model:
 def test_slices_with_inner_axes_free_too() -> None:
     """The part of the model on a device is cut over two replicas: at level 3, half of it."""
     whole, cut = analysed(inner(0)), analysed(model := inner(3))
-    chunks = attached(model).spmd_step.runner.chunks  # type: ignore[union-attr]
+    chunks = attached(model).mesh_step.runner.chunks  # type: ignore[union-attr]
     assert chunks is not None
     sizes = Counter(chunks.chunk_of.values())
     assert max(sizes.values()) == 2  # a kernel and a bias
@@ -322,59 +239,6 @@ def test_whole_parameters_dealt_out() -> None:
     assert live.peak("/device:CPU:0", ["gathered"]).nbytes <= 4 * BIAS
     own = with_edges(live, lambda op: op, shared_memory=False)
     assert own.peak("/device:CPU:0", ["gathered"]).nbytes <= 2 * chunk(model)
-
-
-# -- every edge counts ---------------------------------------------------------------------------
-
-
-def with_edges(
-    live: LiveTensors, change: Callable[[Op], Op], shared_memory: bool = True
-) -> LiveTensors:
-    """The same step with other control edges."""
-    kinds = live._kinds
-    gradients = [o for o, kind in kinds.items() if kind == "gradient"]
-    return LiveTensors(
-        map(change, live.ops.values()),
-        gradients,
-        live.parameters,
-        writes=live.writes,
-        shared_memory=shared_memory,
-    )
-
-
-def without_waits(*ops: str) -> Callable[[Op], Op]:
-    return lambda op: dataclasses.replace(op, waits=()) if op.kind in ops else op
-
-
-CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-
-
-def test_a_backward_pass_that_does_not_wait_is_seen(at_level: Callable) -> None:
-    model = at_level(2)
-    changed = with_edges(analysed(model), without_waits(*CALLS))
-    assert not gradients_at_level_2(changed, model)
-
-
-def test_new_values_that_travel_all_at_once_are_seen(at_level: Callable) -> None:
-    model = at_level(2)
-    live = analysed(model)
-    moves = {op.kind for op in live.ops.values()} - {*CALLS, "AssignVariableOp"}
-    # Where memory is shared, a value is there once, on the owner that puts it together.
-    changed = with_edges(live, without_waits(*moves), shared_memory=False)
-    assert most(changed, "gathered") > 2 * WHOLE + 4 * bucket(model)
-
-
-def test_gathers_without_a_gate_are_seen(at_level: Callable) -> None:
-    model = at_level(3)
-    changed = with_edges(analysed(model), without_waits("ReadVariableOp", "ConcatV2", "Const"))
-    assert not parameters_at_level_3(changed, model)
-
-
-def test_parts_that_are_sent_at_once_are_seen(at_level: Callable) -> None:
-    model = at_level(3)
-    live = analysed(model)
-    changed = with_edges(live, without_waits("ReadVariableOp"), shared_memory=False)
-    assert most(changed, "gathered") > 0.8 * CUT
 
 
 # -- inspect -------------------------------------------------------------------------------------

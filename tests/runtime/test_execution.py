@@ -3,52 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import kdist
 from kdist.api.parallelize import attached
 from kdist.graphs.executed import PRODUCTS, largest, watch
-from kdist.pipeline import Forward, get_schedule, live_formula
+from kdist.pipeline import Forward, get_schedule
 from kdist.runtime.pipeline_runner import PipelineRunner
 from kdist.runtime.recorder import Recorder
 
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
-WIDTH = 8
-
-
-def chain(layers: int = 8, width: int = WIDTH) -> keras.Model:
-    x = inputs = keras.Input((width,))
-    for i in range(layers):
-        x = keras.layers.Dense(width, "tanh", name=f"layer{i}")(x)
-    return keras.Model(inputs, x)
-
-
-def pipelined(schedule: Any, stages: int = 2, micro: int = 4, **options: Any) -> keras.Model:
-    model = kdist.PipelineModel(chain(), stages, micro, schedule, **options)
-    model.compile("sgd", "mse")
-    return model
-
-
-def data(rows: int = 16, width: int = WIDTH) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(0)
-    return rng.normal(size=(rows, width)), rng.normal(size=(rows, width))
-
-
-def recorded(model: keras.Model, steps: int = 2) -> Recorder:
-    recorder = attached(model).recorder = Recorder()
-    for _ in range(steps):
-        model.train_on_batch(*data())
-    return recorder
+from .pipeline_parts import WIDTH, chain, data, pipelined, recorded
 
 
 @pytest.mark.parametrize(
@@ -319,92 +289,6 @@ def test_a_wrong_pipeline_is_refused(change: Any, message: str) -> None:
         kdist.PipelineModel(chain(), **{"stages": 2, "micro_batches": 2, **change})
 
 
-class Own(keras.Model):
-    """A model whose loss is its own."""
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(*args, **kwargs)
-
-
-def own(layers: int = 4) -> keras.Model:
-    plain = chain(layers)
-    return Own(plain.inputs, plain.outputs)
-
-
-def test_a_loss_over_the_whole_batch_refuses_other_orders() -> None:
-    with pytest.raises(ValueError, match=r"'auto'.*Received: schedule='1f1b', and an overridden"):
-        kdist.PipelineModel(own(), 2, 2, "1f1b")
-    model = kdist.PipelineModel(chain(2), 2, 2, "zero_bubble")
-    model.compile("sgd", keras.losses.Dice())
-    with pytest.raises(ValueError, match="Received: schedule='zero_bubble', and the loss 'dice'"):
-        model.train_on_batch(*data())
-    kdist.PipelineModel(own(), 2, 1, "1f1b")  # one micro-batch has no other order
-    kdist.PipelineModel(own(), 2, 2, "gpipe")
-
-
-def test_a_loss_over_the_whole_batch_runs_all_forwards_once_and_first() -> None:
-    products = []
-    for make in (chain, own):
-        model = kdist.PipelineModel(make(4), 2, 4, data=2)
-        model.compile("sgd", "mse")
-        attached(model)._prepare("train", data())
-        step = largest(watch(lambda model=model: model.train_on_batch(*data())))
-        products.append(Counter(n.device for n in step.select(PRODUCTS)))
-    assert products[0] == products[1]
-    model = kdist.PipelineModel(own(4), 2, 4, data=2)
-    model.compile("sgd", "mse")
-    recorder = recorded(model)
-    planned = get_schedule("gpipe", stages=2, micro_batches=4)
-    for replica in range(2):
-        assert recorder.executed(replica) == [list(row) for row in planned.stages]
-    notes = "\n".join(model.plan().notes)
-    assert "pipeline: gpipe, 2 stages" in notes
-    assert "activations of 4 micro-batches at once, where 1f1b keeps (2, 1)" in notes
-    model.compile("sgd", "mse")
-    assert "pipeline: gpipe" in "\n".join(model.plan().notes)
-
-
-def test_another_loss_gets_the_usual_schedule_back() -> None:
-    model = kdist.PipelineModel(chain(2), 2, 2)
-    for loss, schedule in ((keras.losses.Dice(), "gpipe"), ("mse", "1f1b")):
-        model.compile("sgd", loss)
-        model.train_on_batch(*data())
-        assert attached(model).staged.schedule.name == schedule
-
-
-class Looks(keras.layers.Layer):
-    """Notes whether it is called with values."""
-
-    def __init__(self) -> None:
-        super().__init__(name="looks")
-        self.seen: list[bool] = []
-
-    def call(self, x: Any) -> Any:
-        self.seen.append(tf.executing_eagerly())
-        return x
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_layers_run_op_by_op(schedule: str) -> None:
-    looks = Looks()
-    x = inputs = keras.Input((WIDTH,))
-    x = looks(keras.layers.Dense(WIDTH, name="first")(x))
-    network = keras.Model(inputs, keras.layers.Dense(WIDTH, name="head")(x))
-    model = kdist.PipelineModel(network, 2, 3, schedule, data=2)
-    model.compile("sgd", "mse", run_eagerly=True)
-    recorder = attached(model).recorder = Recorder()
-    for _ in range(2):
-        looks.seen.clear()
-        model.train_on_batch(*data())
-        assert sum(looks.seen) == 2 * 3  # replicas and micro-batches
-    planned = get_schedule(schedule, stages=2, micro_batches=3)
-    assert recorder.executed(1) == [list(row) for row in planned.stages]
-    looks.seen.clear()
-    model.evaluate(*data(), verbose=0)
-    model.predict(data()[0], verbose=0)
-    assert sum(looks.seen) == 2 * 2 * 3
-
-
 def test_a_timeline_is_of_pipelines() -> None:
     with pytest.raises(ValueError, match="PipelineTimeline is for"):
         plain = kdist.parallelize(chain(2), kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
@@ -427,88 +311,6 @@ def test_a_pipeline_prints(capsys: Any) -> None:
     assert "pipeline: interleaved, 2 stages, 4 micro-batches" in capsys.readouterr().out
     assert "interleaved, 4 micro-batches" in str(attached(model).config)
     assert dataclasses.is_dataclass(attached(model).config.pipeline)
-
-
-PEAK = """
-import sys
-import kdist
-kdist.init(cpu_devices=4)
-import tensorflow as tf
-from tests.pipeline.test_execution import chain
-
-model = kdist.PipelineModel(chain(8, 256), 4, 8, sys.argv[1])
-model.compile("sgd", "mse")
-x = tf.zeros((8192, 256))
-for _ in range(2):
-    model.train_on_batch(x, x)
-before = tf.config.experimental.get_memory_info("CPU:0")["current"]
-tf.config.experimental.reset_memory_stats("CPU:0")
-model.train_on_batch(x, x)
-print("peak", tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
-"""
-
-
-def peak(argument: str, program: str = PEAK) -> float:
-    """Bytes that a step needs beyond what is there between steps.
-
-    In a process of its own: TensorFlow counts them only while oneDNN is on, which it is not by
-    itself on every processor.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", program, argument],
-        env=os.environ | {"TF_ENABLE_ONEDNN_OPTS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
-        cwd=Path(__file__).resolve().parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return float(done.stdout.rpartition("peak ")[2])
-
-
-GATHERED = """
-import sys
-import kdist
-kdist.init(cpu_devices=4)
-import keras
-import tensorflow as tf
-
-x = inputs = keras.Input((1024,))
-for i in range(16):
-    x = keras.layers.Dense(1024, "tanh", use_bias=False)(x)
-config = kdist.ParallelConfig(
-    mesh=kdist.mesh(pipe=2, data=2),
-    optimizer=kdist.OptimizerConfig(level=3, threshold_kb=0, keep_gathered=sys.argv[1] == "keep"),
-    pipeline=kdist.PipelineConfig(micro_batches=2, schedule="interleaved", chunks=4),
-)
-model = kdist.parallelize(keras.Model(inputs, x), config)
-model.compile("sgd", "mse")
-x = tf.zeros((8, 1024))
-peaks = []
-for _ in range(9):
-    model.train_on_batch(x, x)
-    before = tf.config.experimental.get_memory_info("CPU:0")["current"]
-    tf.config.experimental.reset_memory_stats("CPU:0")
-    model.train_on_batch(x, x)
-    peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
-# Four devices share one allocator: what happens on them at a time differs from step to step.
-print(sorted(peaks))
-print("peak", sorted(peaks)[4])
-"""
-
-
-@pytest.mark.long
-def test_parameters_gathered_for_one_chunk_at_a_time_take_less() -> None:
-    # A quarter of a stage's parameters instead of all; the sums of gradients are there in both.
-    assert peak("free", GATHERED) < 0.75 * peak("keep", GATHERED)
-
-
-@pytest.mark.long
-def test_1f1b_keeps_less_than_gpipe_by_the_formula() -> None:
-    live = live_formula("1f1b", 4, 8)
-    assert live is not None
-    activations = 2 * 8192 // 8 * 256 * 4  # of two layers, for one micro-batch, float32
-    expected = sum(8 - kept for kept in live) * activations
-    assert peak("gpipe") - peak("1f1b") == pytest.approx(expected, rel=0.2)
 
 
 def test_a_loop_of_ones_own(float64: None) -> None:
