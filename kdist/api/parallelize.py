@@ -1,8 +1,7 @@
 """`parallelize`: turns a Keras model into one that trains over a mesh, staying the same object.
 
 Only this one model's methods that build the train, test and predict functions are replaced, on the
-instance; everything else (saving, cloning, `get_layer`, summary) is Keras's own code on Keras's own
-class.
+instance; all else (saving, cloning, `get_layer`, summary) is Keras's own code on its own class.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from kdist._compat import dtensor_internals, keras_optimizers
-from kdist.optimizer.slots import families, scalars
 from kdist.storage.variables import KEY, RowsBacking, backing_of
 
 import keras
@@ -101,8 +100,8 @@ class _Local:
 
     def __init__(self, optimizer: Any, variables: Sequence[keras.Variable]) -> None:
         self.optimizer, self.variables = optimizer, list(variables)
-        self._families = families(optimizer, len(self.variables))
-        self._scalars = scalars(optimizer)
+        self._families = keras_optimizers.families(optimizer, len(self.variables))
+        self._scalars = keras_optimizers.scalars(optimizer)
 
     def state_of(self, argument: Any) -> _State | None:
         """What an update reads and writes; None if some of it is in another format."""

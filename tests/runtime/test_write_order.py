@@ -18,6 +18,7 @@ from kdist.runtime import step
 
 import keras
 import pytest
+from tensorflow.core.framework import types_pb2
 
 from ..equivalence.harness import Run, compiled, precision
 from ..equivalence.matrix import MESHES
@@ -58,12 +59,23 @@ class Executed:
         """Reads and writes of each variable, by the name of its handle."""
         found: dict[Name, tuple[list[Name], list[Name]]] = defaultdict(lambda: ([], []))
         for name, node in self.nodes.items():
-            if node.op in READS or (node.op.startswith("Assign") and "Variable" in node.op):
-                handle = node.input[0].split(":")[0]
-                while self.nodes[name[0], handle].op == "Identity":
-                    handle = self.nodes[name[0], handle].input[0].split(":")[0]
+            for handle in self._handles(name[0], node):
                 found[name[0], handle][node.op not in READS].append(name)
         return found
+
+    def _handles(self, part: int, node: Any) -> Iterable[str]:
+        """Names of the variables that a node reads, writes, or calls a function with."""
+        if node.op in READS or (node.op.startswith("Assign") and "Variable" in node.op):
+            given = list(node.input[:1])
+        elif node.op in ("PartitionedCall", "StatefulPartitionedCall"):
+            types = node.attr["Tin"].list.type
+            given = [i for i, one in zip(node.input, types) if one == types_pb2.DT_RESOURCE]
+        else:
+            given = []
+        for handle in (one.split(":")[0] for one in given):
+            while self.nodes[part, handle].op == "Identity":
+                handle = self.nodes[part, handle].input[0].split(":")[0]
+            yield handle
 
     def comes_before(self, first: Name, then: Name) -> bool:
         """Whether there is a path."""
