@@ -241,8 +241,8 @@ class _Shapes:
     def of(self, tensor: str) -> tuple[int, ...] | None:
         """Shape of `name` or `name:k`, None if it cannot be told."""
         if self._graph is None:
-            self._graph = _imported(self._definition)
-        name, _, output = _importable(tensor).partition(":")
+            self._graph = imported(self._definition)
+        name, _, output = importable(tensor).partition(":")
         try:
             found = self._graph.get_tensor_by_name(f"{name}:{output or 0}").shape
         except (KeyError, ValueError):
@@ -250,15 +250,15 @@ class _Shapes:
         return tuple(found.as_list()) if found.is_fully_defined() else None
 
 
-def _imported(definition: Any) -> tf.Graph:
+def imported(definition: Any) -> tf.Graph:
     """The graph; of nodes with one name, which DTensor makes one of per device, the first."""
     unique = tf.compat.v1.GraphDef()
     unique.CopyFrom(definition)
     del unique.node[:]
     unique.node.extend({n.name: n for n in reversed(definition.node)}.values())
     for node in unique.node:
-        node.name = _importable(node.name)
-        node.input[:] = map(_importable, node.input)
+        node.name = importable(node.name)
+        node.input[:] = map(importable, node.input)
     try:
         return _graph(unique)
     except ValueError:
@@ -268,8 +268,8 @@ def _imported(definition: Any) -> tf.Graph:
         return _graph(unique)
 
 
-def _importable(name: str) -> str:
-    """TensorFlow names operations that run eagerly `_EagerConst` and such, and imports none."""
+def importable(name: str) -> str:
+    """A name that can be imported: TensorFlow makes some with a leading `_`, and takes none."""
     control, plain = ("^", name[1:]) if name.startswith("^") else ("", name)
     return f"{control}eager{plain}" if plain.startswith("_") else name
 

@@ -13,6 +13,7 @@ from typing import Any
 from kdist._compat import dtensor_internals, run_metadata
 from kdist.dtensor.stitching import PREFIX
 from kdist.graphs.chunks import node_of
+from kdist.graphs.executed import importable, imported
 from kdist.graphs.live_tensors import RECEIVES, LiveTensors, Op, Output
 from kdist.sharding.device import Device
 
@@ -238,9 +239,8 @@ def _sizes(definition: Any) -> dict[str, tuple[int, ...]]:
 
     That bounds what look-ups make: the distinct rows of a gradient are no more than its rows.
     """
-    graph = tf.Graph()
-    with graph.as_default():
-        tf.graph_util.import_graph_def(definition, name="")
+    graph = imported(definition)
+    names = {importable(node.name): node.name for node in definition.node}
     found: dict[Output, int] = {}
     for op in graph.get_operations():
         most = max([found.get((t.op.name, t.value_index), 0) for t in op.inputs], default=0)
@@ -248,7 +248,7 @@ def _sizes(definition: Any) -> dict[str, tuple[int, ...]]:
             nbytes = _nbytes(tensor)
             found[op.name, k] = most if nbytes is None else nbytes
     return {
-        op.name: tuple(found[op.name, k] for k in range(len(op.outputs)))
+        names[op.name]: tuple(found[op.name, k] for k in range(len(op.outputs)))
         for op in graph.get_operations()
     }
 
