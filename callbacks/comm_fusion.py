@@ -142,8 +142,9 @@ class CommFusion(keras.callbacks.Callback):
         entries = parallel.entries_of(self.model.weights)
         trained = [entries[i] for i in plan.trainable]
         fixed = [e for i, e in enumerate(entries) if i not in set(plan.trainable)]
-        gathers = [[trained[v] for v in group] for group in plan.gathers]
-        gathers += [[entry] for entry in fixed if entry.placement.gathered]
+        group = parallel.topology.group
+        gathers = [([trained[v] for v in g.weights], group(g.stage)) for g in plan.gathers]
+        gathers += [([e], e.placement.slices) for e in fixed if e.placement.gathered]
         tables, nbytes = dict(plan.look_ups), sum(t.nbytes for t in traffic)
         found = replay(parallel.update.jobs, gathers, tables, plan.changed_by_rows, nbytes)
         logs["comm_collectives"] = sum(t.collectives for t in traffic)

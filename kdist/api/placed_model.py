@@ -21,6 +21,8 @@ from kdist.optimizer.compressed import KnownStates
 from kdist.optimizer.gather import gather_groups
 from kdist.optimizer.update import DistributedUpdate
 from kdist.optimizer.wrappers import optimizer_groups, row_updates, whole_updates
+from kdist.pipeline.instructions import Gather
+from kdist.pipeline.work import Work, work_of
 from kdist.plan.fusion_groups import bucket_keys
 from kdist.plan.partition import Spread, spread
 from kdist.plan.plan import Plan, make_plan
@@ -284,24 +286,39 @@ class PlacedModel:
         trainable = self.model.trainable_variables
         return {i: LookUp() for i, v in enumerate(trainable) if id(v) in rows}
 
-    def gathers(self) -> list[tuple[int, ...]]:
-        """The trainable weights that each gather of a step has; the weights are placed.
+    def work(self) -> Work | None:
+        """What a pipeline's stages do in a training step; None without stages; weights are placed.
+
+        Before the step is traced, as if a backward pass looked at all weights of its chunk, and all
+        had a gradient.
+        """
+        if self.staged is None:
+            return None
+        config, variables = self.optimizer_config, self.model.trainable_variables
+        placed, keys = [self.entries[id(v)].placement for v in variables], self.spread().keys
+        gathered = {i for i, one in enumerate(placed) if one.gathered}
+        return work_of(
+            self.staged.schedule,
+            self.staged.weight_uses(variables, gathered, penalties=not self.whole_loss),
+            lambda weights: gather_groups(weights, keys, placed),
+            kept=gathered if config.keep_gathered else (),
+            free=config.level >= 2,
+        )
+
+    def gathers(self) -> list[Gather]:
+        """The gathers of a step; the weights are placed.
 
         Before the step is traced, weights come in the model's order for the forward pass, and in
-        reverse for the backward pass; tables, at which this does not look, once. A pipeline's stage
-        gathers a chunk's each time that it turns to it.
+        reverse for the backward pass; tables, at which this does not look, once. For a pipeline see
+        `work`.
         """
+        if (work := self.work()) is not None:
+            return [one for one in work if isinstance(one, Gather)]
         config, variables = self.optimizer_config, self.model.trainable_variables
         placed = [self.entries[id(v)].placement for v in variables]
         wanted = [i for i, one in enumerate(placed) if one.gathered]
-        if self.staged is not None:
-            kept = [i for i in wanted if config.keep_gathered or len(placed[i].groups) > 1]
-            return [
-                *((i,) for i in kept),
-                *((i,) for i in self.staged.uses(variables) if i in wanted and i not in kept),
-            ]
         if self.chunking is None:
-            return [(i,) for i in wanted]
+            return [Gather(0, (i,)) for i in wanted]
         keys, tables = self.spread().keys, self._tables()
         numbers = parameter_chunks(range(len(placed)), [one.nbytes for one in placed])
         chunks = [
@@ -309,7 +326,8 @@ class PlacedModel:
         ]
         again = [] if config.keep_gathered else chunks[-2::-1]
         again = [[i for i in chunk if i not in tables] for chunk in again]
-        return [g for chunk in (*chunks, *again) for g in gather_groups(chunk, keys, placed)]
+        groups = [g for chunk in (*chunks, *again) for g in gather_groups(chunk, keys, placed)]
+        return [Gather(0, group) for group in groups]
 
     def without_effect(self) -> list[WithoutEffect]:
         """Settings without effect on this model and mesh; the weights are placed."""
@@ -395,4 +413,5 @@ class PlacedModel:
             self.look_ups(),
             1 if self.config.pipeline is None else self.config.pipeline.micro_batches,
             row_updates(optimizer, self.model.trainable_variables),
+            self.work(),
         )

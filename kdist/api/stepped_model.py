@@ -10,6 +10,8 @@ from typing import Any
 from kdist._compat import keras_trainer
 from kdist.api.placed_model import PlacedModel
 from kdist.config.parallel import ParallelConfig
+from kdist.pipeline.instructions import Gather
+from kdist.pipeline.work import Work
 from kdist.program.program import Program
 from kdist.program.vjp import as_node
 from kdist.rows.model import ModelStudy, study_model
@@ -161,14 +163,25 @@ class SteppedModel(PlacedModel):
             return super().look_ups()
         return self.program.trained.rows
 
-    def gathers(self) -> list[tuple[int, ...]]:
+    def work(self) -> Work | None:
+        """See `PlacedModel.work`; once the step is traced, what it does."""
+        for runner in self._runners():
+            if isinstance(runner, PipelineRunner) and runner.work is not None:
+                return runner.work
+        return super().work()
+
+    def gathers(self) -> list[Gather]:
         """See `PlacedModel.gathers`; once the step is traced, what it does."""
-        steps = [self.__dict__.get(name) for name in ("mesh_step", "plain_step")]
-        for runner in (step.runner for step in steps if step is not None):
-            made = runner if isinstance(runner, PipelineRunner) else getattr(runner, "chunks", None)
+        for runner in self._runners():
+            made = getattr(runner, "chunks", None)
             if made is not None and made.gathers is not None:
-                return list(made.gathers)
+                return [Gather(0, weights) for weights in made.gathers]
         return super().gathers()
+
+    def _runners(self) -> list[Any]:
+        """Those that were made."""
+        steps = [self.__dict__.get(name) for name in ("mesh_step", "plain_step")]
+        return [step.runner for step in steps if step is not None]
 
     def _bucket_keys(self) -> Sequence[Hashable | None]:
         return self.spread().keys
@@ -263,7 +276,12 @@ class SteppedModel(PlacedModel):
             self.compute,
             backend,
             lambda: self.recorder,
-            keep_gathered=self.optimizer_config.keep_gathered,
+            chunking=Chunking(
+                forward=True,
+                free=self.optimizer_config.level >= 2,
+                keep=self.optimizer_config.keep_gathered,
+            ),
+            keys=self._bucket_keys,
             **self._wanted(),
         )
 

@@ -182,19 +182,15 @@ def _chunks(case: _Case) -> Iterator[WithoutEffect]:
     if not case.replicas or not (staged or reason):
         return
     frees = staged and case.chunks > 1 and not case.facts.eager
-    if case.optimizer.level >= 2:
-        what, peak = "gradients and gathered parameters are", ", or higher by what is gathered"
+    if case.optimizer.level >= 2 and not frees:
         if staged:
-            reason = "a pipeline's stage keeps both until its last backward"
-        if frees:
-            what, peak = "gradients are", ""
-            reason = "a pipeline's stage adds them up until its last backward"
+            reason = "a pipeline's stage of one chunk keeps both until its last backward"
         yield WithoutEffect(
             f"level={case.optimizer.level}",
             reason,
             "What a device keeps between steps is as the level says; within a step it peaks "
-            f"as at level 1{peak}",
-            f"when {what} freed",
+            "as at level 1, or higher by what is gathered",
+            "when gradients and gathered parameters are freed",
         )
     if staged and case.optimizer.keep_gathered and not frees:
         yield WithoutEffect(

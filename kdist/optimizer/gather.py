@@ -68,7 +68,10 @@ class Gatherer:
         return gather_groups(positions, self.keys, [one.placement for one in self.entries])
 
     def __call__(
-        self, positions: Sequence[int], gates: Sequence[Sequence[Any]]
+        self,
+        positions: Sequence[int],
+        gates: Sequence[Sequence[Any]],
+        slices: Sequence[int] | None = None,
     ) -> list[dict[int, list[Any]]]:
         """Gathers some parameters.
 
@@ -79,6 +82,7 @@ class Gatherer:
         Args:
             positions: Of the parameters.
             gates: Per slice, the operations that it is to wait for.
+            slices: Who gets them; None: all that use them.
 
         Returns:
             Per slice and position, what each of the slice's devices computes with.
@@ -88,7 +92,7 @@ class Gatherer:
             sources = [self._sources(group[0], k) for k in range(len(self.devices[0]))]
             every = dict.fromkeys(at for wanted in sources for at in wanted)
             sent = {at: self._sent(group, at, gates) for at in every}
-            for s in self.entries[group[0]].placement.slices:
+            for s in self.entries[group[0]].placement.slices if slices is None else slices:
                 devices = self.devices[s]
                 parts: list[list[Any]] = []
                 for device, wanted in zip(devices, sources, strict=True):
@@ -109,8 +113,8 @@ class Gatherer:
     def _sent(self, group: Sequence[int], at: Coordinate, gates: Sequence[Sequence[Any]]) -> Any:
         """What a coordinate sends of some parameters, as one tensor."""
         alone = self.entries[group[0]].placement.resident is not None
-        waits = [op for one in gates for op in one] if alone else gates[at[0]]
-        with tf.device(self.entries[group[0]].device(at)), tf.control_dependencies(waits):
+        waits = dict.fromkeys(op for one in gates for op in one) if alone else gates[at[0]]
+        with tf.device(self.entries[group[0]].device(at)), tf.control_dependencies(list(waits)):
             values = [tf.identity(self.entries[v].locals[at].value) for v in group]
             return values[0] if len(values) == 1 else flat(values)
 

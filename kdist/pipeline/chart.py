@@ -6,11 +6,20 @@ import dataclasses
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kdist.pipeline.colors import shade, text_color
-from kdist.pipeline.timeline import NAMES, Event, Timeline, chunk_letter, label, write_trace
+from kdist.pipeline.instructions import (
+    Await,
+    Free,
+    Gather,
+    Instruction,
+    Penalty,
+    Reduce,
+    WeightInstruction,
+)
+from kdist.pipeline.timeline import NAMES, Event, Time, Timeline, chunk_letter, label, write_trace
 
 import rich.console
 import rich.text
@@ -20,6 +29,8 @@ if TYPE_CHECKING:
 
 _WIDTH = 120
 _IDLE = "·"
+WEIGHTS = {kind.letter: kind.kind for kind in (Gather, Free, Penalty, Reduce, Await)}
+"""What charts call the instructions on weights, by letter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +42,7 @@ class Chart:
         title: Above it.
         caption: Below it.
         seconds: Length of the timeline's unit of time in seconds, None if it has no unit (a plan).
+        weights: Per stage, what it does with weights: time and letter; see `kdist.pipeline.Work`.
 
     Example:
     ```python
@@ -47,15 +59,22 @@ class Chart:
     title: str = "Pipeline"
     caption: str = ""
     seconds: float | None = None
+    weights: tuple[tuple[tuple[Time, str], ...], ...] = ()
 
     @staticmethod
-    def of_simulation(simulation: Simulation) -> Chart:
-        """The chart of what a schedule would do."""
+    def of_simulation(
+        simulation: Simulation, rows: Sequence[Sequence[Instruction | WeightInstruction]] = ()
+    ) -> Chart:
+        """The chart of what a schedule would do; `rows` are those of a `kdist.pipeline.Work`."""
         schedule = simulation.schedule
         title = f"{schedule.name} · {schedule.num_stages} stages"
         title += f" · {schedule.micro_batches} micro-batches"
         title += f" · {schedule.chunks} chunks per stage" if schedule.chunks > 1 else ""
-        return Chart(simulation.timeline, title, simulation.caption())
+        weights = tuple(
+            tuple(_marks(row, simulation.timeline.of_stage(stage)))
+            for stage, row in enumerate(rows)
+        )
+        return Chart(simulation.timeline, title, simulation.caption(), weights=weights)
 
     @property
     def chunks(self) -> int:
@@ -130,9 +149,18 @@ class Chart:
             line = rich.text.Text(name.ljust(margin))
             line.append_text(_row(timeline, timeline.of_stage(stage), columns, chunks))
             yield line
+            if self.weights:
+                yield rich.text.Text(" " * margin + self._below(stage, columns), style="dim")
         yield self._legend(chunks)
         if self.caption:
             yield rich.text.Text(self.caption)
+
+    def _below(self, stage: int, columns: int) -> str:
+        """What a stage does with weights, as letters under its cells."""
+        found, scale = "", columns / float(self.timeline.total or 1)
+        for time, letter in self.weights[stage]:
+            found = found.ljust(round(float(time) * scale)) + letter
+        return found
 
     def _legend(self, chunks: int) -> rich.text.Text:
         line = rich.text.Text()
@@ -144,7 +172,23 @@ class Chart:
                 line.append("  ")
         if chunks > 1:
             line.append(f"chunks a to {chunk_letter(chunks - 1)}")
+        there = {letter for row in self.weights for _, letter in row}
+        line.append("".join(f"  {one} {WEIGHTS[one]}" for one in WEIGHTS if one in there))
         return line
+
+
+def _marks(
+    row: Sequence[Instruction | WeightInstruction], events: Sequence[Event]
+) -> Iterator[tuple[Time, str]]:
+    """When a stage does what with weights: between two computations, one mark of each kind."""
+    computed, seen = iter(events), set[str]()
+    event: Event | None = None
+    for one in row:
+        if isinstance(one, Instruction):
+            event, seen = next(computed), set()
+        elif one.letter not in seen:
+            seen.add(one.letter)
+            yield (0 if event is None else event.end), one.letter
 
 
 def _columns(timeline: Timeline, chunks: int, room: int) -> int:

@@ -43,6 +43,10 @@ def save_png(chart: Chart, path: pathlib.Path) -> None:
             _draw_bar(axes, chart, event, width - left - right)
         elif event.kind == "communication":
             _draw_transfer(axes, chart, event)
+    for stage, marks in enumerate(chart.weights):
+        for time, letter in marks:
+            at = float(time), stage + (_BAR + 0.2) / 2
+            axes.text(*at, letter, ha="center", va="center", fontsize=5.0, color=_GRAY)
     _style_axes(axes, chart)
     figure.text(left / width, 1 - 0.27 / height, chart.title, fontsize=13, weight="bold",
                 color=_INK, va="center")  # fmt: skip

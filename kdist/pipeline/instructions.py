@@ -93,3 +93,73 @@ KINDS: dict[str, type[Instruction]] = {
     kind.letter: kind for kind in (Forward, Backward, BackwardInput, BackwardWeight)
 }
 """Instruction class by its letter."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class WeightInstruction:
+    """What a stage does with weights between two computations. Use the subclasses.
+
+    Attributes:
+        stage: Index of the stage, from 0.
+        weights: Positions among the model's trainable weights.
+        chunk: For which of the stage's chunks.
+    """
+
+    stage: int
+    weights: tuple[int, ...]
+    chunk: int = 0
+
+    letter: ClassVar[str] = ""
+    """How a row and a chart name the kind."""
+
+    kind: ClassVar[str] = ""
+    """The kind in words, as in `kdist.pipeline.Event.kind`."""
+
+    def cell(self, stages: int) -> str:
+        """Compact text, such as "2G(4,5)": virtual stage, kind, weights."""
+        weights = ",".join(map(str, self.weights))
+        return f"{self.chunk * stages + self.stage}{self.letter}({weights})"
+
+    def __str__(self) -> str:
+        chunk = f", chunk {self.chunk}" if self.chunk else ""
+        return f"{self.kind} of weights {list(self.weights)} on stage {self.stage}{chunk}"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Gather(WeightInstruction):
+    """Weights of which the stage's replicas store parts come whole to each, as one message."""
+
+    letter = "G"
+    kind = "gather"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Free(WeightInstruction):
+    """What was gathered of weights is let go."""
+
+    letter = "X"
+    kind = "free"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Penalty(WeightInstruction):
+    """Penalties of weights and their gradients, which count once: on the first replica."""
+
+    letter = "P"
+    kind = "penalty"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Reduce(WeightInstruction):
+    """Gradients are complete: they are summed over the replicas, with the buckets they complete."""
+
+    letter = "R"
+    kind = "reduce"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Await(WeightInstruction):
+    """The stage goes on when gradients have been summed, so that they are freed."""
+
+    letter = "A"
+    kind = "await"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -97,12 +96,6 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Whether a backward pass is split into input gradients and weight gradients."""
         return any(not isinstance(one, Forward | Backward) for one in self)
-
-    @property
-    def turns(self) -> tuple[tuple[int, ...], ...]:
-        """Per stage, the chunks to which it turns, one after the other."""
-        rows = [[one.chunk for one in row] for row in self.stages]
-        return tuple(tuple(chunk for chunk, _ in itertools.groupby(row)) for row in rows)
 
     @property
     def forwards_first(self) -> bool:

@@ -12,6 +12,8 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 
 from kdist.config.compression import Classes
+from kdist.pipeline.instructions import Gather
+from kdist.pipeline.work import Work
 from kdist.plan.bucket import Bucket
 from kdist.plan.exchange import Exchange
 from kdist.plan.partition import Decision
@@ -98,10 +100,11 @@ class Plan:
         decisions: What optimizer parallelism does with each trainable weight.
         exchanges: Which gradients travel compressed.
         classes: How each gradient travels; None for all as they are.
-        gathers: The trainable weights of each gather; of those that are not stored whole.
+        gathers: Those of a step, of trainable weights that are not stored whole.
         look_ups: By trainable variable whose gradient is rows of a table, how they are looked up.
         micro_batches: That each replica's part of a batch is cut into.
         row_updates: Trainable variables of which an update from rows changes these rows alone.
+        work: What a pipeline's stages do, instruction by instruction; None without stages.
     """
 
     topology: Topology
@@ -113,10 +116,11 @@ class Plan:
     decisions: tuple[Decision, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
     classes: Classes | None = None
-    gathers: tuple[tuple[int, ...], ...] = ()
+    gathers: tuple[Gather, ...] = ()
     look_ups: tuple[tuple[int, LookUp], ...] = ()
     micro_batches: int = 1
     row_updates: frozenset[int] = frozenset()
+    work: Work | None = dataclasses.field(default=None, compare=False)
 
     @property
     def changed_by_rows(self) -> frozenset[int]:
@@ -169,10 +173,12 @@ class Plan:
             holders = placement.shards[parts[0].shard or 0].holders
             self._count_rows([self.unit_bytes(unit) for unit in parts], len(holders), counts)
         trained = set(self.trainable)
-        fixed = [(one,) for i, one in enumerate(self.weights) if i not in trained]
-        together = [tuple(self.weights[self.trainable[v]] for v in g) for g in self.gathers]
-        for group in (*fixed, *together):
-            self._count_gather(group, counts["gather"])
+        for i, one in enumerate(self.weights):
+            if i not in trained:
+                self._count_gather([one], one.slices, counts["gather"])
+        for gather in self.gathers:
+            group = [self.weights[self.trainable[v]] for v in gather.weights]
+            self._count_gather(group, self.topology.group(gather.stage), counts["gather"])
         for exchange in self.exchanges:
             for what, collectives in exchange.sent().items():
                 for messages, size in collectives:
@@ -231,17 +237,23 @@ class Plan:
             values.append((sum(c != unit.owner for c in near), nbytes))
         counts["broadcast"].add(values)
 
-    def _count_gather(self, group: Sequence[Placement], count: Count) -> None:
-        """Weights that travel together are held by the same devices."""
+    def _count_gather(self, group: Sequence[Placement], users: Sequence[int], count: Count) -> None:
+        """Weights that travel together are held by the same devices.
+
+        Args:
+            group: The weights.
+            users: The slices that get them.
+            count: Is added to.
+        """
         first = group[0]
-        users, stored = len(first.slices), len(first.home)
         if first.resident is not None:
-            inner = range(self.topology.inner_size)
+            inner, others = range(self.topology.inner_size), set(users) - {first.resident}
             sizes = [sum(p.stored_bytes((first.resident, k)) for p in group) for k in inner]
-            count.add([(users - 1, size) for size in sizes])
+            count.add([(len(others), size) for size in sizes])
         if first.data_dim is not None:
             part = sum(p.nbytes // len(p.shards) for p in group)
-            count.add([((users - 1) * stored * self.topology.inner_size, part)])
+            pairs = sum(s != user for user in users for s in first.home)
+            count.add([(pairs * self.topology.inner_size, part)])
 
     def summary(self, console: Console | None = None) -> None:
         """Prints the plan as tables, as wide as the terminal at most.
@@ -287,14 +299,15 @@ def make_plan(
     decisions: Sequence[Decision] = (),
     exchanges: Sequence[Exchange] = (),
     classes: Classes | None = None,
-    gathers: Sequence[tuple[int, ...]] | None = None,
+    gathers: Sequence[Gather] | None = None,
     look_ups: Mapping[int, LookUp] | None = None,
     micro_batches: int = 1,
     row_updates: frozenset[int] = frozenset(),
+    work: Work | None = None,
 ) -> Plan:
     """Puts a plan together; without `gathers`, what is not stored whole is gathered once."""
     if gathers is None:
-        gathers = [(v,) for v, i in enumerate(trainable) if weights[i].gathered]
+        gathers = [Gather(0, (v,)) for v, i in enumerate(trainable) if weights[i].gathered]
     return Plan(
         topology=topology,
         weights=tuple(weights),
@@ -309,4 +322,5 @@ def make_plan(
         look_ups=tuple(sorted((look_ups or {}).items())),
         micro_batches=micro_batches,
         row_updates=row_updates,
+        work=work,
     )

@@ -88,7 +88,7 @@ class Measured:
 
 def replay(
     jobs: Jobs,
-    gathers: Sequence[Sequence[Stored]],
+    gathers: Sequence[tuple[Sequence[Stored], Sequence[int]]],
     tables: Collection[int],
     by_rows: Collection[int],
     nbytes: int,
@@ -102,7 +102,7 @@ def replay(
 
     Args:
         jobs: What is updated where.
-        gathers: The weights of each gather before use.
+        gathers: The weights of each gather before use, and the slices that get them.
         tables: Trainable variables whose gradients are rows.
         by_rows: Of these, those of which changed rows are sent.
         nbytes: Bytes that all of it sends, from the plan.
@@ -120,7 +120,7 @@ def replay(
 
 def _communicate(
     jobs: Jobs,
-    gathers: Sequence[Sequence[Stored]],
+    gathers: Sequence[tuple[Sequence[Stored], Sequence[int]]],
     tables: Collection[int],
     by_rows: Collection[int],
     stand: Stand,
@@ -137,14 +137,16 @@ def _communicate(
     return ends
 
 
-def _gather(gathers: Sequence[Sequence[Stored]], topology: Topology) -> list[Any]:
+def _gather(
+    gathers: Sequence[tuple[Sequence[Stored], Sequence[int]]], topology: Topology
+) -> list[Any]:
     """What is stored cut, made whole wherever it is used, one gather after another."""
     devices = [one.devices for one in topology.slices]
     gates: list[list[Any]] = [[] for _ in devices]
-    for group in gathers:
+    for group, slices in gathers:
         together = ["one bucket"] * len(group)
         gather = Gatherer(group, topology, devices, together)
-        for s, parts in enumerate(gather(range(len(group)), gates)):
+        for s, parts in enumerate(gather(range(len(group)), gates, slices)):
             ends = []
             for values in parts.values():
                 for device, value in zip(devices[s], values, strict=True):

@@ -47,6 +47,7 @@ class Flow:
     Attributes:
         gradients: Per slice of the replica, by trainable variable, the sum so far of what is dense.
         cotangents: By (virtual stage, micro-batch), those that a loss over the whole batch gives.
+        held: Per slice of the replica, the weights that are gathered there, by position.
     """
 
     def __init__(
@@ -64,10 +65,10 @@ class Flow:
         self.program, self.backend = runner.program, runner.backend
         self.gradients: dict[int, dict[int, Sharded]] = {}
         self.cotangents: dict[Unit, list[Any]] = {}
+        self.held: dict[int, dict[int, Sharded]] = {}
+        self._penalties: list[Sharded] = []
         self._rows: dict[tuple[int, int, int], list[Any]] = {}
         self._read: dict[tuple[int, int], Sharded] = {}
-        self._gathered: dict[int, tuple[int, dict[int, Sharded]]] = {}
-        self._ended: dict[int, list[tf.Operation]] = {}
         self._state: dict[int, Sharded] = {}
         self._sent: dict[Unit, Any] = {}
         self._saved: dict[Unit, Saved] = {}
@@ -130,10 +131,7 @@ class Flow:
             BackwardInput: self.backward_input,
             BackwardWeight: self.backward_weight,
         }
-        s = self.slice(one.stage)
-        first, last = actions[type(one)](s, virtual, one.micro_batch)
-        self._ended[s] = [] if last is None else [last]
-        return first, last
+        return actions[type(one)](self.slice(one.stage), virtual, one.micro_batch)
 
     def forward(self, s: int, virtual: int, i: int) -> Ends:
         """Forward of micro-batch `i` on a virtual stage, on slice `s`."""
@@ -147,15 +145,21 @@ class Flow:
             loss = (y, sample_weight, self.shares[i])
             share = self.micro.shares[self.replica][i]
         variables = [self.program.state.trainable[n] for n in body.trainable]
-        params = [self._parameter(v, s, virtual) for v in variables]
+        params = [self._parameter(position, s) for position in body.trainable]
         state = {id(v): self._value(v, s) for v in body.carried}
         given = body.given(boundary, masks, state, x, loss, share)
         output, saved = functions.forward(s, params, given)
         before = {**state, **{id(v): p for v, p in zip(variables, params)}}
         for key, new in output.state.items():
             self._state[key] = new if self.micro.full else self._if_rows(s, i, new, before[key])
-        freed = self.runner.freed - set(self._state)
-        saved.freed = frozenset(n for n, v in enumerate(variables) if id(v) in freed)
+        gathered = self.runner.gathered
+        saved.freed = frozenset(
+            n
+            for n, position in enumerate(body.trainable)
+            if position in gathered and id(variables[n]) not in self._state
+        )
+        for n in saved.freed:
+            saved.params[n] = None
         self._keep(virtual, i, output, saved, body.last)
         return _ends([*output.flat(), *saved.tensors])
 
@@ -178,7 +182,7 @@ class Flow:
     def backward(self, s: int, virtual: int, i: int) -> Ends:
         """Whole backward."""
         saved = self._with_cotangents(s, virtual, i)
-        self._fetch(s, virtual, i, saved, "backward")
+        self._take_up(s, virtual, i, saved)
         found, inward = self.functions[i][virtual].backward(s, saved)
         del self._saved[virtual, i]
         self._returned[virtual, i] = inward
@@ -188,7 +192,7 @@ class Flow:
     def backward_input(self, s: int, virtual: int, i: int) -> Ends:
         """Gradient of the inputs."""
         saved = self._with_cotangents(s, virtual, i)
-        self._fetch(s, virtual, i, saved, "input")
+        self._take_up(s, virtual, i, saved)
         inward = self.functions[i][virtual].backward_input(s, saved)
         self._returned[virtual, i] = inward
         return _ends([*inward, *saved.kept])
@@ -196,7 +200,7 @@ class Flow:
     def backward_weight(self, s: int, virtual: int, i: int) -> Ends:
         """Gradient of the parameters."""
         saved = self._saved.pop((virtual, i))
-        self._fetch(s, virtual, i, saved, "weight")
+        self._take_up(s, virtual, i, saved)
         found = self.functions[i][virtual].backward_weight(s, saved)
         self._accumulate(s, virtual, i, found)
         return _ends(found)
@@ -210,17 +214,12 @@ class Flow:
         functions.set_cotangents(s, saved, returned, others)
         return saved
 
-    def _fetch(self, s: int, virtual: int, i: int, saved: Saved, half: str) -> None:
-        """Gathers what was freed after the forward, as far as a backward looks at it."""
-        functions = self.functions[i][virtual]
-        needed = functions.needs(half)
-        for n in sorted(saved.freed):
-            position = functions.body.trainable[n]
-            variable = self.program.state.trainable[position]
-            if position in needed:
-                saved.params[n] = self._held(variable, s, virtual)
-            else:
-                saved.params[n] = self.backend.described(position)
+    def _take_up(self, s: int, virtual: int, i: int, saved: Saved) -> None:
+        """Takes what is gathered for a backward; what it does not look at is described."""
+        held = self.held.get(s, {})
+        for n in saved.freed:
+            position = self.functions[i][virtual].body.trainable[n]
+            saved.params[n] = held.get(position, self.backend.described(position))
 
     def _accumulate(self, s: int, virtual: int, i: int, found: Sequence[Any]) -> None:
         """Adds a micro-batch's gradients to the sum; rows are put together at the end."""
@@ -243,30 +242,15 @@ class Flow:
         if key in self._state:
             return self._state[key]
         if (key, s) not in self._read:
-            if key not in [other for other, _ in self._read]:
-                self.runner.note_gather(self.replica, variable)
             self._read[key, s] = self.backend.read(variable, s)
         return self._read[key, s]
 
-    def _parameter(self, variable: keras.Variable, s: int, virtual: int) -> Sharded:
-        """A trainable variable's value now, on a slice, for one of its chunks."""
-        if id(variable) in self._state or id(variable) not in self.runner.freed:
+    def _parameter(self, position: int, s: int) -> Sharded:
+        """A trainable variable's value now, on a slice; gathered before, if it is not stored."""
+        variable = self.program.state.trainable[position]
+        if id(variable) in self._state or position not in self.runner.gathered:
             return self._value(variable, s)
-        return self._held(variable, s, virtual)
-
-    def _held(self, variable: keras.Variable, s: int, virtual: int) -> Sharded:
-        """What a stage gathers for one of its chunks, until it turns to another.
-
-        It is gathered when the instruction before has ended.
-        """
-        if s not in self._gathered or self._gathered[s][0] != virtual:
-            self._gathered[s] = virtual, {}
-        found = self._gathered[s][1]
-        if id(variable) not in found:
-            self.runner.note_gather(self.replica, variable)
-            with tf.control_dependencies(self._ended.get(s, [])):
-                found[id(variable)] = self.backend.read(variable, s)
-        return found[id(variable)]
+        return self.held[s][position]
 
     def result(self, want_outputs: bool, want_parts: bool) -> dict[str, Any]:
         """What a step takes: loss, terms and parts of it, outputs, masks, state, gradients.
@@ -275,10 +259,9 @@ class Flow:
             want_outputs: Whether the model's outputs and their masks are wanted.
             want_parts: Whether the parts of the loss are.
         """
-        penalties = self._penalties() if self.shares is not None else []
         with tf.device(self.last):
             result = self._results_of_last(want_outputs)
-            losses = [self._whole(value) for value in (*self._losses, *penalties)]
+            losses = [self._whole(value) for value in (*self._losses, *self._penalties)]
             if losses:
                 result["loss"] = losses[0] if len(losses) == 1 else tf.add_n(losses)
         parts = self._loss_parts if want_parts else {}
@@ -331,28 +314,20 @@ class Flow:
             del rest[:count]
         self.cotangents[len(self.functions[i]) - 1, i] += outputs
 
-    def _penalties(self) -> list[Sharded]:
-        """Weight penalties count once: on the first replica, on the stage that has the variable."""
-        by_stage: dict[int, list[int]] = {}
-        for position in self.program.penalized if self.replica == 0 else ():
-            stage = self.program.stage_with(self.program.state.trainable[position])
-            by_stage.setdefault(stage, []).append(position)
-        values: list[Sharded] = []
-        for stage, positions in sorted(by_stage.items()):
-            s, variables = self.slice(stage), [self.program.state.trainable[p] for p in positions]
-            with tf.device(self.device(stage)):
-                held = self._gathered[s][0] if s in self._gathered else -1
-                params = [self._parameter(v, s, held) for v in variables]
-                scale = tf.constant(0.0) if self.scale is None else self.scale
-                found, gradients = self.backend.penalties(s, positions, params, scale)
-            if self.scale is not None:
-                for position, gradient in zip(positions, gradients):
-                    self._add(s, position, gradient)
-            self._loss_parts = merged(
-                [self._loss_parts, collected(zip(map(penalty_name, variables), found))]
-            )
-            values += found
-        return values
+    def penalty(self, stage: int, positions: Sequence[int]) -> None:
+        """Penalties of some weights of a stage, and their gradients."""
+        s, variables = self.slice(stage), [self.program.state.trainable[p] for p in positions]
+        with tf.device(self.device(stage)):
+            params = [self._parameter(position, s) for position in positions]
+            scale = tf.constant(0.0) if self.scale is None else self.scale
+            found, gradients = self.backend.penalties(s, positions, params, scale)
+        if self.scale is not None:
+            for position, gradient in zip(positions, gradients):
+                self._add(s, position, gradient)
+        self._loss_parts = merged(
+            [self._loss_parts, collected(zip(map(penalty_name, variables), found))]
+        )
+        self._penalties += found
 
     def summed(self) -> dict[int, dict[int, list[Any]]]:
         """Per slice, by trainable variable, the sum on each device; of rows alone, rows."""

@@ -66,11 +66,18 @@ class InnerAxes:
         self._inputs = SliceInputs(
             state, entries, self.topology, self.mesh, layouts.topology, layouts.tell_uncut
         )
+        self.in_storage = self.places = self._inputs.places
+        self.storage = layouts.topology
         self._whole = whole_readers(layouts)
         layers = [layer for layer in layouts.model_layers if layer is not model]
         paths = [layer.path or layer.name for layer in layers]
         self._lowering = layouts, self.mesh, alltoall, paths
         self._penalties: dict[tuple[int, ...], Lowered] = {}
+
+    @property
+    def storage_devices(self) -> list[tuple[str, ...]]:
+        """See `OneDevice.storage_devices`."""
+        return [one.devices for one in self.storage.slices]
 
     def devices(self, s: int) -> Sequence[str]:
         """See `OneDevice.devices`."""
@@ -122,9 +129,15 @@ class InnerAxes:
         """See `OneDevice.read`."""
         return self._inputs.value(variable, s)
 
-    def described(self, position: int) -> Sharded | None:
+    def described(self, position: int) -> Sharded:
         """See `OneDevice.described`; a gradient is laid out like its parameter."""
         return self._inputs.described(self.entries[position])
+
+    def gathered(self, position: int, parts: Sequence[Any]) -> Sharded:
+        """See `OneDevice.gathered`."""
+        return dataclasses.replace(
+            self._inputs.described(self.entries[position]), parts=tuple(parts)
+        )
 
     def data(self, data: Any) -> Any:
         """See `OneDevice.data`; cut over the axis that cuts the batch, if one does."""

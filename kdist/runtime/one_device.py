@@ -40,6 +40,8 @@ class OneDevice:
     Attributes:
         exact: Whether a function is of one size of micro-batches.
         functions: Makes the functions of a virtual stage.
+        in_storage: Per slice and device of it, the coordinate in the mesh that stores weights.
+        places: Per slice, the coordinates of the devices that compute.
     """
 
     exact = False
@@ -55,9 +57,16 @@ class OneDevice:
     ) -> None:
         self.state, self.entries, self.topology = state, list(entries), topology
         self.storage = storage
-        self._places = [one[0][0] for one in topology.places_in(storage)]
+        self.in_storage = topology.places_in(storage)
+        self._places = [one[0][0] for one in self.in_storage]
+        self.places = [[(s, 0)] for s in self._places]
         self._compiled = compiled
         self.functions = EagerFunctions if eager else StageFunctions
+
+    @property
+    def storage_devices(self) -> list[list[str]]:
+        """Where what slices gather is put together, on the mesh that stores weights."""
+        return [[one.devices[0]] for one in self.storage.slices]
 
     def devices(self, s: int) -> list[str]:
         """Where slice `s` computes."""
@@ -94,6 +103,10 @@ class OneDevice:
     def read(self, variable: keras.Variable, s: int) -> Sharded:
         """A variable's value on a slice."""
         return Sharded((value_at(self.state, variable, self.storage, self._places[s]),))
+
+    def gathered(self, position: int, parts: Sequence[Any]) -> Sharded:
+        """A trainable variable's value, put together on each device that computes."""
+        return Sharded(tuple(parts))
 
     def data(self, data: Any) -> Any:
         """A micro-batch as a slice takes it."""

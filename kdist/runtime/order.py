@@ -95,9 +95,23 @@ class Chain:
 
     def __init__(self) -> None:
         self.last: tf.Operation | None = None
+        self._awaited: list[tuple[int, ...]] = []
+        self._waiting: list[tuple[tf.Operation, tuple[int, ...]]] = []
 
     def add(self, first: tf.Operation | None, last: tf.Operation | None) -> None:
         """The next call: its first and its last operation; None where no graph computes it."""
         if first is not None and self.last is not None:
             keras_trainer.run_after(first, [self.last])
+        if first is not None:
+            self._waiting += [(first, weights) for weights in self._awaited]
+            self._awaited.clear()
         self.last = self.last if last is None else last
+
+    def wait(self, weights: tuple[int, ...]) -> None:
+        """The next call waits until the gradients of some weights are summed."""
+        self._awaited.append(weights)
+
+    def close(self, sums: Mapping[tuple[int, ...], Sequence[tf.Operation]]) -> None:
+        """Makes calls wait for the operations that sum gradients; all calls are there."""
+        for first, weights in self._waiting:
+            keras_trainer.run_after(first, sums[weights])

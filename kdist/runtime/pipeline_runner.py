@@ -9,57 +9,35 @@ gradients back, gradients add up where the parameters are.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from kdist.dtensor.call import Retrace
 from kdist.dtensor.lowered import Collective
 from kdist.dtensor.lowering import Island
-from kdist.graphs.instantiation import instantiated_cheaply
+from kdist.optimizer.gather import Gatherer, gather_groups
 from kdist.optimizer.gradients import GradientSource
-from kdist.pipeline.instructions import Forward, Instruction
+from kdist.pipeline.check_work import check_work
 from kdist.pipeline.schedule import Schedule
+from kdist.pipeline.work import Work, work_of
 from kdist.program.batch import SplitBatch
+from kdist.runtime.chunking import Chunking, Keys
 from kdist.runtime.flow import Flow
 from kdist.runtime.inner_axes import islands_of
 from kdist.runtime.micro_batches import MicroBatches
 from kdist.runtime.one_device import value_at
-from kdist.runtime.order import Chain, execution_order, forward_only
+from kdist.runtime.order import execution_order, forward_only
+from kdist.runtime.pipeline_run import PipelineRun
 from kdist.runtime.plain_runner import Begin, Collected
 from kdist.runtime.recorder import Recorder
 from kdist.sharding.mesh import Topology
-from kdist.sharding.placement import Placement
-from kdist.stages.functions import Pass
+from kdist.stages.functions import Pass, StageFunctions
 from kdist.stages.leaves import general
 from kdist.stages.pipeline_program import PipelineProgram
 from kdist.stages.stage_programs import StagePrograms
 from kdist.storage.variables import Stored
 
 import tensorflow as tf
-
-
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """A pass over the stages.
-
-    Attributes:
-        order: Its instructions, one by one.
-        micro: The batch.
-        flows: Per replica, its values.
-        recorder: Notes when instructions ran, if that is wanted.
-        chains: By replica and stage, what comes after what.
-    """
-
-    order: Sequence[Instruction]
-    micro: MicroBatches
-    flows: list[Flow]
-    recorder: Recorder | None
-    chains: dict[tuple[int, int], Chain] = dataclasses.field(default_factory=dict)
-
-
-def freed_between_chunks(placement: Placement) -> bool:
-    """Whether a stage gathers a weight for one of its chunks at a time."""
-    return placement.gathered and len(placement.groups) == 1
 
 
 class PipelineRunner:
@@ -73,12 +51,13 @@ class PipelineRunner:
         recorder: Gives what records when training steps ran what, if they are to be recorded.
         want_outputs: Whether training and test steps must return the model's outputs.
         want_parts: Whether they must return every part of the loss.
-        keep_gathered: Whether a stage keeps what it gathers until the step ends.
+        chunking: Whether a stage keeps what it gathers until the step ends, and waits for gradients
+            to be summed.
+        keys: Which parameters share a bucket.
 
     Attributes:
-        freed: Identities of the trainable variables that a stage lets go when it turns from one of
-            its chunks to another, and gathers again. Those of several stages are kept.
-        gathers: The trainable variables of each gather of the training step that was traced last.
+        gathered: Positions of the trainable variables that stages gather before use.
+        work: What the stages do in the training step that was traced last; None before.
     """
 
     def __init__(
@@ -91,7 +70,8 @@ class PipelineRunner:
         *,
         want_outputs: bool,
         want_parts: bool,
-        keep_gathered: bool = False,
+        chunking: Chunking,
+        keys: Keys,
     ) -> None:
         self.program, self.entries, self.topology = program, list(entries), topology
         self.backend, self.recorder = backend, recorder
@@ -99,12 +79,9 @@ class PipelineRunner:
         self.staged = program.staged
         self.schedule = program.staged.schedule
         self.programs = StagePrograms(program, backend)
-        gathered = [i for i, e in enumerate(entries) if e.placement.gathered]
-        self._positions = {id(entries[i].variable): i for i in gathered}
-        self.freed: set[int] = set()
-        if not keep_gathered:
-            self.freed = {id(e.variable) for e in entries if freed_between_chunks(e.placement)}
-        self.gathers: list[tuple[int, ...]] | None = None
+        self.chunking, self.keys = chunking, keys
+        self.gathered = {i for i, e in enumerate(entries) if e.placement.gathered}
+        self.work: Work | None = None
 
     @property
     def devices(self) -> list[str]:
@@ -118,20 +95,28 @@ class PipelineRunner:
         """Loss and gradients of every replica; see `Program.loss_and_gradients`."""
         wanted = Pass(training=True, differentiate=True, split=self.schedule.splits_backward)
         scale = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
-        flows = self._flows(wanted, self.schedule, batch, scale, with_loss=True)
-        return [flow.result(self.want_outputs, self.want_parts) for flow in flows]
+        run = self._passed(wanted, self.schedule, batch, scale, with_loss=True)
+        results = [flow.result(self.want_outputs, self.want_parts) for flow in run.flows]
+        self._reduce(run, begin, [result["gradients"] for result in results])
+        return results
+
+    def _reduce(self, run: PipelineRun, begin: Begin | None, gradients: Sequence[Any]) -> None:
+        """Has the gradients summed as their stages complete them."""
+        connected = self.program.trained.connected
+        if begin is not None and connected:
+            run.reduce(begin, self.gradient_at(gradients), connected)
 
     def losses(self, batch: SplitBatch) -> list[dict[str, Any]]:
         """Loss and outputs of every replica, in inference mode."""
         schedule = forward_only(self.schedule)
-        flows = self._flows(Pass(training=False), schedule, batch, None, with_loss=True)
-        return [flow.result(self.want_outputs, self.want_parts) for flow in flows]
+        run = self._passed(Pass(training=False), schedule, batch, None, with_loss=True)
+        return [flow.result(self.want_outputs, self.want_parts) for flow in run.flows]
 
     def outputs(self, batch: SplitBatch) -> list[dict[str, Any]]:
         """See `PlainRunner.outputs`, per replica."""
         schedule = forward_only(self.schedule)
-        flows = self._flows(Pass(training=False), schedule, batch, None, with_loss=False)
-        return [flow.result(True, False) for flow in flows]
+        run = self._passed(Pass(training=False), schedule, batch, None, with_loss=False)
+        return [flow.result(True, False) for flow in run.flows]
 
     def collect(self, batch: SplitBatch, training: bool) -> Collected:
         """See `PlainRunner.collect`: all forwards, of every replica and micro-batch."""
@@ -139,7 +124,7 @@ class PipelineRunner:
         split = schedule.splits_backward
         wanted = Pass(training=training, differentiate=training, split=split, whole=True)
         run = self._begun(wanted, schedule, batch, None, with_loss=False)
-        self._write(run, [one for one in run.order if isinstance(one, Forward)])
+        run.forwards()
         results = [flow.result(self.want_outputs, False) for flow in run.flows]
         micro = run.micro
         every = [part for row in micro.parts for part in row]
@@ -164,25 +149,27 @@ class PipelineRunner:
         for flow in run.flows:
             for i in range(len(flow.parts)):
                 flow.give_cotangents(i, *next(given))
-        self._write(run, [one for one in run.order if not isinstance(one, Forward)])
-        return [flow.summed() for flow in run.flows]
+        run.rest()
+        gradients = [flow.summed() for flow in run.flows]
+        self._reduce(run, begin, gradients)
+        return gradients
 
-    def _flows(
+    def _passed(
         self, wanted: Pass, schedule: Schedule, batch: SplitBatch, scale: Any, with_loss: bool
-    ) -> list[Flow]:
-        """The replicas, once everything is written into the graph of the step."""
+    ) -> PipelineRun:
+        """A pass, once everything is written into the graph of the step."""
         try:
             run = self._begun(wanted, schedule, batch, scale, with_loss)
-            self._write(run, run.order)
+            run.all()
         except Retrace:  # nothing that was written has an effect
             self.programs.trace_anew()
             run = self._begun(wanted, schedule, batch, scale, with_loss)
-            self._write(run, run.order)
-        return run.flows
+            run.all()
+        return run
 
     def _begun(
         self, wanted: Pass, schedule: Schedule, batch: SplitBatch, scale: Any, with_loss: bool
-    ) -> _Run:
+    ) -> PipelineRun:
         """A pass of which nothing is written yet."""
         exact = self.backend.exact
         micro = MicroBatches.of(batch, schedule.micro_batches, static=exact)
@@ -203,31 +190,44 @@ class PipelineRunner:
         recorder = self.recorder() if wanted.differentiate else None
         if recorder is not None:
             recorder.begin(schedule)
-        if wanted.differentiate:
-            self.gathers = []
         order = execution_order(schedule, self._written(functions[0][0]))
-        return _Run(order, micro, flows, recorder)
+        keys = self.keys()
+        work = self._work(schedule, functions[0][0], with_loss, keys)
+        if wanted.differentiate:
+            self.work = work
+        storage = self.backend.storage
+        devices = self.backend.storage_devices
+        gatherer = Gatherer(self.entries, storage, devices, keys)
+        return PipelineRun(work, order, micro, flows, gatherer, recorder)
 
-    def _write(self, run: _Run, instructions: Sequence[Instruction]) -> None:
-        """Writes instructions of every replica into the graph of the step, in order."""
-        for one in instructions:
-            for r, flow in enumerate(run.flows):
-                chain = run.chains.setdefault((r, one.stage), Chain())
-                with instantiated_cheaply(self.devices):
-                    first, last = flow.run(one, run.recorder)
-                self._order(one, chain, first, last)
-        if run.recorder is not None and instructions[-1] == run.order[-1]:
-            run.recorder.end(lambda r, stage: run.flows[r].device(stage))
-
-    def _order(self, one: Instruction, chain: Chain, first: Any, last: Any) -> None:
-        """Puts an instruction after the one before on its stage."""
-        chain.add(first, last)
-
-    def note_gather(self, replica: int, variable: Any) -> None:
-        """Notes that a replica, and so each, gathers a variable, if it is not stored whole."""
-        position = self._positions.get(id(variable))
-        if replica == 0 and position is not None and self.gathers is not None:
-            self.gathers.append((position,))
+    def _work(
+        self,
+        schedule: Schedule,
+        functions: Sequence[StageFunctions],
+        with_loss: bool,
+        keys: Sequence[Hashable | None],
+    ) -> Work:
+        """What the stages do with weights, by what their functions look at."""
+        penalized: dict[int, list[int]] = {}
+        for position in self.program.penalized if with_loss else ():
+            users = self.staged.users().get(id(self.program.state.trainable[position]), (0,))
+            penalized.setdefault(users[0], []).append(position)
+        uses = [
+            one.weight_use(self.gathered, penalized.get(one.body.virtual, ())) for one in functions
+        ]
+        written = {key for one in functions for key in one.example_output.state}
+        trainable = self.program.state.trainable
+        kept = {p for p in self.gathered if self.chunking.keep or id(trainable[p]) in written}
+        placements = [entry.placement for entry in self.entries]
+        work = work_of(
+            schedule,
+            uses,
+            lambda weights: gather_groups(weights, keys, placements),
+            kept=kept,
+            free=self.chunking.free,
+        )
+        check_work(work, uses)
+        return work
 
     def _written(self, functions: Sequence[Any]) -> dict[str, list[int]]:
         """State that forward passes write, with the virtual stages that use it."""

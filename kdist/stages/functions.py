@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kdist.dtensor.sharded import each
+from kdist.pipeline.work import WeightUse
 from kdist.program.vjp import CapturesVariables
 from kdist.stages.body import StageBody, StageInput, StageOutput
 from kdist.stages.halves import StageVjp
@@ -39,7 +40,7 @@ class Saved:
 
     Attributes:
         params: Values of its parameters.
-        freed: Which of them are not kept, but gathered again.
+        freed: Which of them are not kept, but taken as they are gathered then.
         tensors: Intermediates.
         sent: What it sent on.
         cotangents: Gradient of each flat output, once it is there.
@@ -158,6 +159,22 @@ class StageFunctions:
     def needs(self, half: str) -> set[int]:
         """Which trainable variables a backward looks at; see `StageVjp.needs`."""
         return {self.body.trainable[i] for i in self._vjp.needs(half)}
+
+    def weight_use(self, gathered: Collection[int], penalized: Sequence[int]) -> WeightUse:
+        """What the virtual stage has to do with weights.
+
+        Args:
+            gathered: The trainable variables that are gathered before use.
+            penalized: Those whose penalty it computes.
+        """
+        mine = [i for i in self.body.trainable if i in gathered]
+        looks: dict[str, Sequence[int]] = {"F": mine, "P": [i for i in penalized if i in gathered]}
+        if not self.wanted.differentiate:
+            return WeightUse(looks, (), tuple(penalized))
+        for letter, half in (("B", "backward"), ("I", "input"), ("W", "weight")):
+            needed = self.needs(half)
+            looks[letter] = [i for i in reversed(mine) if i in needed]
+        return WeightUse(looks, tuple(self.connected()), tuple(penalized))
 
     def backward(self, s: int, saved: Saved) -> tuple[list[Any], list[Any]]:
         """Gradients of the parameters, and of the tensors from the stage before."""

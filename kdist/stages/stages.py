@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from kdist._compat import keras_models
@@ -12,6 +12,7 @@ from kdist.config.settings import Setting
 from kdist.pipeline.graph import Graph
 from kdist.pipeline.partition import Partition, partition
 from kdist.pipeline.schedule import Schedule
+from kdist.pipeline.work import WeightUse
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Group
 from kdist.stages.layer_lists import chained, with_lists
@@ -140,19 +141,34 @@ class StagedModel:
                         stages.append(virtual)
         return {key: tuple(stages) for key, stages in found.items()}
 
-    def uses(self, variables: Sequence[keras.Variable]) -> list[int]:
-        """Positions of variables, for each time that a stage turns to a chunk which uses them."""
-        users, schedule = self.users(), self.schedule
-        used: dict[int, list[int]] = {}
-        for position, variable in enumerate(variables):
-            for virtual in users.get(id(variable), ()):
-                used.setdefault(virtual, []).append(position)
-        return [
-            position
-            for stage, chunks in enumerate(schedule.turns)
-            for chunk in chunks
-            for position in used.get(chunk * schedule.num_stages + stage, ())
-        ]
+    def weight_uses(
+        self, variables: Sequence[keras.Variable], gathered: Collection[int], penalties: bool
+    ) -> list[WeightUse]:
+        """What each virtual stage has to do with weights, as far as the model's graph tells.
+
+        Args:
+            variables: The trainable weights.
+            gathered: Positions of those that are gathered before use.
+            penalties: Whether stages compute penalties.
+        """
+        users, found = self.users(), []
+        for virtual in range(self.schedule.virtual_stages):
+            mine = [i for i, v in enumerate(variables) if virtual in users.get(id(v), ())]
+            looks = [i for i in mine if i in gathered]
+            back = looks[::-1]
+            penalized = [
+                i
+                for i in mine
+                if variables[i].regularizer and users[id(variables[i])][0] == virtual
+            ]
+            found.append(
+                WeightUse(
+                    {"F": looks, "B": back, "I": back, "W": back},
+                    tuple(mine),
+                    tuple(penalized) if penalties else (),
+                )
+            )
+        return found
 
     def groups(self, model: keras.Model, topology: Topology) -> dict[int, tuple[Group, ...]]:
         """By identity of a weight, the slices of each stage that uses it.

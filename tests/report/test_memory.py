@@ -223,6 +223,31 @@ def test_a_stage_has_the_parameters_of_one_chunk(inner: int, keep: bool) -> None
         assert gathered == layers * KERNEL / inner
 
 
+@pytest.mark.parametrize("inner", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_stage_frees_the_gradients_of_a_chunk_when_it_is_done(inner: int) -> None:
+    """At level 2: two chunks of four, of which one is on its way, and half of what is summed."""
+    pipeline = kdist.PipelineConfig(micro_batches=2, schedule="interleaved", chunks=4)
+    whole, freed = (
+        analysed(
+            prepared(
+                level,
+                layers=16,
+                mesh=kdist.mesh(pipe=2, data=2, model=inner),
+                layout_map=CUT_INSIDE if inner > 1 else {},
+                pipeline=pipeline,
+            )
+        )
+        for level in (1, 2)
+    )
+    stage = 8 * KERNEL / inner
+    for device in (f"/device:CPU:{n}" for n in range(4 * inner)):
+        everything = whole.peak(device, ["gradient"]).nbytes
+        assert stage <= everything <= stage + 8 * BIAS
+        biases = everything - stage
+        assert freed.peak(device, ["gradient"]).nbytes <= stage / 2 + 2 * KERNEL / inner + biases
+        assert freed.peak(device).nbytes <= 0.85 * whole.peak(device).nbytes
+
+
 def test_keep_gathered_keeps_all() -> None:
     live = analysed(prepared(3, replicas=2, layers=4, keep_gathered=True))
     # But the first layer's kernel, at which no backward pass looks.

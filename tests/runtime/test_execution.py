@@ -10,8 +10,8 @@ from typing import Any
 import kdist
 from kdist.api.parallelize import attached
 from kdist.graphs.executed import PRODUCTS, largest, watch
-from kdist.pipeline import Forward, get_schedule
-from kdist.runtime.pipeline_runner import PipelineRunner
+from kdist.pipeline import Forward, Gather, get_schedule
+from kdist.runtime.flow import Flow
 from kdist.runtime.recorder import Recorder
 
 import keras
@@ -38,12 +38,13 @@ def test_the_executed_order_is_the_schedule(schedule: str, options: Any) -> None
 
 def test_without_one_control_edge_the_order_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     removed = Forward(0, 2)  # after the first backward, which has a long way to go
-    original = PipelineRunner._order
+    original = Flow.run
 
-    def order(self: Any, one: Any, chain: Any, first: Any, last: Any) -> None:
-        original(self, one, chain, None if one == removed else first, last)
+    def run(self: Flow, one: Any, recorder: Any) -> Any:
+        first, last = original(self, one, recorder)
+        return (None if one == removed else first), last
 
-    monkeypatch.setattr(PipelineRunner, "_order", order)
+    monkeypatch.setattr(Flow, "run", run)
     x = inputs = keras.Input((WIDTH,))
     # The second stage takes long, so that a forward of the first that waits for nothing is early.
     for name, units in (("small", WIDTH), ("large", 1024), ("larger", 1024), ("head", WIDTH)):
@@ -101,7 +102,7 @@ def test_level_3_gathers_once_a_step_as_planned(keep: bool) -> None:
     model = pipelined("1f1b", data=2, optimizer=config)
     attached(model)._prepare("train", data())
     step = largest(watch(lambda: model.train_on_batch(*data())))
-    sent = [t.nbytes for t in step.transfers if re.match(r".*/\dF\d/concat.*ReadVariable", t.node)]
+    sent = [t.nbytes for t in step.transfers if gathered(t)]
     (planned,) = [row for row in model.plan().traffic() if row.what == "gather"]
     assert (len(sent), sum(sent)) == (planned.messages, planned.nbytes)
 
@@ -110,31 +111,48 @@ CUTS = {"layer[0246]/kernel": (None, "model")}
 
 
 @pytest.mark.parametrize(
-    ("chunks", "inner", "keep"),
+    ("chunks", "inner", "keep", "mode"),
     [
-        (2, 1, False),
-        pytest.param(2, 2, False, marks=pytest.mark.long),
-        pytest.param(4, 1, True, marks=pytest.mark.long),
+        (2, 1, False, "auto"),
+        (2, 1, False, "none"),
+        pytest.param(2, 2, False, "auto", marks=pytest.mark.long),
+        pytest.param(2, 2, False, "none", marks=pytest.mark.long),
+        pytest.param(4, 1, True, "auto", marks=pytest.mark.long),
+        pytest.param(4, 1, True, "none", marks=pytest.mark.long),
     ],
 )
 def test_level_3_gathers_a_chunk_s_parameters_each_time_as_planned(
-    chunks: int, inner: int, keep: bool
+    chunks: int, inner: int, keep: bool, mode: Any
 ) -> None:
     config = kdist.ParallelConfig(
         mesh=kdist.mesh(pipe=2, data=2, model=inner),
         layout_map=CUTS if inner > 1 else {},
         optimizer=kdist.OptimizerConfig(level=3, threshold_kb=0, keep_gathered=keep),
         pipeline=kdist.PipelineConfig(micro_batches=4, schedule="interleaved", chunks=chunks),
+        fusion=kdist.FusionConfig(mode=mode),
     )
     model = kdist.parallelize(chain(), config)
     model.compile("sgd", "mse")
     attached(model)._prepare("train", data())
     step = largest(watch(lambda: model.train_on_batch(*data())))
-    sent = [t.nbytes for t in step.transfers if re.match(r".*/\d[FB]\d/concat", t.node)]
-    (planned,) = [row for row in model.plan().traffic() if row.what == "gather"]
+    sent = [t.nbytes for t in step.transfers if gathered(t)]
+    plan = model.plan()
+    (planned,) = [row for row in plan.traffic() if row.what == "gather"]
     assert (len(sent), sum(sent)) == (planned.messages, planned.nbytes)
-    once = 8 * 2 * 2 * inner  # kernels and biases, to each device of two replicas
-    assert (len(sent) == once) == keep and len(sent) >= once
+    # A message per gather to each device from its peer; what is fused is of one chunk.
+    gathers = plan.work.of(Gather)
+    assert len(sent) == len(gathers) * 2 * inner
+    each = Counter(w for one in gathers for w in one.weights)
+    assert set(each) == set(range(16)) and (max(each.values()) == 1) == keep
+    # What is cut over the inner axis has other holders than what is not.
+    apart = 0 if inner == 1 else chunks // 2
+    most = max(len(one.weights) for one in gathers)
+    assert most == (1 if mode == "none" else 16 // (2 * chunks) - apart)
+
+
+def gathered(sent: Any) -> bool:
+    """Whether a transfer is one of a gather."""
+    return re.match(r"\dG(_\d+)?/", sent.node) is not None
 
 
 def test_every_stage_computes_on_its_device_with_its_weights() -> None:

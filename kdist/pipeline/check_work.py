@@ -1,0 +1,146 @@
+"""Proves that what stages do with weights fits what they compute, whoever wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kdist.pipeline.instructions import (
+    Await,
+    Forward,
+    Free,
+    Gather,
+    Instruction,
+    Penalty,
+    Reduce,
+    WeightInstruction,
+)
+from kdist.pipeline.work import Step, WeightUse, Work
+
+
+def check_work(work: Work, uses: Sequence[WeightUse]) -> None:
+    """Proves the instructions on weights right, or says what is wrong with them.
+
+    - The rows compute what the schedule says, in its order.
+    - What an instruction looks at is there: gathered, and not freed since. Nothing is gathered
+      that is there, nothing freed that is not, and a row ends with nothing gathered.
+    - Every gradient is reduced once, on a stage that has it, when no computation of that stage adds
+      to it any more; one of several virtual stages at the end of a row, so that nothing waits for
+      other stages.
+    - Penalties are computed once, before their gradients are reduced.
+    - A stage waits only for reductions of its own.
+
+    Args:
+        work: The work.
+        uses: What each virtual stage has to do with weights.
+
+    Raises:
+        ValueError: naming stage, instruction, and the fix.
+    """
+    differentiates = any(not isinstance(one, Forward) for one in work.schedule)
+    for stage, row in enumerate(work.stages):
+        computed = tuple(one for one in row if isinstance(one, Instruction))
+        if computed != work.schedule.stages[stage]:
+            raise _wrong(stage, "computes other instructions than its schedule", "Keep its order")
+        _check_row(_Stage(work, stage, uses), row)
+    if differentiates:
+        _check_reduced(work, uses)
+
+
+class _Stage:
+    """What is there on a stage, instruction after instruction."""
+
+    def __init__(self, work: Work, stage: int, uses: Sequence[WeightUse]) -> None:
+        self.work, self.stage, self.uses = work, stage, uses
+        self.held: set[int] = set()
+        self.reduced: set[int] = set()
+        self.penalties: set[tuple[int, int]] = set()
+
+    def use(self, chunk: int) -> WeightUse:
+        """Of one of the stage's chunks."""
+        return self.uses[chunk * self.work.schedule.num_stages + self.stage]
+
+    def look(self, one: Step, weights: Sequence[int]) -> None:
+        """Something looks at weights."""
+        if missing := sorted(set(weights) - self.held):
+            raise _wrong(
+                self.stage, f"has no {missing} for the {one}", "Put a Gather of them before it"
+            )
+
+
+def _check_row(there: _Stage, row: Sequence[Step]) -> None:
+    last = {(o.chunk, o.letter): i for i, o in enumerate(row) if isinstance(o, Instruction)}
+    for i, one in enumerate(row):
+        stage, use = there.stage, there.use(one.chunk)
+        weights = set() if isinstance(one, Instruction) else set(one.weights)
+        if isinstance(one, WeightInstruction) and one.stage != stage:
+            raise _wrong(stage, f"has the {one}", f"Move it to stage {one.stage}")
+        if isinstance(one, Instruction):
+            there.look(one, use.gathered.get(one.letter, ()))
+        elif isinstance(one, Gather):
+            if twice := sorted(weights & there.held):
+                raise _wrong(stage, f"has {twice} already at the {one}", "Free them before")
+            there.held |= weights
+        elif isinstance(one, Free):
+            there.look(one, one.weights)
+            there.held -= weights
+        elif isinstance(one, Penalty):
+            there.look(one, use.gathered.get(one.letter, ()))
+            late = {(one.chunk, w) for w in weights} & there.penalties
+            if late or weights & there.reduced:
+                raise _wrong(
+                    stage, f"has the {one} again, or after their Reduce", "Keep it once, before"
+                )
+            there.penalties |= {(one.chunk, w) for w in weights}
+        elif isinstance(one, Reduce):
+            _check_reduce(there, one, last, i)
+            there.reduced |= weights
+        elif isinstance(one, Await) and not weights <= there.reduced:
+            raise _wrong(stage, f"has the {one} before their Reduce", "Move it behind")
+    if there.held:
+        raise _wrong(there.stage, f"ends with {sorted(there.held)} gathered", "Add a Free")
+
+
+def _check_reduce(there: _Stage, one: Reduce, last: dict[tuple[int, str], int], at: int) -> None:
+    """No computation of the stage adds to a gradient after its reduction."""
+    count = there.work.schedule.num_stages
+    for weight in one.weights:
+        users = [v for v, u in enumerate(there.uses) if weight in (*u.gradients, *u.penalized)]
+        if weight in there.reduced or there.stage not in {v % count for v in users}:
+            raise _wrong(there.stage, f"reduces {weight} twice or in vain", "Keep it once")
+        ends = [
+            position
+            for v in users
+            for letter in "BW"
+            if v % count == there.stage and (position := last.get((v // count, letter))) is not None
+        ]
+        if len(users) > 1:
+            ends = [max(last.values())]
+        if at < max(ends):
+            raise _wrong(
+                there.stage,
+                f"has the {one} at position {at}, but gradients of {weight} are added until "
+                f"position {max(ends)}",
+                "Move it behind",
+            )
+
+
+def _check_reduced(work: Work, uses: Sequence[WeightUse]) -> None:
+    wanted = {w for use in uses for w in (*use.gradients, *use.penalized)}
+    found = [w for one in work.of(Reduce) for w in one.weights]
+    if sorted(found) != sorted(wanted):
+        raise ValueError(
+            "Every gradient is reduced once in a step. Keep one Reduce of each weight. Received: "
+            f"Reduce of {sorted(found)}, gradients of {sorted(wanted)}"
+        )
+    planned = {(one.stage, one.chunk, w) for one in work.of(Penalty) for w in one.weights}
+    count = work.schedule.num_stages
+    asked = {(v % count, v // count, w) for v, use in enumerate(uses) for w in use.penalized}
+    if planned != asked:
+        raise ValueError(
+            "Every penalty counts once in a step. Keep one Penalty of each weight that has one. "
+            f"Received: {sorted(planned)}, penalties of {sorted(asked)} (stage, chunk, weight)"
+        )
+
+
+def _wrong(stage: int, what: str, fix: str) -> ValueError:
+    return ValueError(f"This work is wrong. {fix}. Received: stage {stage} {what}")

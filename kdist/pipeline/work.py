@@ -1,0 +1,225 @@
+"""What stages do with weights between their computations: a schedule's rows, extended.
+
+A schedule says in which order a stage computes. Which weights come whole to the stage before a
+computation, when they are let go, and when gradients are complete follows from it. A stage gathers
+what its next computation looks at and frees it when it turns to another of its chunks (for all
+replicas of a stage this is ZeRO's third level, Rajbhandari et al. 2020). Gradients are reduced
+after the last backward on the stage that adds to them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kdist.pipeline.instructions import (
+    Await,
+    Forward,
+    Free,
+    Gather,
+    Instruction,
+    Penalty,
+    Reduce,
+    WeightInstruction,
+)
+from kdist.pipeline.schedule import Schedule
+
+if TYPE_CHECKING:
+    from kdist.pipeline.chart import Chart
+
+Together = Callable[[Sequence[int]], Sequence[tuple[int, ...]]]
+"""Positions of weights that are gathered at one time -> those that travel as one message."""
+Step = Instruction | WeightInstruction
+
+IN_FLIGHT = 1
+"""Reductions that may be on their way while a stage computes, where memory counts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightUse:
+    """What one virtual stage has to do with weights, by their positions.
+
+    Attributes:
+        gathered: By letter of an instruction, the weights it looks at that are gathered before use,
+            in the order of their use; those of `Penalty` too.
+        gradients: The weights of which its backward gives a gradient.
+        penalized: The weights whose penalty it computes.
+    """
+
+    gathered: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+    gradients: tuple[int, ...] = ()
+    penalized: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """All that stages do in a pass: the instructions of a schedule, and those on weights.
+
+    Attributes:
+        schedule: The schedule.
+        stages: One row of instructions per stage.
+
+    Example:
+    ```python
+    from kdist.pipeline import WeightUse, get_schedule, work_of
+
+    schedule = get_schedule("1f1b", stages=2, micro_batches=2)
+    uses = [WeightUse({"F": (0,), "B": (0,)}, (0,)), WeightUse(gradients=(1,))]
+    print(work_of(schedule, uses))
+    ```
+    """
+
+    schedule: Schedule
+    stages: tuple[tuple[Step, ...], ...]
+
+    def __iter__(self) -> Iterator[Step]:
+        for row in self.stages:
+            yield from row
+
+    def of(self, kind: type[WeightInstruction]) -> tuple[WeightInstruction, ...]:
+        """The instructions of one kind, stage after stage."""
+        return tuple(one for one in self if isinstance(one, kind))
+
+    def chart(self) -> Chart:
+        """The planned timeline of the schedule, with the instructions on weights under each stage.
+
+        They take no time there.
+        """
+        from kdist.pipeline.chart import Chart
+        from kdist.pipeline.simulate import simulate
+
+        return Chart.of_simulation(simulate(self.schedule), self.stages)
+
+    def __str__(self) -> str:
+        count = len(self.stages)
+        rows = [" ".join(one.cell(count) for one in row) for row in self.stages]
+        return "\n".join(f"stage {stage}: {row}" for stage, row in enumerate(rows))
+
+
+def each_alone(weights: Sequence[int]) -> list[tuple[int, ...]]:
+    """Every weight travels alone."""
+    return [(weight,) for weight in weights]
+
+
+def work_of(
+    schedule: Schedule,
+    uses: Sequence[WeightUse],
+    together: Together = each_alone,
+    *,
+    kept: Collection[int] = (),
+    free: bool = False,
+) -> Work:
+    """Extends a schedule by what its stages do with weights.
+
+    Args:
+        schedule: The schedule, or the forwards of one.
+        uses: What each virtual stage has to do with weights.
+        together: Which weights travel as one message; each alone by default.
+        kept: Weights that a stage keeps from their first use on.
+        free: Whether a stage waits for gradients to be summed, so that they take no memory; the
+            last `IN_FLIGHT` reductions may be on their way.
+
+    Returns:
+        The work, which `check_work` accepts.
+    """
+    users = _users(uses)
+    return Work(
+        schedule,
+        tuple(
+            tuple(_Row(schedule, stage, uses, together, kept, free, users).steps())
+            for stage in range(schedule.num_stages)
+        ),
+    )
+
+
+def _users(uses: Sequence[WeightUse]) -> dict[int, set[int]]:
+    """By weight, the virtual stages that give it a gradient."""
+    found: dict[int, set[int]] = {}
+    for virtual, use in enumerate(uses):
+        for weight in (*use.gradients, *use.penalized):
+            found.setdefault(weight, set()).add(virtual)
+    return found
+
+
+class _Row:
+    """One stage's row, in the making."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stage: int,
+        uses: Sequence[WeightUse],
+        together: Together,
+        kept: Collection[int],
+        free: bool,
+        users: Mapping[int, set[int]],
+    ) -> None:
+        self.schedule, self.stage, self.uses = schedule, stage, uses
+        self.together, self.kept, self.free = together, set(kept), free
+        self.users = users
+        self.held: dict[int, None] = {}
+        self.reduced: list[Reduce] = []
+
+    def steps(self) -> Iterator[Step]:
+        """The instructions of the row."""
+        row, count = self.schedule.stages[self.stage], self.schedule.num_stages
+        differentiates = any(not isinstance(one, Forward) for one in row)
+        ends = {one.chunk: i for i, one in enumerate(row)}
+        penalized: set[int] = set()
+        waiting: list[Reduce] = []
+        for i, one in enumerate(row):
+            if i and one.chunk != row[i - 1].chunk:
+                yield from self._free(row[i - 1].chunk)
+            while self.free and len(waiting) > IN_FLIGHT:
+                done = waiting.pop(0)
+                yield Await(self.stage, done.weights, done.chunk)
+            virtual = one.virtual_stage(count)
+            yield from self._gather(one.letter, virtual, one.chunk)
+            yield one
+            if one.chunk not in penalized and (one.letter in "BW" or not differentiates):
+                penalized.add(one.chunk)
+                yield from self._penalty(virtual, one.chunk)
+            if differentiates and ends[one.chunk] == i:
+                reduces = list(self._reduce(virtual, one.chunk))
+                waiting += reduces
+                yield from reduces
+        if row:
+            yield from self._free(row[-1].chunk, all_of_them=True)
+        if differentiates:
+            yield from self._reduce_shared()
+
+    def _gather(self, letter: str, virtual: int, chunk: int) -> Iterator[Step]:
+        wanted = self.uses[virtual].gathered.get(letter, ())
+        missing = [w for w in dict.fromkeys(wanted) if w not in self.held]
+        self.held.update(dict.fromkeys(missing))
+        for weights in self.together(missing) if missing else ():
+            yield Gather(self.stage, tuple(weights), chunk)
+
+    def _free(self, chunk: int, all_of_them: bool = False) -> Iterator[Step]:
+        gone = tuple(w for w in self.held if all_of_them or w not in self.kept)
+        self.held = {w: None for w in self.held if w not in gone}
+        if gone:
+            yield Free(self.stage, gone, chunk)
+
+    def _penalty(self, virtual: int, chunk: int) -> Iterator[Step]:
+        if weights := self.uses[virtual].penalized:
+            yield from self._gather(Penalty.letter, virtual, chunk)
+            yield Penalty(self.stage, weights, chunk)
+
+    def _reduce(self, virtual: int, chunk: int) -> Iterator[Reduce]:
+        """Those of which this virtual stage alone has gradients."""
+        use = self.uses[virtual]
+        weights = sorted({*use.gradients, *use.penalized})
+        own = tuple(w for w in weights if self.users[w] == {virtual})
+        if own:
+            yield Reduce(self.stage, own, chunk)
+
+    def _reduce_shared(self) -> Iterator[Reduce]:
+        """At the end of the row of the first virtual stage with a gradient: waits stop nobody."""
+        count = self.schedule.num_stages
+        for virtual in range(self.stage, len(self.uses), count):
+            shared = [w for w, users in self.users.items() if len(users) > 1]
+            first = tuple(sorted(w for w in shared if min(self.users[w]) == virtual))
+            if first:
+                yield Reduce(self.stage, first, virtual // count)

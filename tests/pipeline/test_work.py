@@ -1,0 +1,160 @@
+"""What stages do with weights: made for any schedule, proved, and refused when broken."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from kdist.pipeline import (
+    Await,
+    Backward,
+    Forward,
+    Free,
+    Gather,
+    Penalty,
+    Reduce,
+    Schedule,
+    WeightUse,
+    Work,
+    check_work,
+    get_schedule,
+    work_of,
+)
+from kdist.pipeline.work import Step
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from .schedules import named
+
+
+@st.composite
+def used(draw: st.DrawFn) -> tuple[Schedule, list[WeightUse]]:
+    """A schedule whose virtual stages use some weights, a few of them several stages."""
+    schedule = draw(named())
+    uses = []
+    for virtual in range(schedule.virtual_stages):
+        shared = draw(st.sets(st.sampled_from([900, 901]), max_size=2))
+        mine = [10 * virtual + n for n in range(draw(st.integers(0, 3)))] + sorted(shared)
+        some = st.lists(st.sampled_from(mine), unique=True) if mine else st.just([])
+        penalized = draw(some)
+        looks = {letter: draw(some) for letter in "FBIW"}
+        looks["P"] = [w for w in penalized if draw(st.booleans())]
+        uses.append(WeightUse(looks, tuple(draw(some)), tuple(penalized)))
+    return schedule, uses
+
+
+def pairs(weights: Sequence[int]) -> list[tuple[int, ...]]:
+    return [tuple(weights[i : i + 2]) for i in range(0, len(weights), 2)]
+
+
+@given(used(), st.booleans(), st.sets(st.integers(0, 20)))
+def test_what_is_made_is_right(
+    given_: tuple[Schedule, list[WeightUse]], free: bool, kept: set[int]
+) -> None:
+    schedule, uses = given_
+    check_work(work_of(schedule, uses, pairs, kept=kept, free=free), uses)
+    forwards = Schedule(
+        stages=tuple(tuple(o for o in row if isinstance(o, Forward)) for row in schedule.stages)
+    )
+    work = work_of(forwards, uses, pairs, kept=kept)
+    check_work(work, uses)
+    assert not work.of(Reduce) and len(work.of(Penalty)) == sum(bool(u.penalized) for u in uses)
+
+
+INTERLEAVED = get_schedule("interleaved", stages=2, micro_batches=2)
+USES = [
+    WeightUse({"F": (2 * v, 2 * v + 1), "B": (2 * v + 1,), "P": (2 * v,)}, (2 * v, 2 * v + 1), p)
+    for v, p in enumerate([(0,), (), (), ()])
+]
+
+
+def test_a_stage_gathers_when_it_turns_to_a_chunk_and_frees_when_it_turns_away() -> None:
+    row = [one.cell(2) for one in work_of(INTERLEAVED, USES, pairs, free=True).stages[0]]
+    assert " ".join(row) == (
+        "0G(0,1) 0F0 0F1 0X(0,1) 2G(4,5) 2F0 2F1 2B0 2B1 2R(4,5) 2X(4,5) "
+        "0G(1) 0B0 0G(0) 0P(0) 0B1 0R(0,1) 0X(1,0)"
+    )
+
+
+def test_what_is_kept_is_gathered_once() -> None:
+    work = work_of(INTERLEAVED, USES, kept=range(8))
+    assert sorted(w for one in work.of(Gather) for w in one.weights) == list(range(8))
+
+
+def test_a_stage_waits_for_all_but_the_last_sum() -> None:
+    schedule = get_schedule("interleaved", stages=2, micro_batches=2, chunks=4)
+    uses = [WeightUse(gradients=(v,)) for v in range(8)]
+    work = work_of(schedule, uses, free=True)
+    # Nobody waits for the last but one: after the last nothing is computed.
+    assert [one.weights for one in work.of(Await) if one.stage == 0] == [(6,), (4,)]
+    assert not work_of(schedule, uses).of(Await)
+
+
+def test_gradients_of_several_stages_are_summed_at_the_end_of_the_first_one() -> None:
+    uses = [WeightUse(gradients=(0, 9)), WeightUse(gradients=(1, 9))]
+    work = work_of(get_schedule("1f1b", stages=2, micro_batches=3), uses)
+    assert work.stages[0][-1] == Reduce(0, (9,)) and work.stages[1][-1] == Reduce(1, (1,))
+
+
+def swapped(row: list[Step], kind: type, other: Callable[[Step], bool]) -> list[Step]:
+    """With the first instruction of a kind behind the next one that `other` accepts."""
+    i = next(i for i, one in enumerate(row) if isinstance(one, kind))
+    j = next(j for j, one in enumerate(row) if j > i and other(one))
+    return [*row[:i], *row[i + 1 : j + 1], row[i], *row[j + 1 :]]
+
+
+def computes(one: Step) -> bool:
+    return isinstance(one, Forward | Backward)
+
+
+BROKEN: dict[str, tuple[Callable[[list[Step]], list[Step]], str]] = {
+    "gathered late": (lambda r: swapped(r, Gather, computes), "Put a Gather of them before it"),
+    "never gathered": (
+        lambda r: [one for one in r if not isinstance(one, Gather)],
+        "Put a Gather of them before it",
+    ),
+    "gathered twice": (lambda r: [r[0], *r], "Free them before"),
+    "never freed": (
+        lambda r: [one for i, one in enumerate(r) if i < 7 or not isinstance(one, Free)],
+        "Add a Free",
+    ),
+    "reduced early": (
+        lambda r: [*r[:-4], r[-2], *r[-4:-2], r[-1]],
+        r"gradients of \d are added until",
+    ),
+    "reduced twice": (lambda r: [*r, r[-2]], "Keep it once"),
+    "not reduced": (lambda r: [*r[:-2], r[-1]], "Keep one Reduce of each weight"),
+    "no penalty": (
+        lambda r: [one for one in r if not isinstance(one, Penalty)],
+        "Keep one Penalty of each weight",
+    ),
+    "a penalty twice": (
+        lambda r: [two for one in r for two in [one] * (1 + isinstance(one, Penalty))],
+        "Keep it once, before",
+    ),
+    "waited for early": (lambda r: [Await(0, (0, 1)), *r], "Move it behind"),
+    "another stage's": (lambda r: [*r, Reduce(1, (2,))], "Move it to stage 1"),
+    "another order": (lambda r: swapped(r, Forward, computes), "Keep its order"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_it_is_refused(name: str) -> None:
+    change, message = BROKEN[name]
+    work = work_of(INTERLEAVED, USES, pairs, free=True)
+    broken: Work = dataclasses.replace(
+        work, stages=(tuple(change(list(work.stages[0]))), work.stages[1])
+    )
+    check_work(work, USES)
+    with pytest.raises(ValueError, match=message):
+        check_work(broken, USES)
+
+
+def test_it_is_drawn_under_the_cells() -> None:
+    text = work_of(INTERLEAVED, USES, pairs, free=True).chart().text(100)
+    lines = text.splitlines()
+    cells, below = lines[1], lines[2]
+    assert below[cells.index("F0a")] == "G" and below[cells.index("F0b")] == "X"
+    assert "G gather  X free  P penalty  R reduce" in text
