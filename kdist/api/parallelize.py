@@ -318,7 +318,6 @@ class Parallel(SteppedModel):
             self._look_at_loss(example)
         if self.program is None:
             self.place()
-            self.refuse_jit_compile()
             self.spread_parameters()
             self.program = self.make_program()
         if kind != "predict" and self.whole_loss:

@@ -239,6 +239,10 @@ class PlacedModel:
         gathers = any(self.entries[id(v)].placement.gathered for v in variables)
         return Chunking(forward=gathers, free=config.level >= 2, keep=config.keep_gathered)
 
+    def travel_notes(self) -> list[str]:
+        """What the plan says of when gradients travel, beside the settings."""
+        return []
+
     def spread_parameters(self) -> None:
         """Moves parameters to where the compiled optimizer's level wants them."""
         config = self.optimizer_config
@@ -389,7 +393,7 @@ class PlacedModel:
             notes.append(self.whole_loss_note)
         if self.staged is not None:
             notes.append(self.staged.describe())
-        notes += map(str, self.without_effect())
+        notes += [*map(str, self.without_effect()), *self.travel_notes()]
         if self.layouts is not None:
             notes += [*self.layouts.left_whole, *map(str, self.layouts.uncut)]
             notes += filter(None, [self.layouts.island_note()])

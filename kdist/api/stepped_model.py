@@ -92,24 +92,6 @@ class SteppedModel(PlacedModel):
             self.warn_once(text)
         return study
 
-    def refuse_jit_compile(self) -> None:
-        """Raises where XLA was asked for and cannot compile.
-
-        Raises:
-            ValueError: The mesh has inner axes.
-        """
-        if self.jit_compile is True and self.compute.inner_size > 1:
-            why = (
-                ""
-                if self.whole_batch is None
-                else f" ({self.whole_batch.note(self.config.pipeline)})"
-            )
-            raise ValueError(
-                "XLA cannot compile DTensor programs. Use jit_compile='auto' or False on a "
-                "mesh with inner axes. "
-                f"Received: jit_compile=True with inner axes {self.compute.inner_axes}{why}"
-            )
-
     def make_program(self) -> Program:
         """The model's pure functions, by stages or whole."""
         mean = self.config.loss_from_layers == "mean"
@@ -136,10 +118,23 @@ class SteppedModel(PlacedModel):
 
     @property
     def chunking(self) -> Chunking | None:
-        """See `PlacedModel.chunking`; what XLA compiles is cut only where that saves memory."""
-        if self.jit_compile is True and self.optimizer_config.level < 2:
-            return None
-        return super().chunking
+        """See `PlacedModel.chunking`; what XLA compiles whole has no chunks."""
+        return None if self.compiled_whole else super().chunking
+
+    @property
+    def compiled_whole(self) -> bool:
+        """Whether XLA gets whole programs, though buckets could leave while they run."""
+        apart = self.compute.inner_size > 1 or self.optimizer_config.level >= 2
+        return self.jit_compile is True and not apart
+
+    def travel_notes(self) -> list[str]:
+        """See `PlacedModel.travel_notes`."""
+        if not self.compiled_whole or super().chunking is None or self.staged is not None:
+            return []
+        return [
+            "jit_compile=True: XLA compiles each replica's program whole at levels 0 and 1, so "
+            "buckets leave when the backward pass has ended. Level 2 compiles it in chunks."
+        ]
 
     @property
     def uses_inner_axes(self) -> bool:
@@ -254,6 +249,7 @@ class SteppedModel(PlacedModel):
                     self.layouts,
                     alltoall,
                     self.model,
+                    jit_compile=self.jit_compile is True,
                 )
                 self._mesh_runner = self._pipeline(self.program, backend)
             else:
@@ -264,6 +260,7 @@ class SteppedModel(PlacedModel):
                     chunking=self.chunking,
                     keys=self._bucket_keys,
                     alltoall=alltoall,
+                    jit_compile=self.jit_compile is True,
                     **self._wanted(),
                 )
         return self._mesh_runner

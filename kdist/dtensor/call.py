@@ -49,6 +49,7 @@ class Lowered:
         alltoall: Whether re-layouts may use all-to-all.
         paths: Paths of the model's layers, to say which layer causes a collective.
         seeds: How many of the last inputs everything in the backward pass depends on.
+        jit_compile: See `Stitcher.stitch`.
     """
 
     def __init__(
@@ -59,9 +60,11 @@ class Lowered:
         alltoall: bool,
         paths: Sequence[str],
         seeds: int = 0,
+        *,
+        jit_compile: bool = False,
     ) -> None:
         self.function = function
-        self.seeds = seeds
+        self.seeds, self.jit_compile = seeds, jit_compile
         self.paths = list(paths)
         self.layouts = layouts
         self.topology = layouts.compute
@@ -91,7 +94,9 @@ class Lowered:
         key, given = self.lower(key, inputs)
         program = self.stitchers[key].program
         if (key, s) not in self._calls:
-            self._calls[key, s] = self.stitchers[key].stitch(self.topology.slices[s].devices)
+            self._calls[key, s] = self.stitchers[key].stitch(
+                self.topology.slices[s].devices, jit_compile=self.jit_compile
+            )
         sizes.found(bounded=program.bounded)
         positions = [one.position for one in program.arguments if one.position is not None]
         taken = [[given[p].parts[k] for p in positions] for k in range(self.mesh.size)]

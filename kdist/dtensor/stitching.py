@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kdist._compat import dtensor_internals
+from kdist._compat import dtensor_internals, xla_clusters
 from kdist.dtensor.body import topological
 from kdist.dtensor.collectives import (
     COLLECTIVES,
@@ -110,20 +110,22 @@ class Stitcher:
             devices: Full names of its devices, in the order of the mesh. One without a name stands
                 for any that calls the function.
             chunk: The part of the program that it runs; all of it by default.
-            jit_compile: Compile it with XLA.
+            jit_compile: Compile it with XLA: whole, on one device; on several, what each of them
+                computes between two collectives.
 
         Raises:
-            ValueError: XLA is to compile what takes or returns lists of tensors.
+            ValueError: XLA is to compile what takes or returns lists of tensors, as a whole.
         """
         if chunk is None:
             taken = tuple(one.name for one in self.program.arguments if one.position is not None)
             chunk = Chunk(taken, tuple(self.live), self.program.results)
-        definition = _Copies(self, devices, chunk).definition
+        apart = jit_compile and len(devices) > 1
+        definition = _Copies(self, devices, chunk, clusters=apart).definition
         # Graphs that call it on several devices then are not the larger for it.
         definition.attr["_noinline"].b = devices == [""]
         shapes = [self.shape(reference) for reference in chunk.gives]
         function = StitchedFunction(definition, chunk, shapes, self.program.size, self.bodies)
-        if jit_compile:
+        if jit_compile and not apart:
             function.compile([r for r in (*chunk.takes, *chunk.gives) if self.dtype(r) == VARIANT])
         return function
 
@@ -267,8 +269,11 @@ class _Bodies:
 class _Copies:
     """The copies of a program on the devices of one slice, as one function definition."""
 
-    def __init__(self, stitcher: Stitcher, devices: Sequence[str], chunk: Chunk) -> None:
+    def __init__(
+        self, stitcher: Stitcher, devices: Sequence[str], chunk: Chunk, *, clusters: bool
+    ) -> None:
         self.stitcher, self.devices, self.chunk = stitcher, list(devices), chunk
+        self.clusters = clusters
         self.program = stitcher.program
         self.taken = {reference: i for i, reference in enumerate(chunk.takes)}
         self.inside = set(chunk.nodes)
@@ -312,6 +317,8 @@ class _Copies:
         waits = [one for one in waits if self.stitcher.nodes[one].op not in COLLECTIVES]
         waits = [one for one in waits if one in self.inside]
         once = node.name in self.program.once
+        if self.clusters and self._compiles(node):
+            xla_clusters.mark(node, self.definition.signature.name)
         for k, device in enumerate(self.devices[:1] if once else self.devices):
             copy = self.definition.node_def.add()
             copy.CopyFrom(node)
@@ -319,6 +326,16 @@ class _Copies:
             del copy.input[:]
             copy.input.extend(self._reference(one, k) for one in data)
             copy.input.extend(f"^{self._on(one, k)}/{one}" for one in waits)
+
+    def _compiles(self, node: Any) -> bool:
+        """Whether XLA may take a node.
+
+        It draws other random numbers than TensorFlow, and keeps lists of tensors to itself.
+        """
+        dtypes = [t for of in dtensor_internals.output_dtypes(node).values() for t in of]
+        taken = [one for one in node.input if not one.startswith("^")]
+        lists = VARIANT in [*dtypes, *map(self.stitcher.dtype, taken)]
+        return not lists and not node.op.startswith("Stateless")
 
     def _add_collective(self, node: Any) -> None:
         source = self.stitcher.source(node)

@@ -43,6 +43,7 @@ class InnerAxes:
             stored on it.
         alltoall: Whether re-layouts may use all-to-all.
         model: The model.
+        jit_compile: See `Stitcher.stitch`.
 
     Attributes:
         exact: See `OneDevice`.
@@ -59,6 +60,8 @@ class InnerAxes:
         layouts: ModelLayouts,
         alltoall: bool,
         model: keras.Model,
+        *,
+        jit_compile: bool,
     ) -> None:
         self.state, self.entries, self.topology = state, list(entries), layouts.compute
         self.layouts, self.alltoall, self.gather_first = layouts, alltoall, False
@@ -71,7 +74,13 @@ class InnerAxes:
         self._whole = whole_readers(layouts)
         layers = [layer for layer in layouts.model_layers if layer is not model]
         paths = [layer.path or layer.name for layer in layers]
-        self._lowering = layouts, self.mesh, alltoall, paths
+        self._lowering: dict[str, Any] = {
+            "layouts": layouts,
+            "mesh": self.mesh,
+            "alltoall": alltoall,
+            "paths": paths,
+            "jit_compile": jit_compile,
+        }
         self._penalties: dict[tuple[int, ...], Lowered] = {}
 
     @property
@@ -123,7 +132,7 @@ class InnerAxes:
 
     def part(self, concrete: Any) -> LoweredPart:
         """See `OneDevice.part`."""
-        return LoweredPart(concrete, *self._lowering, gather_first=self.gather_first)
+        return LoweredPart(concrete, self.gather_first, **self._lowering)
 
     def read(self, variable: keras.Variable, s: int) -> Sharded:
         """See `OneDevice.read`."""
@@ -157,7 +166,7 @@ class InnerAxes:
             function = penalty_function(
                 variables, keras.config.floatx(), lambda g, p: summand(self.like(g, p))
             )
-            self._penalties[key] = Lowered(function, *self._lowering)
+            self._penalties[key] = Lowered(function, **self._lowering)
         values, found = self._penalties[key](s, key, (list(params), replicate(scale, self.mesh)))
         return list(values), list(found)
 
@@ -180,12 +189,12 @@ class LoweredPart(Lowered):
 
     Args:
         concrete: The function.
-        *args: Of `Lowered`.
         gather_first: See `InnerAxes`.
+        **how: Of `Lowered`.
     """
 
-    def __init__(self, concrete: Any, *args: Any, gather_first: bool) -> None:
-        super().__init__(concrete, *args)
+    def __init__(self, concrete: Any, gather_first: bool, **how: Any) -> None:
+        super().__init__(concrete, **how)
         self.traces[None, sizes.active()] = concrete
         self.gather_first = gather_first
 

@@ -48,6 +48,7 @@ class MeshRunner:
         want_parts: Whether they must return every part of the loss.
         chunking: How programs are cut into chunks, if they are.
         keys: Which parameters share a bucket.
+        jit_compile: See `Stitcher.stitch`.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class MeshRunner:
         layouts: ModelLayouts,
         *,
         alltoall: bool,
+        jit_compile: bool = False,
         want_outputs: bool,
         want_parts: bool,
         chunking: Chunking | None = None,
@@ -78,11 +80,19 @@ class MeshRunner:
         if chunking is not None:
             devices = [one.devices for one in self.topology.slices]
             self.chunks = Chunks(
-                chunking, entries, storage, devices, keys, places=self.inputs.places
+                chunking,
+                entries,
+                storage,
+                devices,
+                keys,
+                places=self.inputs.places,
+                jit_compile=jit_compile,
             )
 
         def make(function: Callable, seeds: int = 0) -> Lowered:
-            return Lowered(function, layouts, self.mesh, alltoall, paths, seeds)
+            return Lowered(
+                function, layouts, self.mesh, alltoall, paths, seeds, jit_compile=jit_compile
+            )
 
         self._gradients = make(self.programs.gradients, seeds=1)
         self._losses = make(self.programs.losses)

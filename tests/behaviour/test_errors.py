@@ -187,16 +187,6 @@ def test_overridden_steps_are_refused_by_name(axes, name):
         call(model)
 
 
-def test_xla_on_an_inner_mesh_is_refused():
-    model = parallel()
-    model.compile("sgd", "mse", jit_compile=True)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"(?s)XLA.*jit_compile='auto'.*Received: jit_comp"):
-            model.fit(*data(8), verbose=0)
-    model.compile("sgd", "mse")
-    model.fit(*data(8), verbose=0)
-
-
 @pytest.mark.parametrize("axes", MESHES, ids=["data", "inner"])
 def test_fit_before_compile_is_keras_own_error(axes):
     models = pair(axes)

@@ -105,14 +105,6 @@ def test_comm_fusion_logs_what_is_exchanged(which):
 
 
 @of_both
-def test_xla_is_refused(which):
-    model = parallel(which)
-    model.compile("sgd", "mse", jit_compile=True)
-    with pytest.raises(ValueError, match="jit_compile=True.*computes over the whole batch"):
-        model.fit(*data(8), verbose=0)
-
-
-@of_both
 def test_weights_stored_in_slices_over_the_data_axis_are_gathered_before_use(which):
     model = parallel(which, {"data": 2}, layout_map={".*down/kernel": ("data", None)})
     model.compile("sgd", "mse")
