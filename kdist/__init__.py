@@ -26,6 +26,7 @@ from kdist.config.fusion import FusionConfig, get_comm_fusion, set_comm_fusion  
 from kdist.config.optimizer import OptimizerConfig  # noqa: E402
 from kdist.config.parallel import ParallelConfig  # noqa: E402
 from kdist.config.pipeline import PipelineConfig  # noqa: E402
+from kdist.config.recompute import RecomputeConfig, recompute  # noqa: E402
 from kdist.config.shard import shard  # noqa: E402
 from kdist.config.state_format import StateFormatConfig  # noqa: E402
 from kdist.plan.plan import Plan  # noqa: E402
@@ -45,6 +46,7 @@ __all__ = [
     "PipelineModel",
     "Plan",
     "PowerSGD",
+    "RecomputeConfig",
     "ShardedOptimizer",
     "StateFormatConfig",
     "Verification",
@@ -59,6 +61,7 @@ __all__ = [
     "layers",
     "mesh",
     "parallelize",
+    "recompute",
     "reduce",
     "set_comm_fusion",
     "set_parallel_optimizer",

@@ -37,6 +37,11 @@ def flat_layers(layer: keras.Layer) -> list[keras.Layer]:
     return list(layer._flatten_layers())
 
 
+def layers_inside(layer: keras.Layer) -> list[keras.Layer]:
+    """The layers directly inside a layer."""
+    return list(layer._flatten_layers(include_self=False, recursive=False))
+
+
 def layers_of(node: Any) -> list[keras.Layer]:
     """The layer that a node calls and all layers inside it; none for an operation."""
     return flat_layers(node.operation) if isinstance(node.operation, keras.Layer) else []

@@ -13,6 +13,7 @@ from kdist.config.compression import Classes, Compressor
 from kdist.config.fusion import comm_fusion
 from kdist.config.optimizer import OptimizerConfig
 from kdist.config.parallel import ParallelConfig
+from kdist.config.recompute import Blocks, blocks_of
 from kdist.config.whole_batch import GLOBAL, SYNCHRONIZED, WholeBatch
 from kdist.config.without_effect import ModelFacts, WithoutEffect, without_effect
 from kdist.dtensor.model_layouts import ModelLayouts, place_weights, placements
@@ -91,7 +92,9 @@ class PlacedModel:
         self.layouts = self._resolved()
         self.topology, self.compute = self.layouts.topology, self.layouts.compute
         self._refuse_batches()
-        self.classes()  # checks the patterns of compression before anything moves
+        # Check the patterns of compression and of recompute before anything moves.
+        self.classes()
+        blocks_of(self.model, self.config.recompute)
         self._cut_into_stages()
         self.entries = place_weights(self._placements(), self.topology)
 
@@ -226,18 +229,31 @@ class PlacedModel:
         return config_for(optimizer, self.config.optimizer)
 
     @property
+    def blocks(self) -> Blocks:
+        """Layers that run again in the backward pass."""
+        return blocks_of(self.model, self.config.recompute)
+
+    @property
     def chunking(self) -> Chunking | None:
         """How programs are cut into chunks, between which gradients leave and parameters come.
 
         None where nothing travels, or operations run one by one.
         """
         config = self.optimizer_config
-        wanted = config.level >= 2 or self.config.fusion.overlap
-        if not wanted or self.model.run_eagerly or self.topology.data_size == 1:
+        travels = config.level >= 2 or self.config.fusion.overlap
+        wanted = self.blocks or (travels and self.topology.data_size > 1)
+        if not wanted or self.model.run_eagerly:
             return None
         variables = self.model.trainable_variables
         gathers = any(self.entries[id(v)].placement.gathered for v in variables)
-        return Chunking(forward=gathers, free=config.level >= 2, keep=config.keep_gathered)
+        free, keep = config.level >= 2, self.kept_gathered()
+        return Chunking(forward=gathers, free=free, keep=keep, blocks=self.blocks)
+
+    def kept_gathered(self) -> frozenset[int]:
+        """Positions of the trainable weights that, once gathered, stay for the backward pass."""
+        freed, otherwise = self.blocks.freed, not self.optimizer_config.keep_gathered
+        variables = self.model.trainable_variables
+        return frozenset(i for i, v in enumerate(variables) if not freed.get(id(v), otherwise))
 
     def travel_notes(self) -> list[str]:
         """What the plan says of when gradients travel, beside the settings."""
@@ -305,7 +321,7 @@ class PlacedModel:
             self.staged.schedule,
             self.staged.weight_uses(variables, gathered, penalties=not self.whole_loss),
             lambda weights: gather_groups(weights, keys, placed),
-            kept=gathered if config.keep_gathered else (),
+            kept=gathered & self.kept_gathered(),
             free=config.level >= 2,
         )
 
@@ -318,7 +334,7 @@ class PlacedModel:
         """
         if (work := self.work()) is not None:
             return [one for one in work if isinstance(one, Gather)]
-        config, variables = self.optimizer_config, self.model.trainable_variables
+        variables = self.model.trainable_variables
         placed = [self.entries[id(v)].placement for v in variables]
         wanted = [i for i, one in enumerate(placed) if one.gathered]
         if self.chunking is None:
@@ -328,8 +344,8 @@ class PlacedModel:
         chunks = [
             [i for i in wanted if numbers[i] == n] for n in range(max(numbers, default=0) + 1)
         ]
-        again = [] if config.keep_gathered else chunks[-2::-1]
-        again = [[i for i in chunk if i not in tables] for chunk in again]
+        left = tables | self.kept_gathered()
+        again = [[i for i in chunk if i not in left] for chunk in chunks[-2::-1]]
         groups = [g for chunk in (*chunks, *again) for g in gather_groups(chunk, keys, placed)]
         return [Gather(0, group) for group in groups]
 
@@ -356,6 +372,7 @@ class PlacedModel:
             fusion_ids={v.path: n for v, n in zip(variables, comm_fusion.of(variables)) if n},
             tables=tuple(v.path for v in looked_up(self.model)),
             gathered=tuple(spread) if config.level == 3 else (),
+            repeated=tuple(one.name for one in self.blocks.blocks),
             travels=any(len(p.slices) > 1 for _, p in self._placements()),
         )
         return without_effect(self.config, config, self.topology, facts)

@@ -13,7 +13,6 @@ from kdist.config.parallel import ParallelConfig
 from kdist.pipeline.instructions import Gather
 from kdist.pipeline.work import Work
 from kdist.program.program import Program
-from kdist.program.vjp import as_node
 from kdist.rows.model import ModelStudy, study_model
 from kdist.runtime.chunked_runner import ChunkedRunner
 from kdist.runtime.chunking import Chunking
@@ -92,13 +91,30 @@ class SteppedModel(PlacedModel):
             self.warn_once(text)
         return study
 
+    def _refuse_kept_collectives(self) -> None:
+        """Refuses what a stage cannot keep: its functions are lowered one by one.
+
+        Raises:
+            ValueError: A block is to keep what collectives of inner axes returned.
+        """
+        for one in self.blocks.blocks:
+            if not one.setting.mp_comm_recompute:
+                raise ValueError(
+                    "In a pipeline's stage over inner axes, what runs again repeats its "
+                    "collectives. Leave mp_comm_recompute=False out, or the axis 'pipe'. "
+                    f"Received: mp_comm_recompute=False for layer {one.name!r}"
+                )
+
     def make_program(self) -> Program:
         """The model's pure functions, by stages or whole."""
         mean = self.config.loss_from_layers == "mean"
         self.schedule_stages()
         if self.staged is None:
-            return Program(self.model, mean)
-        return PipelineProgram(self.model, mean, self.staged)
+            program = Program(self.model, mean)
+        else:
+            program = PipelineProgram(self.model, mean, self.staged)
+        program.blocks = self.blocks
+        return program
 
     def fall_back(self, reason: str) -> None:
         """Says, once, why something does not run over DTensor."""
@@ -125,7 +141,7 @@ class SteppedModel(PlacedModel):
     def compiled_whole(self) -> bool:
         """Whether XLA gets whole programs, though buckets could leave while they run."""
         apart = self.compute.inner_size > 1 or self.optimizer_config.level >= 2
-        return self.jit_compile is True and not apart
+        return self.jit_compile is True and not (apart or self.blocks)
 
     def travel_notes(self) -> list[str]:
         """See `PlacedModel.travel_notes`."""
@@ -192,13 +208,12 @@ class SteppedModel(PlacedModel):
         assert self.program is not None
         runner: PlainRunner
         if isinstance(self.program, PipelineProgram):
-            compiled = functools.partial(as_node, jit_compile=self.jit_compile is True)
             backend = OneDevice(
                 self.program.state,
                 self.trainable(),
                 self.compute,
                 self.topology,
-                compiled,
+                jit_compile=self.jit_compile is True,
                 eager=self.model.run_eagerly,
             )
             pipeline = self._pipeline(self.program, backend)
@@ -243,6 +258,7 @@ class SteppedModel(PlacedModel):
             assert self.layouts is not None
             alltoall = self.config.enable_alltoall
             if isinstance(self.program, PipelineProgram):
+                self._refuse_kept_collectives()
                 backend = InnerAxes(
                     self.program.state,
                     self.trainable(),
@@ -276,7 +292,7 @@ class SteppedModel(PlacedModel):
             chunking=Chunking(
                 forward=True,
                 free=self.optimizer_config.level >= 2,
-                keep=self.optimizer_config.keep_gathered,
+                keep=self.kept_gathered(),
             ),
             keys=self._bucket_keys,
             **self._wanted(),

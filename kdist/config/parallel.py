@@ -8,6 +8,7 @@ from kdist.config.compression import CompressionConfig
 from kdist.config.fusion import FusionConfig
 from kdist.config.optimizer import OptimizerConfig
 from kdist.config.pipeline import PipelineConfig
+from kdist.config.recompute import RecomputeConfig
 from kdist.config.whole_batch import GLOBAL
 from kdist.sharding.layout import read_layout_map
 from kdist.sharding.mesh import PIPE_NAME, Topology
@@ -68,6 +69,10 @@ class ParallelConfig:
     """How the model is cut into stages over the mesh's `pipe` axis, and in which order they work.
     Goes with that axis: both or none."""
 
+    recompute: RecomputeConfig | None = None
+    """Which layers run again in the backward pass, so that their activations need not be kept.
+    None: those alone that `kdist.recompute` was called for."""
+
     batch_semantics: Literal["replica", "global"] = "replica"
     """What a layer sees in which rows of the batch meet. `"replica"`: its replica's rows, as on any
     data-parallel system: a contrastive loss has the negatives of its replica alone, a
@@ -115,6 +120,11 @@ class ParallelConfig:
             raise ValueError(
                 "compression is a kdist.CompressionConfig(patterns=..., rest=...), or None. "
                 f"Received: compression={self.compression!r}"
+            )
+        if not isinstance(self.recompute, RecomputeConfig | None):
+            raise ValueError(
+                "recompute is a kdist.RecomputeConfig(layers=[...], policy=...), or None. "
+                f"Received: recompute={self.recompute!r}"
             )
         self._check_pipeline(topology)
         if self.loss_from_layers not in ("mean", "sum"):
@@ -186,6 +196,8 @@ class ParallelConfig:
             lines += [f"  {line}" for line in str(self.compression).splitlines()]
         if self.pipeline is not None:
             lines.append(f"  pipeline: {self.pipeline}")
+        if self.recompute is not None:
+            lines.append(f"  recompute: {self.recompute}")
         lines.append(f"  batch_semantics: {self.batch_semantics}")
         lines.append(f"  loss_from_layers: {self.loss_from_layers}")
         if self.verify is not None:

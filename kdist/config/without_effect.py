@@ -58,6 +58,7 @@ class ModelFacts:
         fusion_ids: By path, the id that `kdist.set_comm_fusion` gave, 0 left out.
         tables: Paths of embedding tables.
         gathered: Paths of what level 3 gathers.
+        repeated: Names of the blocks that run again in the backward pass.
         travels: Whether any gradient goes from one slice to another.
     """
 
@@ -71,6 +72,7 @@ class ModelFacts:
     fusion_ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tables: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
     travels: bool = True
 
 
@@ -226,6 +228,16 @@ def _fusion(case: _Case) -> Iterator[WithoutEffect]:
         )
 
 
+def _recompute(case: _Case) -> Iterator[WithoutEffect]:
+    """Blocks that run again where operations run one by one."""
+    if case.facts.repeated and case.facts.eager:
+        yield WithoutEffect(
+            f"recompute of {named(case.facts.repeated)}",
+            "run_eagerly computes operation by operation, and a tape keeps what it needs",
+            "Compile without run_eagerly, or leave it out",
+        )
+
+
 def _others(case: _Case) -> Iterator[WithoutEffect]:
     """Settings that need an axis of the mesh."""
     mesh = case.topology.describe_axes()
@@ -245,7 +257,7 @@ def _others(case: _Case) -> Iterator[WithoutEffect]:
         )
 
 
-RULES = (_level, _accumulation, _asked_to_spread, _chunks, _fusion, _others)
+RULES = (_level, _accumulation, _asked_to_spread, _chunks, _fusion, _recompute, _others)
 
 
 def uncut_dim(

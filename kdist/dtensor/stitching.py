@@ -32,6 +32,7 @@ from kdist.dtensor.lowering import LoweredProgram
 from kdist.dtensor.partial_sums import Summands, Summed
 from kdist.dtensor.stitched import VARIANT, StitchedFunction
 from kdist.graphs.chunks import Chunk, Graph, node_of
+from kdist.graphs.recompute import Repeated
 
 import numpy as np
 import tensorflow as tf
@@ -61,6 +62,9 @@ class Stitcher:
         self.number = next((one.name for one in program.arguments if one.position is None), "")
         self.summands: Summands | None = None
         self.known_groups: dict[str, list[list[int]]] = {}
+        self.sources: dict[str, str] = {}
+        self.again: frozenset[str] = frozenset()
+        self.originals: dict[str, str] = {}
         order = topological(self.nodes)
         known = known_nodes(self.nodes, order, self.number)
         self.folded = {n for n, by_number in known.items() if by_number and is_small(self.nodes[n])}
@@ -99,7 +103,39 @@ class Stitcher:
             constants={
                 n for n in self.live if self.nodes[n].op == "Const" and is_small(self.nodes[n])
             },
+            again=self.again,
         )
+
+    def repeat(self, repeated: Repeated) -> None:
+        """Adds copies of nodes that run again in the backward pass.
+
+        Args:
+            repeated: What `kdist.graphs.recompute.repeat` made of `graph`.
+        """
+        for copy, name in repeated.originals.items():
+            self.nodes[copy] = made = node_def_pb2.NodeDef()
+            made.CopyFrom(self.nodes[name])
+            made.name = copy
+            del made.input[:]
+            made.input.extend(r for r in self.nodes[name].input if not r.startswith("^"))
+            if made.op in COLLECTIVES:
+                self.sources[copy] = self.source(self.nodes[name])
+                self.known_groups[copy] = self.groups(self.nodes[name])
+            if name in self.begins:
+                self.begins[copy] = self.begins[name]
+        for name, renamed in repeated.references.items():
+            node = self.nodes[name]
+            if node.op in COLLECTIVES:
+                source = self.source(node)
+                self.sources[name] = renamed.get(source, source)
+            else:
+                node.input[:] = [renamed.get(r, r) for r in node.input]
+        for name, taken in repeated.gates.items():
+            self.nodes[name] = gate = node_def_pb2.NodeDef(name=name, op="IdentityN", input=taken)
+            gate.attr["T"].list.type.extend(map(self.dtype, taken))
+        self.originals.update(repeated.originals)
+        self.again = frozenset(repeated.graph.again)
+        self.live = list(repeated.graph.inputs)
 
     def stitch(
         self, devices: Sequence[str], chunk: Chunk | None = None, *, jit_compile: bool = False
@@ -146,6 +182,9 @@ class Stitcher:
             return _noted(arguments[position], 0) if position in arguments else unknown
         _, output, index = reference.split(":")
         number = int(index)
+        if name in self.again and name not in self.originals:
+            return self.shape(self.nodes[name].input[number])
+        name = self.originals.get(name, name)
         for kind, dtypes in dtensor_internals.output_dtypes(self.nodes[name]).items():
             if kind == output:
                 break
@@ -160,7 +199,7 @@ class Stitcher:
 
     def as_made(self, node: Any) -> Any:
         """A copy of a node, without what DTensor noted on it."""
-        if node.name not in self.program.untouched:
+        if self.originals.get(node.name, node.name) not in self.program.untouched:
             return without_notes(node)
         copy = node_def_pb2.NodeDef()
         copy.CopyFrom(node)
@@ -168,6 +207,8 @@ class Stitcher:
 
     def source(self, node: Any) -> str:
         """What a collective is applied to on one device."""
+        if node.name in self.sources:
+            return self.sources[node.name]
         if node.name in self.begins:
             padded = self.nodes[node_of(node.input[0])]
             return str(padded.input[4])

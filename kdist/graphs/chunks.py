@@ -34,12 +34,14 @@ class Graph:
         results: References of what the program returns.
         effects: Nodes that have to run though no result needs them.
         constants: Small constants, of which every chunk has its own.
+        again: Nodes of the backward pass that repeat forward ones; see `kdist.graphs.recompute`.
     """
 
     inputs: Mapping[str, Sequence[str]]
     results: Sequence[str]
     effects: Collection[str] = ()
     constants: Collection[str] = ()
+    again: Collection[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +84,29 @@ def parameter_chunks(order: Iterable[int], nbytes: Sequence[int], parts: int = P
             number, size, largest = number + 1, 0, 0
         found[position] = number
         size, largest = size + mine, max(largest, mine)
+    return found
+
+
+def whole_blocks(
+    order: Iterable[int], chunk_of: Sequence[int], blocks: Sequence[int | None]
+) -> list[int]:
+    """Which chunk each parameter belongs to, if a block's are in one.
+
+    What runs again in the backward pass then needs its parameters once.
+
+    Args:
+        order: See `parameter_chunks`.
+        chunk_of: What `parameter_chunks` returned.
+        blocks: Per parameter, the block that it belongs to, if any.
+    """
+    found, number, before, inside = list(chunk_of), -1, -1, None
+    for position in order:
+        mine = blocks[position]
+        if mine is None or mine != inside:
+            if chunk_of[position] != before or mine is not None:
+                number += 1
+            before, inside = chunk_of[position], mine
+        found[position] = number
     return found
 
 
@@ -169,7 +194,8 @@ class _Labels:
     def _defer(self) -> None:
         """Moves what no parameter is needed for, and what only helps the backward pass.
 
-        Dropout's masks depend on a seed alone; ready at once, they would wait for their use.
+        That includes what runs again. Dropout's masks depend on a seed alone; ready at once, they
+        would wait for their use.
         """
         with_parameters = self._descendants(set(self.first))
         kept = {node_of(r) for r in (*self.graph.results, *self.graph.effects)}
@@ -178,6 +204,7 @@ class _Labels:
             if name not in self.labels:
                 continue
             helper = name not in self.forward and name not in self.seeded
+            helper = helper or name in self.graph.again
             free = name not in self.seeded and name not in with_parameters
             if (helper or free) and name not in kept and name in users:
                 self.labels[name] = users[name]

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist._compat import keras_models, keras_trainer
+from kdist.config.recompute import Blocks
+from kdist.program.blocks import named
 from kdist.program.loss import CountedLoss, SharedLoss, TermKind, added_parts, term_kinds
 from kdist.program.loss_parts import collected, penalty_name
 from kdist.storage import sparse
@@ -129,10 +131,14 @@ class Program:
     Args:
         model: A built Keras model.
         add_loss_mean: True if values given to `add_loss` are means over examples.
+
+    Attributes:
+        blocks: Layers that run again in the backward pass.
     """
 
     def __init__(self, model: keras.Model, add_loss_mean: bool) -> None:
         self.model = model
+        self.blocks = Blocks()
         self.add_loss_mean = add_loss_mean
         self.state = ModelState.of(model)
         self.trained = Traced()
@@ -342,9 +348,10 @@ class Program:
         return ForwardScope(mapping, self.state.trainable)
 
     def _call(self, x: Any, training: bool) -> Any:
-        if self.model._call_has_training_arg:
-            return self.model(x, training=training)
-        return self.model(x)
+        with named(self.blocks):
+            if self.model._call_has_training_arg:
+                return self.model(x, training=training)
+            return self.model(x)
 
     def _losses(self) -> list[Any]:
         return [entry.loss for entry in keras_trainer.compiled_losses(self.model)]

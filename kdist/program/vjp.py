@@ -10,7 +10,7 @@ AOTAutograd partitioner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kdist.storage import sparse
@@ -32,7 +32,8 @@ class Vjp:
         function: What to differentiate; pure.
         params: Specs of the parameters.
         inputs: Specs of the inputs.
-        wrap: Makes a callable of a concrete function (how it is compiled).
+        wrap: Makes a callable of a concrete function (how it is compiled) and, if that is of the
+            backward pass, of the numbers of its inputs that come with the gradient.
 
     Attributes:
         saved: Specs of what is kept from the forward to the backward half.
@@ -159,18 +160,24 @@ class Vjp:
             else:
                 self._kinds.append("dense")
                 fetches.append(given)
+        self._again = self._runs_again(joint.graph)
         saved = self._frontier(fetches, depends)
         self.saved = [tf.TensorSpec(t.shape, t.dtype) for t in saved]
         self.output_dtypes = [t.dtype for t in self._outputs]
         forward = pruned(joint, [*params, *inputs], [*self._outputs, *saved])
         self._call_forward = wrap(forward)
+        self._kept_feeds = len(params) + len(saved)
         self._cut_backward(joint, wrap, [*params, *saved, *self._given], fetches)
         del self._given, self._found, self._laid, self._arguments, self._watched
 
     def _cut_backward(
         self, joint: Any, wrap: Callable, feeds: Sequence[Any], fetches: Sequence[Any]
     ) -> None:
-        self._call_backward = Cut(joint, feeds, fetches, wrap)
+        self._call_backward = Cut(joint, feeds, fetches, wrap, self._kept_feeds)
+
+    def _runs_again(self, graph: Any) -> Collection[str]:
+        """Names of the forward operations that the backward half runs again, if it needs them."""
+        return ()
 
     def _frontier(self, fetches: Sequence[Any], depends: dict[str, bool]) -> list[Any]:
         """Forward tensors that the backward part needs and that depend on inputs."""
@@ -183,7 +190,8 @@ class Vjp:
             if tensor.ref() in seen or tensor.op.name in given:
                 continue
             seen.add(tensor.ref())
-            if tensor.op.name not in self._forward_ops or not self._passes(tensor):
+            again = tensor.op.name in self._again or not self._passes(tensor)
+            if tensor.op.name not in self._forward_ops or again:
                 waiting.extend(tensor.op.inputs)
             elif depends[tensor.op.name]:
                 saved[tensor.ref()] = tensor
@@ -201,20 +209,22 @@ class Cut:
         joint: The wrapped function.
         feeds: What it may be given.
         fetches: What it returns.
-        wrap: Makes a callable of a concrete function.
+        wrap: See `Vjp`.
+        late: Number of the first feed that comes with the gradient.
 
     Attributes:
         needs: Positions of the feeds whose values it depends on; of others a layout may be asked.
     """
 
     def __init__(
-        self, joint: Any, feeds: Sequence[Any], fetches: Sequence[Any], wrap: Callable
+        self, joint: Any, feeds: Sequence[Any], fetches: Sequence[Any], wrap: Callable, late: int
     ) -> None:
         reached, values = _reached(feeds, fetches), _reached(feeds, fetches, values=True)
         self.needs = [i for i, t in enumerate(feeds) if t.ref() in values]
         self._taken = [i for i, t in enumerate(feeds) if t.ref() in reached]
         self._count = len(feeds)
-        self._call = wrap(pruned(joint, [feeds[i] for i in self._taken], fetches))
+        seeds = [n for n, i in enumerate(self._taken) if i >= late]
+        self._call = wrap(pruned(joint, [feeds[i] for i in self._taken], fetches), seeds)
 
     def __call__(self, *arguments: Any) -> Any:
         """Calls it with what `wrap`'s callable takes first, and then all feeds."""

@@ -9,7 +9,7 @@ the last but `IN_FLIGHT` have been reduced.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kdist.dtensor.stitched import StitchedFunction
@@ -82,7 +82,7 @@ class ChunkRun:
         gather: Gathers parameters.
         progress: Told after each chunk what results there are.
         before: Per slice, operations that end the pass before this one in the same step.
-        keep: Keep what was gathered for the chunks that use it again.
+        keep: Positions of parameters that are kept for the chunks that use them again.
         free: Whether chunks wait for what `progress` returns.
     """
 
@@ -94,7 +94,7 @@ class ChunkRun:
         progress: Progress | None = None,
         before: Sequence[list[Any]] | None = None,
         *,
-        keep: bool = False,
+        keep: Collection[int] = (),
         free: bool = False,
     ) -> None:
         self.before = list(before or ([] for _ in given))
@@ -149,8 +149,7 @@ class ChunkRun:
         gates = self.done[last] if last >= 0 else self.before
         fresh = self.gather(missing, gates) if missing else [{} for _ in self.values]
         found = [{**kept, **new} for kept, new in zip(self.kept, fresh)]
-        if self.keep:
-            self.kept = found
+        self.kept = [{i: one[i] for i in one if i in self.keep} for one in found]
         return found
 
     def _call(self, number: int, s: int, gathered: dict[int, list[Any]]) -> list[Any]:

@@ -7,11 +7,13 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
+from kdist.config.recompute import Blocks
 from kdist.dtensor.lowering import LoweredProgram
 from kdist.dtensor.stitching import Stitcher
-from kdist.graphs.chunks import cut, parameter_chunks
+from kdist.graphs.chunks import cut, parameter_chunks, whole_blocks
 from kdist.optimizer.gather import Gatherer, Places, placed
 from kdist.runtime.chunk_run import ChunkedProgram, ChunkRun, Progress
+from kdist.runtime.recomputing import run_again
 from kdist.sharding.mesh import Topology
 from kdist.storage.variables import Stored
 
@@ -32,12 +34,14 @@ class Chunking:
     Attributes:
         forward: Whether the forward pass is cut too, so that gathered parameters are freed.
         free: Whether the backward pass waits for gradients to be reduced, to save memory.
-        keep: Whether gathered parameters stay from the forward to the backward pass.
+        keep: Positions of gathered parameters that stay from the forward to the backward pass.
+        blocks: Layers that run again in the backward pass.
     """
 
     forward: bool
     free: bool
-    keep: bool
+    keep: frozenset[int] = frozenset()
+    blocks: Blocks = Blocks()
 
 
 class Chunks:
@@ -99,13 +103,21 @@ class Chunks:
         if key not in self._programs:
             program, stitcher = make()
             nbytes = [entry.placement.nbytes for entry in self.entries]
-            chunk_of = parameter_chunks(first_uses(concrete, len(self.entries)), nbytes)
+            order = first_uses(concrete, len(self.entries))
+            chunk_of = parameter_chunks(order, nbytes)
+            if known := self.chunking.blocks.of:
+                blocks = [known.get(id(entry.variable)) for entry in self.entries]
+                chunk_of = whole_blocks(order, chunk_of, blocks)
             names = {one.position: one.name for one in program.arguments}
+            gathered = {names[i] for i in self.gathered if i in names}
+            begins = {names[i] for i in seeds if i in names}
+            if self.chunking.blocks and begins:
+                run_again(stitcher, self.chunking.blocks, begins, gathered)
             chunks = cut(
                 stitcher.graph,
                 {names[i]: number for i, number in enumerate(chunk_of) if i in names},
-                {names[i] for i in self.gathered if i in names},
-                {names[i] for i in seeds if i in names},
+                gathered,
+                begins,
                 whole_forward=not self.chunking.forward,
             )
             self.chunk_of = dict(enumerate(chunk_of))
@@ -139,7 +151,7 @@ class Chunks:
         known: set[int] = set()
         for chunk in programs[0].fetched:
             gathers = gathers + gather.groups([i for i in chunk if i not in known])
-            known |= set(chunk) if keep else set()
+            known |= keep & set(chunk)
         if progress is not None:
             self.gathers = gathers
         free = self.chunking.free

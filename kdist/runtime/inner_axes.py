@@ -18,13 +18,15 @@ from kdist.dtensor.flops import graph_flops
 from kdist.dtensor.inputs import SliceInputs
 from kdist.dtensor.islands import crosses, is_handed_on
 from kdist.dtensor.layer_hooks import declared_layouts
-from kdist.dtensor.lowering import Island
+from kdist.dtensor.lowering import Island, LoweredProgram
 from kdist.dtensor.model_layouts import ModelLayouts
 from kdist.dtensor.partial_sums import summand
 from kdist.dtensor.program_layouts import laid_out, like, loss_view, whole_in_program, whole_readers
 from kdist.dtensor.sharded import Sharded, replicate
+from kdist.dtensor.stitching import Stitcher
 from kdist.program.program import ModelState
 from kdist.runtime.mesh_results import SliceGradients
+from kdist.runtime.recomputing import all_again
 from kdist.stages.functions import StageFunctions
 from kdist.stages.penalties import penalty_function
 from kdist.storage.sparse import LookUp
@@ -48,10 +50,11 @@ class InnerAxes:
     Attributes:
         exact: See `OneDevice`.
         functions: See `OneDevice`.
+        draws_alike: Each function is lowered by itself, and random numbers depend on the layout.
         gather_first: Whether gradients are gathered before they are cut; see `relayout.Trace`.
     """
 
-    exact, functions = True, StageFunctions
+    exact, draws_alike, functions = True, False, StageFunctions
 
     def __init__(
         self,
@@ -130,9 +133,9 @@ class InnerAxes:
         placement, storage = self.entries[position].placement, self._inputs.storage
         return laid_out(gradient, param, placement, storage, by_batch)
 
-    def part(self, concrete: Any) -> LoweredPart:
+    def part(self, concrete: Any, late: Sequence[int] = ()) -> LoweredPart:
         """See `OneDevice.part`."""
-        return LoweredPart(concrete, self.gather_first, **self._lowering)
+        return LoweredPart(concrete, self.gather_first, late, **self._lowering)
 
     def read(self, variable: keras.Variable, s: int) -> Sharded:
         """See `OneDevice.read`."""
@@ -190,11 +193,13 @@ class LoweredPart(Lowered):
     Args:
         concrete: The function.
         gather_first: See `InnerAxes`.
+        late: See `OneDevice.part`.
         **how: Of `Lowered`.
     """
 
-    def __init__(self, concrete: Any, gather_first: bool, **how: Any) -> None:
+    def __init__(self, concrete: Any, gather_first: bool, late: Sequence[int], **how: Any) -> None:
         super().__init__(concrete, **how)
+        self.late = late
         self.traces[None, sizes.active()] = concrete
         self.gather_first = gather_first
 
@@ -210,6 +215,12 @@ class LoweredPart(Lowered):
             Retrace: It has to be.
         """
         return self._lower(key, inputs)
+
+    def _stitcher(self, program: LoweredProgram, results: Sequence[int]) -> Stitcher:
+        found = super()._stitcher(program, results)
+        if self.late:
+            all_again(found, self.late)
+        return found
 
     def _refuse_all_island(self, islands: Sequence[Island]) -> None:
         """Refuses nothing: what is left to divide may be in other parts."""

@@ -12,9 +12,13 @@ from typing import Any
 
 from kdist._compat import keras_trainer
 from kdist.dtensor.sharded import Sharded
+from kdist.dtensor.stitching import Stitcher
+from kdist.dtensor.traced import as_program
 from kdist.program.program import ModelState
 from kdist.program.state import replica_seed
+from kdist.program.vjp import as_node
 from kdist.runtime.plain_runner import PlainGradients
+from kdist.runtime.recomputing import all_again
 from kdist.sharding.mesh import Topology
 from kdist.stages.eager_functions import EagerFunctions
 from kdist.stages.functions import StageFunctions
@@ -34,7 +38,7 @@ class OneDevice:
         entries: `Stored` of each trainable variable.
         topology: The mesh as programs see it.
         storage: The mesh as weights are stored on it.
-        compiled: Makes a callable of a concrete function.
+        jit_compile: Compile functions with XLA.
         eager: Run op by op, for debugging.
 
     Attributes:
@@ -42,9 +46,10 @@ class OneDevice:
         functions: Makes the functions of a virtual stage.
         in_storage: Per slice and device of it, the coordinate in the mesh that stores weights.
         places: Per slice, the coordinates of the devices that compute.
+        draws_alike: See `kdist.stages.body.Backend`.
     """
 
-    exact = False
+    exact, draws_alike = False, True
 
     def __init__(
         self,
@@ -52,7 +57,8 @@ class OneDevice:
         entries: Sequence[Stored],
         topology: Topology,
         storage: Topology,
-        compiled: Callable[[Any], Callable],
+        *,
+        jit_compile: bool = False,
         eager: bool = False,
     ) -> None:
         self.state, self.entries, self.topology = state, list(entries), topology
@@ -60,7 +66,7 @@ class OneDevice:
         self.in_storage = topology.places_in(storage)
         self._places = [one[0][0] for one in self.in_storage]
         self.places = [[(s, 0)] for s in self._places]
-        self._compiled = compiled
+        self.jit_compile = jit_compile
         self.functions = EagerFunctions if eager else StageFunctions
 
     @property
@@ -96,9 +102,23 @@ class OneDevice:
         """See `kdist.stages.body.Backend`."""
         return gradient
 
-    def part(self, concrete: Any) -> Part:
-        """A concrete function of a stage, to call with a slice and tensors."""
-        return Part(self._compiled(concrete))
+    def part(self, concrete: Any, late: Sequence[int] = ()) -> Part:
+        """A concrete function of a stage, to call with a slice and tensors.
+
+        Args:
+            concrete: The function.
+            late: Of one in which forward operations run again, the inputs that these wait for.
+        """
+        if not late or self.jit_compile:  # XLA orders by itself what it compiles
+            return Part(as_node(concrete, jit_compile=self.jit_compile))
+        stitcher = Stitcher(as_program(concrete))
+        all_again(stitcher, late)
+        function = stitcher.stitch([""])
+
+        def call(*inputs: Any) -> list[Any]:
+            return function([[*inputs, *concrete.captured_inputs]])[1][0]
+
+        return Part(call)
 
     def read(self, variable: keras.Variable, s: int) -> Sharded:
         """A variable's value on a slice."""

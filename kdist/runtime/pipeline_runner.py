@@ -217,7 +217,7 @@ class PipelineRunner:
         ]
         written = {key for one in functions for key in one.example_output.state}
         trainable = self.program.state.trainable
-        kept = {p for p in self.gathered if self.chunking.keep or id(trainable[p]) in written}
+        kept = {p for p in self.gathered if p in self.chunking.keep or id(trainable[p]) in written}
         placements = [entry.placement for entry in self.entries]
         work = work_of(
             schedule,

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from kdist._compat import keras_models, keras_trainer
+from kdist.program.blocks import named
 from kdist.program.loss import added_parts
 from kdist.program.loss_parts import LossParts, collected
 from kdist.program.program import ForwardScope, Program
@@ -29,7 +30,13 @@ from keras import ops
 
 
 class Backend(Protocol):
-    """How the values of a stage are laid out, as far as tracing it is concerned."""
+    """How the values of a stage are laid out, as far as tracing it is concerned.
+
+    Attributes:
+        draws_alike: Whether an operation draws the same random numbers in the backward function.
+    """
+
+    draws_alike: bool
 
     def taken(self, variable: keras.Variable, value: Any) -> Any:
         """A variable's value as operations take it."""
@@ -321,7 +328,7 @@ class StageBody:
 
         call = StageCall(run, self.program.model.dtype_policy)
         tensors = [t for t in table.values() if t is not None]
-        with keras_models.as_model_call(call):
+        with keras_models.as_model_call(call), named(self.program.blocks):
             call(tensors, training=flag)
 
     def _loss(self, table: Mapping[str, Any], given: StageInput, training: bool) -> StageOutput:

@@ -99,8 +99,9 @@ class StageFunctions:
                 f"that layer in the model's graph. Received: layers {', '.join(body.names)}"
             ) from None
 
-    def _part(self, concrete: Any) -> Callable[..., list[Any]]:
-        self.parts.append(self._backend.part(concrete))
+    def _part(self, concrete: Any, late: Sequence[int] = ()) -> Callable[..., list[Any]]:
+        again = late if self.body.program.blocks else ()
+        self.parts.append(self._backend.part(concrete, again))
         return self.parts[-1].call
 
     def _traced(self, params: Sequence[Any], inputs: Sequence[Any]) -> Any:

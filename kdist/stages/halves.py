@@ -7,9 +7,13 @@ one joint graph of `kdist.program.vjp.Vjp`; what the first half has computed goe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from kdist.graphs.chunks import Graph
+from kdist.graphs.layer_names import BACKWARD
+from kdist.graphs.recompute import Passes, handed_out
+from kdist.program.blocks import block_of
 from kdist.program.vjp import Cut, PureFunction, Vjp, unflatten
 from kdist.stages.body import StageBody
 from kdist.storage import sparse
@@ -93,9 +97,32 @@ class StageVjp(Vjp):
         # With nothing to compute, the first half still is an operation, to be ordered and seen.
         passed = [] if inward else list(self._given)
         self._inward, self._kept = len(inward), len(kept)
-        self._call_input = Cut(joint, feeds, [*inward, *kept, *passed], wrap)
+        late = self._kept_feeds
+        self._call_input = Cut(joint, feeds, [*inward, *kept, *passed], wrap, late)
         if weights:
-            self._call_weight = Cut(joint, [*feeds, *kept], weights, wrap)
+            self._call_weight = Cut(joint, [*feeds, *kept], weights, wrap, late)
+
+    def _runs_again(self, graph: Any) -> Collection[str]:
+        """The operations of blocks, but for what leaves them and what has an effect."""
+        blocks = self._body.program.blocks
+        within = {
+            name: number
+            for name in self._forward_ops
+            if blocks and BACKWARD not in name and (number := block_of(name)) is not None
+        }
+        if not within:
+            return ()
+        nodes = [op for op in graph.get_operations() if op.name in self._forward_ops]
+        inputs = {op.name: [t.name for t in op.inputs] for op in nodes}
+        forward = Graph(inputs, [t.name for t in self._outputs])
+        passes = Passes(frozenset(inputs), frozenset())
+        kept = {op.name for op in nodes if op.op_def is None or op.op_def.is_stateful}
+        if not self._body.backend.draws_alike:
+            drawn = [op for op in nodes if op.type.startswith("StatelessRandom")]
+            # A mask is smaller than the numbers that it is made of.
+            masks = [m for op in drawn for t in op.outputs for m in t.consumers()]
+            kept |= {op.name for op in (*drawn, *masks)}
+        return set(within) - set(handed_out(forward, passes, within)) - kept
 
     def needs(self, half: str) -> set[int]:
         """Which parameters a backward looks at.

@@ -45,6 +45,13 @@ def test_nodes_in_order():
     assert (args, kwargs) == ((3,), {})
 
 
+def test_layers_inside():
+    inner = keras.Sequential([keras.layers.Dense(1), keras.layers.Dense(1)])
+    outer = keras.Sequential([inner, keras.layers.Dense(1)])
+    assert keras_models.layers_inside(outer) == outer.layers
+    assert keras_models.layers_inside(inner) == inner.layers
+
+
 def test_flat_layers():
     inner = mlp()
     outer = keras.Sequential([inner, keras.layers.Dense(2, name="last")])

@@ -33,12 +33,13 @@ def test_only_these_fields_exist():
         "fusion",
         "compression",
         "pipeline",
+        "recompute",
         "batch_semantics",
         "loss_from_layers",
         "verify",
     ]
-    with pytest.raises(TypeError, match="recompute"):
-        ParallelConfig(mesh=mesh(data=2), recompute=None)
+    with pytest.raises(TypeError, match="remat"):
+        ParallelConfig(mesh=mesh(data=2), remat=None)
 
 
 def test_the_mesh_is_required_and_fields_have_names():

@@ -1,0 +1,266 @@
+"""Computing forward tensors again in the backward pass, instead of keeping them.
+
+A program is one graph of forward and backward pass. Which forward tensors the backward pass reads
+*is* the choice of what is kept. Here nodes that may run again are copied into the backward pass:
+
+```
+forward   x ─► a ─► b ─► c ─► loss         a, b may run again; x is kept
+backward       x ─┐
+      gradient ───┴► gate ─► a' ─► b' ─► used by the gradient's next step
+```
+
+A graph runs what is ready, and copies would be ready at once. So what they take comes through a
+*gate*: it hands on the kept tensors together with the gradient that arrives at the first node that
+uses the copies. No cycle can arise: each gate stands right before that node, in an order in which
+the program could run. The gate also keeps TensorFlow from taking copies for the originals.
+
+The idea of choosing what crosses a joint graph is that of PyTorch's AOTAutograd partitioner, gates
+are what Chen et al. 2016 (arXiv:1604.06174) call mirrored nodes with control. Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from kdist.graphs.chunks import Graph, node_of
+
+AGAIN = "kdist_again/"
+"""Before the name of a node, the name of its copy."""
+GATE = "kdist_gate/"
+"""Before the name of the first node that uses copies, the name of their gate."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeated:
+    """A program in which some forward nodes run again.
+
+    Attributes:
+        graph: The program.
+        originals: By name of a copy, the node that it repeats.
+        gates: By name of a gate, what goes through it: number i comes out as `NAME:output:i`.
+        references: By name of a node, copies included: references in place of its own ones.
+    """
+
+    graph: Graph
+    originals: Mapping[str, str]
+    gates: Mapping[str, tuple[str, ...]]
+    references: Mapping[str, Mapping[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """Which nodes of a program are what.
+
+    Attributes:
+        forward: Nodes that results or effects need which do not depend on the gradient.
+        seeded: Nodes that depend on what the gradient begins with.
+    """
+
+    forward: frozenset[str]
+    seeded: frozenset[str]
+
+    @classmethod
+    def of(cls, graph: Graph, seeds: Collection[str], backward: Collection[str] = ()) -> Passes:
+        """Tells them apart.
+
+        Args:
+            graph: The program.
+            seeds: Arguments that everything of the backward pass depends on.
+            backward: Nodes that are of the backward pass, where no result tells.
+        """
+        seeded = descendants(graph, seeds)
+        before = [r for r in graph.results if node_of(r) not in seeded]
+        if before:
+            forward = ancestors(graph, [*before, *graph.effects]) - seeded
+        else:
+            forward = set(graph.inputs) - seeded - set(backward)
+        return cls(frozenset(forward), frozenset(seeded))
+
+
+def repeat(
+    graph: Graph,
+    passes: Passes,
+    again: Collection[str],
+    seeds: Collection[str],
+    fetched: Collection[str] = (),
+) -> Repeated:
+    """Copies forward nodes to where the backward pass uses them.
+
+    Args:
+        graph: The program.
+        passes: Which nodes are what.
+        again: Forward nodes that may run again; of these the ones are copied that lead to what the
+            backward pass reads. All others are kept.
+        seeds: See `Passes.of`.
+        fetched: Arguments that are gathered anew for every chunk; they need no gate.
+    """
+    return _Repeating(graph, passes, set(again), set(seeds), set(fetched)).result()
+
+
+class _Repeating:
+    """The work of `repeat`."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        passes: Passes,
+        again: set[str],
+        seeds: set[str],
+        fetched: set[str],
+    ) -> None:
+        self.graph, self.passes = graph, passes
+        self.again = (again & passes.forward) - set(graph.effects)
+        self.arriving = passes.seeded | seeds
+        self.position = {name: i for i, name in enumerate(graph.inputs)}
+        self.free = follows_from(graph, {*graph.constants, *fetched})
+        """What needs no gate: constants, what is gathered, and what follows from these."""
+        self.copied = self._copied()
+        self.first = self._first_uses()
+        self.inputs: dict[str, tuple[str, ...]] = {}
+        self.gates: dict[str, tuple[str, ...]] = {}
+        self.references: dict[str, dict[str, str]] = {}
+
+    def result(self) -> Repeated:
+        """The program with copies."""
+        moved: dict[int, list[str]] = {}
+        for name in self.graph.inputs:
+            if name in self.first:
+                moved.setdefault(self.first[name], []).append(name)
+        for number, name in enumerate(self.graph.inputs):
+            if number in moved:
+                self._add_copies(moved[number], name)
+            if name in self.passes.seeded:
+                self._add_rewired(name)
+            elif name not in self.first or name in self.copied:
+                self.inputs[name] = tuple(self.graph.inputs[name])
+        made = frozenset([*self.gates, *(AGAIN + name for name in self.copied)])
+        # Of what only the backward pass used, the originals are gone.
+        whole = dataclasses.replace(self.graph, inputs=self.inputs, again=made)
+        live = ancestors(whole, [*whole.results, *whole.effects])
+        inputs = {name: taken for name, taken in self.inputs.items() if name in live}
+        graph = dataclasses.replace(whole, inputs=inputs)
+        originals = {AGAIN + name: name for name in sorted(self.copied)}
+        return Repeated(graph, originals, self.gates, self.references)
+
+    def _add_copies(self, names: Sequence[str], user: str) -> None:
+        """Adds copies that a node uses first, behind a gate, and what follows from copies alone."""
+        gate = GATE + user
+        taken = {
+            reference
+            for name in names
+            if name in self.copied
+            for reference in self._data(name)
+            if node_of(reference) not in self.copied | self.free
+        }
+        if taken:
+            arrivals = {r for r in self._data(user) if node_of(r) in self.arriving}
+            self.inputs[gate] = self.gates[gate] = (*sorted(taken), *sorted(arrivals - taken))
+        through = {r: f"{gate}:output:{i}" for i, r in enumerate(self.gates.get(gate, ()))}
+        for name in names:
+            if name not in self.copied:
+                self._add_rewired(name)
+                continue
+            renamed = {
+                r: AGAIN + r if node_of(r) in self.copied else through[r]
+                for r in self._data(name)
+                if node_of(r) not in self.free
+            }
+            self.references[AGAIN + name] = renamed
+            self.inputs[AGAIN + name] = tuple(renamed.get(r, r) for r in self._data(name))
+
+    def _add_rewired(self, name: str) -> None:
+        """Adds a node of the backward pass, which takes copies.
+
+        Edges stay: they wait for originals, which have run by then.
+        """
+        renamed = {r: AGAIN + r for r in self._data(name) if node_of(r) in self.copied}
+        if renamed:
+            self.references[name] = renamed
+        self.inputs[name] = tuple(renamed.get(r, r) for r in self.graph.inputs[name])
+
+    def _data(self, name: str) -> list[str]:
+        return [r for r in self.graph.inputs[name] if not r.startswith("^")]
+
+    def _copied(self) -> set[str]:
+        """The nodes that run again: those that lead to what the backward pass reads."""
+        found: set[str] = set()
+        waiting = [
+            node_of(reference)
+            for name in self.graph.inputs
+            if name not in self.passes.forward
+            for reference in self._data(name)
+        ]
+        while waiting:
+            name = waiting.pop()
+            if name in self.again and name not in found and name not in self.free:
+                found.add(name)
+                waiting.extend(map(node_of, self._data(name)))
+        return found
+
+    def _first_uses(self) -> dict[str, int]:
+        """Of copies, and of what follows from copies alone, where they are used first.
+
+        Positions of nodes that a gradient arrives at.
+        """
+        first: dict[str, int] = {}
+        helpers = {
+            n for n in self.graph.inputs if n not in self.passes.forward | self.passes.seeded
+        }
+        for name in reversed(list(self.graph.inputs)):
+            if name in self.passes.seeded:
+                use = self.position[name]
+            elif name in first and (name in helpers or name in self.copied):
+                use = first[name]
+            else:
+                continue
+            for reference in self._data(name):
+                source = node_of(reference)
+                if source in self.copied or source in helpers:
+                    first[source] = min(first.get(source, use), use)
+        reached = set(self.copied)
+        for name in self.graph.inputs:
+            if name in helpers and any(node_of(r) in reached for r in self._data(name)):
+                reached.add(name)
+        return {name: use for name, use in first.items() if name in reached}
+
+
+def descendants(graph: Graph, given: Iterable[str]) -> set[str]:
+    """The nodes that depend on some arguments or nodes."""
+    known, found = set(given), set()
+    for name, references in graph.inputs.items():
+        if any(node_of(r) in known for r in references):
+            known.add(name)
+            found.add(name)
+    return found
+
+
+def ancestors(graph: Graph, references: Iterable[str]) -> set[str]:
+    """The nodes that some tensors depend on, those that make them included."""
+    found: set[str] = set()
+    waiting = list(map(node_of, references))
+    while waiting:
+        name = waiting.pop()
+        if name not in found and name in graph.inputs:
+            found.add(name)
+            waiting.extend(map(node_of, graph.inputs[name]))
+    return found
+
+
+def follows_from(graph: Graph, given: Iterable[str]) -> set[str]:
+    """Some arguments or nodes, with the nodes that depend on these alone."""
+    found = set(given)
+    for name, references in graph.inputs.items():
+        if references and all(node_of(r) in found for r in references):
+            found.add(name)
+    return found
+
+
+def handed_out(graph: Graph, passes: Passes, blocks: Mapping[str, int]) -> Iterator[str]:
+    """The nodes of blocks whose results other forward nodes take, or the program returns."""
+    found = set(map(node_of, graph.results))
+    for name in passes.forward:
+        for source in map(node_of, graph.inputs[name]):
+            if source in blocks and blocks.get(name) != blocks[source]:
+                found.add(source)
+    return (name for name in graph.inputs if name in found and name in blocks)

@@ -1,0 +1,193 @@
+"""A model of which layers run again equals one that keeps what it computed.
+
+Masks, statistics and weights are the same. The reference is kdist on the same mesh without
+recompute, since masks depend on the layout; without dropout, it is one plain device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import kdist
+from kdist.api.parallelize import attached
+
+import keras
+import pytest
+import tensorflow as tf
+
+from . import harness
+from .case import CLASSES, FEED_FORWARD, TOKENS, VOCABULARY, Case, labels
+from .features import BY_NAME as FEATURES
+from .harness import Run, compare, train
+from .matrix import MESHES, product, spread
+from .optimizer_zoo import OPTIMIZERS
+from .outcome import TOLERANCES, check
+from .zoo import BY_NAME
+
+
+class Block(keras.layers.Layer):
+    """Attention with masks and dropout, a feed-forward layer with statistics; one layer twice."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name)
+        self.supports_masking = True
+        self.attention = keras.layers.MultiHeadAttention(
+            2, 4, dropout=0.3, seed=3, name="attention"
+        )
+        self.norm = keras.layers.BatchNormalization(momentum=0.7, name="norm")
+        self.up = keras.layers.Dense(16, "gelu", name="up")
+        self.drop = keras.layers.Dropout(0.4, seed=4, name="drop")
+        self.down = keras.layers.Dense(8, name="down")
+
+    def call(self, x: Any, mask: Any = None, training: bool | None = None) -> Any:
+        x = x + self.attention(x, x, query_mask=mask, key_mask=mask, training=training)
+        for _ in range(2):
+            h = self.up(self.norm(x, training=training))
+            x = x + self.down(self.drop(h, training=training))
+        return x
+
+
+def _blocks() -> keras.Model:
+    x = inputs = keras.Input((TOKENS,), dtype="int32", name="tokens")
+    x = keras.layers.Embedding(VOCABULARY, 8, mask_zero=True, name="vocabulary")(x)
+    for i in range(2):
+        x = Block(f"block_{i}")(x)
+    x = keras.layers.GlobalAveragePooling1D(name="pool")(x)
+    return keras.Model(inputs, keras.layers.Dense(CLASSES, name="head")(x), name="blocks")
+
+
+def _data(seed: int, samples: int) -> Any:
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    return labels(rng, samples, TOKENS, classes=VOCABULARY), labels(rng, samples), None
+
+
+BLOCKS = Case(
+    name="blocks",
+    build=_blocks,
+    data=_data,
+    layout_map=FEED_FORWARD,
+    has_batchnorm=True,
+)
+
+
+def level(number: int) -> dict[str, Any]:
+    return {"optimizer": kdist.OptimizerConfig(level=number, threshold_kb=0)}
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "level0": {},
+    "level1": level(1),
+    "level2": level(2),
+    "level3": level(3),
+    "no_overlap": {"fusion": kdist.FusionConfig(overlap=False)},
+}
+PLAN: dict[str, kdist.RecomputeConfig] = {
+    "full": kdist.RecomputeConfig(layers=[r"block_\d"]),
+}
+DEFAULT = [
+    ("full", "level0", "data2"),
+    ("full", "level3", "model2"),
+]
+ROWS = product(PLAN, CONFIGS, ("data2", "model2", "data2_model2"))
+
+
+def copies(model: keras.Model) -> set[str]:
+    """The nodes of a model's training step that run again."""
+    parallel = attached(model)
+    step = parallel.__dict__.get("mesh_step") or parallel.__dict__.get("plain_step")
+    programs = step.runner.chunks._programs.values()
+    return {name for one in programs for name in one.stitcher.originals.values()}
+
+
+def saved(model: keras.Model) -> int:
+    """Bytes that the stages of a pipeline keep from forward to backward, of a micro-batch."""
+    parallel = attached(model)
+    step = parallel.__dict__.get("mesh_step") or parallel.__dict__.get("plain_step")
+    found = 0
+    for functions in step.runner.programs._traced.values():
+        for one in functions:
+            specs = one._vjp.saved if one.wanted.differentiate else ()
+            found += sum(math.prod(s.shape) * s.dtype.size for s in specs if s.dtype != tf.variant)
+    return found
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[keras.Model]:
+    """The models that kdist has trained."""
+    found: list[keras.Model] = []
+    engine = harness.ENGINES["kdist"]
+
+    def noting(model: keras.Model, run: Run) -> keras.Model:
+        found.append(engine(model, run))
+        return found[-1]
+
+    monkeypatch.setitem(harness.ENGINES, "kdist", noting)  # type: ignore[call-overload]
+    return found
+
+
+def twins(trained: list[keras.Model], plan: str, **options: Any) -> None:
+    """Trains twice over a mesh, once with recompute, and compares."""
+    run = Run(case=BLOCKS, optimizer=OPTIMIZERS["adam"], **options)
+    again = dataclasses.replace(run, config={**run.config, "recompute": PLAN[plan]})
+    expected, actual = train(run, "kdist"), train(again, "kdist")
+    check(expected, actual, TOLERANCES[run.dtype], title=f"{run.title} [{plan}]")
+    if "pipeline" in run.config:
+        assert sum(map(saved, trained)) < 0.7 * 2 * saved(trained[0])
+    else:
+        assert copies(trained[-1])
+
+
+@pytest.mark.parametrize(("plan", "config", "mesh"), spread(ROWS, DEFAULT))
+def test_recompute_equals_none(
+    plan: str, config: str, mesh: str, trained: list[keras.Model]
+) -> None:
+    twins(trained, plan, mesh_axes=MESHES[mesh], config=CONFIGS[config])
+
+
+STAGED: dict[str, dict[str, Any]] = {
+    "1f1b": {"pipeline": kdist.PipelineConfig(micro_batches=2)},
+    "zero_bubble": {"pipeline": kdist.PipelineConfig(micro_batches=2, schedule="zero_bubble")},
+    "level3": {"pipeline": kdist.PipelineConfig(micro_batches=2), **level(3)},
+}
+STAGED_MESHES: dict[str, dict[str, int]] = {
+    "pipe2": {"pipe": 2},
+    "pipe2_data2_model2": {"pipe": 2, "data": 2, "model": 2},
+}
+STAGED_ROWS = product(STAGED, STAGED_MESHES)
+
+
+@pytest.mark.parametrize(("config", "mesh"), spread(STAGED_ROWS, [("1f1b", "pipe2")]))
+def test_stages(config: str, mesh: str, trained: list[keras.Model]) -> None:
+    twins(trained, "full", mesh_axes=STAGED_MESHES[mesh], config=STAGED[config])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("feature", ["gradient_accumulation", "global_clipnorm", "ema"])
+@pytest.mark.parametrize("plan", PLAN)
+def test_with_other_features(plan: str, feature: str, trained: list[keras.Model]) -> None:
+    features = [FEATURES[feature]]
+    twins(trained, plan, mesh_axes=MESHES["data2_model2"], features=features)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", PLAN)
+def test_mixed_precision(plan: str, trained: list[keras.Model]) -> None:
+    twins(trained, plan, mesh_axes={"data": 2}, dtype="mixed_bfloat16")
+
+
+ZOO = ("mlp", "shared_mlp", "siamese", "resnet", "lstm", "dlrm", "gpt_tied", "encoder")
+ZOO_ROWS = product(ZOO, ("data2", "data2_model2"))
+
+
+@pytest.mark.parametrize(("name", "mesh"), spread(ZOO_ROWS, [("shared_mlp", "data2_model2")]))
+def test_every_layer_again_equals_one_device(name: str, mesh: str) -> None:
+    compare(
+        BY_NAME[name],
+        MESHES[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        config={"recompute": kdist.RecomputeConfig()},
+    )
