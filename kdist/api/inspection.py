@@ -113,7 +113,7 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
     parallel = attached(model)
     collectives: Sequence[Collective] = ()
     islands: Sequence[Island] = ()
-    if parallel.compute.inner_size > 1 and not parallel.fallbacks and not parallel.whole_loss:
+    if _over_inner_axes(parallel):
         runner = parallel.mesh_runner()
         if not runner.recorded():
             runner.lower_without_loss(_zeros(model, batch_size or len(parallel.topology.devices)))
@@ -130,6 +130,12 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
         parallel.study_rows(training=True),
         tuple(islands),
     )
+
+
+def _over_inner_axes(parallel: Parallel) -> bool:
+    """Whether steps run programs over inner axes."""
+    gathers = parallel.fallbacks or parallel.loss_on_gathered_weights
+    return parallel.compute.inner_size > 1 and not gathers
 
 
 def _zeros(model: keras.Model, rows: int) -> Any:
@@ -153,6 +159,6 @@ def _gathered(parallel: Parallel) -> list[str]:
     paths = [
         e.placement.path for e in parallel.entries.values() if e.placement.data_dim is not None
     ]
-    if parallel.compute.inner_size > 1 and not parallel.fallbacks and not parallel.whole_loss:
+    if _over_inner_axes(parallel):
         paths += parallel.mesh_runner().gathered_paths()
     return paths

@@ -17,10 +17,10 @@ from kdist._compat import keras_optimizers, keras_trainer, mirrored_internals
 from kdist.api import mirrored_scope
 from kdist.config.optimizer import OptimizerConfig
 from kdist.optimizer.local import scatter_rows
+from kdist.optimizer.slice_gradients import SliceGradients
 from kdist.optimizer.update import DistributedUpdate
 from kdist.optimizer.wrappers import whole_updates
 from kdist.plan.partition import Spread, spread
-from kdist.runtime.plain_runner import PlainGradients
 from kdist.sharding.layout import WeightLayout
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Placement, place
@@ -180,9 +180,12 @@ class MirroredUpdate(DistributedUpdate):
         connected = sorted(found)
         parts = [strategy.experimental_local_results(found[v]) for v in connected]
         rows = {v: LookUp() for v, part in zip(connected, parts) if is_sparse(part[0])}
-        devices = [one.devices[0] for one in self.jobs.topology.slices]
-        results = {s: dict(zip(connected, part)) for s, part in enumerate(zip(*parts, strict=True))}
-        source = PlainGradients(results, rows, entries, devices)
+        devices = [one.devices[:1] for one in self.jobs.topology.slices]
+        results = {
+            s: {v: [g] for v, g in zip(connected, part)}
+            for s, part in enumerate(zip(*parts, strict=True))
+        }
+        source = SliceGradients(results, rows, entries, devices)
         self.apply(self.begin(source, connected))
 
     def state_bytes(self) -> dict[str, int]:

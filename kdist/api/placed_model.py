@@ -23,7 +23,7 @@ from kdist.optimizer.gather import gather_groups
 from kdist.optimizer.update import DistributedUpdate
 from kdist.optimizer.wrappers import optimizer_groups, row_updates, whole_updates
 from kdist.pipeline.instructions import Gather
-from kdist.pipeline.work import Work, work_of
+from kdist.pipeline.work import WeightUse, Work, chunk_schedule, work_of
 from kdist.plan.fusion_groups import bucket_keys
 from kdist.plan.partition import Spread, spread
 from kdist.plan.plan import Plan, make_plan
@@ -279,6 +279,12 @@ class PlacedModel:
         return whole_loss(self.model, self.loss_terms or (), parts)
 
     @property
+    def loss_on_gathered_weights(self) -> bool:
+        """Whether a loss over the whole batch takes weights whole: without stages, over axes."""
+        staged = self.config.pipeline is not None
+        return bool(self.whole_loss) and self.compute.inner_size > 1 and not staged
+
+    @property
     def whole_loss_note(self) -> str:
         """One line about that, for the user."""
         stages = self.topology.num_stages
@@ -306,48 +312,34 @@ class PlacedModel:
         trainable = self.model.trainable_variables
         return {i: LookUp() for i, v in enumerate(trainable) if id(v) in rows}
 
-    def work(self) -> Work | None:
-        """What a pipeline's stages do in a training step; None without stages; weights are placed.
+    def works(self) -> list[Work]:
+        """What is done in each pass of a training step; the weights are placed.
 
-        Before the step is traced, as if a backward pass looked at all weights of its chunk, and all
-        had a gradient.
+        Before the step is traced, weights come in the model's order, and a backward pass looks at
+        all weights of its chunk but tables, which it does not look at.
         """
-        if self.staged is None:
-            return None
         config, variables = self.optimizer_config, self.model.trainable_variables
         placed, keys = [self.entries[id(v)].placement for v in variables], self.spread().keys
         gathered = {i for i, one in enumerate(placed) if one.gathered}
-        return work_of(
-            self.staged.schedule,
-            self.staged.weight_uses(variables, gathered, penalties=not self.whole_loss),
-            lambda weights: gather_groups(weights, keys, placed),
-            kept=gathered & self.kept_gathered(),
-            free=config.level >= 2,
-        )
 
-    def gathers(self) -> list[Gather]:
-        """The gathers of a step; the weights are placed.
+        def together(weights: Sequence[int]) -> list[tuple[int, ...]]:
+            return gather_groups(weights, keys, placed)
 
-        Before the step is traced, weights come in the model's order for the forward pass, and in
-        reverse for the backward pass; tables, at which this does not look, once. For a pipeline see
-        `work`.
-        """
-        if (work := self.work()) is not None:
-            return [one for one in work if isinstance(one, Gather)]
-        variables = self.model.trainable_variables
-        placed = [self.entries[id(v)].placement for v in variables]
-        wanted = [i for i, one in enumerate(placed) if one.gathered]
+        kept, free = gathered & self.kept_gathered(), config.level >= 2
+        if self.staged is not None:
+            uses = self.staged.weight_uses(variables, gathered, penalties=not self.whole_loss)
+            return [work_of(self.staged.schedule, uses, together, kept=kept, free=free)]
         if self.chunking is None:
-            return [Gather(0, (i,)) for i in wanted]
-        keys, tables = self.spread().keys, self._tables()
+            use = WeightUse({"F": sorted(gathered)}, tuple(range(len(placed))))
+            return [work_of(chunk_schedule(1), [use])]
         numbers = parameter_chunks(range(len(placed)), [one.nbytes for one in placed])
-        chunks = [
-            [i for i in wanted if numbers[i] == n] for n in range(max(numbers, default=0) + 1)
-        ]
-        left = tables | self.kept_gathered()
-        again = [[i for i in chunk if i not in left] for chunk in chunks[-2::-1]]
-        groups = [g for chunk in (*chunks, *again) for g in gather_groups(chunk, keys, placed)]
-        return [Gather(0, group) for group in groups]
+        tables, uses = self._tables(), []
+        for n in range(max(numbers, default=0) + 1):
+            mine = [i for i, number in enumerate(numbers) if number == n]
+            looks = [i for i in mine if i in gathered]
+            back = [i for i in looks if i not in tables]
+            uses.append(WeightUse({"F": looks, "B": back}, tuple(mine)))
+        return [work_of(chunk_schedule(len(uses)), uses, together, kept=kept, free=free)]
 
     def without_effect(self) -> list[WithoutEffect]:
         """Settings without effect on this model and mesh; the weights are placed."""
@@ -420,6 +412,7 @@ class PlacedModel:
         jobs = None if self.update is None else self.update.jobs
         buckets = spread.buckets if jobs is None else tuple(jobs.buckets)
         exchanges = spread.exchanges if jobs is None else jobs.exchanges
+        works = self.works()
         return make_plan(
             self.topology,
             weights,
@@ -430,9 +423,9 @@ class PlacedModel:
             spread.decisions,
             exchanges,
             self.classes(),
-            self.gathers(),
+            [one for work in works for one in work if isinstance(one, Gather)],
             self.look_ups(),
             1 if self.config.pipeline is None else self.config.pipeline.micro_batches,
             row_updates(optimizer, self.model.trainable_variables),
-            self.work(),
+            works,
         )

@@ -10,7 +10,6 @@ from typing import Any
 from kdist._compat import keras_trainer
 from kdist.api.placed_model import PlacedModel
 from kdist.config.parallel import ParallelConfig
-from kdist.pipeline.instructions import Gather
 from kdist.pipeline.work import Work
 from kdist.program.program import Program
 from kdist.rows.model import ModelStudy, study_model
@@ -19,7 +18,7 @@ from kdist.runtime.chunking import Chunking
 from kdist.runtime.inner_axes import InnerAxes
 from kdist.runtime.loss_terms import OVERRIDDEN
 from kdist.runtime.mesh_runner import MeshRunner
-from kdist.runtime.mesh_step import MeshPipelineStep, MeshStep
+from kdist.runtime.mesh_step import MeshPipelineStep, MeshStep, WholeLossMeshStep
 from kdist.runtime.metrics import overrides
 from kdist.runtime.one_device import OneDevice
 from kdist.runtime.pipeline_runner import PipelineRunner
@@ -124,7 +123,7 @@ class SteppedModel(PlacedModel):
 
     def say_whole_loss(self) -> None:
         """Says, once, that a loss is computed over the whole batch, where nobody asked for it."""
-        if self.compute.inner_size > 1:
+        if self.loss_on_gathered_weights:
             self.fall_back(self.whole_loss_note)
         elif self.whole_loss_note not in self._said and (
             self.whole_loss != OVERRIDDEN or self.staged is not None
@@ -159,8 +158,8 @@ class SteppedModel(PlacedModel):
 
     @property
     def trains_over_inner_axes(self) -> bool:
-        """Whether losses are computed there too; those over the whole batch are not."""
-        return self.uses_inner_axes and not self.whole_loss
+        """Whether losses are computed there too."""
+        return self.uses_inner_axes and not self.loss_on_gathered_weights
 
     def no_batch(self) -> None:
         """Does what Keras's step has done by the time it learns that the data has run out."""
@@ -174,25 +173,15 @@ class SteppedModel(PlacedModel):
             return super().look_ups()
         return self.program.trained.rows
 
-    def work(self) -> Work | None:
-        """See `PlacedModel.work`; once the step is traced, what it does."""
-        for runner in self._runners():
-            if isinstance(runner, PipelineRunner) and runner.work is not None:
-                return runner.work
-        return super().work()
-
-    def gathers(self) -> list[Gather]:
-        """See `PlacedModel.gathers`; once the step is traced, what it does."""
-        for runner in self._runners():
-            made = getattr(runner, "chunks", None)
-            if made is not None and made.gathers is not None:
-                return [Gather(0, weights) for weights in made.gathers]
-        return super().gathers()
-
-    def _runners(self) -> list[Any]:
-        """Those that were made."""
+    def works(self) -> list[Work]:
+        """See `PlacedModel.works`; once the step is traced, what it does."""
         steps = [self.__dict__.get(name) for name in ("mesh_step", "plain_step")]
-        return [step.runner for step in steps if step is not None]
+        for runner in (step.runner for step in steps if step is not None):
+            if isinstance(runner, PipelineRunner) and runner.work is not None:
+                return [runner.work]
+            if (chunks := getattr(runner, "chunks", None)) is not None and chunks.works:
+                return list(chunks.works)
+        return super().works()
 
     def _bucket_keys(self) -> Sequence[Hashable | None]:
         return self.spread().keys
@@ -246,7 +235,7 @@ class SteppedModel(PlacedModel):
         """Steps on one DTensor mesh per slice."""
         runner = self.mesh_runner()
         if isinstance(runner, PipelineRunner):
-            return MeshPipelineStep(self, runner)
+            return (WholeLossMeshStep if self.whole_loss else MeshPipelineStep)(self, runner)
         return MeshStep(self, runner)
 
     def mesh_runner(self) -> MeshRunner | PipelineRunner:

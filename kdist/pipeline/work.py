@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kdist.pipeline.instructions import (
     Await,
+    Backward,
     Forward,
     Free,
     Gather,
@@ -33,7 +34,7 @@ Together = Callable[[Sequence[int]], Sequence[tuple[int, ...]]]
 Step = Instruction | WeightInstruction
 
 IN_FLIGHT = 1
-"""Reductions that may be on their way while a stage computes, where memory counts."""
+"""Chunks whose gradients may be on their way while a stage computes, where memory counts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +98,13 @@ class Work:
         return "\n".join(f"stage {stage}: {row}" for stage, row in enumerate(rows))
 
 
+def chunk_schedule(count: int) -> Schedule:
+    """A model without stages, cut into chunks: one stage, forward through them and back again."""
+    forward = [Forward(0, 0, chunk) for chunk in range(count)]
+    backward = [Backward(0, 0, chunk) for chunk in reversed(range(count))]
+    return Schedule(stages=((*forward, *backward),), name="chunks")
+
+
 def each_alone(weights: Sequence[int]) -> list[tuple[int, ...]]:
     """Every weight travels alone."""
     return [(weight,) for weight in weights]
@@ -117,8 +125,8 @@ def work_of(
         uses: What each virtual stage has to do with weights.
         together: Which weights travel as one message; each alone by default.
         kept: Weights that a stage keeps from their first use on.
-        free: Whether a stage waits for gradients to be summed, so that they take no memory; the
-            last `IN_FLIGHT` reductions may be on their way.
+        free: Whether a stage waits for gradients to be summed, so that they take no memory; those
+            of the last `IN_FLIGHT` chunks may be on their way.
 
     Returns:
         The work, which `check_work` accepts.
@@ -159,7 +167,6 @@ class _Row:
         self.together, self.kept, self.free = together, set(kept), free
         self.users = users
         self.held: dict[int, None] = {}
-        self.reduced: list[Reduce] = []
 
     def steps(self) -> Iterator[Step]:
         """The instructions of the row."""
@@ -167,13 +174,13 @@ class _Row:
         differentiates = any(not isinstance(one, Forward) for one in row)
         ends = {one.chunk: i for i, one in enumerate(row)}
         penalized: set[int] = set()
-        waiting: list[Reduce] = []
+        waiting: list[list[Reduce]] = []
         for i, one in enumerate(row):
             if i and one.chunk != row[i - 1].chunk:
                 yield from self._free(row[i - 1].chunk)
             while self.free and len(waiting) > IN_FLIGHT:
-                done = waiting.pop(0)
-                yield Await(self.stage, done.weights, done.chunk)
+                for done in waiting.pop(0):
+                    yield Await(self.stage, done.weights, done.chunk)
             virtual = one.virtual_stage(count)
             yield from self._gather(one.letter, virtual, one.chunk)
             yield one
@@ -182,7 +189,7 @@ class _Row:
                 yield from self._penalty(virtual, one.chunk)
             if differentiates and ends[one.chunk] == i:
                 reduces = list(self._reduce(virtual, one.chunk))
-                waiting += reduces
+                waiting.append(reduces)
                 yield from reduces
         if row:
             yield from self._free(row[-1].chunk, all_of_them=True)

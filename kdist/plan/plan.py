@@ -104,7 +104,8 @@ class Plan:
         look_ups: By trainable variable whose gradient is rows of a table, how they are looked up.
         micro_batches: That each replica's part of a batch is cut into.
         row_updates: Trainable variables of which an update from rows changes these rows alone.
-        work: What a pipeline's stages do, instruction by instruction; None without stages.
+        works: What stages, or a model in chunks, do instruction by instruction; per pass, of which
+            a loss over the whole batch makes two.
     """
 
     topology: Topology
@@ -120,7 +121,12 @@ class Plan:
     look_ups: tuple[tuple[int, LookUp], ...] = ()
     micro_batches: int = 1
     row_updates: frozenset[int] = frozenset()
-    work: Work | None = dataclasses.field(default=None, compare=False)
+    works: tuple[Work, ...] = dataclasses.field(default=(), compare=False)
+
+    @property
+    def work(self) -> Work:
+        """What is done in the last pass, that of the gradients."""
+        return self.works[-1]
 
     @property
     def changed_by_rows(self) -> frozenset[int]:
@@ -303,7 +309,7 @@ def make_plan(
     look_ups: Mapping[int, LookUp] | None = None,
     micro_batches: int = 1,
     row_updates: frozenset[int] = frozenset(),
-    work: Work | None = None,
+    works: Sequence[Work] = (),
 ) -> Plan:
     """Puts a plan together; without `gathers`, what is not stored whole is gathered once."""
     if gathers is None:
@@ -322,5 +328,5 @@ def make_plan(
         look_ups=tuple(sorted((look_ups or {}).items())),
         micro_batches=micro_batches,
         row_updates=row_updates,
-        work=work,
+        works=tuple(works),
     )

@@ -1,31 +1,40 @@
 """Running a program chunk by chunk on every slice, in the graph of a step.
 
-Before a chunk, the parameters that are not stored whole are gathered for it; after it, the update
-may reduce the gradients that are complete. Where memory counts, nothing runs far ahead: parameters
-of a chunk are gathered when the chunk before it starts, and a chunk starts when the gradients of
-the last but `IN_FLIGHT` have been reduced.
+A model without stages is one stage that goes forward through its chunks and back: what it does with
+weights between them is made and proved as for a pipeline (`kdist.pipeline.work`). Where memory
+counts, nothing runs far ahead: parameters of a chunk are gathered when the chunk before it starts,
+and a chunk starts when the gradients of the last but `IN_FLIGHT` have been reduced.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from kdist.dtensor.stitched import StitchedFunction
 from kdist.dtensor.stitching import Stitcher
 from kdist.graphs.chunks import Chunk, node_of
 from kdist.graphs.instantiation import instantiated_cheaply
+from kdist.pipeline.check_work import check_work
+from kdist.pipeline.instructions import (
+    Await,
+    Backward,
+    Forward,
+    Free,
+    Gather,
+    Instruction,
+    Reduce,
+)
+from kdist.pipeline.work import IN_FLIGHT, Together, WeightUse, Work, chunk_schedule, work_of
 
 import tensorflow as tf
 
-IN_FLIGHT = 1
-"""Chunks whose parameters, or gradients, may be on their way while another one computes."""
-
-Gather = Callable[[Sequence[int], Sequence[Sequence[Any]]], list[dict[int, list[Any]]]]
+Fetch = Callable[[Sequence[int], Sequence[Sequence[Any]]], list[dict[int, list[Any]]]]
 """(positions of parameters, per slice what to wait for) -> per slice and position, its parts."""
-Progress = Callable[[list[dict[int, list[Any]]]], Sequence[Any]]
-"""(per slice, results so far: their parts) -> operations that later chunks wait for."""
+Complete = Callable[[Collection[int], list[dict[int, list[Any]]]], Sequence[Any]]
+"""(parameters, per slice the results so far: their parts) -> operations that sum their gradients.
+"""
 
 
 class ChunkedProgram:
@@ -61,6 +70,17 @@ class ChunkedProgram:
         ]
         self._functions: dict[tuple[int, int], StitchedFunction] = {}
 
+    @property
+    def middle(self) -> int:
+        """Number of the chunk that ends the forward pass and begins the backward pass."""
+        return len(self.chunks) // 2
+
+    def number(self, one: Instruction) -> int | None:
+        """Which chunk an instruction runs; None for what is part of another one's."""
+        if isinstance(one, Forward):
+            return one.chunk
+        return 2 * self.middle - one.chunk if one.chunk < self.middle else None
+
     def function(self, number: int, s: int) -> StitchedFunction:
         """The function of a chunk on a slice."""
         one_device = len(self.devices[s]) == 1
@@ -73,58 +93,125 @@ class ChunkedProgram:
         return self._functions[key]
 
 
+def chunk_work(
+    programs: Sequence[ChunkedProgram],
+    gradients: Mapping[int, Collection[int]],
+    together: Together,
+    *,
+    keep: Collection[int],
+    free: bool,
+) -> Work:
+    """What is done between the chunks of a program.
+
+    Args:
+        programs: Per slice, the program: one for all, but for sizes.
+        gradients: Per parameter, the flat results that its gradient consists of.
+        together: Which parameters are gathered as one message.
+        keep: Parameters that, once gathered, stay for the chunks that use them again.
+        free: Whether chunks wait for gradients to be summed.
+    """
+    first, middle = programs[0], programs[0].middle
+    fetched = [
+        list(dict.fromkeys(i for one in programs for i in one.fetched[n]))
+        for n in range(len(first.chunks))
+    ]
+    made = {r: n for n, chunk in reversed([*enumerate(first.chunks)]) for r in chunk.gives}
+    results = first.stitcher.program.results
+    ends = {v: max(made.get(results[i], 0) for i in numbers) for v, numbers in gradients.items()}
+    uses = [
+        WeightUse(
+            {"F": fetched[chunk], "B": fetched[2 * middle - chunk] if chunk < middle else ()},
+            tuple(v for v, n in ends.items() if 2 * middle - max(n, middle) == chunk),
+        )
+        for chunk in range(middle + 1)
+    ]
+    work = work_of(chunk_schedule(middle + 1), uses, together, kept=keep, free=free)
+    check_work(work, uses)
+    return work
+
+
 class ChunkRun:
-    """One pass over the chunks of a program, on all slices.
+    """One pass over the chunks of a program, on all slices: its work, interpreted.
 
     Args:
         programs: Per slice, the program: one for all, but for sizes.
         given: Per slice and position of a flat input, its parts; None for what is gathered.
-        gather: Gathers parameters.
-        progress: Told after each chunk what results there are.
+        work: What `chunk_work` made.
+        fetch: Gathers parameters.
+        complete: Sums gradients.
         before: Per slice, operations that end the pass before this one in the same step.
-        keep: Positions of parameters that are kept for the chunks that use them again.
-        free: Whether chunks wait for what `progress` returns.
     """
 
     def __init__(
         self,
         programs: Sequence[ChunkedProgram],
         given: Sequence[Sequence[Any]],
-        gather: Gather,
-        progress: Progress | None = None,
+        work: Work,
+        fetch: Fetch,
+        complete: Complete | None = None,
         before: Sequence[list[Any]] | None = None,
-        *,
-        keep: Collection[int] = (),
-        free: bool = False,
     ) -> None:
         self.before = list(before or ([] for _ in given))
-        self.programs, self.gather, self.progress = list(programs), gather, progress
-        self.keep, self.free = keep, free
+        self.programs, self.work = list(programs), work
+        self.fetch, self.complete = fetch, complete
         self.values = [
             {name: one[i] for name, i in program.names.items() if one[i] is not None}
             for program, one in zip(programs, given, strict=True)
         ]
-        self.kept: list[dict[int, list[Any]]] = [{} for _ in given]
+        self.found: list[dict[int, list[Any]]] = []
+        self.held: list[dict[int, list[Any]]] = [{} for _ in given]
         self.done: list[list[list[Any]]] = []
         """Per chunk and slice, operations that run when it has handed on what the next one takes.
 
         A function of several devices becomes part of the step's graph: what waits for the call
         would wait for nothing.
         """
-        self.reduced: list[Sequence[Any]] = []
+        self._sums: dict[tuple[int, ...], Sequence[Any]] = {}
+        self._waits: list[Any] = []
+        self.table: dict[type, Callable[[Any], None]] = {
+            Forward: self._compute,
+            Backward: self._compute,
+            Gather: self._gather,
+            Free: self._free,
+            Reduce: self._reduce,
+            Await: self._await,
+        }
 
     def run(self) -> list[dict[int, list[Any]]]:
         """Per slice and number of a flat result, its parts."""
-        found = [self._known(s) for s in range(len(self.values))]
-        for number in range(len(self.programs[0].chunks)):
-            gathered = self._gathered(number)
-            self.done.append([self._call(number, s, one) for s, one in enumerate(gathered)])
-            for program, values, results in zip(self.programs, self.values, found):
-                gives = set(program.chunks[number].gives)
-                numbered = enumerate(program.stitcher.program.results)
-                results.update((i, values[r]) for i, r in numbered if r in gives)
-            self.reduced.append(self.progress(found) if self.progress is not None else ())
-        return found
+        self.found = [self._known(s) for s in range(len(self.values))]
+        for one in self.work:
+            self.table[type(one)](one)
+        return self.found
+
+    def _compute(self, one: Instruction) -> None:
+        number = self.programs[0].number(one)
+        if number is None:
+            return
+        self.done.append([self._call(number, s) for s in range(len(self.values))])
+        self._waits = []
+        for program, values, results in zip(self.programs, self.values, self.found):
+            gives = set(program.chunks[number].gives)
+            numbered = enumerate(program.stitcher.program.results)
+            results.update((i, values[r]) for i, r in numbered if r in gives)
+
+    def _gather(self, one: Gather) -> None:
+        """Gathers when the last chunk but one has ended."""
+        gates = self.done[-1 - IN_FLIGHT] if len(self.done) > IN_FLIGHT else self.before
+        for held, fresh in zip(self.held, self.fetch(one.weights, gates)):
+            held.update(fresh)
+
+    def _free(self, one: Free) -> None:
+        for held in self.held:
+            for weight in one.weights:
+                del held[weight]
+
+    def _reduce(self, one: Reduce) -> None:
+        assert self.complete is not None
+        self._sums[one.weights] = self.complete(one.weights, self.found)
+
+    def _await(self, one: Await) -> None:
+        self._waits += self._sums[one.weights]
 
     def _known(self, s: int) -> dict[int, list[Any]]:
         """Results that are inputs, or known constants."""
@@ -141,27 +228,17 @@ class ChunkRun:
                         found[i].append(tf.constant(value))
         return found
 
-    def _gathered(self, number: int) -> list[dict[int, list[Any]]]:
-        """Per slice, the parameters that are gathered for a chunk."""
-        wanted = dict.fromkeys(i for one in self.programs for i in one.fetched[number])
-        missing = [i for i in wanted if i not in self.kept[0]]
-        last = number - 1 - IN_FLIGHT
-        gates = self.done[last] if last >= 0 else self.before
-        fresh = self.gather(missing, gates) if missing else [{} for _ in self.values]
-        found = [{**kept, **new} for kept, new in zip(self.kept, fresh)]
-        self.kept = [{i: one[i] for i in one if i in self.keep} for one in found]
-        return found
-
-    def _call(self, number: int, s: int, gathered: dict[int, list[Any]]) -> list[Any]:
+    def _call(self, number: int, s: int) -> list[Any]:
         """Runs a chunk on a slice; returns what `done` has of it."""
         program, before = self.programs[s], self.done[-1][s] if self.done else []
         if not program.chunks[number].nodes:
             return before
-        function = program.function(number, s)
-        named = {name: gathered[i] for name, i in program.names.items() if i in gathered}
-        values = {**self.values[s], **named}
-        last = number - 1 - IN_FLIGHT
-        waits = list(self.reduced[last]) if self.free and last >= 0 else []
+        function, held = program.function(number, s), self.held[s]
+        values = {
+            **self.values[s],
+            **{name: held[i] for name, i in program.names.items() if i in held},
+        }
+        waits = list(self._waits)
         if tf.executing_eagerly():
             waits, before = [], []
         if function.size > 1 and waits:

@@ -14,7 +14,7 @@ from kdist.program.program import Program
 from kdist.program.state import carried_for
 from kdist.runtime.chunk_run import ChunkedProgram
 from kdist.runtime.chunking import Chunking, Chunks, Completion, Keys
-from kdist.runtime.plain_runner import Begin, Collected, PlainGradients, PlainRunner
+from kdist.runtime.plain_runner import Begin, Collected, PlainRunner
 from kdist.sharding.mesh import Topology
 from kdist.storage.variables import Stored
 
@@ -115,13 +115,12 @@ class ChunkedRunner(PlainRunner):
             gradients = gradients["gradients"]
         leaves = dict(zip(known.connected, gradients, strict=True))
         found: dict[int, dict[int, Any]] = {s: {} for s in range(len(self.devices))}
-        source = PlainGradients(found, known.rows, self.entries, self.devices)
-        reduction = begin(source, known.connected)
+        reduction = begin(self._source(found), known.connected)
 
         def fill(variable: int, results: list[dict[int, list[Any]]]) -> None:
             for s, one in enumerate(results):
                 parts = {i: one[i][0] for i in leaves[variable].numbers}
-                found[s][variable] = leaves[variable].value(parts)
+                found[s][variable] = [leaves[variable].value(parts)]
 
         numbers = {v: leaf.numbers for v, leaf in leaves.items()}
         return Completion(numbers, fill, reduction.advance)

@@ -12,7 +12,8 @@ from kdist.dtensor.lowering import LoweredProgram
 from kdist.dtensor.stitching import Stitcher
 from kdist.graphs.chunks import cut, parameter_chunks, whole_blocks
 from kdist.optimizer.gather import Gatherer, Places, placed
-from kdist.runtime.chunk_run import ChunkedProgram, ChunkRun, Progress
+from kdist.pipeline.work import Work
+from kdist.runtime.chunk_run import ChunkedProgram, ChunkRun, chunk_work
 from kdist.runtime.recomputing import run_again
 from kdist.sharding.mesh import Topology
 from kdist.storage.variables import Stored
@@ -58,8 +59,7 @@ class Chunks:
             by default.
 
     Attributes:
-        gathers: The parameters that each gather of the training step that was traced last has; None
-            before.
+        works: What is done in the passes of the training step that was traced last; None before.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Chunks:
         self.places = places
         self.entries, self.devices = list(entries), list(devices)
         self.gathered = {i for i, one in enumerate(entries) if one.placement.gathered}
-        self.gathers: list[tuple[int, ...]] | None = None
+        self.works: list[Work] | None = None
         self.topology, self.keys = topology, keys
         self._programs: dict[Hashable, ChunkedProgram] = {}
-        self._ended: tuple[Any, list[list[Any]], list[tuple[int, ...]]] | None = None
-        """The graph in which a pass was written last, per slice what ends that pass, and what was
-        gathered in that graph so far."""
+        self._ended: tuple[Any, list[list[Any]], list[Work]] | None = None
+        """The graph in which a pass was written last, per slice what ends that pass, and what is
+        done in that graph so far."""
         self.chunk_of: dict[int, int] = {}
 
     def program(
@@ -136,35 +136,36 @@ class Chunks:
         self,
         programs: Sequence[ChunkedProgram],
         given: Sequence[Sequence[Any]],
-        progress: Progress | None = None,
+        completion: Completion | None = None,
     ) -> list[dict[int, list[Any]]]:
         """Runs a program on all slices; see `ChunkRun`."""
-        keep = self.chunking.keep
         stored = self.devices
         if self.places is not None:
             stored = [one.devices for one in self.topology.slices]
         gather = Gatherer(self.entries, self.topology, stored, self.keys())
+        work = chunk_work(
+            programs,
+            {} if completion is None else completion.numbers,
+            gather.groups,
+            keep=self.chunking.keep,
+            free=self.chunking.free,
+        )
         graph, before = tf.compat.v1.get_default_graph(), None
-        gathers: list[tuple[int, ...]] = []
+        works = [work]
         if self._ended is not None and self._ended[0]() is graph:
-            _, before, gathers = self._ended
-        known: set[int] = set()
-        for chunk in programs[0].fetched:
-            gathers = gathers + gather.groups([i for i in chunk if i not in known])
-            known |= keep & set(chunk)
-        if progress is not None:
-            self.gathers = gathers
-        free = self.chunking.free
-        get = gather if self.places is None else placed(gather, self.places)
-        run = ChunkRun(programs, given, get, progress, before, keep=keep, free=free)
+            before, works = self._ended[1], [*self._ended[2], work]
+        if completion is not None:
+            self.works = works
+        fetch = gather if self.places is None else placed(gather, self.places)
+        run = ChunkRun(programs, given, work, fetch, completion, before)
         found = run.run()
         if not tf.executing_eagerly():
-            self._ended = weakref.ref(graph), run.done[-1], gathers
+            self._ended = weakref.ref(graph), run.done[-1], works
         return found
 
 
 class Completion:
-    """Tells the update which gradients are complete, chunk by chunk.
+    """Hands complete gradients to the update.
 
     Args:
         numbers: Per trainable variable with a gradient, the flat results that this consists of.
@@ -181,12 +182,13 @@ class Completion:
         self.numbers, self.fill, self.reduce = dict(numbers), fill, reduce
         self.complete: set[int] = set()
 
-    def __call__(self, found: list[dict[int, list[Any]]]) -> Sequence[Any]:
-        """See `Progress`."""
-        for variable, numbers in self.numbers.items():
-            if variable not in self.complete and set(numbers) <= found[0].keys():
-                self.fill(variable, found)
-                self.complete.add(variable)
+    def __call__(
+        self, variables: Collection[int], found: list[dict[int, list[Any]]]
+    ) -> Sequence[Any]:
+        """See `kdist.runtime.chunk_run.Complete`."""
+        for variable in variables:
+            self.fill(variable, found)
+        self.complete |= set(variables)
         return self.reduce(self.complete)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from kdist._compat import keras_trainer
 from kdist.dtensor.sharded import Sharded, each
+from kdist.optimizer.slice_gradients import as_gradient
 from kdist.pipeline.instructions import (
     Backward,
     BackwardInput,
@@ -17,7 +18,6 @@ from kdist.pipeline.instructions import (
 )
 from kdist.program.batch import join
 from kdist.program.loss_parts import LossParts, collected, merged, penalty_name
-from kdist.runtime.mesh_results import as_gradient
 from kdist.runtime.micro_batches import MicroBatches
 from kdist.runtime.recorder import Recorder, Stamps
 from kdist.stages.functions import Saved, StageFunctions
@@ -307,6 +307,11 @@ class Flow:
 
     def give_cotangents(self, i: int, outputs: Sequence[Any], added: Sequence[Any]) -> None:
         """Notes the gradients of what `collected` gave; None where there is none."""
+        given = keras.tree.flatten(self._results[i].outputs)
+        outputs = [
+            None if d is None else self.backend.everywhere(d, like=t)
+            for d, t in zip(outputs, given, strict=True)
+        ]
         rest = list(added)
         for virtual in range(len(self.functions[i])):
             count = len(self._added[virtual, i])

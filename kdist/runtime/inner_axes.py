@@ -24,8 +24,8 @@ from kdist.dtensor.partial_sums import summand
 from kdist.dtensor.program_layouts import laid_out, like, loss_view, whole_in_program, whole_readers
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.dtensor.stitching import Stitcher
+from kdist.optimizer.slice_gradients import SliceGradients
 from kdist.program.program import ModelState
-from kdist.runtime.mesh_results import SliceGradients
 from kdist.runtime.recomputing import all_again
 from kdist.stages.functions import StageFunctions
 from kdist.stages.penalties import penalty_function
@@ -33,6 +33,7 @@ from kdist.storage.sparse import LookUp
 from kdist.storage.variables import Stored
 
 import keras
+from tensorflow.experimental import dtensor
 
 
 class InnerAxes:
@@ -141,6 +142,11 @@ class InnerAxes:
         """See `OneDevice.read`."""
         return self._inputs.value(variable, s)
 
+    def everywhere(self, tensor: Any, like: Sharded) -> Sharded:
+        """See `OneDevice.everywhere`."""
+        layout = dtensor.Layout.replicated(self.mesh, tensor.shape.rank)
+        return Sharded((tensor,) * self.mesh.size, layout, like.examples)
+
     def described(self, position: int) -> Sharded:
         """See `OneDevice.described`; a gradient is laid out like its parameter."""
         return self._inputs.described(self.entries[position])
@@ -177,9 +183,8 @@ class InnerAxes:
         self, gradients: Mapping[int, Mapping[int, list[Any]]], rows: Mapping[int, LookUp]
     ) -> SliceGradients:
         """See `OneDevice.source`."""
-        storage = self._inputs.storage
-        places = storage.places_in(self.topology)
-        return SliceGradients(gradients, rows, self.entries, storage, places)
+        places = self.storage.places_in(self.topology)
+        return SliceGradients(gradients, rows, self.entries, self.storage_devices, places)
 
     def gathered_paths(self) -> list[str]:
         """Weights that are made whole before use because an operation cannot take parts."""

@@ -181,7 +181,7 @@ def whole_loss_note(
         pipeline: Settings of the pipeline, if there is one.
     """
     how = "computed once, over the gathered outputs of all replicas"
-    if compute.inner_size > 1:
+    if compute.inner_size > 1 and pipeline is None:
         how = "computed over the whole batch, on gathered weights"
     if pipeline is not None:
         count = pipeline.micro_batches

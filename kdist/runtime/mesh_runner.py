@@ -18,12 +18,12 @@ from kdist.dtensor.lowering import Island
 from kdist.dtensor.model_layouts import ModelLayouts
 from kdist.dtensor.program_layouts import MeshPrograms
 from kdist.dtensor.sharded import Sharded, replicate
+from kdist.optimizer.slice_gradients import SliceGradients
 from kdist.program.batch import SplitBatch
 from kdist.program.loss import shares_from_counts
 from kdist.program.program import Program
 from kdist.runtime.chunk_run import ChunkedProgram
 from kdist.runtime.chunking import Chunking, Chunks, Completion, Keys
-from kdist.runtime.mesh_results import SliceGradients
 from kdist.runtime.plain_runner import Begin, row_shares
 from kdist.storage.parts import whole_of
 from kdist.storage.variables import Stored
@@ -282,7 +282,8 @@ class MeshRunner:
         storage = self.inputs.storage
         places = storage.places_in(self.topology)
         rows = self.program.trained.rows
-        return SliceGradients(gradients, rows, self.entries, storage, places)
+        devices = [one.devices for one in storage.slices]
+        return SliceGradients(gradients, rows, self.entries, devices, places)
 
     def _updated_whole(self, updated: Sequence[Sharded], s: int, training: bool) -> list[Any]:
         """New state of slice `s` as whole tensors."""

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.dtensor import sizes
-from kdist.dtensor.call import CannotExpand, signature
+from kdist.dtensor.call import CannotExpand, Retrace, signature
 from kdist.program.batch import SplitBatch, split
 from kdist.program.training_pass import TrainingPass
 from kdist.runtime.by_shape import ByShape
 from kdist.runtime.keras_contract import single_steps, without_optionals
 from kdist.runtime.pipeline_step import PipelineStep
 from kdist.runtime.step import Step
+from kdist.runtime.whole_loss import WholeLossStep
 
 import keras
 import tensorflow as tf
@@ -87,6 +88,24 @@ class MeshPipelineStep(MeshStep, PipelineStep):
     def micro_batches(self) -> int:
         """See `MeshStep`."""
         return int(self.runner.schedule.micro_batches)
+
+
+class WholeLossMeshStep(WholeLossStep, MeshPipelineStep):
+    """The same where the loss is computed over the whole batch."""
+
+    def _differentiated(self, *args: Any) -> tuple[Sequence[dict[str, Any]], Any]:
+        return self._again(super()._differentiated, *args)
+
+    def _evaluated(self, batch: SplitBatch) -> tuple[Sequence[dict[str, Any]], Any]:
+        return self._again(super()._evaluated, batch)
+
+    def _again(self, function: Callable, *args: Any) -> Any:
+        """Calls a function, once more if the stages have to be traced anew."""
+        try:
+            return function(*args)
+        except Retrace:  # nothing that was written has an effect
+            self.runner.programs.trace_anew()
+            return function(*args)
 
 
 def as_tensors(data: Any) -> Any:

@@ -14,10 +14,10 @@ from kdist._compat import keras_trainer
 from kdist.dtensor.sharded import Sharded
 from kdist.dtensor.stitching import Stitcher
 from kdist.dtensor.traced import as_program
+from kdist.optimizer.slice_gradients import SliceGradients
 from kdist.program.program import ModelState
 from kdist.program.state import replica_seed
 from kdist.program.vjp import as_node
-from kdist.runtime.plain_runner import PlainGradients
 from kdist.runtime.recomputing import all_again
 from kdist.sharding.mesh import Topology
 from kdist.stages.eager_functions import EagerFunctions
@@ -132,6 +132,10 @@ class OneDevice:
         """A micro-batch as a slice takes it."""
         return data
 
+    def everywhere(self, tensor: Any, like: Sharded) -> Any:
+        """A tensor that is there once, on all devices of a slice; its size is that of `like`."""
+        return tensor
+
     def described(self, position: int) -> Sharded | None:
         """What stands for a trainable variable whose value is not looked at."""
         return None
@@ -152,13 +156,10 @@ class OneDevice:
 
     def source(
         self, gradients: Mapping[int, Mapping[int, list[Any]]], rows: Mapping[int, LookUp]
-    ) -> PlainGradients:
+    ) -> SliceGradients:
         """How the update reads gradients: per slice and trainable variable, one per device."""
-        found = {
-            self._places[s]: {v: one for v, (one,) in of.items()} for s, of in gradients.items()
-        }
-        devices = [one.devices[0] for one in self.storage.slices]
-        return PlainGradients(found, rows, self.entries, devices)
+        found = {self._places[s]: of for s, of in gradients.items()}
+        return SliceGradients(found, rows, self.entries, self.storage_devices)
 
 
 class Part:

@@ -13,15 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist.graphs.instantiation import instantiated_cheaply
-from kdist.optimizer.gradients import REDUCE, GradientSource
+from kdist.optimizer.gradients import GradientSource
 from kdist.optimizer.reduction import Reduction
+from kdist.optimizer.slice_gradients import SliceGradients
 from kdist.program.batch import SplitBatch
 from kdist.program.loss import has_rows, shares_from_counts
 from kdist.program.program import Program
 from kdist.program.state import carried_for
 from kdist.sharding.mesh import Topology
-from kdist.sharding.placement import Coordinate, Index, UpdateUnit, covers, shape_of
-from kdist.storage import sparse
 from kdist.storage.variables import Stored
 
 import tensorflow as tf
@@ -229,114 +228,20 @@ class PlainRunner:
         arguments = [(*one, p[0], list(c), list(a)) for one, p, c, a in given]
         return self._on_all(self._pull, arguments, begin)
 
-    def gradient_at(self, results: Sequence[Sequence[Any]]) -> PlainGradients:
+    def gradient_at(self, results: Sequence[Sequence[Any]]) -> SliceGradients:
         """How the update reads gradients.
 
         Args:
             results: Per slice, the gradients of the connected variables.
         """
-        traced = self.program.trained
-        found = {s: dict(zip(traced.connected, gradients)) for s, gradients in enumerate(results)}
-        return PlainGradients(found, traced.rows, self.entries, self.devices)
+        connected = self.program.trained.connected
+        return self._source(
+            {s: {v: [g] for v, g in zip(connected, one)} for s, one in enumerate(results)}
+        )
 
-
-class PlainGradients:
-    """Whole gradients, one device per slice; see `kdist.optimizer.gradients.GradientSource`.
-
-    A weight that several stages of a pipeline use has a gradient on each of them; they are summed
-    like those of replicas.
-
-    Args:
-        gradients: Per slice, by trainable variable.
-        rows: How variables whose gradient is rows are looked up.
-        entries: `Stored` of each trainable variable.
-        devices: The device of each slice.
-
-    Attributes:
-        once: Gradients that are there once for all slices, on the first one's device, by trainable
-            variable: of weights that a loss over the whole batch uses.
-    """
-
-    def __init__(
-        self,
-        gradients: Mapping[int, Mapping[int, Any]],
-        rows: Mapping[int, sparse.LookUp],
-        entries: Sequence[Stored],
-        devices: Sequence[str],
-    ) -> None:
-        self.gradients = gradients
-        self.once: Mapping[int, Any] = {}
-        self.look_ups = rows
-        self.entries = list(entries)
-        self.devices = list(devices)
-        self._tables: dict[int, Any] = {}
-
-    @property
-    def rows(self) -> set[int]:
-        """See `GradientSource`; both kinds of gradients have to be rows for their sum to be."""
-        used = {v for one in self.gradients.values() for v in one}
-        once = {v for v, gradient in self.once.items() if sparse.is_sparse(gradient)}
-        return (set(self.look_ups) - set(self.once)) | (once - (used - set(self.look_ups)))
-
-    def unit(self, variable: int, unit: UpdateUnit) -> Any:
-        """See `GradientSource`."""
-        if unit.rows is not None and variable in self.rows:
-            return self._rows_of_table(variable, unit)
-        placement = self.entries[variable].placement
-        index = unit.index(placement) if unit.shard is not None else None
-        total = self._total(variable, index)
-        return total
-
-    def _total(self, variable: int, index: Index | None = None) -> Any:
-        """Sum over the slices of a gradient, or of its part at `index`."""
-        placement = self.entries[variable].placement
-
-        def part(gradient: Any, s: int) -> Any:
-            if index is None:
-                return gradient
-            with tf.device(self.devices[s]):
-                return part_of(gradient, index, placement.shape)
-
-        found = {s: self.gradients.get(s, {}).get(variable) for s in placement.slices}
-        parts = [part(gradient, s) for s, gradient in found.items() if gradient is not None]
-        if variable not in self.once:
-            return add_gradients(parts, self.look_ups.get(variable, sparse.LookUp()))
-        once = part(self.once[variable], placement.slices[0])
-        if not parts:
-            return once
-        total = add_gradients(parts, self.look_ups.get(variable, sparse.LookUp()))
-        return add_gradients([total, once], sparse.LookUp())
-
-    def _rows_of_table(self, variable: int, unit: UpdateUnit) -> Any:
-        """Of a table's gradient, what falls on some rows: joined once, then cut for each owner.
-
-        Cutting before would repeat the cut on every slice.
-        """
-        placement = self.entries[variable].placement
-        slices = [s for s in placement.slices if variable in self.gradients.get(s, {})]
-        slices = slices or [placement.slices[0]]
-        with tf.device(self.devices[slices[variable % len(slices)]]):
-            if variable not in self._tables:
-                self._tables[variable] = self._total(variable)
-            return part_of(self._tables[variable], unit.index(placement), placement.shape)
-
-    def local(self, variable: int, at: Coordinate) -> Any:
-        """See `GradientSource`."""
-        placement = self.entries[variable].placement
-        if at[0] not in placement.slices:
-            return None
-        index = placement.inner_index(at[1])
-        found = [self.gradients.get(at[0], {}).get(variable)]
-        if at[0] == placement.slices[0]:
-            found.append(self.once.get(variable))
-        parts = [
-            part_of(tf.convert_to_tensor(gradient), index, placement.shape)
-            for gradient in found
-            if gradient is not None
-        ]
-        if not parts:  # a tied weight, on a stage through which no gradient flows
-            return tf.zeros(shape_of(index), self.entries[variable].variable.dtype)
-        return parts[0] if len(parts) == 1 else tf.add_n(parts)
+    def _source(self, gradients: Mapping[int, Mapping[int, Sequence[Any]]]) -> SliceGradients:
+        rows, devices = self.program.trained.rows, [[device] for device in self.devices]
+        return SliceGradients(gradients, rows, self.entries, devices)
 
 
 def not_folded(value: Any) -> Any:
@@ -346,15 +251,6 @@ def not_folded(value: Any) -> Any:
     every copy (4-layer GPT, 8 replicas: 1.2 s of the first step).
     """
     return tf.compat.v1.placeholder_with_default(value, value.shape)
-
-
-def part_of(gradient: Any, index: Index, shape: Sequence[int]) -> Any:
-    """The part of a whole variable's gradient at `index`."""
-    if covers(index, shape):
-        return gradient
-    if sparse.is_sparse(gradient):
-        return sparse.restrict(gradient, index, shape)
-    return gradient[index]
 
 
 def row_shares(batch: SplitBatch) -> list[Any]:
@@ -367,12 +263,3 @@ def layer_weights(batch: SplitBatch, mean: bool) -> list[Any]:
     """What each replica's `add_loss` values count: its share of the rows, or 1 if it has any."""
     shares = row_shares(batch)
     return shares if mean else [has_rows(share) for share in shares]
-
-
-def add_gradients(parts: Sequence[Any], look_up: sparse.LookUp) -> Any:
-    """Sum of replicas' gradients; rows of embeddings stay rows (see `kdist.storage.sparse`)."""
-    if all(sparse.is_sparse(p) for p in parts):
-        return sparse.add(parts, look_up.by_batch, look_up.merged)
-    if len(parts) == 1:
-        return parts[0]
-    return tf.add_n([tf.convert_to_tensor(p) for p in parts], name=REDUCE)

@@ -15,13 +15,14 @@ from typing import Any
 from kdist.graphs.write_order import writes_after_reads
 from kdist.optimizer.gradients import GradientSource
 from kdist.optimizer.reduction import Reduction
+from kdist.optimizer.slice_gradients import part_of
 from kdist.optimizer.update import DistributedUpdate
 from kdist.program.batch import SplitBatch, join, split
 from kdist.program.program import Program
 from kdist.program.state import combine
 from kdist.program.training_pass import TrainingPass
 from kdist.runtime import metrics
-from kdist.runtime.plain_runner import Begin, part_of
+from kdist.runtime.plain_runner import Begin
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, UpdateUnit
 from kdist.storage.sparse import is_sparse

@@ -130,8 +130,10 @@ class WholeLossStep(Step):
     def _joined(outputs: list[Any], batch: SplitBatch) -> Any:
         """The whole batch's outputs; of known size where Keras would know it while tracing."""
         joined = join(outputs, batch.counts)
+        if batch.static_size is None:
+            return keras.tree.map_structure(_of_unknown_size, joined)
         for leaf in keras.tree.flatten(joined):
-            if isinstance(leaf, tf.Tensor) and batch.static_size is not None:
+            if isinstance(leaf, tf.Tensor):
                 leaf.set_shape([batch.static_size, *leaf.shape[1:]])
         return joined
 
@@ -161,6 +163,13 @@ class WholeLossStep(Step):
 
 class WholeLossPipelineStep(WholeLossStep, PipelineStep):
     """The steps of a pipeline whose loss is computed over the whole batch."""
+
+
+def _of_unknown_size(tensor: Any) -> Any:
+    """A tensor whose dim 0 is not known while tracing; stages over inner axes know their parts'."""
+    if tf.executing_eagerly() or not isinstance(tensor, tf.Tensor) or tensor.shape[0] is None:
+        return tensor
+    return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
 
 
 def is_floating(value: Any) -> bool:

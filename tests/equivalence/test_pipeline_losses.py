@@ -35,7 +35,7 @@ NAMES = (
     "shared_centres",
     "dense_centres",
 )
-DEFAULT = [("projection", "pipe2_data2")]
+DEFAULT = [("projection", "pipe2_data2"), ("dense_centres", "pipe2_data2_model2")]
 
 
 def _run(name: str | Case, mesh: str, engine: str, schedule: str = "auto", **options: Any) -> None:

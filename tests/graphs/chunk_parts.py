@@ -9,8 +9,9 @@ from kdist.dtensor.stitching import Stitcher
 from kdist.dtensor.traced import as_program
 from kdist.graphs.chunks import cut
 from kdist.graphs.flat_function import FlatFunction, flat
+from kdist.pipeline.work import each_alone
 from kdist.program.program import Program
-from kdist.runtime.chunk_run import ChunkedProgram, ChunkRun
+from kdist.runtime.chunk_run import ChunkedProgram, ChunkRun, chunk_work
 from kdist.runtime.chunking import first_uses
 
 import keras
@@ -45,7 +46,8 @@ def in_chunks(model: keras.Model, x: Any, y: Any, cuts: Collection[int]) -> tupl
         chunks = cut(stitcher.graph, chunk_of, (), {names[len(flat(arguments)) - 1]})
         given = [[t] for t in (*flat(arguments), *traced.concrete.captured_inputs)]
         cutted = ChunkedProgram(stitcher, chunks, [[DEVICE]], [])
-        (found,) = ChunkRun([cutted], [given], lambda positions, gates: []).run()
+        work = chunk_work([cutted], {}, each_alone, keep=(), free=False)
+        (found,) = ChunkRun([cutted], [given], work, lambda positions, gates: []).run()
         parts = {i: one[0] for i, one in found.items()}
         return tf.nest.map_structure(lambda leaf: leaf.value(parts), traced.structure)
 

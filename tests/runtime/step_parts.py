@@ -24,11 +24,11 @@ from kdist.optimizer import broadcast, update
 from kdist.optimizer.compressed import CompressedGradients
 from kdist.optimizer.gather import Gatherer
 from kdist.optimizer.reduction import Reduction
+from kdist.optimizer.slice_gradients import SliceGradients
 from kdist.optimizer.update import DistributedUpdate
 from kdist.plan.bucket import Bucket
 from kdist.report.step_graph import CALLS, stitched_output
 from kdist.runtime import plain_runner, step
-from kdist.runtime.mesh_results import SliceGradients
 from kdist.storage import sparse
 
 import keras
@@ -51,7 +51,6 @@ _PARTS: tuple[tuple[Any, str, str], ...] = (
     (CompressedGradients, "unit", "compressed"),
     (step.Step, "_logs", "metric"),
     (sparse, "restrict", "rows"),
-    (plain_runner.PlainGradients, "_rows_of_table", "rows"),
     (SliceGradients, "_rows_of_table", "rows"),
     (plain_runner, "row_shares", "share"),
     (plain_runner.PlainRunner, "_broadcast_rows", "share"),

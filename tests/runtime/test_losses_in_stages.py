@@ -51,6 +51,26 @@ def test_a_loss_over_the_whole_batch_runs_all_forwards_once_and_first() -> None:
     assert "pipeline: gpipe" in "\n".join(model.plan().notes)
 
 
+def test_stages_stay_cut_under_a_loss_over_the_whole_batch() -> None:
+    """Its stages compute what those of another loss do: parts, on every device."""
+    products, collectives = [], []
+    for make in (chain, own):
+        config = kdist.ParallelConfig(
+            mesh=kdist.mesh(pipe=2, data=2, model=2),
+            layout_map={"layer[02]/kernel": (None, "model"), "layer[13]/kernel": ("model", None)},
+            pipeline=kdist.PipelineConfig(micro_batches=2),
+        )
+        model = kdist.parallelize(make(4), config)
+        model.compile("sgd", "mse")
+        attached(model)._prepare("train", data())
+        step = largest(watch(lambda model=model: model.train_on_batch(*data())))
+        products.append(Counter(n.device for n in step.select(PRODUCTS)))
+        collectives.append(Counter((c.kind, c.shape) for c in kdist.inspect(model).collectives))
+    assert products[0] == products[1] and len(products[1]) == 8
+    assert collectives[0] == collectives[1] and collectives[1]
+    assert not attached(model).fallbacks
+
+
 def test_another_loss_gets_the_usual_schedule_back() -> None:
     model = kdist.PipelineModel(chain(2), 2, 2)
     for loss, schedule in ((keras.losses.Dice(), "gpipe"), ("mse", "1f1b")):

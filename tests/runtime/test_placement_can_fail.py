@@ -11,7 +11,7 @@ import kdist
 from kdist.api import parallelize
 from kdist.dtensor.inputs import SliceInputs
 from kdist.dtensor.sharded import Sharded
-from kdist.optimizer import update_jobs
+from kdist.optimizer import slice_gradients, update_jobs
 from kdist.program.batch import SplitBatch
 from kdist.runtime import plain_runner
 from kdist.runtime.step import Step
@@ -100,14 +100,14 @@ def test_a_stray_transfer_is_found(part: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_gradient_that_is_sent_to_all_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by an all-reduce where a reduce is planned."""
-    right = plain_runner.add_gradients
+    right = slice_gradients.add_gradients
 
     def everywhere(parts: Any, by_batch: bool) -> Any:
         with tf.device("/device:CPU:2"):
             there = tf.reduce_sum(tf.sin(right(parts, by_batch)))
         return right(parts, by_batch) + 0.0 * there
 
-    monkeypatch.setattr(plain_runner, "add_gradients", everywhere)
+    monkeypatch.setattr(slice_gradients, "add_gradients", everywhere)
     assert_only(check_transfers, trained({"data": 4}))
 
 

@@ -42,9 +42,9 @@ def test_a_layer_in_which_rows_meet_is_named():
 
 
 def test_a_dropped_gradient_is_named(monkeypatch):
-    from kdist.runtime import plain_runner
+    from kdist.optimizer.slice_gradients import SliceGradients
 
-    local = plain_runner.PlainGradients.local
+    local = SliceGradients.local
 
     def dropped(self, variable, at):
         """One replica's gradient alone, of the second layer's kernel."""
@@ -52,7 +52,7 @@ def test_a_dropped_gradient_is_named(monkeypatch):
         path = self.entries[variable].variable.path
         return found * 0 if path.endswith("down/kernel") and at[0] > 0 else found
 
-    monkeypatch.setattr(plain_runner.PlainGradients, "local", dropped)
+    monkeypatch.setattr(SliceGradients, "local", dropped)
     report = kdist.verify(small(), *batch())
     assert not report.ok
     kinds = {d.kind for d in report.differences}
