@@ -64,6 +64,7 @@ class Stitcher:
         self.known_groups: dict[str, list[list[int]]] = {}
         self.sources: dict[str, str] = {}
         self.again: frozenset[str] = frozenset()
+        self.arrivals: frozenset[str] = frozenset()
         self.originals: dict[str, str] = {}
         order = topological(self.nodes)
         known = known_nodes(self.nodes, order, self.number)
@@ -104,6 +105,7 @@ class Stitcher:
                 n for n in self.live if self.nodes[n].op == "Const" and is_small(self.nodes[n])
             },
             again=self.again,
+            arrivals=self.arrivals,
         )
 
     def repeat(self, repeated: Repeated) -> None:
@@ -131,10 +133,11 @@ class Stitcher:
             else:
                 node.input[:] = [renamed.get(r, r) for r in node.input]
         for name, taken in repeated.gates.items():
-            self.nodes[name] = gate = node_def_pb2.NodeDef(name=name, op="IdentityN", input=taken)
-            gate.attr["T"].list.type.extend(map(self.dtype, taken))
+            self.nodes[name] = gate = node_def_pb2.NodeDef(name=name, op="Identity", input=taken)
+            gate.attr["T"].type = self.dtype(taken[0])
         self.originals.update(repeated.originals)
         self.again = frozenset(repeated.graph.again)
+        self.arrivals = frozenset(repeated.graph.arrivals)
         self.live = list(repeated.graph.inputs)
 
     def stitch(
@@ -183,7 +186,7 @@ class Stitcher:
         _, output, index = reference.split(":")
         number = int(index)
         if name in self.again and name not in self.originals:
-            return self.shape(self.nodes[name].input[number])
+            return self.shape(self.nodes[name].input[0])
         name = self.originals.get(name, name)
         for kind, dtypes in dtensor_internals.output_dtypes(self.nodes[name]).items():
             if kind == output:

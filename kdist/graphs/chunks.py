@@ -35,6 +35,7 @@ class Graph:
         effects: Nodes that have to run though no result needs them.
         constants: Small constants, of which every chunk has its own.
         again: Nodes of the backward pass that repeat forward ones; see `kdist.graphs.recompute`.
+        arrivals: Those of them that others wait for; each chunk that does has its own.
     """
 
     inputs: Mapping[str, Sequence[str]]
@@ -42,6 +43,7 @@ class Graph:
     effects: Collection[str] = ()
     constants: Collection[str] = ()
     again: Collection[str] = ()
+    arrivals: Collection[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +177,7 @@ class _Labels:
         if whole_forward:
             # What runs before the backward pass is one with its beginning.
             self.labels = {n: max(label, self.middle) for n, label in self.labels.items()}
-        return self.labels
+        return {n: label for n, label in self.labels.items() if n not in self.graph.arrivals}
 
     def _label_forward(self, name: str) -> None:
         used = self.uses[name]

@@ -20,19 +20,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Literal
 
 from kdist.graphs.antichain import heaviest_antichain
 
-Kind = Literal["gradient", "gathered", "other"]
-KINDS: tuple[Kind, ...] = ("gradient", "gathered", "other")
+Kind = Literal["gradient", "gathered", "activation", "other"]
+KINDS: tuple[Kind, ...] = ("gradient", "gathered", "activation", "other")
 
 VIEWS = frozenset(
     {"Identity", "Reshape", "Squeeze", "ExpandDims", "Bitcast", "StopGradient", "PreventGradient"}
     | {"Switch", "Merge", "Enter", "Exit", "NextIteration", "LoopCond", "EnsureShape", "Snapshot"}
 )
 """Operations whose first output is (a view of) their first input."""
+EACH = "IdentityN"
+"""The operation of which each output is the input of the same number."""
 STORED = frozenset({"ReadVariableOp", "VarHandleOp", "_Arg", "Const", "Placeholder"})
 """Operations whose outputs belong to variables, to the caller or to the graph."""
 RECEIVES = frozenset({"_Recv", "_HostRecv"})
@@ -111,6 +113,11 @@ class LiveTensors:
         parameters: Names of the operations that read a parameter's variable.
         writes: Names of the operations that assign one.
         shared_memory: Whether a transfer passes a reference, as between CPU devices of a process.
+        programs: Names of calls of the model's programs. What their operations make, gradients and
+            gathered parameters apart, are activations.
+
+    Attributes:
+        opened: Gives the same step with what happens inside calls, where that is known.
     """
 
     def __init__(
@@ -121,11 +128,17 @@ class LiveTensors:
         *,
         writes: Iterable[str] = (),
         shared_memory: bool = False,
+        programs: Collection[str] = (),
     ) -> None:
         self.ops = _in_order({op.name: op for op in ops})
         self.parameters, self.writes = tuple(parameters), tuple(writes)
+        self.opened: Callable[[], LiveTensors] = lambda: self
         self._views = VIEWS | RECEIVES if shared_memory else VIEWS
         self._kinds = kinds(self.ops.values(), gradients, self.parameters, self.writes)
+        for op in self.ops.values() if programs else ():
+            if any(outer in programs for outer in _scopes(op.name)):
+                outputs = ((op.name, k) for k in range(len(op.nbytes)))
+                self._kinds.update((o, "activation") for o in outputs if o not in self._kinds)
         self.tensors = self._tensors()
 
     @property
@@ -156,7 +169,9 @@ class LiveTensors:
                 if buffer is not None:
                     readers[buffer][op.name] = None
             for k in range(len(op.nbytes)):
-                if op.kind in self._views:
+                if op.kind == EACH:
+                    owner[op.name, k] = found[k]
+                elif op.kind in self._views:
                     owner[op.name, k] = found[0] if found else None
                 elif op.kind in STORED:
                     owner[op.name, k] = None
@@ -206,6 +221,12 @@ class LiveTensors:
             before += [done[n] | bit.get(n, 0) for n in op.waits if n in done]
             done[op.name] = functools.reduce(int.__or__, before, 0)
         return done
+
+
+def _scopes(name: str) -> Iterator[str]:
+    """What a name begins with, up to a slash, and the name."""
+    parts = name.split("/")
+    return ("/".join(parts[: n + 1]) for n in range(len(parts)))
 
 
 def _as_bits(flags: Iterable[bool]) -> int:
@@ -258,6 +279,9 @@ def kinds(
     constant = {op.name for op in ops if op.kind == "Const"}
     through = MOVES | SUMS | RECEIVES
     for op in reversed(ops):
+        if op.kind == EACH:
+            count = range(len(op.nbytes))
+            found.update((op.inputs[k], "gradient") for k in count if (op.name, k) in found)
         if op.kind in through and any((op.name, k) in found for k in range(len(op.nbytes))):
             found.update((i, "gradient") for i in op.inputs[:1] if op.kind in VIEWS)
             if op.kind in SUMS | {"ConcatV2", "Pack"}:
@@ -267,7 +291,10 @@ def kinds(
     for op in ops:
         given = [i for i in op.inputs if i[0] not in constant]
         outputs = [(op.name, k) for k in range(len(op.nbytes))]
-        if op.kind in through and any(found.get(i) == "gradient" for i in given):
+        if op.kind == EACH:
+            local.update(o for o, i in zip(outputs, op.inputs) if i in local)
+            found.update((o, found[i]) for o, i in zip(outputs, op.inputs) if i in found)
+        elif op.kind in through and any(found.get(i) == "gradient" for i in given):
             found.update(dict.fromkeys(outputs, "gradient"))
         elif op.kind in MOVES | RECEIVES and given:
             first = _moved(op, given)

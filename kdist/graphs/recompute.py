@@ -10,9 +10,10 @@ backward       x ─┐
 ```
 
 A graph runs what is ready, and copies would be ready at once. So what they take comes through a
-*gate*: it hands on the kept tensors together with the gradient that arrives at the first node that
-uses the copies. No cycle can arise: each gate stands right before that node, in an order in which
-the program could run. The gate also keeps TensorFlow from taking copies for the originals.
+*gate*: it hands a kept tensor on once the gradient has arrived at the first node that uses the
+copies. No cycle can arise: each gate stands right before that node, in an order in which the
+program could run. The gate also keeps TensorFlow from taking copies for the originals. It waits by
+edges: TensorFlow takes an operation that hands on several tensors apart, and merges the rest.
 
 The idea of choosing what crosses a joint graph is that of PyTorch's AOTAutograd partitioner, gates
 are what Chen et al. 2016 (arXiv:1604.06174) call mirrored nodes with control. Pure.
@@ -28,7 +29,7 @@ from kdist.graphs.chunks import Graph, node_of
 AGAIN = "kdist_again/"
 """Before the name of a node, the name of its copy."""
 GATE = "kdist_gate/"
-"""Before the name of the first node that uses copies, the name of their gate."""
+"""Before the name of the first node that uses copies, in names of their gates."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Repeated:
     Attributes:
         graph: The program.
         originals: By name of a copy, the node that it repeats.
-        gates: By name of a gate, what goes through it: number i comes out as `NAME:output:i`.
+        gates: By name of a node that hands on a tensor, what it takes and waits for.
         references: By name of a node, copies included: references in place of its own ones.
     """
 
@@ -119,6 +120,9 @@ class _Repeating:
         self.first = self._first_uses()
         self.inputs: dict[str, tuple[str, ...]] = {}
         self.gates: dict[str, tuple[str, ...]] = {}
+        self.arrivals: set[str] = set()
+        self.readers: list[str] = []
+        """Nodes that read copies of the gates before."""
         self.references: dict[str, dict[str, str]] = {}
 
     def result(self) -> Repeated:
@@ -136,7 +140,9 @@ class _Repeating:
                 self.inputs[name] = tuple(self.graph.inputs[name])
         made = frozenset([*self.gates, *(AGAIN + name for name in self.copied)])
         # Of what only the backward pass used, the originals are gone.
-        whole = dataclasses.replace(self.graph, inputs=self.inputs, again=made)
+        whole = dataclasses.replace(
+            self.graph, inputs=self.inputs, again=made, arrivals=frozenset(self.arrivals)
+        )
         live = ancestors(whole, [*whole.results, *whole.effects])
         inputs = {name: taken for name, taken in self.inputs.items() if name in live}
         graph = dataclasses.replace(whole, inputs=inputs)
@@ -145,7 +151,6 @@ class _Repeating:
 
     def _add_copies(self, names: Sequence[str], user: str) -> None:
         """Adds copies that a node uses first, behind a gate, and what follows from copies alone."""
-        gate = GATE + user
         taken = {
             reference
             for name in names
@@ -153,10 +158,7 @@ class _Repeating:
             for reference in self._data(name)
             if node_of(reference) not in self.copied | self.free
         }
-        if taken:
-            arrivals = {r for r in self._data(user) if node_of(r) in self.arriving}
-            self.inputs[gate] = self.gates[gate] = (*sorted(taken), *sorted(arrivals - taken))
-        through = {r: f"{gate}:output:{i}" for i, r in enumerate(self.gates.get(gate, ()))}
+        through = self._gates(sorted(taken), user)
         for name in names:
             if name not in self.copied:
                 self._add_rewired(name)
@@ -169,6 +171,24 @@ class _Repeating:
             self.references[AGAIN + name] = renamed
             self.inputs[AGAIN + name] = tuple(renamed.get(r, r) for r in self._data(name))
 
+    def _gates(self, taken: Sequence[str], user: str) -> dict[str, str]:
+        """Gates that open when the gradient has arrived at a node: by what they hand on."""
+        arrivals = dict.fromkeys(r for r in self._data(user) if node_of(r) in self.arriving)
+        waits = []
+        for i, reference in enumerate(arrivals if taken else ()):
+            arrival = f"{GATE}{user}/arrival{i}"
+            # What earlier copies were for is done by then, so that few are there at once.
+            self.gates[arrival] = (reference, *(f"^{one}" for one in self.readers))
+            self.arrivals.add(arrival)
+            waits.append(f"^{arrival}")
+        found = {}
+        for i, reference in enumerate(taken):
+            self.gates[f"{GATE}{user}/{i}"] = (reference, *waits)
+            found[reference] = f"{GATE}{user}/{i}:output:0"
+        self.readers = [] if taken else self.readers
+        self.inputs.update((n, g) for n, g in self.gates.items() if n not in self.inputs)
+        return found
+
     def _add_rewired(self, name: str) -> None:
         """Adds a node of the backward pass, which takes copies.
 
@@ -177,6 +197,7 @@ class _Repeating:
         renamed = {r: AGAIN + r for r in self._data(name) if node_of(r) in self.copied}
         if renamed:
             self.references[name] = renamed
+            self.readers.append(name)
         self.inputs[name] = tuple(renamed.get(r, r) for r in self.graph.inputs[name])
 
     def _data(self, name: str) -> list[str]:

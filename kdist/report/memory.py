@@ -33,7 +33,7 @@ class DeviceMemory:
     """Bytes on one device.
 
     `gradients` and what follows are None where the step was not analysed. They are the most that
-    any order of execution can have alive; temporaries inside a program are not among them.
+    any order of execution can have alive; of what is inside programs only `activations` knows.
 
     Attributes:
         device: TensorFlow device string.
@@ -43,6 +43,8 @@ class DeviceMemory:
         gradients: Gradients of parameters, from where they are made to where they are used.
         gathered: Parameters that come from other devices: gathered before use, or updated there.
         both: Gradients and gathered parameters that may be there at the same time.
+        activations: What the model's programs make beside these, temporaries included, and keep for
+            the backward pass, or make again in it.
         live: All tensors of the step that may be, activations that wait for the backward pass
             included.
     """
@@ -54,6 +56,7 @@ class DeviceMemory:
     gradients: int | None = None
     gathered: int | None = None
     both: int | None = None
+    activations: int | None = None
     live: int | None = None
 
 
@@ -91,6 +94,7 @@ def measure(parallel: Any, live: LiveTensors | None) -> tuple[DeviceMemory, ...]
             gradients=live.peak(one.device, ("gradient",)).nbytes,
             gathered=live.peak(one.device, ("gathered",)).nbytes,
             both=live.peak(one.device, ("gradient", "gathered")).nbytes,
+            activations=live.opened().peak(one.device, ("activation",)).nbytes,
             live=live.peak(one.device).nbytes,
         )
         for one in found
@@ -162,6 +166,7 @@ _COLUMNS: Mapping[str, str] = {
     "gradients": "gradients",
     "gathered": "gathered",
     "both": "both",
+    "activations": "activations",
     "live": "step",
 }
 

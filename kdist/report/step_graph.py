@@ -7,6 +7,7 @@ traced once more and run, on zeros, and every variable that it can write gets it
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,18 +16,22 @@ from kdist.dtensor.stitching import PREFIX
 from kdist.graphs.chunks import node_of
 from kdist.graphs.executed import importable, imported
 from kdist.graphs.live_tensors import RECEIVES, LiveTensors, Op, Output
+from kdist.report.inside_calls import CALLS, GIVEN, opened
 from kdist.sharding.device import Device
 
 import keras
 import tensorflow as tf
 
-CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _SENDS = ("_Send", "_HostSend")
 _SHAPES = "_output_shapes"
 
 
 def live_tensors(
-    step: Any, batch: Any, parameters: Sequence[keras.Variable], *, shared_memory: bool
+    step: Any,
+    batch: Any,
+    parameters: Sequence[keras.Variable],
+    *,
+    shared_memory: bool,
 ) -> LiveTensors:
     """What may be alive at once in a training step.
 
@@ -46,9 +51,36 @@ def live_tensors(
     handles = {id(v.value.handle) for v in parameters}
     reads = _of_variables(concrete, handles, "ReadVariableOp")
     writes = _of_variables(concrete, handles, "AssignVariableOp")
-    executed = ExecutedGraph(largest, concrete.graph)
-    gradients = [o for tensor in noted if (o := executed.output(tensor))]
-    return LiveTensors(executed.ops(), gradients, reads, writes=writes, shared_memory=shared_memory)
+    programs = _calls_before(noted)
+
+    def read(inside: bool) -> LiveTensors:
+        executed = ExecutedGraph(largest, concrete.graph, inside=inside)
+        gradients = [o for tensor in noted if (o := executed.output(tensor))]
+        return LiveTensors(
+            executed.ops(),
+            gradients,
+            reads,
+            writes=writes,
+            shared_memory=shared_memory,
+            programs=programs,
+        )
+
+    found = read(inside=False)
+    found.opened = functools.cache(lambda: read(inside=True))
+    return found
+
+
+def _calls_before(gradients: Sequence[Any]) -> set[str]:
+    """Names of the calls that gradients depend on: those of the model's programs."""
+    parts = [t.values if isinstance(t, tf.IndexedSlices) else t for t in gradients]
+    waiting, seen = [t.op for t in parts], set()
+    while waiting:
+        op = waiting.pop()
+        if op.name not in seen:
+            seen.add(op.name)
+            waiting.extend(t.op for t in op.inputs)
+    graph = parts[0].graph if parts else None
+    return {n for n in seen if graph.get_operation_by_name(n).type in CALLS}  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager
@@ -111,10 +143,16 @@ class ExecutedGraph:
     Args:
         function: Its `RunMetadata.FunctionGraphs`.
         trace: The graph that was traced, which knows the shapes of what calls return.
+        inside: Whether nodes of functions that it calls are its own.
     """
 
-    def __init__(self, function: Any, trace: Any) -> None:
+    def __init__(self, function: Any, trace: Any, *, inside: bool = False) -> None:
         every = [node for graph in function.partition_graphs for node in graph.node]
+        if inside:
+            graphs = (function.pre_optimization_graph, function.post_optimization_graph)
+            library = {f.signature.name: f for one in graphs for f in one.library.function}
+            every = list(opened(every, library))
+        self._inside = inside
         self._sent = {_edge(node): node.input[0] for node in every if node.op in _SENDS}
         self._nodes = {node.name: node for node in every if node.op not in _SENDS}
         self._library = function.post_optimization_graph.library
@@ -135,13 +173,18 @@ class ExecutedGraph:
         if inside is not None:
             return inside if inside[0] in self._nodes else None
         node = self._nodes.get(tensor.op.name)
-        if node is None or node.op not in CALLS:
+        opened_call = self._inside and tensor.op.type in CALLS
+        if node is None or (node.op not in CALLS and not opened_call):
             return tensor.op.name, tensor.value_index
         places = [k for k, t in enumerate(self._kept(node)) if t is tensor]
         return (node.name, places[0]) if places else None
 
     def _op(self, node: Any, nbytes: tuple[int, ...]) -> Op:
         names = [self._sent[_edge(node)]] if node.op in RECEIVES else list(node.input)
+        if (given := self._nodes.get(node.name + GIVEN)) is not None:
+            # A call holds what it was given until it ends.
+            taken = [n for n in given.input if not n.startswith("^")]
+            names += [f"{given.name}:{i}" for i in range(len(taken))]
         return Op(
             name=node.name,
             kind=node.op,
@@ -179,7 +222,8 @@ class ExecutedGraph:
     def _kept(self, node: Any) -> list[Any]:
         """What a call returns: TensorFlow drops what nothing needs, and numbers the rest anew."""
         outputs = list(self._traced[node.name].outputs)
-        if len(outputs) == len(node.attr["Tout"].list.type):
+        kind = "Tout" if node.op in CALLS else "T"
+        if len(outputs) == len(node.attr[kind].list.type):
             return outputs
         return [t for t in outputs if any(c.name in self._needed for c in t.consumers())]
 

@@ -239,6 +239,9 @@ class ChunkRun:
             **{name: held[i] for name, i in program.names.items() if i in held},
         }
         waits = list(self._waits)
+        if function.size > 1 and number and program.stitcher.again:
+            # Nothing is run again while what was run again before is still used.
+            waits += self._copies(program.chunks[number - 1].gives, s)
         if tf.executing_eagerly():
             waits, before = [], []
         if function.size > 1 and waits:

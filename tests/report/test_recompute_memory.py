@@ -1,0 +1,104 @@
+"""What recompute saves, and which communication it repeats, counted in executed steps."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import kdist
+from kdist.api.parallelize import attached
+from kdist.dtensor.collectives import COLLECTIVES
+
+import keras
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+import gpt_model
+
+BLOCKS = [r"block_(\d+)_.*"]
+ROWS = 8
+
+
+def trained(depth: int, axes: dict[str, int], **options: Any) -> keras.Model:
+    """A GPT that has made one step."""
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+    sizes = gpt_model.GPTSizes(vocabulary=64, length=32, width=32, depth=depth)
+    layouts = gpt_model.layout_map() if "model" in axes else None
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=layouts, **options)
+    model = kdist.parallelize(gpt_model.build(sizes), config)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    tokens = np.zeros((ROWS, sizes.length), np.int32)
+    model.train_on_batch(tokens, tokens)
+    return model
+
+
+def peak(model: keras.Model) -> int:
+    """Activations on the device that has the most."""
+    return max(one.activations or 0 for one in kdist.inspect(model, ROWS).memory)
+
+
+def again(**options: Any) -> kdist.RecomputeConfig:
+    return kdist.RecomputeConfig(layers=BLOCKS, **options)
+
+
+DATA, INNER = {"data": 2}, {"data": 2, "model": 2}
+
+
+@pytest.mark.parametrize(
+    ("depth", "axes", "share"),
+    [
+        (3, DATA, 0.5),
+        pytest.param(3, INNER, 0.5, marks=pytest.mark.long),
+        pytest.param(12, DATA, 1 / 3, marks=pytest.mark.long),
+        pytest.param(12, INNER, 1 / 3, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_blocks_are_there_one_at_a_time(depth: int, axes: dict[str, int], share: float) -> None:
+    whole = peak(trained(depth, axes))
+    assert peak(trained(depth, axes, recompute=again())) <= share * whole
+
+
+def test_each_block_waits_over_inner_axes_too() -> None:
+    """One more block costs its input, and not what is inside."""
+    less, more = (peak(trained(n, {"model": 2}, recompute=again())) for n in (2, 4))
+    rows_kept = 4 * ROWS * 32 * 32
+    assert more - less <= 2 * 2 * rows_kept
+
+
+def repeated(model: keras.Model) -> Counter:
+    """The types of the nodes that a step over inner axes repeats."""
+    found: Counter = Counter()
+    for one in attached(model).mesh_step.runner.chunks._programs.values():  # type: ignore[union-attr]
+        stitcher = one.stitcher
+        names = (n for n in stitcher.live if n in stitcher.originals)
+        found.update(stitcher.nodes[n].op for n in names)
+    return found
+
+
+@pytest.mark.parametrize(("comm", "each"), [(True, 1), (False, 0)])
+def test_collectives_of_inner_axes_are_repeated_or_kept(comm: bool, each: int) -> None:
+    """Of a block's two sums the second makes its output, which is kept in any case."""
+    depth = 2
+    config = again(mp_comm_recompute=comm)
+    found = repeated(trained(depth, {"model": 2}, recompute=config))
+    assert sum(n for op, n in found.items() if op in COLLECTIVES) == each * depth
+    assert found["Softmax"] == depth
+
+
+@pytest.mark.parametrize(("keep", "comm"), [(False, None), (False, False), (True, True)])
+def test_gathered_parameters_are_freed_or_kept(keep: bool, comm: bool | None) -> None:
+    """A layer's own setting wins over `keep_gathered`; kernels of blocks are used backwards too."""
+    spread = kdist.OptimizerConfig(level=3, threshold_kb=0, keep_gathered=keep)
+    config = again(parallel_optimizer_comm_recompute=comm)
+    model = trained(2, DATA, recompute=config, optimizer=spread)
+    gathers = Counter(i for gather in model.plan().gathers for i in gather.weights)
+    wanted = 2 if (comm if comm is not None else not keep) else 1
+    variables = enumerate(model.trainable_variables)
+    kernels = [i for i, v in variables if "block_0" in v.path and v.name == "kernel"]
+    assert len(kernels) == 6
+    assert {gathers[i] for i in kernels} == {wanted}
