@@ -290,7 +290,7 @@ class Parallel(SteppedModel):
         """What Keras calls: `kind` is "train", "test" or "predict"."""
         self._prepare(kind, example)
         no_batch = self.no_batch if kind == "train" else (lambda: None)
-        if self.uses_inner_axes if kind == "predict" else self.trains_over_inner_axes:
+        if self.over_inner_axes(kind):
             function = MeshFunction(
                 self.mesh_step,
                 kind,
@@ -370,11 +370,8 @@ class Parallel(SteppedModel):
                 )
             with tf.init_scope():  # maybe called while the user's own tf.function is traced
                 self._prepare("train", example)
-        return (
-            self.mesh_step
-            if self.trains_over_inner_axes and not self.fallbacks
-            else self.plain_step
-        )
+        over = self.over_inner_axes("train") and not self.fallbacks
+        return self.mesh_step if over else self.plain_step
 
     def _build(self, kind: str, example: Any) -> None:
         """Creates the variables of layers, metrics, losses and the optimizer, if missing."""

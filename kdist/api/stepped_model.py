@@ -34,6 +34,18 @@ from kdist.storage.variables import Stored
 import keras
 import tensorflow as tf
 
+STEPS: Mapping[tuple[bool, bool, bool], type[Step]] = {
+    (False, False, False): Step,
+    (False, False, True): WholeLossStep,
+    (False, True, False): PipelineStep,
+    (False, True, True): WholeLossPipelineStep,
+    (True, False, False): MeshStep,
+    (True, False, True): MeshStep,  # for prediction alone
+    (True, True, False): MeshPipelineStep,
+    (True, True, True): WholeLossMeshStep,
+}
+"""By (over inner axes, in stages, with a loss over the whole batch)."""
+
 
 class SteppedModel(PlacedModel):
     """A placed model's pure functions, and the steps that run them.
@@ -151,15 +163,14 @@ class SteppedModel(PlacedModel):
             "buckets leave when the backward pass has ended. Level 2 compiles it in chunks."
         ]
 
-    @property
-    def uses_inner_axes(self) -> bool:
-        """Whether slices are DTensor meshes: they have several devices, and no debugging."""
-        return self.compute.inner_size > 1 and not self.model.run_eagerly
+    def over_inner_axes(self, kind: str) -> bool:
+        """Whether steps of a kind run over DTensor: slices have several devices, and no debugging.
 
-    @property
-    def trains_over_inner_axes(self) -> bool:
-        """Whether losses are computed there too."""
-        return self.uses_inner_axes and not self.loss_on_gathered_weights
+        Args:
+            kind: "train", "test" or "predict"; the loss of others may take weights whole.
+        """
+        cut = self.compute.inner_size > 1 and not self.model.run_eagerly
+        return cut and (kind == "predict" or not self.loss_on_gathered_weights)
 
     def no_batch(self) -> None:
         """Does what Keras's step has done by the time it learns that the data has run out."""
@@ -205,9 +216,7 @@ class SteppedModel(PlacedModel):
                 jit_compile=self.jit_compile is True,
                 eager=self.model.run_eagerly,
             )
-            pipeline = self._pipeline(self.program, backend)
-            make = WholeLossPipelineStep if self.whole_loss else PipelineStep
-            return make(self, pipeline)
+            return self._step(False, self._pipeline(self.program, backend))
         chunking, xla = self.chunking, self.jit_compile is True
         if self.whole_batch is not None:
             chunking = None  # one device computes, and gathers for itself
@@ -228,15 +237,16 @@ class SteppedModel(PlacedModel):
                 jit_compile=xla,
                 eager=self.model.run_eagerly,
             )
-        return WholeLossStep(self, runner) if self.whole_loss else Step(self, runner)
+        return self._step(False, runner)
 
     @functools.cached_property
     def mesh_step(self) -> MeshStep:
         """Steps on one DTensor mesh per slice."""
-        runner = self.mesh_runner()
-        if isinstance(runner, PipelineRunner):
-            return (WholeLossMeshStep if self.whole_loss else MeshPipelineStep)(self, runner)
-        return MeshStep(self, runner)
+        return self._step(True, self.mesh_runner())
+
+    def _step(self, mesh: bool, runner: Any) -> Any:
+        staged = isinstance(self.program, PipelineProgram)
+        return STEPS[mesh, staged, bool(self.whole_loss)](self, runner)
 
     def mesh_runner(self) -> MeshRunner | PipelineRunner:
         """Runs the programs over DTensor; made on first use."""

@@ -88,7 +88,7 @@ def _observed(layers: list[keras.layers.Layer], parallel: Parallel) -> Iterator[
     inner axes, which otherwise leave out what a step does not need.
     """
     classes: list[Any] = [type(layer) for layer in layers]
-    anew = bool(layers) or parallel.trains_over_inner_axes
+    anew = bool(layers) or parallel.over_inner_axes("train")
     if anew:
         parallel.forget_functions(parallel.jit_compile)
     parallel.observed = True
