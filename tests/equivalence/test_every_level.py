@@ -20,11 +20,11 @@ from .zoo import BY_NAME
 ROWS = product(BY_NAME, LEVELS[1:], ("data4", "data2_model2"))
 
 BOTH = ("data4", "data2_model2")
-# Every pair of model and level, and of level and mesh.
+# Every pair of model and mesh, and of level and mesh.
 DEFAULT = [
-    (name, level, BOTH[(i + j) % 2])
+    (name, LEVELS[1:][(i + j) % len(LEVELS[1:])], mesh)
     for i, name in enumerate(BY_NAME)
-    for j, level in enumerate(LEVELS[1:])
+    for j, mesh in enumerate(BOTH)
 ]
 
 

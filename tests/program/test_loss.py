@@ -168,7 +168,7 @@ def sequence() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(3, name="down")(hidden))
 
 
-def masked_data(rows: int = 13) -> tuple[np.ndarray, np.ndarray]:
+def masked_data(rows: int = 10) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(0)
     x = random.normal(size=(rows, 4, 6))
     for i in range(rows):
@@ -182,7 +182,8 @@ def test_masks(reduction):
     models = everywhere(masked_model)
     for model in models:
         model.compile("sgd", keras.losses.MeanSquaredError(reduction=reduction), metrics=["mae"])
-    fit_all(models, *masked_data())
+    # The last batch is smaller once.
+    fit_all(models, *masked_data(13 if reduction == "sum_over_batch_size" else 10))
 
 
 @float64
@@ -191,7 +192,7 @@ def test_masks_and_weights_and_two_terms():
     for model in models:
         model.compile("sgd", ["mse", keras.losses.Huber(reduction="sum")], loss_weights=[1.0, 0.1])
     x, y = masked_data()
-    weight = np.random.default_rng(1).uniform(size=(13, 4))
+    weight = np.random.default_rng(1).uniform(size=(10, 4))
     fit_all(models, x, [y, y * 2], sample_weight=[weight, weight])
 
 
@@ -202,7 +203,7 @@ def test_a_loss_that_makes_its_own_mask():
     for model in models:
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
         model.compile("sgd", loss)
-    labels = np.random.default_rng(2).integers(-1, 3, size=(13, 4))
+    labels = np.random.default_rng(2).integers(-1, 3, size=(10, 4))
     labels[:4] = -1
     fit_all(models, masked_data()[0], labels)
 
