@@ -204,7 +204,7 @@ class _Sizes:
         given: Set[str],
     ) -> None:
         # All nodes: a gather's parts come to it through some that the program does not need.
-        self.places = {name: i for i, name in enumerate(topological(nodes))}
+        self.places = self._as_late(nodes, topological(nodes), given)
         self.sources: dict[Numbers, _Source] = {}
         self._found: dict[tuple[Numbers, int], Formula | None] = {}
         definition = programs[0].definition
@@ -216,9 +216,26 @@ class _Sizes:
             reference, dtype = dtensor_internals.only_result(nodes[name])
             if dtype and nodes[name].op != "Const":
                 self._note(found.nodes[name], place, reference, dtype)
+
+    def _as_late(
+        self, nodes: Mapping[str, Any], order: Sequence[str], given: Set[str]
+    ) -> dict[str, int]:
+        """Where each node runs, in an order; notes by node where its result is used first.
+
+        What follows from constants alone comes as late as its first use, so that most sizes are
+        known to it.
+        """
+        needs = set(given)
+        for name in order:
+            if any(node_of(one) in needs for one in nodes[name].input):
+                needs.add(name)
         self._uses: dict[str, int] = {}
-        for name, place in reversed(self.places.items()):
-            self._uses |= {node_of(one): place for one in nodes[name].input}
+        places = {}
+        for place, name in reversed([*enumerate(order)]):
+            places[name] = place if name in needs else self._uses.get(name, len(order))
+            for one in map(node_of, nodes[name].input):
+                self._uses[one] = min(self._uses.get(one, len(order)), places[name])
+        return places
 
     def _note(self, alike: Sequence[Any], place: int, reference: str, dtype: int) -> None:
         for dim, size in enumerate(sizes_of(alike)):

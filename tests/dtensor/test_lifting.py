@@ -166,3 +166,16 @@ def test_a_size_that_examples_do_not_show_bounds_the_program() -> None:
     pool = lambda x, w: tf.nn.max_pool1d(x, 40, 40, "SAME")  # noqa: E731
     assert lifted(mesh, pool, (None, None, None)).bounded
     assert not lifted(mesh, flattened, (None, None, None)).bounded
+
+
+def test_what_follows_from_constants_knows_the_sizes_of_what_it_meets() -> None:
+    """Half of an odd length follows from no other size but its tensor's, which comes late."""
+
+    def function(x: Any, w: Any) -> Any:
+        half = tf.nn.avg_pool1d(x, 2, 2, "SAME") @ w
+        positions = tf.cast(tf.range(tf.shape(half)[1]), x.dtype)
+        return positions[tf.newaxis, :, tf.newaxis] * half
+
+    mesh, _ = inner_mesh(a=2)
+    odd = ((4, 12), (6, 15), (2, 28), (10, 21), (8, 37))
+    check(lifted(mesh, function, CUTS[0], odd), mesh, function, CUTS[0])
