@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from kdist._compat.keras_trainer import is_view, tf_variable
+from kdist._compat.keras_trainer import KEY, is_view, tf_variable
 
 import keras
 import tensorflow as tf
@@ -81,8 +81,12 @@ def exclude_from_decay(optimizer: Any, variables: Iterable[keras.Variable]) -> N
 
 
 def variable_key(optimizer: Any, variable: keras.Variable) -> Any:
-    """The key under which an optimizer knows a variable."""
-    return optimizer._var_key(variable)
+    """The key under which an optimizer knows a variable.
+
+    Keras takes it from the variable's value, and to read a view is to put its parts together.
+    """
+    known = variable.__dict__.get(KEY) if isinstance(variable, keras.Variable) else None
+    return type(optimizer)._var_key(optimizer, variable) if known is None else known
 
 
 def set_optimizer_strategy(optimizer: Any, strategy: Any) -> None:
@@ -105,7 +109,7 @@ def member_optimizer(optimizer: Any, variable: keras.Variable) -> Any:
     """The member of a `MultiOptimizer` that updates a variable."""
     if not optimizer.built:
         return optimizer._optimizer_map(variable)
-    return optimizer.optimizers[optimizer._var_to_optimizer_idx[optimizer._var_key(variable)]]
+    return optimizer.optimizers[optimizer._var_to_optimizer_idx[variable_key(optimizer, variable)]]
 
 
 def build_scope(optimizer: Any) -> Any:
@@ -152,6 +156,7 @@ def update_through_keras_variables(optimizer: Any, scatter: Callable) -> None:
 
     for name in ("assign", "assign_add", "assign_sub"):
         object.__setattr__(optimizer, name, through(name))
+    object.__setattr__(optimizer, "_var_key", functools.partial(variable_key, optimizer))
     object.__setattr__(optimizer, "__class__", _without_strategies(own))
 
 

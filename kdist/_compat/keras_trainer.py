@@ -33,6 +33,10 @@ __all__ = [
     "squeeze_or_expand_to_same_rank",
 ]
 
+KEY = "_kdist_key"
+"""The identity under which optimizers know a view (see `kdist.storage.variables`); it stays when
+the variable's bytes move."""
+
 
 def unseeded_generator() -> keras.Variable | None:
     """State of the generator behind random operations without a seed; None before its first use."""

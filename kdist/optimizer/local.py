@@ -8,6 +8,7 @@ and callbacks see whole tensors in Keras's order.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,10 @@ from kdist._compat import keras_optimizers, keras_trainer
 from kdist.optimizer.shared_steps import SharedSteps
 from kdist.plan.bucket import Piece
 from kdist.sharding.placement import Index, covers
-from kdist.storage.variables import Rows, assemble, backing_of, become_view
+from kdist.storage.variables import Rows, assemble, backing_of, become_view, scattered
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 ELEMENTWISE = (
@@ -179,7 +181,10 @@ def scatter_rows(variable: keras.Variable, method: str, slices: tf.IndexedSlices
     backing = backing_of(variable)
     if not isinstance(backing, Rows):
         return False
-    backing.scatter(method, slices)
+    if (mapped := keras_trainer.current_value(variable)) is not None:
+        variable.assign(scattered(mapped, method, slices))
+    else:
+        backing.scatter(method, slices)
     return True
 
 
@@ -271,11 +276,38 @@ def link_slots(
                 "or one scalar variable. Make it so, or use one of Keras's optimizers. "
                 f"Received: {type(logical).__name__} with variable {variable.path!r}"
             )
+    vectors = _Vectors()
     for variable, parts in views.values():
-        value = tf.convert_to_tensor(variable.value)
+        value = np.asarray(variable.value)
         backing = SlotParts(tuple(variable.shape), _distinct(parts))
-        backing.assign(value)
+        for device, index, target in backing.parts:
+            values = value if index is None else value[index]
+            if isinstance(target, Piece):
+                vectors.put(device, target, values)
+            else:
+                with tf.device(device):
+                    target.assign(values)
         become_view(variable, backing, None)
+
+
+class _Vectors:
+    """Writes vectors of buckets once all their pieces are there.
+
+    A piece alone is written by reading the vector and putting it together anew.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, list[tuple[int, Any]]] = {}
+
+    def put(self, device: str, piece: Piece, value: Any) -> None:
+        """Takes a piece's value."""
+        found = self._pieces.setdefault(id(piece.flat), [])
+        found.append((piece.start, value.ravel()))
+        if sum(one.size for _, one in found) == math.prod(piece.flat.shape):
+            found.sort(key=lambda one: one[0])
+            with tf.device(device):
+                piece.flat.assign(np.concatenate([one for _, one in found]))
+            del self._pieces[id(piece.flat)]
 
 
 def _distinct(parts: list) -> list:

@@ -14,7 +14,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from kdist._compat import dtensor_internals, keras_optimizers
-from kdist.storage.variables import KEY, RowsBacking, backing_of
+from kdist._compat.keras_trainer import KEY
+from kdist.storage.sparse import is_sparse
+from kdist.storage.variables import RowsBacking, backing_of
 
 import keras
 import tensorflow as tf
@@ -53,10 +55,11 @@ class SharedSteps:
 
         def step(plain: Callable, gradient: Any, variable: Any, rate: Any) -> None:
             state = local.state_of(variable)
-            if state is None or isinstance(gradient, tf.IndexedSlices):
+            if state is None or (is_sparse(gradient) and state.writes_rows):
                 plain(gradient, variable, rate)
                 return
-            key = (*state.key, gradient.shape.as_list(), gradient.dtype, rate.dtype)
+            given = [(one.shape, one.dtype) for one in _tensors(gradient)]
+            key = (*state.key, given, rate.dtype)
             if (trace := self.traces.get(repr(key))) is None:
                 trace = self.traces[repr(key)] = _Trace(plain, state, gradient, rate)
             trace(state, gradient, rate)
@@ -68,12 +71,18 @@ class SharedSteps:
 class _State:
     """What the update of one variable reads and writes.
 
+    A view on rows of other variables is read inside, from where its first rows are; unless its
+    value has been put together already.
+
     Attributes:
         variable: The variable.
         argument: What Keras hands to `update_step` for it.
-        handles: Of variables that are updated where they are, by name.
+        handles: Of variables that are updated, or read, where they are, by name.
         values: Variables whose values are handed over, by name: those that updates only read, and
-            the variable itself if it is a view.
+            a view that is known.
+        rows: If a view is read inside, of each part: its variable, and slice of rows or None.
+        is_view: Whether the new value is returned, not written.
+        writes_rows: Whether rows that change are to be written where they lie.
         key: States with equal keys share a trace.
     """
 
@@ -85,14 +94,40 @@ class _State:
         shared: dict[str, keras.Variable],
     ) -> None:
         self.variable, self.argument = variable, argument
-        self.is_view = backing_of(variable) is not None
-        own = {} if self.is_view else {"variable": variable}
+        backing = backing_of(variable)
+        self.is_view = backing is not None
+        self.writes_rows = self.is_view and not backing.held
+        self.rows: list[tuple[keras.Variable, slice | None]] = []
+        if self.is_view and not backing.is_known:
+            self.rows = backing.parts
+        read = {f"part {i}": one for i, (one, _) in enumerate(self.rows)}
+        own = read if self.is_view else {"variable": variable}
         self.handles = {
             name: keras_optimizers.handle(one) for name, one in {**own, **slots}.items()
         }
-        self.values = {**shared, **({"variable": variable} if self.is_view else {})}
-        everything = {**shared, **slots, "variable": variable}
-        self.key = tuple((n, v.shape, v.dtype) for n, v in everything.items()) + (self.is_view,)
+        known = {"variable": variable} if self.is_view and not self.rows else {}
+        self.values = {**shared, **known}
+        everything = {**shared, **slots, **read, "variable": variable}
+        counts = tuple(None if r is None else r.stop - r.start for _, r in self.rows)
+        alike = tuple((n, tuple(v.shape), v.dtype) for n, v in everything.items())
+        self.key = (*alike, counts, self.is_view)
+
+    @property
+    def starts(self) -> list[Any]:
+        """The first rows of the parts that are read inside, on the device in scope."""
+        return [tf.constant([0 if r is None else r.start for _, r in self.rows])] * bool(self.rows)
+
+    def read(self, starts: Any) -> Any:
+        """The value of the view, inside a trace."""
+        pieces = []
+        for i, (local, rows) in enumerate(self.rows):
+            value = tf.convert_to_tensor(local.value)
+            if rows is not None:
+                rest = value.shape.as_list()[1:]
+                begin = tf.concat([starts[i : i + 1], [0] * len(rest)], 0)
+                value = tf.slice(value, begin, [rows.stop - rows.start, *rest])
+            pieces.append(value)
+        return backing_of(self.variable).joined(pieces)
 
 
 class _Local:
@@ -120,19 +155,29 @@ class _Trace:
     """The update of one variable as a function of its state, its gradient and the learning rate."""
 
     def __init__(self, plain: Callable, state: _State, gradient: Any, rate: Any) -> None:
-        def update(gradient: Any, rate: Any, *values: Any) -> list[Any]:
-            mapped = list(zip(state.values.values(), values, strict=True))
+        count, dense = len(_tensors(gradient)), tuple(state.variable.shape)
+
+        def update(*given: Any) -> list[Any]:
+            found = given[0]
+            if count > 1:
+                shape = tf.constant(dense, given[1].dtype)
+                found = tf.IndexedSlices(given[0], given[1], shape)
+            rate, *values = given[count:]
+            mapped = list(zip(state.values.values(), values))
+            if state.rows:
+                mapped.append((state.variable, tf.identity(state.read(values[-1]))))
             for variable, value in mapped:
                 if variable is state.variable:
                     value._unique_id = variable.__dict__[KEY]
             with keras.StatelessScope(state_mapping=mapped) as scope:
-                plain(gradient, state.argument, rate)
+                plain(found, state.argument, rate)
             return [scope.get_current_value(state.variable)] if state.is_view else []
 
-        given = [gradient, rate, *(one.value for one in state.values.values())]
         with tf.init_scope():
+            specs = [tf.TensorSpec(one.shape, one.dtype) for one in _tensors(gradient)]
+            rest = [rate, *(one.value for one in state.values.values()), *state.starts]
             concrete = tf.function(update, autograph=False).get_concrete_function(
-                *(tf.TensorSpec(one.shape, one.dtype) for one in given)
+                *specs, *(tf.TensorSpec(one.shape, one.dtype) for one in rest)
             )
         names = {id(handle): name for name, handle in state.handles.items()}
         self._captured = [names[id(handle)] for handle in concrete.captured_inputs]
@@ -140,14 +185,22 @@ class _Trace:
         definition = function_pb2.FunctionDef()
         definition.CopyFrom(concrete.function_def)
         definition.signature.name = next(_names)
-        definition.attr["_noinline"].b = True
+        # Nor does TensorFlow make a variant of its own for each call that hands over a constant,
+        # and prepare them all: the rows that a call reads are one.
+        definition.attr["_noinline"].b = definition.attr["_nospecialize"].b = True
         self._registered = dtensor_internals.Registered(definition, concrete)
 
     def __call__(self, state: _State, gradient: Any, rate: Any) -> None:
         """Updates a variable, on the device in scope."""
         values = [tf.convert_to_tensor(one.value) for one in state.values.values()]
         handles = [state.handles[name] for name in self._captured]
-        _, results = self._registered.call([gradient, rate, *values, *handles], self._dtypes)
+        given = [*_tensors(gradient), rate, *values, *state.starts, *handles]
+        _, results = self._registered.call(given, self._dtypes)
         if state.is_view:
             results[0].set_shape(state.variable.shape)
             state.variable.assign(results[0])
+
+
+def _tensors(gradient: Any) -> list[Any]:
+    """What a gradient consists of."""
+    return [gradient.values, gradient.indices] if is_sparse(gradient) else [gradient]

@@ -141,20 +141,11 @@ def make_buckets(
 
 
 class FlatRows(RowsBacking):
-    """Backing of a replica's vector of a bucket.
+    """Backing of a replica's vector of a bucket."""
 
-    Args:
-        parts: Per member, its local variable and the rows of it (None for all).
-    """
-
-    def __init__(self, parts: Sequence[tuple[keras.Variable, slice | None]]) -> None:
-        super().__init__()
-        self.parts = list(parts)
-
-    def read(self) -> Any:
+    def joined(self, pieces: Sequence[Any]) -> Any:
         """See `RowsBacking`."""
-        rows = [local.value if r is None else local.value[r] for local, r in self.parts]
-        return flat(rows)
+        return flat(pieces)
 
     def write(self, value: Any) -> None:
         """See `RowsBacking`."""
@@ -177,7 +168,7 @@ def flat_view(
 
     Args:
         like: A member, for its path.
-        parts: See `FlatRows`.
+        parts: See `RowsBacking`.
     """
     size = sum(math.prod(_rows_shape(local, rows)) for local, rows in parts)
     view = make_local(like, tf.zeros([size], parts[0][0].dtype))

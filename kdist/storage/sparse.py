@@ -120,9 +120,10 @@ def restrict(gradient: tf.IndexedSlices, index: Index, shape: Sequence[int]) -> 
     values, indices = gradient.values, gradient.indices
     rows, columns = index[0], index[1:]
     if (rows.start, rows.stop) != (0, shape[0]):
-        inside = (indices >= rows.start) & (indices < rows.stop)
-        values = tf.boolean_mask(values, inside)
-        indices = tf.boolean_mask(indices, inside) - tf.cast(rows.start, indices.dtype)
+        # Few operations: at level 3 there are as many cuts of a table as replicas squared.
+        indices -= rows.start
+        inside = tf.where((indices >= 0) & (indices < rows.stop - rows.start))
+        values, indices = (tf.raw_ops.GatherNd(params=t, indices=inside) for t in (values, indices))
     if any((c.start, c.stop) != (0, n) for c, n in zip(columns, shape[1:])):
         values = values[(slice(None), *columns)]
     part = [i.stop - i.start for i in index]

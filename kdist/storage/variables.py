@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kdist._compat import keras_trainer
+from kdist._compat.keras_trainer import KEY
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Index, Placement, covers
 
@@ -22,8 +23,6 @@ import keras
 import tensorflow as tf
 
 ATTRIBUTE = "_kdist_stored"
-KEY = "_kdist_key"
-"""The identity under which optimizers know the variable; stays when its bytes move."""
 
 
 def assemble(parts: Sequence[tuple[Index, Any]]) -> Any:
@@ -133,15 +132,23 @@ class RowsBacking(abc.ABC):
     What is assigned between `hold` and `release` is kept in the graph instead, for the caller to
     write: the update assigns whole variables in the end, and rows written before would be written
     twice, after a copy of a buffer that other replicas may share.
+
+    Args:
+        parts: Local variables, and the rows of each (None for all).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Sequence[tuple[keras.Variable, slice | None]]) -> None:
+        self.parts = list(parts)
         self._held_in: Any = None
         self._known: tuple[Any, Any] | None = None
 
     @abc.abstractmethod
+    def joined(self, pieces: Sequence[Any]) -> Any:
+        """The value, from the rows of each part."""
+
     def read(self) -> Any:
         """The rows, from the variables."""
+        return self.joined([one.value if r is None else one.value[r] for one, r in self.parts])
 
     @abc.abstractmethod
     def write(self, value: Any) -> None:
@@ -149,7 +156,7 @@ class RowsBacking(abc.ABC):
 
     def whole(self) -> Any:
         """The rows. Within one graph they are put together once after each write."""
-        if self._known is not None and self._known[0] is _context():
+        if self._known is not None and self.is_known:
             return self._known[1]
         value = self.read()
         if not tf.executing_eagerly():
@@ -163,6 +170,11 @@ class RowsBacking(abc.ABC):
         else:
             self.write(value)
             self._known = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the rows have been put together in the graph of now."""
+        return self._known is not None and self._known[0] is _context()
 
     @property
     def held(self) -> bool:
@@ -197,13 +209,13 @@ class Rows(RowsBacking):
     """
 
     def __init__(self, local: keras.Variable, start: int, stop: int) -> None:
-        super().__init__()
+        super().__init__([(local, slice(start, stop))])
         self.local = local
         self.start, self.stop = start, stop
 
-    def read(self) -> Any:
+    def joined(self, pieces: Sequence[Any]) -> Any:
         """See `RowsBacking`."""
-        return self.local.value[self.start : self.stop]
+        return pieces[0]
 
     def write(self, value: Any) -> None:
         """See `RowsBacking`."""
@@ -213,13 +225,18 @@ class Rows(RowsBacking):
     def scatter(self, method: str, slices: tf.IndexedSlices) -> None:
         """Calls a scatter method of the variable with indices relative to these rows."""
         if self.held:
-            scattered = getattr(tf, f"tensor_{method}".replace("scatter", "scatter_nd"))
-            self.assign(scattered(self.whole(), slices.indices[:, None], slices.values))
+            self.assign(scattered(self.whole(), method, slices))
             return
         target = keras_trainer.tf_variable(self.local)
         moved = slices.indices + tf.cast(self.start, slices.indices.dtype)
         getattr(target, method)(tf.IndexedSlices(slices.values, moved))
         self.forget()
+
+
+def scattered(value: Any, method: str, slices: tf.IndexedSlices) -> Any:
+    """A tensor after what a scatter method of a variable does."""
+    scatter = getattr(tf, f"tensor_{method}".replace("scatter", "scatter_nd"))
+    return scatter(value, slices.indices[:, None], slices.values)
 
 
 def rows_view(variable: keras.Variable, local: keras.Variable, rows: Index) -> keras.Variable:

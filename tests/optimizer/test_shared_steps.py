@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import kdist
+from kdist._compat.run_metadata import function_graphs
 from kdist.api.parallelize import attached
 from kdist.optimizer.local import ELEMENTWISE, LocalOptimizer
 from kdist.optimizer.shared_steps import SharedSteps
-from kdist.storage.variables import make_local, rows_view
+from kdist.storage.variables import RowsBacking, backing_of, make_local, rows_view
 
 import keras
 import numpy as np
@@ -41,13 +43,13 @@ def train(local: list[LocalOptimizer]) -> list[np.ndarray]:
     def step(number: Any) -> None:
         for k, one in enumerate(local):
             with tf.device(one.device):
-                gradients = [
-                    tf.cast(
-                        tf.sin(tf.range(tf.size(v.value), dtype=tf.float32) + number + k), v.dtype
-                    )
-                    for v in one.variables
+                # By their shapes alone: a view that has been read is handed over as it is.
+                sizes = [float(np.prod(v.shape)) for v in one.variables]
+                gradients = [tf.sin(tf.range(n, dtype=tf.float32) + number + k) for n in sizes]
+                shaped = [
+                    tf.cast(tf.reshape(g, v.shape), v.dtype)
+                    for g, v in zip(gradients, one.variables)
                 ]
-                shaped = [tf.reshape(g, v.shape) for g, v in zip(gradients, one.variables)]
                 one.apply(shaped, one.variables)
 
     for number in range(3):
@@ -105,3 +107,48 @@ def test_layers_and_replicas_share_traces(level: int) -> None:
 def test_optimizers_that_keras_does_not_ship_share_nothing() -> None:
     model = trained(ByName(0.1), 1)
     assert not attached(model).update.jobs.local[0][0].steps.traces
+
+
+def test_rows_are_read_inside_their_update() -> None:
+    """Where the rows are is an argument: devices that own different rows call one function."""
+    local = copies(keras.optimizers.Adam(0.1), share=True, view=True)
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        for one in local:
+            for view in one.variables[:2]:
+                backing_of(view).hold()  # an assignment would cut them once more
+            with tf.device(one.device):
+                one.apply([tf.ones(v.shape, v.dtype) for v in one.variables], one.variables)
+
+    types = Counter(op.type for op in step.get_concrete_function().graph.get_operations())
+    assert types["StatefulPartitionedCall"] == 6
+    assert types["StridedSlice"] == types["Slice"] == 0
+    assert len(local[0].steps.traces) == 2
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_each_trace_is_prepared_once_per_device(level: int) -> None:
+    """TensorFlow would make a variant of a function for each call that hands over a constant."""
+    model = trained(keras.optimizers.Adam(), level)
+    model.make_train_function(force=True)
+    graphs = function_graphs(lambda: model.train_on_batch(np.ones((8, 8)), np.zeros((8, 8))))
+    calls = [
+        node.attr["f"].func.name
+        for graph in graphs
+        for part in graph.partition_graphs
+        for node in part.node
+        if node.attr["f"].func.name.startswith("kdist_update_")
+    ]
+    assert len(calls) == 24
+    assert len(set(calls)) == 2
+
+
+def test_making_optimizers_reads_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keras asks a variable's value who it is, and to read a view is to put its parts together."""
+    reads: list[Any] = []
+    read = RowsBacking.read
+    monkeypatch.setattr(RowsBacking, "read", lambda self: reads.append(self) or read(self))
+    local = copies(keras.optimizers.Adam(0.1, weight_decay=0.1), share=True, view=True)
+    assert not reads
+    assert all(len(one.optimizer.variables) == 8 for one in local)
