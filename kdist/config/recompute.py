@@ -13,7 +13,7 @@ from kdist.sharding.layout import closest_names
 
 import keras
 
-POLICIES = ("full",)
+POLICIES = ("full", "selective")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,8 +104,11 @@ class RecomputeConfig:
     """Regular expressions for paths of layers; each must match one. A layer and all inside it are a
     block. Layers whose paths agree in the pattern's groups, `(...)`, are one block together."""
 
-    policy: Literal["full"] = "full"
-    """`"full"`: of a block, its inputs are kept, and what other layers take of it."""
+    policy: Literal["full", "selective"] = "full"
+    """`"full"`: of a block, its inputs are kept, and what other layers take of it. `"selective"`:
+    matrix products, convolutions, random numbers and communication are not repeated; of the rest
+    the fewest bytes are kept, by a minimum cut (Chen et al. 2016; Korthikanti et al. 2022,
+    arXiv:2205.05198, choose by hand)."""
 
     mp_comm_recompute: bool = True
     """See `kdist.recompute`."""
@@ -128,7 +131,7 @@ class RecomputeConfig:
                 ) from None
         object.__setattr__(self, "layers", tuple(self.layers))
         if self.policy not in POLICIES:
-            raise ValueError(f"policy is 'full'. Received: policy={self.policy!r}")
+            raise ValueError(f"policy is 'full' or 'selective'. Received: policy={self.policy!r}")
         self.setting  # noqa: B018 (checks the rest)
 
     @property

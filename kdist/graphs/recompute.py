@@ -150,18 +150,12 @@ class _Repeating:
         return Repeated(graph, originals, self.gates, self.references)
 
     def _add_copies(self, names: Sequence[str], user: str) -> None:
-        """Adds copies that a node uses first, behind a gate, and what follows from copies alone."""
-        taken = {
-            reference
-            for name in names
-            if name in self.copied
-            for reference in self._data(name)
-            if node_of(reference) not in self.copied | self.free
-        }
+        """Adds, behind gates, copies that a node uses first, and what no gradient goes into."""
+        taken = {reference for name in names for reference in self._outside(name)}
         through = self._gates(sorted(taken), user)
         for name in names:
             if name not in self.copied:
-                self._add_rewired(name)
+                self._add_rewired(name, through)
                 continue
             renamed = {
                 r: AGAIN + r if node_of(r) in self.copied else through[r]
@@ -170,6 +164,16 @@ class _Repeating:
             }
             self.references[AGAIN + name] = renamed
             self.inputs[AGAIN + name] = tuple(renamed.get(r, r) for r in self._data(name))
+
+    def _outside(self, name: str) -> list[str]:
+        """What a node that waits takes of the forward pass."""
+        known = self.copied | self.free
+        return [
+            r
+            for r in self._data(name)
+            if node_of(r) not in known
+            and (node_of(r) in self.passes.forward or node_of(r) not in self.graph.inputs)
+        ]
 
     def _gates(self, taken: Sequence[str], user: str) -> dict[str, str]:
         """Gates that open when the gradient has arrived at a node: by what they hand on."""
@@ -189,12 +193,13 @@ class _Repeating:
         self.inputs.update((n, g) for n, g in self.gates.items() if n not in self.inputs)
         return found
 
-    def _add_rewired(self, name: str) -> None:
+    def _add_rewired(self, name: str, through: Mapping[str, str] | None = None) -> None:
         """Adds a node of the backward pass, which takes copies.
 
         Edges stay: they wait for originals, which have run by then.
         """
         renamed = {r: AGAIN + r for r in self._data(name) if node_of(r) in self.copied}
+        renamed |= {r: through[r] for r in self._data(name) if r in through} if through else {}
         if renamed:
             self.references[name] = renamed
             self.readers.append(name)
@@ -220,7 +225,7 @@ class _Repeating:
         return found
 
     def _first_uses(self) -> dict[str, int]:
-        """Of copies, and of what follows from copies alone, where they are used first.
+        """Of copies, and of what the backward pass makes without a gradient, the first use.
 
         Positions of nodes that a gradient arrives at.
         """
@@ -239,11 +244,7 @@ class _Repeating:
                 source = node_of(reference)
                 if source in self.copied or source in helpers:
                     first[source] = min(first.get(source, use), use)
-        reached = set(self.copied)
-        for name in self.graph.inputs:
-            if name in helpers and any(node_of(r) in reached for r in self._data(name)):
-                reached.add(name)
-        return {name: use for name, use in first.items() if name in reached}
+        return first if self.copied else {}
 
 
 def descendants(graph: Graph, given: Iterable[str]) -> set[str]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from kdist._compat import dtensor_internals
 from kdist.config.recompute import Blocks
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.stitching import Stitcher
-from kdist.graphs.chunks import Graph, node_of
+from kdist.graphs.chunks import node_of
 from kdist.graphs.layer_names import BACKWARD
-from kdist.graphs.recompute import Passes, descendants, handed_out, repeat
-from kdist.program.blocks import block_of
+from kdist.graphs.recompute import Passes, descendants, repeat
+from kdist.program.again import nodes_again
+
+import tensorflow as tf
 
 
 def run_again(
@@ -26,7 +29,14 @@ def run_again(
     """
     graph = stitcher.graph
     passes = Passes.of(graph, seeds, [n for n in graph.inputs if BACKWARD in n])
-    again = _of_blocks(stitcher, graph, passes, blocks)
+    again = nodes_again(
+        graph,
+        passes,
+        blocks,
+        lambda name: stitcher.nodes[name].op,
+        lambda name: _nbytes(stitcher, name),
+        {n for n in graph.inputs if stitcher.nodes[n].op in COLLECTIVES},
+    )
     stitcher.repeat(repeat(graph, passes, again, seeds, fetched))
 
 
@@ -48,17 +58,12 @@ def all_again(stitcher: Stitcher, late: Collection[int]) -> None:
     stitcher.repeat(repeat(graph, passes, again, seeds))
 
 
-def _of_blocks(stitcher: Stitcher, graph: Graph, passes: Passes, blocks: Blocks) -> set[str]:
-    """The nodes that run again."""
-    within = {
-        name: number
-        for name in passes.forward
-        if (number := block_of(name)) is not None and BACKWARD not in name
-    }
-    again = set(within) - set(handed_out(graph, passes, within))
-    return {
-        name
-        for name in again
-        if blocks.blocks[within[name]].setting.mp_comm_recompute
-        or stitcher.nodes[name].op not in COLLECTIVES
-    }
+def _nbytes(stitcher: Stitcher, name: str) -> int:
+    """Bytes of a node's results on one device, as far as their shapes are known."""
+    total = 0
+    for output, dtypes in dtensor_internals.output_dtypes(stitcher.nodes[name]).items():
+        for index, dtype in enumerate(dtypes):
+            shape = stitcher.shape(f"{name}:{output}:{index}")
+            known = shape.num_elements() if shape.is_fully_defined() else 0
+            total += known * (tf.as_dtype(dtype).size or 0)
+    return total

@@ -11,9 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kdist.graphs.chunks import Graph
-from kdist.graphs.layer_names import BACKWARD
-from kdist.graphs.recompute import Passes, handed_out
-from kdist.program.blocks import block_of
+from kdist.graphs.recompute import Passes
+from kdist.program.again import nodes_again
 from kdist.program.vjp import Cut, PureFunction, Vjp, unflatten
 from kdist.stages.body import StageBody
 from kdist.storage import sparse
@@ -105,24 +104,22 @@ class StageVjp(Vjp):
     def _runs_again(self, graph: Any) -> Collection[str]:
         """The operations of blocks, but for what leaves them and what has an effect."""
         blocks = self._body.program.blocks
-        within = {
-            name: number
-            for name in self._forward_ops
-            if blocks and BACKWARD not in name and (number := block_of(name)) is not None
-        }
-        if not within:
+        if not blocks:
             return ()
-        nodes = [op for op in graph.get_operations() if op.name in self._forward_ops]
-        inputs = {op.name: [t.name for t in op.inputs] for op in nodes}
-        forward = Graph(inputs, [t.name for t in self._outputs])
-        passes = Passes(frozenset(inputs), frozenset())
-        kept = {op.name for op in nodes if op.op_def is None or op.op_def.is_stateful}
+        nodes = {op.name: op for op in graph.get_operations()}
+        inputs = {name: [t.name for t in op.inputs] for name, op in nodes.items()}
+        kept = {n for n, op in nodes.items() if op.op_def is None or op.op_def.is_stateful}
         if not self._body.backend.draws_alike:
-            drawn = [op for op in nodes if op.type.startswith("StatelessRandom")]
+            drawn = [op for op in nodes.values() if op.type.startswith("StatelessRandom")]
             # A mask is smaller than the numbers that it is made of.
             masks = [m for op in drawn for t in op.outputs for m in t.consumers()]
             kept |= {op.name for op in (*drawn, *masks)}
-        return set(within) - set(handed_out(forward, passes, within)) - kept
+        passes = Passes(frozenset(self._forward_ops), frozenset())
+        whole = Graph(inputs, [t.name for t in self._outputs], effects=kept)
+        found = nodes_again(
+            whole, passes, blocks, lambda n: nodes[n].type, lambda n: _nbytes(nodes[n])
+        )
+        return found - kept
 
     def needs(self, half: str) -> set[int]:
         """Which parameters a backward looks at.
@@ -174,6 +171,12 @@ class StageVjp(Vjp):
         given = [cotangents[i] for i in self._cotangents]
         flat = self._call_weight(*where, *params, *saved, *given, *kept[: self._kept])
         return unflatten(kinds, flat)
+
+
+def _nbytes(operation: Any) -> int:
+    """Bytes of an operation's results, as far as their shapes are known."""
+    known = [t for t in operation.outputs if t.shape.is_fully_defined()]
+    return sum(t.shape.num_elements() * (t.dtype.size or 0) for t in known)
 
 
 def _backward_operations(

@@ -87,10 +87,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 PLAN: dict[str, kdist.RecomputeConfig] = {
     "full": kdist.RecomputeConfig(layers=[r"block_\d"]),
+    "selective": kdist.RecomputeConfig(policy="selective"),
 }
 DEFAULT = [
     ("full", "level0", "data2"),
-    ("full", "level3", "model2"),
+    ("selective", "level3", "model2"),
 ]
 ROWS = product(PLAN, CONFIGS, ("data2", "model2", "data2_model2"))
 
@@ -136,7 +137,7 @@ def twins(trained: list[keras.Model], plan: str, **options: Any) -> None:
     expected, actual = train(run, "kdist"), train(again, "kdist")
     check(expected, actual, TOLERANCES[run.dtype], title=f"{run.title} [{plan}]")
     if "pipeline" in run.config:
-        assert sum(map(saved, trained)) < 0.7 * 2 * saved(trained[0])
+        assert sum(map(saved, trained)) < 0.9 * 2 * saved(trained[0])
     else:
         assert copies(trained[-1])
 
@@ -157,12 +158,14 @@ STAGED_MESHES: dict[str, dict[str, int]] = {
     "pipe2": {"pipe": 2},
     "pipe2_data2_model2": {"pipe": 2, "data": 2, "model": 2},
 }
-STAGED_ROWS = product(STAGED, STAGED_MESHES)
+STAGED_ROWS = product(PLAN, STAGED, STAGED_MESHES)
 
 
-@pytest.mark.parametrize(("config", "mesh"), spread(STAGED_ROWS, [("1f1b", "pipe2")]))
-def test_stages(config: str, mesh: str, trained: list[keras.Model]) -> None:
-    twins(trained, "full", mesh_axes=STAGED_MESHES[mesh], config=STAGED[config])
+@pytest.mark.parametrize(
+    ("plan", "config", "mesh"), spread(STAGED_ROWS, [("full", "1f1b", "pipe2")])
+)
+def test_stages(plan: str, config: str, mesh: str, trained: list[keras.Model]) -> None:
+    twins(trained, plan, mesh_axes=STAGED_MESHES[mesh], config=STAGED[config])
 
 
 @pytest.mark.long

@@ -64,10 +64,11 @@ def test_what_the_backward_pass_reads_is_computed_again_from_what_is_kept() -> N
 def test_each_copy_waits_for_its_own_gradient() -> None:
     found = again(chain(3), {"mul0", "mul2"})
     # Nor does anything run while a copy from before is still read.
-    assert found.gates[f"{GATE}dmul0/arrival0"] == ("dx1:0:0", "^slope2")
+    assert found.gates[f"{GATE}dmul1/arrival0"] == ("dx2:0:0", "^slope2")
     assert gated(found) == {
         "act1:0:0": "start:0:0",
         "w2": "start:0:0",
+        "mul1:0:0": "dx2:0:0",  # for `slope1`, which the gradient does not go into
         "w0": "dx1:0:0",
         "x": "dx1:0:0",
     }
@@ -94,7 +95,7 @@ def test_effects_are_not_repeated() -> None:
 def test_gathered_parameters_need_no_gate() -> None:
     found = again(chain(2), {"mul0"}, fetched=("w0", "w1"))
     assert found.graph.inputs[f"{AGAIN}mul0"][1] == "w0"
-    assert gated(found) == {"x": "dx1:0:0"}
+    assert gated(found) == {"x": "dx1:0:0", "mul1:0:0": "start:0:0"}
 
 
 def test_copies_run_in_the_chunk_in_which_their_gradient_arrives() -> None:

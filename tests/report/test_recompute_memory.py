@@ -70,6 +70,14 @@ def test_each_block_waits_over_inner_axes_too() -> None:
     assert more - less <= 2 * 2 * rows_kept
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("axes", [DATA, INNER], ids=str)
+def test_cheap_operations_alone(axes: dict[str, int]) -> None:
+    whole = peak(trained(12, axes))
+    selective = trained(12, axes, recompute=again(policy="selective"))
+    assert peak(selective) <= 2 / 3 * whole
+
+
 def repeated(model: keras.Model) -> Counter:
     """The types of the nodes that a step over inner axes repeats."""
     found: Counter = Counter()
