@@ -18,7 +18,11 @@ from kdist.runtime.plain_runner import row_shares
 import keras
 import tensorflow as tf
 
+unconverted = tf.autograph.experimental.do_not_convert
+"""For what users call in a `tf.function`: AutoGraph would rewrite all of kdist (20 s, once)."""
 
+
+@unconverted
 def gradients(
     model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None
 ) -> tuple[Any, list[Any]]:
@@ -81,6 +85,7 @@ def _verify_first(parallel: Any, data: Any) -> None:
     parallel.verify_first([data])
 
 
+@unconverted
 def apply_gradients(model: keras.Model, gradients: Sequence[Any]) -> None:
     """Updates the weights, on their owners' devices, with the compiled optimizer.
 

@@ -332,6 +332,7 @@ def group_of(mesh: Mesh, axis: str | None) -> Group:
     return Group.of(mesh, axis)
 
 
+@tf.autograph.experimental.do_not_convert
 def run(
     values: Sequence[Any],
     mesh: Mesh,

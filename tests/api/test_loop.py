@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from typing import Any
 
 import kdist
+from kdist.api import custom_loop
 from kdist.api.parallelize import attached
 from kdist.graphs import executed
 
@@ -184,6 +186,28 @@ def test_batches_of_unknown_size_run_on_gathered_weights():
     assert_close(expected, loss)
     for a, b in zip(wanted, found, strict=True):
         assert_close(a, b)
+
+
+def test_autograph_leaves_the_library_alone(monkeypatch):
+    """Rewriting all that a step runs took 20 s, and warned of what AutoGraph cannot read."""
+    plain, parallel = compiled(MESHES[0])
+    x, y = data(6)
+    files: set[str] = set()
+
+    def noted(model: keras.Model) -> Any:
+        files.add(sys._getframe(1).f_code.co_filename)
+        return attached(model)
+
+    monkeypatch.setattr(custom_loop, "attached", noted)
+
+    @tf.function
+    def step(x: Any, y: Any) -> Any:
+        loss, found = kdist.gradients(parallel, x, y)
+        kdist.apply_gradients(parallel, found)
+        return loss
+
+    assert_close(plain.train_on_batch(x, y), step(x, y))
+    assert files == {custom_loop.__file__}
 
 
 def test_a_loop_compiles_a_bounded_number_of_shapes():
