@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 
 from kdist._compat import dtensor_internals
@@ -14,6 +15,9 @@ from kdist.graphs.recompute import Passes, descendants, repeat
 from kdist.program.again import nodes_again
 
 import tensorflow as tf
+
+SHOWN = 3
+"""Blocks that a message names."""
 
 
 def run_again(
@@ -37,7 +41,21 @@ def run_again(
         lambda name: _nbytes(stitcher, name),
         {n for n in graph.inputs if stitcher.nodes[n].op in COLLECTIVES},
     )
-    stitcher.repeat(repeat(graph, passes, again, seeds, fetched))
+    made = repeat(graph, passes, again, seeds, fetched)
+    if passes.seeded and not made.originals:
+        warnings.warn(
+            "recompute computes nothing again in a backward pass: of the blocks that it names, the "
+            "pass reads nothing that may run twice. What has an effect, and what leaves a block, "
+            "is kept; under a loss over the whole batch, all of a model with embeddings. Name "
+            f"larger blocks, or leave it out. Blocks: {_named(blocks)}",
+            stacklevel=2,
+        )
+    stitcher.repeat(made)
+
+
+def _named(blocks: Blocks) -> str:
+    names = [one.name for one in blocks.blocks]
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if names[SHOWN:] else "")
 
 
 def all_again(stitcher: Stitcher, late: Collection[int]) -> None:
