@@ -30,10 +30,16 @@ def opened(nodes: Iterable[Any], library: Mapping[str, Any]) -> Iterator[Any]:
     for node in nodes:
         name = node.attr["f"].func.name if node.op in CALLS else ""
         body = library.get(name) or library.get(name.split(_SPECIALIZED)[0])
-        if body is None or len(body.signature.output_arg) != len(node.attr["Tout"].list.type):
+        if body is None or not _fits(node, body.signature):
             yield node
         else:
             yield from _opened(node, body, library)
+
+
+def _fits(call: Any, signature: Any) -> bool:
+    """Whether a call is of this function; a specialized one may take and return less."""
+    taken, returned = call.attr["Tin"].list.type, call.attr["Tout"].list.type
+    return len(signature.input_arg) == len(taken) and len(signature.output_arg) == len(returned)
 
 
 def _opened(call: Any, body: Any, library: Mapping[str, Any]) -> Iterator[Any]:
