@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_trainer
-from kdist.api.placed_model import PlacedModel
+from kdist.api.planned_model import PlannedModel
 from kdist.config.parallel import ParallelConfig
 from kdist.pipeline.work import Work
 from kdist.program.program import Program
@@ -47,7 +47,7 @@ STEPS: Mapping[tuple[bool, bool, bool], type[Step]] = {
 """By (over inner axes, in stages, with a loss over the whole batch)."""
 
 
-class SteppedModel(PlacedModel):
+class SteppedModel(PlannedModel):
     """A placed model's pure functions, and the steps that run them.
 
     Attributes:
@@ -155,7 +155,7 @@ class SteppedModel(PlacedModel):
         return self.jit_compile is True and not (apart or self.blocks)
 
     def travel_notes(self) -> list[str]:
-        """See `PlacedModel.travel_notes`."""
+        """See `PlannedModel.travel_notes`."""
         if not self.compiled_whole or super().chunking is None or self.staged is not None:
             return []
         return [
@@ -179,7 +179,7 @@ class SteppedModel(PlacedModel):
             tf.function(self.update.without_batch, autograph=False)(connected)
 
     def look_ups(self) -> Mapping[int, LookUp]:
-        """See `PlacedModel.look_ups`; once the step is traced, what it does."""
+        """See `PlannedModel.look_ups`; once the step is traced, what it does."""
         if self.program is None or not self.program.trained.connected:
             return super().look_ups()
         return self.program.trained.rows

@@ -15,6 +15,9 @@ import keras
 
 POLICIES = ("full", "selective")
 
+SHOWN_BLOCKS = 3
+"""Blocks that a line names."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recompute:
@@ -186,6 +189,16 @@ class Blocks:
 
     def __bool__(self) -> bool:
         return bool(self.blocks)
+
+    def describe(self) -> str:
+        """One line for the plan."""
+        policies = " and ".join(sorted({one.policy for one in self.blocks}))
+        names = [one.name for one in self.blocks]
+        shown = ", ".join(names[:SHOWN_BLOCKS])
+        more = f" and {len(names) - SHOWN_BLOCKS} more" if names[SHOWN_BLOCKS:] else ""
+        kept = sum(not one.setting.mp_comm_recompute for one in self.blocks)
+        alone = f"; collectives of inner axes are kept in {kept} of them" if kept else ""
+        return f"recompute ({policies}): {len(names)} blocks, from {shown}{more}{alone}"
 
 
 def blocks_of(model: keras.Model, config: RecomputeConfig | None) -> Blocks:

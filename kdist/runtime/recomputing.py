@@ -16,9 +16,6 @@ from kdist.program.again import nodes_again
 
 import tensorflow as tf
 
-SHOWN = 3
-"""Blocks that a message names."""
-
 
 def run_again(
     stitcher: Stitcher, blocks: Blocks, seeds: Collection[str], fetched: Collection[str]
@@ -47,15 +44,10 @@ def run_again(
             "recompute computes nothing again in a backward pass: of the blocks that it names, the "
             "pass reads nothing that may run twice. What has an effect, and what leaves a block, "
             "is kept; under a loss over the whole batch, all of a model with embeddings. Name "
-            f"larger blocks, or leave it out. Blocks: {_named(blocks)}",
+            f"larger blocks, or leave it out. Received: {blocks.describe()}",
             stacklevel=2,
         )
     stitcher.repeat(made)
-
-
-def _named(blocks: Blocks) -> str:
-    names = [one.name for one in blocks.blocks]
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if names[SHOWN:] else "")
 
 
 def all_again(stitcher: Stitcher, late: Collection[int]) -> None:

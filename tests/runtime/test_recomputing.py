@@ -38,4 +38,7 @@ def messages(kind: type[keras.Model]) -> list[str]:
 def test_a_pass_without_anything_to_repeat_is_told(kind: type[keras.Model], count: int) -> None:
     found = messages(kind)
     assert len(found) == count
-    assert all("Blocks: block0_down, block1_down" in one for one in found)
+    assert all(
+        "Received: recompute (full): 2 blocks, from block0_down, block1_down" in one
+        for one in found
+    )

@@ -1,0 +1,168 @@
+"""What the step of a placed model will do, and what is said of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+from kdist.api.placed_model import PlacedModel
+from kdist.api.sharded_optimizer import parallel_optimizer
+from kdist.config.fusion import comm_fusion
+from kdist.config.parallel import ParallelConfig
+from kdist.config.without_effect import ModelFacts, WithoutEffect, without_effect
+from kdist.graphs.chunks import parameter_chunks
+from kdist.optimizer.gather import gather_groups
+from kdist.optimizer.wrappers import optimizer_groups, row_updates
+from kdist.pipeline.instructions import Gather
+from kdist.pipeline.work import WeightUse, Work, chunk_schedule, work_of
+from kdist.plan.plan import Plan, make_plan
+from kdist.runtime.keras_contract import is_built
+from kdist.stages.stages import stages_given
+from kdist.storage.sparse import LookUp, gradients_of_rows, looked_up
+
+import keras
+
+
+class PlannedModel(PlacedModel):
+    """A placed model and its plan; see `PlacedModel` for arguments and attributes."""
+
+    def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
+        super().__init__(model, config)
+        self._told: set[str] = set()
+
+    def look_ups(self) -> Mapping[int, LookUp]:
+        """The trainable weights whose gradients are rows of a table, and how they are looked up.
+
+        Before the step is traced, the tables of untied embeddings.
+        """
+        rows = {id(v) for v in gradients_of_rows(self.model)}
+        trainable = self.model.trainable_variables
+        return {i: LookUp() for i, v in enumerate(trainable) if id(v) in rows}
+
+    def works(self) -> list[Work]:
+        """What is done in each pass of a training step; the weights are placed.
+
+        Before the step is traced, weights come in the model's order, and a backward pass looks at
+        all weights of its chunk but tables, which it does not look at.
+        """
+        config, variables = self.optimizer_config, self.model.trainable_variables
+        placed, keys = [self.entries[id(v)].placement for v in variables], self.spread().keys
+        gathered = {i for i, one in enumerate(placed) if one.gathered}
+
+        def together(weights: Sequence[int]) -> list[tuple[int, ...]]:
+            return gather_groups(weights, keys, placed)
+
+        kept, free = gathered & self.kept_gathered(), config.level >= 2
+        if self.staged is not None:
+            uses = self.staged.weight_uses(variables, gathered, penalties=not self.whole_loss)
+            return [work_of(self.staged.schedule, uses, together, kept=kept, free=free)]
+        if self.chunking is None:
+            use = WeightUse({"F": sorted(gathered)}, tuple(range(len(placed))))
+            return [work_of(chunk_schedule(1), [use])]
+        numbers = parameter_chunks(range(len(placed)), [one.nbytes for one in placed])
+        tables, uses = self._tables(), []
+        for n in range(max(numbers, default=0) + 1):
+            mine = [i for i, number in enumerate(numbers) if number == n]
+            looks = [i for i in mine if i in gathered]
+            back = [i for i in looks if i not in tables]
+            uses.append(WeightUse({"F": looks, "B": back}, tuple(mine)))
+        return [work_of(chunk_schedule(len(uses)), uses, together, kept=kept, free=free)]
+
+    def without_effect(self) -> list[WithoutEffect]:
+        """Settings without effect on this model and mesh; the weights are placed."""
+        config, decisions = self.optimizer_config, self.spread().decisions
+        variables = self.model.trainable_variables
+        whole = {d.path: d.reason for d in decisions if d.how == "whole"}
+        asked = parallel_optimizer.of(variables)
+        spread = [d.path for d in decisions if d.how != "whole"]
+        optimizer = self.model.optimizer if self.model.compiled else None
+        steps = [
+            leaf.gradient_accumulation_steps or 1
+            for leaf, _ in optimizer_groups(optimizer, variables)
+        ]
+        facts = ModelFacts(
+            compiled=optimizer is not None,
+            accumulation_steps=max(steps, default=1),
+            eager=bool(self.model.run_eagerly),
+            staged_layers=tuple(layer.name for layer, _ in stages_given(self.model)),
+            not_spread=whole,
+            asked_to_spread=tuple(v.path for v, wanted in zip(variables, asked) if wanted),
+            spread=len(spread),
+            fusion_ids={v.path: n for v, n in zip(variables, comm_fusion.of(variables)) if n},
+            tables=tuple(v.path for v in looked_up(self.model)),
+            gathered=tuple(spread) if config.level == 3 else (),
+            repeated=tuple(one.name for one in self.blocks.blocks),
+            travels=any(len(p.slices) > 1 for _, p in self._placements()),
+        )
+        return without_effect(self.config, config, self.topology, facts)
+
+    def warn_without_effect(self) -> None:
+        """Warns of settings without effect, of each once."""
+        for note in self.without_effect():
+            self.warn_once(str(note))
+
+    def warn_once(self, note: str) -> None:
+        """Warns of something about the model, unless it was said before."""
+        if note not in self._told:
+            self._told.add(note)
+            warnings.warn(f"{self.model.name}: {note}", stacklevel=3)
+
+    def plan(self) -> Plan:
+        """What a step will do; `model.plan().summary()` prints it.
+
+        Raises:
+            ValueError: The model is not built, so that its weights are not known.
+        """
+        if self.layouts is None:
+            if not is_built(self.model):
+                raise ValueError(
+                    "A plan needs the model's weights. Build the model, or train a batch, first. "
+                    f"Received: model={self.model.name!r}"
+                )
+            self.place()
+        weights = [self.entries[id(v)].placement for v in self.model.weights]
+        position = {id(v): i for i, v in enumerate(self.model.weights)}
+        trainable = [position[id(v)] for v in self.model.trainable_variables]
+        spread = self.spread()
+        optimizer = self.model.optimizer if self.model.compiled else None
+        jobs = None if self.update is None else self.update.jobs
+        buckets = spread.buckets if jobs is None else tuple(jobs.buckets)
+        exchanges = spread.exchanges if jobs is None else jobs.exchanges
+        works = self.works()
+        return make_plan(
+            self.topology,
+            weights,
+            trainable,
+            spread.units,
+            buckets,
+            self._notes(),
+            spread.decisions,
+            exchanges,
+            self.classes(),
+            [one for work in works for one in work if isinstance(one, Gather)],
+            self.look_ups(),
+            1 if self.config.pipeline is None else self.config.pipeline.micro_batches,
+            row_updates(optimizer, self.model.trainable_variables),
+            works,
+        )
+
+    def _notes(self) -> list[str]:
+        """What the plan says beside its tables."""
+        notes = list(self.fallbacks)
+        if self.whole_loss and self.whole_loss_note not in notes:
+            notes.append(self.whole_loss_note)
+        if self.staged is not None:
+            notes.append(self.staged.describe())
+        notes += [*map(str, self.without_effect()), *self.travel_notes()]
+        if self.layouts is not None:
+            notes += [*self.layouts.left_whole, *map(str, self.layouts.uncut)]
+            notes += filter(None, [self.layouts.island_note()])
+        if self.whole_batch is not None:
+            notes.append(self.whole_batch.note(self.config.pipeline))
+        if self.blocks:
+            notes.append(self.blocks.describe())
+        return notes
+
+    def travel_notes(self) -> list[str]:
+        """What the plan says of when gradients travel, beside the settings."""
+        return []
