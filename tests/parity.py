@@ -66,9 +66,11 @@ def in_float64() -> Iterator[None]:
     floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
-    yield
-    keras.config.set_floatx(floatx)
-    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)
 
 
 def data(rows: int = 24, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -278,7 +278,7 @@ def link_slots(
             )
     vectors = _Vectors()
     for variable, parts in views.values():
-        value = np.asarray(variable.value)
+        value = np.asarray(tf.convert_to_tensor(variable.value))
         backing = SlotParts(tuple(variable.shape), _distinct(parts))
         for device, index, target in backing.parts:
             values = value if index is None else value[index]

@@ -49,7 +49,7 @@ class Vjp:
         function: PureFunction,
         params: Sequence[tf.TensorSpec],
         inputs: Sequence[tf.TensorSpec],
-        wrap: Callable[[Any], Callable],
+        wrap: Callable[..., Callable],
     ) -> None:
         self._function = function
         self._sizes = len(params), len(inputs)

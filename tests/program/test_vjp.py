@@ -45,7 +45,7 @@ def halves(function: Any, params: list[Any], inputs: list[Any]) -> tuple[Vjp, li
         function,
         [tf.TensorSpec(p.shape, p.dtype) for p in params],
         [tf.TensorSpec(x.shape, x.dtype) for x in inputs],
-        lambda f: f,
+        lambda f, late=(): f,
     )
     outputs, saved = vjp.forward(params, inputs)
     return vjp, outputs, saved
@@ -142,7 +142,7 @@ def test_of_an_operation_with_several_outputs_one_may_be_kept(kept: int) -> None
 def test_other_variables_are_refused() -> None:
     variable = tf.Variable(1.0)
     with pytest.raises(CapturesVariables):
-        Vjp(lambda p, x: [x[0] * variable], [], specs((2,), dtype=tf.float32), lambda f: f)
+        Vjp(lambda p, x: [x[0] * variable], [], specs((2,), dtype=tf.float32), lambda f, late=(): f)
 
 
 def test_dependencies_are_on_inputs() -> None:
