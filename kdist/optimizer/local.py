@@ -288,6 +288,7 @@ def link_slots(
                 with tf.device(device):
                     target.assign(values)
         become_view(variable, backing, None)
+    vectors.finish()
 
 
 class _Vectors:
@@ -297,17 +298,23 @@ class _Vectors:
     """
 
     def __init__(self) -> None:
-        self._pieces: dict[int, list[tuple[int, Any]]] = {}
+        self._pieces: dict[int, dict[int, tuple[str, Piece, Any]]] = {}
 
     def put(self, device: str, piece: Piece, value: Any) -> None:
         """Takes a piece's value."""
-        found = self._pieces.setdefault(id(piece.flat), [])
-        found.append((piece.start, value.ravel()))
-        if sum(one.size for _, one in found) == math.prod(piece.flat.shape):
-            found.sort(key=lambda one: one[0])
+        found = self._pieces.setdefault(id(piece.flat), {})
+        found[piece.start] = device, piece, value
+        if sum(one.size for *_, one in found.values()) == math.prod(piece.flat.shape):
             with tf.device(device):
-                piece.flat.assign(np.concatenate([one for _, one in found]))
+                piece.flat.assign(np.concatenate([found[n][2].ravel() for n in sorted(found)]))
             del self._pieces[id(piece.flat)]
+
+    def finish(self) -> None:
+        """Writes pieces of vectors that have others."""
+        for found in self._pieces.values():
+            for device, piece, value in found.values():
+                with tf.device(device):
+                    piece.assign(value)
 
 
 def _distinct(parts: list) -> list:

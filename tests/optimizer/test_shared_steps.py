@@ -8,8 +8,9 @@ from typing import Any
 import kdist
 from kdist._compat.run_metadata import function_graphs
 from kdist.api.parallelize import attached
-from kdist.optimizer.local import ELEMENTWISE, LocalOptimizer
+from kdist.optimizer.local import ELEMENTWISE, LocalOptimizer, _Vectors
 from kdist.optimizer.shared_steps import SharedSteps
+from kdist.plan.bucket import Piece
 from kdist.storage.variables import RowsBacking, backing_of, make_local, rows_view
 
 import keras
@@ -152,3 +153,12 @@ def test_making_optimizers_reads_no_parameter(monkeypatch: pytest.MonkeyPatch) -
     local = copies(keras.optimizers.Adam(0.1, weight_decay=0.1), share=True, view=True)
     assert not reads
     assert all(len(one.optimizer.variables) == 8 for one in local)
+
+
+def test_a_vector_of_which_only_pieces_are_known_keeps_the_rest() -> None:
+    flat = keras.Variable([1.0, 2.0, 3.0, 4.0])
+    vectors = _Vectors()
+    vectors.put("CPU:0", Piece(flat, 2, (1,)), np.array([7.0]))
+    vectors.put("CPU:0", Piece(flat, 0, (1,)), np.array([8.0]))
+    vectors.finish()
+    assert flat.numpy().tolist() == [8, 2, 7, 4]
