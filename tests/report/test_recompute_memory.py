@@ -63,13 +63,6 @@ def test_blocks_are_there_one_at_a_time(depth: int, axes: dict[str, int], share:
     assert peak(trained(depth, axes, recompute=again())) <= share * whole
 
 
-def test_each_block_waits_over_inner_axes_too() -> None:
-    """One more block costs its input, and not what is inside."""
-    less, more = (peak(trained(n, {"model": 2}, recompute=again())) for n in (2, 4))
-    rows_kept = 4 * ROWS * 32 * 32
-    assert more - less <= 2 * 2 * rows_kept
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("axes", [DATA, INNER], ids=str)
 def test_cheap_operations_alone(axes: dict[str, int]) -> None:
