@@ -156,6 +156,12 @@ class SteppedModel(PlannedModel):
 
     def travel_notes(self) -> list[str]:
         """See `PlannedModel.travel_notes`."""
+        if self.jit_compile is True and self.blocks:
+            return [
+                "jit_compile=True with recompute: numbers are the same, but XLA may merge what "
+                "runs again with what ran before where it compiles both as one, and memory is not "
+                "measured. Leave jit_compile out where memory is what counts."
+            ]
         if not self.compiled_whole or super().chunking is None or self.staged is not None:
             return []
         return [

@@ -84,3 +84,8 @@ def test_whole_programs_are_told(level: int, told: bool) -> None:
     options = {"optimizer": kdist.OptimizerConfig(level=level, threshold_kb=0)} if level else {}
     one, _ = trained({"data": 2}, True, **options)
     assert told == any("XLA compiles each replica's program whole" in n for n in one.plan().notes)
+
+
+def test_recompute_beside_xla_is_told() -> None:
+    one, _ = trained({"data": 2}, True, recompute=kdist.RecomputeConfig(layers=["up"]))
+    assert any("jit_compile=True with recompute" in n for n in one.plan().notes)
