@@ -279,11 +279,19 @@ def _placeholders(
 def _arguments(
     tagged: Any, definition: Any, layouts: Sequence[dtensor.Layout]
 ) -> Iterator[Argument]:
-    """What each parameter takes: known by the tags, and checked by shape and dtype."""
+    """What each parameter takes: known by the tags, and checked by shape and dtype.
+
+    DTensor may keep a parameter that nothing reads, without its tag (in a backward pass, a table of
+    which only the size counts). Any input of its shape and dtype will do there.
+    """
     local = {
         one.name: (_sizes(definition.arg_attr[j]), tf.as_dtype(one.type))
         for j, one in enumerate(definition.signature.input_arg)
     }
+    wanted = [
+        (list(layout.local_shape_from_global_shape(list(tensor.shape))), tensor.dtype)
+        for tensor, layout in zip(tagged.inputs, layouts, strict=True)
+    ]
     taken: dict[str, int] = {}
     for position, names in _tagged_inputs(definition, set(local)).items():
         # A cut made before the tag looks at the device's number, a scalar, too.
@@ -291,16 +299,18 @@ def _arguments(
         if len(found) != 1 or found[0] in taken:
             raise _unreadable(f"input {position} is one of {sorted(names)}")
         taken[found[0]] = position
+    read = {node_of(one) for node in definition.node_def for one in node.input}
+    for name in local.keys() - taken.keys() - read:
+        rest = [j for j, one in enumerate(wanted) if one == local[name] and j not in taken.values()]
+        if rest:
+            taken[name] = rest[0]
     if len(local) - len(taken) > 1:
         raise _unreadable(f"parameters {sorted(set(local) - set(taken))} are unknown")
-    for name, (sizes, dtype) in local.items():
+    for name, given in local.items():
         number = taken.get(name)
-        wanted: tuple[list[int], tf.DType] = ([], tf.int32)
-        if number is not None:
-            tensor, layout = tagged.inputs[number], layouts[number]
-            wanted = list(layout.local_shape_from_global_shape(list(tensor.shape))), tensor.dtype
-        if wanted != (sizes, dtype):
-            raise _unreadable(f"parameter {name} is {dtype} {sizes}, not {wanted}")
+        expected = ([], tf.int32) if number is None else wanted[number]
+        if expected != given:
+            raise _unreadable(f"parameter {name} is {given}, not {expected}")
         yield Argument(name, number)
 
 

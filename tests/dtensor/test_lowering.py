@@ -52,6 +52,19 @@ def test_inputs_and_results_are_told_apart() -> None:
     assert {one.position for one in program.arguments} - {None} == {0, 2, 3}
 
 
+def test_an_input_of_which_only_a_layout_is_read() -> None:
+    """A look-up with constant indices in a backward pass: DTensor keeps the parameter, untagged."""
+    mesh, _ = inner_mesh(a=2, b=2)
+
+    def function(table: Any, rows: Any) -> Any:
+        return dtensor.relayout_like(rows + 1, tf.gather(table, [3, 0, 2]))
+
+    rows = np.arange(24.0).reshape(3, 8)
+    found, program = run(mesh, function, cut(X, mesh, None, "b"), cut(rows, mesh, None, None))
+    np.testing.assert_array_equal(whole(found), rows + 1)
+    assert {0, 1} <= {one.position for one in program.arguments}
+
+
 def test_captures_are_further_inputs() -> None:
     mesh, _ = inner_mesh(model=2)
     captured = tf.constant(np.arange(200.0))  # too many to become a constant of the graph
