@@ -23,6 +23,7 @@ from kdist.api.pipeline_model import PipelineModel  # noqa: E402
 from kdist.api.sharded_optimizer import ShardedOptimizer, set_parallel_optimizer  # noqa: E402
 from kdist.config.compression import CompressionConfig, PowerSGD  # noqa: E402
 from kdist.config.fusion import FusionConfig, get_comm_fusion, set_comm_fusion  # noqa: E402
+from kdist.config.host import place  # noqa: E402
 from kdist.config.optimizer import OptimizerConfig  # noqa: E402
 from kdist.config.parallel import ParallelConfig  # noqa: E402
 from kdist.config.pipeline import PipelineConfig  # noqa: E402
@@ -61,6 +62,7 @@ __all__ = [
     "layers",
     "mesh",
     "parallelize",
+    "place",
     "recompute",
     "reduce",
     "set_comm_fusion",

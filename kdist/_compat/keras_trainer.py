@@ -60,6 +60,11 @@ def current_value(variable: keras.Variable) -> Any:
     return None if scope is None else scope.get_current_value(variable)
 
 
+def running_scope() -> Any:
+    """The `StatelessScope` that is running, or None."""
+    return get_stateless_scope()
+
+
 def add_loss_values(scope: keras.StatelessScope) -> list[Any]:
     """What `add_loss` and activity regularizers collected in a scope."""
     return list(scope.losses)

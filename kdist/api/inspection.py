@@ -68,6 +68,8 @@ class Inspection:
             parts.append(f"  {t.what} over {t.axis}: {t.messages} messages, {readable(t.nbytes)}")
         for table in self.plan.tables():
             parts.append(f"  rows of {table.path}: {table.messages} messages, {table}")
+        for one in self.plan.host_tables():
+            parts.append(f"  rows of {one.path} on the host: {one.messages} messages, {one}")
         parts.extend(f"gathered before use: {path}" for path in self.gathered)
         parts.extend(f"on gathered operands: {island}" for island in self.islands)
         parts.extend(f"not over DTensor: {reason}" for reason in self.fallbacks)

@@ -12,7 +12,7 @@ from kdist.config.parallel import ParallelConfig
 from kdist.config.without_effect import ModelFacts, WithoutEffect, without_effect
 from kdist.graphs.chunks import parameter_chunks
 from kdist.optimizer.gather import gather_groups
-from kdist.optimizer.wrappers import optimizer_groups, row_updates
+from kdist.optimizer.wrappers import optimizer_groups, row_updates, sums_rows
 from kdist.pipeline.instructions import Gather
 from kdist.pipeline.work import WeightUse, Work, chunk_schedule, work_of
 from kdist.plan.plan import Plan, make_plan
@@ -144,6 +144,7 @@ class PlannedModel(PlacedModel):
             1 if self.config.pipeline is None else self.config.pipeline.micro_batches,
             row_updates(optimizer, self.model.trainable_variables),
             works,
+            sums_rows(optimizer, self.model.trainable_variables),
         )
 
     def _notes(self) -> list[str]:
@@ -161,7 +162,19 @@ class PlannedModel(PlacedModel):
             notes.append(self.whole_batch.note(self.config.pipeline))
         if self.blocks:
             notes.append(self.blocks.describe())
+        if any(entry.placement.on_host for entry in self.entries.values()):
+            notes.append(self._host_note())
         return notes
+
+    def _host_note(self) -> str:
+        """Which device is the host."""
+        host = self.topology.host
+        if self.topology.host_is_apart:
+            return f"tables on the host are on {host}, which is not in the mesh"
+        return (
+            f"tables on the host are on {host}, which is a device of the mesh too, since no CPU is "
+            "left: memory is not told apart. kdist.init(cpu_devices=...) with one more gives one."
+        )
 
     def travel_notes(self) -> list[str]:
         """What the plan says of when gradients travel, beside the settings."""

@@ -10,6 +10,7 @@ from typing import Any
 from kdist._compat import keras_trainer
 from kdist.api.planned_model import PlannedModel
 from kdist.config.parallel import ParallelConfig
+from kdist.optimizer.wrappers import sums_rows
 from kdist.pipeline.work import Work
 from kdist.program.program import Program
 from kdist.rows.model import ModelStudy, study_model
@@ -125,6 +126,12 @@ class SteppedModel(PlannedModel):
         else:
             program = PipelineProgram(self.model, mean, self.staged)
         program.blocks = self.blocks
+        assert self.layouts is not None
+        program.place_tables(self.layouts.host_layers)
+        variables = self.model.trainable_variables
+        summed = sums_rows(self.model.optimizer if self.model.compiled else None, variables)
+        for table in program.tables.tables:
+            table.entry.combined = table.position in summed
         return program
 
     def fall_back(self, reason: str) -> None:

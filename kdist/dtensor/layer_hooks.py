@@ -13,6 +13,7 @@ from typing import Any
 from kdist.config.operands import lay_out, operands
 from kdist.dtensor import limits, relayout
 from kdist.dtensor.model_layouts import ModelLayouts
+from kdist.program.host_tables import looking_up
 from kdist.sharding.dims import Dim, Dims
 
 import keras
@@ -28,6 +29,13 @@ WINDOWED = (
 @contextlib.contextmanager
 def declared_layouts(layouts: ModelLayouts) -> Iterator[None]:
     """Applies `kdist.shard` declarations and activation patterns within the block."""
+    # First, so that what a look-up on the host returns is laid out as declared.
+    with looking_up(layouts.host_layers), _laid_out_calls(layouts):
+        yield
+
+
+@contextlib.contextmanager
+def _laid_out_calls(layouts: ModelLayouts) -> Iterator[None]:
     declared = {id(layer): (layer, one.inputs, one.outputs) for layer, one in layouts.layers}
     patterns = {id(layer): (layer, dims) for layer, dims in layouts.outputs}
     hooked = [(*entry, patterns.pop(key, (None, None))[1]) for key, entry in declared.items()]
@@ -37,9 +45,12 @@ def declared_layouts(layouts: ModelLayouts) -> Iterator[None]:
     tables = [
         (layer, _columns(layer, layouts))
         for layer in layouts.model_layers
-        if isinstance(layer, keras.layers.Embedding) and layouts.any_cut
+        if isinstance(layer, keras.layers.Embedding)
+        and layouts.any_cut
+        and id(layer.embeddings) not in layouts.on_host
     ]
     changed = [*windowed, *(entry[0] for entry in hooked), *(layer for layer, _ in tables)]
+    before = [(layer, layer.__dict__.get("call")) for layer in changed]
     for layer in windowed if layouts.any_cut else ():
         object.__setattr__(layer, "call", _channels_whole(layer.call))
     for layer, dim in tables:
@@ -49,8 +60,10 @@ def declared_layouts(layouts: ModelLayouts) -> Iterator[None]:
     try:
         yield
     finally:
-        for layer in changed:
+        for layer, call in before:
             layer.__dict__.pop("call", None)
+            if call is not None:
+                object.__setattr__(layer, "call", call)
 
 
 def _channels_whole(call: Callable) -> Callable:

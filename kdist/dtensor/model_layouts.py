@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_models
+from kdist.config.host import host_layers
 from kdist.config.parallel import ParallelConfig
 from kdist.config.shard import ResolvedShard, declarations, resolve_declaration
 from kdist.config.without_effect import WithoutEffect
@@ -16,8 +17,9 @@ from kdist.sharding.dims import Dims, WeightFit, inner_dims
 from kdist.sharding.layout import WeightLayout, match_pattern, resolve_layouts
 from kdist.sharding.merged_axes import Cut, merged_axes
 from kdist.sharding.mesh import Topology
-from kdist.sharding.placement import Group, Placement, place
+from kdist.sharding.placement import Group, Placement, place, place_on_host
 from kdist.sharding.strategy import parse_strategy
+from kdist.storage.host_table import HostStored
 from kdist.storage.variables import Stored, distribute, stored
 
 import keras
@@ -40,6 +42,8 @@ class ModelLayouts:
         any_cut: Whether any weight is cut.
         uncut: Declared cuts of activations that a traced program left out.
         islands: Operations that run on gathered operands, as notes name them.
+        host_layers: The layers whose tables are on the host.
+        on_host: Identities of these tables.
         left_whole: A line for each dim of a weight that its layout cuts and that does not divide.
     """
 
@@ -62,6 +66,9 @@ class ModelLayouts:
         ]
         for layer, resolved in self.layers:
             self._add_declared(layer, resolved)
+        self.host_layers = host_layers(model)
+        self.on_host = {id(layer.embeddings) for layer in self.host_layers}
+        self._refuse_cut_tables()
         self.outputs = _match_outputs(model, patterns)
         self.model_layers = keras_models.flat_layers(model)
         self.uncut: list[WithoutEffect] = []
@@ -71,6 +78,17 @@ class ModelLayouts:
         merged = merged_axes(list(self._cuts(model)), self.compute)
         self.topology = topology.with_merged(merged)
         self.compute = self.compute.with_merged(merged)
+
+    def _refuse_cut_tables(self) -> None:
+        for layer in self.host_layers:
+            layout = self.weights[id(layer.embeddings)]
+            if not layout.is_replicated:
+                raise ValueError(
+                    "A table on the host is whole there, and not cut over the mesh. Leave it out "
+                    "of the layout map and of kdist.shard, or on the device with "
+                    "kdist.place(layer, 'device'). "
+                    f"Received: {layer.embeddings.path!r} with layout {layout.dims}"
+                )
 
     def read(self, key: int) -> Dims:
         """Layout in which operations read a weight, by identity of the variable.
@@ -179,7 +197,12 @@ def placements(
         layout = layouts.weights[id(variable)]
         itemsize = tf.as_dtype(variable.dtype).size
         where = () if groups is None else groups[id(variable)]
-        placement = place(variable.path, variable.shape, itemsize, layout, topology, groups=where)
+        if id(variable) in layouts.on_host:
+            placement = place_on_host(variable.path, variable.shape, itemsize, topology, where)
+        else:
+            placement = place(
+                variable.path, variable.shape, itemsize, layout, topology, groups=where
+            )
         placed.append((variable, placement))
     return placed
 
@@ -200,6 +223,11 @@ def place_weights(
                 f"this one into it, to change the mesh or layout. Received: {variable.path!r}"
             )
     return {
-        id(variable): stored(variable) or distribute(variable, placement, topology)
+        id(variable): stored(variable) or _distributed(variable, placement, topology)
         for variable, placement in placed
     }
+
+
+def _distributed(variable: keras.Variable, placement: Placement, topology: Topology) -> Stored:
+    kind = HostStored if placement.on_host else Stored
+    return distribute(variable, placement, topology, kind)

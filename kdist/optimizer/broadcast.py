@@ -123,8 +123,10 @@ def _send_unit(jobs: Jobs, unit: UpdateUnit, source: keras.Variable, order: AnyO
     with tf.device(jobs.device(unit.owner)), order.gate(EVERYWHERE):
         value = order.leaving(source.value)
     for at, local in entry.locals.items():
+        if local is source:
+            continue
         shard = entry.placement.table[at[0]][at[1]]
-        if local is source or (unit.shard is not None and unit.shard != shard):
+        if unit.shard is not None and unit.shard != shard:
             continue
         if unit.replicated and at[0] != unit.owner[0]:
             continue

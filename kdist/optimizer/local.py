@@ -79,6 +79,15 @@ def is_elementwise(optimizer: Any) -> bool:
     return shipped and name in ELEMENTWISE
 
 
+def is_linear(optimizer: Any) -> bool:
+    """True if an update adds gradients up, so that rows of a table may be summed before it.
+
+    Keras squares, and clips, the rows of a gradient one by one, also where they are of one row.
+    """
+    clips = optimizer.clipvalue or optimizer.clipnorm or optimizer.global_clipnorm
+    return type(optimizer) is keras.optimizers.SGD and not clips
+
+
 def changes_rows_only(optimizer: Any, variable: keras.Variable) -> bool:
     """True if an update of a table from rows leaves all its other rows as they are, to the bit.
 

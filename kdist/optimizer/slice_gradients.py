@@ -16,6 +16,7 @@ from kdist.sharding.placement import (
     shape_of,
 )
 from kdist.storage import sparse
+from kdist.storage.host_table import HostStored
 from kdist.storage.parts import distinct_parts, whole_of
 from kdist.storage.variables import Stored, assemble
 
@@ -103,7 +104,12 @@ class SliceGradients:
         if self._places is not None:
             s, k = self._places[s][k]
         parts = self.gradients.get(s, {}).get(variable)
-        return None if parts is None else as_gradient(parts[k], self.placements[variable])
+        if parts is None:
+            return None
+        entry = self.entries[variable]
+        if isinstance(entry, HostStored):
+            return entry.rows_of(s, parts[k])
+        return as_gradient(parts[k], self.placements[variable])
 
     def _own(self, variable: int, k: int) -> Index:
         """The part of a variable that a gradient at inner coordinate `k` is of."""

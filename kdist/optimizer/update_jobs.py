@@ -151,7 +151,7 @@ class Jobs:
 
     def device(self, at: Coordinate) -> str:
         """TensorFlow device string of a coordinate."""
-        return self.topology.slices[at[0]].devices[at[1]]
+        return self.topology.device(at)
 
     def _make_jobs(self) -> list[Job]:
         """What the local optimizers see as one variable each: units, and buckets' vectors."""

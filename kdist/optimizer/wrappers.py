@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist.config.optimizer import OptimizerConfig
-from kdist.optimizer.local import changes_rows_only, leaf_optimizers, needs_whole
+from kdist.optimizer.local import changes_rows_only, is_linear, leaf_optimizers, needs_whole
 
 import keras
 
@@ -65,3 +65,9 @@ def row_updates(optimizer: Any, variables: Sequence[keras.Variable]) -> frozense
         for v in members
         if changes_rows_only(leaf, variables[v])
     )
+
+
+def sums_rows(optimizer: Any, variables: Sequence[keras.Variable]) -> frozenset[int]:
+    """Positions of the variables of which gradients of one row may be summed; see `is_linear`."""
+    groups = optimizer_groups(optimizer, variables)
+    return frozenset(v for leaf, members in groups for v in members if is_linear(leaf))

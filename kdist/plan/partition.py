@@ -78,6 +78,8 @@ def _decide_one(
     def stays(reason: str) -> Decision:
         return Decision(placement.path, "whole", reason)
 
+    if placement.on_host:
+        return stays("it is on the host")
     if config.level == 0:
         return stays("level 0")
     if wanted is False:

@@ -18,8 +18,8 @@ from kdist.plan.bucket import Bucket
 from kdist.plan.exchange import Exchange
 from kdist.plan.partition import Decision
 from kdist.plan.plan_summary import print_plan
-from kdist.plan.table_traffic import TableTraffic, table_traffic
-from kdist.sharding.mesh import Topology
+from kdist.plan.table_traffic import HostTraffic, TableTraffic, host_traffic, table_traffic
+from kdist.sharding.mesh import HOST, Topology
 from kdist.sharding.placement import Coordinate, Placement, UpdateUnit
 from kdist.storage.sparse import LookUp
 
@@ -104,6 +104,7 @@ class Plan:
         look_ups: By trainable variable whose gradient is rows of a table, how they are looked up.
         micro_batches: That each replica's part of a batch is cut into.
         row_updates: Trainable variables of which an update from rows changes these rows alone.
+        summed_rows: Trainable variables of which gradients of one row may be summed.
         works: What stages, or a model in chunks, do instruction by instruction; per pass, of which
             a loss over the whole batch makes two.
     """
@@ -121,6 +122,7 @@ class Plan:
     look_ups: tuple[tuple[int, LookUp], ...] = ()
     micro_batches: int = 1
     row_updates: frozenset[int] = frozenset()
+    summed_rows: frozenset[int] = frozenset()
     works: tuple[Work, ...] = dataclasses.field(default=(), compare=False)
 
     @property
@@ -143,14 +145,16 @@ class Plan:
         return unit.nbytes(self.weights[self.trainable[unit.variable]])
 
     def devices(self) -> list[DevicePlan]:
-        """Per device of the mesh, in order."""
+        """Per device of the mesh, in order; then the host, if there is something on it."""
+        slices = enumerate(self.topology.slices)
+        places = [(s, k) for s, one in slices for k in range(len(one.devices))]
+        places += [HOST] * any(w.on_host for w in self.weights)
         plans = []
-        for s, one in enumerate(self.topology.slices):
-            for k, device in enumerate(one.devices):
-                stored = sum(w.stored_bytes((s, k)) for w in self.weights)
-                mine = [u for u in self.units if u.owner == (s, k)]
-                updated = sum(self.unit_bytes(u) for u in mine)
-                plans.append(DevicePlan(device, stored, updated, len(mine)))
+        for at in places:
+            stored = sum(w.stored_bytes(at) for w in self.weights)
+            mine = [u for u in self.units if u.owner == at]
+            updated = sum(self.unit_bytes(u) for u in mine)
+            plans.append(DevicePlan(self.topology.device(at), stored, updated, len(mine)))
         return plans
 
     def traffic(self) -> list[Traffic]:
@@ -199,11 +203,22 @@ class Plan:
         """What is sent of embedding tables per step, by rows that are looked up or change."""
         found = []
         for variable, look_up in self.look_ups:
+            if self.weights[self.trainable[variable]].on_host:
+                continue
             units = [unit for unit in self.units if unit.variable == variable]
             placement = self.weights[self.trainable[variable]]
             by_rows = variable in self.row_updates
             found.append(table_traffic(placement, units, look_up, self.micro_batches, by_rows))
         return [table for table in found if table.messages]
+
+    def host_tables(self) -> list[HostTraffic]:
+        """What goes between the host and the devices per step, by tables on the host."""
+        placed = [(v, self.weights[self.trainable[v]], look_up) for v, look_up in self.look_ups]
+        return [
+            host_traffic(placement, look_up, v in self.summed_rows)
+            for v, placement, look_up in placed
+            if placement.on_host
+        ]
 
     def _count_bucket(self, bucket: Bucket, counts: dict[str, Count]) -> None:
         sizes = [sum(self.unit_bytes(self.units[n]) for n in units) for units in bucket.units]
@@ -310,6 +325,7 @@ def make_plan(
     micro_batches: int = 1,
     row_updates: frozenset[int] = frozenset(),
     works: Sequence[Work] = (),
+    summed_rows: frozenset[int] = frozenset(),
 ) -> Plan:
     """Puts a plan together; without `gathers`, what is not stored whole is gathered once."""
     if gathers is None:
@@ -329,4 +345,5 @@ def make_plan(
         micro_batches=micro_batches,
         row_updates=row_updates,
         works=tuple(works),
+        summed_rows=summed_rows,
     )

@@ -25,11 +25,14 @@ def print_plan(plan: Plan, console: Console) -> None:
     if any(not w.is_whole for w in plan.weights):
         console.print(_weights(plan, width), "")
     else:
-        print_prose(console, f"weights: {len(plan.weights)}, all of them whole on every device")
+        near = sum(not w.on_host for w in plan.weights)
+        print_prose(console, f"weights: {near}, all of them whole on every device")
     console.print(_devices(plan, width), "")
     console.print(_traffic(plan, width), "")
     if plan.tables():
         console.print(_tables(plan, width), "")
+    if plan.host_tables():
+        console.print(_host_tables(plan, width), "")
     if any(d.how != "whole" for d in plan.decisions):
         console.print(_spread(plan, width), "")
     if plan.classes is not None:
@@ -40,8 +43,9 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 def _weights(plan: Plan, width: int) -> RenderableType:
     cut = [w for w in plan.weights if not w.is_whole]
-    whole = len(plan.weights) - len(cut)
-    title = f"weights: {len(plan.weights)}, {whole} of them whole on every device"
+    near = sum(not w.on_host for w in plan.weights)
+    whole = near - len(cut)
+    title = f"weights: {near}, {whole} of them whole on every device"
     columns = [Column(name) for name in ("cut weight", "shape", "layout", "per device")]
     rows = [(w.path, str(w.shape), str(w.layout.dims), str(w.shards[0].shape)) for w in cut]
     return table(title, columns, rows, width)
@@ -59,6 +63,9 @@ def _devices(plan: Plan, width: int) -> RenderableType:
             where = [str(one.stage)] * staged + [str(one.index)]
             sizes = [readable(p.parameter_bytes), str(p.updates), readable(p.updated_bytes)]
             rows.append([p.device, *where, *sizes])
+    for p in plans:
+        sizes = [readable(p.parameter_bytes), str(p.updates), readable(p.updated_bytes)]
+        rows.append([p.device, *["-"] * staged, "host", *sizes])
     return table("devices", columns, rows, width)
 
 
@@ -82,6 +89,13 @@ def _tables(plan: Plan, width: int) -> RenderableType:
         rows,
         width,
     )
+
+
+def _host_tables(plan: Plan, width: int) -> RenderableType:
+    """What goes between the host and the devices, of tables that are there."""
+    columns = [Column("table"), number("size"), number("messages"), Column("bytes", prose=True)]
+    rows = [(t.path, readable(t.nbytes), str(t.messages), str(t)) for t in plan.host_tables()]
+    return table("rows of tables on the host, per step", columns, rows, width)
 
 
 def _spread(plan: Plan, width: int) -> RenderableType:

@@ -57,6 +57,71 @@ class TableTraffic:
         return text + f", {self.changed_bytes} B x rows that change" * bool(self.changed_bytes)
 
 
+@dataclasses.dataclass(frozen=True)
+class HostTraffic:
+    """How rows of a table on the host travel, per step.
+
+    Attributes:
+        path: Keras path of the table.
+        nbytes: Of the table.
+        messages: Tensors sent from one device to another.
+        down: Bytes sent to the devices of a replica, divided by the rows that it looks up, each
+            counted once.
+        up: Bytes sent to the host, divided by the same: indices.
+        back: Bytes of gradients and their indices, divided by the rows of the gradient: those, if
+            `combined`, else one for each look-up.
+        combined: Whether gradients of one row are summed before they travel.
+        replicas: How many replicas look up rows of their own.
+    """
+
+    path: str
+    nbytes: int
+    messages: int
+    down: int
+    up: int
+    back: int
+    combined: bool
+    replicas: int
+
+    def sent(self, rows: int, look_ups: int) -> tuple[int, int]:
+        """Bytes (to the devices, to the host) of a step.
+
+        Args:
+            rows: Different rows that one replica looks up.
+            look_ups: How many look-ups these are.
+        """
+        gradients = rows if self.combined else look_ups
+        to_host = rows * self.up + gradients * self.back
+        return self.replicas * rows * self.down, self.replicas * to_host
+
+    def __str__(self) -> str:
+        back = "" if self.combined else f", {self.back} B x look-ups"
+        up = self.up + self.back * self.combined
+        return f"{self.down} B x rows of a replica to it; {up} B x rows{back} to the host"
+
+
+def host_traffic(placement: Placement, look_up: LookUp, combined: bool) -> HostTraffic:
+    """Counts what goes between the host and the replicas that look rows of a table up.
+
+    Args:
+        placement: Where the table is: on the host.
+        look_up: How its rows are looked up.
+        combined: Whether gradients of one row are summed before they travel.
+    """
+    replicas, devices = len(placement.slices), len(placement.table[0])
+    row = placement.nbytes // placement.shape[0]
+    return HostTraffic(
+        path=placement.path,
+        nbytes=placement.nbytes,
+        messages=replicas * (1 + devices + 2 - combined),
+        down=row * devices,
+        up=look_up.index_bytes,
+        back=row + look_up.index_bytes * (not combined),
+        combined=combined,
+        replicas=replicas,
+    )
+
+
 def table_traffic(
     placement: Placement,
     units: Sequence[UpdateUnit],

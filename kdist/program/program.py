@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_models, keras_trainer
 from kdist.config.recompute import Blocks
 from kdist.program.blocks import named
+from kdist.program.forward_scope import ForwardScope
+from kdist.program.host_tables import HostTable, HostTables, TableRows
 from kdist.program.loss import CountedLoss, SharedLoss, TermKind, added_parts, term_kinds
 from kdist.program.loss_parts import collected, penalty_name
 from kdist.storage import sparse
+from kdist.storage.variables import backing_of
 
 import keras
 import tensorflow as tf
@@ -91,40 +94,6 @@ class Traced:
     """The layer that added each `add_loss` value of `Program.collect`; None for one outside."""
 
 
-class ForwardScope(keras.StatelessScope):
-    """The scope of a program's forward pass.
-
-    A layer may write a trainable variable in its call (SpectralNormalization does). On one device
-    the gradient is then taken at the written value, and does not flow through how it was computed:
-    so here.
-
-    Attributes:
-        given: The value that each variable came with, by identity.
-        written: The variables that were written, by identity.
-    """
-
-    def __init__(
-        self, mapping: Sequence[tuple[keras.Variable, Any]], trainable: Sequence[keras.Variable]
-    ) -> None:
-        super().__init__(mapping, collect_losses=True)
-        self.given = dict(self.state_mapping)
-        self.written: dict[int, keras.Variable] = {}
-        self._trainable = {id(v) for v in trainable}
-
-    def current(self, variable: keras.Variable) -> Any:
-        """The value that a variable has by now, None if it was neither given nor written."""
-        return self.state_mapping.get(id(variable))
-
-    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        """Notes the new value of a variable."""
-        variable, value = update
-        self.written[id(variable)] = variable
-        if id(variable) in self._trainable:
-            given = self.given[id(variable)]
-            value = tf.stop_gradient(value) + (given - tf.stop_gradient(given))
-        super().add_update((variable, value))
-
-
 class Program:
     """The pure functions of one model.
 
@@ -143,6 +112,25 @@ class Program:
         self.state = ModelState.of(model)
         self.trained = Traced()
         self.tested = Traced()
+        self.tables = HostTables([], self._for_tables, [])
+
+    def place_tables(self, layers: Sequence[keras.layers.Embedding]) -> None:
+        """Notes whose tables are on the host."""
+        known = {id(v): i for i, v in enumerate(self.state.trainable)}
+        tables = [
+            HostTable(layer, known[id(layer.embeddings)], backing_of(layer.embeddings))
+            for layer in layers
+        ]
+        placed = {id(layer.embeddings) for layer in layers}
+        others = [v for v in self.state.written if id(v) not in placed]
+        self.tables = HostTables(tables, self._for_tables, others)
+
+    def _for_tables(self, x: Any, training: bool, tables: Any, values: Mapping[int, Any]) -> None:
+        """See `HostTables`."""
+        variables = [v for v in self.state.written if id(v) in values]
+        mapping = [(v, values[id(v)]) for v in variables]
+        with ForwardScope(mapping, self.state.trainable, tables, self.tables.layers):
+            self._call(x, training)
 
     @functools.cached_property
     def kinds(self) -> list[TermKind]:
@@ -340,12 +328,20 @@ class Program:
             for i, g in enumerate(found)
             if g is not None and sparse.is_sparse(g)
         }
+        for i, look_up in self.tables.look_ups.items():
+            if found[i] is not None:
+                self.trained.rows[i] = look_up
         return [g for g in found if g is not None]
 
     def scope(self, params: Sequence[Any], carried: Sequence[Any]) -> ForwardScope:
         """The scope in which the model's variables have these values."""
         mapping = [*zip(self.state.trainable, params), *zip(self.state.carried, carried)]
-        return ForwardScope(mapping, self.state.trainable)
+        if not self.tables:
+            return ForwardScope(mapping, self.state.trainable)
+        placed = {id(layer.embeddings) for layer in self.tables.layers}
+        rows = TableRows({id(v): value for v, value in mapping if id(v) in placed})
+        mapping = [(v, value) for v, value in mapping if id(v) not in placed]
+        return ForwardScope(mapping, self.state.trainable, rows, self.tables.layers)
 
     def _call(self, x: Any, training: bool) -> Any:
         with named(self.blocks):

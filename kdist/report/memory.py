@@ -67,7 +67,9 @@ def measure(parallel: Any, live: LiveTensors | None) -> tuple[DeviceMemory, ...]
         parallel: What kdist attached to a model.
         live: The analysed step, if there is one.
     """
-    devices = parallel.topology.devices
+    topology, devices = parallel.topology, list(parallel.topology.devices)
+    if topology.host_is_apart and any(e.placement.on_host for e in parallel.entries.values()):
+        devices.append(topology.host)
     parameters, slots = dict.fromkeys(devices, 0), dict.fromkeys(devices, 0)
     for entry in parallel.entries.values():
         for at, local in entry.locals.items():

@@ -118,6 +118,7 @@ class MeshRunner:
 
     def outputs(self, batch: SplitBatch) -> list[dict[str, Any]]:
         """See `PlainRunner.outputs`."""
+        self.program.tables.fetch(batch, training=False)
         data = [self.inputs.data(part[0]) for part in batch.parts]
         inputs = [(*self._state_of(s), x) for s, x in enumerate(data)]
         results = []
@@ -135,6 +136,7 @@ class MeshRunner:
         extra: tuple,
         begin: Begin | None = None,
     ) -> list[dict[str, Any]]:
+        self.program.tables.fetch(batch, training)
         state = [self._state_of(s) for s in range(len(batch.parts))]
         parts = [self.inputs.data(part) for part in batch.parts]
         rows = row_shares(batch)

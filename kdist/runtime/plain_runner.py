@@ -136,6 +136,7 @@ class PlainRunner:
         extra: tuple,
         begin: Begin | None = None,
     ) -> list[dict[str, Any]]:
+        self.program.tables.fetch(batch, training)
         inputs = self._all_inputs()
         rows = row_shares(batch)
         firsts = [tf.constant(float(r == 0), tf.float64) for r in range(len(inputs))]
@@ -198,11 +199,13 @@ class PlainRunner:
 
     def outputs(self, batch: SplitBatch) -> list[dict[str, Any]]:
         """Outputs of every slice in inference mode, and new state; see `Program.infer`."""
+        self.program.tables.fetch(batch, training=False)
         given = zip(self._all_inputs(), batch.parts, strict=True)
         return self._on_all(self._forward, [(*inputs, part[0]) for inputs, part in given])
 
     def collect(self, batch: SplitBatch, training: bool) -> Collected:
         """Forward pass of every slice without a loss."""
+        self.program.tables.fetch(batch, training)
         inputs = self._all_inputs()
         given = zip(inputs, batch.parts, strict=True)
         results = self._on_all(self._collect, [(*one, p[0], training) for one, p in given])

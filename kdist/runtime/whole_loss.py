@@ -17,8 +17,9 @@ from kdist._compat import keras_trainer
 from kdist.optimizer.gradients import GradientSource
 from kdist.optimizer.reduction import Reduction
 from kdist.program.batch import SplitBatch, join
+from kdist.program.forward_scope import ForwardScope
 from kdist.program.loss_parts import LossParts, compute_loss
-from kdist.program.program import ForwardScope, attach_masks
+from kdist.program.program import attach_masks
 from kdist.program.state import combined
 from kdist.runtime.loss_terms import OVERRIDDEN
 from kdist.runtime.metrics import join_masks

@@ -24,6 +24,9 @@ PIPE_NAME = "pipe"
 _RESERVED = ("unsharded", "match", "any")
 _SHOWN_SLICES = 16
 
+HOST = (1 << 30, 0)
+"""Stands in place of a (slice, inner) coordinate for the host, behind all of them."""
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -113,6 +116,8 @@ class Topology:
             axis, then those of the next one.
         num_stages: number of stages of the pipeline, 1 where there is no `pipe` axis.
         merged: groups of inner axes that cut dims together only, see `with_merged`.
+        host: the device that plays the host, whose memory holds what `kdist.place` puts there: a
+            CPU outside the mesh where there is one, else a CPU that is a device of the mesh too.
     """
 
     axis_names: tuple[str, ...]
@@ -122,6 +127,7 @@ class Topology:
     slices: tuple[Slice, ...]
     num_stages: int = 1
     merged: tuple[tuple[str, ...], ...] = ()
+    host: str = ""
 
     @classmethod
     def from_mesh(
@@ -165,7 +171,8 @@ class Topology:
         check_inner_axes_local(axis_names, shape, data_axis, owner)
         if available is None:
             available = [device.name for device in tf.config.list_logical_devices()]
-        check_devices_exist(devices, [Device.parse(name) for name in available])
+        known = [Device.parse(name) for name in available]
+        check_devices_exist(devices, known)
 
         grid = np.array([device.name for device in devices], dtype=object).reshape(shape)
         outer = [name for name in (PIPE_NAME, data_axis) if name in axis_names]
@@ -178,7 +185,17 @@ class Topology:
             Slice(number % replicas, tuple(row), number // replicas)
             for number, row in enumerate(rows)
         )
-        return cls(axis_names, shape, data_axis, inner, slices, stages)
+        host = _host(devices, known)
+        return cls(axis_names, shape, data_axis, inner, slices, stages, host=host)
+
+    def device(self, at: tuple[int, int]) -> str:
+        """The TensorFlow device of a (slice, inner) coordinate, or of `HOST`."""
+        return self.host if at == HOST else self.slices[at[0]].devices[at[1]]
+
+    @property
+    def host_is_apart(self) -> bool:
+        """Whether the host is no device of the mesh."""
+        return self.host not in self.devices
 
     @property
     def data_size(self) -> int:
@@ -364,6 +381,13 @@ def _check_axes(axis_names: tuple[str, ...], shape: tuple[int, ...]) -> str | No
             f"{received}"
         )
     return names[0] if names else None
+
+
+def _host(devices: Sequence[Device], available: Sequence[Device]) -> str:
+    """Returns the first CPU that is not in the mesh, the first CPU where all are."""
+    near = [d for d in available if d.kind == "CPU" and d.process == devices[0].process]
+    apart = [d for d in near if d not in set(devices)]
+    return next((d.name for d in (*apart, *near)), "")
 
 
 def _by(axes: dict[str, int]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from kdist.sharding.layout import WeightLayout
-from kdist.sharding.mesh import Topology
+from kdist.sharding.mesh import HOST, Topology
 
 Index = tuple[slice, ...]
 Coordinate = tuple[int, int]
@@ -90,21 +90,29 @@ class Placement:
         """Bytes of the whole variable."""
         return math.prod(self.shape) * self.itemsize
 
+    @property
+    def on_host(self) -> bool:
+        """True for a table that is on the host, of which slices get rows."""
+        return self.shards[0].holders == (HOST,)
+
     def shard_at(self, coordinate: Coordinate) -> Shard:
         """The shard that compute at a (slice, inner) coordinate uses."""
+        if self.on_host:
+            return self.shards[0]
         return self.shards[self.table[coordinate[0]][coordinate[1]]]
 
     def source(self, coordinate: Coordinate) -> Coordinate:
         """Where compute at a coordinate gets its shard from: itself, unless it stores none."""
+        if self.on_host:
+            return HOST
         if self.resident is None:
             return coordinate
         return self.resident, coordinate[1]
 
     def stored_bytes(self, coordinate: Coordinate) -> int:
         """Bytes of the variable that a coordinate stores."""
-        if coordinate not in self.shard_at(coordinate).holders:
-            return 0
-        return math.prod(self.shard_at(coordinate).shape) * self.itemsize
+        held = next((shard for shard in self.shards if coordinate in shard.holders), None)
+        return 0 if held is None else math.prod(held.shape) * self.itemsize
 
     def inner_index(self, inner: int) -> Index:
         """The part of the variable that compute sees at an inner coordinate.
@@ -165,6 +173,21 @@ def place(
     )
     groups = tuple(groups)
     return Placement(path, shape, itemsize, layout, shards, table, data_dim, resident, groups)
+
+
+def place_on_host(
+    path: str,
+    shape: Sequence[int],
+    itemsize: int,
+    topology: Topology,
+    groups: Sequence[Group] = (),
+) -> Placement:
+    """Puts a variable on the host, whole; see `place`."""
+    shape = tuple(int(n) for n in shape)
+    shard = Shard(tuple(slice(0, n) for n in shape), (HOST,))
+    table = ((0,) * topology.inner_size,) * len(topology.slices)
+    layout = WeightLayout.replicated(len(shape))
+    return Placement(path, shape, itemsize, layout, (shard,), table, groups=tuple(groups))
 
 
 def coordinate_of(topology: Topology, data: int, inner: int) -> dict[str, int]:
@@ -247,7 +270,7 @@ def assign_owners(
             for n, shard in enumerate(placement.shards):
                 unit = UpdateUnit(v, n, every[0])
                 work.append((unit.nbytes(placement), [unit], [(c,) for c in shard.holders]))
-    load = dict.fromkeys(every, 0)
+    load = dict.fromkeys((*every, HOST), 0)
     units = []
     for size, families, choices in _merged(work, together):
         owners = min(choices, key=lambda c: (load[c[0]], c))

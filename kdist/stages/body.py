@@ -18,9 +18,10 @@ from typing import Any, Protocol
 
 from kdist._compat import keras_models, keras_trainer
 from kdist.program.blocks import named
+from kdist.program.forward_scope import ForwardScope
 from kdist.program.loss import added_parts
 from kdist.program.loss_parts import LossParts, collected
-from kdist.program.program import ForwardScope, Program
+from kdist.program.program import Program
 from kdist.stages.leaves import leaves, rebuild
 from kdist.stages.stages import StagedModel
 

@@ -82,7 +82,7 @@ class Stored:
 
     def device(self, at: Coordinate) -> str:
         """The TensorFlow device of a coordinate."""
-        return self.topology.slices[at[0]].devices[at[1]]
+        return self.topology.device(at)
 
     def whole(self) -> Any:
         """The whole value, assembled from one copy of each shard."""
@@ -283,18 +283,24 @@ def stored(variable: keras.Variable) -> Stored | None:
     return backing_of(variable)
 
 
-def distribute(variable: keras.Variable, placement: Placement, topology: Topology) -> Stored:
+def distribute(
+    variable: keras.Variable,
+    placement: Placement,
+    topology: Topology,
+    kind: type[Stored] = Stored,
+) -> Stored:
     """Takes a variable over: makes its local copies and turns it into their whole view.
 
     Args:
         variable: A built Keras variable.
         placement: Where its parts go.
         topology: The mesh.
+        kind: What is behind the variable.
 
     Returns:
         The local copies.
     """
-    entry = Stored(variable, placement, topology)
+    entry = kind(variable, placement, topology)
     # With copies, a tf.Variable to write to would be one of them: then there is only the value.
     only = next(iter(entry.locals.values())) if len(entry.locals) == 1 else None
     become_view(variable, entry, only if placement.is_whole else None)
@@ -346,6 +352,8 @@ def _view_class(base: type) -> type:
 
     def value(self: Any) -> Any:
         mapped = keras_trainer.current_value(self)
+        if getattr(self.__dict__[ATTRIBUTE], "by_rows", False):
+            raise self.__dict__[ATTRIBUTE].read_whole()
         if mapped is not None:
             return keras_trainer.autocast(self, mapped)
         tensor = keras_trainer.tf_variable(self)

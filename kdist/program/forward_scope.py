@@ -1,0 +1,65 @@
+"""The scope in which a program calls the model: values in place of variables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kdist.program.host_tables import looking_up
+
+import keras
+import tensorflow as tf
+
+
+class ForwardScope(keras.StatelessScope):
+    """The scope of a program's forward pass.
+
+    A layer may write a trainable variable in its call (SpectralNormalization does). On one device
+    the gradient is then taken at the written value, and does not flow through how it was computed:
+    so here.
+
+    Args:
+        mapping: Variables and their values.
+        trainable: Those of them that train.
+        tables: Where look-ups in tables on the host get rows, if there are such tables.
+        layers: The layers that look these up.
+
+    Attributes:
+        given: The value that each variable came with, by identity.
+        written: The variables that were written, by identity.
+    """
+
+    def __init__(
+        self,
+        mapping: Sequence[tuple[keras.Variable, Any]],
+        trainable: Sequence[keras.Variable],
+        tables: Any = None,
+        layers: Sequence[keras.layers.Embedding] = (),
+    ) -> None:
+        super().__init__(mapping, collect_losses=True)
+        self.tables = tables
+        self._looking_up = looking_up(layers)
+        self.given = dict(self.state_mapping)
+        self.written: dict[int, keras.Variable] = {}
+        self._trainable = {id(v) for v in trainable}
+
+    def __enter__(self) -> ForwardScope:
+        self._looking_up.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._looking_up.__exit__(None, None, None)
+
+    def current(self, variable: keras.Variable) -> Any:
+        """The value that a variable has by now, None if it was neither given nor written."""
+        return self.state_mapping.get(id(variable))
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        """Notes the new value of a variable."""
+        variable, value = update
+        self.written[id(variable)] = variable
+        if id(variable) in self._trainable:
+            given = self.given[id(variable)]
+            value = tf.stop_gradient(value) + (given - tf.stop_gradient(given))
+        super().add_update((variable, value))

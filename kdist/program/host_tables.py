@@ -1,0 +1,253 @@
+"""Tables on the host, as programs see them: rows that were fetched before a program runs.
+
+A program cannot ask the host while it runs on a device. So what it will look up is computed before,
+by the part of the model's own call that leads from its inputs to the indices, and each table's
+place among the program's parameters is taken by the rows of its look-ups, one after the other. The
+layer then takes as many of them as it has indices. What the gradient of these rows is, is the
+table's gradient as rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kdist._compat import keras_trainer
+from kdist.program.batch import SplitBatch
+from kdist.program.vjp import pruned
+from kdist.storage.host_table import HostStored
+from kdist.storage.sparse import LookUp, depends_on
+from kdist.storage.variables import backing_of
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+RANDOM = ("Random", "StatefulRandom", "StatefulStandard", "StatefulUniform", "Multinomial")
+"""How the names of operations begin that draw other numbers each time they run."""
+
+
+class TableRows:
+    """What a program's look-ups return: the rows that it was given.
+
+    Args:
+        rows: By identity of the table, the rows of all of its look-ups, in their order.
+    """
+
+    def __init__(self, rows: Mapping[int, Any]) -> None:
+        self._rows = dict(rows)
+        self._taken = dict.fromkeys(rows, 0)
+
+    def look_up(self, layer: keras.layers.Embedding, ids: Any) -> Any:
+        """The rows of some indices: the next ones."""
+        table = layer.embeddings
+        rows, start = self._rows[id(table)], self._taken[id(table)]
+        known = None not in ids.shape
+        size = math.prod(ids.shape) if known else tf.size(ids)
+        if not (known and isinstance(start, int) and (start, rows.shape[0]) == (0, size)):
+            rows = rows[start : start + size]
+        self._taken[id(table)] = start + size
+        shape = [*ids.shape] if known else tf.shape(ids)
+        rows = keras_trainer.autocast(table, rows)
+        return tf.reshape(rows, tf.concat([shape, rows.shape[1:]], 0))
+
+
+class Recorded:
+    """Notes what is looked up, and returns placeholders for the rows.
+
+    Attributes:
+        ids: By identity of the table, the indices of each look-up.
+        rows: The placeholders, with the layer.
+    """
+
+    def __init__(self) -> None:
+        self.ids: dict[int, list[Any]] = {}
+        self.rows: list[tuple[Any, str]] = []
+
+    def look_up(self, layer: keras.layers.Embedding, ids: Any) -> Any:
+        """See `TableRows`."""
+        table = layer.embeddings
+        self.ids.setdefault(id(table), []).append(ids)
+        rows = tf.compat.v1.placeholder(table.dtype, [*ids.shape, table.shape[1]])
+        self.rows.append((rows, f"rows of {table.path!r}"))
+        return keras_trainer.autocast(table, rows)
+
+    def indices(self, table: keras.Variable) -> Any:
+        """Those of all look-ups in a table, flat."""
+        found = self.ids.get(id(table), [])
+        dtype = tf.int64 if any(t.dtype == tf.int64 for t in found) else tf.int32
+        flat = [tf.reshape(tf.cast(t, dtype), [-1]) for t in found]
+        return tf.concat(flat, 0) if flat else tf.zeros([0], dtype)
+
+
+@contextlib.contextmanager
+def looking_up(layers: Sequence[keras.layers.Embedding]) -> Iterator[None]:
+    """Has layers take the rows of their tables from the scope that they are called in.
+
+    Within another such block it does nothing.
+    """
+    fresh = [one for one in layers if not backing_of(one.embeddings).by_rows]
+    before = [one.__dict__.get("call") for one in fresh]
+    for layer in fresh:
+        backing_of(layer.embeddings).by_rows = True
+        object.__setattr__(layer, "call", _looks_up(layer, layer.call))
+    try:
+        yield
+    finally:
+        for layer, call in zip(fresh, before):
+            backing_of(layer.embeddings).by_rows = False
+            layer.__dict__.pop("call")
+            if call is not None:
+                object.__setattr__(layer, "call", call)
+
+
+def _looks_up(layer: keras.layers.Embedding, call: Callable) -> Callable:
+    def looks_up(inputs: Any, reverse: bool = False) -> Any:
+        if reverse:
+            return call(inputs, reverse=True)
+        if isinstance(inputs, tf.SparseTensor | tf.RaggedTensor):
+            raise ValueError(
+                "A table on the host is looked up with dense indices. Make them dense, with "
+                f"to_dense() or to_tensor(). Received: layer {layer.name!r} called with {inputs}"
+            )
+        ids = inputs if inputs.dtype in (tf.int32, tf.int64) else ops.cast(inputs, "int32")
+        rows = keras_trainer.running_scope().tables.look_up(layer, ids)
+        made = ops.cast(rows, layer.compute_dtype)
+        mask = layer.compute_mask(inputs)
+        if mask is not None:
+            keras_trainer.set_mask(made, mask)
+        return made
+
+    return looks_up
+
+
+@dataclasses.dataclass(frozen=True)
+class HostTable:
+    """A trainable table on the host.
+
+    Attributes:
+        layer: The layer that looks rows of it up.
+        position: Among the trainable variables.
+        entry: Where it is.
+    """
+
+    layer: keras.layers.Embedding
+    position: int
+    entry: HostStored
+
+
+class HostTables:
+    """The tables of a model that are on the host.
+
+    Args:
+        tables: The tables.
+        forward: Calls the model in a scope whose look-ups are given: (x, training, look-ups,
+            values by identity of the variable).
+        variables: All variables that the model reads, but the tables.
+
+    Attributes:
+        look_ups: By position of the table, how its rows are looked up in training, once known.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[HostTable],
+        forward: Callable,
+        variables: Sequence[keras.Variable],
+    ) -> None:
+        self.tables = list(tables)
+        self.layers = [one.layer for one in tables]
+        self.look_ups: dict[int, LookUp] = {}
+        self._forward = forward
+        self._variables = list(variables)
+        self._functions: dict[Any, Any] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.tables)
+
+    def fetch(self, batch: SplitBatch, training: bool) -> None:
+        """Fetches what the slices' programs will look up, in the graph of now.
+
+        Args:
+            batch: The batch.
+            training: Whether for the programs of training.
+        """
+        for r, (x, _, _) in enumerate(batch.parts) if self.tables else ():
+            where = [self._slice(one, r) for one in self.tables]
+            with tf.device(self.tables[0].entry.device((where[0], 0))):
+                indices = self._indices(x, training)
+            for table, s, one in zip(self.tables, where, indices, strict=True):
+                table.entry.look_up(s, one)
+
+    @staticmethod
+    def _slice(table: HostTable, replica: int) -> int:
+        """The slice of a replica that looks a table up."""
+        entry = table.entry
+        return next(s for s in entry.placement.slices if entry.topology.slices[s].index == replica)
+
+    def _indices(self, x: Any, training: bool) -> Sequence[Any]:
+        """Per table, all indices that a replica looks up in it, in order, flat."""
+        leaves = tf.nest.flatten(x, expand_composites=True)
+        given = [tf.convert_to_tensor(t) for t in leaves if t is not None]
+        specs = tuple(tf.TensorSpec(t.shape, t.dtype) for t in given)
+        key = training, repr(tf.nest.map_structure(type, x)), specs
+        if key not in self._functions:
+            with tf.init_scope():
+                self._functions[key] = self._function(x, specs, training)
+        return self._functions[key](*given)
+
+    def _function(self, x: Any, specs: Sequence[tf.TensorSpec], training: bool) -> Callable:
+        """From the model's inputs to the indices: that part of the model's call alone."""
+        sources: list[tuple[Any, str]] = []
+
+        def indices(*tensors: Any) -> list[Any]:
+            given = iter(tensors)
+            like = tf.nest.flatten(x, expand_composites=True)
+            leaves = [None if t is None else next(given) for t in like]
+            values = {}
+            for v in self._variables:
+                values[id(v)] = tf.compat.v1.placeholder(v.dtype, v.shape)
+                sources.append((values[id(v)], f"variable {v.path!r}"))
+            recorded = Recorded()
+            filled = tf.nest.pack_sequence_as(x, leaves, expand_composites=True)
+            self._forward(filled, training, recorded, values)
+            sources.extend(recorded.rows)
+            return [recorded.indices(one.layer.embeddings) for one in self.tables]
+
+        whole = tf.compat.v1.wrap_function(indices, list(specs))
+        inputs, results = whole.inputs[: len(specs)], whole.outputs
+        for table, result in zip(self.tables, results, strict=True):
+            _check_sources(table, result, sources)
+            if training:
+                by_batch = depends_on(result, inputs)
+                self.look_ups[table.position] = LookUp(by_batch, index_bytes=result.dtype.size)
+        return pruned(whole, inputs, results)
+
+
+def _check_sources(table: HostTable, ids: Any, sources: Sequence[tuple[Any, str]]) -> None:
+    """Refuses indices that are not known before the model runs.
+
+    Raises:
+        ValueError: They follow from weights, from rows of a table, or from random numbers.
+    """
+    named = {tensor.op.name: what for tensor, what in sources}
+    waiting, seen = [ids.op], set()
+    while waiting:
+        operation = waiting.pop()
+        if operation.name in seen:
+            continue
+        seen.add(operation.name)
+        what = named.get(operation.name, "")
+        if operation.type.startswith(RANDOM):
+            what = f"random numbers, {operation.name!r}"
+        if what:
+            raise ValueError(
+                "Rows of a table on the host are fetched before the model runs, so which they are "
+                "must follow from the model's inputs alone. Leave the table on the device: "
+                "kdist.place(layer, 'device'). Received: layer "
+                f"{table.layer.path or table.layer.name!r}, whose indices follow from {what}"
+            )
+        waiting.extend(t.op for t in operation.inputs)

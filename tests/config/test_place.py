@@ -1,0 +1,135 @@
+"""What `kdist.place` takes, and which tables cannot be on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import kdist
+
+import keras
+import numpy as np
+import pytest
+
+TOKENS = np.zeros((4, 3), "int32")
+
+
+def model(table: keras.layers.Layer, after: Callable[[Any], Any] = lambda x: x) -> keras.Model:
+    tokens = keras.Input((3,), dtype="int32")
+    return keras.Model(tokens, keras.layers.Dense(1)(keras.layers.Flatten()(after(table(tokens)))))
+
+
+def parallel(made: keras.Model, **options: Any) -> keras.Model:
+    mesh = options.pop("mesh", {"data": 2})
+    return kdist.parallelize(made, kdist.ParallelConfig(mesh=kdist.mesh(**mesh), **options))
+
+
+def trained(made: keras.Model, **options: Any) -> keras.Model:
+    parallel(made, **options).compile("sgd", "mse")
+    made.train_on_batch(TOKENS, np.zeros((4, 1)))
+    return made
+
+
+def test_another_place() -> None:
+    with pytest.raises(ValueError, match="'host' or the 'device'.*Received: where='disk'"):
+        kdist.place(keras.layers.Embedding(5, 2), "disk")  # type: ignore[arg-type]
+
+
+def test_no_layer() -> None:
+    with pytest.raises(ValueError, match="takes a keras layer"):
+        kdist.place(3)  # type: ignore[arg-type]
+
+
+def test_no_table() -> None:
+    with pytest.raises(ValueError, match="Leave this layer where it is.*'down' of type Dense"):
+        kdist.place(keras.layers.Dense(3, name="down"))
+
+
+def test_a_model_names_the_tables_inside() -> None:
+    made = model(keras.layers.Embedding(5, 2, name="table"))
+    with pytest.raises(ValueError, match=r"Place these one by one: \['table'\]"):
+        kdist.place(made)
+
+
+def test_tied_weights_are_a_second_use() -> None:
+    tied = keras.layers.ReversibleEmbedding(5, 2, tie_weights=True, name="tied")
+    with pytest.raises(ValueError, match="used whole a second time.*reverse=True.*layer 'tied'"):
+        kdist.place(tied)
+
+
+def test_a_call_of_its_own() -> None:
+    class Scaled(keras.layers.Embedding):
+        def call(self, inputs: Any) -> Any:
+            return 2 * super().call(inputs)
+
+    with pytest.raises(ValueError, match="this class has its own.*type Scaled"):
+        kdist.place(Scaled(5, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"embeddings_regularizer": "l2"}, "penalty over all of its rows"),
+        ({"lora_rank": 2}, "LoRA"),
+        ({"trainable": False}, "does not train"),
+    ],
+)
+def test_tables_that_cannot(options: dict[str, Any], why: str) -> None:
+    made = model(kdist.place(keras.layers.Embedding(5, 2, name="table", **options)))
+    with pytest.raises(ValueError, match=f"layer 'table', whose table.*{why}"):
+        parallel(made)
+
+
+def test_a_layout() -> None:
+    made = model(kdist.place(keras.layers.Embedding(6, 2, name="table")))
+    layouts = {"table/embeddings": ("model", None)}
+    with pytest.raises(ValueError, match=r"whole there.*'table/embeddings' with layout \('model'"):
+        parallel(made, mesh={"model": 2}, layout_map=layouts)
+
+
+def test_layers_over_the_whole_batch() -> None:
+    made = model(kdist.place(keras.layers.Embedding(6, 2, name="table")))
+    with pytest.raises(ValueError, match=r"batch_semantics='global'.*\['table'\]"):
+        parallel(made, batch_semantics="global")
+
+
+def test_a_second_use_is_named() -> None:
+    table = kdist.place(keras.layers.Embedding(6, 2, name="table"))
+
+    class Head(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return x @ keras.ops.transpose(table.embeddings)
+
+    made = model(table, Head(name="head"))
+    with pytest.raises(ValueError, match="'table/embeddings', read whole in '.*head"):
+        trained(made)
+
+
+def test_indices_that_follow_from_weights() -> None:
+    table = kdist.place(keras.layers.Embedding(6, 2, name="table"))
+    tokens = keras.Input((3,), dtype="int32")
+    hidden = keras.layers.Dense(3, name="hidden")(keras.ops.cast(tokens, "float32"))
+    chosen = keras.ops.cast(keras.ops.clip(hidden, 0, 5), "int32")
+    made = keras.Model(tokens, keras.layers.Dense(1)(keras.layers.Flatten()(table(chosen))))
+    with pytest.raises(ValueError, match="layer 'table', whose indices follow from variable 'hid"):
+        trained(made)
+
+
+def test_indices_that_follow_from_rows() -> None:
+    table = kdist.place(keras.layers.Embedding(6, 2, name="table"))
+
+    class Again(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return table(keras.ops.cast(keras.ops.abs(x[..., 0]) > 0, "int32"))
+
+    with pytest.raises(ValueError, match="follow from rows of 'table/embeddings'"):
+        trained(model(table, Again()))
+
+
+def test_host_embedding_comes_back_from_its_configuration() -> None:
+    layer = kdist.layers.HostEmbedding(7, 3, mask_zero=True, name="table")
+    again = kdist.layers.HostEmbedding.from_config(layer.get_config())
+    assert (again.input_dim, again.output_dim, again.mask_zero) == (7, 3, True)
+    made = model(again)
+    assert parallel(made).plan().weights[0].on_host
+    assert not parallel(model(kdist.place(layer, "device"))).plan().weights[0].on_host

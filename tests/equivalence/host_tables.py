@@ -1,0 +1,75 @@
+"""Models with tables on the host: looked up twice, with duplicates, by indices the model makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kdist
+
+import keras
+import numpy as np
+
+from .case import CLASSES, FEED_FORWARD, Case, labels
+
+ROWS = 48
+"""Of the table that two features share; a batch looks up fewer."""
+
+
+class Wide(keras.layers.Layer):
+    """Looks up pairs of tokens in a table of its own, by indices that it computes."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name)
+        self.table = keras.layers.Embedding(30, 3, name="pairs")
+
+    def call(self, tokens: Any) -> Any:
+        pairs = keras.ops.reshape(tokens, (-1, 3, 2))
+        return keras.ops.mean(self.table(keras.ops.sum(pairs, -1) % 30), axis=1)
+
+
+def _build() -> keras.Model:
+    tokens = keras.Input((6,), dtype="int32", name="tokens")
+    tags = keras.Input((2,), dtype="int32", name="tags")
+    table = keras.layers.Embedding(ROWS, 8, mask_zero=True, name="vocabulary")
+    # A short batch has a stand-in row: averages over no valid position are no numbers.
+    deep = keras.layers.GlobalAveragePooling1D(name="pool")(table(tokens))
+    both = [deep, keras.layers.Flatten()(table(tags)), Wide("wide")(tokens)]
+    x = keras.layers.Concatenate()(both)
+    x = keras.layers.Dense(16, "gelu", name="up")(x)
+    x = keras.layers.Dense(8, name="down")(x)
+    return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(x), name="tables")
+
+
+class Subclassed(keras.Model):
+    """The same, with a call of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(name="tables")
+        self.inner = _build()
+
+    def call(self, inputs: Any) -> Any:
+        return self.inner(inputs)
+
+
+def _subclassed() -> keras.Model:
+    model = Subclassed()
+    model([np.zeros((2, 6), "int32"), np.zeros((2, 2), "int32")])
+    return model
+
+
+def _data(seed: int, samples: int) -> Any:
+    rng = np.random.default_rng(seed)
+    tokens = labels(rng, samples, 6, classes=12)
+    tokens[:, 0] += 1  # a position that counts in every example
+    return [tokens, labels(rng, samples, 2, classes=ROWS)], labels(rng, samples), None
+
+
+TABLES = Case(name="tables", build=_build, data=_data, layout_map=FEED_FORWARD)
+SUBCLASSED = Case(name="subclassed", build=_subclassed, data=_data, layout_map=FEED_FORWARD)
+
+
+def on_host(model: keras.Model) -> None:
+    """Places every table of a model."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.Embedding):
+            kdist.place(layer, "host")

@@ -1,0 +1,108 @@
+"""A model whose tables are on the host equals one plain device, with every optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .features import BY_NAME as FEATURES
+from .harness import Run, compare, reference_engine, train_batches
+from .host_tables import SUBCLASSED, TABLES, on_host
+from .matrix import LEVELS, MESHES, level_config, product, spread
+from .optimizer_zoo import OPTIMIZERS
+from .outcome import TOLERANCES, check
+
+HOSTED = ("data2", "data4", "model2", "data2_model2")
+DEFAULT = [
+    ("sgd_momentum", "level0", "data2"),
+    ("adam", "level3", "data2_model2"),
+    ("adam", "level1", "model2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "level", "mesh"),
+    spread(product(("sgd_momentum", "adam", "adagrad"), LEVELS, HOSTED), DEFAULT),
+)
+def test_levels(optimizer: str, level: str, mesh: str) -> None:
+    compare(
+        TABLES,
+        MESHES[mesh],
+        optimizer=OPTIMIZERS[optimizer],
+        config=level_config(level),
+        declare=on_host,
+    )
+
+
+FEATURED = (
+    "gradient_accumulation",
+    "global_clipnorm",
+    "clipvalue",
+    "ema_overwrite",
+    "weight_decay",
+    "sample_weight",
+    "own_compute_loss",
+    "steps_per_execution",
+    "run_eagerly",
+)
+
+
+@pytest.mark.parametrize(
+    ("feature", "mesh"),
+    spread(product(FEATURED, ("data2", "data2_model2")), [("global_clipnorm", "data2")]),
+)
+def test_features(feature: str, mesh: str) -> None:
+    compare(
+        TABLES,
+        MESHES[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        features=[FEATURES[feature]],
+        declare=on_host,
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers(optimizer: str) -> None:
+    compare(TABLES, MESHES["data2"], optimizer=OPTIMIZERS[optimizer], declare=on_host)
+
+
+@pytest.mark.parametrize(("level", "mesh"), spread(product(LEVELS, HOSTED), [("level3", "data2")]))
+def test_subclassed(level: str, mesh: str) -> None:
+    compare(
+        SUBCLASSED,
+        MESHES[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        config=level_config(level),
+        declare=on_host,
+    )
+
+
+SIZES = (8, 7, 8, 3, 1, 6)
+"""Of batches: parts of unequal size, a replica without rows, and steps for unknown sizes."""
+
+
+@pytest.mark.parametrize(
+    ("level", "mesh"),
+    spread(product(("level0", "level3"), HOSTED), [("level0", "data2"), ("level0", "model2")]),
+)
+def test_batches_of_any_size(level: str, mesh: str) -> None:
+    run = Run(
+        case=TABLES,
+        mesh_axes=MESHES[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        config=level_config(level),
+        declare=on_host,
+    )
+    expected = train_batches(run, reference_engine(run), SIZES)
+    actual = train_batches(run, "kdist", SIZES)
+    check(expected, actual, TOLERANCES[run.dtype], title=run.title)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["data2", "data2_model2"])
+@pytest.mark.parametrize("dtype", ["mixed_bfloat16", "mixed_float16", "float32"])
+def test_precision(dtype: str, mesh: str) -> None:
+    options: dict[str, Any] = {"dtype": dtype, "declare": on_host}
+    compare(TABLES, MESHES[mesh], optimizer=OPTIMIZERS["sgd_momentum"], **options)
