@@ -34,7 +34,8 @@ class Body:
         operations: Of the traced graph, by the name of their node.
         inputs: References of the flat inputs, captures last.
         results: References of the flat results.
-        specs: Shape and dtype of each tensor that is read, by reference.
+        specs: Shape and dtype of each tensor that is read, by reference; see `note`.
+        made: By name of a node, references of what it makes, as far as it is read.
         functions: Definitions of the functions that nodes call, directly or not, by name.
     """
 
@@ -46,10 +47,11 @@ class Body:
         self.inputs = [one.name for one in signature.input_arg]
         self.results = [definition.ret[one.name] for one in signature.output_arg]
         self.specs: dict[str, tf.TensorSpec] = {}
+        self.made: dict[str, list[str]] = {}
         for reference, tensor in zip(self.inputs, concrete.inputs, strict=True):
-            self._note(reference, tensor)
+            self.note(reference, tensor.shape, tensor.dtype)
         for reference, tensor in zip(self.results, concrete.outputs, strict=True):
-            self._note(reference, tensor)
+            self.note(reference, tensor.shape, tensor.dtype)
         given = {tensor.op for tensor in concrete.inputs}
         # In the same order; some names differ, so that none is that of an argument.
         operations = [one for one in graph.get_operations() if one not in given]
@@ -58,13 +60,16 @@ class Body:
             for reference, tensor in zip(
                 data_inputs(self.nodes[name]), operation.inputs, strict=True
             ):
-                self._note(reference, tensor)
+                self.note(reference, tensor.shape, tensor.dtype)
         library = graph.as_graph_def().library.function
         self.functions: Mapping[str, Any] = {one.signature.name: one for one in library}
         self._drop_unused()
 
-    def _note(self, reference: str, tensor: Any) -> None:
-        self.specs.setdefault(reference, tf.TensorSpec(tensor.shape, tensor.dtype))
+    def note(self, reference: str, shape: Any, dtype: Any) -> None:
+        """Keeps the shape and dtype of a tensor, if they are not known."""
+        if reference not in self.specs:
+            self.specs[reference] = tf.TensorSpec(shape, dtype)
+            self.made.setdefault(node_of(reference), []).append(reference)
 
     def _drop_unused(self) -> None:
         """Drops the nodes that neither a result nor an effect needs."""
@@ -85,14 +90,6 @@ class Body:
     def made_by(self, node: Any) -> list[tf.TensorSpec]:
         """Shapes and dtypes of what a node makes, as far as it is read."""
         return [self.specs[one] for one in self.made.get(node.name, ())]
-
-    @property
-    def made(self) -> Mapping[str, list[str]]:
-        """By name of a node, references of what it makes."""
-        found: dict[str, list[str]] = {}
-        for reference in self.specs:
-            found.setdefault(node_of(reference), []).append(reference)
-        return found
 
     def readers(self) -> dict[str, list[str]]:
         """By reference, the nodes that read a tensor."""

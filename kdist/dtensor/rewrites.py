@@ -164,7 +164,7 @@ def _sliced(body: Body, node: Any, found: Indexing, source: str) -> str:
     for at in reversed(found.new):
         del dims[at]
     reference = f"{made.name}:output:0"
-    body.specs[reference] = tf.TensorSpec(dims, body.specs[source].dtype)
+    body.note(reference, dims, body.specs[source].dtype)
     return reference
 
 
@@ -191,7 +191,7 @@ def _constant(body: Body, name: str, value: Any) -> str:
     node.attr["value"].tensor.CopyFrom(proto)
     body.nodes[name] = node
     reference = f"{name}:output:0"
-    body.specs[reference] = tf.TensorSpec(array.shape, array.dtype)
+    body.note(reference, array.shape, array.dtype)
     return reference
 
 
@@ -214,7 +214,7 @@ def _add(
         made.attr["squeeze_dims"].list.i.extend(squeeze_dims)
     body.nodes[name] = made
     reference = f"{name}:output:0"
-    body.specs.setdefault(reference, tf.TensorSpec(shape, tf.as_dtype(node.attr["T"].type)))
+    body.note(reference, shape, tf.as_dtype(node.attr["T"].type))
     return reference
 
 
