@@ -162,17 +162,23 @@ class PlannedModel(PlacedModel):
             notes.append(self.whole_batch.note(self.config.pipeline))
         if self.blocks:
             notes.append(self.blocks.describe())
-        if any(entry.placement.on_host for entry in self.entries.values()):
+        if self.uses_host:
             notes.append(self._host_note())
         return notes
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether something is stored, or updated, on the host."""
+        tables = any(entry.placement.on_host for entry in self.entries.values())
+        return tables or self.optimizer_config.state_on == "host"
 
     def _host_note(self) -> str:
         """Which device is the host."""
         host = self.topology.host
         if self.topology.host_is_apart:
-            return f"tables on the host are on {host}, which is not in the mesh"
+            return f"the host is {host}, which is not in the mesh"
         return (
-            f"tables on the host are on {host}, which is a device of the mesh too, since no CPU is "
+            f"the host is {host}, which is a device of the mesh too, since no CPU is "
             "left: memory is not told apart. kdist.init(cpu_devices=...) with one more gives one."
         )
 

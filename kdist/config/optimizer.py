@@ -7,6 +7,7 @@ from kdist.config.state_format import StateFormatConfig
 
 LEVELS = (0, 1, 2, 3)
 PARTITIONS = ("auto", "slice", "parameter")
+PLACES = ("device", "host")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,11 @@ class OptimizerConfig:
     """Formats of the optimizer's moments; see `StateFormatConfig`. As Keras keeps them by
     default."""
 
+    state_on: Literal["device", "host"] = "device"
+    """`"host"`: optimizer state, a copy of the parameters, and the update are in host memory, at
+    every level (ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840). Gradients go there, one by one as
+    they become complete, and new values come back. The host is that of `kdist.place`."""
+
     def __post_init__(self) -> None:
         if isinstance(self.level, bool) or self.level not in LEVELS:
             raise ValueError(f"level is 0, 1, 2 or 3. Received: level={self.level!r}")
@@ -72,6 +78,10 @@ class OptimizerConfig:
             raise ValueError(
                 "partition is 'auto', 'slice' or 'parameter'. "
                 f"Received: partition={self.partition!r}"
+            )
+        if self.state_on not in PLACES:
+            raise ValueError(
+                f"state_on is 'device' or 'host'. Received: state_on={self.state_on!r}"
             )
         if not isinstance(self.state_format, StateFormatConfig):
             raise ValueError(
@@ -92,6 +102,12 @@ class OptimizerConfig:
                 "gradient_accumulation_shard out, or raise the level. "
                 "Received: gradient_accumulation_shard=True, level=0"
             )
+        if self.partition != "auto" and self.state_on == "host":
+            raise ValueError(
+                "What is updated on the host is not cut over devices. Leave partition out, or "
+                "state_on='host'. "
+                f"Received: partition={self.partition!r}, state_on='host'"
+            )
         if self.partition != "auto" and self.level == 0:
             raise ValueError(
                 "Level 0 cuts nothing. Leave partition out, or raise the level. "
@@ -111,6 +127,8 @@ class OptimizerConfig:
             text += ", gathered parameters kept"
         if self.gradient_accumulation_shard:
             text += ", accumulated gradients sharded"
+        if self.state_on == "host":
+            text += ", state on the host"
         if self.state_format.encodes:
             form = self.state_format
             text += f", moments {form.first} and {form.second}, {form.rounding} rounding"

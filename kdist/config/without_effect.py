@@ -140,6 +140,8 @@ def _level(case: _Case) -> Iterator[WithoutEffect]:
         path, reason = next(iter(facts.not_spread.items()))
         why = f"all {len(facts.not_spread)} parameters stay whole; {path!r}: {reason}"
         instead = "Lower threshold_kb, or see the plan's table of optimizer parallelism"
+        if case.optimizer.state_on == "host":
+            instead = "Level 3 cuts parameters; or leave level out"
         yield WithoutEffect(f"level={level}", why, instead, "where parameters are kept and updated")
 
 

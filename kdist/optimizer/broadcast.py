@@ -99,7 +99,7 @@ def send_values(
             updated -= units
     for numbers in _families(jobs, updated):
         unit = jobs.units[numbers[0]]
-        if all(jobs.of[n] in changed for n in numbers):
+        if unit.shard is not None and all(jobs.of[n] in changed for n in numbers):
             _send_changed(jobs, numbers, changed, order)
         elif unit.rows is None:
             _send_unit(jobs, unit, jobs.jobs[jobs.of[numbers[0]]].variable, order)

@@ -77,7 +77,8 @@ class DistributedUpdate:
         self._keys = tuple(keys)
         self._whole = whole_updates(optimizer, variables)
         self.row_updates = row_updates(optimizer, variables)
-        self._sum_locally = config.level > 0 and not config.gradient_accumulation_shard
+        near = config.level > 0 and config.state_on == "device"
+        self._sum_locally = near and not config.gradient_accumulation_shard
         # Values that leave one after the other take less memory at once.
         self._one_by_one = config.level >= 2
         self.sums: dict[int, LocalSums] = {}

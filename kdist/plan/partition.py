@@ -15,7 +15,7 @@ from kdist.plan.bucket import Bucket, make_buckets
 from kdist.plan.exchange import Exchange, check_replicas, make_exchanges, on_every_slice
 from kdist.sharding.dims import axes_of
 from kdist.sharding.layout import WeightLayout
-from kdist.sharding.mesh import Topology
+from kdist.sharding.mesh import HOST, Topology
 from kdist.sharding.placement import Placement, UpdateUnit, assign_owners, place
 
 How = Literal["slice", "parameter", "whole"]
@@ -82,6 +82,8 @@ def _decide_one(
         return stays("it is on the host")
     if config.level == 0:
         return stays("level 0")
+    if config.state_on == "host" and config.level < 3:
+        return stays("its state is on the host")
     if wanted is False:
         return stays("set_parallel_optimizer(..., False)")
     if placement.data_dim is not None:
@@ -187,6 +189,8 @@ def spread(
     # What is spread to save memory is dealt evenly; only what is not may gather on one owner.
     together = [key if d.how == "whole" else None for key, d in zip(keys, decisions)]
     units = assign_owners(placed, whole, topology, cut, together)
+    if config.state_on == "host":
+        units = _on_host(placed, compressors)
     compressors = ["none"] * len(placed) if compressors is None else list(compressors)
     check_replicas(placed, compressors)
     every = [d.how == "whole" and c != "none" for d, c in zip(decisions, compressors)]
@@ -195,6 +199,25 @@ def spread(
     buckets = tuple(make_buckets(units, placed, keys, whole))
     exchanges = make_exchanges(units, placed, compressors, keys, buckets)
     return Spread(config, decisions, tuple(placed), units, keys, buckets, exchanges)
+
+
+def _on_host(
+    placements: Sequence[Placement], compressors: Sequence[Compressor] | None
+) -> tuple[UpdateUnit, ...]:
+    """Every parameter is updated whole on the host, which has a copy unless it has the parameter.
+
+    Raises:
+        ValueError: A gradient travels compressed.
+    """
+    if wrong := [p.path for p, c in zip(placements, compressors or ()) if c != "none"]:
+        raise ValueError(
+            "Gradients are compressed between replicas, and with state_on='host' they go to the "
+            "host. Leave CompressionConfig out, or state_on='host'. "
+            f"Received: state_on='host' with compressed gradients, of {wrong[0]!r} for one"
+        )
+    return tuple(
+        UpdateUnit(v, 0 if one.on_host else None, HOST) for v, one in enumerate(placements)
+    )
 
 
 def _cut_rows(layout: WeightLayout, topology: Topology) -> WeightLayout:

@@ -133,12 +133,18 @@ class Plan:
     @property
     def changed_by_rows(self) -> frozenset[int]:
         """Trainable tables of which changed rows are sent, not the whole."""
-        return self.row_updates & {v for v, _ in self.look_ups}
+        sent_whole = {unit.variable for unit in self.units if unit.shard is None}
+        return (self.row_updates & {v for v, _ in self.look_ups}) - sent_whole
 
     @property
     def compressed(self) -> set[int]:
         """Positions of the trainable weights whose gradients travel compressed."""
         return {v for exchange in self.exchanges for v in exchange.members}
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether something is stored, or updated, on the host."""
+        return any(unit.owner == HOST for unit in self.units)
 
     def unit_bytes(self, unit: UpdateUnit) -> int:
         """Bytes that a unit updates."""
@@ -148,7 +154,7 @@ class Plan:
         """Per device of the mesh, in order; then the host, if there is something on it."""
         slices = enumerate(self.topology.slices)
         places = [(s, k) for s, one in slices for k in range(len(one.devices))]
-        places += [HOST] * any(w.on_host for w in self.weights)
+        places += [HOST] * self.uses_host
         plans = []
         for at in places:
             stored = sum(w.stored_bytes(at) for w in self.weights)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from kdist.sharding.mesh import HOST
 from kdist.sharding.placement import Placement, UpdateUnit
 from kdist.storage.sparse import LookUp
 
@@ -150,7 +151,9 @@ def table_traffic(
     at_most = not look_up.by_batch
     for (start, stop), sharing in by_columns.items():
         row = (stop - start) * placement.itemsize + look_up.index_bytes
-        if sharing[0].shard is None and blocks > 1:
+        if sharing[0].owner == HOST:
+            sent, rows = replicas * blocks * micro_batches, replicas * blocks
+        elif sharing[0].shard is None and blocks > 1:
             # An update of the whole table gets each block of columns from every replica.
             sent, rows = (replicas * blocks - 1) * micro_batches, replicas * blocks
             at_most = True

@@ -68,7 +68,7 @@ def measure(parallel: Any, live: LiveTensors | None) -> tuple[DeviceMemory, ...]
         live: The analysed step, if there is one.
     """
     topology, devices = parallel.topology, list(parallel.topology.devices)
-    if topology.host_is_apart and any(e.placement.on_host for e in parallel.entries.values()):
+    if topology.host_is_apart and parallel.uses_host:
         devices.append(topology.host)
     parameters, slots = dict.fromkeys(devices, 0), dict.fromkeys(devices, 0)
     for entry in parallel.entries.values():

@@ -84,7 +84,9 @@ def live(model: keras.Model) -> memory.LiveTensors:
 def test_a_host_that_is_a_device_of_the_mesh_is_said() -> None:
     assert any("which is not in the mesh" in n for n in build(mesh=kdist.mesh(data=2)).plan().notes)
     notes = build(mesh=kdist.mesh(data=8)).plan().notes
-    assert any("/device:CPU:0, which is a device of the mesh too" in note for note in notes)
+    assert any(
+        "the host is /device:CPU:0, which is a device of the mesh too" in note for note in notes
+    )
 
 
 def test_plan_and_inspect_show_rows() -> None:

@@ -1,0 +1,73 @@
+"""What an executed step with optimizer state on the host keeps where, and sends."""
+
+from __future__ import annotations
+
+import kdist
+from kdist.api.parallelize import attached
+from kdist.graphs import executed
+from kdist.graphs.executed import ASSIGNMENTS
+from kdist.report import memory
+
+import keras
+import numpy as np
+import pytest
+
+WIDTH, BATCH = 32, 8
+
+
+def trained(level: int, mesh: dict[str, int]) -> tuple[keras.Model, executed.ExecutedFunction]:
+    keras.utils.set_random_seed(0)
+    x = inputs = keras.Input((WIDTH,))
+    for name in ("up", "down"):
+        x = keras.layers.Dense(WIDTH, name=name)(x)
+    cut = {"threshold_kb": 0} if level else {}
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(**mesh),
+        layout_map={"up/kernel": (None, "model")} if "model" in mesh else {},
+        optimizer=kdist.OptimizerConfig(level=level, state_on="host", **cut),
+    )
+    model = kdist.parallelize(keras.Model(inputs, x), config)
+    model.compile("adam", "mse")
+    data = np.ones((BATCH, WIDTH), "float32")
+    return model, executed.largest(executed.watch(lambda: model.train_on_batch(data, data)))
+
+
+@pytest.mark.parametrize(
+    ("level", "mesh"), [(0, {"data": 2}), (3, {"data": 2}), (0, {"data": 2, "model": 2})]
+)
+def test_slots_are_on_the_host_and_bytes_are_as_planned(level: int, mesh: dict[str, int]) -> None:
+    model, step = trained(level, mesh)
+    parallel = attached(model)
+    host, weights = parallel.topology.host, sum(4 * np.prod(v.shape) for v in model.weights)
+    found = {one.device: one for one in memory.measure(parallel, None)}
+    assert {found[d].slots for d in parallel.topology.devices} == {0}
+    assert found[host].slots >= 2 * weights
+    assert found[host].parameters == weights
+    traffic = {one.what: one for one in model.plan().traffic()}
+    tensors = [t for t in step.transfers if t.shape != () and not t.control]
+    down = [t for t in tensors if t.target == host]
+    up = [t for t in tensors if t.source == host]
+    assert len(down) == traffic["reduce"].messages
+    if "model" in mesh:  # elsewhere calls hide the sizes of what they return
+        assert sum(t.nbytes or 0 for t in down) == traffic["reduce"].nbytes
+    assert sum(t.nbytes or 0 for t in up) == traffic["broadcast"].nbytes
+    assert len(up) == traffic["broadcast"].messages
+    assert step.count(ASSIGNMENTS)[host] > 0
+
+
+def test_compression_is_refused() -> None:
+    model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(64 * WIDTH)])
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(data=2),
+        optimizer=kdist.OptimizerConfig(state_on="host"),
+        compression=kdist.CompressionConfig(),
+    )
+    with pytest.raises(ValueError, match="they go to the host.*Received: state_on='host' with"):
+        kdist.parallelize(model, config).plan()
+
+
+def test_what_is_not_listed_is_refused() -> None:
+    with pytest.raises(ValueError, match="'device' or 'host'. Received: state_on='disk'"):
+        kdist.OptimizerConfig(state_on="disk")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Received: partition='slice', state_on='host'"):
+        kdist.OptimizerConfig(level=1, partition="slice", state_on="host")
