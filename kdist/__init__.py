@@ -23,13 +23,13 @@ from kdist.api.pipeline_model import PipelineModel  # noqa: E402
 from kdist.api.sharded_optimizer import ShardedOptimizer, set_parallel_optimizer  # noqa: E402
 from kdist.config.compression import CompressionConfig, PowerSGD  # noqa: E402
 from kdist.config.fusion import FusionConfig, get_comm_fusion, set_comm_fusion  # noqa: E402
-from kdist.config.host import place  # noqa: E402
 from kdist.config.optimizer import OptimizerConfig  # noqa: E402
 from kdist.config.parallel import ParallelConfig  # noqa: E402
 from kdist.config.pipeline import PipelineConfig  # noqa: E402
 from kdist.config.recompute import RecomputeConfig, recompute  # noqa: E402
 from kdist.config.shard import shard  # noqa: E402
 from kdist.config.state_format import StateFormatConfig  # noqa: E402
+from kdist.config.tables import place  # noqa: E402
 from kdist.plan.plan import Plan  # noqa: E402
 from kdist.sharding.mesh import mesh  # noqa: E402
 from kdist.stages.stages import set_stage  # noqa: E402

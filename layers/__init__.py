@@ -2,5 +2,6 @@
 
 from .host_embedding import HostEmbedding
 from .relayout import Relayout
+from .split_embedding import SplitEmbedding
 
-__all__ = ["HostEmbedding", "Relayout"]
+__all__ = ["HostEmbedding", "Relayout", "SplitEmbedding"]

@@ -70,6 +70,10 @@ class Inspection:
             parts.append(f"  rows of {table.path}: {table.messages} messages, {table}")
         for one in self.plan.host_tables():
             parts.append(f"  rows of {one.path} on the host: {one.messages} messages, {one}")
+        for two in self.plan.split_tables():
+            parts.append(
+                f"  look-ups in {two.path}, {two.rows} rows: {two.messages} messages, {two}"
+            )
         parts.extend(f"gathered before use: {path}" for path in self.gathered)
         parts.extend(f"on gathered operands: {island}" for island in self.islands)
         parts.extend(f"not over DTensor: {reason}" for reason in self.fallbacks)

@@ -82,7 +82,7 @@ class PlacedModel:
         self.layouts = self._resolved()
         self.topology, self.compute = self.layouts.topology, self.layouts.compute
         self._refuse_batches()
-        self._refuse_host()
+        self._refuse_fetched()
         # Check the patterns of compression and of recompute before anything moves.
         self.classes()
         blocks_of(self.model, self.config.recompute)
@@ -136,21 +136,22 @@ class PlacedModel:
         micro_batches = 1 if pipeline is None else pipeline.micro_batches
         refuse_fixed_batch(self.model, self.compute.data_size, micro_batches)
 
-    def _refuse_host(self) -> None:
-        """Refuses tables on the host where rows of one slice are not its own."""
+    def _refuse_fetched(self) -> None:
+        """Refuses tables on the host, or split by hand, where rows of one slice are not its own."""
         assert self.layouts is not None
-        names = [layer.path or layer.name for layer in self.layouts.host_layers]
+        names = [layer.path or layer.name for layer in self.layouts.fetched_layers]
         if names and self.whole_batch is not None:
             raise ValueError(
-                "Rows of a table on the host are fetched for each replica, and layers that compute "
-                "over the whole batch have none. Use batch_semantics='replica' and no "
-                "synchronized layers, or leave the table on the device. "
-                f"Received: {self.whole_batch.cause}, with tables on the host of {names}"
+                "Rows of a table on the host, or split by hand, are fetched for each replica, and "
+                "layers that compute over the whole batch have none. Use "
+                "batch_semantics='replica' and no synchronized layers, or leave the table whole on "
+                f"the device. Received: {self.whole_batch.cause}, with such tables of {names}"
             )
         if names and self.config.pipeline is not None:
             raise ValueError(
-                "Stages of a pipeline do not fetch rows from the host yet. Leave out the axis "
-                f"'pipe', or leave the table on the device. Received: tables on the host of {names}"
+                "Stages of a pipeline do not fetch rows of tables on the host, or split by hand, "
+                "yet. Leave out the axis 'pipe', or leave the table whole on the device. "
+                f"Received: such tables of {names}"
             )
 
     def _cut_into_stages(self) -> None:

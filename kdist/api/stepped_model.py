@@ -127,7 +127,7 @@ class SteppedModel(PlannedModel):
             program = PipelineProgram(self.model, mean, self.staged)
         program.blocks = self.blocks
         assert self.layouts is not None
-        program.place_tables(self.layouts.host_layers)
+        program.place_tables(self.layouts.fetched_layers)
         variables = self.model.trainable_variables
         summed = sums_rows(self.model.optimizer if self.model.compiled else None, variables)
         for table in program.tables.tables:

@@ -4,12 +4,13 @@ Nothing is patched: a declaration is an attribute of the layer instance that Ker
 nor saves. It is for the model that is trained here, not part of the model's configuration.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kdist._compat import keras_models
 from kdist.config.operands import ShardedOperator, name_of, operands, relaid
+from kdist.config.tables import split_by_hand
 from kdist.sharding.dims import Dims, WeightFit, check_dims
 from kdist.sharding.layout import WeightLayout, closest_names, match_pattern
 from kdist.sharding.mesh import Topology
@@ -57,6 +58,8 @@ def shard(
     in_strategy: Any = None,
     out_strategy: Any = None,
     weights: Mapping[str, Any] | None = None,
+    manual_split: Sequence[int] | None = None,
+    axis: str = "model",
 ) -> Any:
     """Declares how a layer, an operator or a tensor is cut over the mesh.
 
@@ -77,6 +80,10 @@ def shard(
         out_strategy: one tuple an output, or one flat tuple for the first output; of a tensor
             target, the layout that it gets.
         weights: weight name such as `"kernel"`, path inside the layer, or regex, to strategy.
+        manual_split: of a `keras.layers.Embedding`, the rows of its table that each device of
+            `axis` holds, such as `(10, 20, 30, 4)`, unequal and without padding; alone. MindSpore's
+            `EmbeddingLookup` has the same name for it.
+        axis: the axis of `manual_split`, any but `pipe`.
 
     Returns:
         The layer itself; for an operator, a callable with its arguments and results, to call on
@@ -96,6 +103,15 @@ def shard(
     z = product(a, b)  # (batch, n, k) and (batch, k, m)
     ```
     """
+    if manual_split is not None:
+        if not in_strategy is out_strategy is weights is None:
+            raise ValueError(
+                "manual_split says how a table is cut, and stands alone. "
+                f"Received: manual_split={manual_split!r} with other strategies"
+            )
+        return split_by_hand(target, manual_split, axis)
+    if axis != "model":
+        raise ValueError(f"axis is of manual_split. Received: axis={axis!r} without it")
     if in_strategy is None and out_strategy is None and weights is None:
         raise ValueError(
             "Declare at least one of in_strategy, out_strategy and weights. "

@@ -13,7 +13,7 @@ from typing import Any
 from kdist.config.operands import lay_out, operands
 from kdist.dtensor import limits, relayout
 from kdist.dtensor.model_layouts import ModelLayouts
-from kdist.program.host_tables import looking_up
+from kdist.program.fetched_tables import looking_up
 from kdist.sharding.dims import Dim, Dims
 
 import keras
@@ -30,7 +30,7 @@ WINDOWED = (
 def declared_layouts(layouts: ModelLayouts) -> Iterator[None]:
     """Applies `kdist.shard` declarations and activation patterns within the block."""
     # First, so that what a look-up on the host returns is laid out as declared.
-    with looking_up(layouts.host_layers), _laid_out_calls(layouts):
+    with looking_up(layouts.fetched_layers), _laid_out_calls(layouts):
         yield
 
 
@@ -47,7 +47,7 @@ def _laid_out_calls(layouts: ModelLayouts) -> Iterator[None]:
         for layer in layouts.model_layers
         if isinstance(layer, keras.layers.Embedding)
         and layouts.any_cut
-        and id(layer.embeddings) not in layouts.on_host
+        and layer not in layouts.fetched_layers
     ]
     changed = [*windowed, *(entry[0] for entry in hooked), *(layer for layer, _ in tables)]
     before = [(layer, layer.__dict__.get("call")) for layer in changed]

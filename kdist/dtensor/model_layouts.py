@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_models
-from kdist.config.host import host_layers
 from kdist.config.parallel import ParallelConfig
 from kdist.config.shard import ResolvedShard, declarations, resolve_declaration
+from kdist.config.tables import host_layers, split_layers
 from kdist.config.without_effect import WithoutEffect
 from kdist.dtensor.lowering import Island
 from kdist.layers.relayout import Relayout
@@ -17,9 +17,9 @@ from kdist.sharding.dims import Dims, WeightFit, inner_dims
 from kdist.sharding.layout import WeightLayout, match_pattern, resolve_layouts
 from kdist.sharding.merged_axes import Cut, merged_axes
 from kdist.sharding.mesh import Topology
-from kdist.sharding.placement import Group, Placement, place, place_on_host
+from kdist.sharding.placement import Group, Placement, place, place_on_host, place_split
 from kdist.sharding.strategy import parse_strategy
-from kdist.storage.host_table import HostStored
+from kdist.storage.fetched_table import FetchedTable
 from kdist.storage.variables import Stored, distribute, stored
 
 import keras
@@ -42,8 +42,9 @@ class ModelLayouts:
         any_cut: Whether any weight is cut.
         uncut: Declared cuts of activations that a traced program left out.
         islands: Operations that run on gathered operands, as notes name them.
-        host_layers: The layers whose tables are on the host.
-        on_host: Identities of these tables.
+        fetched_layers: The layers whose tables are on the host, or split by hand.
+        on_host: Identities of tables on the host.
+        split: By identity of a table that is split by hand, its rows and the axis.
         left_whole: A line for each dim of a weight that its layout cuts and that does not divide.
     """
 
@@ -66,8 +67,13 @@ class ModelLayouts:
         ]
         for layer, resolved in self.layers:
             self._add_declared(layer, resolved)
-        self.host_layers = host_layers(model)
-        self.on_host = {id(layer.embeddings) for layer in self.host_layers}
+        hosted, split = host_layers(model), split_layers(model)
+        self.on_host = {id(layer.embeddings) for layer in hosted}
+        self.split = {
+            id(layer.embeddings): (one.rows, one.on(layer, topology))
+            for layer, one in split.items()
+        }
+        self.fetched_layers = [*hosted, *split]
         self._refuse_cut_tables()
         self.outputs = _match_outputs(model, patterns)
         self.model_layers = keras_models.flat_layers(model)
@@ -80,13 +86,13 @@ class ModelLayouts:
         self.compute = self.compute.with_merged(merged)
 
     def _refuse_cut_tables(self) -> None:
-        for layer in self.host_layers:
+        for layer in self.fetched_layers:
             layout = self.weights[id(layer.embeddings)]
             if not layout.is_replicated:
                 raise ValueError(
-                    "A table on the host is whole there, and not cut over the mesh. Leave it out "
-                    "of the layout map and of kdist.shard, or on the device with "
-                    "kdist.place(layer, 'device'). "
+                    "A table on the host is whole there, and one that is split by hand is cut so "
+                    "alone. Leave it out of the layout map and of shard(weights=...), or leave "
+                    "kdist.place and manual_split out. "
                     f"Received: {layer.embeddings.path!r} with layout {layout.dims}"
                 )
 
@@ -199,6 +205,15 @@ def placements(
         where = () if groups is None else groups[id(variable)]
         if id(variable) in layouts.on_host:
             placement = place_on_host(variable.path, variable.shape, itemsize, topology, where)
+        elif id(variable) in layouts.split:
+            placement = place_split(
+                variable.path,
+                variable.shape,
+                itemsize,
+                *layouts.split[id(variable)],
+                topology,
+                groups=where,
+            )
         else:
             placement = place(
                 variable.path, variable.shape, itemsize, layout, topology, groups=where
@@ -229,5 +244,5 @@ def place_weights(
 
 
 def _distributed(variable: keras.Variable, placement: Placement, topology: Topology) -> Stored:
-    kind = HostStored if placement.on_host else Stored
+    kind = FetchedTable if placement.fetched else Stored
     return distribute(variable, placement, topology, kind)

@@ -16,7 +16,7 @@ from kdist.sharding.placement import (
     shape_of,
 )
 from kdist.storage import sparse
-from kdist.storage.host_table import HostStored
+from kdist.storage.fetched_table import FetchedTable
 from kdist.storage.parts import distinct_parts, whole_of
 from kdist.storage.variables import Stored, assemble
 
@@ -107,8 +107,8 @@ class SliceGradients:
         if parts is None:
             return None
         entry = self.entries[variable]
-        if isinstance(entry, HostStored):
-            return entry.rows_of(s, parts[k])
+        if isinstance(entry, FetchedTable):
+            return entry.rows_of(s, k, parts[k])
         return as_gradient(parts[k], self.placements[variable])
 
     def _own(self, variable: int, k: int) -> Index:

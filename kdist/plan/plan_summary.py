@@ -22,10 +22,10 @@ def print_plan(plan: Plan, console: Console) -> None:
     """
     width = console.width
     console.print(f"[bold]Plan[/bold]  {plan.topology.describe_axes()}", highlight=False)
-    if any(not w.is_whole for w in plan.weights):
+    if any(not w.is_whole and not w.fetched for w in plan.weights):
         console.print(_weights(plan, width), "")
     else:
-        near = sum(not w.on_host for w in plan.weights)
+        near = sum(not w.fetched for w in plan.weights)
         print_prose(console, f"weights: {near}, all of them whole on every device")
     console.print(_devices(plan, width), "")
     console.print(_traffic(plan, width), "")
@@ -33,6 +33,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(_tables(plan, width), "")
     if plan.host_tables():
         console.print(_host_tables(plan, width), "")
+    if plan.split_tables():
+        console.print(_split_tables(plan, width), "")
     if any(d.how != "whole" for d in plan.decisions):
         console.print(_spread(plan, width), "")
     if plan.classes is not None:
@@ -42,8 +44,8 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def _weights(plan: Plan, width: int) -> RenderableType:
-    cut = [w for w in plan.weights if not w.is_whole]
-    near = sum(not w.on_host for w in plan.weights)
+    cut = [w for w in plan.weights if not w.is_whole and not w.fetched]
+    near = sum(not w.fetched for w in plan.weights)
     whole = near - len(cut)
     title = f"weights: {near}, {whole} of them whole on every device"
     columns = [Column(name) for name in ("cut weight", "shape", "layout", "per device")]
@@ -96,6 +98,14 @@ def _host_tables(plan: Plan, width: int) -> RenderableType:
     columns = [Column("table"), number("size"), number("messages"), Column("bytes", prose=True)]
     rows = [(t.path, readable(t.nbytes), str(t.messages), str(t)) for t in plan.host_tables()]
     return table("rows of tables on the host, per step", columns, rows, width)
+
+
+def _split_tables(plan: Plan, width: int) -> RenderableType:
+    """Tables that are split by hand, and what look-ups in them send."""
+    columns = [Column("table"), Column("axis"), Column("rows"), number("messages")]
+    columns.append(Column("bytes", prose=True))
+    rows = [(t.path, t.axis, str(t.rows), str(t.messages), str(t)) for t in plan.split_tables()]
+    return table("look-ups in tables split by hand, per step", columns, rows, width)
 
 
 def _spread(plan: Plan, width: int) -> RenderableType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kdist.program.host_tables import looking_up
+from kdist.program.fetched_tables import looking_up
 
 import keras
 import tensorflow as tf

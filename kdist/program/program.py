@@ -15,8 +15,8 @@ from typing import Any
 from kdist._compat import keras_models, keras_trainer
 from kdist.config.recompute import Blocks
 from kdist.program.blocks import named
+from kdist.program.fetched_tables import FetchedTables, LookedUp, TableRows
 from kdist.program.forward_scope import ForwardScope
-from kdist.program.host_tables import HostTable, HostTables, TableRows
 from kdist.program.loss import CountedLoss, SharedLoss, TermKind, added_parts, term_kinds
 from kdist.program.loss_parts import collected, penalty_name
 from kdist.storage import sparse
@@ -112,21 +112,21 @@ class Program:
         self.state = ModelState.of(model)
         self.trained = Traced()
         self.tested = Traced()
-        self.tables = HostTables([], self._for_tables, [])
+        self.tables = FetchedTables([], self._for_tables, [])
 
     def place_tables(self, layers: Sequence[keras.layers.Embedding]) -> None:
         """Notes whose tables are on the host."""
         known = {id(v): i for i, v in enumerate(self.state.trainable)}
         tables = [
-            HostTable(layer, known[id(layer.embeddings)], backing_of(layer.embeddings))
+            LookedUp(layer, known[id(layer.embeddings)], backing_of(layer.embeddings))
             for layer in layers
         ]
         placed = {id(layer.embeddings) for layer in layers}
         others = [v for v in self.state.written if id(v) not in placed]
-        self.tables = HostTables(tables, self._for_tables, others)
+        self.tables = FetchedTables(tables, self._for_tables, others)
 
     def _for_tables(self, x: Any, training: bool, tables: Any, values: Mapping[int, Any]) -> None:
-        """See `HostTables`."""
+        """See `FetchedTables`."""
         variables = [v for v in self.state.written if id(v) in values]
         mapping = [(v, values[id(v)]) for v in variables]
         with ForwardScope(mapping, self.state.trainable, tables, self.tables.layers):

@@ -7,6 +7,7 @@ answer serves the engine, the printed plan and the tests.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -51,6 +52,7 @@ class Placement:
         data_dim: The dim stored sliced over the data axis (ZeRO-3 for this weight), if any.
         resident: The only slice that stores the variable; None if every slice does. Others get
             it before use.
+        split_axis: The axis over which rows are split by hand, in parts of any size.
         groups: The slices of each stage that computes with the variable; one group, of all slices,
             where the model is not cut into stages.
     """
@@ -64,6 +66,7 @@ class Placement:
     data_dim: int | None = None
     resident: int | None = None
     groups: tuple[Group, ...] = ()
+    split_axis: str | None = None
 
     @property
     def home(self) -> Group:
@@ -94,6 +97,11 @@ class Placement:
     def on_host(self) -> bool:
         """True for a table that is on the host, of which slices get rows."""
         return self.shards[0].holders == (HOST,)
+
+    @property
+    def fetched(self) -> bool:
+        """True for a table of which slices get the rows that they look up."""
+        return self.on_host or self.split_axis is not None
 
     def shard_at(self, coordinate: Coordinate) -> Shard:
         """The shard that compute at a (slice, inner) coordinate uses."""
@@ -188,6 +196,47 @@ def place_on_host(
     table = ((0,) * topology.inner_size,) * len(topology.slices)
     layout = WeightLayout.replicated(len(shape))
     return Placement(path, shape, itemsize, layout, (shard,), table, groups=tuple(groups))
+
+
+def place_split(
+    path: str,
+    shape: Sequence[int],
+    itemsize: int,
+    rows: Sequence[int],
+    axis: str,
+    topology: Topology,
+    groups: Sequence[Group] = (),
+) -> Placement:
+    """Splits the rows of a table over an axis, in parts of any size; see `place`.
+
+    Args:
+        path: See `place`.
+        shape: See `place`.
+        itemsize: See `place`.
+        rows: Of each part; as many as the axis has devices.
+        axis: The axis, by its name in the mesh.
+        topology: See `place`.
+        groups: See `place`.
+    """
+    shape = tuple(int(n) for n in shape)
+    ends = list(itertools.accumulate(rows))
+    columns = tuple(slice(0, n) for n in shape[1:])
+    table = tuple(
+        tuple(coordinate_of(topology, one.index, k)[axis] for k in range(topology.inner_size))
+        for one in topology.slices
+    )
+    storing = {s for group in groups for s in group} or set(range(len(topology.slices)))
+    shards = tuple(
+        Shard(
+            (slice(end - count, end), *columns),
+            tuple((s, k) for s in sorted(storing) for k, n in enumerate(table[s]) if n == part),
+        )
+        for part, (count, end) in enumerate(zip(rows, ends, strict=True))
+    )
+    layout = WeightLayout.replicated(len(shape))
+    return Placement(
+        path, shape, itemsize, layout, shards, table, groups=tuple(groups), split_axis=axis
+    )
 
 
 def coordinate_of(topology: Topology, data: int, inner: int) -> dict[str, int]:

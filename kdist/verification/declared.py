@@ -8,15 +8,21 @@ from typing import Any
 
 from kdist.api.sharded_optimizer import parallel_optimizer
 from kdist.config.fusion import comm_fusion
-from kdist.config.host import host_setting
 from kdist.config.parallel import ParallelConfig
 from kdist.config.settings import Setting
 from kdist.config.shard import declarations, declare
+from kdist.config.tables import host_setting, split_setting
 from kdist.stages.stages import stage_setting
 
 import keras
 
-SETTINGS: tuple[Setting, ...] = (comm_fusion, host_setting, parallel_optimizer, stage_setting)
+SETTINGS: tuple[Setting, ...] = (
+    comm_fusion,
+    host_setting,
+    parallel_optimizer,
+    split_setting,
+    stage_setting,
+)
 
 
 def copy_declarations(model: keras.Model, pair: Callable[[Any], Any]) -> None:

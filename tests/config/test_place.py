@@ -41,13 +41,13 @@ def test_no_layer() -> None:
 
 
 def test_no_table() -> None:
-    with pytest.raises(ValueError, match="Leave this layer where it is.*'down' of type Dense"):
+    with pytest.raises(ValueError, match="Leave this layer as it is.*'down' of type Dense"):
         kdist.place(keras.layers.Dense(3, name="down"))
 
 
 def test_a_model_names_the_tables_inside() -> None:
     made = model(keras.layers.Embedding(5, 2, name="table"))
-    with pytest.raises(ValueError, match=r"Place these one by one: \['table'\]"):
+    with pytest.raises(ValueError, match=r"Name these one by one: \['table'\]"):
         kdist.place(made)
 
 

@@ -1,6 +1,6 @@
-"""Tables on the host, as programs see them: rows that were fetched before a program runs.
+"""Tables on the host, or split by hand, as programs see them: rows fetched before a program runs.
 
-A program cannot ask the host while it runs on a device. So what it will look up is computed before,
+A program cannot ask other devices while it runs on one. So what it will look up is computed before,
 by the part of the model's own call that leads from its inputs to the indices, and each table's
 place among the program's parameters is taken by the rows of its look-ups, one after the other. The
 layer then takes as many of them as it has indices. What the gradient of these rows is, is the
@@ -18,7 +18,7 @@ from typing import Any
 from kdist._compat import keras_trainer
 from kdist.program.batch import SplitBatch
 from kdist.program.vjp import pruned
-from kdist.storage.host_table import HostStored
+from kdist.storage.fetched_table import FetchedTable
 from kdist.storage.sparse import LookUp, depends_on
 from kdist.storage.variables import backing_of
 
@@ -110,8 +110,8 @@ def _looks_up(layer: keras.layers.Embedding, call: Callable) -> Callable:
             return call(inputs, reverse=True)
         if isinstance(inputs, tf.SparseTensor | tf.RaggedTensor):
             raise ValueError(
-                "A table on the host is looked up with dense indices. Make them dense, with "
-                f"to_dense() or to_tensor(). Received: layer {layer.name!r} called with {inputs}"
+                "A table on the host, or split by hand, is looked up with dense indices. Make them "
+                f"dense, with to_dense() or to_tensor(). Received: layer {layer.name!r} called with {inputs}"
             )
         ids = inputs if inputs.dtype in (tf.int32, tf.int64) else ops.cast(inputs, "int32")
         rows = keras_trainer.running_scope().tables.look_up(layer, ids)
@@ -125,8 +125,8 @@ def _looks_up(layer: keras.layers.Embedding, call: Callable) -> Callable:
 
 
 @dataclasses.dataclass(frozen=True)
-class HostTable:
-    """A trainable table on the host.
+class LookedUp:
+    """A trainable table whose rows are fetched.
 
     Attributes:
         layer: The layer that looks rows of it up.
@@ -136,11 +136,11 @@ class HostTable:
 
     layer: keras.layers.Embedding
     position: int
-    entry: HostStored
+    entry: FetchedTable
 
 
-class HostTables:
-    """The tables of a model that are on the host.
+class FetchedTables:
+    """The tables of a model that are on the host, or split by hand.
 
     Args:
         tables: The tables.
@@ -154,7 +154,7 @@ class HostTables:
 
     def __init__(
         self,
-        tables: Sequence[HostTable],
+        tables: Sequence[LookedUp],
         forward: Callable,
         variables: Sequence[keras.Variable],
     ) -> None:
@@ -183,7 +183,7 @@ class HostTables:
                 table.entry.look_up(s, one)
 
     @staticmethod
-    def _slice(table: HostTable, replica: int) -> int:
+    def _slice(table: LookedUp, replica: int) -> int:
         """The slice of a replica that looks a table up."""
         entry = table.entry
         return next(s for s in entry.placement.slices if entry.topology.slices[s].index == replica)
@@ -227,7 +227,7 @@ class HostTables:
         return pruned(whole, inputs, results)
 
 
-def _check_sources(table: HostTable, ids: Any, sources: Sequence[tuple[Any, str]]) -> None:
+def _check_sources(table: LookedUp, ids: Any, sources: Sequence[tuple[Any, str]]) -> None:
     """Refuses indices that are not known before the model runs.
 
     Raises:
@@ -245,9 +245,9 @@ def _check_sources(table: HostTable, ids: Any, sources: Sequence[tuple[Any, str]
             what = f"random numbers, {operation.name!r}"
         if what:
             raise ValueError(
-                "Rows of a table on the host are fetched before the model runs, so which they are "
-                "must follow from the model's inputs alone. Leave the table on the device: "
-                "kdist.place(layer, 'device'). Received: layer "
+                "Rows of a table on the host, or split by hand, are fetched before the model runs, "
+                "so which they are must follow from the model's inputs alone. Leave the table "
+                "whole on the device, without kdist.place or manual_split. Received: layer "
                 f"{table.layer.path or table.layer.name!r}, whose indices follow from {what}"
             )
         waiting.extend(t.op for t in operation.inputs)

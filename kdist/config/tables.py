@@ -1,0 +1,214 @@
+"""What users say about where tables are: on the host (`kdist.place`), split by hand (`shard`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from kdist._compat import keras_models
+from kdist.config.settings import Setting
+from kdist.sharding.mesh import PIPE_NAME, Topology
+
+import keras
+
+Where = Literal["host", "device"]
+WHERE = ("host", "device")
+
+LOOKS_UP = (keras.layers.Embedding, keras.layers.ReversibleEmbedding)
+"""Layers whose `call` looks rows of their table up, and does nothing else with it."""
+
+host_setting: Setting[Where] = Setting("kdist.place")
+
+
+def place(layer: keras.layers.Layer, where: Where = "host") -> keras.layers.Layer:
+    """Keeps the table of an embedding in host memory.
+
+    The table, its look-ups, the update of it and the optimizer's state are on the host. Devices get
+    the rows that their part of a batch looks up, each once, and send gradients of rows back; none
+    ever holds the table. Numbers are those of Keras on one device. The host is a CPU outside the
+    mesh; see `Plan.host_tables`. It takes effect in `kdist.parallelize`. The idea is that of
+    MindSpore's `primitive_target="CPU"` for `EmbeddingLookup`.
+
+    Which rows are looked up has to follow from the model's inputs, not from weights or random
+    numbers: rows are fetched before the model's program runs.
+
+    Args:
+        layer: A `keras.layers.Embedding`, or a `keras.layers.ReversibleEmbedding` with
+            `tie_weights=False`, built or not.
+        where: "host", or "device" to take that back.
+
+    Returns:
+        The layer.
+
+    Raises:
+        ValueError: The layer has no table, or uses it for more than look-ups, or `where` is not
+            listed. What else cannot be on the host is refused by `kdist.parallelize`.
+
+    Example:
+        >>> table = kdist.place(keras.layers.Embedding(10_000_000, 64), "host")
+    """
+    if where not in WHERE:
+        raise ValueError(f"A table is on the 'host' or the 'device'. Received: where={where!r}")
+    if not isinstance(layer, keras.layers.Layer):
+        raise ValueError(
+            "kdist.place takes a keras layer with a table. "
+            f"Received: {layer!r} of type {type(layer).__name__}"
+        )
+    if where == "host":
+        _check_layer(layer, "on the host")
+    host_setting.set(layer, where)
+    return layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Rows of a table on each device of an axis; see `kdist.shard`.
+
+    Raises:
+        ValueError: Rows that are no positive integers, or an axis that is no name.
+    """
+
+    rows: tuple[int, ...]
+    axis: str = "model"
+
+    def __post_init__(self) -> None:
+        numbers = isinstance(self.rows, list | tuple) and bool(self.rows)
+        if not numbers or not all(type(n) is int and n > 0 for n in self.rows):
+            raise ValueError(
+                "A split has the rows of each device, positive integers such as (10, 20, 30, 4). "
+                f"Received: rows={self.rows!r}"
+            )
+        if not isinstance(self.axis, str):
+            raise ValueError(f"A split is over one axis of the mesh. Received: axis={self.axis!r}")
+        object.__setattr__(self, "rows", tuple(self.rows))
+
+    def on(self, layer: keras.layers.Embedding, topology: Topology) -> str:
+        """The mesh's name of the axis.
+
+        Raises:
+            ValueError: The mesh has no such axis, it cuts the model into stages, or the numbers of
+                rows or of devices do not fit.
+        """
+        axis, where = topology.canonical(self.axis), f"layer {layer.path or layer.name!r}"
+        if axis == PIPE_NAME:
+            raise ValueError(
+                "The axis 'pipe' cuts the model into stages. Split the table over another axis: "
+                f"{topology.describe_axes()}. Received: axis='pipe' for {where}"
+            )
+        size = topology.axis_size(axis)
+        if len(self.rows) != size:
+            raise ValueError(
+                f"A split has as many parts as its axis has devices: {size} on {axis!r}. "
+                f"Received: {len(self.rows)} parts, rows={self.rows}, for {where}"
+            )
+        if sum(self.rows) != layer.input_dim:
+            raise ValueError(
+                f"The parts of a split are the whole table: {layer.input_dim} rows. "
+                f"Received: {sum(self.rows)} rows, rows={self.rows}, for {where}"
+            )
+        return axis
+
+
+split_setting: Setting[Split] = Setting("kdist.shard")
+
+
+def split_by_hand(layer: Any, rows: Sequence[int], axis: str) -> keras.layers.Layer:
+    """Declares how many rows of a table each device of an axis holds; see `kdist.shard`."""
+    if not isinstance(layer, keras.layers.Layer):
+        raise ValueError(f"manual_split is of an embedding. Received: {layer!r}")
+    split = Split(rows if isinstance(rows, tuple) else tuple(rows), axis)
+    _check_layer(layer, "split by hand")
+    split_setting.set(layer, split)
+    return layer
+
+
+def _check_layer(layer: keras.layers.Layer, what: str) -> None:
+    """Refuses layers that do anything but look rows up in a table that is `what`."""
+    received = f"Received: layer {layer.name!r} of type {type(layer).__name__}"
+    if not isinstance(layer, keras.layers.Embedding):
+        inside = [one for one in keras_models.flat_layers(layer)[1:] if isinstance(one, LOOKS_UP)]
+        fix = f"Name these one by one: {[one.path or one.name for one in inside]}"
+        raise ValueError(
+            f"Only a table of which layers look rows up can be {what}: that of a "
+            f"keras.layers.Embedding. {fix if inside else 'Leave this layer as it is'}. "
+            f"{received}"
+        )
+    if getattr(layer, "tie_weights", False):
+        raise ValueError(
+            f"A table that is {what} is used row by row. This one is used whole a second time: "
+            "call(..., reverse=True) multiplies by it. Use tie_weights=False, or leave it whole "
+            f"on the device. {received}"
+        )
+    if type(layer).call not in [known.call for known in LOOKS_UP]:
+        raise ValueError(
+            f"What a table that is {what} gives is known of the `call` of Keras's Embedding alone; "
+            "this class has its own. Put what it adds into a layer around an Embedding, and name "
+            f"that. {received}"
+        )
+
+
+def split_layers(model: keras.Model) -> dict[keras.layers.Embedding, Split]:
+    """The layers of a model whose tables are split by hand.
+
+    Raises:
+        ValueError: One of them has a table that cannot be split, or that is on the host too.
+    """
+    layers = keras_models.flat_layers(model)
+    given = {id(target): split for target, split in split_setting.given()}
+    own = {
+        id(one): Split(tuple(one.split_rows), one.split_axis)
+        for one in layers
+        if getattr(one, "split_rows", None)
+    }
+    found = {one: {**own, **given}.get(id(one)) for one in layers}
+    placed = {id(one) for one in host_layers(model)}
+    for layer in [one for one, split in found.items() if split is not None]:
+        if id(layer) in placed:
+            raise ValueError(
+                "A table is on the host or split over devices, not both. Leave out kdist.place or "
+                f"manual_split. Received: both for layer {layer.path or layer.name!r}"
+            )
+        _check_table(layer, "split by hand")
+    return {layer: split for layer, split in found.items() if split is not None}
+
+
+def host_layers(model: keras.Model) -> list[keras.layers.Embedding]:
+    """The layers of a model whose tables are on the host.
+
+    Raises:
+        ValueError: One of them has a table that cannot be there.
+    """
+    layers = keras_models.flat_layers(model)
+    given = {id(target): where for target, where in host_setting.given()}
+    own = {True: "host", False: "device"}
+    placed = [
+        layer
+        for layer in layers
+        if given.get(id(layer), own[getattr(layer, "on_host", False)]) == "host"
+    ]
+    for layer in placed:
+        _check_table(layer, "on the host")
+    return placed
+
+
+def _check_table(layer: keras.layers.Embedding, what: str) -> None:
+    """Refuses a table that other rows than those looked up matter of, and one that is encoded."""
+    why = ""
+    if not layer.built:
+        why = "is not built: build the model, or call it once, first"
+    elif getattr(layer, "tie_weights", False):
+        why = "is also used whole, by call(..., reverse=True): use tie_weights=False"
+    elif layer.quantization_mode:
+        why = "is quantized: leave it whole on the device"
+    elif layer.lora_enabled:
+        why = "has LoRA factors: leave it whole on the device"
+    elif layer.embeddings_regularizer is not None:
+        why = "has a penalty over all of its rows: use optimizer weight decay, or none"
+    elif not layer.embeddings.trainable:
+        why = "does not train: leave it whole on the device, or set trainable=True"
+    if why:
+        raise ValueError(
+            f"A table that is {what} is built, trains, and is used row by row. "
+            f"Received: layer {layer.name!r}, whose table {why}"
+        )

@@ -1,0 +1,103 @@
+"""A model whose tables are split by hand, unevenly, equals one plain device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import kdist
+
+import keras
+import pytest
+
+from .features import BY_NAME as FEATURES
+from .harness import Run, compare, reference_engine, train_batches
+from .host_tables import SUBCLASSED, TABLES
+from .matrix import LEVELS, MESHES, level_config, product, spread
+from .optimizer_zoo import OPTIMIZERS
+from .outcome import TOLERANCES, check
+
+
+def split(mesh: str, axis: str) -> Callable[[keras.Model], None]:
+    """Splits every table over an axis, most rows on the last device but one."""
+    size = MESHES[mesh][axis]
+
+    def declare(model: keras.Model) -> None:
+        for layer in model._flatten_layers():
+            if isinstance(layer, keras.layers.Embedding):
+                rows = [2 + i for i in range(size)]
+                rows[-2] += layer.input_dim - sum(rows)
+                kdist.shard(layer, manual_split=tuple(rows), axis=axis)
+
+    return declare
+
+
+SPLIT = [
+    ("data", "data2"),
+    ("data", "data4"),
+    ("model", "model4"),
+    ("model", "data2_model2"),
+    ("data", "data2_model2"),
+]
+ROWS = [
+    (optimizer, level, *where)
+    for optimizer, level in product(("sgd_momentum", "adam", "adagrad"), LEVELS)
+    for where in SPLIT
+]
+DEFAULT = [
+    ("adam", "level3", "data", "data2_model2"),
+    ("sgd_momentum", "level0", "model", "model4"),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "level", "axis", "mesh"), spread(ROWS, DEFAULT))
+def test_levels(optimizer: str, level: str, axis: str, mesh: str) -> None:
+    compare(
+        TABLES,
+        MESHES[mesh],
+        optimizer=OPTIMIZERS[optimizer],
+        config=level_config(level),
+        declare=split(mesh, axis),
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("axis", "mesh"), SPLIT)
+def test_subclassed(axis: str, mesh: str) -> None:
+    compare(SUBCLASSED, MESHES[mesh], optimizer=OPTIMIZERS["adam"], declare=split(mesh, axis))
+
+
+FEATURED = ("gradient_accumulation", "global_clipnorm", "own_compute_loss", "run_eagerly")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("feature", FEATURED)
+@pytest.mark.parametrize(("axis", "mesh"), SPLIT)
+def test_features(feature: str, axis: str, mesh: str) -> None:
+    compare(
+        TABLES,
+        MESHES[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        features=[FEATURES[feature]],
+        declare=split(mesh, axis),
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers(optimizer: str) -> None:
+    declare = split("data2", "data")
+    compare(TABLES, MESHES["data2"], optimizer=OPTIMIZERS[optimizer], declare=declare)
+
+
+@pytest.mark.parametrize(("axis", "mesh"), spread(SPLIT, [("data", "data2")]))
+def test_batches_of_any_size(axis: str, mesh: str) -> None:
+    run = Run(
+        case=TABLES,
+        mesh_axes=MESHES[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        declare=split(mesh, axis),
+    )
+    sizes = (8, 7, 8, 3, 1, 6)
+    expected = train_batches(run, reference_engine(run), sizes)
+    actual = train_batches(run, "kdist", sizes)
+    check(expected, actual, TOLERANCES[run.dtype], title=run.title)
