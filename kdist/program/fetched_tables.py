@@ -111,7 +111,8 @@ def _looks_up(layer: keras.layers.Embedding, call: Callable) -> Callable:
         if isinstance(inputs, tf.SparseTensor | tf.RaggedTensor):
             raise ValueError(
                 "A table on the host, or split by hand, is looked up with dense indices. Make them "
-                f"dense, with to_dense() or to_tensor(). Received: layer {layer.name!r} called with {inputs}"
+                "dense, with to_dense() or to_tensor(). "
+                f"Received: layer {layer.name!r} called with {inputs}"
             )
         ids = inputs if inputs.dtype in (tf.int32, tf.int64) else ops.cast(inputs, "int32")
         rows = keras_trainer.running_scope().tables.look_up(layer, ids)
