@@ -147,12 +147,20 @@ class PlacedModel:
                 "batch_semantics='replica' and no synchronized layers, or leave the table whole on "
                 f"the device. Received: {self.whole_batch.cause}, with such tables of {names}"
             )
-        if names and self.config.pipeline is not None:
-            raise ValueError(
-                "Stages of a pipeline do not fetch rows of tables on the host, or split by hand, "
-                "yet. Leave out the axis 'pipe', or leave the table whole on the device. "
-                f"Received: such tables of {names}"
-            )
+
+    def _refuse_in_two_stages(self) -> None:
+        """Refuses fetched tables that several virtual stages look up: each would take the rows."""
+        assert self.layouts is not None
+        users = {} if self.staged is None else self.staged.users()
+        for layer in self.layouts.fetched_layers:
+            found = users.get(id(layer.embeddings), ())
+            if len(found) > 1:
+                raise ValueError(
+                    "A table on the host, or split by hand, is looked up in one stage of a "
+                    "pipeline. Put its look-ups into one stage with kdist.set_stage, or leave the "
+                    f"table whole on the device. Received: layer {layer.path or layer.name!r} in "
+                    f"virtual stages {found}"
+                )
 
     def _cut_into_stages(self) -> None:
         if self.config.pipeline is not None:
@@ -164,6 +172,7 @@ class PlacedModel:
                 self.staged,
                 self.whole_loss,
             )
+            self._refuse_in_two_stages()
 
     def schedule_stages(self) -> None:
         """Gives the stages the schedule that the model's loss, known by now, allows.

@@ -176,12 +176,37 @@ class FetchedTables:
             batch: The batch.
             training: Whether for the programs of training.
         """
-        for r, (x, _, _) in enumerate(batch.parts) if self.tables else ():
+        self.fetch_micro_batches([[part] for part in batch.parts], training)
+
+    def fetch_micro_batches(self, parts: Sequence[Sequence[Any]], training: bool) -> None:
+        """Fetches what stages' programs will look up; see `fetch`.
+
+        Args:
+            parts: `parts[replica][micro_batch]`: (x, y, sample_weight).
+            training: See `fetch`.
+        """
+        for r, row in enumerate(parts) if self.tables else ():
             where = [self._slice(one, r) for one in self.tables]
             with tf.device(self.tables[0].entry.device((where[0], 0))):
-                indices = self._indices(x, training)
-            for table, s, one in zip(self.tables, where, indices, strict=True):
-                table.entry.look_up(s, one)
+                indices = [self._indices(x, training) for x, _, _ in row]
+            for table, s, found in zip(self.tables, where, zip(*indices), strict=True):
+                table.entry.look_up(s, found)
+
+    def spec(self, position: int, part: tuple[int, int] | None = None) -> tf.TensorSpec | None:
+        """Spec of what a program takes as a table; None for a variable that is none.
+
+        Args:
+            position: Of the trainable variable.
+            part: Replica and micro-batch whose sizes it has; None for any.
+        """
+        table = next((one for one in self.tables if one.position == position), None)
+        if table is None:
+            return None
+        size = None
+        if part is not None:
+            size = table.entry.wanted[self._slice(table, part[0])].sizes[part[1]]
+        dtype, columns = table.layer.embeddings.dtype, table.layer.embeddings.shape[1]
+        return tf.TensorSpec([size if isinstance(size, int) else None, columns], dtype)
 
     @staticmethod
     def _slice(table: LookedUp, replica: int) -> int:

@@ -336,12 +336,18 @@ class Program:
     def scope(self, params: Sequence[Any], carried: Sequence[Any]) -> ForwardScope:
         """The scope in which the model's variables have these values."""
         mapping = [*zip(self.state.trainable, params), *zip(self.state.carried, carried)]
+        return self.scope_of(mapping, self.state.trainable)
+
+    def scope_of(
+        self, mapping: Sequence[tuple[keras.Variable, Any]], trainable: Sequence[keras.Variable]
+    ) -> ForwardScope:
+        """The scope in which some variables have these values, and tables these rows."""
         if not self.tables:
-            return ForwardScope(mapping, self.state.trainable)
+            return ForwardScope(mapping, trainable)
         placed = {id(layer.embeddings) for layer in self.tables.layers}
         rows = TableRows({id(v): value for v, value in mapping if id(v) in placed})
         mapping = [(v, value) for v, value in mapping if id(v) not in placed]
-        return ForwardScope(mapping, self.state.trainable, rows, self.tables.layers)
+        return ForwardScope(mapping, trainable, rows, self.tables.layers)
 
     def _call(self, x: Any, training: bool) -> Any:
         with named(self.blocks):

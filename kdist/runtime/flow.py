@@ -68,6 +68,7 @@ class Flow:
         self.held: dict[int, dict[int, Sharded]] = {}
         self._penalties: list[Sharded] = []
         self._rows: dict[tuple[int, int, int], list[Any]] = {}
+        self._fetched: dict[tuple[int, int], dict[int, Any]] = {}
         self._read: dict[tuple[int, int], Sharded] = {}
         self._state: dict[int, Sharded] = {}
         self._sent: dict[Unit, Any] = {}
@@ -145,7 +146,7 @@ class Flow:
             loss = (y, sample_weight, self.shares[i])
             share = self.micro.shares[self.replica][i]
         variables = [self.program.state.trainable[n] for n in body.trainable]
-        params = [self._parameter(position, s) for position in body.trainable]
+        params = [self._parameter(position, s, i) for position in body.trainable]
         state = {id(v): self._value(v, s) for v in body.carried}
         given = body.given(boundary, masks, state, x, loss, share)
         output, saved = functions.forward(s, params, given)
@@ -224,7 +225,9 @@ class Flow:
     def _accumulate(self, s: int, virtual: int, i: int, found: Sequence[Any]) -> None:
         """Adds a micro-batch's gradients to the sum; rows are put together at the end."""
         for position, gradient in zip(self.functions[i][virtual].body.trainable, found):
-            if is_sparse(gradient):
+            if gradient is not None and self.runner.entries[position].placement.fetched:
+                self._fetched.setdefault((s, position), {})[i] = gradient
+            elif is_sparse(gradient):
                 self._rows.setdefault((s, position, virtual), []).append(gradient)
             elif gradient is not None:
                 self._add(s, position, gradient)
@@ -245,9 +248,15 @@ class Flow:
             self._read[key, s] = self.backend.read(variable, s)
         return self._read[key, s]
 
-    def _parameter(self, position: int, s: int) -> Sharded:
-        """A trainable variable's value now, on a slice; gathered before, if it is not stored."""
-        variable = self.program.state.trainable[position]
+    def _parameter(self, position: int, s: int, i: int | None = None) -> Sharded:
+        """A trainable variable's value now, on a slice; gathered before, if it is not stored.
+
+        Of a fetched table, the rows that micro-batch `i` looks up.
+        """
+        variable, entry = self.program.state.trainable[position], self.runner.entries[position]
+        if entry.placement.fetched:
+            entry.micro_batch = i
+            return self.backend.read(variable, s)
         if id(variable) in self._state or position not in self.runner.gathered:
             return self._value(variable, s)
         return self.held[s][position]
@@ -348,6 +357,12 @@ class Flow:
                     parts = [] if before is None else [before[k]]
                     parts.append(self._table(position, virtual, k, rows))
                     found[s][position].append(joined(parts))
+        for (s, position), gradients in self._fetched.items():
+            found.setdefault(s, {})[position] = []
+            for k, device in enumerate(self.backend.devices(s)):
+                with tf.device(device):
+                    parts = [gradient.parts[k] for _, gradient in sorted(gradients.items())]
+                    found[s][position].append(tf.concat(parts, 0))
         return found
 
     def _table(self, position: int, virtual: int, k: int, rows: Sequence[Any]) -> Any:

@@ -176,9 +176,15 @@ class PipelineRunner:
         named = [[(self.program.inputs_by_name(x), y, w) for x, y, w in row] for row in micro.parts]
         terms = len(self.program.kinds) if with_loss else None
         every = general([part for row in named for part in row])
+        self.program.tables.fetch_micro_batches(micro.parts, wanted.training)
         functions = [
-            [self.programs.functions(wanted, part if exact else every, terms) for part in row]
-            for row in named
+            [
+                self.programs.functions(wanted, part, terms, (r, i))
+                if exact
+                else self.programs.functions(wanted, every, terms)
+                for i, part in enumerate(row)
+            ]
+            for r, row in enumerate(named)
         ]
         shares: list[Any] = [None] * len(named)
         if terms is not None:
@@ -263,6 +269,12 @@ class PipelineRunner:
         """A variable's value for the counting pass, trainable ones first, then carried."""
         state = self.program.state
         variable = (*state.trainable, *state.carried)[position]
+        if any(table.position == position for table in self.program.tables.tables):
+            raise ValueError(
+                "Masks of the outputs decide what the loss counts, and follow from rows of a table "
+                "that is on the host or split by hand. Leave the table whole on the device, or "
+                f"pass sample_weight. Received: table {variable.path!r}"
+            )
         return value_at(state, variable, self.topology, self.topology.slice_number(0, replica))
 
     def gradient_at(self, results: Sequence[Any]) -> GradientSource:

@@ -283,7 +283,7 @@ class StageBody:
         variables = [self.program.state.trainable[i] for i in self.trainable]
         before = {**given.state, **{id(v): p for v, p in zip(variables, params)}}
         taken = [(v, self.backend.taken(v, before[id(v)])) for v in (*variables, *self.carried)]
-        scope = ForwardScope(taken, variables)
+        scope = self.program.scope_of(taken, variables)
         table = {**given.inputs, **given.boundary}
         for name, mask in given.masks.items():
             keras_trainer.set_mask(table[name], mask)
@@ -303,7 +303,7 @@ class StageBody:
                 result.masks[name] = mask
         for variable in (*variables, *self.carried):
             now = scope.current(variable)
-            if now is not scope.given[id(variable)]:
+            if now is not scope.given.get(id(variable)):
                 result.state[id(variable)] = self.backend.like(now, before[id(variable)])
         return result
 

@@ -62,6 +62,8 @@ class StageFunctions:
         body: What it computes.
         example: Inputs to trace with.
         wanted: The pass.
+        backend: What runs it.
+        rows: Replica and micro-batch that look up as many rows of fetched tables; None for any.
 
     Attributes:
         example_output: Outputs as the trace made them: names, masks, dtypes, shapes.
@@ -71,11 +73,22 @@ class StageFunctions:
         ValueError: A layer reads variables that are not its own.
     """
 
-    def __init__(self, body: StageBody, example: StageInput, wanted: Pass, backend: Any) -> None:
+    def __init__(
+        self,
+        body: StageBody,
+        example: StageInput,
+        wanted: Pass,
+        backend: Any,
+        rows: tuple[int, int] | None = None,
+    ) -> None:
         self.body, self._example, self.wanted, self._backend = body, example, wanted, backend
         self.parts: list[Any] = []
-        variables = [body.program.state.trainable[i] for i in body.trainable]
-        params = [tf.TensorSpec(v.shape, v.dtype) for v in variables]
+        program = body.program
+        variables = [program.state.trainable[i] for i in body.trainable]
+        params = [
+            program.tables.spec(i, rows) or tf.TensorSpec(v.shape, v.dtype)
+            for i, v in zip(body.trainable, variables)
+        ]
         inputs = specs(example.flat())
         try:
             if wanted.differentiate:

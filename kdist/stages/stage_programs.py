@@ -31,20 +31,23 @@ class StagePrograms:
         self.bodies = [StageBody(program, self.staged, n, backend) for n in range(count)]
         self._traced: dict[Any, list[StageFunctions]] = {}
 
-    def functions(self, wanted: Pass, part: Any, terms: int | None) -> list[StageFunctions]:
+    def functions(
+        self, wanted: Pass, part: Any, terms: int | None, rows: tuple[int, int] | None = None
+    ) -> list[StageFunctions]:
         """The functions of every virtual stage, for micro-batches like `part`.
 
         Args:
             wanted: The pass.
             part: (x, y, sample_weight) of a micro-batch.
             terms: Number of compiled losses; None where no loss is wanted.
+            rows: See `StageFunctions`.
 
         Raises:
             CannotExpand: DTensor cannot run one of them.
         """
         key = (wanted, terms, sizes.active(), *batch_key(part))
         if key not in self._traced:
-            self._traced[key] = self._trace(wanted, part, terms)
+            self._traced[key] = self._trace(wanted, part, terms, rows)
             for old in [*self._traced][: -2 * MAX_SHAPES]:
                 del self._traced[old]
         return self._traced[key]
@@ -61,7 +64,9 @@ class StagePrograms:
                 return [part for one in functions for part in one.parts]
         return []
 
-    def _trace(self, wanted: Pass, part: Any, terms: int | None) -> list[StageFunctions]:
+    def _trace(
+        self, wanted: Pass, part: Any, terms: int | None, rows: tuple[int, int] | None
+    ) -> list[StageFunctions]:
         """Traces every virtual stage, each with what the one before sends."""
         found: list[StageFunctions] = []
         boundary: dict[str, Any] = {}
@@ -76,7 +81,7 @@ class StagePrograms:
             loss = None if terms is None else (y, sample_weight, shares)
             given = body.given(boundary, masks, state, x, loss, share)
             with self.backend.tracing():
-                found.append(self.backend.functions(body, given, wanted, self.backend))
+                found.append(self.backend.functions(body, given, wanted, self.backend, rows))
             output = found[-1].example_output
             boundary, masks = output.boundary, output.masks
         self._check(found, terms)
@@ -111,4 +116,7 @@ class StagePrograms:
                 # Several stages' rows are put one after the other.
                 rows[i] = LookUp() if i in rows else look_up
         program.trained.connected = sorted(dense | set(rows))
+        for i in dense & set(program.tables.look_ups):
+            rows[i] = program.tables.look_ups[i]
+        dense -= set(program.tables.look_ups)
         program.trained.rows = {i: look_up for i, look_up in rows.items() if i not in dense}

@@ -8,6 +8,7 @@ is sent once to a device, however often it is looked up there; gradients go back
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from kdist._compat import keras_trainer
@@ -28,12 +29,14 @@ class Wanted:
         unique: The same, each once; in ascending order if the table has several parts.
         positions: Of each look-up, where in `unique` it is.
         own: Of each part of the table, which of its rows these are.
+        sizes: Look-ups of each micro-batch.
     """
 
     indices: Any
     unique: Any
     positions: Any
     own: list[Any]
+    sizes: list[Any]
 
 
 class FetchedTable(Stored):
@@ -43,6 +46,7 @@ class FetchedTable(Stored):
         wanted: Per slice, what it looks up in the step that is being traced.
         combined: Whether gradients of a row that is looked up more than once are summed before they
             travel; see `kdist.optimizer.local.is_linear`.
+        micro_batch: Which micro-batch's rows are taken as the table now; None for those of all.
         by_rows: True while programs are traced, in which the table cannot be read whole.
     """
 
@@ -51,16 +55,20 @@ class FetchedTable(Stored):
     def __init__(self, variable: keras.Variable, placement: Placement, topology: Topology) -> None:
         super().__init__(variable, placement, topology)
         self.wanted: dict[int, Wanted] = {}
+        self.micro_batch: int | None = None
         self._sent: dict[tuple[int, Coordinate], Any] = {}
 
-    def look_up(self, s: int, indices: Any) -> None:
+    def look_up(self, s: int, micro_batches: Sequence[Any]) -> None:
         """Notes what a slice looks up.
 
         Args:
             s: The slice.
-            indices: Of all look-ups of its program, in their order; (n,), on its first device.
+            micro_batches: Of each, the indices of all look-ups of a program, in their order; (n,).
         """
+        known = [t.shape[0] for t in micro_batches]
         with tf.device(self.device((s, 0))):
+            sizes = known if None not in known else [tf.size(t) for t in micro_batches]
+            indices = micro_batches[0] if len(sizes) == 1 else tf.concat(micro_batches, 0)
             unique, positions = tf.unique(indices)
             own = [unique]
             if len(self.placement.shards) > 1:
@@ -70,14 +78,19 @@ class FetchedTable(Stored):
                 ends = tf.constant([0, *(one.stop for one in rows)], unique.dtype)
                 bounds = tf.searchsorted(unique, ends)
                 own = [unique[bounds[p] : bounds[p + 1]] - r.start for p, r in enumerate(rows)]
-        self.wanted[s] = Wanted(indices, unique, positions, own)
+        self.wanted[s] = Wanted(indices, unique, positions, own, sizes)
         self._sent = {key: rows for key, rows in self._sent.items() if key[0] != s}
 
     def used_at(self, at: Coordinate) -> Any:
         """What compute takes as the table: the rows of its look-ups, one after the other."""
         rows = [self._rows(at[0], p, self.source(at, p)) for p in range(len(self.placement.shards))]
         joined = rows[0] if len(rows) == 1 else tf.concat(rows, 0)
-        return tf.gather(joined, self.wanted[at[0]].positions)
+        one, number = self.wanted[at[0]], self.micro_batch
+        positions = one.positions
+        if number is not None and len(one.sizes) > 1:
+            start = sum(one.sizes[1:number], one.sizes[0]) if number else 0
+            positions = positions[start : start + one.sizes[number]]
+        return tf.gather(joined, positions)
 
     def whole_at(self, s: int) -> Any:
         """See `used_at`."""

@@ -133,3 +133,16 @@ def test_host_embedding_comes_back_from_its_configuration() -> None:
     made = model(again)
     assert parallel(made).plan().weights[0].on_host
     assert not parallel(model(kdist.place(layer, "device"))).plan().weights[0].on_host
+
+
+def test_look_ups_in_two_stages() -> None:
+    table = kdist.place(keras.layers.Embedding(6, 2, name="table"))
+    first, last = keras.layers.Dense(2, name="first"), keras.layers.Dense(2, name="last")
+    kdist.set_stage(first, 0)
+    kdist.set_stage(last, 1)
+    tokens = keras.Input((3,), dtype="int32")
+    x = keras.layers.Add()([last(first(table(tokens))), table(tokens)])
+    made = keras.Model(tokens, keras.layers.Dense(1)(keras.layers.Flatten()(x)))
+    pipeline = kdist.PipelineConfig(micro_batches=2)
+    with pytest.raises(ValueError, match=r"layer 'table' in virtual stages \(0, 1\)"):
+        parallel(made, mesh={"pipe": 2}, pipeline=pipeline)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import kdist
+
 import pytest
 
 from .features import BY_NAME as FEATURES
@@ -76,6 +78,58 @@ def test_subclassed(level: str, mesh: str) -> None:
         config=level_config(level),
         declare=on_host,
     )
+
+
+STAGED_MESHES = {
+    "pipe2": {"pipe": 2},
+    "pipe2_data2": {"pipe": 2, "data": 2},
+    "pipe2_model2": {"pipe": 2, "model": 2},
+    "pipe2_data2_model2": {"pipe": 2, "data": 2, "model": 2},
+}
+STAGED = product(("1f1b", "zero_bubble"), ("level0", "level3"), STAGED_MESHES)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "level", "mesh"), spread(STAGED, [("1f1b", "level0", "pipe2_data2")])
+)
+def test_pipelines(schedule: Any, level: str, mesh: str) -> None:
+    pipeline = kdist.PipelineConfig(micro_batches=2, schedule=schedule)
+    compare(
+        TABLES,
+        STAGED_MESHES[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        config={"pipeline": pipeline, **level_config(level)},
+        declare=on_host,
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", STAGED_MESHES)
+@pytest.mark.parametrize("feature", ["own_compute_loss", "gradient_accumulation", "run_eagerly"])
+def test_features_in_pipelines(feature: str, mesh: str) -> None:
+    compare(
+        TABLES,
+        STAGED_MESHES[mesh],
+        optimizer=OPTIMIZERS["sgd_momentum"],
+        config={"pipeline": kdist.PipelineConfig(micro_batches=2)},
+        features=[FEATURES[feature]],
+        declare=on_host,
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", STAGED_MESHES)
+def test_batches_of_any_size_in_pipelines(mesh: str) -> None:
+    run = Run(
+        case=TABLES,
+        mesh_axes=STAGED_MESHES[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        config={"pipeline": kdist.PipelineConfig(micro_batches=2)},
+        declare=on_host,
+    )
+    expected = train_batches(run, reference_engine(run), SIZES)
+    actual = train_batches(run, "kdist", SIZES)
+    check(expected, actual, TOLERANCES[run.dtype], title=run.title)
 
 
 SIZES = (8, 7, 8, 3, 1, 6)

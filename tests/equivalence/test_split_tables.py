@@ -16,10 +16,15 @@ from .matrix import LEVELS, MESHES, level_config, product, spread
 from .optimizer_zoo import OPTIMIZERS
 from .outcome import TOLERANCES, check
 
+STAGED = {
+    "pipe2_data2": {"pipe": 2, "data": 2},
+    "pipe2_data2_model2": {"pipe": 2, "data": 2, "model": 2},
+}
+
 
 def split(mesh: str, axis: str) -> Callable[[keras.Model], None]:
     """Splits every table over an axis, most rows on the last device but one."""
-    size = MESHES[mesh][axis]
+    size = {**MESHES, **STAGED}[mesh][axis]
 
     def declare(model: keras.Model) -> None:
         for layer in model._flatten_layers():
@@ -101,3 +106,19 @@ def test_batches_of_any_size(axis: str, mesh: str) -> None:
     expected = train_batches(run, reference_engine(run), sizes)
     actual = train_batches(run, "kdist", sizes)
     check(expected, actual, TOLERANCES[run.dtype], title=run.title)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("axis", "mesh"), [("data", "pipe2_data2"), *product(("data", "model"), ["pipe2_data2_model2"])]
+)
+@pytest.mark.parametrize("level", ["level0", "level3"])
+def test_pipelines(level: str, axis: str, mesh: str) -> None:
+    config = {"pipeline": kdist.PipelineConfig(micro_batches=2), **level_config(level)}
+    compare(
+        TABLES,
+        STAGED[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        config=config,
+        declare=split(mesh, axis),
+    )
