@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from kdist.api.sharded_optimizer import config_for, parallel_optimizer
 from kdist.config.compression import Classes, Compressor
 from kdist.config.optimizer import OptimizerConfig
 from kdist.config.parallel import ParallelConfig
-from kdist.config.recompute import Blocks, blocks_of
+from kdist.config.recompute import Blocks, Choice, blocks_of
 from kdist.config.whole_batch import GLOBAL, SYNCHRONIZED, WholeBatch
 from kdist.dtensor.model_layouts import ModelLayouts, place_weights, placements
 from kdist.optimizer.compressed import KnownStates
@@ -62,6 +63,7 @@ class PlacedModel:
         self.whole_batch: WholeBatch | None = None
         self.compute = config.topology
         self.level = 0
+        self.choices: dict[str, Choice] = {}
         self.update: DistributedUpdate | None = None
         self.low_rank: KnownStates = {}
         self.staged: StagedModel | None = None
@@ -249,7 +251,8 @@ class PlacedModel:
     @property
     def blocks(self) -> Blocks:
         """Layers that run again in the backward pass."""
-        return blocks_of(self.model, self.config.recompute)
+        found = blocks_of(self.model, self.config.recompute)
+        return dataclasses.replace(found, choices=self.choices)
 
     @property
     def chunking(self) -> Chunking | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from kdist.sharding.layout import closest_names
 
 import keras
 
-POLICIES = ("full", "selective")
+POLICIES = ("full", "selective", "budget")
 
 SHOWN_BLOCKS = 3
 """Blocks that a line names."""
@@ -107,11 +108,17 @@ class RecomputeConfig:
     """Regular expressions for paths of layers; each must match one. A layer and all inside it are a
     block. Layers whose paths agree in the pattern's groups, `(...)`, are one block together."""
 
-    policy: Literal["full", "selective"] = "full"
+    policy: Literal["full", "selective", "budget"] = "full"
     """`"full"`: of a block, its inputs are kept, and what other layers take of it. `"selective"`:
     matrix products, convolutions, random numbers and communication are not repeated; of the rest
     the fewest bytes are kept, by a minimum cut (Chen et al. 2016; Korthikanti et al. 2022,
-    arXiv:2205.05198, choose by hand)."""
+    arXiv:2205.05198, choose by hand). `"budget"`: of the blocks, what takes the least time is
+    repeated so that activations fit `budget_mb` (Jain et al. 2020, arXiv:1910.02653)."""
+
+    budget_mb: float | None = None
+    """The most that activations may take on a device at once, in MB of 2^20 bytes; needed by
+    `policy="budget"`, and by no other. Training raises a ValueError if by far they do not fit even
+    with everything repeated, and says what they need. What was chosen is a note of the plan."""
 
     mp_comm_recompute: bool = True
     """See `kdist.recompute`."""
@@ -134,8 +141,23 @@ class RecomputeConfig:
                 ) from None
         object.__setattr__(self, "layers", tuple(self.layers))
         if self.policy not in POLICIES:
-            raise ValueError(f"policy is 'full' or 'selective'. Received: policy={self.policy!r}")
+            raise ValueError(
+                f"policy is 'full', 'selective' or 'budget'. Received: policy={self.policy!r}"
+            )
+        self._check_budget()
         self.setting  # noqa: B018 (checks the rest)
+
+    def _check_budget(self) -> None:
+        """Refuses a budget that is no number above 0, and one without its policy."""
+        given = self.budget_mb
+        if (self.policy == "budget") != (given is not None):
+            raise ValueError(
+                "policy='budget' takes budget_mb, the other policies do not. "
+                f"Received: policy={self.policy!r}, budget_mb={given!r}"
+            )
+        number = isinstance(given, int | float) and not isinstance(given, bool)
+        if given is not None and not (number and 0 < given < math.inf):
+            raise ValueError(f"budget_mb is a number above 0. Received: budget_mb={given!r}")
 
     @property
     def setting(self) -> Recompute:
@@ -146,7 +168,8 @@ class RecomputeConfig:
         )
 
     def __str__(self) -> str:
-        text = f"{self.policy}, layers {', '.join(map(repr, self.layers))}"
+        limit = "" if self.budget_mb is None else f" of {self.budget_mb:g} MB"
+        text = f"{self.policy}{limit}, layers {', '.join(map(repr, self.layers))}"
         if not self.mp_comm_recompute:
             text += ", collectives of inner axes not repeated"
         if self.parallel_optimizer_comm_recompute is not None:
@@ -171,6 +194,34 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True)
+class Choice:
+    """What `policy="budget"` chose for a program.
+
+    Attributes:
+        peak: Bytes of activations that a device has at once at most, estimated from the program;
+            above the budget only if everything runs again.
+        repeated: Estimated seconds of what runs again, in a pass over the program.
+        seconds: Those of all that could.
+        why: Why there was no choice, "" if there was.
+    """
+
+    peak: int
+    repeated: float
+    seconds: float
+    why: str = ""
+
+    def __str__(self) -> str:
+        if self.why:
+            return f"everything runs again: {self.why}"
+        share = self.repeated / self.seconds if self.seconds else 0.0
+        return (
+            f"activations of {self.peak / 2**20:.4g} MB, estimated; of the blocks' forward pass "
+            f"{share:.0%} of the time runs again ({1e3 * self.repeated:.3g} of "
+            f"{1e3 * self.seconds:.3g} ms, estimated)"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Blocks:
     """The blocks of a model.
 
@@ -180,12 +231,17 @@ class Blocks:
         freed: By identity of a weight, whether it is gathered again in the backward pass, where its
             layer says so.
         of: By identity of a weight, the block that it belongs to.
+        budget: Bytes that activations may take, for blocks of that policy.
+        choices: What was chosen for it, by stage of a pipeline, "" without one; filled when a
+            training step is traced.
     """
 
     blocks: tuple[Block, ...] = ()
     layers: tuple[tuple[keras.layers.Layer, int | None], ...] = ()
     freed: dict[int, bool] = dataclasses.field(default_factory=dict)
     of: dict[int, int] = dataclasses.field(default_factory=dict)
+    budget: int | None = None
+    choices: dict[str, Choice] = dataclasses.field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.blocks)
@@ -198,7 +254,18 @@ class Blocks:
         more = f" and {len(names) - SHOWN_BLOCKS} more" if names[SHOWN_BLOCKS:] else ""
         kept = sum(not one.setting.mp_comm_recompute for one in self.blocks)
         alone = f"; collectives of inner axes are kept in {kept} of them" if kept else ""
-        return f"recompute ({policies}): {len(names)} blocks, from {shown}{more}{alone}"
+        found = f"recompute ({policies}): {len(names)} blocks, from {shown}{more}{alone}"
+        return found + self._chosen()
+
+    def _chosen(self) -> str:
+        """What is repeated for a budget."""
+        if self.budget is None:
+            return ""
+        text = f"; budget {self.budget / 2**20:.4g} MB per device"
+        if not self.choices:
+            return f"{text}, what is repeated is chosen when a training step is traced"
+        by_stage = [f"{name}: {one}" if name else str(one) for name, one in self.choices.items()]
+        return f"{text}: {'; '.join(by_stage)}"
 
 
 def blocks_of(model: keras.Model, config: RecomputeConfig | None) -> Blocks:
@@ -233,7 +300,9 @@ class _Walk:
             self._visit(layer, whole, None, new=True)
         if self.config is not None:
             self._refuse_unmatched(self.config)
-        return Blocks(tuple(self.blocks), tuple(self.layers), self.freed, self.of)
+        limit = None if self.config is None else self.config.budget_mb
+        budget = None if limit is None else int(limit * 2**20)
+        return Blocks(tuple(self.blocks), tuple(self.layers), self.freed, self.of, budget)
 
     def _visit(
         self, layer: keras.layers.Layer, call: Recompute | None, block: int | None, new: bool

@@ -43,6 +43,8 @@ MOVES = VIEWS | frozenset(
 )
 """Operations that only move or convert values."""
 SUMS = frozenset({"AddN", "UnsortedSegmentSum"})
+ADDS = frozenset({"Add", "AddV2"})
+"""What adds a micro-batch's gradients to those so far, outside the model's programs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,11 +136,9 @@ class LiveTensors:
         self.parameters, self.writes = tuple(parameters), tuple(writes)
         self.opened: Callable[[], LiveTensors] = lambda: self
         self._views = VIEWS | RECEIVES if shared_memory else VIEWS
+        gradients = list(gradients)
         self._kinds = kinds(self.ops.values(), gradients, self.parameters, self.writes)
-        for op in self.ops.values() if programs else ():
-            if any(outer in programs for outer in _scopes(op.name)):
-                outputs = ((op.name, k) for k in range(len(op.nbytes)))
-                self._kinds.update((o, "activation") for o in outputs if o not in self._kinds)
+        self._note_activations(set(programs), gradients)
         self.tensors = self._tensors()
 
     @property
@@ -159,6 +159,17 @@ class LiveTensors:
         alive = [mine[i] for i in heaviest_antichain(weights, after)]
         alive.sort(key=lambda t: (-t.nbytes, t.output))
         return Peak(sum(t.nbytes for t in alive), tuple(alive))
+
+    def _note_activations(self, programs: set[str], gradients: list[Output]) -> None:
+        """Calls what programs make activations, but for gradients, also those of micro-batches."""
+        within = {n for n in self.ops if any(outer in programs for outer in _scopes(n))}
+        sums = {n for n, op in self.ops.items() if op.kind in ADDS and n not in within}
+        known = dict(self._kinds)
+        if within and sums:
+            known |= kinds(self.ops.values(), gradients, self.parameters, self.writes, sums)
+        for name in within:
+            outputs = ((name, k) for k in range(len(self.ops[name].nbytes)))
+            self._kinds.update((o, "activation") for o in outputs if o not in known)
 
     def _tensors(self) -> list[Tensor]:
         owner: dict[Output, Output | None] = {}
@@ -258,6 +269,7 @@ def kinds(
     gradients: Iterable[Output],
     parameters: Iterable[str],
     writes: Iterable[str] = (),
+    sums: Collection[str] = (),
 ) -> dict[Output, Kind]:
     """What outputs are for.
 
@@ -270,6 +282,7 @@ def kinds(
         gradients: See `LiveTensors`.
         parameters: See `LiveTensors`.
         writes: See `LiveTensors`.
+        sums: Names of operations that add gradients, beside those of `SUMS`.
 
     Returns:
         The kinds of those that are not "other".
@@ -282,9 +295,12 @@ def kinds(
         if op.kind == EACH:
             count = range(len(op.nbytes))
             found.update((op.inputs[k], "gradient") for k in count if (op.name, k) in found)
-        if op.kind in through and any((op.name, k) in found for k in range(len(op.nbytes))):
+        adds = op.kind in SUMS or op.name in sums
+        if (op.kind in through or adds) and any(
+            (op.name, k) in found for k in range(len(op.nbytes))
+        ):
             found.update((i, "gradient") for i in op.inputs[:1] if op.kind in VIEWS)
-            if op.kind in SUMS | {"ConcatV2", "Pack"}:
+            if adds or op.kind in {"ConcatV2", "Pack"}:
                 found.update((i, "gradient") for i in op.inputs if i[0] not in constant)
     local: set[Output] = {(name, 0) for name in parameters}
     local |= _new_values(ops, writes, constant)

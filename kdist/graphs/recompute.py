@@ -96,7 +96,8 @@ def repeat(
         seeds: See `Passes.of`.
         fetched: Arguments that are gathered anew for every chunk; they need no gate.
     """
-    return _Repeating(graph, passes, set(again), set(seeds), set(fetched)).result()
+    ordered = gradients_in_step(graph, passes)
+    return _Repeating(ordered, passes, set(again), set(seeds), set(fetched)).result()
 
 
 class _Repeating:
@@ -245,6 +246,20 @@ class _Repeating:
                 if source in self.copied or source in helpers:
                     first[source] = min(first.get(source, use), use)
         return first if self.copied else {}
+
+
+def gradients_in_step(graph: Graph, passes: Passes) -> Graph:
+    """The program with its backward pass in the order in which it could run at best.
+
+    A program may have all gradients of parameters at its end. In that order the copies that are for
+    them would wait for those of other blocks, and what they are multiplied by would be held.
+    """
+    depth: dict[str, int] = {}
+    for name, references in graph.inputs.items():
+        if name in passes.seeded:
+            depth[name] = 1 + max((depth.get(node_of(r), 0) for r in references), default=0)
+    names = [n for n in graph.inputs if n not in depth] + sorted(depth, key=depth.__getitem__)
+    return dataclasses.replace(graph, inputs={n: graph.inputs[n] for n in names})
 
 
 def descendants(graph: Graph, given: Iterable[str]) -> set[str]:

@@ -160,7 +160,7 @@ class Vjp:
             else:
                 self._kinds.append("dense")
                 fetches.append(given)
-        self._again = self._runs_again(joint.graph)
+        self._again = self._runs_again(joint.graph, fetches, depends)
         saved = self._frontier(fetches, depends)
         self.saved = [tf.TensorSpec(t.shape, t.dtype) for t in saved]
         self.output_dtypes = [t.dtype for t in self._outputs]
@@ -175,8 +175,16 @@ class Vjp:
     ) -> None:
         self._call_backward = Cut(joint, feeds, fetches, wrap, self._kept_feeds)
 
-    def _runs_again(self, graph: Any) -> Collection[str]:
-        """Names of the forward operations that the backward half runs again, if it needs them."""
+    def _runs_again(
+        self, graph: Any, fetches: Sequence[Any], depends: dict[str, bool]
+    ) -> Collection[str]:
+        """Names of the forward operations that the backward half runs again, if it needs them.
+
+        Args:
+            graph: The joint trace.
+            fetches: The gradients in it.
+            depends: Per operation, whether it depends on inputs.
+        """
         return ()
 
     def _frontier(self, fetches: Sequence[Any], depends: dict[str, bool]) -> list[Any]:

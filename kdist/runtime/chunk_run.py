@@ -46,6 +46,7 @@ class ChunkedProgram:
         devices: Those of every slice; of one device, functions are the same for all slices.
         fetched: Positions of the parameters that are gathered.
         jit_compile: Compile each chunk with XLA.
+        in_turn: Whether a chunk of several devices starts when the one before has ended.
 
     Attributes:
         fetched: Per chunk, the positions of the parameters that are gathered for it.
@@ -59,8 +60,9 @@ class ChunkedProgram:
         fetched: Sequence[int],
         *,
         jit_compile: bool = False,
+        in_turn: bool = False,
     ) -> None:
-        self.jit_compile = jit_compile
+        self.jit_compile, self.in_turn = jit_compile, in_turn
         self.stitcher, self.chunks, self.devices = stitcher, list(chunks), list(devices)
         arguments = stitcher.program.arguments
         self.names = {one.name: one.position for one in arguments if one.position is not None}
@@ -239,7 +241,7 @@ class ChunkRun:
             **{name: held[i] for name, i in program.names.items() if i in held},
         }
         waits = list(self._waits)
-        if function.size > 1 and number and program.stitcher.again:
+        if function.size > 1 and number and program.in_turn:
             # Nothing is run again while what was run again before is still used.
             waits += self._copies(program.chunks[number - 1].gives, s)
         if tf.executing_eagerly():

@@ -10,7 +10,7 @@ from typing import Any
 from kdist.config.recompute import Blocks
 from kdist.dtensor.lowering import LoweredProgram
 from kdist.dtensor.stitching import Stitcher
-from kdist.graphs.chunks import cut, parameter_chunks, whole_blocks
+from kdist.graphs.chunks import Chunk, Graph, cut, parameter_chunks, whole_blocks
 from kdist.optimizer.gather import Gatherer, Places, placed
 from kdist.pipeline.work import Work
 from kdist.runtime.chunk_run import ChunkedProgram, ChunkRun, chunk_work
@@ -106,20 +106,21 @@ class Chunks:
             order = first_uses(concrete, len(self.entries))
             chunk_of = parameter_chunks(order, nbytes)
             if known := self.chunking.blocks.of:
-                blocks = [known.get(id(entry.variable)) for entry in self.entries]
-                chunk_of = whole_blocks(order, chunk_of, blocks)
+                numbers = [known.get(id(entry.variable)) for entry in self.entries]
+                chunk_of = whole_blocks(order, chunk_of, numbers)
             names = {one.position: one.name for one in program.arguments}
             gathered = {names[i] for i in self.gathered if i in names}
             begins = {names[i] for i in seeds if i in names}
-            if self.chunking.blocks and begins:
-                run_again(stitcher, self.chunking.blocks, begins, gathered)
-            chunks = cut(
-                stitcher.graph,
-                {names[i]: number for i, number in enumerate(chunk_of) if i in names},
-                gathered,
-                begins,
-                whole_forward=not self.chunking.forward,
-            )
+            by_name = {names[i]: number for i, number in enumerate(chunk_of) if i in names}
+            whole = not self.chunking.forward
+
+            def chunks_of(graph: Graph) -> list[Chunk]:
+                return cut(graph, by_name, gathered, begins, whole_forward=whole)
+
+            if (blocks := self.chunking.blocks) and begins:
+                calls = len(self.devices[0]) == 1
+                run_again(stitcher, blocks, begins, gathered, chunks_of, calls=calls)
+            chunks = chunks_of(stitcher.graph)
             self.chunk_of = dict(enumerate(chunk_of))
             self._programs[key] = ChunkedProgram(
                 stitcher,
@@ -127,6 +128,7 @@ class Chunks:
                 self.devices,
                 sorted(self.gathered),
                 jit_compile=self.jit_compile,
+                in_turn=bool(stitcher.again) or self.chunking.blocks.budget is not None,
             )
             for old in [*self._programs][:-KEPT]:
                 del self._programs[old]

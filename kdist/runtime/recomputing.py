@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from kdist._compat import dtensor_internals
 from kdist.config.recompute import Blocks
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.stitching import Stitcher
-from kdist.graphs.chunks import node_of
+from kdist.graphs.chunks import Chunk, Graph, node_of
 from kdist.graphs.layer_names import BACKWARD
+from kdist.graphs.program_peak import activation_peak
 from kdist.graphs.recompute import Passes, descendants, repeat
-from kdist.program.again import nodes_again
+from kdist.program.again import Nodes, nodes_again
+from kdist.stages.node_seconds import operation_seconds
 
 import tensorflow as tf
 
+UNKNOWN = "the sizes of a batch are not known when the step is traced"
+OVER_INNER_AXES = 1.05
+"""What an estimate is raised by there: chunks are no calls, and parts of a loss may wait longer
+than it knows."""
+
 
 def run_again(
-    stitcher: Stitcher, blocks: Blocks, seeds: Collection[str], fetched: Collection[str]
+    stitcher: Stitcher,
+    blocks: Blocks,
+    seeds: Collection[str],
+    fetched: Collection[str],
+    chunks: Callable[[Graph], Sequence[Chunk]],
+    *,
+    calls: bool,
 ) -> None:
     """Has a program compute the nodes of blocks again.
 
@@ -27,19 +42,44 @@ def run_again(
         blocks: The model's blocks.
         seeds: Arguments that everything of the backward pass depends on.
         fetched: Arguments that are gathered for every chunk.
+        chunks: Cuts the program into chunks.
+        calls: Whether each of these is a call, as on one device.
     """
     graph = stitcher.graph
     passes = Passes.of(graph, seeds, [n for n in graph.inputs if BACKWARD in n])
-    again = nodes_again(
-        graph,
-        passes,
-        blocks,
-        lambda name: stitcher.nodes[name].op,
-        lambda name: _nbytes(stitcher, name),
-        {n for n in graph.inputs if stitcher.nodes[n].op in COLLECTIVES},
-    )
+    sizes = _Sizes(stitcher)
+    nodes = sizes.nodes()
+    communication = set(nodes.communication)
+
+    def peak(again: set[str]) -> int:
+        made = repeat(graph, passes, again, seeds, fetched)
+        gradients = [r for r in graph.results if node_of(r) in passes.seeded]
+        results = [r for r in graph.results if node_of(r) not in passes.seeded]
+
+        def original(name: str) -> str:
+            return made.originals.get(name, name)
+
+        def nbytes(reference: str) -> int:
+            name = node_of(reference)
+            if name in made.gates:
+                return 0  # a view
+            return sizes.of(original(name) + reference[len(name) :])
+
+        def kind(name: str) -> str:
+            return "Identity" if name in made.gates else stitcher.nodes[original(name)].op
+
+        cut = chunks(made.graph)
+        taken = {
+            # Edges from collectives only order these, and are not copied.
+            name: [r for r in references if not (r[0] == "^" and node_of(r) in communication)]
+            for name, references in {**made.graph.inputs, **made.gates}.items()
+        }
+        found = activation_peak(cut, taken, results, gradients, kind, nbytes, calls=calls)
+        return found if calls else int(found * OVER_INNER_AXES)
+
+    again = nodes_again(graph, passes, blocks, nodes, peak)
     made = repeat(graph, passes, again, seeds, fetched)
-    if passes.seeded and not made.originals:
+    if passes.seeded and not made.originals and blocks.budget is None:
         warnings.warn(
             "recompute computes nothing again in a backward pass: of the blocks that it names, the "
             "pass reads nothing that may run twice. What has an effect, and what leaves a block, "
@@ -68,12 +108,75 @@ def all_again(stitcher: Stitcher, late: Collection[int]) -> None:
     stitcher.repeat(repeat(graph, passes, again, seeds))
 
 
-def _nbytes(stitcher: Stitcher, name: str) -> int:
-    """Bytes of a node's results on one device, as far as their shapes are known."""
-    total = 0
-    for output, dtypes in dtensor_internals.output_dtypes(stitcher.nodes[name]).items():
-        for index, dtype in enumerate(dtypes):
-            shape = stitcher.shape(f"{name}:{output}:{index}")
-            known = shape.num_elements() if shape.is_fully_defined() else 0
-            total += known * (tf.as_dtype(dtype).size or 0)
-    return total
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """What `operation_seconds` looks at."""
+
+    shape: tf.TensorShape
+    dtype: tf.DType
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operation:
+    """A node of a lowered program, as `operation_seconds` looks at it."""
+
+    node_def: Any
+    inputs: list[_Tensor]
+    outputs: list[_Tensor]
+
+    @property
+    def type(self) -> str:
+        return str(self.node_def.op)
+
+    def get_attr(self, name: str) -> Any:
+        """Of a bool or a text."""
+        value = self.node_def.attr[name]
+        return getattr(value, value.WhichOneof("value"))
+
+
+class _Sizes:
+    """The sizes of a program's tensors on one device."""
+
+    def __init__(self, stitcher: Stitcher) -> None:
+        self.stitcher, self.inputs = stitcher, stitcher.graph.inputs
+        self._known: dict[str, int] = {}
+
+    def nodes(self) -> Nodes:
+        """What is known of the program's nodes."""
+        stitcher = self.stitcher
+        given = [one.name for one in stitcher.program.arguments if one.position is not None]
+        known = all(stitcher.shape(name).is_fully_defined() for name in given)
+        return Nodes(
+            kind=lambda name: stitcher.nodes[name].op,
+            nbytes=lambda name: sum(map(self.of, self._results(name))),
+            seconds=self._seconds,
+            communication={n for n in stitcher.live if stitcher.nodes[n].op in COLLECTIVES},
+            unknown="" if known else UNKNOWN,
+        )
+
+    def of(self, reference: str) -> int:
+        """Bytes of a tensor, 0 if its shape is not known."""
+        if reference not in self._known:
+            one = self._tensor(reference)
+            elements = one.shape.num_elements() if one.shape.is_fully_defined() else 0
+            self._known[reference] = elements * (one.dtype.size or 0)
+        return self._known[reference]
+
+    def _results(self, name: str) -> list[str]:
+        dtypes = dtensor_internals.output_dtypes(self.stitcher.nodes[name])
+        return [f"{name}:{o}:{i}" for o, of in dtypes.items() for i in range(len(of))]
+
+    def _tensor(self, reference: str) -> _Tensor:
+        if node_of(reference) in self.stitcher.folded:
+            return _Tensor(tf.TensorShape(()), tf.int32)
+        dtype = tf.as_dtype(self.stitcher.dtype(reference))
+        return _Tensor(self.stitcher.shape(reference), dtype)
+
+    def _seconds(self, name: str) -> float:
+        given = [r for r in self.inputs[name] if not r.startswith("^")]
+        operation = _Operation(
+            self.stitcher.nodes[name],
+            [self._tensor(r) for r in given],
+            [self._tensor(r) for r in self._results(name)],
+        )
+        return operation_seconds(operation)

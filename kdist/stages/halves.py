@@ -7,14 +7,17 @@ one joint graph of `kdist.program.vjp.Vjp`; what the first half has computed goe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from kdist.graphs.chunks import Graph
-from kdist.graphs.recompute import Passes
-from kdist.program.again import nodes_again
+from kdist.graphs.chunks import Chunk, Graph, node_of
+from kdist.graphs.program_peak import activation_peak
+from kdist.graphs.recompute import Passes, repeat
+from kdist.program.again import Nodes, nodes_again
 from kdist.program.vjp import Cut, PureFunction, Vjp, unflatten
 from kdist.stages.body import StageBody
+from kdist.stages.node_seconds import operation_seconds
 from kdist.storage import sparse
 
 import tensorflow as tf
@@ -101,7 +104,9 @@ class StageVjp(Vjp):
         if weights:
             self._call_weight = Cut(joint, [*feeds, *kept], weights, wrap, late)
 
-    def _runs_again(self, graph: Any) -> Collection[str]:
+    def _runs_again(
+        self, graph: Any, fetches: Sequence[Any], depends: dict[str, bool]
+    ) -> Collection[str]:
         """The operations of blocks, but for what leaves them and what has an effect."""
         blocks = self._body.program.blocks
         if not blocks:
@@ -116,10 +121,41 @@ class StageVjp(Vjp):
             kept |= {op.name for op in (*drawn, *masks)}
         passes = Passes(frozenset(self._forward_ops), frozenset())
         whole = Graph(inputs, [t.name for t in self._outputs], effects=kept)
-        found = nodes_again(
-            whole, passes, blocks, lambda n: nodes[n].type, lambda n: _nbytes(nodes[n])
+        known = Nodes(
+            kind=lambda n: nodes[n].type,
+            nbytes=lambda n: sum(map(_nbytes, nodes[n].outputs)),
+            seconds=lambda n: operation_seconds(nodes[n]),
+            unknown=self._unknown(),
+            once=self._live == 1,
         )
-        return found - kept
+
+        def peak(again: set[str]) -> int:
+            # What runs before is kept once per micro-batch that waits for its backward pass.
+            self._again = again - kept
+            saved = sum(map(_nbytes, self._frontier(fetches, depends)))
+            joint = dataclasses.replace(whole, results=[*whole.results, *(t.name for t in fetches)])
+            return (self._live - 1) * saved + _joint_peak(joint, self._given, self._again, nodes)
+
+        staged = self._body.staged
+        where = f"stage {staged.stage_of(self._body.virtual)}"
+        if staged.schedule.chunks > 1:
+            where += f", chunk {self._body.virtual // staged.schedule.num_stages}"
+        return nodes_again(whole, passes, blocks, known, peak, where) - kept
+
+    @property
+    def _live(self) -> int:
+        """Micro-batches that a stage keeps something of at a time."""
+        staged = self._body.staged
+        return max(staged.schedule.peak_live()[staged.stage_of(self._body.virtual)], 1)
+
+    def _unknown(self) -> str:
+        """Why sizes per device are not known, "" if they are."""
+        params, inputs = self._arguments
+        if not self._body.backend.draws_alike:
+            return "over inner axes a stage is lowered after the choice, so its parts have no sizes"
+        if all(t.shape.is_fully_defined() for t in (*params, *inputs)):
+            return ""
+        return "the sizes of a micro-batch are not known when the step is traced"
 
     def needs(self, half: str) -> set[int]:
         """Which parameters a backward looks at.
@@ -173,10 +209,56 @@ class StageVjp(Vjp):
         return unflatten(kinds, flat)
 
 
-def _nbytes(operation: Any) -> int:
-    """Bytes of an operation's results, as far as their shapes are known."""
-    known = [t for t in operation.outputs if t.shape.is_fully_defined()]
-    return sum(t.shape.num_elements() * (t.dtype.size or 0) for t in known)
+def _nbytes(tensor: Any) -> int:
+    """Bytes of a tensor, 0 if its shape is not known."""
+    known = tensor.shape.is_fully_defined()
+    return tensor.shape.num_elements() * (tensor.dtype.size or 0) if known else 0
+
+
+def _joint_peak(
+    joint: Graph, given: Sequence[Any], again: Collection[str], nodes: Mapping[str, Any]
+) -> int:
+    """Activations of one micro-batch that are there at once, forward and backward.
+
+    Args:
+        joint: The joint trace of a stage.
+        given: What the backward pass begins with.
+        again: Operations that run again.
+        nodes: The operations, by name.
+    """
+    seeds = {t.op.name for t in given}
+    passes = Passes.of(joint, seeds)
+    made = repeat(joint, passes, again, seeds)
+
+    def original(name: str) -> str:
+        return made.originals.get(name, name)
+
+    def nbytes(reference: str) -> int:
+        name = node_of(reference)
+        if name in made.gates:
+            return 0  # a view
+        return _nbytes(nodes[original(name)].outputs[int(reference.rpartition(":")[2])])
+
+    taken = {**made.graph.inputs, **made.gates}
+    forward = [n for n in made.graph.inputs if n in passes.forward]
+    backward = [n for n in made.graph.inputs if n not in passes.forward]
+    handed = {r: None for n in backward for r in taken[n] if node_of(r) in passes.forward}
+    gives = tuple(dict.fromkeys([*joint.results, *handed]))
+    chunks = [
+        Chunk((), tuple(forward), tuple(r for r in gives if node_of(r) in passes.forward)),
+        Chunk(
+            tuple(handed), tuple(backward), tuple(r for r in gives if node_of(r) in passes.seeded)
+        ),
+    ]
+    return activation_peak(
+        chunks,
+        taken,
+        [r for r in joint.results if node_of(r) not in passes.seeded],
+        [r for r in joint.results if node_of(r) in passes.seeded],
+        lambda name: "Identity" if name in made.gates else nodes[original(name)].type,
+        nbytes,
+        calls=True,
+    )
 
 
 def _backward_operations(

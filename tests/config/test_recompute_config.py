@@ -101,6 +101,9 @@ def test_weights_that_are_gathered_again() -> None:
     ("options", "message"),
     [
         ({"policy": "some"}, "policy is"),
+        ({"policy": "budget"}, "takes budget_mb"),
+        ({"budget_mb": 1.0}, "takes budget_mb"),
+        ({"policy": "budget", "budget_mb": 0}, "a number above 0"),
         ({"layers": "block"}, "layers is a list"),
         ({"layers": ["("]}, "regular expressions"),
         ({"mp_comm_recompute": 1}, "mp_comm_recompute is"),

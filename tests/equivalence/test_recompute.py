@@ -88,9 +88,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 PLAN: dict[str, kdist.RecomputeConfig] = {
     "full": kdist.RecomputeConfig(layers=[r"block_\d"]),
     "selective": kdist.RecomputeConfig(policy="selective"),
+    "budget": kdist.RecomputeConfig(layers=[r"block_\d"], policy="budget", budget_mb=0.07),
 }
 DEFAULT = [
     ("full", "level0", "data2"),
+    ("budget", "level0", "data2"),
     ("selective", "level3", "model2"),
 ]
 ROWS = product(PLAN, CONFIGS, ("data2", "model2", "data2_model2"))
@@ -180,6 +182,31 @@ def test_with_other_features(plan: str, feature: str, trained: list[keras.Model]
 @pytest.mark.parametrize("plan", PLAN)
 def test_mixed_precision(plan: str, trained: list[keras.Model]) -> None:
     twins(trained, plan, mesh_axes={"data": 2}, dtype="mixed_bfloat16")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", PLAN)
+def test_half_precision_is_the_same_but_for_rewriting(
+    plan: str, trained: list[keras.Model]
+) -> None:
+    """Over inner axes TensorFlow joins factors across values that only their user reads."""
+    run = Run(
+        case=BLOCKS,
+        optimizer=OPTIMIZERS["adam"],
+        mesh_axes=MESHES["data2_model2"],
+        dtype="mixed_float16",
+        samples=11,
+    )
+    again = dataclasses.replace(run, config={"recompute": PLAN[plan]})
+    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
+    try:
+        expected, actual = train(run, "kdist"), train(again, "kdist")
+    finally:
+        tf.config.optimizer.set_experimental_options({"arithmetic_optimization": True})
+    assert copies(trained[-1])
+    for part in ("history", "weights", "slots"):
+        before, after = getattr(expected, part), getattr(actual, part)
+        assert all((before[name] == after[name]).all() for name in before)
 
 
 ZOO = ("mlp", "shared_mlp", "siamese", "resnet", "lstm", "dlrm", "gpt_tied", "encoder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from pathlib import Path
@@ -45,6 +46,20 @@ def again(**options: Any) -> kdist.RecomputeConfig:
     return kdist.RecomputeConfig(layers=BLOCKS, **options)
 
 
+@functools.cache
+def between(depth: int, pipeline: Any = None, level: int = 0, **axes: int) -> tuple[int, int]:
+    """The peaks without recompute and with all of it."""
+    options = with_level(pipeline, level)
+    whole = trained(depth, axes, **options)
+    return peak(whole), peak(trained(depth, axes, recompute=again(), **options))
+
+
+def with_level(pipeline: Any, level: int) -> dict[str, Any]:
+    """Options of the configuration."""
+    spread = kdist.OptimizerConfig(level=level, threshold_kb=0)
+    return {"pipeline": pipeline, "optimizer": spread}
+
+
 DATA, INNER = {"data": 2}, {"data": 2, "model": 2}
 
 
@@ -52,6 +67,7 @@ DATA, INNER = {"data": 2}, {"data": 2, "model": 2}
     ("depth", "axes", "share"),
     [
         (3, DATA, 0.5),
+        (3, {"model": 2}, 0.5),
         pytest.param(3, INNER, 0.5, marks=pytest.mark.long),
         pytest.param(12, DATA, 1 / 3, marks=pytest.mark.long),
         pytest.param(12, INNER, 1 / 3, marks=pytest.mark.long),
@@ -59,8 +75,50 @@ DATA, INNER = {"data": 2}, {"data": 2, "model": 2}
     ids=str,
 )
 def test_blocks_are_there_one_at_a_time(depth: int, axes: dict[str, int], share: float) -> None:
-    whole = peak(trained(depth, axes))
-    assert peak(trained(depth, axes, recompute=again())) <= share * whole
+    none, full = between(depth, **axes)
+    assert full <= share * none
+
+
+STAGED = {"pipe": 2, "pipeline": kdist.PipelineConfig(micro_batches=4)}
+ALL = tuple(range(1, 11))
+
+
+@pytest.mark.parametrize(
+    ("depth", "where", "tenths"),
+    [
+        (3, DATA, (2, 6)),
+        pytest.param(12, DATA, ALL, marks=pytest.mark.long),
+        pytest.param(4, INNER, ALL, marks=pytest.mark.long),
+        pytest.param(4, STAGED, ALL, marks=pytest.mark.long),
+        pytest.param(4, {**DATA, "level": 3}, ALL, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_a_budget_holds(depth: int, where: dict[str, Any], tenths: tuple[int, ...]) -> None:
+    """In the executed step, and more of it never repeats more."""
+    none, full = between(depth, **where)
+    axes = {k: v for k, v in where.items() if k not in ("pipeline", "level")}
+    options = with_level(where.get("pipeline"), where.get("level", 0))
+    times = []
+    for tenth in tenths:
+        budget = full + (none - full) * tenth / 10
+        config = again(policy="budget", budget_mb=budget / 2**20)
+        model = trained(depth, axes, recompute=config, **options)
+        assert peak(model) <= budget, tenth
+        choices = attached(model).choices
+        assert all(str(one) in "".join(model.plan().notes) for one in choices.values())
+        assert all(one.peak <= budget or one.repeated == one.seconds for one in choices.values())
+        times.append([one.repeated for one in choices.values()])
+    assert all(a >= b for before, after in zip(times, times[1:]) for a, b in zip(before, after))
+    assert 0 < sum(times[0]) < sum(one.seconds for one in choices.values())
+
+
+@pytest.mark.parametrize("axes", [{"data": 1}, {"model": 2}, {"pipe": 2}], ids=str)
+def test_a_budget_that_nothing_fits(axes: dict[str, int]) -> None:
+    options = {"pipeline": kdist.PipelineConfig(micro_batches=2)} if "pipe" in axes else {}
+    least = r"need \d\.\d+ MB on a device.*Give budget_mb at least"
+    with pytest.raises(ValueError, match=least):
+        trained(2, axes, recompute=again(policy="budget", budget_mb=0.01), **options)
 
 
 @pytest.mark.long

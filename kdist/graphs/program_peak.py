@@ -1,0 +1,139 @@
+"""What a program needs at once on one device, before it is copied and executed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from kdist.graphs.chunks import Chunk, node_of
+from kdist.graphs.live_tensors import EACH, LiveTensors, Op, Output
+
+DEVICE = "one"
+
+
+def activation_peak(
+    chunks: Sequence[Chunk],
+    inputs: Mapping[str, Sequence[str]],
+    results: Sequence[str],
+    gradients: Sequence[str],
+    kind: Callable[[str], str],
+    nbytes: Callable[[str], int],
+    *,
+    calls: bool,
+) -> int:
+    """Bytes of activations that may be there at once, as `LiveTensors` bounds them.
+
+    Args:
+        chunks: The program, chunk by chunk, with what runs again and its gates.
+        inputs: Per node, the references that go into it.
+        results: References of what the program returns, but for gradients of parameters.
+        gradients: References of those; they are no activations.
+        kind: Tells the type of a node.
+        nbytes: Tells the bytes of a reference's tensor.
+        calls: Whether a chunk is a call, which starts when all is there that it takes, and holds
+            that until it ends. Otherwise it passes on what the chunk after takes of it, together.
+    """
+    peak = _Peak(inputs, kind, nbytes)
+    for number, chunk in enumerate(chunks):
+        if chunk.nodes:
+            peak.add(number, chunk, calls)
+    return peak.bytes(results, gradients)
+
+
+class _Peak:
+    """Operations of a program, as `LiveTensors` takes them."""
+
+    def __init__(
+        self,
+        inputs: Mapping[str, Sequence[str]],
+        kind: Callable[[str], str],
+        nbytes: Callable[[str], int],
+    ) -> None:
+        self.inputs, self.kind, self.nbytes = inputs, kind, nbytes
+        self.ops: list[Op] = []
+        self.given: dict[str, Output] = {}
+        """By reference, where later chunks take it from."""
+        self.before: dict[str, None] = {}
+        """What the chunk before gave."""
+        self.taken: list[Output] = []
+        """What the chunk at hand was given."""
+
+    def add(self, number: int, chunk: Chunk, calls: bool) -> None:
+        """Adds a chunk."""
+        names = {n: f"{n}@{number}" for n in chunk.nodes}
+        places: dict[str, dict[str, int]] = {n: {} for n in chunk.nodes}
+        taken = [r for n in chunk.nodes for r in self.inputs[n] if not r.startswith("^")]
+        for reference in (*taken, *chunk.gives):
+            if (mine := places.get(node_of(reference))) is not None:
+                mine.setdefault(reference, len(mine))
+        waits, known = self._begin(number, chunk, calls)
+
+        def where(reference: str) -> Output:
+            name = node_of(reference)
+            if name in places:
+                return names[name], places[name][reference]
+            return known.get(reference) or self.given.get(reference, (name, 0))
+
+        for name in chunk.nodes:
+            data = tuple(where(r) for r in self.inputs[name] if not r.startswith("^"))
+            edges = tuple(
+                names[r[1:]] for r in self.inputs[name] if r.startswith("^") and r[1:] in names
+            )
+            sizes = tuple(map(self.nbytes, places[name]))
+            self._op(names[name], self.kind(name), data, (*edges, *waits), sizes)
+        self._end(number, chunk, calls, [where(r) for r in chunk.gives], tuple(names.values()))
+
+    def _begin(
+        self, number: int, chunk: Chunk, calls: bool
+    ) -> tuple[tuple[str, ...], dict[str, Output]]:
+        """What a chunk's nodes wait for, and where they find what the chunk takes."""
+        taken = [r for r in chunk.takes if r in self.given and (calls or r in self.before)]
+        begin = f"begin@{number}"
+        edges = () if calls else tuple({self.given[r][0] for r in self.before})
+        self._op(begin, EACH, tuple(self.given[r] for r in taken), edges, (0,) * len(taken))
+        self.taken = [(begin, i) for i in range(len(taken))]
+        return (begin,) if calls else (), {r: (begin, i) for i, r in enumerate(taken)}
+
+    def _end(
+        self,
+        number: int,
+        chunk: Chunk,
+        calls: bool,
+        gives: Sequence[Output],
+        nodes: tuple[str, ...],
+    ) -> None:
+        """What a chunk gives; a call ends with all its nodes, and holds what it took till then."""
+        self.before = dict.fromkeys(chunk.gives)
+        if not calls:
+            self.given.update(zip(chunk.gives, gives))
+            return
+        end = f"end@{number}"
+        self._op(end, EACH, (*gives, *self.taken), nodes, (0,) * len(gives))
+        self.given.update((r, (end, i)) for i, r in enumerate(chunk.gives))
+
+    def bytes(self, results: Sequence[str], gradients: Sequence[str]) -> int:
+        """The peak."""
+        # Metrics read what the program returns, whenever they run.
+        read = tuple(self.given[r] for r in results if r in self.given)
+        self._op("results", "results", read, (), ())
+        owned = self._owners([self.given[r] for r in gradients if r in self.given])
+        return LiveTensors(self.ops, owned, ()).peak(DEVICE, ("other",)).nbytes
+
+    def _owners(self, outputs: Sequence[Output]) -> list[Output]:
+        """Where some outputs were made before they were passed on."""
+        by_name = {one.name: one for one in self.ops}
+        found = []
+        for name, i in outputs:
+            while name in by_name and by_name[name].kind == EACH:
+                name, i = by_name[name].inputs[i]
+            found.append((name, i))
+        return found
+
+    def _op(
+        self,
+        name: str,
+        kind: str,
+        inputs: tuple[Output, ...],
+        waits: tuple[str, ...],
+        sizes: tuple[int, ...],
+    ) -> None:
+        self.ops.append(Op(name, kind, DEVICE, inputs, waits, sizes))
