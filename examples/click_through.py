@@ -1,11 +1,13 @@
-"""Predicts clicks with embedding tables cut by rows over the mesh axis `model`.
+"""Predicts clicks with embedding tables cut by rows, split unevenly, or in host memory.
 
     python examples/click_through.py --mesh data=2,model=2
+    python examples/click_through.py --mesh data=4 --tables host
+    python examples/click_through.py --mesh data=4 --tables split --axis data
 
 The model has the shape of DLRM (Naumov et al., 2019): one table per category column, a small
 network for the numbers, the products between all pairs of vectors, and a network on top. The tables
-hold nearly all its bytes, so they are what the mesh divides; the networks are whole on every
-device.
+hold nearly all its bytes, so they are what the mesh divides, or what the host keeps; the networks
+are whole on every device.
 """
 
 import sys
@@ -71,9 +73,40 @@ def layout_map(axis: str = "model") -> dict[str, tuple[str | None, ...]]:
     return {".*table_[0-9]+/embeddings": (axis, None)}
 
 
+def uneven(rows: int, parts: int) -> tuple[int, ...]:
+    """Splits rows so that each device has more than the one before.
+
+    >>> uneven(64, 3)
+    (10, 21, 33)
+    """
+    shares = sum(range(1, parts + 1))
+    sizes = [max(1, rows * part // shares) for part in range(1, parts)]
+    return (*sizes, rows - sum(sizes))
+
+
+def place_tables(model: keras.Model, where: str, axis: str, devices: int) -> None:
+    """Puts every table on the host, or splits it unevenly over an axis.
+
+    Args:
+        model: the model, before `kdist.parallelize`.
+        where: "host", "split", or "cut" to leave it to the layout map.
+        axis: what to split over.
+        devices: size of that axis.
+    """
+    for layer in model.layers:
+        if isinstance(layer, layers.Embedding) and where == "host":
+            kdist.place(layer, "host")
+        elif isinstance(layer, layers.Embedding) and where == "split":
+            kdist.shard(layer, manual_split=uneven(layer.input_dim, devices), axis=axis)
+
+
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_string("mesh", "data=2,model=2", "axes and their sizes", flag_values=values)
+    flags.DEFINE_enum(
+        "tables", "cut", ["cut", "host", "split"], "where tables are", flag_values=values
+    )
+    flags.DEFINE_string("axis", "model", "axis of --tables=split", flag_values=values)
     flags.DEFINE_multi_integer(
         "rows", [4096, 2048, 512, 128, 64, 16], "rows of a table", flag_values=values
     )
@@ -106,10 +139,11 @@ def main(argv: Sequence[str]) -> float:
 
     train, rest = part(slice(0, args.examples)), part(slice(args.examples, None))
     axes = example_flags.parse_mesh(args.mesh)
-    config = kdist.ParallelConfig(
-        mesh=kdist.mesh(**axes), layout_map=layout_map() if "model" in axes else {}
-    )
-    model = kdist.parallelize(build(args.rows, args.numbers, args.width), config)
+    cut = args.tables == "cut" and "model" in axes
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=layout_map() if cut else {})
+    model = build(args.rows, args.numbers, args.width)
+    place_tables(model, args.tables, args.axis, axes.get(args.axis, 1))
+    kdist.parallelize(model, config)
     model.compile(
         optimizer=keras.optimizers.Adam(2e-3),
         loss=keras.losses.BinaryCrossentropy(from_logits=True),

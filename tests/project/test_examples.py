@@ -91,6 +91,21 @@ def test_click_through_learns(capsys):
     assert f"held-out AUC: {auc:.4f}" in out
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "where",
+    [
+        ["--mesh=data=4", "--tables=host"],
+        ["--mesh=data=4", "--tables=split", "--axis=data"],
+        ["--mesh=data=2,model=2", "--tables=split"],
+    ],
+)
+def test_click_through_learns_alike_wherever_tables_are(where):
+    flags = ["--rows=128", "--rows=64", "--rows=16", "--examples=4000", "--batch=64", "--epochs=1"]
+    cut = click_through.main(["click_through", *flags])
+    assert click_through.main(["click_through", *flags, *where]) == pytest.approx(cut, abs=1e-3)
+
+
 def test_clicks_use_the_rows_of_each_table():
     clicks = click_data.make(2000, (32, 8), numbers=3, seed=0)
     assert clicks.categories.max(axis=0).tolist() == [31, 7]

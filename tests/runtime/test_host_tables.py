@@ -124,3 +124,24 @@ def test_own_loop() -> None:
     kdist.apply_gradients(looped, gradients)
     for a, b in zip(fitted.get_weights(), looped.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.long
+def test_two_gigabytes_train_beside_small_devices() -> None:
+    rows, width = 8_000_000, 64
+    tokens = keras.Input((6,), dtype="int32")
+    x = kdist.layers.HostEmbedding(rows, width, name="table")(tokens)
+    model = keras.Model(tokens, keras.layers.Dense(1)(keras.layers.Flatten()(x)))
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    model.compile("sgd", "mse")
+    rng = np.random.default_rng(0)
+    looked_up = rng.integers(0, rows, (BATCH, 6)).astype("int32")
+    labels = rng.normal(size=(BATCH, 1)).astype("float32")
+    losses = [model.train_on_batch(looked_up, labels) for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
+    found = {one.device: one for one in memory.measure(attached(model), live(model))}
+    topology = attached(model).topology
+    assert found[topology.host].parameters == 4 * rows * width > 2e9
+    for device in topology.devices:
+        one = found[device]
+        assert one.live is not None and one.live + one.parameters + one.slots < 64 * 2**20
