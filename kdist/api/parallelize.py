@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from kdist._compat import keras_optimizers, keras_trainer
+from kdist._compat import keras_optimizers, keras_remat, keras_trainer
 from kdist.api import mirrored_scope
 from kdist.api.stepped_model import SteppedModel
 from kdist.config.fusion import FusionConfig
@@ -311,7 +311,8 @@ class Parallel(SteppedModel):
         """
         mirrored_scope.refuse_scope()
         mirrored_scope.detach(self.model)
-        self._build(kind, example)
+        with keras_remat.taken_back(self.model):
+            self._build(kind, example)
         if kind == "train":
             self.batch_specs = keras.tree.map_structure(as_spec, example)
         if kind != "predict" and self.loss_terms is None:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from kdist._compat import keras_trainer
+from kdist._compat import keras_remat, keras_trainer
 from kdist.api.planned_model import PlannedModel
 from kdist.config.parallel import ParallelConfig
 from kdist.optimizer.wrappers import sums_rows
@@ -96,7 +96,8 @@ class SteppedModel(PlannedModel):
         x = self.example_input
         if x is None:
             x = getattr(self.model, "input", None) if self.model.built else None
-        study = study_model(self.model, x, training, self.config.loss_from_layers)
+        with keras_remat.taken_back(self.model):
+            study = study_model(self.model, x, training, self.config.loss_from_layers)
         self.row_studies[training] = study
         text = study.warning(micro_batches=cut)
         if text:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from kdist._compat import keras_models
+from kdist._compat import keras_models, keras_remat
 from kdist.config.settings import Setting
 from kdist.sharding.layout import closest_names
 
@@ -232,6 +232,7 @@ class Blocks:
             layer says so.
         of: By identity of a weight, the block that it belongs to.
         budget: Bytes that activations may take, for blocks of that policy.
+        scoped: Operations that `keras.RematScope` would have repeated by a way of its own.
         choices: What was chosen for it, by stage of a pipeline, "" without one; filled when a
             training step is traced.
     """
@@ -241,6 +242,7 @@ class Blocks:
     freed: dict[int, bool] = dataclasses.field(default_factory=dict)
     of: dict[int, int] = dataclasses.field(default_factory=dict)
     budget: int | None = None
+    scoped: tuple[Any, ...] = ()
     choices: dict[str, Choice] = dataclasses.field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -302,7 +304,8 @@ class _Walk:
             self._refuse_unmatched(self.config)
         limit = None if self.config is None else self.config.budget_mb
         budget = None if limit is None else int(limit * 2**20)
-        return Blocks(tuple(self.blocks), tuple(self.layers), self.freed, self.of, budget)
+        scoped = tuple(keras_remat.with_remat(keras_remat.operations_of(self.model)))
+        return Blocks(tuple(self.blocks), tuple(self.layers), self.freed, self.of, budget, scoped)
 
     def _visit(
         self, layer: keras.layers.Layer, call: Recompute | None, block: int | None, new: bool
@@ -319,11 +322,14 @@ class _Walk:
             return
         self.seen.add(id(layer))
         own = self.given.get(id(layer))
+        scope = None if own or call or block is not None else keras_remat.policy_of(layer)
         pattern = self._pattern(layer)
         mine = own or call
         if mine is not None:
             if own is not None or new:
                 block = self._entered(layer, mine, block)
+        elif scope is not None:
+            block = self._begun(layer, Block(_path(layer), scope, Recompute()))
         elif pattern is not None and block is None and self.config is not None:
             block = self._of_config(layer, pattern)
         setting = mine or (None if block is None else self.blocks[block].setting)

@@ -1,7 +1,8 @@
 """Names that tell, in a traced program, which block of layers a node serves.
 
 For the time of one trace, `call` of each layer in which a block begins (on the instance) opens a
-name scope of its own; so does that of a layer that a block leaves out. Nothing else changes.
+name scope of its own; so does that of a layer that a block leaves out. What `keras.RematScope`
+noted is taken back: here it declares blocks (`kdist.config.recompute`). Nothing else changes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kdist._compat import keras_remat
 from kdist.config.recompute import Blocks
 
 import tensorflow as tf
@@ -33,7 +35,8 @@ def named(blocks: Blocks) -> Iterator[None]:
         scope = f"{SCOPE}{'none' if number is None else number}"
         object.__setattr__(layer, "call", _scoped(layer.call, scope))
     try:
-        yield
+        with keras_remat.without_remat(blocks.scoped):
+            yield
     finally:
         for layer, call in before:
             layer.__dict__.pop("call", None)

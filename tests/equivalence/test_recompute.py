@@ -209,6 +209,50 @@ def test_half_precision_is_the_same_but_for_rewriting(
         assert all((before[name] == after[name]).all() for name in before)
 
 
+SCOPES: dict[str, dict[str, Any]] = {
+    "full": {"mode": "full"},
+    "activations": {"mode": "activations"},
+    "larger_than": {"mode": "larger_than", "output_size_threshold": 30},
+    "list_of_layers": {"mode": "list_of_layers", "layer_names": ["attention", "up"]},
+    "none": {"mode": None},
+}
+SCOPE_ROWS = product(SCOPES, ("data1", "data2_model2"))
+
+
+def _flat() -> keras.Model:
+    """Keras cannot make a layer in a scope that calls layers with keyword arguments."""
+    x = inputs = keras.Input((TOKENS,), dtype="int32", name="tokens")
+    x = keras.layers.Embedding(VOCABULARY, 8, name="vocabulary")(x)
+    attention = keras.layers.MultiHeadAttention(2, 4, dropout=0.3, seed=3, name="attention")
+    x = keras.layers.add([x, attention(x, x)])
+    h = keras.layers.BatchNormalization(momentum=0.7, name="norm")(x)
+    h = keras.layers.Dense(16, "gelu", name="up")(h)
+    h = keras.layers.Dropout(0.4, seed=4, name="drop")(h)
+    x = x + keras.layers.Dense(8, name="down")(h)
+    x = keras.layers.GlobalAveragePooling1D(name="pool")(x)
+    return keras.Model(inputs, keras.layers.Dense(CLASSES, name="head")(x), name="flat")
+
+
+@pytest.mark.parametrize(("mode", "mesh"), spread(SCOPE_ROWS, [("full", "data1")]))
+def test_models_built_in_a_remat_scope(mode: str, mesh: str, trained: list[keras.Model]) -> None:
+    """They equal plain Keras without one on one device, masks of dropout included."""
+
+    def build() -> keras.Model:
+        with keras.RematScope(**SCOPES[mode]):
+            return _flat()
+
+    axes = MESHES.get(mesh, {"data": 1})
+    case = dataclasses.replace(BLOCKS, build=_flat)
+    run = Run(case=case, optimizer=OPTIMIZERS["adam"], mesh_axes=axes)
+    scoped = dataclasses.replace(run, case=dataclasses.replace(case, build=build))
+    expected = train(run, "plain" if mesh == "data1" else "kdist")
+    check(expected, train(scoped, "kdist"), TOLERANCES[run.dtype], title=f"{run.title} [{mode}]")
+    if mode == "none":
+        assert not attached(trained[-1]).blocks
+    else:
+        assert copies(trained[-1])
+
+
 ZOO = ("mlp", "shared_mlp", "siamese", "resnet", "lstm", "dlrm", "gpt_tied", "encoder")
 ZOO_ROWS = product(ZOO, ("data2", "data2_model2"))
 
