@@ -165,6 +165,7 @@ class FetchedTables:
         self._forward = forward
         self._variables = list(variables)
         self._functions: dict[Any, Any] = {}
+        self._by_batch: dict[tuple[bool, int], bool] = {}
 
     def __bool__(self) -> bool:
         return bool(self.tables)
@@ -190,7 +191,9 @@ class FetchedTables:
             with tf.device(self.tables[0].entry.device((where[0], 0))):
                 indices = [self._indices(x, training) for x, _, _ in row]
             for table, s, found in zip(self.tables, where, zip(*indices), strict=True):
-                table.entry.look_up(s, found)
+                # What does not depend on the batch is looked up once, as by one device.
+                alike = not self._by_batch[training, table.position]
+                table.entry.look_up(s, found[:1] if alike else found)
 
     def spec(self, position: int, part: tuple[int, int] | None = None) -> tf.TensorSpec | None:
         """Spec of what a program takes as a table; None for a variable that is none.
@@ -204,7 +207,8 @@ class FetchedTables:
             return None
         size = None
         if part is not None:
-            size = table.entry.wanted[self._slice(table, part[0])].sizes[part[1]]
+            sizes = table.entry.wanted[self._slice(table, part[0])].sizes
+            size = sizes[part[1]] if len(sizes) > 1 else sizes[0]
         dtype, columns = table.layer.embeddings.dtype, table.layer.embeddings.shape[1]
         return tf.TensorSpec([size if isinstance(size, int) else None, columns], dtype)
 
@@ -247,8 +251,9 @@ class FetchedTables:
         inputs, results = whole.inputs[: len(specs)], whole.outputs
         for table, result in zip(self.tables, results, strict=True):
             _check_sources(table, result, sources)
+            by_batch = depends_on(result, inputs)
+            self._by_batch[training, table.position] = by_batch
             if training:
-                by_batch = depends_on(result, inputs)
                 self.look_ups[table.position] = LookUp(by_batch, index_bytes=result.dtype.size)
         return pruned(whole, inputs, results)
 

@@ -362,7 +362,8 @@ class Flow:
             for k, device in enumerate(self.backend.devices(s)):
                 with tf.device(device):
                     parts = [gradient.parts[k] for _, gradient in sorted(gradients.items())]
-                    found[s][position].append(tf.concat(parts, 0))
+                    by_batch = self.program.tables.look_ups[position].by_batch
+                    found[s][position].append(tf.concat(parts, 0) if by_batch else tf.add_n(parts))
         return found
 
     def _table(self, position: int, virtual: int, k: int, rows: Sequence[Any]) -> Any:

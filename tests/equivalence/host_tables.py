@@ -16,15 +16,17 @@ ROWS = 48
 
 
 class Wide(keras.layers.Layer):
-    """Looks up pairs of tokens in a table of its own, by indices that it computes."""
+    """Looks up pairs of tokens by indices that it computes, and places, the same in each batch."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name)
         self.table = keras.layers.Embedding(30, 3, name="pairs")
+        self.places = keras.layers.Embedding(20, 3, name="places")
 
     def call(self, tokens: Any) -> Any:
         pairs = keras.ops.reshape(tokens, (-1, 3, 2))
-        return keras.ops.mean(self.table(keras.ops.sum(pairs, -1) % 30), axis=1)
+        found = self.table(keras.ops.sum(pairs, -1) % 30)
+        return keras.ops.mean(found * self.places(keras.ops.arange(3)), axis=1)
 
 
 def _build() -> keras.Model:
