@@ -1,8 +1,40 @@
-"""Every use of TensorFlow internals for reading the functions that a traced graph calls."""
+"""Every use of TensorFlow internals for the functions that a traced graph calls."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function import concrete_function
+
+
+def of_one_device() -> dict[str, bool]:
+    """Attributes of a function that each of several devices calls as one node of its graph.
+
+    It shares the caller's rendezvous. Otherwise, when an operation in it fails, TensorFlow cancels
+    what other devices wait for before the caller hears of the failure, and what the user gets is
+    "RecvAsync is cancelled" in place of the reason. With GPUs such a function may send to its own
+    CPU, and two calls would send under one name: there it does not share.
+    """
+    alone = not tf.config.list_logical_devices("GPU")
+    return {"_noinline": True, "shared_rendezvous": alone}
+
+
+def one_device_function(call: Callable, **options: Any) -> Any:
+    """A `tf.function` with these attributes, of which TensorFlow takes one by no other way."""
+    given = of_one_device()
+    shares = given.pop("shared_rendezvous")
+    function = tf.function(call, autograph=False, experimental_attributes=given, **options)
+    function._shared_rendezvous = shares
+    return function
+
+
+def of_one_device_too(concrete: Any) -> Any:
+    """A concrete function with these attributes: the same graph, under another name."""
+    return concrete_function.ConcreteFunction.from_func_graph(
+        concrete.graph, concrete.function_type, of_one_device()
+    )
 
 
 def function_graph(graph: Any, name: str) -> Any:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kdist._compat import dtensor_internals, xla_clusters
+from kdist._compat import dtensor_internals, function_graphs, xla_clusters
 from kdist.dtensor.body import topological
 from kdist.dtensor.collectives import (
     COLLECTIVES,
@@ -161,7 +161,9 @@ class Stitcher:
         apart = jit_compile and len(devices) > 1
         definition = _Copies(self, devices, chunk, clusters=apart).definition
         # Graphs that call it on several devices then are not the larger for it.
-        definition.attr["_noinline"].b = devices == [""]
+        if devices == [""]:
+            for name, value in function_graphs.of_one_device().items():
+                definition.attr[name].b = value
         shapes = [self.shape(reference) for reference in chunk.gives]
         function = StitchedFunction(definition, chunk, shapes, self.program.size, self.bodies)
         if jit_compile and not apart:

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-from kdist._compat import dtensor_internals, keras_optimizers
+from kdist._compat import dtensor_internals, function_graphs, keras_optimizers
 from kdist._compat.keras_trainer import KEY
 from kdist.storage.sparse import is_sparse
 from kdist.storage.variables import RowsBacking, backing_of
@@ -187,7 +187,8 @@ class _Trace:
         definition.signature.name = next(_names)
         # Nor does TensorFlow make a variant of its own for each call that hands over a constant,
         # and prepare them all: the rows that a call reads are one.
-        definition.attr["_noinline"].b = definition.attr["_nospecialize"].b = True
+        for name, value in {**function_graphs.of_one_device(), "_nospecialize": True}.items():
+            definition.attr[name].b = value
         self._registered = dtensor_internals.Registered(definition, concrete)
 
     def __call__(self, state: _State, gradient: Any, rate: Any) -> None:

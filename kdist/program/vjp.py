@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from kdist._compat import function_graphs, keras_trainer
 from kdist.storage import sparse
 
 import tensorflow as tf
@@ -331,13 +332,15 @@ def as_node(concrete: Any, *, jit_compile: bool = False) -> Callable:
             f"unroll the loop (keras.layers.LSTM(unroll=True)). Received: jit_compile=True, {lists}"
         )
 
+    shared = function_graphs.of_one_device_too(concrete)
+
     def call(*arguments: Any) -> list[Any]:
         check_dtypes(concrete, arguments)
-        return concrete(*arguments)
+        return keras_trainer.call_flat(shared, list(arguments), concrete.captured_inputs)
 
     if jit_compile:
         return tf.function(call, autograph=False, jit_compile=True)
-    return tf.function(call, autograph=False, experimental_attributes={"_noinline": True})
+    return function_graphs.one_device_function(call)
 
 
 def check_dtypes(concrete: Any, arguments: Sequence[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from kdist._compat import function_graphs
 
+import pytest
 import tensorflow as tf
 
 
@@ -32,3 +33,29 @@ def test_a_function_inside_a_function_is_found_from_the_inner_graph() -> None:
 def test_an_unknown_name_is_none() -> None:
     graph = tf.compat.v1.wrap_function(tf.square, [tf.TensorSpec((3,))]).graph
     assert function_graphs.function_graph(graph, "nothing") is None
+
+
+def test_a_device_that_fails_says_why() -> None:
+    """Without the attributes, TensorFlow nearly always reports a cancelled transfer instead."""
+
+    def look_up(table: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(tf.gather(table, ids), 0)
+
+    called = function_graphs.one_device_function(look_up)
+    devices = [one.name for one in tf.config.list_logical_devices("CPU")][:4]
+
+    @tf.function(autograph=False)
+    def step(table: tf.Tensor, ids: tf.Tensor) -> list[tf.Tensor]:
+        parts = []
+        for device, part in zip(devices, tf.split(ids, len(devices)), strict=True):
+            with tf.device(device):
+                parts.append(called(table, part))
+        sums = []
+        for device in devices:
+            with tf.device(device):
+                sums.append(tf.add_n(parts))
+        return sums
+
+    for _ in range(10):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="= 30 is not in"):
+            step(tf.zeros((30, 8)), tf.constant([0, 1, 2, 3, 30, 5, 6, 7]))

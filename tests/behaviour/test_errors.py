@@ -10,6 +10,7 @@ import kdist
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from ..parity import MESHES, assert_close, config, data, mlp, pair
 
@@ -243,3 +244,26 @@ def test_a_model_without_trainable_weights_is_fit_as_keras_does(axes):
         model.compile("sgd", "mse")
     histories = [m.fit(*data(8), epochs=2, verbose=0).history for m in models]
     assert_close(*histories)
+
+
+@pytest.mark.parametrize(
+    ("axes", "level"), [({"data": 4}, 0), ({"data": 4}, 3), ({"pipe": 2, "data": 2}, 0)]
+)
+def test_what_fails_on_a_device_is_what_the_user_reads(axes: dict[str, int], level: int) -> None:
+    """An id outside a table: the message names it, and not a transfer that was cancelled."""
+    layers = [keras.Input((3,), dtype="int32"), keras.layers.Embedding(30, 8)]
+    model = keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(3)])
+    kdist.parallelize(
+        model,
+        kdist.ParallelConfig(
+            mesh=kdist.mesh(**axes),
+            optimizer=kdist.OptimizerConfig(level=level, threshold_kb=0),
+            pipeline=kdist.PipelineConfig(micro_batches=2) if "pipe" in axes else None,
+        ),
+    )
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    ids = np.zeros((24, 3), "int32")
+    ids[7, 1] = 30
+    for call in (lambda: model.fit(ids, np.zeros(24), verbose=0), lambda: model.predict(ids)):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="= 30 is not in"):
+            call()
