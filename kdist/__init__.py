@@ -17,6 +17,7 @@ prepare()
 
 from kdist import callbacks, comm, layers  # type: ignore[attr-defined]  # noqa: E402
 from kdist.api.custom_loop import apply_gradients, gradients, reduce  # noqa: E402
+from kdist.api.deal_tables import deal_tables  # noqa: E402
 from kdist.api.inspection import Inspection, inspect  # noqa: E402
 from kdist.api.parallelize import parallelize  # noqa: E402
 from kdist.api.pipeline_model import PipelineModel  # noqa: E402
@@ -55,6 +56,7 @@ __all__ = [
     "apply_gradients",
     "callbacks",
     "comm",
+    "deal_tables",
     "get_comm_fusion",
     "gradients",
     "init",

@@ -1,7 +1,16 @@
 """Parallel layers of kdist, imported as `kdist.layers`."""
 
+from .distributed_embedding import DistributedEmbedding
 from .host_embedding import HostEmbedding
 from .relayout import Relayout
 from .split_embedding import SplitEmbedding
+from .tables import FeatureConfig, TableConfig
 
-__all__ = ["HostEmbedding", "Relayout", "SplitEmbedding"]
+__all__ = [
+    "DistributedEmbedding",
+    "FeatureConfig",
+    "HostEmbedding",
+    "Relayout",
+    "SplitEmbedding",
+    "TableConfig",
+]

@@ -66,7 +66,7 @@ class Split:
     """Rows of a table on each device of an axis; see `kdist.shard`.
 
     Raises:
-        ValueError: Rows that are no positive integers, or an axis that is no name.
+        ValueError: Rows that are no integers from 0 on, or an axis that is no name.
     """
 
     rows: tuple[int, ...]
@@ -74,9 +74,9 @@ class Split:
 
     def __post_init__(self) -> None:
         numbers = isinstance(self.rows, list | tuple) and bool(self.rows)
-        if not numbers or not all(type(n) is int and n > 0 for n in self.rows):
+        if not numbers or not all(type(n) is int and n >= 0 for n in self.rows):
             raise ValueError(
-                "A split has the rows of each device, positive integers such as (10, 20, 30, 4). "
+                "A split has the rows of each device, integers from 0 on such as (10, 20, 30, 4). "
                 f"Received: rows={self.rows!r}"
             )
         if not isinstance(self.axis, str):

@@ -15,8 +15,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
-WHOLE, ROWS, COLUMNS, HOST = "whole", "rows", "columns", "host"
 Kind = Literal["whole", "rows", "columns", "host"]
+WHOLE: Kind = "whole"
+ROWS: Kind = "rows"
+COLUMNS: Kind = "columns"
+HOST: Kind = "host"
 
 ID_BYTES = 8
 # A row on the host travels over a link that is some ten times slower than a device's memory.
@@ -143,7 +146,8 @@ class Deal:
             for table, choice in zip(self.tables, self.choices, strict=True)
         ]
         loads = ", ".join(f"{one:.2f}" for one in self.loads)
-        return "\n".join([*lines, f"load of each device and the host (1 is an even share): {loads}"])
+        lines.append(f"load of each device and the host (1 is an even share): {loads}")
+        return "\n".join(lines)
 
 
 def _on_devices(
@@ -164,18 +168,19 @@ def _on_devices(
             yield device, table.nbytes / devices, ids + rows / devices
 
 
-def choices_of(table: TableLoad, devices: int, host: bool) -> list[Dealt]:
+def choices_of(table: TableLoad, devices: int, host: bool, columns: bool = True) -> list[Dealt]:
     """Where a table may go.
 
     Args:
         table: The table.
         devices: How many devices there are.
         host: Whether the host takes tables.
+        columns: Whether tables may be cut by columns.
     """
     found = [Dealt(WHOLE, device) for device in range(devices)]
     if devices > 1 and table.rows >= devices:
         found.append(Dealt(ROWS))
-    if devices > 1 and table.dim % devices == 0:
+    if columns and devices > 1 and table.dim % devices == 0:
         found.append(Dealt(COLUMNS))
     return [*found, Dealt(HOST)] if host else found
 
@@ -186,6 +191,7 @@ def deal(
     *,
     capacity: int | None = None,
     host: bool = False,
+    columns: bool = True,
 ) -> Deal:
     """Deals tables to devices.
 
@@ -194,6 +200,7 @@ def deal(
         devices: Between how many devices.
         capacity: Bytes of tables that a device may hold; None for any number.
         host: Whether the host's memory, without limit and slow, takes tables too.
+        columns: Whether tables may be cut by columns.
 
     Returns:
         The best deal found; deterministic.
@@ -213,7 +220,7 @@ def deal(
     names = [one.name for one in tables]
     if len(set(names)) != len(names):
         raise ValueError(f"Each table needs a name of its own. Received: {names}")
-    options = [choices_of(table, devices, host) for table in tables]
+    options = [choices_of(table, devices, host, columns) for table in tables]
     rank = functools.partial(_rank, capacity=capacity)
     starts = [_greedy(tables, devices, options, rank)]
     for kind in (ROWS, COLUMNS, HOST):
