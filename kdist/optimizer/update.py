@@ -280,15 +280,17 @@ class DistributedUpdate:
                 backing.release()
 
     def _held_rows(self, gradients: dict[int, Any]) -> list[RowsBacking]:
-        """Backings of rows that are sent whole right after their update, and need no write of it.
+        """Backings of rows that are sent whole after their update, and need no write of it.
 
-        Not those that Keras writes inside a branch, whose tensors are unknown outside; nor where
-        values wait for their turn to be sent, so that keeping them would take memory.
+        A variable of which rows are written in place has a buffer of its own from then on, and a
+        copy is made at each read. Kept rows take the place of their gradient meanwhile.
+
+        Not those that Keras writes inside a branch, whose tensors are unknown outside.
         """
         found, changed = [], self._changed_rows(gradients)
         for (leaf, _), local in zip(self.groups, self.jobs.local):
             branches = leaf.gradient_accumulation_steps or leaf.ema_overwrite_frequency
-            if branches or self._one_by_one:
+            if branches:
                 continue
             for n in (n for one in local for n in one.positions if n in gradients):
                 job = self.jobs.jobs[n]

@@ -15,6 +15,7 @@ from typing import Any
 
 import kdist
 from kdist.api.parallelize import attached
+from kdist.graphs import executed
 from kdist.report import memory
 from kdist.sharding.device import Device
 
@@ -77,6 +78,24 @@ def test_they_are_the_buffers_that_exist(level: int, at_level: Callable) -> None
             device = Device.parse(variable.value.device).name
             held[device] = held.get(device, 0) + variable.numpy().nbytes
     assert held == {m.device: m.slots for m in memory.measure(parallel, None)}
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_devices_that_share_memory_keep_a_value_once(level: int) -> None:
+    """Rows written in place would give a variable a buffer of its own, and each read of it one."""
+    model = prepared(level, layers=2)
+    batch = np.ones((ROWS, WIDTH), np.float32)
+    step = executed.largest(executed.watch(lambda: model.train_on_batch(batch, batch)))
+    assert not step.select("ResourceStridedSliceAssign")
+    for layer in model.layers[1:]:
+        copies = attached(model).entries[id(layer.kernel)].locals.values()
+        assert len(copies) == REPLICAS
+        assert len({_address(one) for one in copies}) == 1
+
+
+def _address(variable: keras.Variable) -> int:
+    """Where the buffer of a variable is."""
+    return int(np.asarray(memoryview(tf.convert_to_tensor(variable.value))).ctypes.data)
 
 
 def test_views_own_nothing_and_codes_are_what_is_kept() -> None:
