@@ -134,6 +134,12 @@ class Chunks:
                 del self._programs[old]
         return self._programs[key]
 
+    @property
+    def again(self) -> set[str]:
+        """Names of the nodes that run again in the backward pass."""
+        stitchers = [one.stitcher for one in self._programs.values()]
+        return {s.originals[n] for s in stitchers for n in s.live if n in s.originals}
+
     def run(
         self,
         programs: Sequence[ChunkedProgram],

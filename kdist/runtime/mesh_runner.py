@@ -7,6 +7,7 @@ Each slice's devices hold parts of every tensor (`kdist.dtensor.sharded`). A pro
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -257,8 +258,14 @@ class MeshRunner:
         return out
 
     def recorded(self) -> Sequence[Collective]:
-        """Collectives of the lowered training program, or of what stands for it."""
-        return self._gradients.recorded or self._probe.recorded
+        """Collectives of the lowered training program, or of what stands for it.
+
+        Those that run again are listed once more, in the backward pass.
+        """
+        found = self._gradients.recorded or self._probe.recorded
+        again = self.chunks.again if self.chunks is not None else set()
+        copies = (one for one in found if one.node in again)
+        return [*found, *(dataclasses.replace(one, phase="backward") for one in copies)]
 
     def islands(self) -> Sequence[Island]:
         """What of that program runs on whole operands."""

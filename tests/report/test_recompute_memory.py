@@ -144,7 +144,10 @@ def test_collectives_of_inner_axes_are_repeated_or_kept(comm: bool, each: int) -
     """Of a block's two sums the second makes its output, which is kept in any case."""
     depth = 2
     config = again(mp_comm_recompute=comm)
-    found = repeated(trained(depth, {"model": 2}, recompute=config))
+    model = trained(depth, {"model": 2}, recompute=config)
+    found = repeated(model)
+    listed = Counter(one.node for one in kdist.inspect(model).collectives)
+    assert sum(n - 1 for n in listed.values()) == each * depth
     assert sum(n for op, n in found.items() if op in COLLECTIVES) == each * depth
     assert found["Softmax"] == depth
 
