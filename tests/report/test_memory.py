@@ -239,7 +239,9 @@ def test_a_stage_has_the_parameters_of_one_chunk(inner: int, keep: bool) -> None
     layers = 8 if keep else 2  # of a stage, of a chunk of it
     for device in range(4 * inner):
         gathered = live.peak(f"/device:CPU:{device}", ["gathered"]).nbytes
-        assert gathered == layers * KERNEL / inner
+        # Nobody asks for the gradient of the model's inputs: its first kernel is not kept for that.
+        first = keep and device < 2 * inner
+        assert gathered == (layers - first) * KERNEL / inner
 
 
 @pytest.mark.parametrize("inner", [1, pytest.param(2, marks=pytest.mark.long)])
