@@ -31,6 +31,13 @@ def test_exported_names():
         assert name in vars(keras_trainer.TensorFlowTrainer)
 
 
+def test_running_scope():
+    assert keras_trainer.running_scope() is None
+    with keras.StatelessScope() as scope:
+        assert keras_trainer.running_scope() is scope
+    assert keras_trainer.running_scope() is None
+
+
 def test_get_mask():
     embedded = keras.layers.Embedding(3, 2, mask_zero=True)(np.array([[0, 1]]))
     assert np.asarray(keras_trainer.get_mask(embedded)).tolist() == [[False, True]]
