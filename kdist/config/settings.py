@@ -11,10 +11,30 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
+from kdist._compat import keras_trainer
+
 import keras
 
 T = TypeVar("T")
 _order = itertools.count()
+
+
+def check_not_placed(layer: keras.layers.Layer, name: str) -> None:
+    """Refuses a declaration that `kdist.parallelize` would have had to see.
+
+    Args:
+        layer: What the declaration is about.
+        name: The public function that makes it.
+
+    Raises:
+        ValueError: The layer's weights have been placed already.
+    """
+    if any(map(keras_trainer.is_view, layer.weights)):
+        raise ValueError(
+            f"{name} says where a layer's tensors go, and kdist.parallelize has placed them. Call "
+            f"it before parallelize. Received: layer {layer.path or layer.name!r} of a model that "
+            "is parallel"
+        )
 
 
 class Setting(Generic[T]):

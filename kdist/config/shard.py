@@ -10,6 +10,7 @@ from typing import Any
 
 from kdist._compat import keras_models
 from kdist.config.operands import ShardedOperator, name_of, operands, relaid
+from kdist.config.settings import check_not_placed
 from kdist.config.tables import split_by_hand
 from kdist.sharding.dims import Dims, WeightFit, check_dims
 from kdist.sharding.layout import WeightLayout, closest_names, match_pattern
@@ -92,7 +93,8 @@ def shard(
 
     Raises:
         ValueError: if nothing is declared, a strategy has another form, the target is of another
-            type, an operator gets `weights`, or a tensor gets anything but `out_strategy`.
+            type, an operator gets `weights`, a tensor gets anything but `out_strategy`, or the
+            layer is part of a model that is parallel already.
 
     Example:
     ```python
@@ -103,6 +105,8 @@ def shard(
     z = product(a, b)  # (batch, n, k) and (batch, k, m)
     ```
     """
+    if isinstance(target, keras.layers.Layer):
+        check_not_placed(target, "kdist.shard")
     if manual_split is not None:
         if not in_strategy is out_strategy is weights is None:
             raise ValueError(

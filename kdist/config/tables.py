@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from kdist._compat import keras_models
-from kdist.config.settings import Setting
+from kdist.config.settings import Setting, check_not_placed
 from kdist.sharding.mesh import PIPE_NAME, Topology
 
 import keras
@@ -55,6 +55,7 @@ def place(layer: keras.layers.Layer, where: Where = "host") -> keras.layers.Laye
             "kdist.place takes a keras layer with a table. "
             f"Received: {layer!r} of type {type(layer).__name__}"
         )
+    check_not_placed(layer, "kdist.place")
     if where == "host":
         _check_layer(layer, "on the host")
     host_setting.set(layer, where)

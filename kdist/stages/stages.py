@@ -8,7 +8,7 @@ from typing import Any
 
 from kdist._compat import keras_models
 from kdist.config.pipeline import PipelineConfig
-from kdist.config.settings import Setting
+from kdist.config.settings import Setting, check_not_placed
 from kdist.pipeline.graph import Graph
 from kdist.pipeline.partition import Partition, partition
 from kdist.pipeline.schedule import Schedule
@@ -55,6 +55,7 @@ def set_stage(layer: Any, stage: int) -> Any:
             "kdist.set_stage takes a keras layer or a nested model. "
             f"Received: {layer!r} of type {type(layer).__name__}"
         )
+    check_not_placed(layer, "kdist.set_stage")
     stage_setting.set(layer, stage)
     return layer
 

@@ -267,3 +267,21 @@ def test_what_fails_on_a_device_is_what_the_user_reads(axes: dict[str, int], lev
     for call in (lambda: model.fit(ids, np.zeros(24), verbose=0), lambda: model.predict(ids)):
         with pytest.raises(tf.errors.InvalidArgumentError, match="= 30 is not in"):
             call()
+
+
+@pytest.mark.parametrize(
+    "declare",
+    [
+        lambda layer: kdist.shard(layer, weights={"embeddings": ("model", None)}),
+        lambda layer: kdist.shard(layer, manual_split=(10, 20)),
+        lambda layer: kdist.place(layer, "host"),
+        lambda layer: kdist.set_stage(layer, 0),
+    ],
+    ids=["shard", "manual_split", "place", "set_stage"],
+)
+def test_a_declaration_that_comes_too_late(declare: Callable) -> None:
+    table = keras.layers.Embedding(30, 8)
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), table])
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(**INNER), layout_map={}))
+    with pytest.raises(ValueError, match="before parallelize. Received: layer"):
+        declare(table)
