@@ -9,6 +9,7 @@ from typing import Any
 from kdist.api.sharded_optimizer import parallel_optimizer
 from kdist.config.fusion import comm_fusion
 from kdist.config.parallel import ParallelConfig
+from kdist.config.recompute import recompute_setting
 from kdist.config.settings import Setting
 from kdist.config.shard import declarations, declare
 from kdist.config.tables import host_setting, split_setting
@@ -20,6 +21,7 @@ SETTINGS: tuple[Setting, ...] = (
     comm_fusion,
     host_setting,
     parallel_optimizer,
+    recompute_setting,
     split_setting,
     stage_setting,
 )

@@ -1,8 +1,11 @@
 """How a model is compared: by twins, or itself; it stays as it is, or is refused."""
 
 import random
+import sys
 
 import kdist
+from kdist.config.settings import Setting
+from kdist.verification.declared import SETTINGS
 
 import keras
 import numpy as np
@@ -119,3 +122,9 @@ def test_a_model_that_rounds_inside_gets_a_wider_tolerance_and_says_so():
     assert report.ok, report
     assert report.tolerance.relative["loss"] == 1e-5
     assert any("rounds to fewer bits" in note for note in report.notes)
+
+
+def test_twins_get_every_kind_of_declaration() -> None:
+    modules = [module for name, module in sys.modules.items() if name.startswith("kdist.")]
+    known = {one for module in modules for one in vars(module).values() if isinstance(one, Setting)}
+    assert known == set(SETTINGS)
