@@ -156,7 +156,8 @@ class DistributedEmbedding(keras.layers.Layer):
             Dense ids of each feature's `input_shape`, filled up with -1.
 
         Raises:
-            ValueError: An example has more ids than `input_shape` has room for.
+            ValueError: An example has more ids than `input_shape` has room for; in a `tf.data`
+                pipeline, where sizes are not known before, a `tf.errors.InvalidArgumentError`.
 
         Example:
             >>> table = TableConfig("words", 100, 8)

@@ -228,6 +228,7 @@ def _trained(model: keras.Model, data: Any) -> list[np.ndarray]:
     [
         ({"data": 4}, 3, "host"),
         ({"data": 4}, 1, "dealt"),
+        ({"pipe": 2, "data": 2}, 0, "host"),
         ({"data": 2, "model": 2}, 0, "host"),
         ({"data": 2, "model": 2}, 1, "auto"),
     ],
@@ -246,6 +247,8 @@ def test_training_equals_one_device(
     options: dict[str, Any] = {}
     if level:
         options["optimizer"] = kdist.OptimizerConfig(level=level, threshold_kb=0)
+    if "pipe" in mesh:
+        options["pipeline"] = kdist.PipelineConfig(micro_batches=2)
     if "model" in mesh:
         options["layout_map"] = {
             "up/kernel": (None, "model"),
