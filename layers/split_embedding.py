@@ -17,10 +17,17 @@ class SplitEmbedding(keras.layers.Embedding):
         rows: rows on each device of the axis; together they are the vocabulary. None is padded.
         dim: columns of the table.
         axis: mesh axis, any but `pipe`.
+        local_columns: that the last dim of the inputs has one column for each part, and column j
+            has ids of part j alone (global ones, from `sum(rows[:j])` on). Then each device looks
+            up its own column, no ids travel, and the results are joined by an all-gather.
         **kwargs: further arguments of `keras.layers.Embedding`, such as `mask_zero` and `name`.
 
     Call arguments:
         inputs: integers of any shape, at least 0 and less than `sum(rows)`.
+
+    Raises:
+        tf.errors.InvalidArgumentError: with `local_columns`, in a step of a parallel model, an id
+            is not in the part of its column.
 
     Output shape:
         The input's with `dim` as last dim, in the layer's compute dtype.
@@ -28,16 +35,27 @@ class SplitEmbedding(keras.layers.Embedding):
     Example:
     ```python
     table = kdist.layers.SplitEmbedding(rows=(10, 20, 30, 4), dim=16, axis="model")
+    fields = kdist.layers.SplitEmbedding((10, 20, 30, 4), dim=16, local_columns=True)
+    vectors = fields(keras.Input((4,), dtype="int32"))  # (batch, 4, 16)
     ```
     """
 
-    def __init__(self, rows: Sequence[int], dim: int, axis: str = "model", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        rows: Sequence[int],
+        dim: int,
+        axis: str = "model",
+        local_columns: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(input_dim=sum(rows), output_dim=dim, **kwargs)
         self.split_rows, self.split_axis = tuple(rows), axis
+        self.local_columns = local_columns
 
     def get_config(self) -> dict[str, Any]:
         """The arguments of the constructor."""
         config = super().get_config()
         del config["input_dim"]
         dim = config.pop("output_dim")
-        return {**config, "rows": self.split_rows, "dim": dim, "axis": self.split_axis}
+        own = {"rows": self.split_rows, "dim": dim, "axis": self.split_axis}
+        return {**config, **own, "local_columns": self.local_columns}

@@ -90,6 +90,11 @@ class PlannedModel(PlacedModel):
             spread=len(spread),
             fusion_ids={v.path: n for v, n in zip(variables, comm_fusion.of(variables)) if n},
             tables=tuple(v.path for v in looked_up(self.model)),
+            asked_tables=tuple(
+                placement.path
+                for _, placement in self._placements()
+                if placement.split is not None and not placement.split.local_columns
+            ),
             gathered=tuple(spread) if config.level == 3 else (),
             repeated=tuple(one.name for one in self.blocks.blocks),
             travels=any(len(p.slices) > 1 for _, p in self._placements()),

@@ -61,6 +61,7 @@ def shard(
     weights: Mapping[str, Any] | None = None,
     manual_split: Sequence[int] | None = None,
     axis: str = "model",
+    local_columns: bool = False,
 ) -> Any:
     """Declares how a layer, an operator or a tensor is cut over the mesh.
 
@@ -85,6 +86,8 @@ def shard(
             `axis` holds, such as `(10, 20, 30, 4)`, unequal and without padding; alone. MindSpore's
             `EmbeddingLookup` has the same name for it.
         axis: the axis of `manual_split`, any but `pipe`.
+        local_columns: with `manual_split`, that the last dim of all ids has a column for each part,
+            which has ids of that part alone; see `kdist.layers.SplitEmbedding`.
 
     Returns:
         The layer itself; for an operator, a callable with its arguments and results, to call on
@@ -113,9 +116,11 @@ def shard(
                 "manual_split says how a table is cut, and stands alone. "
                 f"Received: manual_split={manual_split!r} with other strategies"
             )
-        return split_by_hand(target, manual_split, axis)
+        return split_by_hand(target, manual_split, axis, local_columns)
     if axis != "model":
         raise ValueError(f"axis is of manual_split. Received: axis={axis!r} without it")
+    if local_columns:
+        raise ValueError("local_columns is of manual_split. Received: local_columns without it")
     if in_strategy is None and out_strategy is None and weights is None:
         raise ValueError(
             "Declare at least one of in_strategy, out_strategy and weights. "

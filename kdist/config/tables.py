@@ -9,6 +9,7 @@ from typing import Any, Literal
 from kdist._compat import keras_models
 from kdist.config.settings import Setting, check_not_placed
 from kdist.sharding.mesh import PIPE_NAME, Topology
+from kdist.sharding.placement import RowSplit
 
 import keras
 
@@ -66,12 +67,18 @@ def place(layer: keras.layers.Layer, where: Where = "host") -> keras.layers.Laye
 class Split:
     """Rows of a table on each device of an axis; see `kdist.shard`.
 
+    Attributes:
+        rows: Of each device.
+        axis: As the user names it.
+        local_columns: Whether column j of all ids is of part j.
+
     Raises:
         ValueError: Rows that are no integers from 0 on, or an axis that is no name.
     """
 
     rows: tuple[int, ...]
     axis: str = "model"
+    local_columns: bool = False
 
     def __post_init__(self) -> None:
         numbers = isinstance(self.rows, list | tuple) and bool(self.rows)
@@ -82,10 +89,24 @@ class Split:
             )
         if not isinstance(self.axis, str):
             raise ValueError(f"A split is over one axis of the mesh. Received: axis={self.axis!r}")
+        if not isinstance(self.local_columns, bool):
+            raise ValueError(
+                f"local_columns is True or False. Received: local_columns={self.local_columns!r}"
+            )
         object.__setattr__(self, "rows", tuple(self.rows))
+        if self.local_columns and 0 in self.rows:
+            raise ValueError(
+                "With local_columns each part has a column of ids, so each has rows. Leave "
+                f"local_columns out, or parts of 0 rows. Received: rows={self.rows}"
+            )
 
-    def on(self, layer: keras.layers.Embedding, topology: Topology) -> str:
-        """The mesh's name of the axis.
+    def on(self, layer: keras.layers.Embedding, topology: Topology, alltoall: bool) -> RowSplit:
+        """What it is on a mesh.
+
+        Args:
+            layer: Whose table it splits.
+            topology: The mesh.
+            alltoall: Whether devices may send each other blocks of unequal size.
 
         Raises:
             ValueError: The mesh has no such axis, it cuts the model into stages, or the numbers of
@@ -108,17 +129,20 @@ class Split:
                 f"The parts of a split are the whole table: {layer.input_dim} rows. "
                 f"Received: {sum(self.rows)} rows, rows={self.rows}, for {where}"
             )
-        return axis
+        cuts_batch = axis == topology.data_axis
+        return RowSplit(axis, cuts_batch, alltoall, self.local_columns)
 
 
 split_setting: Setting[Split] = Setting("kdist.shard")
 
 
-def split_by_hand(layer: Any, rows: Sequence[int], axis: str) -> keras.layers.Layer:
+def split_by_hand(
+    layer: Any, rows: Sequence[int], axis: str, local_columns: bool
+) -> keras.layers.Layer:
     """Declares how many rows of a table each device of an axis holds; see `kdist.shard`."""
     if not isinstance(layer, keras.layers.Layer):
         raise ValueError(f"manual_split is of an embedding. Received: {layer!r}")
-    split = Split(rows if isinstance(rows, tuple) else tuple(rows), axis)
+    split = Split(rows if isinstance(rows, tuple) else tuple(rows), axis, local_columns)
     _check_layer(layer, "split by hand")
     split_setting.set(layer, split)
     return layer
@@ -158,7 +182,7 @@ def split_layers(model: keras.Model) -> dict[keras.layers.Embedding, Split]:
     layers = keras_models.flat_layers(model)
     given = {id(target): split for target, split in split_setting.given()}
     own = {
-        id(one): Split(tuple(one.split_rows), one.split_axis)
+        id(one): Split(tuple(one.split_rows), one.split_axis, one.local_columns)
         for one in layers
         if getattr(one, "split_rows", None)
     }

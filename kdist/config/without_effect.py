@@ -57,6 +57,7 @@ class ModelFacts:
         spread: Number of parameters that are spread.
         fusion_ids: By path, the id that `kdist.set_comm_fusion` gave, 0 left out.
         tables: Paths of embedding tables.
+        asked_tables: Paths of tables that are split by hand, and whose parts are asked for rows.
         gathered: Paths of what level 3 gathers.
         repeated: Names of the blocks that run again in the backward pass.
         travels: Whether any gradient goes from one slice to another.
@@ -71,6 +72,7 @@ class ModelFacts:
     spread: int = 0
     fusion_ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tables: tuple[str, ...] = ()
+    asked_tables: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
     travels: bool = True
@@ -243,10 +245,12 @@ def _recompute(case: _Case) -> Iterator[WithoutEffect]:
 def _others(case: _Case) -> Iterator[WithoutEffect]:
     """Settings that need an axis of the mesh."""
     mesh = case.topology.describe_axes()
-    if case.config.enable_alltoall and case.topology.inner_size == 1:
+    asked = case.facts.asked_tables
+    if case.config.enable_alltoall and case.topology.inner_size == 1 and not asked:
         yield WithoutEffect(
             "enable_alltoall=True",
-            f"only inner axes cut the tensors of layers, and the mesh {mesh} has none above 1",
+            f"only inner axes cut the tensors of layers, and the mesh {mesh} has none above 1; "
+            "nor is a table split by hand",
             "Add an axis such as model=2, or leave it out",
         )
     if case.config.compression is not None and not case.replicas:

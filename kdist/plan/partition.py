@@ -80,8 +80,8 @@ def _decide_one(
 
     if placement.on_host:
         return stays("it is on the host")
-    if placement.split_axis is not None:
-        return stays(f"its rows are split over {placement.split_axis!r} by hand")
+    if placement.split is not None:
+        return stays(f"its rows are split over {placement.split.axis!r} by hand")
     if config.level == 0:
         return stays("level 0")
     if config.state_on == "host" and config.level < 3:

@@ -18,14 +18,8 @@ from kdist.plan.bucket import Bucket
 from kdist.plan.exchange import Exchange
 from kdist.plan.partition import Decision
 from kdist.plan.plan_summary import print_plan
-from kdist.plan.table_traffic import (
-    HostTraffic,
-    SplitTraffic,
-    TableTraffic,
-    host_traffic,
-    split_traffic,
-    table_traffic,
-)
+from kdist.plan.split_traffic import SplitTraffic, split_traffic
+from kdist.plan.table_traffic import HostTraffic, TableTraffic, host_traffic, table_traffic
 from kdist.sharding.mesh import HOST, Topology
 from kdist.sharding.placement import Coordinate, Placement, UpdateUnit
 from kdist.storage.sparse import LookUp
@@ -236,7 +230,7 @@ class Plan:
     def split_tables(self) -> list[SplitTraffic]:
         """What look-ups in tables that are split by hand send per step."""
         placed = [(self.weights[self.trainable[v]], look_up) for v, look_up in self.look_ups]
-        return [split_traffic(p, look_up) for p, look_up in placed if p.split_axis is not None]
+        return [split_traffic(p, look_up) for p, look_up in placed if p.split is not None]
 
     def _count_bucket(self, bucket: Bucket, counts: dict[str, Count]) -> None:
         sizes = [sum(self.unit_bytes(self.units[n]) for n in units) for units in bucket.units]

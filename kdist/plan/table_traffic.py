@@ -101,52 +101,6 @@ class HostTraffic:
         return f"{self.down} B x rows of a replica to it; {up} B x rows{back} to the host"
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitTraffic:
-    """How rows of a table that is split by hand reach the devices that look them up, per step.
-
-    Attributes:
-        path: Keras path of the table.
-        axis: Axis that its rows are split over.
-        rows: Of each part.
-        messages: Tensors sent from one device to another: numbers of rows, and rows.
-        row_bytes: Their bytes, at most, divided by the different rows that a replica looks up.
-    """
-
-    path: str
-    axis: str
-    rows: tuple[int, ...]
-    messages: int
-    row_bytes: int
-
-    def __str__(self) -> str:
-        return f"at most {self.row_bytes} B x rows of a replica"
-
-
-def split_traffic(placement: Placement, look_up: LookUp) -> SplitTraffic:
-    """Counts what look-ups in a table send that is split by hand; gradients: see `table_traffic`.
-
-    Args:
-        placement: Where the table is.
-        look_up: How its rows are looked up.
-    """
-    assert placement.split_axis is not None
-    parts, devices = len(placement.shards), len(placement.table[0])
-    inside = len(set(placement.table[0])) > 1 or parts == 1
-    row = placement.nbytes // placement.shape[0]
-    # A slice asks its own devices, or those of all slices of the axis.
-    asked = devices if inside else devices * parts
-    groups = devices // parts if inside else devices
-    sent_rows = devices - groups if inside else devices
-    return SplitTraffic(
-        path=placement.path,
-        axis=placement.split_axis,
-        rows=tuple(shard.shape[0] for shard in placement.shards),
-        messages=len(placement.slices) * (asked - 1 + devices * (parts - 1)),
-        row_bytes=sent_rows * row + groups * look_up.index_bytes,
-    )
-
-
 def host_traffic(placement: Placement, look_up: LookUp, combined: bool) -> HostTraffic:
     """Counts what goes between the host and the replicas that look rows of a table up.
 

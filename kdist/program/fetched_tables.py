@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -114,6 +115,7 @@ def _looks_up(layer: keras.layers.Embedding, call: Callable) -> Callable:
                 "dense, with to_dense() or to_tensor(). "
                 f"Received: layer {layer.name!r} called with {inputs}"
             )
+        _check_columns(layer, inputs)
         ids = inputs if inputs.dtype in (tf.int32, tf.int64) else ops.cast(inputs, "int32")
         rows = keras_trainer.running_scope().tables.look_up(layer, ids)
         made = ops.cast(rows, layer.compute_dtype)
@@ -123,6 +125,16 @@ def _looks_up(layer: keras.layers.Embedding, call: Callable) -> Callable:
         return made
 
     return looks_up
+
+
+def _check_columns(layer: keras.layers.Embedding, ids: Any) -> None:
+    """Refuses ids without a column for each part, where each part looks up its own."""
+    columns = backing_of(layer.embeddings).local_columns
+    if columns is not None and (not ids.shape or ids.shape[-1] != columns):
+        raise ValueError(
+            "With local_columns the last dim of the ids has a column for each part of the table: "
+            f"{columns}. Received: layer {layer.name!r} called with ids of shape {ids.shape}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,10 +202,12 @@ class FetchedTables:
             where = [self._slice(one, r) for one in self.tables]
             with tf.device(self.tables[0].entry.device((where[0], 0))):
                 indices = [self._indices(x, training) for x, _, _ in row]
-            for table, s, found in zip(self.tables, where, zip(*indices), strict=True):
+            for number, (table, s) in enumerate(zip(self.tables, where, strict=True)):
                 # What does not depend on the batch is looked up once, as by one device.
-                alike = not self._by_batch[training, table.position]
-                table.entry.look_up(s, found[:1] if alike else found)
+                different = row if self._by_batch[training, table.position] else row[:1]
+                found = [one[number] for one in indices[: len(different)]]
+                on = functools.partial(self._indices_on, different, training, number)
+                table.entry.look_up(s, found, on)
 
     def spec(self, position: int, part: tuple[int, int] | None = None) -> tf.TensorSpec | None:
         """Spec of what a program takes as a table; None for a variable that is none.
@@ -217,6 +231,13 @@ class FetchedTables:
         """The slice of a replica that looks a table up."""
         entry = table.entry
         return next(s for s in entry.placement.slices if entry.topology.slices[s].index == replica)
+
+    def _indices_on(
+        self, row: Sequence[Any], training: bool, number: int, device: str
+    ) -> Sequence[Any]:
+        """The indices of some micro-batches in one table, computed on a device."""
+        with tf.device(device):
+            return [self._indices(x, training)[number] for x, _, _ in row]
 
     def _indices(self, x: Any, training: bool) -> Sequence[Any]:
         """Per table, all indices that a replica looks up in it, in order, flat."""

@@ -18,6 +18,7 @@ from kdist.graphs.executed import importable, imported
 from kdist.graphs.live_tensors import RECEIVES, LiveTensors, Op, Output
 from kdist.report.inside_calls import CALLS, GIVEN, opened
 from kdist.sharding.device import Device
+from kdist.storage.fetched_table import taking_any_ids
 
 import keras
 import tensorflow as tf
@@ -42,7 +43,7 @@ def live_tensors(
         shared_memory: See `LiveTensors`.
     """
     noted: list[Any] = []
-    with _noting_gradients(step, noted):
+    with _noting_gradients(step, noted), taking_any_ids():
         function = tf.function(lambda data: step.train(data), autograph=False)
         concrete = function.get_concrete_function(batch)
     with _kept(concrete.captured_inputs):

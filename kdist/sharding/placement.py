@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from kdist.sharding.layout import WeightLayout
 from kdist.sharding.mesh import HOST, Topology
@@ -21,6 +21,47 @@ Coordinate = tuple[int, int]
 
 Group = tuple[int, ...]
 """Numbers of slices that compute with the same variables, in the order of the data axis."""
+
+
+Way = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce", "local columns"]
+"""How look-ups in a split table get their rows; see `RowSplit.way`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSplit:
+    """How a table is split by hand, and how rows of it are looked up.
+
+    Attributes:
+        axis: The axis that its parts are on, by its name in the mesh.
+        cuts_batch: Whether the axis cuts the batch, so that its devices look up different rows.
+        alltoall: Whether devices may send each other blocks of unequal size.
+        local_columns: Whether column j of all ids is of part j.
+    """
+
+    axis: str
+    cuts_batch: bool
+    alltoall: bool = False
+    local_columns: bool = False
+
+    @property
+    def way(self) -> Way:
+        """What is done for the rows that a device looks up.
+
+        "all-to-all" and "all-gather": each part gets the numbers of the rows that it has, and sends
+        these rows. "reduce-scatter" and "all-reduce": each part gets all numbers, and sends a row
+        for each, of zeros where it is not its own; their sum is the rows. "local columns": each
+        part looks up its column, without being asked.
+        """
+        if self.local_columns:
+            return "local columns"
+        if self.alltoall:
+            return "all-to-all" if self.cuts_batch else "all-gather"
+        return "reduce-scatter" if self.cuts_batch else "all-reduce"
+
+    @property
+    def masked(self) -> bool:
+        """Whether the parts send zeros for rows of others."""
+        return not (self.local_columns or self.alltoall)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +93,7 @@ class Placement:
         data_dim: The dim stored sliced over the data axis (ZeRO-3 for this weight), if any.
         resident: The only slice that stores the variable; None if every slice does. Others get
             it before use.
-        split_axis: The axis over which rows are split by hand, in parts of any size.
+        split: How rows are split by hand, in parts of any size; None if they are not.
         groups: The slices of each stage that computes with the variable; one group, of all slices,
             where the model is not cut into stages.
     """
@@ -66,7 +107,7 @@ class Placement:
     data_dim: int | None = None
     resident: int | None = None
     groups: tuple[Group, ...] = ()
-    split_axis: str | None = None
+    split: RowSplit | None = None
 
     @property
     def home(self) -> Group:
@@ -101,7 +142,7 @@ class Placement:
     @property
     def fetched(self) -> bool:
         """True for a table of which slices get the rows that they look up."""
-        return self.on_host or self.split_axis is not None
+        return self.on_host or self.split is not None
 
     def shard_at(self, coordinate: Coordinate) -> Shard:
         """The shard that compute at a (slice, inner) coordinate uses."""
@@ -203,7 +244,7 @@ def place_split(
     shape: Sequence[int],
     itemsize: int,
     rows: Sequence[int],
-    axis: str,
+    split: RowSplit,
     topology: Topology,
     groups: Sequence[Group] = (),
 ) -> Placement:
@@ -214,7 +255,7 @@ def place_split(
         shape: See `place`.
         itemsize: See `place`.
         rows: Of each part; as many as the axis has devices.
-        axis: The axis, by its name in the mesh.
+        split: Over which axis.
         topology: See `place`.
         groups: See `place`.
     """
@@ -222,7 +263,7 @@ def place_split(
     ends = list(itertools.accumulate(rows))
     columns = tuple(slice(0, n) for n in shape[1:])
     table = tuple(
-        tuple(coordinate_of(topology, one.index, k)[axis] for k in range(topology.inner_size))
+        tuple(coordinate_of(topology, one.index, k)[split.axis] for k in range(topology.inner_size))
         for one in topology.slices
     )
     storing = {s for group in groups for s in group} or set(range(len(topology.slices)))
@@ -235,7 +276,7 @@ def place_split(
     )
     layout = WeightLayout.replicated(len(shape))
     return Placement(
-        path, shape, itemsize, layout, shards, table, groups=tuple(groups), split_axis=axis
+        path, shape, itemsize, layout, shards, table, groups=tuple(groups), split=split
     )
 
 

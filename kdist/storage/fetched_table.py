@@ -7,8 +7,10 @@ is sent once to a device, however often it is looked up there; gradients go back
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kdist._compat import keras_trainer
@@ -19,6 +21,22 @@ from kdist.storage.variables import Stored
 import keras
 import tensorflow as tf
 
+IndicesOn = Callable[[str], Sequence[Any]]
+"""Computes the indices of all look-ups, by micro-batch, on a device, from what it is fed."""
+
+
+_any_ids = contextvars.ContextVar("any_ids", default=False)
+
+
+@contextlib.contextmanager
+def taking_any_ids() -> Iterator[None]:
+    """Has look-ups that are traced in this block take ids of no row for some row: for stand-ins."""
+    before = _any_ids.set(True)
+    try:
+        yield
+    finally:
+        _any_ids.reset(before)
+
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
@@ -26,17 +44,19 @@ class Wanted:
 
     Attributes:
         indices: Of each look-up, in the order in which the program makes them.
-        unique: The same, each once; in ascending order if the table has several parts.
+        unique: The same, each once; in ascending order if parts are asked for their own rows.
         positions: Of each look-up, where in `unique` it is.
-        own: Of each part of the table, which of its rows these are.
+        asked: Of each part of the table, the rows of the table that it is asked for.
         sizes: Look-ups of each micro-batch.
+        indices_on: The same indices, computed on another device.
     """
 
     indices: Any
     unique: Any
     positions: Any
-    own: list[Any]
-    sizes: list[Any]
+    asked: Sequence[Any]
+    sizes: Sequence[Any]
+    indices_on: IndicesOn
 
 
 class FetchedTable(Stored):
@@ -56,41 +76,57 @@ class FetchedTable(Stored):
         super().__init__(variable, placement, topology)
         self.wanted: dict[int, Wanted] = {}
         self.micro_batch: int | None = None
+        self._parts = [p for p, shard in enumerate(placement.shards) if shard.shape[0]]
         self._sent: dict[tuple[int, Coordinate], Any] = {}
+        self._sums: dict[tuple[int, Coordinate], Any] = {}
 
-    def look_up(self, s: int, micro_batches: Sequence[Any]) -> None:
+    @property
+    def local_columns(self) -> int | None:
+        """Columns of ids, if each part looks up its own; None if it does not."""
+        split = self.placement.split
+        local = split is not None and split.local_columns
+        return len(self.placement.shards) if local else None
+
+    def look_up(self, s: int, micro_batches: Sequence[Any], indices_on: IndicesOn) -> None:
         """Notes what a slice looks up.
 
         Args:
             s: The slice.
             micro_batches: Of each, the indices of all look-ups of a program, in their order; (n,).
+            indices_on: Computes the same on another device.
         """
         known = [t.shape[0] for t in micro_batches]
-        with tf.device(self.device((s, 0))):
+        split = self.placement.split
+        with tf.device(self.device((s, 0))), tf.name_scope("asked_rows"):
             sizes = known if None not in known else [tf.size(t) for t in micro_batches]
-            indices = micro_batches[0] if len(sizes) == 1 else tf.concat(micro_batches, 0)
+            indices = _joined(micro_batches)
             unique, positions = tf.unique(indices)
-            own = [unique]
-            if len(self.placement.shards) > 1:
-                rows = [shard.index[0] for shard in self.placement.shards]
+            if split is not None and not self.local_columns:
+                what = f"The table {self.variable.path} does not have a row that is looked up."
+                unique = _checked(unique, slice(0, self.placement.shape[0]), what)
+            asked = [unique] * len(self.placement.shards)
+            if split is not None and not split.masked:
                 unique = tf.sort(unique)
                 positions = tf.searchsorted(unique, indices)
+                rows = [shard.index[0] for shard in self.placement.shards]
                 ends = tf.constant([0, *(one.stop for one in rows)], unique.dtype)
                 bounds = tf.searchsorted(unique, ends)
-                own = [unique[bounds[p] : bounds[p + 1]] - r.start for p, r in enumerate(rows)]
-        self.wanted[s] = Wanted(indices, unique, positions, own, sizes)
+                asked = [unique[bounds[p] : bounds[p + 1]] for p in range(len(rows))]
+        self.wanted[s] = Wanted(indices, unique, positions, asked, sizes, indices_on)
         self._sent = {key: rows for key, rows in self._sent.items() if key[0] != s}
+        self._sums = {key: rows for key, rows in self._sums.items() if key[0] != s}
 
     def used_at(self, at: Coordinate) -> Any:
         """What compute takes as the table: the rows of its look-ups, one after the other."""
-        rows = [self._rows(at[0], p, self.source(at, p)) for p in range(len(self.placement.shards))]
-        joined = rows[0] if len(rows) == 1 else tf.concat(rows, 0)
-        one, number = self.wanted[at[0]], self.micro_batch
-        positions = one.positions
-        if number is not None and len(one.sizes) > 1:
-            start = sum(one.sizes[1:number], one.sizes[0]) if number else 0
-            positions = positions[start : start + one.sizes[number]]
-        return tf.gather(joined, positions)
+        wanted, split = self.wanted[at[0]], self.placement.split
+        sources = [self.source(at, p) for p in self._parts]
+        if split is not None and split.way == "all-reduce":
+            joined = tf.identity(self._reduced(at[0], sources))
+        else:
+            joined = self._join(at[0], sources)
+        if self.local_columns:
+            return self._of_micro_batch(joined, wanted.sizes)
+        return tf.gather(joined, self._of_micro_batch(wanted.positions, wanted.sizes))
 
     def whole_at(self, s: int) -> Any:
         """See `used_at`."""
@@ -98,12 +134,12 @@ class FetchedTable(Stored):
 
     def source(self, at: Coordinate, part: int) -> Coordinate:
         """Who gives a coordinate its rows of a part: the holder that differs in the axis alone."""
-        holders, axis = self.placement.shards[part].holders, self.placement.split_axis
-        if axis is None:
+        holders, split = self.placement.shards[part].holders, self.placement.split
+        if split is None:
             return holders[0]
         slices = self.topology.slices
         here, stage = slices[at[0]], slices[at[0]].stage
-        wanted = {**coordinate_of(self.topology, here.index, at[1]), axis: part}
+        wanted = {**coordinate_of(self.topology, here.index, at[1]), split.axis: part}
         return next(
             (s, k)
             for s, k in holders
@@ -111,13 +147,54 @@ class FetchedTable(Stored):
             and coordinate_of(self.topology, slices[s].index, k) == wanted
         )
 
+    def _of_micro_batch(self, look_ups: Any, sizes: Sequence[Any]) -> Any:
+        """Of one entry a look-up, those of the micro-batch that is computed now."""
+        number = self.micro_batch
+        if number is None or len(sizes) == 1:
+            return look_ups
+        start = sum(sizes[1:number], sizes[0]) if number else 0
+        return look_ups[start : start + sizes[number]]
+
+    def _join(self, s: int, sources: Sequence[Coordinate]) -> Any:
+        """What the parts have of the rows that slice `s` wants, as one tensor."""
+        rows = [self._rows(s, *both) for both in zip(self._parts, sources, strict=True)]
+        split = self.placement.split
+        if self.local_columns:
+            return tf.reshape(tf.stack(rows, 1), [-1, self.placement.shape[1]])
+        if len(rows) == 1:
+            return rows[0]
+        if split is not None and split.masked:
+            return tf.add_n(rows)
+        return tf.concat(rows, 0)
+
+    def _reduced(self, s: int, sources: Sequence[Coordinate]) -> Any:
+        """The same sum for all devices that ask these sources: made on the first of them."""
+        if (s, sources[0]) not in self._sums:
+            with tf.device(self.device(sources[0])), tf.name_scope("fetched_rows"):
+                self._sums[s, sources[0]] = self._join(s, sources)
+        return self._sums[s, sources[0]]
+
     def _rows(self, s: int, part: int, source: Coordinate) -> Any:
         """What slice `s` wants of a part, from a holder of it, on that one's device."""
         if (s, source) not in self._sent:
-            with tf.device(self.device(source)):
-                table = keras_trainer.tf_variable(self.locals[source])
-                self._sent[s, source] = tf.gather(table, tf.identity(self.wanted[s].own[part]))
+            with tf.device(self.device(source)), tf.name_scope("fetched_rows"):
+                self._sent[s, source] = self._rows_here(self.wanted[s], part, source)
         return self._sent[s, source]
+
+    def _rows_here(self, wanted: Wanted, part: int, source: Coordinate) -> Any:
+        table, split = keras_trainer.tf_variable(self.locals[source]), self.placement.split
+        rows = self.placement.shards[part].index[0]
+        if self.local_columns:
+            indices = _joined(wanted.indices_on(self.device(source)))
+            column = tf.reshape(indices, [-1, self.local_columns])[:, part]
+            what = f"Column {part} of the ids of table {self.variable.path} has ids of part {part}."
+            return tf.gather(table, _checked(column, rows, what) - rows.start)
+        asked = tf.identity(wanted.asked[part]) - rows.start
+        if split is None or not split.masked or len(self._parts) == 1:
+            return tf.gather(table, asked)
+        inside = (asked >= 0) & (asked < rows.stop - rows.start)
+        found = tf.gather(table, tf.where(inside, asked, 0))
+        return tf.where(inside[:, tf.newaxis], found, tf.zeros([], found.dtype))
 
     def rows_of(self, s: int, k: int, gradient: Any) -> tf.IndexedSlices:
         """A slice's gradient of the whole table, from that of `used_at` on its device `k`."""
@@ -134,9 +211,33 @@ class FetchedTable(Stored):
         """What is wrong with a program that reads the table itself."""
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         where = graph.get_name_scope() if graph is not None else ""
-        what = "split by rows" if self.placement.split_axis else "on the host"
+        what = "split by rows" if self.placement.split else "on the host"
         return ValueError(
             f"A table {what} is used row by row, by look-ups of its layer. Leave it whole on the "
             "device, without kdist.place or manual_split, or do not use it a second time. "
             f"Received: table {self.variable.path!r}, read whole in {where or 'the model'!r}"
         )
+
+
+def _joined(micro_batches: Sequence[Any]) -> Any:
+    return micro_batches[0] if len(micro_batches) == 1 else tf.concat(micro_batches, 0)
+
+
+def _checked(ids: Any, rows: slice, what: str) -> Any:
+    """The ids, after it is sure that there are such rows.
+
+    Args:
+        ids: Any number, (n,).
+        rows: What they may be.
+        what: What is wrong otherwise.
+    """
+    if _any_ids.get():
+        return tf.clip_by_value(ids, rows.start, rows.stop - 1)
+    outside = (ids < rows.start) | (ids >= rows.stop)
+    message = f"{what} These ids are {rows.start} to {rows.stop - 1}. Received:"
+    check = tf.debugging.Assert(
+        tf.logical_not(tf.reduce_any(outside)), [message, tf.boolean_mask(ids, outside)]
+    )
+    keras_trainer.run_independently(check)
+    with tf.control_dependencies([] if check is None else [check]):
+        return tf.identity(ids)

@@ -44,6 +44,15 @@ def test_no_rows(rows: Any) -> None:
         kdist.shard(table(), manual_split=rows)
 
 
+def test_local_columns_need_rows_in_each_part() -> None:
+    with pytest.raises(ValueError, match=r"so each has rows.*Received: rows=\(0, 10\)"):
+        kdist.shard(table(), manual_split=(0, 10), local_columns=True)
+    with pytest.raises(ValueError, match="Received: local_columns='yes'"):
+        kdist.shard(table(), manual_split=(3, 7), local_columns="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="local_columns is of manual_split"):
+        kdist.shard(table(), weights={"embeddings": ("model", None)}, local_columns=True)
+
+
 def test_alone() -> None:
     with pytest.raises(ValueError, match="stands alone"):
         kdist.shard(table(), manual_split=(3, 7), weights={"embeddings": ("model", None)})

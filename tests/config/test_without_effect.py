@@ -50,6 +50,12 @@ def subclassed() -> keras.Model:
     return model
 
 
+def split_table() -> keras.Model:
+    table = kdist.layers.SplitEmbedding((3, 7), 2, axis="data", name="table")
+    head = keras.layers.Dense(1, name="head")
+    return keras.Sequential([keras.Input((4,)), table, keras.layers.Flatten(), head])
+
+
 class OwnLoss(keras.Model):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs)
@@ -237,6 +243,11 @@ QUIET: dict[str, dict[str, Any]] = {
     },
     "defaults": {"axes": {"data": 2}},
     "data x model": {"axes": {"data": 2, "model": 2}, "enable_alltoall": True},
+    "a table that is split over data": {
+        "axes": {"data": 2},
+        "build": split_table,
+        "enable_alltoall": True,
+    },
     "level 1": {"axes": {"data": 2}, **at(1)},
     "level 3": {"axes": {"data": 2}, "fusion": FusionConfig(mode="none"), **at(3)},
     "level 3, kept": {"axes": {"data": 2}, **at(3, keep_gathered=True)},

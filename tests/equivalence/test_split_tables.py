@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import kdist
 
@@ -65,6 +66,35 @@ def test_levels(optimizer: str, level: str, axis: str, mesh: str) -> None:
     )
 
 
+WAYS = pytest.mark.parametrize("alltoall", [True, False], ids=["blocks", "masked"])
+
+
+def way(alltoall: bool, level: str = "level0") -> dict[str, Any]:
+    """Rows are looked up where they are asked for, or masked and summed."""
+    return {"enable_alltoall": alltoall, **level_config(level)}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "level", "axis", "mesh"),
+    spread(
+        [
+            (*row, *where)
+            for row in product(("adam", "sgd"), ("level0", "level2", "level3"))
+            for where in SPLIT
+        ],
+        [("sgd", "level2", "data", "data4"), ("adam", "level0", "model", "data2_model2")],
+    ),
+)
+def test_blocks(optimizer: str, level: str, axis: str, mesh: str) -> None:
+    compare(
+        TABLES,
+        MESHES[mesh],
+        optimizer=OPTIMIZERS[optimizer],
+        config=way(True, level),
+        declare=split(mesh, axis),
+    )
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("axis", "mesh"), SPLIT)
 def test_subclassed(axis: str, mesh: str) -> None:
@@ -75,14 +105,16 @@ FEATURED = ("gradient_accumulation", "global_clipnorm", "own_compute_loss", "run
 
 
 @pytest.mark.long
+@WAYS
 @pytest.mark.parametrize("feature", FEATURED)
 @pytest.mark.parametrize(("axis", "mesh"), SPLIT)
-def test_features(feature: str, axis: str, mesh: str) -> None:
+def test_features(feature: str, axis: str, mesh: str, alltoall: bool) -> None:
     compare(
         TABLES,
         MESHES[mesh],
         optimizer=OPTIMIZERS["adam"],
         features=[FEATURES[feature]],
+        config=way(alltoall),
         declare=split(mesh, axis),
     )
 
@@ -94,17 +126,23 @@ def test_optimizers(optimizer: str) -> None:
     compare(TABLES, MESHES["data2"], optimizer=OPTIMIZERS[optimizer], declare=declare)
 
 
-@pytest.mark.parametrize(("axis", "mesh"), spread(SPLIT, [("data", "data2")]))
-def test_batches_of_any_size(axis: str, mesh: str) -> None:
+SIZES = (8, 7, 8, 3, 1, 6)
+
+
+@pytest.mark.parametrize(
+    ("alltoall", "axis", "mesh"),
+    spread([(way, *where) for way in (True, False) for where in SPLIT], [(True, "data", "data2")]),
+)
+def test_batches_of_any_size(alltoall: bool, axis: str, mesh: str) -> None:
     run = Run(
         case=TABLES,
         mesh_axes=MESHES[mesh],
         optimizer=OPTIMIZERS["adam"],
+        config=way(alltoall),
         declare=split(mesh, axis),
     )
-    sizes = (8, 7, 8, 3, 1, 6)
-    expected = train_batches(run, reference_engine(run), sizes)
-    actual = train_batches(run, "kdist", sizes)
+    expected = train_batches(run, reference_engine(run), SIZES)
+    actual = train_batches(run, "kdist", SIZES)
     check(expected, actual, TOLERANCES[run.dtype], title=run.title)
 
 
@@ -112,13 +150,30 @@ def test_batches_of_any_size(axis: str, mesh: str) -> None:
 @pytest.mark.parametrize(
     ("axis", "mesh"), [("data", "pipe2_data2"), *product(("data", "model"), ["pipe2_data2_model2"])]
 )
+@WAYS
 @pytest.mark.parametrize("level", ["level0", "level3"])
-def test_pipelines(level: str, axis: str, mesh: str) -> None:
-    config = {"pipeline": kdist.PipelineConfig(micro_batches=2), **level_config(level)}
+def test_pipelines(level: str, alltoall: bool, axis: str, mesh: str) -> None:
+    config = {"pipeline": kdist.PipelineConfig(micro_batches=2), **way(alltoall, level)}
     compare(
         TABLES,
         STAGED[mesh],
         optimizer=OPTIMIZERS["adam"],
         config=config,
+        declare=split(mesh, axis),
+    )
+
+
+@pytest.mark.long
+@WAYS
+@pytest.mark.parametrize("where", [("data", "data2"), ("model", "data2_model2")])
+@pytest.mark.parametrize("dtype", ["mixed_bfloat16", "mixed_float16", "float32"])
+def test_precision(dtype: str, where: tuple[str, str], alltoall: bool) -> None:
+    axis, mesh = where
+    compare(
+        TABLES,
+        MESHES[mesh],
+        optimizer=OPTIMIZERS["sgd_momentum"],
+        dtype=dtype,
+        config=way(alltoall),
         declare=split(mesh, axis),
     )

@@ -2,55 +2,152 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import kdist
 from kdist.api.parallelize import attached
 from kdist.graphs import executed
+from kdist.graphs.executed import ExecutedFunction, Transfer
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 ROWS, WIDTH, BATCH = (3000, 7000), 8, 8
-MESHES = {
+MESHES: dict[str, dict[str, int]] = {
     "data": {"data": 2},
     "model": {"model": 2},
     "data_of_two": {"data": 2, "model": 2},
     "model_of_two": {"data": 2, "model": 2},
+    "data4": {"data": 4},
+    "model4": {"model": 4},
 }
 
 
-@pytest.mark.parametrize("where", MESHES)
-def test_parts_are_as_declared_and_rows_travel_as_planned(where: str) -> None:
-    axis, axes = where.removesuffix("_of_two"), MESHES[where]
-    tokens = keras.Input((6,), dtype="int32")
-    x = kdist.layers.SplitEmbedding(rows=ROWS, dim=WIDTH, axis=axis, name="table")(tokens)
-    x = keras.layers.Dense(8, name="up")(keras.layers.Flatten()(x))
+def build(where: str, rows: tuple[int, ...], **options: Any) -> keras.Model:
+    axis, axes = where.rstrip("4").removesuffix("_of_two"), MESHES[where]
+    local = options.pop("local_columns", False)
+    tokens = keras.Input((len(rows) if local else 8,), dtype="int32")
+    table = kdist.layers.SplitEmbedding(rows, WIDTH, axis, local, name="table")
+    x = keras.layers.Dense(8, name="up")(keras.layers.Flatten()(table(tokens)))
     model = keras.Model(tokens, keras.layers.Dense(1, name="head")(x))
     layouts = {"up/kernel": (None, "model")} if "model" in axes else {}
-    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=layouts)
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=layouts, **options)
     kdist.parallelize(model, config).compile("adam", "mse")
-    rng = np.random.default_rng(0)
-    data = rng.integers(0, sum(ROWS), (BATCH, 6)).astype("int32"), rng.normal(size=(BATCH, 1))
-    step = executed.largest(executed.watch(lambda: model.train_on_batch(*data)))
+    return model
+
+
+def first_step(model: keras.Model, ids: np.ndarray) -> ExecutedFunction:
+    targets = np.random.default_rng(0).normal(size=(len(ids), 1))
+    return executed.largest(executed.watch(lambda: model.train_on_batch(ids, targets)))
+
+
+def of_look_ups(step: ExecutedFunction) -> dict[str, list[Transfer]]:
+    """What look-ups send: numbers of rows, rows, and which of them each look-up takes."""
+    found: dict[str, list[Transfer]] = {"numbers": [], "rows": [], "positions": []}
+    for one in step.transfers:
+        if "fetched_rows" in one.tensor:
+            found["rows"].append(one)
+        elif "asked_rows" in one.tensor:
+            second = one.tensor.endswith(":1") or one.op == "LowerBound"
+            found["positions" if second else "numbers"].append(one)
+    return found
+
+
+@pytest.mark.parametrize("where", ["data", "model_of_two"])
+def test_parts_are_as_declared(where: str) -> None:
+    model = build(where, ROWS)
+    step = first_step(model, np.zeros((BATCH, 8), "int32"))
     entry = attached(model).entries[id(model.get_layer("table").embeddings)]
-    topology = attached(model).topology
     for (s, k), local in entry.locals.items():
-        part = s if axis == "data" else k
+        part = s if where == "data" else k
         assert tuple(local.shape) == (ROWS[part], WIDTH)
-    assert len(entry.locals) == len(topology.devices)
+    assert len(entry.locals) == len(attached(model).topology.devices)
     # Nothing of the size of another part, or of the table, is made anywhere.
     for node in step.nodes:
         if node.shape and node.shape[0] in (*ROWS, sum(ROWS)):
             part = ROWS.index(node.shape[0])
             holders = {entry.device(at) for at in entry.placement.shards[part].holders}
             assert node.device in holders
-    (planned,) = model.plan().split_tables()
-    rows = [t for t in step.transfers if t.op == "ResourceGather"]
-    slices, devices = len(topology.slices), topology.inner_size
-    assert len(rows) == slices * devices
-    asked = devices - 1 if axis == "model" else 2 * devices - 1
-    assert planned.messages == len(rows) + slices * asked
     assert "split by hand" in str(model.plan())
+
+
+@pytest.mark.parametrize("alltoall", [False, True])
+@pytest.mark.parametrize("where", MESHES)
+def test_rows_travel_as_planned(where: str, alltoall: bool) -> None:
+    """Every replica looks 64 different rows up, as many in each part."""
+    size = 4 if where.endswith("4") else 2
+    rows = tuple(1000 + 100 * part for part in range(size))
+    model = build(where, rows, enable_alltoall=alltoall)
+    replicas = MESHES[where].get("data", 1)
+    starts = np.cumsum((0, *rows[:-1]))
+    ids = np.stack([start + np.arange(64 // size) for start in starts]).reshape(1, -1)
+    ids = np.concatenate([ids + 100 * r for r in range(replicas)]).astype("int32")
+    sent = of_look_ups(first_step(model, ids.reshape(-1, 8)))
+    (planned,) = model.plan().split_tables()
+    assert planned.messages == sum(map(len, sent.values()))
+    each = 64 // size if alltoall else 64
+    measured = len(sent["numbers"]) * each * 4 + len(sent["rows"]) * each * 4 * WIDTH
+    measured += len(sent["positions"]) * 64 * 4
+    expected = planned.used.nbytes(64, 64)
+    exchanged, masked = "all-gather", "all-reduce"
+    if where.startswith("data"):
+        exchanged, masked = "all-to-all", "reduce-scatter"
+    ways = [planned.used.way, planned.others[0].way]
+    assert ways == ([exchanged, masked] if alltoall else [masked, exchanged])
+    if alltoall:
+        assert planned.used.at_most and measured <= expected
+        assert measured < planned.others[0].nbytes(64, 64)
+    else:
+        assert not planned.used.at_most and measured == expected
+    assert all(way in str(model.plan()) for way in ways)
+
+
+@pytest.mark.parametrize("where", ["data", "model", "model4", "model_of_two"])
+def test_local_columns_send_rows_alone(where: str) -> None:
+    size = 4 if where.endswith("4") else 2
+    rows = tuple(1000 + 100 * part for part in range(size))
+    model = build(where, rows, local_columns=True)
+    starts = np.cumsum((0, *rows[:-1]))
+    ids = starts + np.random.default_rng(0).integers(0, 1000, (BATCH, size))
+    sent = of_look_ups(first_step(model, ids.astype("int32")))
+    assert not sent["numbers"] and not sent["positions"]
+    (planned,) = model.plan().split_tables()
+    assert planned.used.way == "local columns"
+    assert planned.messages == len(sent["rows"])
+    replicas = MESHES[where].get("data", 1)
+    sizes = [one.nbytes for one in sent["rows"] if one.nbytes is not None]
+    assert sum(sizes) == planned.used.nbytes(0, BATCH * size // replicas)
+    assert len(sizes) == len(sent["rows"])
+
+
+def test_an_id_of_another_part_reaches_the_user_of_fit() -> None:
+    model = build("model", (10, 20), local_columns=True)
+    right = np.array([[3, 29]] * 4, "int32")
+    model.fit(right, np.zeros((4, 1)), verbose=0)
+    wrong = right.copy()
+    wrong[2] = 3, 4
+    message = r"Column 1 of the ids of table table/embeddings.*10 to 29. Received:.*\[4\]"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"(?s)" + message):
+        model.fit(wrong, np.zeros((4, 1)), verbose=0)
+    assert "local columns" in str(kdist.inspect(model))  # which runs a step on zeros
+
+
+def test_columns_are_as_many_as_parts() -> None:
+    tokens = keras.Input((3,), dtype="int32")
+    table = kdist.layers.SplitEmbedding((10, 20), 2, local_columns=True, name="table")
+    short = keras.Model(tokens, keras.layers.Flatten()(table(tokens)))
+    config = kdist.ParallelConfig(mesh=kdist.mesh(model=2))
+    kdist.parallelize(short, config).compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"each part of the table: 2. Received: layer 'table'"):
+        short.predict(np.zeros((4, 3), "int32"), verbose=0)
+
+
+def test_an_id_that_no_part_has() -> None:
+    model = build("data", (10, 20))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"(?s)0 to 29. Received:.*\[30\]"):
+        model.predict(np.full((4, 8), 30, "int32"), verbose=0)
 
 
 def test_saved_and_loaded(tmp_path: object) -> None:
