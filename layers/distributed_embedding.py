@@ -90,8 +90,9 @@ class DistributedEmbedding(keras.layers.Layer):
         }
         if table.placement == "host":
             return HostEmbedding(table.vocabulary_size, **given)
-        if table.rows is not None:
-            return SplitEmbedding(table.rows, axis=table.axis, **given)
+        if table.placement == "split":
+            rows, given["dim"] = table.rows or table.vocabulary_size, table.columns or given["dim"]
+            return SplitEmbedding(rows, axis=table.axis, **given)
         return keras.layers.Embedding(table.vocabulary_size, given.pop("dim"), **given)
 
     @property

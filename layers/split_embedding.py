@@ -10,12 +10,14 @@ import keras
 class SplitEmbedding(keras.layers.Embedding):
     """An embedding of whose table each device of an axis holds as many rows as it is told.
 
-    The same as `kdist.shard(Embedding(sum(rows), dim), manual_split=rows, axis=axis)`. Outside of a
-    model that `kdist.parallelize` trains, it is an `Embedding`.
+    Or as many columns: `rows` is one number then, and `dim` has those of each device. Of rows, it
+    is the same as `kdist.shard(Embedding(sum(rows), dim), manual_split=rows, axis=axis)`. Outside
+    of a model that `kdist.parallelize` trains, it is an `Embedding`.
 
     Args:
-        rows: rows on each device of the axis; together they are the vocabulary. None is padded.
-        dim: columns of the table.
+        rows: rows on each device of the axis; together they are the vocabulary. None is padded. Or
+            the vocabulary, if columns are split.
+        dim: columns of the table; or those on each device.
         axis: mesh axis, any but `pipe`.
         local_columns: that the last dim of the inputs has one column for each part, and column j
             has ids of part j alone (global ones, from `sum(rows[:j])` on). Then each device looks
@@ -26,6 +28,7 @@ class SplitEmbedding(keras.layers.Embedding):
         inputs: integers of any shape, at least 0 and less than `sum(rows)`.
 
     Raises:
+        ValueError: both of rows and dim are split, or none.
         tf.errors.InvalidArgumentError: with `local_columns`, in a step of a parallel model, an id
             is not in the part of its column.
 
@@ -42,20 +45,28 @@ class SplitEmbedding(keras.layers.Embedding):
 
     def __init__(
         self,
-        rows: Sequence[int],
-        dim: int,
+        rows: Sequence[int] | int,
+        dim: int | Sequence[int],
         axis: str = "model",
         local_columns: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(input_dim=sum(rows), output_dim=dim, **kwargs)
-        self.split_rows, self.split_axis = tuple(rows), axis
+        self.split_rows = () if isinstance(rows, int) else tuple(rows)
+        self.split_columns = () if isinstance(dim, int) else tuple(dim)
+        if bool(self.split_rows) == bool(self.split_columns):
+            raise ValueError(
+                "Rows are split or columns are: one of rows and dim has a number for each device, "
+                f"the other is one number. Received: rows={rows}, dim={dim}"
+            )
+        kwargs["input_dim"] = rows if isinstance(rows, int) else sum(rows)
+        kwargs["output_dim"] = dim if isinstance(dim, int) else sum(dim)
+        super().__init__(**kwargs)
+        self.split_axis = axis
         self.local_columns = local_columns
 
     def get_config(self) -> dict[str, Any]:
         """The arguments of the constructor."""
         config = super().get_config()
-        del config["input_dim"]
-        dim = config.pop("output_dim")
-        own = {"rows": self.split_rows, "dim": dim, "axis": self.split_axis}
-        return {**config, **own, "local_columns": self.local_columns}
+        rows, dim = config.pop("input_dim"), config.pop("output_dim")
+        own = {"rows": self.split_rows or rows, "dim": self.split_columns or dim}
+        return {**config, **own, "axis": self.split_axis, "local_columns": self.local_columns}

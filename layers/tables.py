@@ -35,7 +35,9 @@ class TableConfig:
             id, "drop" leaves it out like padding, "hash" looks up the row `id % vocabulary_size`.
         rows: With `placement="split"`, how many rows each device of the axis holds, 0 included;
             together `vocabulary_size`.
-        axis: The mesh axis of `rows`.
+        axis: The mesh axis of `rows` or `columns`.
+        columns: With `placement="split"` and without `rows`, how many columns each device holds;
+            together `embedding_dim`.
 
     Raises:
         ValueError: For a value that is none of these.
@@ -55,6 +57,7 @@ class TableConfig:
     oov: Literal["error", "drop", "hash"] = "error"
     rows: Sequence[int] | None = None
     axis: str = "data"
+    columns: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
@@ -82,18 +85,26 @@ class TableConfig:
                 f"Received: table {self.name!r}, optimizer={self.optimizer!r}"
             )
 
-        if (self.placement == "split") != (self.rows is not None):
+        given = [one for one in (self.rows, self.columns) if one is not None]
+        if len(given) != (self.placement == "split"):
             raise ValueError(
-                "placement='split' and rows go together. "
-                f"Received: table {self.name!r}, placement={self.placement!r}, rows={self.rows}"
+                "placement='split' and one of rows and columns go together. "
+                f"Received: table {self.name!r}, placement={self.placement!r}, rows={self.rows}, "
+                f"columns={self.columns}"
             )
-        if self.rows is not None:
-            object.__setattr__(self, "rows", tuple(self.rows))
-            if sum(self.rows) != self.vocabulary_size:
-                raise ValueError(
-                    f"The rows of table {self.name!r} are the whole table: {self.vocabulary_size}. "
-                    f"Received: {sum(self.rows)}, rows={self.rows}"
-                )
+        self._check_parts("rows", self.vocabulary_size)
+        self._check_parts("columns", self.embedding_dim)
+
+    def _check_parts(self, what: str, total: int) -> None:
+        sizes = getattr(self, what)
+        if sizes is None:
+            return
+        object.__setattr__(self, what, tuple(sizes))
+        if sum(sizes) != total:
+            raise ValueError(
+                f"The {what} of table {self.name!r} are the whole table: {total}. "
+                f"Received: {sum(sizes)}, {what}={tuple(sizes)}"
+            )
 
     def get_config(self) -> dict[str, Any]:
         """As JSON takes it."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from kdist.layers.tables import TableConfig
-from kdist.plan.deal import HOST, ROWS, Deal, Dealt, TableLoad, deal
+from kdist.plan.deal import COLUMNS, HOST, ROWS, Deal, Dealt, TableLoad, deal
 
 import keras
 import numpy as np
@@ -23,7 +23,8 @@ def deal_tables(
 ) -> tuple[list[TableConfig], Deal]:
     """Deals tables to the devices of a mesh axis, so that each holds and looks up about as much.
 
-    Tables with `placement="auto"` are dealt: whole to one device, by rows to all, or to the host.
+    Tables with `placement="auto"` are dealt: whole to one device, by rows or by
+    columns to all, or to the host.
     Others stay as they are, and do not count.
 
     Args:
@@ -65,7 +66,7 @@ def deal_tables(
         )
         for one in dealt
     ]
-    found = deal(loads, devices, capacity=device_bytes, host=host, columns=False)
+    found = deal(loads, devices, capacity=device_bytes, host=host)
     placed = {
         one.name: _placed(one, choice, devices, axis)
         for one, choice in zip(dealt, found.choices, strict=True)
@@ -76,6 +77,9 @@ def deal_tables(
 def _placed(table: TableConfig, choice: Dealt, devices: int, axis: str) -> TableConfig:
     if choice.kind == HOST:
         return dataclasses.replace(table, placement="host")
+    if choice.kind == COLUMNS:
+        columns = (table.embedding_dim // devices,) * devices
+        return dataclasses.replace(table, placement="split", columns=columns, axis=axis)
     size = table.vocabulary_size
     if choice.kind == ROWS:
         rows = [len(range(device, size, devices)) for device in range(devices)]

@@ -72,8 +72,8 @@ class Inspection:
             parts.append(f"  rows of {one.path} on the host: {one.messages} messages, {one}")
         for two in self.plan.split_tables():
             parts.append(
-                f"  look-ups in {two.path}, {two.rows} rows: {two.messages} messages, {two} "
-                f"({two.compared()})"
+                f"  look-ups in {two.path}, parts of {two.sizes}: {two.messages} messages, {two}"
+                + f" ({two.compared()})" * bool(two.others)
             )
         parts.extend(f"gathered before use: {path}" for path in self.gathered)
         parts.extend(f"on gathered operands: {island}" for island in self.islands)

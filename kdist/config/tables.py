@@ -9,7 +9,7 @@ from typing import Any, Literal
 from kdist._compat import keras_models
 from kdist.config.settings import Setting, check_not_placed
 from kdist.sharding.mesh import PIPE_NAME, Topology
-from kdist.sharding.placement import RowSplit
+from kdist.sharding.placement import TableSplit
 
 import keras
 
@@ -65,27 +65,39 @@ def place(layer: keras.layers.Layer, where: Where = "host") -> keras.layers.Laye
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Rows of a table on each device of an axis; see `kdist.shard`.
+    """Rows, or columns, of a table on each device of an axis; see `kdist.shard`.
 
     Attributes:
-        rows: Of each device.
+        rows: Of each device; empty if columns are split.
         axis: As the user names it.
         local_columns: Whether column j of all ids is of part j.
+        columns: Of each device; empty if rows are split.
 
     Raises:
-        ValueError: Rows that are no integers from 0 on, or an axis that is no name.
+        ValueError: Sizes that are no integers from 0 on, or an axis that is no name.
     """
 
     rows: tuple[int, ...]
     axis: str = "model"
     local_columns: bool = False
+    columns: tuple[int, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of each part."""
+        return self.columns or self.rows
+
+    @property
+    def what(self) -> str:
+        """What is split."""
+        return "columns" if self.columns else "rows"
 
     def __post_init__(self) -> None:
-        numbers = isinstance(self.rows, list | tuple) and bool(self.rows)
-        if not numbers or not all(type(n) is int and n >= 0 for n in self.rows):
+        numbers = isinstance(self.sizes, list | tuple) and bool(self.sizes)
+        if not numbers or not all(type(n) is int and n >= 0 for n in self.sizes):
             raise ValueError(
-                "A split has the rows of each device, integers from 0 on such as (10, 20, 30, 4). "
-                f"Received: rows={self.rows!r}"
+                f"A split has the {self.what} of each device, integers from 0 on such as "
+                f"(10, 20, 30, 4). Received: {self.what}={self.sizes!r}"
             )
         if not isinstance(self.axis, str):
             raise ValueError(f"A split is over one axis of the mesh. Received: axis={self.axis!r}")
@@ -93,14 +105,15 @@ class Split:
             raise ValueError(
                 f"local_columns is True or False. Received: local_columns={self.local_columns!r}"
             )
-        object.__setattr__(self, "rows", tuple(self.rows))
-        if self.local_columns and 0 in self.rows:
+        object.__setattr__(self, self.what, tuple(self.sizes))
+        if self.local_columns and (self.columns or 0 in self.rows):
             raise ValueError(
                 "With local_columns each part has a column of ids, so each has rows. Leave "
-                f"local_columns out, or parts of 0 rows. Received: rows={self.rows}"
+                "local_columns out, or parts of columns or of 0 rows. "
+                f"Received: {self.what}={self.sizes}"
             )
 
-    def on(self, layer: keras.layers.Embedding, topology: Topology, alltoall: bool) -> RowSplit:
+    def on(self, layer: keras.layers.Embedding, topology: Topology, alltoall: bool) -> TableSplit:
         """What it is on a mesh.
 
         Args:
@@ -119,18 +132,20 @@ class Split:
                 f"{topology.describe_axes()}. Received: axis='pipe' for {where}"
             )
         size = topology.axis_size(axis)
-        if len(self.rows) != size:
+        received = f"{self.what}={self.sizes}, for {where}"
+        if len(self.sizes) != size:
             raise ValueError(
                 f"A split has as many parts as its axis has devices: {size} on {axis!r}. "
-                f"Received: {len(self.rows)} parts, rows={self.rows}, for {where}"
+                f"Received: {len(self.sizes)} parts, {received}"
             )
-        if sum(self.rows) != layer.input_dim:
+        total = layer.output_dim if self.columns else layer.input_dim
+        if sum(self.sizes) != total:
             raise ValueError(
-                f"The parts of a split are the whole table: {layer.input_dim} rows. "
-                f"Received: {sum(self.rows)} rows, rows={self.rows}, for {where}"
+                f"The parts of a split are the whole table: {total} {self.what}. "
+                f"Received: {sum(self.sizes)} {self.what}, {received}"
             )
         cuts_batch = axis == topology.data_axis
-        return RowSplit(axis, cuts_batch, alltoall, self.local_columns)
+        return TableSplit(axis, cuts_batch, alltoall, self.local_columns, int(bool(self.columns)))
 
 
 split_setting: Setting[Split] = Setting("kdist.shard")
@@ -182,9 +197,9 @@ def split_layers(model: keras.Model) -> dict[keras.layers.Embedding, Split]:
     layers = keras_models.flat_layers(model)
     given = {id(target): split for target, split in split_setting.given()}
     own = {
-        id(one): Split(tuple(one.split_rows), one.split_axis, one.local_columns)
+        id(one): Split(one.split_rows, one.split_axis, one.local_columns, one.split_columns)
         for one in layers
-        if getattr(one, "split_rows", None)
+        if getattr(one, "split_axis", None)
     }
     found = {one: {**own, **given}.get(id(one)) for one in layers}
     placed = {id(one) for one in host_layers(model)}

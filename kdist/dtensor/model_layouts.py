@@ -44,7 +44,7 @@ class ModelLayouts:
         islands: Operations that run on gathered operands, as notes name them.
         fetched_layers: The layers whose tables are on the host, or split by hand.
         on_host: Identities of tables on the host.
-        split: By identity of a table that is split by hand, its rows and how they are split.
+        split: By identity of a table that is split by hand, sizes of its parts, and how.
         left_whole: A line for each dim of a weight that its layout cuts and that does not divide.
     """
 
@@ -70,7 +70,7 @@ class ModelLayouts:
         hosted, split = host_layers(model), split_layers(model)
         self.on_host = {id(layer.embeddings) for layer in hosted}
         self.split = {
-            id(layer.embeddings): (one.rows, one.on(layer, topology, config.enable_alltoall))
+            id(layer.embeddings): (one.sizes, one.on(layer, topology, config.enable_alltoall))
             for layer, one in split.items()
         }
         self.fetched_layers = [*hosted, *split]

@@ -81,7 +81,7 @@ def _decide_one(
     if placement.on_host:
         return stays("it is on the host")
     if placement.split is not None:
-        return stays(f"its rows are split over {placement.split.axis!r} by hand")
+        return stays(f"it is split over {placement.split.axis!r} by hand")
     if config.level == 0:
         return stays("level 0")
     if config.state_on == "host" and config.level < 3:

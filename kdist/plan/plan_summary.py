@@ -102,10 +102,10 @@ def _host_tables(plan: Plan, width: int) -> RenderableType:
 
 def _split_tables(plan: Plan, width: int) -> RenderableType:
     """Tables that are split by hand, what look-ups in them send, and what others would."""
-    columns = [Column("table"), Column("axis"), Column("rows"), Column("way"), number("messages")]
+    columns = [Column("table"), Column("axis"), Column("parts"), Column("way"), number("messages")]
     columns.extend([Column("bytes", prose=True), Column("other ways", prose=True)])
     rows = [
-        (t.path, t.axis, str(t.rows), t.used.way, str(t.messages), str(t.used), t.compared())
+        (t.path, t.axis, str(t.sizes), t.used.way, str(t.messages), str(t.used), t.compared())
         for t in plan.split_tables()
     ]
     return table("look-ups in tables split by hand, per step", columns, rows, width)

@@ -21,7 +21,7 @@ class WayTraffic:
     """What one way of looking up sends.
 
     Attributes:
-        way: Which; see `kdist.sharding.placement.RowSplit.way`.
+        way: Which; see `kdist.sharding.placement.TableSplit.way`.
         messages: Tensors sent from one device to another.
         row_bytes: Bytes, divided by the different rows that a replica looks up.
         look_up_bytes: Further bytes, divided by its look-ups.
@@ -52,14 +52,14 @@ class SplitTraffic:
     Attributes:
         path: Keras path of the table.
         axis: Axis that its rows are split over.
-        rows: Of each part.
+        sizes: Of each part: its rows, or its columns.
         used: What is sent.
         others: What other ways would send.
     """
 
     path: str
     axis: str
-    rows: tuple[int, ...]
+    sizes: tuple[int, ...]
     used: WayTraffic
     others: tuple[WayTraffic, ...]
 
@@ -87,13 +87,13 @@ def split_traffic(placement: Placement, look_up: LookUp) -> SplitTraffic:
     assert split is not None
     kind = _OverData if split.cuts_batch else _OverInner
     ways: Any = kind(placement, look_up)
-    general = [ways.exchanged(), ways.masked()]
-    local = ways.local_columns()
-    used = next(one for one in [*general, local] if one.way == split.way)
+    general = [] if split.dim else [ways.exchanged(), ways.masked()]
+    known = [*general, ways.local_columns(), ways.by_columns()]
+    used = next(one for one in known if one.way == split.way)
     return SplitTraffic(
         path=placement.path,
         axis=split.axis,
-        rows=tuple(shard.shape[0] for shard in placement.shards),
+        sizes=tuple(shard.shape[split.dim] for shard in placement.shards),
         used=used,
         others=tuple(one for one in general if one is not used),
     )
@@ -106,7 +106,9 @@ class _Ways:
         self.slices = placement.slices
         self.table = placement.table
         self.parts = len(placement.shards)
-        self.filled = {p for p, shard in enumerate(placement.shards) if shard.shape[0]}
+        # Of each part, bytes of what it has of one row, if it is one of columns.
+        self.blocks = [shard.shape[1] * placement.itemsize for shard in placement.shards]
+        self.filled = {p for p, shard in enumerate(placement.shards) if 0 not in shard.shape}
         self.devices = len(placement.table[0])
         self.row = placement.nbytes // placement.shape[0]
         self.id = look_up.index_bytes
@@ -114,7 +116,7 @@ class _Ways:
         self.to_others = len(self.slices) * (self.devices - 1)
 
     def has(self, s: int, k: int) -> bool:
-        """Whether a coordinate has any rows."""
+        """Whether a coordinate has any of the table."""
         return self.table[s][k] in self.filled
 
     def _way(self, way: Way, messages: int, row_bytes: int, at_most: bool = False) -> WayTraffic:
@@ -146,6 +148,13 @@ class _OverData(_Ways):
         sent = self.devices * (self.parts - 1) * len(self.slices)
         return WayTraffic("local columns", sent, 0, sent * self.row // self.parts)
 
+    def by_columns(self) -> WayTraffic:
+        """Each part gets all numbers, and sends its columns of each row."""
+        sent = self.devices * sum(
+            sum(self.blocks) - self.blocks[self.table[s][0]] for s in self.slices
+        )
+        return self._way("by columns", self.asked + self.answers, self.asked * self.id + sent)
+
 
 class _OverInner(_Ways):
     """The axis does not cut the batch: all devices of a slice take the same rows."""
@@ -171,3 +180,9 @@ class _OverInner(_Ways):
         """Each part sends its column to all others."""
         blocks = self.groups * (self.parts - 1)
         return WayTraffic("local columns", blocks * self.parts, 0, blocks * self.row)
+
+    def by_columns(self) -> WayTraffic:
+        """Each part gets all numbers, and sends its columns of each row to all others."""
+        messages = self.groups * len(self.filled) * (self.parts - 1)
+        sent = self.groups * (self.parts - 1) * self.row
+        return self._way("by columns", self.asked + messages, self.asked * self.id + sent)

@@ -23,12 +23,14 @@ Group = tuple[int, ...]
 """Numbers of slices that compute with the same variables, in the order of the data axis."""
 
 
-Way = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce", "local columns"]
-"""How look-ups in a split table get their rows; see `RowSplit.way`."""
+Way = Literal[
+    "all-to-all", "all-gather", "reduce-scatter", "all-reduce", "local columns", "by columns"
+]
+"""How look-ups in a split table get their rows; see `TableSplit.way`."""
 
 
 @dataclasses.dataclass(frozen=True)
-class RowSplit:
+class TableSplit:
     """How a table is split by hand, and how rows of it are looked up.
 
     Attributes:
@@ -36,12 +38,14 @@ class RowSplit:
         cuts_batch: Whether the axis cuts the batch, so that its devices look up different rows.
         alltoall: Whether devices may send each other blocks of unequal size.
         local_columns: Whether column j of all ids is of part j.
+        dim: Of the table: 0 for parts of rows, 1 for parts of columns.
     """
 
     axis: str
     cuts_batch: bool
     alltoall: bool = False
     local_columns: bool = False
+    dim: int = 0
 
     @property
     def way(self) -> Way:
@@ -50,8 +54,11 @@ class RowSplit:
         "all-to-all" and "all-gather": each part gets the numbers of the rows that it has, and sends
         these rows. "reduce-scatter" and "all-reduce": each part gets all numbers, and sends a row
         for each, of zeros where it is not its own; their sum is the rows. "local columns": each
-        part looks up its column, without being asked.
+        part looks up its column, without being asked. "by columns": each part gets all numbers, and
+        sends its columns of the rows.
         """
+        if self.dim == 1:
+            return "by columns"
         if self.local_columns:
             return "local columns"
         if self.alltoall:
@@ -61,7 +68,7 @@ class RowSplit:
     @property
     def masked(self) -> bool:
         """Whether the parts send zeros for rows of others."""
-        return not (self.local_columns or self.alltoall)
+        return not (self.local_columns or self.alltoall or self.dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +100,7 @@ class Placement:
         data_dim: The dim stored sliced over the data axis (ZeRO-3 for this weight), if any.
         resident: The only slice that stores the variable; None if every slice does. Others get
             it before use.
-        split: How rows are split by hand, in parts of any size; None if they are not.
+        split: How it is split by hand, in parts of any size; None if it is not.
         groups: The slices of each stage that computes with the variable; one group, of all slices,
             where the model is not cut into stages.
     """
@@ -107,7 +114,7 @@ class Placement:
     data_dim: int | None = None
     resident: int | None = None
     groups: tuple[Group, ...] = ()
-    split: RowSplit | None = None
+    split: TableSplit | None = None
 
     @property
     def home(self) -> Group:
@@ -166,8 +173,10 @@ class Placement:
     def inner_index(self, inner: int) -> Index:
         """The part of the variable that compute sees at an inner coordinate.
 
-        It is the stored part, made whole again over the data axis.
+        It is the stored part, made whole again over the data axis, or over all parts of columns.
         """
+        if self.split is not None and self.split.dim == 1:
+            return tuple(slice(0, n) for n in self.shape)
         index = list(self.shard_at((0, inner)).index)
         if self.data_dim is not None:
             dim = self.data_dim
@@ -243,25 +252,25 @@ def place_split(
     path: str,
     shape: Sequence[int],
     itemsize: int,
-    rows: Sequence[int],
-    split: RowSplit,
+    sizes: Sequence[int],
+    split: TableSplit,
     topology: Topology,
     groups: Sequence[Group] = (),
 ) -> Placement:
-    """Splits the rows of a table over an axis, in parts of any size; see `place`.
+    """Splits rows or columns of a table over an axis, in parts of any size; see `place`.
 
     Args:
         path: See `place`.
         shape: See `place`.
         itemsize: See `place`.
-        rows: Of each part; as many as the axis has devices.
-        split: Over which axis.
+        sizes: Rows or columns of each part; as many as the axis has devices.
+        split: Which of them, and over which axis.
         topology: See `place`.
         groups: See `place`.
     """
     shape = tuple(int(n) for n in shape)
-    ends = list(itertools.accumulate(rows))
-    columns = tuple(slice(0, n) for n in shape[1:])
+    ends = itertools.accumulate(sizes)
+    whole = [slice(0, n) for n in shape]
     table = tuple(
         tuple(coordinate_of(topology, one.index, k)[split.axis] for k in range(topology.inner_size))
         for one in topology.slices
@@ -269,10 +278,10 @@ def place_split(
     storing = {s for group in groups for s in group} or set(range(len(topology.slices)))
     shards = tuple(
         Shard(
-            (slice(end - count, end), *columns),
+            (*whole[: split.dim], slice(end - count, end), *whole[split.dim + 1 :]),
             tuple((s, k) for s in sorted(storing) for k, n in enumerate(table[s]) if n == part),
         )
-        for part, (count, end) in enumerate(zip(rows, ends, strict=True))
+        for part, (count, end) in enumerate(zip(sizes, ends, strict=True))
     )
     layout = WeightLayout.replicated(len(shape))
     return Placement(

@@ -76,7 +76,7 @@ class FetchedTable(Stored):
         super().__init__(variable, placement, topology)
         self.wanted: dict[int, Wanted] = {}
         self.micro_batch: int | None = None
-        self._parts = [p for p, shard in enumerate(placement.shards) if shard.shape[0]]
+        self._parts = [p for p, shard in enumerate(placement.shards) if 0 not in shard.shape]
         self._sent: dict[tuple[int, Coordinate], Any] = {}
         self._sums: dict[tuple[int, Coordinate], Any] = {}
 
@@ -105,7 +105,7 @@ class FetchedTable(Stored):
                 what = f"The table {self.variable.path} does not have a row that is looked up."
                 unique = _checked(unique, slice(0, self.placement.shape[0]), what)
             asked = [unique] * len(self.placement.shards)
-            if split is not None and not split.masked:
+            if split is not None and split.dim == 0 and not split.masked:
                 unique = tf.sort(unique)
                 positions = tf.searchsorted(unique, indices)
                 rows = [shard.index[0] for shard in self.placement.shards]
@@ -165,7 +165,7 @@ class FetchedTable(Stored):
             return rows[0]
         if split is not None and split.masked:
             return tf.add_n(rows)
-        return tf.concat(rows, 0)
+        return tf.concat(rows, 0 if split is None else split.dim)
 
     def _reduced(self, s: int, sources: Sequence[Coordinate]) -> Any:
         """The same sum for all devices that ask these sources: made on the first of them."""
@@ -211,7 +211,7 @@ class FetchedTable(Stored):
         """What is wrong with a program that reads the table itself."""
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         where = graph.get_name_scope() if graph is not None else ""
-        what = "split by rows" if self.placement.split else "on the host"
+        what = "split by hand" if self.placement.split else "on the host"
         return ValueError(
             f"A table {what} is used row by row, by look-ups of its layer. Leave it whole on the "
             "device, without kdist.place or manual_split, or do not use it a second time. "

@@ -155,10 +155,11 @@ def test_more_ids_than_there_is_room_for() -> None:
         (lambda: TableConfig("t", 5, 2, placement="tpu"), "placement='tpu'"),
         (lambda: TableConfig("t", 5, 2, oov="ignore"), "oov='ignore'"),
         (lambda: TableConfig("t", 5, 2, optimizer="adam"), "MultiOptimizer"),
-        (lambda: TableConfig("t", 5, 2, placement="split"), "rows go together"),
-        (lambda: TableConfig("t", 5, 2, rows=(2, 3)), "rows go together"),
+        (lambda: TableConfig("t", 5, 2, placement="split"), "rows and columns go together"),
+        (lambda: TableConfig("t", 5, 2, rows=(2, 3)), "rows and columns go together"),
         (lambda: TableConfig("t", 5, 2, placement="split", rows=(2, 2)), "whole table: 5"),
         (lambda: kdist.deal_tables([TableConfig("t", 5, 2)], 2, lookups={}), "none for .'t'"),
+        (lambda: TableConfig("t", 5, 2, placement="split", columns=(2, 1)), "whole table: 2"),
         (lambda: FeatureConfig("f", TableConfig("t", 5, 2), (None, 3), (None, 4)), "None, 4"),
         (lambda: FeatureConfig("f", TableConfig("t", 5, 2), (None,), (2,)), "output_shape"),
         (lambda: FeatureConfig("f", TableConfig("t", 5, 2), (), (2,)), "output_shape"),
@@ -262,7 +263,19 @@ def test_training_equals_one_device(
     hosted = [table.path for table in model.plan().host_tables()]
     assert [path.endswith("words/embeddings") for path in hosted] == [True] * (placement == "host")
     if placement == "dealt":
-        rows = {one.path.split("/")[-2]: one.rows for one in model.plan().split_tables()}
-        assert rows == {"words": (10, 10, 10, 10), "users": (0, 0, 30, 0)}
+        sizes = {one.path.split("/")[-2]: one.sizes for one in model.plan().split_tables()}
+        assert sizes == {"words": (10, 10, 10, 10), "users": (0, 0, 30, 0)}
     with pytest.raises(tf.errors.InvalidArgumentError, match="user"):
         model.predict({**ids, "user": np.full(20, 30, "int32")}, verbose=0)
+
+
+def test_tables_are_dealt_by_columns() -> None:
+    """Three long rows over two devices: neither a device nor cuts by rows are as even."""
+    (table,), found = kdist.deal_tables([TableConfig("t", 3, 64)], 2, lookups={"t": 100})
+    assert (table.columns, table.rows) == ((32, 32), None)
+    assert found.choices[0].kind == "columns"
+    layer = DistributedEmbedding(FeatureConfig("f", table, (None,), (None, 64)))
+    (split,) = layer.tables.values()
+    assert (split.split_columns, split.input_dim, split.output_dim) == ((32, 32), 3, 64)
+    again = DistributedEmbedding.from_config(layer.get_config())
+    assert again.tables["t"].split_columns == (32, 32)

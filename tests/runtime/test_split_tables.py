@@ -27,9 +27,10 @@ MESHES: dict[str, dict[str, int]] = {
 
 def build(where: str, rows: tuple[int, ...], **options: Any) -> keras.Model:
     axis, axes = where.rstrip("4").removesuffix("_of_two"), MESHES[where]
-    local = options.pop("local_columns", False)
+    local, columns = options.pop("local_columns", False), options.pop("columns", WIDTH)
     tokens = keras.Input((len(rows) if local else 8,), dtype="int32")
-    table = kdist.layers.SplitEmbedding(rows, WIDTH, axis, local, name="table")
+    given: Any = rows if columns == WIDTH else sum(rows)
+    table = kdist.layers.SplitEmbedding(given, columns, axis, local, name="table")
     x = keras.layers.Dense(8, name="up")(keras.layers.Flatten()(table(tokens)))
     model = keras.Model(tokens, keras.layers.Dense(1, name="head")(x))
     layouts = {"up/kernel": (None, "model")} if "model" in axes else {}
@@ -102,6 +103,23 @@ def test_rows_travel_as_planned(where: str, alltoall: bool) -> None:
     else:
         assert not planned.used.at_most and measured == expected
     assert all(way in str(model.plan()) for way in ways)
+
+
+@pytest.mark.parametrize("where", ["data", "model", "data_of_two"])
+def test_columns_of_rows_travel_as_planned(where: str) -> None:
+    model = build(where, ROWS, columns=(2, 6))
+    entry = attached(model).entries[id(model.get_layer("table").embeddings)]
+    assert {tuple(v.shape) for v in entry.locals.values()} == {(10_000, 2), (10_000, 6)}
+    replicas = MESHES[where].get("data", 1)
+    ids = np.arange(64 * replicas, dtype="int32").reshape(-1, 8)
+    sent = of_look_ups(first_step(model, ids))
+    (planned,) = model.plan().split_tables()
+    assert planned.messages == sum(map(len, sent.values()))
+    widths = {entry.device(at): v.shape[1] for at, v in entry.locals.items()}
+    measured = 4 * 64 * (len(sent["numbers"]) + len(sent["positions"]))
+    measured += sum(4 * 64 * widths[one.source] for one in sent["rows"])
+    assert measured == planned.used.nbytes(64, 64)
+    assert "(2, 6)" in str(model.plan()) and "by columns" in str(model.plan())
 
 
 @pytest.mark.parametrize("where", ["data", "model", "model4", "model_of_two"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import kdist
 from kdist.sharding.mesh import HOST, Topology
-from kdist.sharding.placement import RowSplit, assign_owners, place_on_host, place_split
+from kdist.sharding.placement import TableSplit, assign_owners, place_on_host, place_split
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_the_host_has_all_of_a_table_and_updates_it() -> None:
 @pytest.mark.parametrize("axis", ["data", "model"])
 def test_parts_are_as_long_as_they_are_told(axis: str) -> None:
     mesh = topology(data=2, model=2)
-    placement = place_split("table", SHAPE, ITEM, (50, 14), RowSplit(axis, axis == "data"), mesh)
+    placement = place_split("table", SHAPE, ITEM, (50, 14), TableSplit(axis, axis == "data"), mesh)
     assert placement.fetched and not placement.on_host and not placement.gathered
     assert [shard.index[0] for shard in placement.shards] == [slice(0, 50), slice(50, 64)]
     for s in range(2):

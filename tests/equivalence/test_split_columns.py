@@ -1,4 +1,4 @@
-"""Tables of which each part has a column of the ids of its own equal one plain device."""
+"""Tables split by columns, or with a column of ids for each part, equal one plain device."""
 
 from __future__ import annotations
 
@@ -24,18 +24,30 @@ STAGED = {
 }
 
 
-def case(parts: int, axis: str) -> Case:
-    """A model that looks columns up twice, in pairs and one by one; repeated ids are common."""
+COLUMNS = {2: (3, 5), 4: (1, 4, 0, 3)}
+KINDS = ("local", "columns")
+
+
+def case(kind: str, mesh: str, axis: str) -> Case:
+    """A model that looks fields up twice, in triples and one by one; repeated ids are common.
+
+    Args:
+        kind: "local": column j of the ids is of part j; "columns": parts are of columns.
+        mesh: Name of the mesh.
+        axis: Of the table.
+    """
+    parts = {**MESHES, **STAGED}[mesh][axis]
 
     def build() -> keras.Model:
         ids = keras.Input((3, parts), dtype="int32", name="ids")
-        table = kdist.layers.SplitEmbedding(ROWS[parts], 8, axis, local_columns=True, name="fields")
+        sizes: tuple[Any, Any] = (ROWS[parts], 8) if kind == "local" else (48, COLUMNS[parts])
+        table = kdist.layers.SplitEmbedding(*sizes, axis, kind == "local", name="fields")
         x = keras.layers.Flatten()(table(ids))
         last = keras.layers.Flatten()(table(ids[:, -1]))
         x = keras.layers.Concatenate()([x, last])
         x = keras.layers.Dense(16, "gelu", name="up")(x)
         x = keras.layers.Dense(8, name="down")(x)
-        return keras.Model(ids, keras.layers.Dense(CLASSES, name="head")(x), name="columns")
+        return keras.Model(ids, keras.layers.Dense(CLASSES, name="head")(x), name="fields")
 
     def data(seed: int, samples: int) -> Any:
         rng = np.random.default_rng(seed)
@@ -43,11 +55,7 @@ def case(parts: int, axis: str) -> Case:
         ids = rng.integers(ends - ROWS[parts], ends, (samples, 3, parts))
         return ids.astype("int32"), labels(rng, samples), None
 
-    return Case(name="columns", build=build, data=data, layout_map=FEED_FORWARD)
-
-
-def parts(mesh: str, axis: str) -> int:
-    return {**MESHES, **STAGED}[mesh][axis]
+    return Case(name="fields", build=build, data=data, layout_map=FEED_FORWARD)
 
 
 WHERE = [
@@ -60,15 +68,20 @@ WHERE = [
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "level", "axis", "mesh"),
+    ("kind", "optimizer", "level", "axis", "mesh"),
     spread(
-        [(*row, *w) for row in product(("sgd", "adam"), ("level0", "level3")) for w in WHERE],
-        [("sgd", "level3", "data", "data2_model2"), ("adam", "level0", "model", "model4")],
+        [(*r, *w) for r in product(KINDS, ("sgd", "adam"), ("level0", "level3")) for w in WHERE],
+        [
+            ("local", "sgd", "level3", "data", "data2_model2"),
+            ("local", "adam", "level0", "model", "model4"),
+            ("columns", "adam", "level3", "data", "data2_model2"),
+            ("columns", "sgd", "level0", "model", "model4"),
+        ],
     ),
 )
-def test_levels(optimizer: str, level: str, axis: str, mesh: str) -> None:
+def test_levels(kind: str, optimizer: str, level: str, axis: str, mesh: str) -> None:
     compare(
-        case(parts(mesh, axis), axis),
+        case(kind, mesh, axis),
         MESHES[mesh],
         optimizer=OPTIMIZERS[optimizer],
         config=level_config(level),
@@ -76,11 +89,12 @@ def test_levels(optimizer: str, level: str, axis: str, mesh: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("feature", ["gradient_accumulation", "global_clipnorm", "run_eagerly"])
 @pytest.mark.parametrize(("axis", "mesh"), WHERE)
-def test_features(feature: str, axis: str, mesh: str) -> None:
+def test_features(kind: str, feature: str, axis: str, mesh: str) -> None:
     compare(
-        case(parts(mesh, axis), axis),
+        case(kind, mesh, axis),
         MESHES[mesh],
         optimizer=OPTIMIZERS["adam"],
         features=[FEATURES[feature]],
@@ -88,23 +102,30 @@ def test_features(feature: str, axis: str, mesh: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("axis", "mesh"), WHERE)
-def test_batches_of_any_size(axis: str, mesh: str) -> None:
-    run = Run(
-        case=case(parts(mesh, axis), axis), mesh_axes=MESHES[mesh], optimizer=OPTIMIZERS["adam"]
-    )
+def test_batches_of_any_size(kind: str, axis: str, mesh: str) -> None:
+    run = Run(case=case(kind, mesh, axis), mesh_axes=MESHES[mesh], optimizer=OPTIMIZERS["adam"])
     sizes = (8, 7, 8, 3, 1, 6)
     expected = train_batches(run, reference_engine(run), sizes)
     check(expected, train_batches(run, "kdist", sizes), TOLERANCES[run.dtype], title=run.title)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers(optimizer: str) -> None:
+    case_ = case("columns", "data2", "data")
+    compare(case_, MESHES["data2"], optimizer=OPTIMIZERS[optimizer])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("axis", "mesh"), [("data", "pipe2_data2"), *product(("data", "model"), ["pipe2_data2_model2"])]
 )
-def test_pipelines(axis: str, mesh: str) -> None:
+def test_pipelines(kind: str, axis: str, mesh: str) -> None:
     compare(
-        case(parts(mesh, axis), axis),
+        case(kind, mesh, axis),
         STAGED[mesh],
         optimizer=OPTIMIZERS["adam"],
         config={"pipeline": kdist.PipelineConfig(micro_batches=2)},
