@@ -1,17 +1,22 @@
-"""Predicts clicks with embedding tables cut by rows, split unevenly, or in host memory.
+"""Predicts clicks with DLRM: networks on all devices, and embedding tables dealt to them.
 
-    python examples/click_through.py --mesh data=2,model=2
-    python examples/click_through.py --mesh data=4 --tables host
-    python examples/click_through.py --mesh data=4 --tables split --axis data
+    python examples/click_through.py
+    python examples/click_through.py --mesh model=4 --axis model
+    python examples/click_through.py --tables host
+    python examples/click_through.py --tables all
 
-The model has the shape of DLRM (Naumov et al., 2019): one table per category column, a small
-network for the numbers, the products between all pairs of vectors, and a network on top. The tables
-hold nearly all its bytes, so they are what the mesh divides, or what the host keeps; the networks
-are whole on every device.
+The model is DLRM (Naumov et al., 2019): one table per category column, a small network for the
+numbers, the products between all pairs of vectors, and a network on top. The networks are small and
+data-parallel. The tables hold nearly all bytes, so each device has some of them, or some rows or
+columns, and vectors travel to the devices that look them up, by all-to-all.
 """
 
+import dataclasses
+import statistics
 import sys
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import kdist
 
@@ -19,9 +24,14 @@ import keras
 import numpy as np
 from absl import flags
 from keras import layers, ops
+from rich.console import Console
+from rich.table import Table
 
 import click_data
 import example_flags
+
+WARM_UP = 5
+"""Batches of the first epoch that are not timed: the first ones are traced."""
 
 
 class PairProducts(layers.Layer):
@@ -40,37 +50,35 @@ class PairProducts(layers.Layer):
         return input_shape[0], vectors * vectors
 
 
-def build(rows: Sequence[int], numbers: int, width: int) -> keras.Model:
+def build(tables: Sequence[kdist.layers.TableConfig], numbers: int) -> keras.Model:
     """Builds the model.
 
     Args:
-        rows: rows of each embedding table.
+        tables: the embedding table of each category column, all of one width.
         numbers: numeric columns.
-        width: features of an embedding.
 
     Returns:
         A functional model from `{"categories": int32 (batch, tables), "numbers": float32 (batch,
         numbers)}` to the log-odds of a click, `(batch, 1)`.
     """
-    categories = keras.Input((len(rows),), dtype="int32", name="categories")
+    width = tables[0].embedding_dim
+    categories = keras.Input((len(tables),), dtype="int32", name="categories")
     dense = keras.Input((numbers,), name="numbers")
-    vectors = [layers.Dense(width, activation="relu", name="bottom")(dense)]
-    for column, size in enumerate(rows):
-        table = layers.Embedding(size, width, name=f"table_{column}")
-        vectors.append(table(categories[:, column]))
+    features = [
+        kdist.layers.FeatureConfig(f"column_{i}", table, (None,), (None, width))
+        for i, table in enumerate(tables)
+    ]
+    look_up = kdist.layers.DistributedEmbedding(features, name="tables")
+    bottom = layers.Dense(width, activation="relu", name="bottom")(dense)
+    vectors = [bottom, *look_up([categories[:, i] for i in range(len(tables))])]
     stacked = layers.Concatenate(name="vectors")(vectors)
     stacked = layers.Reshape((len(vectors), width), name="stacked")(stacked)
     products = PairProducts(name="products")(stacked)
-    x = layers.Concatenate(name="features")([products, vectors[0]])
+    x = layers.Concatenate(name="features")([products, bottom])
     x = layers.Dense(64, activation="relu", name="top_1")(x)
     x = layers.Dense(32, activation="relu", name="top_2")(x)
     log_odds = layers.Dense(1, name="log_odds")(x)
     return keras.Model({"categories": categories, "numbers": dense}, log_odds, name="clicks")
-
-
-def layout_map(axis: str = "model") -> dict[str, tuple[str | None, ...]]:
-    """Cuts every table by rows; the rows of each must be divisible by the axis."""
-    return {".*table_[0-9]+/embeddings": (axis, None)}
 
 
 def uneven(rows: int, parts: int) -> tuple[int, ...]:
@@ -84,29 +92,168 @@ def uneven(rows: int, parts: int) -> tuple[int, ...]:
     return (*sizes, rows - sum(sizes))
 
 
-def place_tables(model: keras.Model, where: str, axis: str, devices: int) -> None:
-    """Puts every table on the host, or splits it unevenly over an axis.
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """Where tables are.
+
+    Attributes:
+        tables: "plain" (one device trains, without kdist), "dealt", "split", "host" or "cut".
+        mesh: axes and their sizes.
+        axis: what tables are dealt, split or cut over.
+        alltoall: whether rows travel by all-to-all.
+    """
+
+    tables: str
+    mesh: dict[str, Any]
+    axis: str = "data"
+    alltoall: bool = True
+
+    def __str__(self) -> str:
+        if self.tables == "plain":
+            return "plain Keras, one device"
+        mesh = ",".join(f"{name}={size}" for name, size in self.mesh.items())
+        over = "" if self.tables == "host" else f" over {self.axis}"
+        masked = "" if self.tables in ("host", "cut") or self.alltoall else ", masked"
+        return f"{self.tables}{over}{masked} ({mesh})"
+
+    def configs(
+        self, rows: Sequence[int], width: int, batch: int
+    ) -> list[kdist.layers.TableConfig]:
+        """The tables, each with its place.
+
+        Args:
+            rows: of each table.
+            width: of all.
+            batch: impressions in a global batch.
+        """
+        tables = [
+            kdist.layers.TableConfig(f"table_{i}", size, width) for i, size in enumerate(rows)
+        ]
+        devices = self.mesh.get(self.axis, 1)
+        if self.tables == "dealt":
+            lookups = {one.name: batch for one in tables}
+            tables, deal = kdist.deal_tables(tables, devices, lookups=lookups, axis=self.axis)
+            print(deal)
+        elif self.tables == "host":
+            tables = [dataclasses.replace(one, placement="host") for one in tables]
+        elif self.tables == "split":
+            tables = [
+                dataclasses.replace(
+                    one,
+                    placement="split",
+                    rows=uneven(one.vocabulary_size, devices),
+                    axis=self.axis,
+                )
+                for one in tables
+            ]
+        return tables
+
+    def parallel(self, model: keras.Model) -> keras.Model:
+        """The model, over the mesh."""
+        cut = {".*table_[0-9]+/embeddings": (self.axis, None)} if self.tables == "cut" else {}
+        config = kdist.ParallelConfig(
+            mesh=kdist.mesh(**self.mesh),
+            layout_map=cut,
+            enable_alltoall=self.alltoall and self.tables in ("dealt", "split"),
+        )
+        return kdist.parallelize(model, config)
+
+
+class RowsPerSecond(keras.callbacks.Callback):
+    """Times batches.
 
     Args:
-        model: the model, before `kdist.parallelize`.
-        where: "host", "split", or "cut" to leave it to the layout map.
-        axis: what to split over.
-        devices: size of that axis.
+        batch: impressions in a batch.
     """
-    for layer in model.layers:
-        if isinstance(layer, layers.Embedding) and where == "host":
-            kdist.place(layer, "host")
-        elif isinstance(layer, layers.Embedding) and where == "split":
-            kdist.shard(layer, manual_split=uneven(layer.input_dim, devices), axis=axis)
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self._batch = batch
+        self._seconds: list[float] = []
+        self._begun = 0.0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Starts the clock."""
+        self._begun = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Stops it."""
+        self._seconds.append(time.perf_counter() - self._begun)
+
+    @property
+    def median(self) -> float:
+        """Impressions per second in the median batch."""
+        return self._batch / statistics.median(self._seconds[WARM_UP:] or self._seconds)
+
+
+def train(variant: Variant, args: flags.FlagValues, data: Sequence[Any]) -> tuple[float, float]:
+    """Trains with tables in one place.
+
+    Args:
+        variant: which.
+        args: the flags.
+        data: impressions to train on, and others.
+
+    Returns:
+        AUC on the others, and impressions per second.
+    """
+    keras.utils.set_random_seed(args.seed)
+    learn, rest = data
+    model = build(variant.configs(args.rows, args.width, args.batch), args.numbers)
+    if variant.tables != "plain":
+        variant.parallel(model)
+    model.compile(
+        optimizer=keras.optimizers.Adam(2e-3),
+        loss=keras.losses.BinaryCrossentropy(from_logits=True),
+        metrics=[keras.metrics.AUC(from_logits=True, name="auc")],
+    )
+    if variant.tables != "plain":
+        model.plan().summary()
+    timer = RowsPerSecond(args.batch)
+    model.fit(*learn, batch_size=args.batch, epochs=args.epochs, callbacks=[timer])
+    found = model.evaluate(*rest, batch_size=args.batch, verbose=0, return_dict=True)
+    return float(found["auc"]), timer.median
+
+
+def variants(args: flags.FlagValues) -> list[Variant]:
+    """What the flags ask for.
+
+    Raises:
+        ValueError: The mesh has no such axis.
+    """
+    mesh = example_flags.parse_mesh(args.mesh)
+    if args.tables != "all":
+        if args.tables not in ("host", "plain") and args.axis not in mesh:
+            raise ValueError(f"--axis is an axis of the mesh {mesh}. Received: {args.axis!r}")
+        if args.tables == "cut" and args.axis == "data":
+            raise ValueError("--tables=cut is over an inner axis: --mesh=model=4 --axis=model")
+        return [Variant(args.tables, mesh, args.axis, args.alltoall)]
+    devices = int(np.prod(list(mesh.values())))
+    data, model = {"data": devices}, {"model": devices}
+    return [
+        Variant("plain", {}),
+        Variant("dealt", data),
+        Variant("dealt", data, alltoall=False),
+        Variant("dealt", model, "model"),
+        Variant("split", data),
+        Variant("cut", model, "model"),
+        Variant("host", data),
+    ]
 
 
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
-    flags.DEFINE_string("mesh", "data=2,model=2", "axes and their sizes", flag_values=values)
+    flags.DEFINE_string("mesh", "data=4", "axes and their sizes", flag_values=values)
     flags.DEFINE_enum(
-        "tables", "cut", ["cut", "host", "split"], "where tables are", flag_values=values
+        "tables",
+        "dealt",
+        ["dealt", "split", "host", "cut", "plain", "all"],
+        "where tables are: dealt to devices, split unevenly, on the host, cut evenly, on the one "
+        "device of plain Keras, or all of these one after the other",
+        flag_values=values,
     )
-    flags.DEFINE_string("axis", "model", "axis of --tables=split", flag_values=values)
+    flags.DEFINE_string("axis", "data", "axis of dealt, split and cut", flag_values=values)
+    flags.DEFINE_bool("alltoall", True, "whether rows go by all-to-all", flag_values=values)
     flags.DEFINE_multi_integer(
         "rows", [4096, 2048, 512, 128, 64, 16], "rows of a table", flag_values=values
     )
@@ -125,11 +272,10 @@ def _flags() -> flags.FlagValues:
     return values
 
 
-def main(argv: Sequence[str]) -> float:
-    """Runs the example; returns the AUC on held-out impressions."""
+def main(argv: Sequence[str]) -> list[float]:
+    """Runs the example; returns the AUC on held-out impressions of each variant."""
     args = example_flags.parse(_flags(), argv, __doc__)
     example_flags.start()
-    keras.utils.set_random_seed(args.seed)
     held_out = max(args.batch, args.examples // 10)
     clicks = click_data.make(args.examples + held_out, tuple(args.rows), args.numbers, args.seed)
     inputs = {"categories": clicks.categories, "numbers": clicks.numbers}
@@ -137,23 +283,15 @@ def main(argv: Sequence[str]) -> float:
     def part(rows: slice) -> tuple[dict[str, np.ndarray], np.ndarray]:
         return {name: column[rows] for name, column in inputs.items()}, clicks.clicked[rows]
 
-    train, rest = part(slice(0, args.examples)), part(slice(args.examples, None))
-    axes = example_flags.parse_mesh(args.mesh)
-    cut = args.tables == "cut" and "model" in axes
-    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=layout_map() if cut else {})
-    model = build(args.rows, args.numbers, args.width)
-    place_tables(model, args.tables, args.axis, axes.get(args.axis, 1))
-    kdist.parallelize(model, config)
-    model.compile(
-        optimizer=keras.optimizers.Adam(2e-3),
-        loss=keras.losses.BinaryCrossentropy(from_logits=True),
-        metrics=[keras.metrics.AUC(from_logits=True, name="auc")],
-    )
-    model.plan().summary()
-    model.fit(*train, batch_size=args.batch, epochs=args.epochs, validation_data=rest)
-    auc = model.evaluate(*rest, batch_size=args.batch, verbose=0, return_dict=True)["auc"]
-    print(f"\nheld-out AUC: {auc:.4f} (0.5 is guessing)")
-    return float(auc)
+    data = part(slice(0, args.examples)), part(slice(args.examples, None))
+    found = [(variant, *train(variant, args, data)) for variant in variants(args)]
+    table = Table("tables", title="held-out AUC (0.5 is guessing), and speed of the median batch")
+    table.add_column("AUC", justify="right")
+    table.add_column("impressions/s", justify="right")
+    for variant, auc, speed in found:
+        table.add_row(str(variant), f"{auc:.4f}", f"{speed:,.0f}")
+    Console().print(table)
+    return [auc for _, auc, _ in found]
 
 
 if __name__ == "__main__":
