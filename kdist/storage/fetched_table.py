@@ -21,6 +21,9 @@ from kdist.storage.variables import Stored
 import keras
 import tensorflow as tf
 
+ASKED, FETCHED = "asked_rows", "fetched_rows"
+"""Scopes of what finds out which rows are looked up, and of what parts make of that."""
+
 IndicesOn = Callable[[str], Sequence[Any]]
 """Computes the indices of all look-ups, by micro-batch, on a device, from what it is fed."""
 
@@ -97,7 +100,7 @@ class FetchedTable(Stored):
         """
         known = [t.shape[0] for t in micro_batches]
         split = self.placement.split
-        with tf.device(self.device((s, 0))), tf.name_scope("asked_rows"):
+        with tf.device(self.device((s, 0))), tf.name_scope(ASKED):
             sizes = known if None not in known else [tf.size(t) for t in micro_batches]
             indices = _joined(micro_batches)
             unique, positions = tf.unique(indices)
@@ -170,14 +173,14 @@ class FetchedTable(Stored):
     def _reduced(self, s: int, sources: Sequence[Coordinate]) -> Any:
         """The same sum for all devices that ask these sources: made on the first of them."""
         if (s, sources[0]) not in self._sums:
-            with tf.device(self.device(sources[0])), tf.name_scope("fetched_rows"):
+            with tf.device(self.device(sources[0])), tf.name_scope(FETCHED):
                 self._sums[s, sources[0]] = self._join(s, sources)
         return self._sums[s, sources[0]]
 
     def _rows(self, s: int, part: int, source: Coordinate) -> Any:
         """What slice `s` wants of a part, from a holder of it, on that one's device."""
         if (s, source) not in self._sent:
-            with tf.device(self.device(source)), tf.name_scope("fetched_rows"):
+            with tf.device(self.device(source)), tf.name_scope(FETCHED):
                 self._sent[s, source] = self._rows_here(self.wanted[s], part, source)
         return self._sent[s, source]
 

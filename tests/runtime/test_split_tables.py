@@ -7,7 +7,8 @@ from typing import Any
 import kdist
 from kdist.api.parallelize import attached
 from kdist.graphs import executed
-from kdist.graphs.executed import ExecutedFunction, Transfer
+from kdist.graphs.executed import ExecutedFunction
+from kdist.report.look_ups import sent_by_look_ups
 
 import keras
 import numpy as np
@@ -44,18 +45,6 @@ def first_step(model: keras.Model, ids: np.ndarray) -> ExecutedFunction:
     return executed.largest(executed.watch(lambda: model.train_on_batch(ids, targets)))
 
 
-def of_look_ups(step: ExecutedFunction) -> dict[str, list[Transfer]]:
-    """What look-ups send: numbers of rows, rows, and which of them each look-up takes."""
-    found: dict[str, list[Transfer]] = {"numbers": [], "rows": [], "positions": []}
-    for one in step.transfers:
-        if "fetched_rows" in one.tensor:
-            found["rows"].append(one)
-        elif "asked_rows" in one.tensor:
-            second = one.tensor.endswith(":1") or one.op == "LowerBound"
-            found["positions" if second else "numbers"].append(one)
-    return found
-
-
 @pytest.mark.parametrize("where", ["data", "model_of_two"])
 def test_parts_are_as_declared(where: str) -> None:
     model = build(where, ROWS)
@@ -85,12 +74,11 @@ def test_rows_travel_as_planned(where: str, alltoall: bool) -> None:
     starts = np.cumsum((0, *rows[:-1]))
     ids = np.stack([start + np.arange(64 // size) for start in starts]).reshape(1, -1)
     ids = np.concatenate([ids + 100 * r for r in range(replicas)]).astype("int32")
-    sent = of_look_ups(first_step(model, ids.reshape(-1, 8)))
+    sent = sent_by_look_ups(first_step(model, ids.reshape(-1, 8)))
     (planned,) = model.plan().split_tables()
-    assert planned.messages == sum(map(len, sent.values()))
+    assert planned.messages == sent.messages
     each = 64 // size if alltoall else 64
-    measured = len(sent["numbers"]) * each * 4 + len(sent["rows"]) * each * 4 * WIDTH
-    measured += len(sent["positions"]) * 64 * 4
+    measured = sent.nbytes(each, WIDTH, 64)
     expected = planned.used.nbytes(64, 64)
     exchanged, masked = "all-gather", "all-reduce"
     if where.startswith("data"):
@@ -112,12 +100,12 @@ def test_columns_of_rows_travel_as_planned(where: str) -> None:
     assert {tuple(v.shape) for v in entry.locals.values()} == {(10_000, 2), (10_000, 6)}
     replicas = MESHES[where].get("data", 1)
     ids = np.arange(64 * replicas, dtype="int32").reshape(-1, 8)
-    sent = of_look_ups(first_step(model, ids))
+    sent = sent_by_look_ups(first_step(model, ids))
     (planned,) = model.plan().split_tables()
-    assert planned.messages == sum(map(len, sent.values()))
+    assert planned.messages == sent.messages
     widths = {entry.device(at): v.shape[1] for at, v in entry.locals.items()}
-    measured = 4 * 64 * (len(sent["numbers"]) + len(sent["positions"]))
-    measured += sum(4 * 64 * widths[one.source] for one in sent["rows"])
+    measured = sent.nbytes(64, 0, 64)
+    measured += sum(4 * 64 * widths[one.source] for one in sent.rows)
     assert measured == planned.used.nbytes(64, 64)
     assert "(2, 6)" in str(model.plan()) and "by columns" in str(model.plan())
 
@@ -129,15 +117,15 @@ def test_local_columns_send_rows_alone(where: str) -> None:
     model = build(where, rows, local_columns=True)
     starts = np.cumsum((0, *rows[:-1]))
     ids = starts + np.random.default_rng(0).integers(0, 1000, (BATCH, size))
-    sent = of_look_ups(first_step(model, ids.astype("int32")))
-    assert not sent["numbers"] and not sent["positions"]
+    sent = sent_by_look_ups(first_step(model, ids.astype("int32")))
+    assert not sent.numbers and not sent.positions
     (planned,) = model.plan().split_tables()
     assert planned.used.way == "local columns"
-    assert planned.messages == len(sent["rows"])
+    assert planned.messages == len(sent.rows)
     replicas = MESHES[where].get("data", 1)
-    sizes = [one.nbytes for one in sent["rows"] if one.nbytes is not None]
+    sizes = [one.nbytes for one in sent.rows if one.nbytes is not None]
     assert sum(sizes) == planned.used.nbytes(0, BATCH * size // replicas)
-    assert len(sizes) == len(sent["rows"])
+    assert len(sizes) == len(sent.rows)
 
 
 def test_an_id_of_another_part_reaches_the_user_of_fit() -> None:
