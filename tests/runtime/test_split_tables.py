@@ -150,6 +150,17 @@ def test_columns_are_as_many_as_parts() -> None:
         short.predict(np.zeros((4, 3), "int32"), verbose=0)
 
 
+def test_gradients_accumulate_where_a_part_has_no_rows() -> None:
+    model = build("data", (0, 10))
+    model.compile(keras.optimizers.Adam(gradient_accumulation_steps=2), "mse")
+    table = model.get_layer("table").embeddings
+    before, seen = table.numpy(), []
+    for _ in range(2):
+        model.train_on_batch(np.full((4, 8), 7, "int32"), np.ones((4, 1)))
+        seen.append(np.flatnonzero((table.numpy() != before).any(1)).tolist())
+    assert seen == [[], [7]]
+
+
 def test_an_id_that_no_part_has() -> None:
     model = build("data", (10, 20))
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"(?s)0 to 29. Received:.*\[30\]"):
