@@ -64,7 +64,7 @@ def test_parts_are_as_declared(where: str) -> None:
 
 
 @pytest.mark.parametrize("alltoall", [False, True])
-@pytest.mark.parametrize("where", MESHES)
+@pytest.mark.parametrize("where", ["data_of_two", "model_of_two", "data4", "model4"])
 def test_rows_travel_as_planned(where: str, alltoall: bool) -> None:
     """Every replica looks 64 different rows up, as many in each part."""
     size = 4 if where.endswith("4") else 2
@@ -93,7 +93,7 @@ def test_rows_travel_as_planned(where: str, alltoall: bool) -> None:
     assert all(way in str(model.plan()) for way in ways)
 
 
-@pytest.mark.parametrize("where", ["data", "model", "data_of_two"])
+@pytest.mark.parametrize("where", ["model", "data_of_two"])
 def test_columns_of_rows_travel_as_planned(where: str) -> None:
     model = build(where, ROWS, columns=(2, 6))
     entry = attached(model).entries[id(model.get_layer("table").embeddings)]
@@ -110,7 +110,7 @@ def test_columns_of_rows_travel_as_planned(where: str) -> None:
     assert "(2, 6)" in str(model.plan()) and "by columns" in str(model.plan())
 
 
-@pytest.mark.parametrize("where", ["data", "model", "model4", "model_of_two"])
+@pytest.mark.parametrize("where", ["data", "model4", "model_of_two"])
 def test_local_columns_send_rows_alone(where: str) -> None:
     size = 4 if where.endswith("4") else 2
     rows = tuple(1000 + 100 * part for part in range(size))
