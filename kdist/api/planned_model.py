@@ -93,7 +93,7 @@ class PlannedModel(PlacedModel):
             asked_tables=tuple(
                 placement.path
                 for _, placement in self._placements()
-                if placement.split is not None and not placement.split.local_columns
+                if (split := placement.split) is not None and not (split.local_columns or split.dim)
             ),
             gathered=tuple(spread) if config.level == 3 else (),
             repeated=tuple(one.name for one in self.blocks.blocks),

@@ -57,7 +57,7 @@ class ModelFacts:
         spread: Number of parameters that are spread.
         fusion_ids: By path, the id that `kdist.set_comm_fusion` gave, 0 left out.
         tables: Paths of embedding tables.
-        asked_tables: Paths of tables that are split by hand, and whose parts are asked for rows.
+        asked_tables: Paths of tables that are split by hand by rows, which are looked up as asked.
         gathered: Paths of what level 3 gathers.
         repeated: Names of the blocks that run again in the backward pass.
         travels: Whether any gradient goes from one slice to another.
