@@ -15,7 +15,7 @@ from kdist._compat.environment import init, prepare
 
 prepare()
 
-from kdist import callbacks, comm, layers  # type: ignore[attr-defined]  # noqa: E402
+from kdist import callbacks, checkpoint, comm, layers  # type: ignore[attr-defined]  # noqa: E402
 from kdist.api.custom_loop import apply_gradients, gradients, reduce  # noqa: E402
 from kdist.api.deal_tables import deal_tables  # noqa: E402
 from kdist.api.inspection import Inspection, inspect  # noqa: E402
@@ -55,6 +55,7 @@ __all__ = [
     "VerificationError",
     "apply_gradients",
     "callbacks",
+    "checkpoint",
     "comm",
     "deal_tables",
     "get_comm_fusion",

@@ -12,17 +12,16 @@ from typing import Any
 
 from kdist._compat import keras_optimizers, keras_remat, keras_trainer
 from kdist.api import mirrored_scope
-from kdist.api.stepped_model import SteppedModel
+from kdist.api.fitted_model import FittedModel
 from kdist.config.fusion import FusionConfig
 from kdist.config.parallel import ParallelConfig
 from kdist.graphs.instantiation import traced_without_collection
 from kdist.optimizer.update import DistributedUpdate
-from kdist.runtime.keras_contract import adapt_callbacks, as_spec, is_built, peek, step_function
+from kdist.runtime.keras_contract import as_spec, is_built, peek, step_function
 from kdist.runtime.loss_terms import loss_terms
 from kdist.runtime.mesh_step import MeshFunction
 from kdist.runtime.metrics import overrides
 from kdist.runtime.step import Step
-from kdist.storage.variables import materialised
 
 import keras
 import tensorflow as tf
@@ -107,7 +106,7 @@ def attached(model: keras.Model) -> Parallel:
     return parallel
 
 
-class Parallel(SteppedModel):
+class Parallel(FittedModel):
     """kdist's side of one model: what Keras calls, over its placed weights and its steps.
 
     Attributes:
@@ -183,21 +182,6 @@ class Parallel(SteppedModel):
         if self.model.train_function is not None:
             self.make_train_function(force=True)
 
-    def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """`keras.Model.fit`."""
-        adapt_callbacks(kwargs.get("callbacks"))
-        return type(self.model).fit(self.model, *args, **kwargs)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """`keras.Model.evaluate`."""
-        adapt_callbacks(kwargs.get("callbacks"))
-        return type(self.model).evaluate(self.model, *args, **kwargs)
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """`keras.Model.predict`."""
-        adapt_callbacks(kwargs.get("callbacks"))
-        return type(self.model).predict(self.model, *args, **kwargs)
-
     def forget_functions(self, jit_compile: bool | str) -> None:
         """Makes all functions anew on their next use, compiled as asked; state stays."""
         self.model.jit_compile = False
@@ -242,6 +226,8 @@ class Parallel(SteppedModel):
         made: dict[str, Callable] = {}
 
         def function(source: Any) -> Any:
+            if kind == "train" and self.passes(source):
+                return {}
             if made:
                 return made["inner"](source)
             if kind == "predict":
@@ -301,6 +287,14 @@ class Parallel(SteppedModel):
             )
             return function.predict if kind == "predict" else function
         return step_function(kind, getattr(self.plain_step, kind), self.model, no_batch)
+
+    def prepare_training(self, example: Any) -> None:
+        """Builds what training needs, state of the optimizer included, without a batch.
+
+        Args:
+            example: The specs of one: (x,), (x, y) or (x, y, sample_weight).
+        """
+        self._prepare("train", example)
 
     def _prepare(self, kind: str, example: Any) -> None:
         """Builds what the steps share, on first use.
@@ -390,8 +384,3 @@ class Parallel(SteppedModel):
             with keras_optimizers.build_scope(optimizer):
                 optimizer.build(self.model.trainable_variables)
         keras_trainer.build_from_specs(self.model, data)
-
-    def export(self, *args: Any, **kwargs: Any) -> Any:
-        """`keras.Model.export`, with the weights gathered into plain variables meanwhile."""
-        with materialised([entry.variable for entry in self.entries.values()]):
-            return type(self.model).export(self.model, *args, **kwargs)

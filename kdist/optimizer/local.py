@@ -16,7 +16,7 @@ from kdist._compat import keras_optimizers, keras_trainer
 from kdist.optimizer.shared_steps import SharedSteps
 from kdist.plan.bucket import Piece
 from kdist.sharding.placement import Index, covers
-from kdist.storage.variables import Rows, assemble, backing_of, become_view, scattered
+from kdist.storage.variables import Part, Rows, assemble, backing_of, become_view, scattered
 
 import keras
 import numpy as np
@@ -220,6 +220,10 @@ class SlotParts:
                 part = value if index is None or covers(index, self.shape) else value[index]
                 local.assign(tf.cast(part, local.dtype))
 
+    def stored_parts(self) -> list[Part]:
+        """See `kdist.storage.variables.parts_of`."""
+        return [Part(device, index, local) for device, index, local in self.parts]
+
 
 @dataclasses.dataclass(frozen=True)
 class Span:
@@ -285,7 +289,7 @@ def link_slots(
                 "or one scalar variable. Make it so, or use one of Keras's optimizers. "
                 f"Received: {type(logical).__name__} with variable {variable.path!r}"
             )
-    vectors = _Vectors()
+    vectors = Vectors()
     for variable, parts in views.values():
         value = np.asarray(tf.convert_to_tensor(variable.value))
         backing = SlotParts(tuple(variable.shape), _distinct(parts))
@@ -300,7 +304,7 @@ def link_slots(
     vectors.finish()
 
 
-class _Vectors:
+class Vectors:
     """Writes vectors of buckets once all their pieces are there.
 
     A piece alone is written by reading the vector and putting it together anew.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -45,6 +46,21 @@ def assemble(parts: Sequence[tuple[Index, Any]]) -> Any:
             groups = [[p for p in parts if p[0][dim].start == start] for start in starts]
             return tf.concat([assemble(group) for group in groups], axis=dim)
     raise ValueError(f"Parts must be disjoint. Received: {[index for index, _ in parts]}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A variable that holds a part of a logical variable, or a copy of it.
+
+    Attributes:
+        device: Where it is; None where nothing says.
+        index: Which part; None for all.
+        target: Has `value` and `assign`.
+    """
+
+    device: str | None
+    index: Index | None
+    target: Any
 
 
 class Stored:
@@ -123,6 +139,12 @@ class Stored:
         for device, local in self.masters:
             with tf.device(device):
                 local.assign(value)
+
+    def stored_parts(self) -> list[Part]:
+        """See `parts_of`."""
+        shard, own = self.placement.shard_at, self.locals.items()
+        found = [Part(self.device(at), shard(at).index, local) for at, local in own]
+        return found + [Part(device, None, local) for device, local in self.masters]
 
     def _write(self, local: keras.Variable, value: Any, index: Index) -> None:
         local.assign(value if covers(index, self.placement.shape) else value[index])
@@ -283,6 +305,12 @@ def backing_of(variable: keras.Variable) -> Any:
 def stored(variable: keras.Variable) -> Stored | None:
     """The local copies of a variable, or None if kdist has not taken it over."""
     return backing_of(variable)
+
+
+def parts_of(variable: Any) -> list[Part]:
+    """What is behind a variable: local variables that tile it and copies of them, or itself."""
+    find = getattr(getattr(variable, "__dict__", {}).get(ATTRIBUTE), "stored_parts", None)
+    return [Part(None, None, variable)] if find is None else find()
 
 
 def distribute(

@@ -23,6 +23,7 @@ ROOMS = [
     "runtime",
     "report",
     "api",
+    "checkpoint",
     "callbacks",
     "verification",
 ]

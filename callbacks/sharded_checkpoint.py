@@ -1,0 +1,264 @@
+"""`ShardedCheckpoint`: saves training as it runs, and lets `fit` go on where a run stopped."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from kdist.api.parallelize import Parallel
+from kdist.checkpoint import directory as directories
+from kdist.checkpoint import snapshot as snapshots
+from kdist.checkpoint.callback_state import CallbackStates
+from kdist.checkpoint.checkpoints import PathLike, Restored, first_whole, target_of
+from kdist.checkpoint.position import Position, ResumingCallbacks, check_execution, source_of
+from kdist.checkpoint.store import Compression
+from kdist.checkpoint.writer import BackgroundWriter, write
+
+import keras
+import numpy as np
+
+
+class ShardedCheckpoint(keras.callbacks.Callback):
+    """Saves a parallelized model's training, and goes on with it in the middle of an epoch.
+
+    A checkpoint holds weights, optimizer, statistics, seeds, metrics, the history, the other
+    callbacks' states and the position in the data; see `kdist.checkpoint.save` for how it is
+    written. With `resume=True`, `fit` begins where the newest checkpoint of the directory was
+    saved, on whatever mesh the model is now, and ends with the history, batches and learning rates
+    of a run that never stopped; without a checkpoint it begins at the beginning.
+
+    So that batches are the same ones, the order of shuffled arrays, and of a `PyDataset`, follows
+    from a seed that is drawn once from NumPy and saved. Iterators of `tf.data` are saved
+    themselves; give `shuffle` a seed, or call `keras.utils.set_random_seed`, for the epochs after
+    the present one. Generators, and `tf.data` with Python functions inside, are read once more
+    from the beginning, which a line says.
+
+    Args:
+        directory: Of checkpoints.
+        every_steps: Training steps from one checkpoint to the next; None for one at the end of
+            each epoch.
+        keep: How many of the newest stay; None for all.
+        asynchronous: Write in the background: training waits for the copy to host memory alone.
+        monitor: A name in the logs; the checkpoint with its best value stays too.
+        mode: Whether less of it is better, or more; "auto" decides by the name.
+        resume: Go on from the newest checkpoint, if there is one.
+        compression: See `kdist.checkpoint.save`.
+
+    Raises:
+        ValueError: For values without a meaning.
+
+    Example:
+        >>> saver = kdist.callbacks.ShardedCheckpoint("checkpoints", every_steps=500, resume=True)
+        >>> model.fit(x, y, epochs=10, callbacks=[saver])
+    """
+
+    def __init__(
+        self,
+        directory: PathLike,
+        *,
+        every_steps: int | None = None,
+        keep: int | None = 3,
+        asynchronous: bool = True,
+        monitor: str | None = None,
+        mode: Literal["auto", "min", "max"] = "auto",
+        resume: bool = False,
+        compression: Compression = "none",
+    ) -> None:
+        super().__init__()
+        if every_steps is not None and (isinstance(every_steps, bool) or every_steps < 1):
+            raise ValueError(
+                "every_steps is a number of training steps, or None for the end of each epoch. "
+                f"Received: every_steps={every_steps!r}"
+            )
+        self.more_is_better = monitor is not None and _more_is_better(monitor, mode)
+        self.target = target_of(directory, keep, compression)
+        self.every_steps = every_steps
+        self.asynchronous = asynchronous
+        self.monitor = monitor
+        self.resume = resume
+        self.restored: Restored | None = None
+        """The checkpoint that the last `fit` went on from."""
+        self.best: float | None = None
+        self._best_step: int | None = None
+        self._writer = BackgroundWriter()
+        self._position: Position | None = None
+        self._others: list[keras.callbacks.Callback] = []
+        self._states: CallbackStates | None = None
+        self._due = False
+        self._seed = 0
+
+    def arrange(self, parallel: Parallel, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Called by `fit` of a parallelized model before all else.
+
+        Args:
+            parallel: Of the model.
+            arguments: Of `fit`, by name.
+
+        Returns:
+            The arguments that `fit` goes on with.
+        """
+        model = parallel.model
+        self.restored = self._find()
+        progress = {} if self.restored is None else dict(self.restored.progress)
+        self._seed = int(progress.get("seed", np.random.randint(2**31)))
+        self._best_step, self.best = progress.get("best", (None, None))
+        source, arguments = source_of(arguments, self._seed)
+        position = Position(source, total=progress.get("total", 0))
+        epoch = progress.get("epoch", arguments.get("initial_epoch", 0))
+        batch = progress.get("batch", 0)
+        steps = arguments.get("steps_per_epoch") or source.steps
+        check_execution(batch, model.steps_per_execution, steps)
+        if self.restored is not None:
+            source.resume(self._files(), position.total)
+            if progress.get("stopped"):
+                epoch = arguments["epochs"] = max(arguments.get("epochs", 1), epoch)
+        others = [c for c in _as_list(arguments.get("callbacks")) if c is not self]
+        self._position = parallel.position = position
+        verbose = arguments.get("verbose", "auto")
+        arguments["initial_epoch"] = epoch
+        callbacks = ResumingCallbacks(
+            [*others, self],
+            position,
+            lambda within: self._load(parallel, within, (epoch, batch)),
+            (epoch, batch),
+            verbose != 0,
+            model,
+            verbose=verbose,
+            epochs=arguments.get("epochs", 1),
+            steps=steps,
+        )
+        self._others = [
+            one
+            for one in callbacks.callbacks
+            if one is not self and not isinstance(one, keras.callbacks.ProgbarLogger)
+        ]
+        if self.restored is not None:
+            for one in others:
+                if isinstance(one, keras.callbacks.CSVLogger):
+                    one.append = True  # else it would empty the file of the run before
+        return {**arguments, "callbacks": callbacks}
+
+    def _find(self) -> Restored | None:
+        if not self.resume or not directories.folders(self.target.directory):
+            return None
+        return first_whole(self.target.directory, None, snapshots.check)
+
+    def _files(self) -> dict[str, bytes]:
+        assert self.restored is not None
+        folder, manifest = self.restored.folder, self.restored.manifest
+        return {name: directories.read_file(folder, manifest, name) for name in manifest.files}
+
+    def _load(self, parallel: Parallel, within: bool, first: tuple[int, int]) -> None:
+        """Gives model and callbacks their states, once what callbacks do at the start is done.
+
+        Within an epoch that is after its beginning, of which the run before has had the effects.
+        """
+        assert self._position is not None
+        if not within:
+            self._states = CallbackStates(self._others)
+        assert self._states is not None
+        if self.restored is None or within != bool(first[1]):
+            return
+        parallel.prepare_training(self._position.source.example())
+        folder, manifest = self.restored.folder, self.restored.manifest
+        snapshots.load(parallel.model, folder, manifest, within)
+        arrays = snapshots.kept_arrays(folder, manifest)
+        self._states.load(manifest.progress.get("callbacks", []), arrays)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback`.
+
+        Raises:
+            ValueError: The model is a plain one.
+        """
+        if self._position is None:
+            raise ValueError(
+                "ShardedCheckpoint needs a model that went through kdist.parallelize; for one "
+                "device, kdist.ParallelConfig(mesh=kdist.mesh(data=1)). Received: "
+                f"model={self.model.name!r}"
+            )
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback`."""
+        if self.every_steps is None or self._position is None:
+            return
+        position, steps = self._position, self.params.get("steps")
+        every = self.every_steps
+        self._due = self._due or position.total // every > position.last // every
+        if self._due and position.batch != steps:
+            self._save(position.epoch, position.batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback`."""
+        if self.every_steps is None or self._due:
+            self._save(epoch + 1, 0, logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback`."""
+        self._writer.wait()
+
+    def finish(self) -> None:
+        """Called by `fit` at its end, also one by an error: waits for what is being written."""
+        self._position = self._states = None
+        self._writer.wait()
+
+    def _save(self, epoch: int, batch: int, logs: Any) -> None:
+        assert self._position is not None and self._states is not None
+        position = self._position
+        files = position.source.files(position.iterator, within=batch > 0)
+        if files is None:
+            return  # it stays due, and is saved at the end of the epoch at the latest
+        self._due = False
+        self._judge(position.total, logs or {})
+        arrays: list[np.ndarray] = []
+        progress = {
+            "epoch": epoch,
+            "batch": batch,
+            "total": position.total,
+            "seed": self._seed,
+            "stopped": bool(self.model.stop_training),
+            "best": (self._best_step, self.best),
+            "callbacks": self._states.save(arrays),
+        }
+        snapshot = snapshots.snapshot(self.model, position.total, progress, files, arrays)
+        also = [
+            one
+            for one in directories.folders(self.target.directory)
+            if directories.step_of(one) == self._best_step
+        ]
+        if self.asynchronous:
+            self._writer.start(snapshot, self.target, also)
+        else:
+            write(snapshot, self.target, also)
+
+    def _judge(self, step: int, logs: dict[str, Any]) -> None:
+        """Notes whether this is the best checkpoint."""
+        if self.monitor is None or self.monitor not in logs:
+            return
+        value = float(logs[self.monitor])
+        if self.best is None or (value > self.best if self.more_is_better else value < self.best):
+            self.best, self._best_step = value, step
+
+
+def _more_is_better(monitor: str, mode: str) -> bool:
+    """Which way a monitored value is better.
+
+    Raises:
+        ValueError: Its name does not say, and neither does `mode`.
+    """
+    if mode in ("min", "max"):
+        return mode == "max"
+    if "loss" in monitor or "error" in monitor:
+        return False
+    if "acc" in monitor or "auc" in monitor.lower():
+        return True
+    raise ValueError(
+        "mode says whether less of what is monitored is better, 'min', or more, 'max', where its "
+        f"name does not. Received: monitor={monitor!r}, mode={mode!r}"
+    )
+
+
+def _as_list(callbacks: Any) -> list[keras.callbacks.Callback]:
+    if callbacks is None:
+        return []
+    found = getattr(callbacks, "callbacks", callbacks)
+    return list(keras.tree.flatten(found))

@@ -1,0 +1,199 @@
+"""What users call: `save`, `restore`, `latest`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kdist.api.parallelize import parallel_of
+from kdist.checkpoint import directory as directories
+from kdist.checkpoint import snapshot as snapshots
+from kdist.checkpoint.manifest import CheckpointError, DamagedError, Manifest
+from kdist.checkpoint.store import Compression
+from kdist.checkpoint.writer import Target, write
+
+import keras
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A checkpoint that a model was restored from.
+
+    Attributes:
+        folder: Where it is.
+        manifest: What it says of itself.
+    """
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """Training steps that had been done."""
+        return self.manifest.step
+
+    @property
+    def progress(self) -> Mapping[str, Any]:
+        """Epoch, history, state of callbacks, if `ShardedCheckpoint` saved it."""
+        return self.manifest.progress
+
+
+def save(
+    model: keras.Model,
+    directory: PathLike,
+    *,
+    step: int | None = None,
+    keep: int | None = None,
+    compression: Compression = "none",
+) -> Path:
+    """Saves all that training needs to go on: weights, statistics, seeds, optimizer, metrics.
+
+    Every part is written once, as it lies on its device: no weight is put together. The bytes go
+    through TensorStore, into zarr arrays of one OCDBT store; a manifest that is written last makes
+    the checkpoint visible. So a process that dies while it saves leaves the checkpoints that were
+    there. The layout follows the sharded checkpoints of Orbax and torch.distributed.checkpoint.
+
+    Args:
+        model: Built; parallelized, or a plain Keras model.
+        directory: Of checkpoints; each is a folder in it.
+        step: Which training step this is; by default the optimizer's count.
+        keep: How many checkpoints stay in the directory, the newest; None for all.
+        compression: "zstd" for smaller files; trained weights hardly shrink.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: The model is not built, or the file system refuses.
+
+    Example:
+        >>> kdist.checkpoint.save(model, "checkpoints", keep=3)
+        PosixPath('checkpoints/step-00000120')
+    """
+    target = target_of(directory, keep, compression)
+    return write(snapshots.snapshot(model, _step(model, step)), target)
+
+
+def target_of(directory: PathLike, keep: int | None, compression: Compression) -> Target:
+    """Where checkpoints go.
+
+    Raises:
+        ValueError: For a value that has no meaning.
+    """
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"keep is a number of checkpoints, or None for all. Received: {keep!r}")
+    if compression not in ("none", "zstd"):
+        raise ValueError(f"compression is 'none' or 'zstd'. Received: {compression!r}")
+    return Target(Path(directory), keep, compression)
+
+
+def _step(model: keras.Model, step: int | None) -> int:
+    if not model.built:
+        raise CheckpointError(
+            "The model has no weights yet. Build it, or train it, before it is saved. "
+            f"Received: model={model.name!r}"
+        )
+    if step is not None:
+        return step
+    optimizer = model.optimizer if model.compiled else None
+    return 0 if optimizer is None else int(optimizer.iterations)
+
+
+def latest(directory: PathLike) -> Path | None:
+    """The newest whole checkpoint of a directory; None if there is none.
+
+    Example:
+        >>> kdist.checkpoint.latest("checkpoints")
+        PosixPath('checkpoints/step-00000120')
+    """
+    found = directories.folders(Path(directory))
+    return found[-1] if found else None
+
+
+def restore(model: keras.Model, directory: PathLike, *, step: int | None = None) -> Restored:
+    """Gives a model the state of a checkpoint, whatever mesh, stages or levels it was saved on.
+
+    Each device reads the parts that it holds, and no more. A plain Keras model reads what a
+    parallel one saved, and the reverse. If the newest checkpoint is damaged, a line says what is
+    wrong with it, and the one before is taken.
+
+    Args:
+        model: Built; compiled if its optimizer is to go on.
+        directory: Of checkpoints, or one checkpoint's folder.
+        step: Which checkpoint; the newest by default. One that is asked for is not replaced by
+            another.
+
+    Returns:
+        Which checkpoint it was.
+
+    Raises:
+        CheckpointError: There is none, it is of another model, or all are damaged.
+
+    Example:
+        >>> kdist.checkpoint.restore(model, "checkpoints").step
+        120
+    """
+    if not model.built:
+        raise CheckpointError(
+            "The model has no weights yet to restore. Build it first, with an Input layer or "
+            f"model.build(shape). Received: model={model.name!r}"
+        )
+    prepare(model)
+
+    def load(folder: Path, manifest: Manifest) -> None:
+        snapshots.load(model, folder, manifest)
+
+    return first_whole(Path(directory), step, load)
+
+
+def prepare(model: keras.Model) -> None:
+    """Places a parallel model's weights, so that its devices read what is theirs."""
+    parallel = parallel_of(model)
+    if parallel is not None and parallel.layouts is None:
+        parallel.place()
+
+
+def first_whole(directory: Path, step: int | None, load: Any) -> Restored:
+    """The newest checkpoint that `load` takes; tells of those that are damaged.
+
+    Args:
+        directory: Of checkpoints, or one checkpoint's folder.
+        step: Which; None for the newest.
+        load: Called with a folder and its manifest.
+
+    Raises:
+        CheckpointError: See `restore`.
+    """
+    candidates = _candidates(directory, step)
+    for n, folder in enumerate(candidates):
+        try:
+            manifest = directories.load(folder)
+            load(folder, manifest)
+            return Restored(folder, manifest)
+        except DamagedError as error:
+            if n + 1 == len(candidates):
+                raise
+            warnings.warn(
+                f"{error}. The checkpoint before it is taken: {candidates[n + 1]}", stacklevel=3
+            )
+    raise CheckpointError(
+        "There is no whole checkpoint here. Name a directory that kdist.checkpoint.save or "
+        f"ShardedCheckpoint wrote to. Received: {directory}"
+        + (f", step={step}" if step is not None else "")
+    )
+
+
+def _candidates(directory: Path, step: int | None) -> list[Path]:
+    """Checkpoints that may be restored, the best first."""
+    if (directory / directories.MANIFEST).exists():
+        return [directory]
+    found = directories.folders(directory)[::-1]
+    if step is None:
+        return found
+    return [one for one in found if directories.step_of(one) == step][:1]

@@ -1,0 +1,62 @@
+"""Which array of a checkpoint belongs to which variable of a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from kdist.checkpoint.manifest import CheckpointError, SavedArray
+
+Wanted = tuple[str, tuple[int, ...]]
+"""Path and shape of a variable."""
+
+
+def match(saved: Sequence[SavedArray], wanted: Sequence[Wanted], what: str) -> list[SavedArray]:
+    """Finds the array of each variable.
+
+    By path, where paths are unique and the same ones. Otherwise in order, as Keras saves weights,
+    if paths differ in nothing but the numbers that Keras gives to layers without a name: a second
+    model of a process has `dense_2` where the first has `dense`.
+
+    Args:
+        saved: The arrays of a group.
+        wanted: The variables of the model, in Keras's order.
+        what: Of the group, for messages.
+
+    Returns:
+        One array per variable.
+
+    Raises:
+        CheckpointError: The checkpoint is of another model; says what differs.
+    """
+    by_path = {one.path: one for one in saved}
+    paths = [path for path, _ in wanted]
+    if len(by_path) == len(saved) and sorted(by_path) == sorted(paths):
+        found = [by_path[path] for path in paths]
+    elif [_plain(one.path) for one in saved] == [_plain(path) for path in paths]:
+        found = list(saved)
+    else:
+        raise CheckpointError(_difference([one.path for one in saved], paths, what))
+    for one, (path, shape) in zip(found, wanted):
+        if one.shape != shape:
+            raise CheckpointError(
+                f"A variable of the {what} has another shape in the checkpoint. Build the model as "
+                f"it was when it was saved. Received: {path!r} of shape {shape}, saved as "
+                f"{one.path!r} of shape {one.shape}"
+            )
+    return found
+
+
+def _plain(path: str) -> str:
+    """A path without the numbers of layers that have no name of their own."""
+    return re.sub(r"_\d+(?=[/_]|$)", "", path)
+
+
+def _difference(saved: Sequence[str], wanted: Sequence[str], what: str) -> str:
+    only_saved = [path for path in saved if path not in set(wanted)]
+    only_wanted = [path for path in wanted if path not in set(saved)]
+    return (
+        f"The checkpoint's {what} is another one. Build the model, and compile it with the "
+        f"optimizer, that were saved. Received: {len(wanted)} variables, {len(saved)} in the "
+        f"checkpoint; only in the model: {only_wanted[:3]}; only saved: {only_saved[:3]}"
+    )

@@ -1,0 +1,178 @@
+"""A model's whole state, as groups of variables; copied to the host, or read back from files."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kdist._compat import keras_optimizers
+from kdist.api.parallelize import parallel_of
+from kdist.checkpoint.directory import read_file
+from kdist.checkpoint.manifest import CheckpointError, Manifest, SavedArray
+from kdist.checkpoint.matching import match
+from kdist.checkpoint.store import Reader
+from kdist.checkpoint.variables import Boxes, one_part, restore, saved
+from kdist.checkpoint.writer import Snapshot
+
+import keras
+import numpy as np
+
+MODEL, OPTIMIZER, METRICS, COMPRESSION = "model", "optimizer", "metrics", "compression"
+CALLBACKS = "callbacks"
+"""Groups of a checkpoint."""
+
+Named = Sequence[tuple[str, Any]]
+"""Variables with their paths."""
+
+
+def groups_of(model: keras.Model) -> dict[str, Named]:
+    """The state of a model that trains on: its variables, by group, in Keras's order.
+
+    Args:
+        model: Built; parallelized or plain.
+
+    Returns:
+        Weights, statistics and seeds; if it is compiled and has trained, the optimizer's
+        variables, the metrics' ones, and what compression of gradients has not sent yet.
+    """
+    metrics = list(model.metrics_variables)
+    apart = {id(v) for v in metrics}
+    own = {id(v): v for v in model.variables if id(v) not in apart}
+    groups: dict[str, Named] = {MODEL: [(v.path, v) for v in own.values()]}
+    optimizer = model.optimizer if model.compiled else None
+    if optimizer is not None and optimizer.built:
+        groups[OPTIMIZER] = [(v.path, v) for v in optimizer.variables]
+    if metrics:
+        groups[METRICS] = [(v.path, v) for v in metrics]
+    if kept := _kept_by_compression(model):
+        groups[COMPRESSION] = kept
+    return groups
+
+
+def _kept_by_compression(model: keras.Model) -> Named:
+    parallel = parallel_of(model)
+    if parallel is None:
+        return []
+    position = {id(v): n for n, v in enumerate(model.trainable_variables)}
+    found = []
+    for (variable, start), state in parallel.low_rank.items():
+        for name in ("q", "errors", "steps"):
+            for s, one in getattr(state, name).items():
+                place = f"{position[variable]}{list(start)}"
+                found.append((f"{place}/{name}/slice{s}", one))
+    return sorted(found, key=lambda one: one[0])
+
+
+def snapshot(
+    model: keras.Model,
+    step: int,
+    progress: Mapping[str, Any] | None = None,
+    files: Mapping[str, bytes] | None = None,
+    arrays: Sequence[np.ndarray] = (),
+) -> Snapshot:
+    """Copies a model's state to host memory: each part once, from a device that holds it.
+
+    Args:
+        model: Built; parallelized or plain.
+        step: Training steps done.
+        progress: See `Manifest`.
+        files: Further files.
+        arrays: Further arrays, those that callbacks keep.
+    """
+    groups: dict[str, tuple[SavedArray, ...]] = {}
+    parts = []
+    for group, variables in groups_of(model).items():
+        found = []
+        for n, (path, variable) in enumerate(variables):
+            array, values = saved(f"{group}/{n}", Boxes.of(path, variable))
+            found.append(array)
+            parts += values
+        groups[group] = tuple(found)
+    if arrays:
+        kept = [one_part(f"{CALLBACKS}/{n}", array) for n, array in enumerate(arrays)]
+        groups[CALLBACKS] = tuple(array for array, _ in kept)
+        parts += [part for _, part in kept]
+    import kdist  # here, as kdist imports this module
+
+    manifest = Manifest(step, groups, dict(progress or {}), made_by=str(kdist.__version__))
+    return Snapshot(manifest, parts, dict(files or {}))
+
+
+def kept_arrays(folder: Path, manifest: Manifest) -> list[np.ndarray]:
+    """What `snapshot` got as `arrays`."""
+    reader = Reader(folder)
+    return [reader.read(one) for one in manifest.groups.get(CALLBACKS, ())]
+
+
+def load(model: keras.Model, folder: Path, manifest: Manifest, within_epoch: bool = False) -> None:
+    """Reads a checkpoint into a model: what each of its devices needs, and no more.
+
+    Args:
+        model: Built; parallelized or plain. Its optimizer is built if the checkpoint has state of
+            one.
+        folder: Of the checkpoint.
+        manifest: Its manifest.
+        within_epoch: Whether metrics go on too; Keras begins them anew at every epoch.
+
+    Raises:
+        CheckpointError: The checkpoint is of another model.
+        DamagedError: Files are missing or damaged; the model may hold a part of its values then.
+    """
+    optimizer = model.optimizer if model.compiled else None
+    if optimizer is not None and not optimizer.built and OPTIMIZER in manifest.groups:
+        with keras_optimizers.build_scope(optimizer):
+            optimizer.build(model.trainable_variables)
+    pairs = []
+    for group, variables in groups_of(model).items():
+        if group == METRICS and not within_epoch:
+            continue
+        pairs += _pairs(group, variables, manifest)
+    restore(pairs, Reader(folder))
+
+
+BEGINS_ANEW = {
+    METRICS: (
+        "The metrics are not those of the checkpoint: what they have counted so far is dropped."
+    ),
+    COMPRESSION: (
+        "The checkpoint was saved on another mesh, or with other compression: what compressed "
+        "gradients had not sent yet is dropped, and compression begins anew."
+    ),
+}
+
+
+def _pairs(group: str, variables: Named, manifest: Manifest) -> list[Any]:
+    """Arrays of a group, with the variables that get their values."""
+    arrays = manifest.groups.get(group)
+    if arrays is None:
+        if group == OPTIMIZER:
+            warnings.warn(
+                "The checkpoint was saved without an optimizer: the model's begins anew.",
+                stacklevel=5,
+            )
+        return []
+    wanted = [(path, tuple(int(n) for n in v.shape)) for path, v in variables]
+    try:
+        found = match(arrays, wanted, group)
+    except CheckpointError:
+        if group not in BEGINS_ANEW:
+            raise
+        warnings.warn(BEGINS_ANEW[group], stacklevel=5)
+        return []
+    return [(one, Boxes.of(path, v)) for one, (path, v) in zip(found, variables)]
+
+
+def check(folder: Path, manifest: Manifest) -> None:
+    """Reads all of a checkpoint, a part at a time.
+
+    Raises:
+        DamagedError: Files are missing or damaged; says which array.
+    """
+    reader = Reader(folder)
+    for name in manifest.files:
+        read_file(folder, manifest, name)
+    for _, array in manifest.arrays:
+        for part in array.parts:
+            reader.read(array, part.box)

@@ -1,0 +1,275 @@
+"""Where training data comes from, so that a run can go on in the middle of an epoch.
+
+Each source knows how to give an epoch from any of its batches on. Keras's own order of shuffled
+arrays cannot be known before, or repeated: here it follows from a seed and the epoch alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kdist.checkpoint.manifest import CheckpointError
+from kdist.runtime.keras_contract import as_spec
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+class Source:
+    """The training data of one `fit`.
+
+    Attributes:
+        seed: What the order of shuffled epochs follows from.
+        epoch: The epoch that is given now.
+        skipped: Batches of it that have been trained on before.
+        total: Batches that had been trained on before this `fit`.
+        consumes: Whether steps that are passed over take a batch, an empty one.
+    """
+
+    consumes = False
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.epoch = self.skipped = self.total = 0
+
+    def arguments(self) -> dict[str, Any]:
+        """What `fit` gets instead of its own data."""
+        raise NotImplementedError
+
+    def example(self) -> Any:
+        """Specs of a batch: (x,), (x, y) or (x, y, sample_weight)."""
+        raise NotImplementedError
+
+    @property
+    def steps(self) -> int | None:
+        """Batches of an epoch, None if nobody knows."""
+        raise NotImplementedError
+
+    def start(self, epoch: int, skipped: int) -> None:
+        """The next epoch, and how many of its batches are passed over."""
+        self.epoch, self.skipped = epoch, skipped
+
+    def resume(self, files: Mapping[str, bytes], total: int) -> None:
+        """Goes on where another run stopped.
+
+        Args:
+            files: What `files` returned there.
+            total: Batches that had been trained on.
+        """
+        self.total = total
+
+    def take(self, iterator: Any) -> None:
+        """Gets the iterator of an epoch whose first steps are passed over, before the others."""
+
+    def see(self, iterator: Any) -> None:
+        """Gets the iterator of the present epoch, before each step."""
+
+    def files(self, iterator: Any, within: bool) -> dict[str, bytes] | None:
+        """State that is saved beside the arrays, if there is any.
+
+        Args:
+            iterator: Of the present epoch.
+            within: Whether a run would go on within the epoch, not after it.
+
+        Returns:
+            Name -> content; None if this is no moment to save, and the end of the epoch is.
+        """
+        return {}
+
+
+class Arrays(Source):
+    """Arrays in memory, cut into batches in an order of their own for each epoch."""
+
+    consumes = True
+
+    def __init__(
+        self, data: tuple[Any, ...], batch_size: int, shuffle: Any, endless: bool, seed: int
+    ) -> None:
+        super().__init__(seed)
+        self.data = keras.tree.map_structure(_tensor, data)
+        self.rows = int(keras.tree.flatten(self.data)[0].shape[0])
+        self.batch_size, self.shuffle = batch_size, shuffle
+        self.consumes = not endless
+        self._endless = endless
+
+    @property
+    def steps(self) -> int | None:
+        """See `Source`."""
+        return None if self._endless else math.ceil(self.rows / self.batch_size)
+
+    def example(self) -> Any:
+        """See `Source`."""
+        return keras.tree.map_structure(
+            lambda t: keras.KerasTensor((None, *t.shape[1:]), t.dtype.name), self.data
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """See `Source`."""
+        numbers = tf.data.Dataset.from_generator(
+            self._batches, output_signature=tf.TensorSpec([None], tf.int64)
+        )
+        rows = numbers.map(
+            lambda n: keras.tree.map_structure(lambda t: tf.gather(t, n), self.data),
+            num_parallel_calls=tf.data.AUTOTUNE,
+        )
+        size = tf.data.INFINITE_CARDINALITY if self.steps is None else self.steps
+        rows = rows.apply(tf.data.experimental.assert_cardinality(size))
+        data = {"x": rows.prefetch(tf.data.AUTOTUNE), "y": None, "sample_weight": None}
+        return {**data, "shuffle": False}
+
+    def _batches(self) -> Iterator[np.ndarray]:
+        """Row numbers of each batch; none of rows for those that are passed over."""
+        if self._endless:
+            per_pass = math.ceil(self.rows / self.batch_size)
+            for n in itertools.count(self.total):
+                yield self.batch(*divmod(n, per_pass))
+        assert self.steps is not None
+        for n in range(self.steps):
+            yield self.batch(self.epoch, n)[: 0 if n < self.skipped else None]
+
+    def batch(self, epoch: int, number: int) -> np.ndarray:
+        """The rows of a batch."""
+        start = number * self.batch_size
+        return self._order(epoch)[start : start + self.batch_size]
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """The order of an epoch's rows; that of the last one is kept."""
+        if getattr(self, "_known", (None,))[0] != epoch:
+            self._known = epoch, self._shuffled(epoch)
+        return self._known[1]
+
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        rows = np.arange(self.rows)
+        draw = np.random.default_rng((self.seed, epoch))
+        if self.shuffle == "batch":
+            whole = self.rows // self.batch_size * self.batch_size
+            batches = draw.permutation(rows[:whole].reshape(-1, self.batch_size))
+            return np.concatenate([batches.ravel(), rows[whole:]])
+        return draw.permutation(rows) if self.shuffle else rows
+
+
+class Indexed(Source):
+    """A `keras.utils.PyDataset`, whose batches have numbers."""
+
+    def __init__(self, dataset: keras.utils.PyDataset, shuffle: bool, seed: int) -> None:
+        super().__init__(seed)
+        self.dataset, self.shuffle = dataset, shuffle
+        self.consumes = dataset.num_batches is not None
+        self._first = dataset[0]
+
+    @property
+    def steps(self) -> int | None:
+        """See `Source`."""
+        return self.dataset.num_batches
+
+    def example(self) -> Any:
+        """See `Source`."""
+        first = self._first if isinstance(self._first, list | tuple) else (self._first,)
+        return keras.tree.map_structure(as_spec, tuple(first))
+
+    def arguments(self) -> dict[str, Any]:
+        """See `Source`."""
+        return {"x": Ordered(self), "shuffle": False}
+
+    def __getitem__(self, number: int) -> Any:
+        """A batch of the present epoch; an empty one in place of those that are passed over."""
+        if self.steps is None:
+            return self.dataset[number + self.total]
+        if number < self.skipped:
+            return keras.tree.map_structure(lambda t: t[:0], self._first)
+        return self.dataset[int(self.order(self.epoch)[number])]
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The order of an epoch's batches."""
+        assert self.steps is not None
+        numbers = np.arange(self.steps)
+        draw = np.random.default_rng((self.seed, epoch))
+        return draw.permutation(numbers) if self.shuffle else numbers
+
+
+class Ordered(keras.utils.PyDataset):
+    """The batches of an indexed source, in its order."""
+
+    def __init__(self, source: Indexed) -> None:
+        inner = source.dataset
+        super().__init__(inner.workers, inner.use_multiprocessing, inner.max_queue_size)
+        self.source = source
+
+    def __getitem__(self, index: int) -> Any:
+        """See `keras.utils.PyDataset`."""
+        return self.source[index]
+
+    @property
+    def num_batches(self) -> int | None:
+        """See `keras.utils.PyDataset`."""
+        return self.source.steps
+
+    def on_epoch_begin(self) -> None:
+        """See `keras.utils.PyDataset`."""
+        self.source.dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """See `keras.utils.PyDataset`."""
+        self.source.dataset.on_epoch_end()
+
+
+class Generated(Source):
+    """A generator: what it has given before is read once more and dropped."""
+
+    def __init__(self, generator: Any, seed: int) -> None:
+        super().__init__(seed)
+        first = next(generator)
+        self._first = first if isinstance(first, tuple) else (first,)
+        self.generator = itertools.chain([first], generator)
+
+    @property
+    def steps(self) -> int | None:
+        """See `Source`."""
+        return None
+
+    def example(self) -> Any:
+        """See `Source`."""
+        return keras.tree.map_structure(as_spec, self._first)
+
+    def arguments(self) -> dict[str, Any]:
+        """See `Source`."""
+        return {"x": (batch for batch in self.generator)}
+
+    def resume(self, files: Mapping[str, bytes], total: int) -> None:
+        """See `Source`.
+
+        Raises:
+            CheckpointError: It ends before.
+        """
+        super().resume(files, total)
+        warnings.warn(
+            f"A generator cannot be told where to begin: its first {total} batches are read once "
+            "more and passed over. It has to give the same ones.",
+            stacklevel=2,
+        )
+        passed = sum(1 for _ in itertools.islice(self.generator, total))
+        if passed < total:
+            raise CheckpointError(
+                "The generator ended before the batch at which training goes on. Give fit the "
+                f"generator that the run began with. Received: {passed} batches of {total}"
+            )
+
+
+def _tensor(value: Any) -> Any:
+    """An array as Keras feeds it: on the host, floats in Keras's floatx."""
+    if not isinstance(value, tf.Tensor | tf.RaggedTensor):
+        value = np.asarray(value)
+        if value.dtype == object:
+            raise CheckpointError(
+                "Data of Python objects has no positions. Make arrays, or a tf.data.Dataset, of "
+                f"it. Received: an array of dtype object and shape {value.shape}"
+            )
+    with tf.device("CPU:0"):
+        tensor = tf.identity(value) if isinstance(value, tf.RaggedTensor) else value
+        tensor = tf.convert_to_tensor(tensor) if isinstance(tensor, np.ndarray) else tensor
+        return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor

@@ -1,0 +1,137 @@
+"""A `tf.data.Dataset` as training data: its iterators are saved, and its shuffles go on."""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kdist.checkpoint.sources import Source
+from kdist.runtime.keras_contract import as_spec
+
+import keras
+import tensorflow as tf
+
+STATE = "data-iterator"
+"""Name of the files with the state of an iterator."""
+
+MADE = "data-iterators-made"
+"""Name of the file that says how many iterators had been made."""
+
+SEEDS = b"num_random_samples"
+"""What TensorFlow calls, in an iterator's state, how much a shuffle has drawn."""
+
+
+class Pipeline(Source):
+    """A `tf.data.Dataset`.
+
+    Every iterator that is made of a dataset draws the seeds of its shuffles from one sequence, so
+    an epoch's order follows from how many there were before. That number is saved, and as many are
+    made when a run goes on. Within an epoch the iterator's state is saved too, which says how far
+    the sequence is, unless the last batches of the epoch wait in buffers: shuffles that have
+    nothing left say nothing. Then is no moment to save; the end of the epoch is.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, seed: int) -> None:
+        super().__init__(seed)
+        self.made = 0
+        self.dataset = self._counting(dataset)
+        self._state: Mapping[str, bytes] = {}
+        self._made_before = 0
+        self._shuffles: int | None = None
+        self._seen = 0
+        self._cannot = False
+
+    def _counting(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """The same dataset, whose iterators are counted."""
+        base: Any = type(dataset)
+
+        def count(one: Any) -> Any:
+            self.made += 1
+            return base.__iter__(one)
+
+        counted = copy.copy(dataset)
+        counted.__class__ = type(base.__name__, (base,), {"__iter__": count})
+        return counted
+
+    @property
+    def steps(self) -> int | None:
+        """See `Source`."""
+        size = int(self.dataset.cardinality())
+        return size if size >= 0 else None
+
+    def example(self) -> Any:
+        """See `Source`."""
+        spec = self.dataset.element_spec
+        return keras.tree.map_structure(as_spec, spec if isinstance(spec, tuple) else (spec,))
+
+    def arguments(self) -> dict[str, Any]:
+        """See `Source`."""
+        return {"x": self.dataset}
+
+    def resume(self, files: Mapping[str, bytes], total: int) -> None:
+        """See `Source`."""
+        super().resume(files, total)
+        self._state = {name: files[name] for name in files if name.startswith(STATE + ".")}
+        self._made_before = json.loads(files.get(MADE, b"0"))
+
+    def start(self, epoch: int, skipped: int) -> None:
+        """See `Source`."""
+        super().start(epoch, skipped)
+        self._seen = 0
+        self.consumes = bool(skipped) and not self._state
+        # The epoch's own comes after this.
+        for _ in range(self._made_before - self.made - (1 if skipped else 0)):
+            iter(self.dataset)
+        self._made_before = 0
+
+    def take(self, iterator: Any) -> None:
+        """See `Source`."""
+        if self._state:
+            with tempfile.TemporaryDirectory() as folder:
+                for name, content in self._state.items():
+                    (Path(folder) / name).write_bytes(content)
+                tf.train.Checkpoint(iterator=iterator).read(f"{folder}/{STATE}")
+            self._state = {}
+
+    def see(self, iterator: Any) -> None:
+        """See `Source`."""
+        self._seen += 1
+        if self._seen == 2 and self._shuffles is None and not self._cannot:
+            self._shuffles = _shuffles(self._saved(iterator))
+
+    def files(self, iterator: Any, within: bool) -> dict[str, bytes] | None:
+        """See `Source`."""
+        made = {MADE: json.dumps(self.made).encode()}
+        if not within or self._cannot:
+            return made
+        state = self._saved(iterator)
+        if state and self._shuffles is not None and _shuffles(state) < self._shuffles:
+            return None
+        return {**state, **made}
+
+    def _saved(self, iterator: Any) -> dict[str, bytes]:
+        """The state of an iterator; {} if it has none that can be saved, which is told once."""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                tf.train.Checkpoint(iterator=iterator).write(f"{folder}/{STATE}")
+            except tf.errors.OpError as error:
+                self._cannot = True
+                reason = str(error.message).split("} ")[-1].split(" [Op")[0]
+                warnings.warn(
+                    "The position in this tf.data.Dataset cannot be saved. A run that goes on "
+                    "reads the epoch's batches once more and passes over them: it has to give the "
+                    f"same ones in the same order. Received: {reason}",
+                    stacklevel=2,
+                )
+                return {}
+            return {one.name: one.read_bytes() for one in Path(folder).iterdir()}
+
+
+def _shuffles(state: Mapping[str, bytes]) -> int:
+    """Of how many shuffles a state says how much they have drawn."""
+    return sum(content.count(SEEDS) for content in state.values())

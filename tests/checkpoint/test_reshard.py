@@ -1,0 +1,199 @@
+"""From any mesh, level and placement to any other: the state to the bit, and the losses after."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import kdist
+from kdist.checkpoint import store
+
+import keras
+import numpy as np
+import pytest
+
+from ..equivalence.harness import precision
+from ..equivalence.matrix import product, spread
+from .kinds import KINDS, Kind, adam, state, train
+
+NAMES = tuple(KINDS)
+DEFAULT = [
+    ("plain", "data2-model2-level3"),
+    ("data3-level1", "split-model"),
+    ("data4-level2", "plain"),
+    ("data2-model2-level3", "data3-level1"),
+    ("pipe2-data2-level1", "data4-level3"),
+    ("split-model", "host-table"),
+]
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with precision("float64"):
+        yield
+
+
+@functools.cache
+def run(name: str):
+    """A checkpoint after an epoch; the state then; the losses of the next epoch."""
+    model = KINDS[name].model()
+    train(model, 1)
+    directory = tempfile.mkdtemp()
+    kdist.checkpoint.save(model, directory)
+    return Path(directory), state(model), train(model, 1)
+
+
+@pytest.mark.parametrize(("source", "target"), spread(product(NAMES, NAMES), DEFAULT))
+def test_training_goes_on_anywhere(source, target):
+    directory, saved, losses = run(source)
+    model = KINDS[target].model()
+    restored = kdist.checkpoint.restore(model, directory)
+    assert restored.step == 4
+    for a, b in zip(saved, state(model), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_allclose(train(model, 1), losses, rtol=1e-9)
+
+
+def test_a_model_that_trains_already_goes_back():
+    """Local optimizers, rows and vectors of buckets exist by then."""
+    directory, saved, losses = run("data4-level2")
+    model = KINDS["data2-model2-level3"].model()
+    train(model, 2)
+    kdist.checkpoint.restore(model, directory)
+    for a, b in zip(saved, state(model), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_allclose(train(model, 1), losses, rtol=1e-9)
+
+
+def test_each_part_is_written_once_and_what_a_device_needs_is_read_once():
+    """At level 3 on two by two devices, no file has a copy, and nothing is read twice."""
+    model = KINDS["data2-model2-level3"].model()
+    train(model, 1)
+    directory = tempfile.mkdtemp()
+    folder = kdist.checkpoint.save(model, directory)
+    manifest = kdist.checkpoint.directory.load(folder)
+    for _, array in manifest.arrays:
+        assert sum(np.prod(p.shape, dtype=int) for p in array.parts) == array.elements
+    kernel = next(a for a in manifest.groups["model"] if a.path == "up/kernel")
+    assert {part.shape for part in kernel.parts} == {(4, 16)}
+
+
+def wide(level: int) -> keras.Model:
+    """Kernels that are large beside what else a checkpoint has to say."""
+    keras.utils.set_random_seed(2)
+    layers = [keras.layers.Dense(256, name=f"wide{n}") for n in range(3)]
+    model = keras.Sequential([keras.Input((256,)), *layers], name="wide")
+    mesh = kdist.mesh(data=2, model=2)
+    optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0)
+    layouts = {".*kernel": (None, "model")}
+    kdist.parallelize(
+        model, kdist.ParallelConfig(mesh=mesh, layout_map=layouts, optimizer=optimizer)
+    )
+    model.compile("adam", "mse")
+    return model
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_bytes_written_and_read_are_those_of_the_parts(tmp_path, level):
+    model = wide(3)
+    x = np.ones((8, 256))
+    model.fit(x, x, verbose=0)
+    folder = kdist.checkpoint.save(model, tmp_path)
+    manifest = kdist.checkpoint.directory.load(folder)
+    arrays = sum(
+        a.elements * store.dtype_of(a.dtype).itemsize
+        for group in ("model", "optimizer")
+        for a in manifest.groups[group]
+    )
+    files = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    assert arrays < files < 1.05 * arrays
+    other = wide(level)
+    before = store.bytes_read()
+    kdist.checkpoint.restore(other, tmp_path)
+    assert arrays < store.bytes_read() - before < 1.05 * arrays
+
+
+def test_16_bit_moments_and_loss_scale_come_back():
+    kinds = [
+        Kind(
+            mesh,
+            level,
+            optimizer=lambda: keras.optimizers.LossScaleOptimizer(
+                adam(), initial_scale=64.0, dynamic_growth_steps=3
+            ),
+        )
+        for mesh, level in (({"data": 2}, 1), ({"data": 4}, 3))
+    ]
+    model = kinds[0].model()
+    train(model, 1)
+    directory = tempfile.mkdtemp()
+    kdist.checkpoint.save(model, directory)
+    saved = state(model)
+    other = kinds[1].model()
+    kdist.checkpoint.restore(other, directory)
+    for a, b in zip(saved, state(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_allclose(train(other, 1), train(model, 1), rtol=1e-9)
+
+
+def test_compressed_gradients_go_on_with_what_they_had_not_sent():
+    def compressed():
+        return {
+            "compression": kdist.CompressionConfig(patterns={".*kernel": kdist.PowerSGD(rank=2)})
+        }
+
+    kind = Kind({"data": 2}, config=compressed)
+    model = kind.model()
+    train(model, 1)
+    directory = tempfile.mkdtemp()
+    kdist.checkpoint.save(model, directory)
+    same = kind.model()
+    train(same, 1)  # what compression keeps exists after the first step
+    kdist.checkpoint.restore(same, directory)
+    np.testing.assert_allclose(train(same, 1), train(model, 1), rtol=1e-12)
+    other = Kind({"data": 4}, config=compressed).model()
+    train(other, 1)
+    with pytest.warns(UserWarning, match="compression begins anew"):
+        kdist.checkpoint.restore(other, directory)
+
+
+def test_another_model_is_refused_and_stays_as_it_was():
+    directory, *_ = run("plain")
+    other = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    other.compile("adam", "mse")
+    before = other.get_weights()
+    with pytest.raises(kdist.checkpoint.CheckpointError, match="another one"):
+        kdist.checkpoint.restore(other, directory)
+    for a, b in zip(before, other.get_weights()):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before():
+    model = KINDS["data4"].model()
+    train(model, 1)
+    directory = tempfile.mkdtemp()
+    good = kdist.checkpoint.save(model, directory)
+    before = state(model)
+    train(model, 1)
+    bad = kdist.checkpoint.save(model, directory)
+    for file in (bad / store.FOLDER / "d").iterdir():
+        file.write_bytes(file.read_bytes()[:40])
+    with pytest.warns(UserWarning, match="cannot be read.*before it is taken"):
+        assert kdist.checkpoint.restore(model, directory).folder == good
+    for a, b in zip(before, state(model), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(kdist.checkpoint.CheckpointError, match="cannot be read"):
+        kdist.checkpoint.restore(model, directory, step=8)
+
+
+def test_what_is_not_there_is_said(tmp_path):
+    model = KINDS["plain"].model()
+    with pytest.raises(kdist.checkpoint.CheckpointError, match="no whole checkpoint"):
+        kdist.checkpoint.restore(model, tmp_path)
+    assert kdist.checkpoint.latest(tmp_path) is None
+    unbuilt = keras.Sequential([keras.layers.Dense(2)])
+    with pytest.raises(kdist.checkpoint.CheckpointError, match="no weights yet"):
+        kdist.checkpoint.save(unbuilt, tmp_path)
+    with pytest.raises(ValueError, match="keep is a number"):
+        kdist.checkpoint.save(model, tmp_path, keep=0)
