@@ -1,0 +1,206 @@
+"""`fit` goes on in the middle of an epoch, and ends as one that never stopped, to the bit."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import kdist
+from kdist.callbacks import ShardedCheckpoint
+from kdist.checkpoint import directory as directories
+
+import keras
+import numpy as np
+import pytest
+
+from ..equivalence.matrix import product, spread
+from .runs import STEPS, build, run
+
+MESHES = {"data2": {"data": 2}, "data2_model2": {"data": 2, "model": 2}}
+KINDS = (
+    "arrays",
+    "weighted",
+    "split",
+    "endless",
+    "batches",
+    "workers",
+    "dataset",
+    "unknown",
+    "python",
+    "repeated",
+    "generator",
+)
+STOPS = (4, STEPS - 1, STEPS, STEPS + 1, 2 * STEPS + 3)
+DEFAULT = [
+    ("arrays", 10, "data2_model2"),
+    ("batches", 4, "data2"),
+    ("dataset", 7, "data2"),
+    ("unknown", 7, "data2"),
+    ("generator", 4, "data2"),
+]
+
+
+@functools.cache
+def unbroken(kind: str, mesh: str):
+    return run(build(MESHES[mesh], 1), ShardedCheckpoint(tempfile.mkdtemp(), every_steps=3), kind)
+
+
+@pytest.mark.filterwarnings("ignore:.*shuffle=True", "ignore:A generator", "ignore:The position")
+@pytest.mark.filterwarnings("ignore:Your input ran out")
+@pytest.mark.parametrize(
+    ("kind", "stop", "mesh"), spread(sorted({*product(KINDS, STOPS, MESHES), *DEFAULT}), DEFAULT)
+)
+def test_a_run_that_stopped_ends_as_one_that_did_not(tmp_path, kind, stop, mesh):
+    whole = unbroken(kind, mesh)
+    first = run(build(MESHES[mesh], 1), ShardedCheckpoint(tmp_path, every_steps=3), kind, stop)
+    saver = ShardedCheckpoint(tmp_path, every_steps=3, resume=True)
+    second = run(build(MESHES[mesh], 1), saver, kind)
+    done = saver.restored.step if saver.restored else 0
+    assert stop - 3 <= done < stop
+    assert first["steps"] == whole["steps"][:stop]
+    assert second["steps"] == whole["steps"]  # the callback's state, and what came after
+    assert second["epochs"] == whole["epochs"]
+    assert second["history"] == whole["history"]
+    for a, b in zip(second["weights"], whole["weights"], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_on_another_mesh_and_with_several_steps_per_call(tmp_path):
+    """Without dropout and statistics, which replicas do not have in common."""
+
+    def model(mesh, level, **options):
+        keras.utils.set_random_seed(4)
+        inputs = keras.Input((6,))
+        x = keras.layers.Dense(8, activation="tanh", name="up")(inputs)
+        one = keras.Model(inputs, keras.layers.Dense(3, name="head")(x))
+        optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0)
+        kdist.parallelize(one, kdist.ParallelConfig(mesh=kdist.mesh(**mesh), optimizer=optimizer))
+        one.compile(keras.optimizers.SGD(0.1, 0.9), "mse", metrics=["mae"], **options)
+        return one
+
+    whole = run(model({"data": 2}, 0), ShardedCheckpoint(tmp_path / "a"), "arrays")
+    part = ShardedCheckpoint(tmp_path / "b", every_steps=2, keep=None)
+    run(model({"data": 4}, 3), part, "arrays", stop=STEPS + 3)
+    saver = ShardedCheckpoint(tmp_path / "b", resume=True)
+    rest = run(model({"data": 2}, 1, steps_per_execution=2), saver, "arrays")
+    assert saver.restored.step == STEPS + 2
+    for name, values in whole["history"].items():
+        np.testing.assert_allclose(rest["history"][name], values, rtol=1e-5)
+    other = model({"data": 2}, 0, steps_per_execution=3)
+    for one in directories.folders(tmp_path / "b"):
+        if directories.step_of(one) > STEPS + 2:
+            directories.remove(one)
+    with pytest.raises(kdist.checkpoint.CheckpointError, match="steps_per_execution"):
+        run(other, ShardedCheckpoint(tmp_path / "b", resume=True), "arrays")
+
+
+def test_a_run_that_ended_is_not_run_again(tmp_path):
+    model = build({"data": 2}, 0)
+    stopping = keras.callbacks.EarlyStopping(monitor="loss", patience=0, min_delta=100)
+    whole = run(model, ShardedCheckpoint(tmp_path), "arrays", epochs=5, also=[stopping])
+    assert len(whole["epochs"]) == 2
+    again = build({"data": 2}, 0)
+    stopping = keras.callbacks.EarlyStopping(monitor="loss", patience=0, min_delta=100)
+    saver = ShardedCheckpoint(tmp_path, resume=True)
+    second = run(again, saver, "arrays", epochs=5, also=[stopping])
+    assert second["steps"] == whole["steps"]
+    assert second["history"] == whole["history"]
+    for a, b in zip(second["weights"], whole["weights"], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_which_checkpoints_stay(tmp_path):
+    saver = ShardedCheckpoint(tmp_path, every_steps=2, keep=2, monitor="loss", mode="max")
+    run(build({"data": 2}, 0), saver, "arrays")
+    steps = [directories.step_of(one) for one in directories.folders(tmp_path)]
+    assert steps == [2, 16, 18]  # the first has the largest loss
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"every_steps": 0}, "every_steps is a number"),
+        ({"monitor": "entropy"}, "mode says whether"),
+        ({"keep": -1}, "keep is a number"),
+        ({"compression": "gzip"}, "compression is"),
+    ],
+)
+def test_values_without_a_meaning_are_refused(tmp_path, options, text):
+    with pytest.raises(ValueError, match=f"{text}.*Received: "):
+        ShardedCheckpoint(tmp_path, **options)
+
+
+def test_a_plain_model_is_refused(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"kdist\.parallelize"):
+        model.fit(np.ones((2, 2)), np.ones(2), verbose=0, callbacks=[ShardedCheckpoint(tmp_path)])
+
+
+def test_a_generator_that_ends_early_is_refused(tmp_path):
+    run(build({"data": 2}, 0), ShardedCheckpoint(tmp_path, every_steps=3), "generator", stop=8)
+    model = build({"data": 2}, 0)
+    short = ((np.ones((8, 6)), np.ones((8, 3))) for _ in range(3))
+    with (
+        pytest.raises(kdist.checkpoint.CheckpointError, match="ended before"),
+        pytest.warns(UserWarning, match="A generator"),
+    ):
+        saver = ShardedCheckpoint(tmp_path, resume=True)
+        model.fit(short, epochs=3, steps_per_epoch=STEPS, verbose=0, callbacks=[saver])
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error(tmp_path):
+    saver = ShardedCheckpoint(tmp_path / "file" / "checkpoints")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match="file"):
+        run(build({"data": 2}, 0), saver, "arrays")
+
+
+SCRIPT = """
+import json, sys
+sys.path.insert(0, {checkout!r})
+import kdist
+kdist.init(cpu_devices=4)
+from tests.checkpoint.runs import build, run
+saver = kdist.callbacks.ShardedCheckpoint({directory!r}, every_steps=2, resume=True)
+found = run(build({{"data": 2}}, 1), saver, "arrays", epochs=6)
+print(json.dumps([found["history"], [float(w.sum()) for w in found["weights"]]]))
+"""
+
+
+@pytest.mark.long
+def test_twenty_kills_of_training(tmp_path):
+    """Each at a moment that chance picks, from the import to the last write."""
+    checkout = str(Path(__file__).resolve().parents[2])
+
+    def start(directory):
+        code = SCRIPT.format(checkout=checkout, directory=str(directory))
+        environment = {**os.environ, "PYTHONPATH": checkout}
+        return subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+
+    process = start(tmp_path / "whole")
+    whole = process.communicate()[0].splitlines()[-1]
+    draw = random.Random(1)
+    for _ in range(20):
+        process = start(tmp_path / "killed")
+        begun = time.monotonic()
+        wait = 4 + 8 * draw.random()
+        while process.poll() is None and time.monotonic() < begun + wait:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    final = start(tmp_path / "killed").communicate()[0].splitlines()[-1]
+    assert final == whole
