@@ -12,6 +12,7 @@ Example:
 
 # Before anything that imports TensorFlow or Keras; the order of these imports matters.
 from kdist._compat.environment import init, prepare
+from kdist._compat.version import VERSION
 
 prepare()
 
@@ -36,7 +37,7 @@ from kdist.sharding.mesh import mesh  # noqa: E402
 from kdist.stages.stages import set_stage  # noqa: E402
 from kdist.verification import Verification, VerificationError, verify  # noqa: E402
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "CompressionConfig",

@@ -2,5 +2,6 @@
 
 from kdist.checkpoint.checkpoints import Restored, latest, restore, save
 from kdist.checkpoint.manifest import CheckpointError
+from kdist.checkpoint.one_file import consolidate
 
-__all__ = ["CheckpointError", "Restored", "latest", "restore", "save"]
+__all__ = ["CheckpointError", "Restored", "consolidate", "latest", "restore", "save"]

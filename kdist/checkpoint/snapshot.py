@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kdist._compat import keras_optimizers
+from kdist._compat.version import VERSION
 from kdist.api.parallelize import parallel_of
 from kdist.checkpoint.directory import read_file
+from kdist.checkpoint.keras_description import FILE, KerasDescription
 from kdist.checkpoint.manifest import CheckpointError, Manifest, SavedArray
 from kdist.checkpoint.matching import match
 from kdist.checkpoint.store import Reader
@@ -83,7 +85,8 @@ def snapshot(
     """
     groups: dict[str, tuple[SavedArray, ...]] = {}
     parts = []
-    for group, variables in groups_of(model).items():
+    variables_of = groups_of(model)
+    for group, variables in variables_of.items():
         found = []
         for n, (path, variable) in enumerate(variables):
             array, values = saved(f"{group}/{n}", Boxes.of(path, variable))
@@ -94,10 +97,9 @@ def snapshot(
         kept = [one_part(f"{CALLBACKS}/{n}", array) for n, array in enumerate(arrays)]
         groups[CALLBACKS] = tuple(array for array, _ in kept)
         parts += [part for _, part in kept]
-    import kdist  # here, as kdist imports this module
-
-    manifest = Manifest(step, groups, dict(progress or {}), made_by=str(kdist.__version__))
-    return Snapshot(manifest, parts, dict(files or {}))
+    manifest = Manifest(step, groups, dict(progress or {}), made_by=VERSION)
+    described = {FILE: KerasDescription.of(model, variables_of).to_bytes()}
+    return Snapshot(manifest, parts, {**described, **(files or {})})
 
 
 def kept_arrays(folder: Path, manifest: Manifest) -> list[np.ndarray]:

@@ -16,7 +16,8 @@ from kdist._compat import keras_optimizers, keras_trainer
 from kdist.optimizer.shared_steps import SharedSteps
 from kdist.plan.bucket import Piece
 from kdist.sharding.placement import Index, covers
-from kdist.storage.variables import Part, Rows, assemble, backing_of, become_view, scattered
+from kdist.storage.row_views import Rows, scattered
+from kdist.storage.variables import Part, assemble, backing_of, become_view
 
 import keras
 import numpy as np

@@ -10,7 +10,8 @@ from kdist.optimizer.compressed import bucket_vectors
 from kdist.optimizer.gradients import GradientSource
 from kdist.optimizer.update_jobs import Jobs
 from kdist.plan.bucket import Bucket
-from kdist.storage.variables import RowsBacking, backing_of
+from kdist.storage.row_views import RowsBacking
+from kdist.storage.variables import backing_of
 
 import tensorflow as tf
 

@@ -15,8 +15,9 @@ from typing import Any
 
 from kdist._compat import dtensor_internals, function_graphs, keras_optimizers
 from kdist._compat.keras_trainer import KEY
+from kdist.storage.row_views import RowsBacking
 from kdist.storage.sparse import is_sparse
-from kdist.storage.variables import RowsBacking, backing_of
+from kdist.storage.variables import backing_of
 
 import keras
 import tensorflow as tf

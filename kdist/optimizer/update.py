@@ -26,8 +26,9 @@ from kdist.optimizer.update_jobs import Jobs
 from kdist.optimizer.wrappers import row_updates, unwrap, whole_updates
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, UpdateUnit
+from kdist.storage.row_views import RowsBacking
 from kdist.storage.sparse import is_sparse
-from kdist.storage.variables import RowsBacking, Stored, backing_of
+from kdist.storage.variables import Stored, backing_of
 
 import keras
 import tensorflow as tf

@@ -26,7 +26,8 @@ from kdist.sharding.placement import (
     relative,
     shape_of,
 )
-from kdist.storage.variables import Stored, assemble, make_local, rows_view
+from kdist.storage.row_views import rows_view
+from kdist.storage.variables import Stored, assemble, make_local
 
 import keras
 import tensorflow as tf

@@ -23,7 +23,8 @@ from typing import Any
 
 from kdist._compat import keras_trainer
 from kdist.sharding.placement import Coordinate, Placement, UpdateUnit, shape_of
-from kdist.storage.variables import RowsBacking, become_view, make_local
+from kdist.storage.row_views import RowsBacking
+from kdist.storage.variables import become_view, make_local
 
 import keras
 import tensorflow as tf

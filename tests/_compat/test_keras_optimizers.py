@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kdist._compat import keras_optimizers
-from kdist.storage.variables import rows_view
+from kdist.storage.row_views import rows_view
 
 import keras
 import numpy as np

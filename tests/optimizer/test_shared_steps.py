@@ -8,10 +8,11 @@ from typing import Any
 import kdist
 from kdist._compat.run_metadata import function_graphs
 from kdist.api.parallelize import attached
-from kdist.optimizer.local import ELEMENTWISE, LocalOptimizer, _Vectors
+from kdist.optimizer.local import ELEMENTWISE, LocalOptimizer, Vectors
 from kdist.optimizer.shared_steps import SharedSteps
 from kdist.plan.bucket import Piece
-from kdist.storage.variables import RowsBacking, backing_of, make_local, rows_view
+from kdist.storage.row_views import RowsBacking, rows_view
+from kdist.storage.variables import backing_of, make_local
 
 import keras
 import numpy as np
@@ -157,7 +158,7 @@ def test_making_optimizers_reads_no_parameter(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_vector_of_which_only_pieces_are_known_keeps_the_rest() -> None:
     flat = keras.Variable([1.0, 2.0, 3.0, 4.0])
-    vectors = _Vectors()
+    vectors = Vectors()
     vectors.put("CPU:0", Piece(flat, 2, (1,)), np.array([7.0]))
     vectors.put("CPU:0", Piece(flat, 0, (1,)), np.array([8.0]))
     vectors.finish()

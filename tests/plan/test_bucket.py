@@ -9,7 +9,7 @@ from kdist.plan.bucket import Bucket, FlatRows, Piece, flat_view, make_buckets
 from kdist.sharding.layout import WeightLayout
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Placement, assign_owners, place
-from kdist.storage.variables import Rows
+from kdist.storage.row_views import Rows
 
 import keras
 import numpy as np

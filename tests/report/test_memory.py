@@ -99,7 +99,8 @@ def _address(variable: keras.Variable) -> int:
 
 
 def test_views_own_nothing_and_codes_are_what_is_kept() -> None:
-    from kdist.storage.variables import make_local, rows_view
+    from kdist.storage.row_views import rows_view
+    from kdist.storage.variables import make_local
 
     variable = keras.Variable(np.zeros((4, 2), np.float32))
     local = make_local(variable, tf.zeros((4, 2)))
