@@ -15,7 +15,7 @@ from kdist.checkpoint.keras_description import FILE, KerasDescription
 from kdist.checkpoint.manifest import CheckpointError, Manifest, SavedArray
 from kdist.checkpoint.matching import match
 from kdist.checkpoint.store import Reader
-from kdist.checkpoint.variables import Boxes, one_part, restore, saved
+from kdist.checkpoint.variables import Boxes, HostCopies, one_part, restore, saved
 from kdist.checkpoint.writer import Snapshot
 
 import keras
@@ -85,11 +85,11 @@ def snapshot(
     """
     groups: dict[str, tuple[SavedArray, ...]] = {}
     parts = []
-    variables_of = groups_of(model)
+    variables_of, copies = groups_of(model), HostCopies()
     for group, variables in variables_of.items():
         found = []
         for n, (path, variable) in enumerate(variables):
-            array, values = saved(f"{group}/{n}", Boxes.of(path, variable))
+            array, values = saved(f"{group}/{n}", Boxes.of(path, variable), copies)
             found.append(array)
             parts += values
         groups[group] = tuple(found)

@@ -73,16 +73,35 @@ def as_box(bounds: Sequence[tuple[int, int]]) -> Box:
     return tuple(slice(a, b) for a, b in bounds)
 
 
-def saved(key: str, boxes: Boxes) -> tuple[SavedArray, list[tuple[SavedPart, np.ndarray]]]:
-    """What a checkpoint says of a variable, and the values of its parts, copied to the host."""
+class HostCopies:
+    """Values of parts, copied to the host; vectors of buckets once, for all their pieces."""
+
+    def __init__(self) -> None:
+        self._vectors: dict[int, np.ndarray] = {}
+
+    def of(self, target: Any) -> np.ndarray:
+        """The values of what holds a part."""
+        if isinstance(target, Piece):
+            key = id(target.flat)
+            if key not in self._vectors:
+                self._vectors[key] = self.of(target.flat)
+            stop = target.start + math.prod(target.shape)
+            return self._vectors[key][target.start : stop].reshape(target.shape)
+        value = target if isinstance(target, tf.Variable) else target.value
+        return np.asarray(tf.convert_to_tensor(value).numpy())
+
+
+def saved(
+    key: str, boxes: Boxes, copies: HostCopies
+) -> tuple[SavedArray, list[tuple[SavedPart, np.ndarray]]]:
+    """What a checkpoint says of a variable, and the values of its parts."""
     found = []
     for n, (box, part) in enumerate(boxes.disjoint):
         shape = tuple(one.stop - one.start for one in box)
         if math.prod(shape) == 0 and boxes.shape and math.prod(boxes.shape):
             continue  # a device without rows of a table that is split by hand
         written = SavedPart(f"{key}/{n}", tuple(one.start for one in box), shape)
-        values = tf.convert_to_tensor(_value(part.target)).numpy()
-        found.append((written, np.ascontiguousarray(values).reshape(shape)))
+        found.append((written, copies.of(part.target).reshape(shape)))
     array = SavedArray(boxes.path, boxes.shape, boxes.dtype, tuple(part for part, _ in found))
     return array, found
 
@@ -91,10 +110,6 @@ def one_part(key: str, values: np.ndarray) -> tuple[SavedArray, tuple[SavedPart,
     """What a checkpoint says of an array that is no variable, and its values."""
     part = SavedPart(key, (0,) * values.ndim, values.shape)
     return SavedArray(key, values.shape, values.dtype.name, (part,)), (part, values.copy())
-
-
-def _value(target: Any) -> Any:
-    return target if isinstance(target, tf.Variable) else target.value
 
 
 def restore(pairs: Sequence[tuple[SavedArray, Boxes]], reader: Reader) -> None:
