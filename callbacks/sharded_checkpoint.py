@@ -179,11 +179,11 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback`."""
-        if self.every_steps is None or self._position is None:
+        if self._position is None:
             return
-        position, steps = self._position, self.params.get("steps")
-        every = self.every_steps
-        self._due = self._due or position.total // every > position.last // every
+        position, steps, every = self._position, self.params.get("steps"), self.every_steps
+        if every is not None and position.total // every > position.last // every:
+            self._due = True
         if self._due and position.batch != steps:
             self._save(position.epoch, position.batch, logs)
 
@@ -205,9 +205,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         assert self._position is not None and self._states is not None
         position = self._position
         files = position.source.files(position.iterator, within=batch > 0)
+        self._due = files is None
         if files is None:
-            return  # it stays due, and is saved at the end of the epoch at the latest
-        self._due = False
+            return  # and again after the next step
         self._judge(position.total, logs or {})
         arrays: list[np.ndarray] = []
         progress = {

@@ -42,6 +42,7 @@ class Position:
     passed: int = 0
     iterator: Any = None
     _calls: int = 0
+    _taken: bool = False
 
     def begin_epoch(self, epoch: int, passed: int) -> None:
         """A new epoch, some of whose batches are passed over."""
@@ -63,16 +64,17 @@ class Position:
             batches: How many the step would take.
         """
         self.iterator = iterator
-        if self._calls >= self.passed:
-            self.source.see(iterator)
-            return False
-        self._calls += batches
-        if self.source.consumes:
-            for _ in range(batches):
-                next(iterator, None)
-        if self._calls >= self.passed:
+        if self._calls < self.passed:
+            self._calls += batches
+            if self.source.consumes:
+                for _ in range(batches):
+                    next(iterator, None)
+            return True
+        if not self._taken:
+            self._taken = True
             self.source.take(iterator)
-        return True
+        self.source.see(iterator)
+        return False
 
 
 class ResumingCallbacks(keras.callbacks.CallbackList):
@@ -153,7 +155,7 @@ def source_of(arguments: Mapping[str, Any], seed: int) -> tuple[Source, dict[str
     shuffle, steps = changed.get("shuffle", True), changed.get("steps_per_epoch")
     source: Source
     if isinstance(x, tf.data.Dataset):
-        source = Pipeline(x, seed)
+        source = Pipeline(x, seed, one_iterator=steps is not None)
     elif isinstance(x, keras.utils.PyDataset):
         if steps is not None and x.num_batches is not None:
             raise CheckpointError(

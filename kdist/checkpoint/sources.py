@@ -64,7 +64,7 @@ class Source:
         self.total = total
 
     def take(self, iterator: Any) -> None:
-        """Gets the iterator of an epoch whose first steps are passed over, before the others."""
+        """Gets the first iterator, before the first step that is not passed over."""
 
     def see(self, iterator: Any) -> None:
         """Gets the iterator of the present epoch, before each step."""

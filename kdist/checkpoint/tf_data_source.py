@@ -34,10 +34,17 @@ class Pipeline(Source):
     made when a run goes on. Within an epoch the iterator's state is saved too, which says how far
     the sequence is, unless the last batches of the epoch wait in buffers: shuffles that have
     nothing left say nothing. Then is no moment to save; the end of the epoch is.
+
+    Args:
+        dataset: The user's.
+        seed: See `Source`.
+        one_iterator: Whether epochs share an iterator, as they do with `steps_per_epoch`. Its state
+            is saved between epochs too.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, seed: int) -> None:
+    def __init__(self, dataset: tf.data.Dataset, seed: int, one_iterator: bool = False) -> None:
         super().__init__(seed)
+        self.one_iterator = one_iterator
         self.made = 0
         self.dataset = self._counting(dataset)
         self._state: Mapping[str, bytes] = {}
@@ -83,7 +90,7 @@ class Pipeline(Source):
         """See `Source`."""
         super().start(epoch, skipped)
         self._seen = 0
-        self.consumes = bool(skipped) and not self._state
+        self.consumes = bool(skipped) and not self._state and not self.one_iterator
         # The epoch's own comes after this.
         for _ in range(self._made_before - self.made - (1 if skipped else 0)):
             iter(self.dataset)
@@ -91,6 +98,9 @@ class Pipeline(Source):
 
     def take(self, iterator: Any) -> None:
         """See `Source`."""
+        if self.one_iterator and not self._state:
+            for _ in range(self.total):
+                next(iterator, None)
         if self._state:
             with tempfile.TemporaryDirectory() as folder:
                 for name, content in self._state.items():
@@ -107,7 +117,7 @@ class Pipeline(Source):
     def files(self, iterator: Any, within: bool) -> dict[str, bytes] | None:
         """See `Source`."""
         made = {MADE: json.dumps(self.made).encode()}
-        if not within or self._cannot:
+        if self._cannot or not (within or self.one_iterator):
             return made
         state = self._saved(iterator)
         if state and self._shuffles is not None and _shuffles(state) < self._shuffles:

@@ -88,6 +88,8 @@ def dataset(how: str) -> tf.data.Dataset:
         made = made.map(
             lambda x, y: (tf.ensure_shape(tf.py_function(lambda t: t, [x], x.dtype), [6]), y)
         )
+    if how == "repeated":
+        made = made.repeat()
     return made.batch(BATCH).prefetch(2)
 
 
@@ -110,7 +112,7 @@ def source(kind: str) -> dict[str, Any]:
         "dataset": lambda: {"x": dataset("known")},
         "unknown": lambda: {"x": dataset("unknown")},
         "python": lambda: {"x": dataset("python")},
-        "repeated": lambda: {"x": dataset("known").repeat(), "steps_per_epoch": 5},
+        "repeated": lambda: {"x": dataset("repeated"), "steps_per_epoch": 5},
         "generator": lambda: {"x": generate(), "steps_per_epoch": STEPS},
     }[kind]()
 
