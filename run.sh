@@ -3,8 +3,8 @@
 # into .venv beside this file, once, at the versions of constraints.txt.
 #
 #   sh run.sh train [flags]   the GPT example       (--help lists the flags)
-#   sh run.sh test [args]     the tests             (--long adds the long ones, and installs KerasHub for
-#                                                    them; --part 2/3 runs the second third of what
+#   sh run.sh test [args]     the tests             (--wide adds the rows that CI runs too; --long adds
+#                                                    all, and installs KerasHub for them; --part 2/3 runs the second third of what
 #                                                    is selected; other args go to pytest)
 #   sh run.sh lint            ruff and mypy
 #   sh run.sh bench [flags]   step times against plain Keras, MirroredStrategy, JAX

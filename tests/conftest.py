@@ -19,14 +19,17 @@ import keras
 import pytest
 
 from .part import Part
+from .tiers import function_of, wide
 
 kdist.init(cpu_devices=8)
 
+WIDE = wide()
 TESTS_RUN = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="run the tests marked `long` too")
+    parser.addoption("--wide", action="store_true", help="run the tests marked `wide` too")
+    parser.addoption("--long", action="store_true", help="run those marked `wide` or `long` too")
     parser.addoption(
         "--part",
         type=Part.parse,
@@ -37,8 +40,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     # The default expression is in pyproject.toml; an expression of the user's own stays.
-    if config.getoption("--long") and config.option.markexpr == "not long":
-        config.option.markexpr = ""
+    if config.option.markexpr == "not long and not wide":
+        if config.getoption("--long"):
+            config.option.markexpr = ""
+        elif config.getoption("--wide"):
+            config.option.markexpr = "not long"
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks are looked at
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if function_of(item.nodeid) in WIDE:
+        item.add_marker(pytest.mark.wide)
 
 
 @pytest.hookimpl(trylast=True)  # of what is left when marks and names have been looked at

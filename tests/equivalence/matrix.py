@@ -37,21 +37,31 @@ def level_config(level: str) -> dict[str, Any]:
     return {"optimizer": kdist.OptimizerConfig(level=int(level[-1]), threshold_kb=0)}
 
 
-def spread(rows: Iterable[Sequence[Any]], default: Iterable[Sequence[Any]]) -> list[Any]:
-    """Parameters for `pytest.mark.parametrize`: rows outside `default` are marked long.
+def spread(
+    rows: Iterable[Sequence[Any]], default: Sequence[Sequence[Any]], quick: int = 2
+) -> list[Any]:
+    """Parameters for `pytest.mark.parametrize`, in three tiers.
+
+    Args:
+        rows: All of them.
+        default: Those that continuous integration runs; the others are marked long.
+        quick: How many of these, from the front, everybody runs; the others are marked wide.
 
     Raises:
         ValueError: If a default row is not in the matrix (a renamed row must not vanish).
     """
     rows = [tuple(row) for row in rows]
-    chosen = {tuple(row) for row in default}
-    if not chosen <= set(rows):
+    chosen = {tuple(row): n for n, row in enumerate(default)}
+    if not set(chosen) <= set(rows):
         raise ValueError(
-            f"default rows must be rows of the matrix. Received: {sorted(chosen - set(rows))}"
+            f"default rows must be rows of the matrix. Received: {sorted(set(chosen) - set(rows))}"
         )
     found = []
     for row in rows:
-        marks = () if row in chosen else (pytest.mark.long,)
+        number = chosen.get(row)
+        marks: tuple[Any, ...] = (pytest.mark.long,)
+        if number is not None:
+            marks = () if number < quick else (pytest.mark.wide,)
         found.append(pytest.param(*row, id="-".join(map(str, row)), marks=marks))
     return found
 
