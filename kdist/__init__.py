@@ -20,6 +20,7 @@ from kdist import callbacks, checkpoint, comm, layers  # type: ignore[attr-defin
 from kdist.api.custom_loop import apply_gradients, gradients, reduce  # noqa: E402
 from kdist.api.deal_tables import deal_tables  # noqa: E402
 from kdist.api.inspection import Inspection, inspect  # noqa: E402
+from kdist.api.mirrored_scope import mesh_from_strategy  # noqa: E402
 from kdist.api.parallelize import parallelize  # noqa: E402
 from kdist.api.pipeline_model import PipelineModel  # noqa: E402
 from kdist.api.sharded_optimizer import ShardedOptimizer, set_parallel_optimizer  # noqa: E402
@@ -65,6 +66,7 @@ __all__ = [
     "inspect",
     "layers",
     "mesh",
+    "mesh_from_strategy",
     "parallelize",
     "place",
     "recompute",

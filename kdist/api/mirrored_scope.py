@@ -1,11 +1,12 @@
-"""Models built inside a `tf.distribute.MirroredStrategy` scope.
+"""Models built inside the scope of a `tf.distribute` strategy.
 
 Many users stay with such scopes. kdist takes the strategy's devices as its data axis, and turns the
-mirrored variables into its own local ones; Keras's strategy code is then out of the way.
+strategy's variables into its own local ones; Keras's strategy code is then out of the way.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from kdist._compat import keras_optimizers, keras_trainer
@@ -15,6 +16,26 @@ from kdist.sharding.mesh import Topology, mesh
 import keras
 import tensorflow as tf
 
+TAKEN = (
+    tf.distribute.OneDeviceStrategy,
+    tf.distribute.MirroredStrategy,
+    tf.distribute.MultiWorkerMirroredStrategy,
+    tf.distribute.TPUStrategy,
+)
+"""Strategies whose devices become a mesh, with those derived from them."""
+
+REFUSED = {
+    tf.distribute.experimental.CentralStorageStrategy: (
+        "Its variables and updates stay on one device. Use MirroredStrategy, and "
+        "kdist.OptimizerConfig(state_on='host') to keep updates on the host"
+    ),
+    tf.distribute.ParameterServerStrategy: (
+        "Its workers train without waiting for each other. Use MirroredStrategy for the devices "
+        "of one machine"
+    ),
+}
+"""Strategies that work in a way that kdist does not, with what to use instead."""
+
 
 def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
     """The strategy in whose scope a model was built, if it has any."""
@@ -22,23 +43,64 @@ def strategy_of(model: keras.Model) -> tf.distribute.Strategy | None:
 
 
 def config_from(strategy: tf.distribute.Strategy) -> ParallelConfig:
-    """A configuration whose data axis is the devices of a strategy.
+    """A configuration whose data axis is the devices of a strategy; see `mesh_from_strategy`."""
+    return ParallelConfig(mesh=mesh_from_strategy(strategy))
+
+
+def mesh_from_strategy(
+    strategy: tf.distribute.Strategy, **axes: int
+) -> keras.distribution.DeviceMesh:
+    """A mesh of the devices that a `tf.distribute` strategy trains on.
+
+    Args:
+        strategy: A `OneDeviceStrategy`, `MirroredStrategy`, `MultiWorkerMirroredStrategy` of one
+            worker, or `TPUStrategy`.
+        **axes: Sizes of further axes, after `data`, which gets what is left of the devices; see
+            `kdist.mesh`.
+
+    Returns:
+        The mesh. Without axes, all devices are the data axis.
 
     Raises:
-        ValueError: The strategy is of another kind than `MirroredStrategy`.
+        ValueError: Another strategy; or the axes do not divide the devices.
+
+    Example:
+        >>> strategy = tf.distribute.MirroredStrategy()
+        >>> with strategy.scope():
+        ...     model = build_model()
+        >>> mesh = kdist.mesh_from_strategy(strategy, model=2)
+        >>> kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh))
     """
     check_kind(strategy)
     devices = [short_name(d) for d in strategy.extended.worker_devices]
-    return ParallelConfig(mesh=mesh(devices=devices, data=len(devices)))
+    rest = math.prod(axes.values())
+    if "data" in axes or rest < 1 or len(devices) % rest:
+        raise ValueError(
+            "The axes beside data divide the strategy's devices, and data is the rest. "
+            f"Received: axes={axes}, {len(devices)} devices"
+        )
+    return mesh(devices=devices, data=len(devices) // rest, **axes)
 
 
 def check_kind(strategy: Any) -> None:
-    """Refuses strategies other than `MirroredStrategy`."""
-    if type(strategy) is not tf.distribute.MirroredStrategy:
+    """Refuses strategies that are not `TAKEN`, and those over several workers."""
+    for kind, instead in REFUSED.items():
+        if isinstance(strategy, kind):
+            raise ValueError(f"{instead}. Received: strategy={strategy!r}")
+    if not isinstance(strategy, TAKEN):
         raise ValueError(
-            "kdist takes over models built in a tf.distribute.MirroredStrategy scope. Build the "
-            "model outside of other strategies, and give the devices with kdist.mesh. "
+            "kdist takes the devices of a OneDeviceStrategy, MirroredStrategy, "
+            "MultiWorkerMirroredStrategy or TPUStrategy. Build the model outside of other "
+            "strategies, and give the devices with kdist.mesh. "
             f"Received: strategy={strategy!r}"
+        )
+    resolver = getattr(strategy, "cluster_resolver", None)
+    cluster = None if resolver is None else resolver.cluster_spec()
+    workers = 0 if not cluster else sum(cluster.num_tasks(job) for job in cluster.jobs)
+    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and workers > 1:
+        raise ValueError(
+            "kdist trains in one process so far. Use a strategy of one worker. "
+            f"Received: a MultiWorkerMirroredStrategy of {workers} workers"
         )
 
 
@@ -49,7 +111,7 @@ def check_devices(strategy: tf.distribute.Strategy, topology: Topology) -> None:
     theirs = {short_name(d) for d in strategy.extended.worker_devices}
     if mine != theirs:
         raise ValueError(
-            "A model built in a MirroredStrategy scope uses that strategy's devices. Leave the "
+            "A model built in the scope of a strategy uses that strategy's devices. Leave the "
             "mesh out, make it over the same devices, or build the model outside of the scope. "
             f"Received: mesh over {sorted(mine)}, strategy over {sorted(theirs)}"
         )

@@ -48,7 +48,8 @@ def parallelize(model: keras.Model, config: ParallelConfig | None = None) -> ker
         model: Any Keras model. If it is built, its weights are placed now, and wrong layouts are
             errors now; otherwise on first use.
         config: The mesh, the layouts and the rest. May be left out for a model built inside a
-            `tf.distribute.MirroredStrategy` scope, whose devices then are the data axis.
+            `tf.distribute` strategy's scope, whose devices then are the data axis; see
+            `mesh_from_strategy`.
 
     Returns:
         The same object.
