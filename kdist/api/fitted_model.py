@@ -35,8 +35,8 @@ class FittedModel(SteppedModel):
         """`keras.Model.fit`; a callback with `arrange` may change what it is called with."""
         plain = type(self.model).fit
         given = inspect.signature(plain).bind(self.model, *args, **kwargs).arguments
-        arguments = {**given, **given.pop("kwargs", {})}
-        del arguments[next(iter(arguments))]  # the model
+        del given[next(iter(given))]  # the model
+        arguments = {**given.pop("kwargs", {}), **given}
         adapt_callbacks(arguments.get("callbacks"))
         arranging = _arranging(arguments.get("callbacks"))
         if arranging is None:
