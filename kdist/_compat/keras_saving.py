@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
+from keras.src.export import export_utils
 from keras.src.saving import saving_lib
 
 GROUP_NAME = "name"
@@ -69,6 +70,11 @@ def config_and_metadata(model: keras.Model) -> tuple[str, str]:
     config, metadata = saving_lib._serialize_model_as_json(model)
     json.loads(config)
     return config, metadata
+
+
+def input_signature(model: keras.Model) -> Any:
+    """Specs of what a built model is called with, as `model.export` finds them."""
+    return export_utils.get_input_signature(model)
 
 
 FILES = {

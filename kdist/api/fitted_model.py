@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from kdist.api.stepped_model import SteppedModel
@@ -59,8 +60,12 @@ class FittedModel(SteppedModel):
 
     def export(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.export`, with the weights gathered into plain variables meanwhile."""
-        with materialised([entry.variable for entry in self.entries.values()]):
+        with self.whole_variables():
             return type(self.model).export(self.model, *args, **kwargs)
+
+    def whole_variables(self) -> AbstractContextManager[None]:
+        """Meanwhile, each weight is a plain variable with its whole value."""
+        return materialised([entry.variable for entry in self.entries.values()])
 
     def passes(self, source: Any) -> bool:
         """Whether a training step is passed over; see `Position`."""

@@ -15,6 +15,7 @@ from kdist.api import mirrored_scope
 from kdist.api.fitted_model import FittedModel
 from kdist.config.fusion import FusionConfig
 from kdist.config.parallel import ParallelConfig
+from kdist.dtensor.call import CannotExpand
 from kdist.graphs.instantiation import traced_without_collection
 from kdist.optimizer.update import DistributedUpdate
 from kdist.runtime.keras_contract import as_spec, is_built, peek, step_function
@@ -296,6 +297,37 @@ class Parallel(FittedModel):
             example: The specs of one: (x,), (x, y) or (x, y, sample_weight).
         """
         self._prepare("train", example)
+
+    def predictor(self, x: Any) -> Callable[[Any], Any]:
+        """What `predict` computes, as one graph: for files, which are loaded without kdist.
+
+        Args:
+            x: Specs of the model's input; a dim of None is any size.
+
+        Returns:
+            A function of the input, a structure of tensors.
+
+        Raises:
+            ValueError: The model runs on gathered weights, or cannot have one graph for all sizes.
+        """
+        with tf.init_scope():
+            if self.layouts is not None:
+                self._take_up_weights("predict")
+            self._prepare("predict", (x,))
+            if not self.over_inner_axes("predict"):
+                graph = tf.function(self.plain_step.predict, autograph=False)
+                concrete = graph.get_concrete_function((x,))
+                return lambda x: concrete(*tf.nest.flatten(x))
+            graphs = self.mesh_step.by_shape(self.mesh_step.predict)
+            try:
+                serve = graphs.for_specs((x,), True)
+            except CannotExpand as reason:
+                raise ValueError(
+                    "Parts can be kept where the program runs on parts, or for sizes that it is "
+                    'made for. Use shards="gather", or give a Signature with inputs of known '
+                    f"sizes. Received: {reason}"
+                ) from reason
+            return lambda x: serve(*tf.nest.flatten(x))
 
     def _prepare(self, kind: str, example: Any) -> None:
         """Builds what the steps share, on first use.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.dtensor import sizes
-from kdist.dtensor.call import MAX_SHAPES
+from kdist.dtensor.call import MAX_SHAPES, CannotExpand
 from kdist.runtime.families import BatchShape, Family, families
 
 import tensorflow as tf
@@ -68,6 +68,30 @@ class ByShape:
         elif (kind, shapes) in self._alone:
             self._alone.move_to_end((kind, shapes))
         return graph(*given)
+
+    def for_specs(self, data: Any, *options: Any) -> Callable:
+        """One graph for all batches of some specs; a function of the leaves that are not None.
+
+        Args:
+            data: A structure of specs; a dim of None is any size. Such dims of several tensors may
+                differ if a program can be made for that, and are alike otherwise.
+            *options: See `__call__`.
+
+        Raises:
+            CannotExpand: DTensor cannot run it, or not for all sizes.
+        """
+        leaves = tf.nest.flatten(data)
+        shapes = [tuple(spec.shape) for spec in leaves]
+        if all(None not in shape for shape in shapes):
+            return self._trace(data, shapes, options)
+        kind = _Kind()
+        for alike in (False, True):
+            kind = _Kind(seen=dict.fromkeys(_examples(shapes, self._parts, alike)))
+            if (graph := self._lifted(data, kind, options)) is not None:
+                if (family := kind.shared[-1][0]).fits_all:
+                    return graph
+                kind.reason = f"sizes are limited to those like {family.examples}"
+        raise CannotExpand(f"batches of any size, here {shapes}: {kind.reason}")
 
     def _shared(self, kind: Any, shapes: BatchShape) -> Callable | None:
         known = self._kinds.setdefault(kind, _Kind())
@@ -132,6 +156,23 @@ class ByShape:
         ]
         concrete: Callable = tf.function(call, autograph=False).get_concrete_function(*specs)
         return concrete
+
+
+def _examples(shapes: Sequence[Any], parts: int, alike: bool) -> list[BatchShape]:
+    """Batches of some shapes; `alike` if dims of one number are of one size in all tensors."""
+    found = []
+    for n in (4, 6, 9):
+
+        def size(tensor: int, dim: int, n: int = n) -> int:
+            return parts * n if dim == 0 else 4 * n + dim + (0 if alike else 7 * tensor * n)
+
+        found.append(
+            tuple(
+                tuple(size(i, d) if known is None else known for d, known in enumerate(shape))
+                for i, shape in enumerate(shapes)
+            )
+        )
+    return found
 
 
 def _sizes(family: Family) -> sizes.Sizes:

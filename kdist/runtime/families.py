@@ -75,6 +75,12 @@ class Family:
         return fits(shapes, self.changing, self.multiples, self.parts)
 
     @property
+    def fits_all(self) -> bool:
+        """Whether sizes that change may be any."""
+        each = all(one.step == 1 for one in self.changing) and self.multiples == WHATEVER
+        return each and not self.bounded
+
+    @property
     def general(self) -> tuple[tuple[int | None, ...], ...]:
         """The shapes, with None for dims that change."""
         return self._with([None] * len(self.changing))

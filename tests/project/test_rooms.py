@@ -24,6 +24,7 @@ ROOMS = [
     "report",
     "api",
     "checkpoint",
+    "export",
     "callbacks",
     "verification",
 ]

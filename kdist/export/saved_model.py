@@ -1,0 +1,97 @@
+"""A parallel model as a SavedModel: whole, or in its parts on several devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from kdist._compat import saved_functions
+from kdist.api.parallelize import attached
+from kdist.export.signature import Signature, leaf_specs
+
+import keras
+import tensorflow as tf
+
+WAYS = {"gather": "inline", "keep": "split"}
+"""What becomes of a table's parts, by what becomes of all others."""
+
+
+def saved_model(
+    model: keras.Model,
+    path: str | os.PathLike[str],
+    signatures: Mapping[str, Signature] | None = None,
+    shards: Literal["gather", "keep"] = "gather",
+    host_tables: Literal["inline", "split"] | None = None,
+    verbose: bool = False,
+) -> None:
+    """Writes a SavedModel that plain TensorFlow serves, without kdist.
+
+    Args:
+        model: A built model that was parallelized.
+        path: A folder.
+        signatures: By name, what is served; by default the model alone, as "serve". The first is
+            "serving_default" too.
+        shards: With "gather" each weight is one variable, on no device in particular: what
+            `model.export(path)` writes. With "keep" each part stays a variable on a device of the
+            mesh, and the program is the one that `model.predict` runs: no weight is ever put
+            together, neither here nor where it is served. There, as many (logical) devices of the
+            kind must exist before it is loaded; TensorFlow puts what has none on the first.
+        host_tables: What becomes of tables on the host and those split by hand: "inline", with
+            "gather", is one variable; "split", with "keep", its parts. By default what goes with
+            `shards`.
+        verbose: Whether Keras prints the signatures.
+
+    Raises:
+        ValueError: For what the model does not allow; or another pair of `shards` and
+            `host_tables`.
+
+    Example:
+        >>> kdist.export.saved_model(model, "served", shards="keep")
+        >>> tf.saved_model.load("served").serve(x)
+    """
+    parallel = attached(model)
+    if WAYS.get(shards) is None or host_tables not in (None, WAYS[shards]):
+        raise ValueError(
+            'What is served is whole, shards="gather" with host_tables="inline", or in parts, '
+            'shards="keep" with host_tables="split". '
+            f"Received: shards={shards!r}, host_tables={host_tables!r}"
+        )
+    chosen = _checked({"serve": Signature()} if signatures is None else signatures)
+    if shards == "gather":
+        with parallel.whole_variables():
+            _write(model, os.fspath(path), chosen, dict.fromkeys(chosen, model), verbose)
+        return
+    calls = {name: lambda x: parallel.predictor(leaf_specs(x))(x) for name in chosen}
+    _write(model, os.fspath(path), chosen, calls, verbose, keep=True)
+    saved_functions.complete(Path(path))
+
+
+def _checked(signatures: Mapping[str, Signature]) -> Mapping[str, Signature]:
+    if not signatures or not all(isinstance(one, Signature) for one in signatures.values()):
+        raise ValueError(
+            "`signatures` is a dict of kdist.export.Signature by name, with one at least. "
+            f"Received: signatures={signatures!r}"
+        )
+    return signatures
+
+
+def _write(
+    model: keras.Model,
+    path: str,
+    signatures: Mapping[str, Signature],
+    calls: Mapping[str, Any],
+    verbose: bool,
+    keep: bool = False,
+) -> None:
+    archive = keras.export.ExportArchive()
+    if not keep:
+        archive.track(model)
+    for name, one in signatures.items():
+        for layer in one.layers:
+            archive.track(layer)
+        archive.add_endpoint(name, one.around(calls[name]), one.specs(model))
+    policy = "save_variable_devices" if keep else None
+    options = tf.saved_model.SaveOptions(experimental_variable_policy=policy)
+    archive.write_out(path, options=options, verbose=verbose)

@@ -1,0 +1,74 @@
+"""What a served function takes and gives, around the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kdist._compat import keras_saving
+
+import keras
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """A served function: the model, and what is computed before and after it.
+
+    Attributes:
+        inputs: Specs of its arguments (`tf.TensorSpec`, `keras.InputSpec`); None for the model's
+            own. A dim of None is any size.
+        before: Makes the model's input of the arguments: a function of tensors, or a layer, whose
+            vocabulary is saved with it. None if they are the input.
+        after: Makes what is returned of the model's output. None if it is returned.
+
+    Example:
+        >>> vocabulary = keras.layers.StringLookup(vocabulary=["a", "b"])
+        >>> words = kdist.export.Signature([tf.TensorSpec([None, 4], tf.string)], vocabulary)
+        >>> kdist.export.saved_model(model, "served", signatures={"words": words})
+    """
+
+    inputs: Sequence[Any] | None = None
+    before: Callable[..., Any] | None = None
+    after: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.inputs is None and self.before is not None:
+            raise ValueError(
+                "What comes before the model has inputs of its own. Give their specs: "
+                "Signature([tf.TensorSpec(...)], before). Received: inputs=None, "
+                f"before={self.before!r}"
+            )
+        for name in ("before", "after"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise ValueError(f"`{name}` is a function or a layer. Received: {name}={value!r}")
+
+    def specs(self, model: keras.Model) -> list[Any]:
+        """Specs of the arguments."""
+        return list(keras_saving.input_signature(model) if self.inputs is None else self.inputs)
+
+    def around(self, call: Callable[[Any], Any]) -> Callable[..., Any]:
+        """The function that is served, by one that computes the model."""
+        before, after = self.before, self.after
+
+        def serve(*inputs: Any) -> Any:
+            if before is not None:
+                x = before(*inputs)
+            else:
+                x = inputs[0] if len(inputs) == 1 else list(inputs)
+            y = call(x)
+            return y if after is None else after(y)
+
+        return serve
+
+    @property
+    def layers(self) -> list[keras.layers.Layer]:
+        """Whose vocabularies belong to the file."""
+        return [one for one in (self.before, self.after) if isinstance(one, keras.layers.Layer)]
+
+
+def leaf_specs(x: Any) -> Any:
+    """Specs of a structure of tensors."""
+    return keras.tree.map_structure(tf.type_spec_from_value, x)

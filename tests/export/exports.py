@@ -1,0 +1,169 @@
+"""Models that are exported after parallel training, each with what a plain model gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kdist
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+WORDS = ["red", "green", "blue", "white", "black"]
+CUT = {".*up/kernel": (None, "model"), ".*down/kernel": ("model", None)}
+
+
+def dense() -> keras.Model:
+    inputs = keras.Input((8,))
+    x = keras.layers.Dense(16, "relu", name="up")(inputs)
+    x = keras.layers.BatchNormalization(name="norm")(x)
+    return keras.Model(inputs, keras.layers.Dense(6, name="down")(keras.layers.Dropout(0.1)(x)))
+
+
+def tokens(embedding: keras.layers.Layer) -> keras.Model:
+    inputs = keras.Input((6,), dtype="int32")
+    x = keras.layers.Flatten()(embedding(inputs))
+    x = keras.layers.Dense(16, "relu", name="up")(x)
+    return keras.Model(inputs, keras.layers.Dense(6, name="down")(x))
+
+
+def on_host() -> keras.Model:
+    return tokens(kdist.layers.HostEmbedding(24, 4, name="table"))
+
+
+def uneven() -> keras.Model:
+    table = keras.layers.Embedding(24, 4, name="table")
+    return tokens(kdist.shard(table, manual_split=(5, 19), axis="data"))
+
+
+def whole_table() -> keras.Model:
+    return tokens(keras.layers.Embedding(24, 4, name="table"))
+
+
+def mixed() -> keras.Model:
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        return dense()
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def lora(model: keras.Model) -> None:
+    for layer in model.layers:
+        if isinstance(layer, keras.layers.Dense):
+            layer.enable_lora(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """One model to export.
+
+    Attributes:
+        axes: Of its mesh.
+        build: Makes the model.
+        options: Of its configuration.
+        plain: Makes the same model of plain layers, if `build` does not.
+        first: What is done to it before it trains.
+        last: What is done to it once it has trained.
+    """
+
+    axes: dict[str, int]
+    build: Callable[[], keras.Model] = dense
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    plain: Callable[[], keras.Model] | None = None
+    first: Callable[[keras.Model], None] = lambda model: None
+    last: Callable[[keras.Model], None] = lambda model: None
+
+
+PIPELINE = kdist.PipelineConfig(micro_batches=2)
+SHARDS = kdist.OptimizerConfig(level=3, threshold_kb=0)
+EXPORTS = {
+    "level3": Export({"data": 4}, options={"optimizer": SHARDS}),
+    "inner": Export({"data": 2, "model": 2}, options={"layout_map": CUT}),
+    "pipeline": Export({"pipe": 2, "model": 2}, options={"layout_map": CUT, "pipeline": PIPELINE}),
+    "host": Export({"data": 2}, on_host, plain=whole_table),
+    "uneven": Export({"data": 2}, uneven, plain=whole_table),
+    "mixed": Export({"data": 2}, mixed),
+    "lora": Export({"data": 2, "model": 2}, options={"layout_map": CUT}, first=lora),
+    "int8": Export({"data": 2}, last=lambda model: model.quantize("int8")),
+}
+
+
+def batch(model: keras.Model, rows: int) -> np.ndarray:
+    """Rows of input, the same for the same number."""
+    rng = np.random.default_rng(rows)
+    if model.input.dtype == "int32":
+        return rng.integers(0, 24, (rows, 6)).astype("int32")
+    return rng.normal(size=(rows, 8)).astype("float32")
+
+
+def trained(one: Export) -> keras.Model:
+    """The model after three steps over its mesh."""
+    keras.utils.set_random_seed(2)
+    model = one.build()
+    one.first(model)
+    mesh = kdist.mesh(**one.axes)
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh, **one.options))
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    x = batch(model, 24)
+    y = np.random.default_rng(0).normal(size=(24, 6)).astype("float32")
+    model.fit(x, y, batch_size=8, verbose=0)
+    one.last(model)
+    return model
+
+
+def plain(one: Export, model: keras.Model) -> keras.Model:
+    """A model on one device with the weights of a trained one."""
+    again = (one.plain or one.build)()
+    one.first(again)
+    one.last(again)
+    again.set_weights(model.get_weights())
+    return again
+
+
+def signatures(model: keras.Model) -> dict[str, kdist.export.Signature]:
+    """The model alone, and one that reads words."""
+    lookup = keras.layers.StringLookup(vocabulary=WORDS)
+    lookup.build(None)
+
+    def words(text: Any) -> Any:
+        ids = lookup(text)
+        if model.input.dtype == "int32":
+            return tf.cast(ids, tf.int32)
+        return tf.pad(tf.cast(ids, tf.float32) / 5, [[0, 0], [0, 2]])
+
+    before = keras.layers.Lambda(words)
+    before.lookup = lookup
+    before.build((None, 6))
+    spec = tf.TensorSpec([None, 6], tf.string, name="text")
+    return {
+        "serve": kdist.export.Signature(),
+        "words": kdist.export.Signature([spec], before, tf.nn.softmax),
+    }
+
+
+ROWS = (1, 3, 8, 11)
+TEXT = np.array([[WORDS[(i * j + j) % 5] for j in range(6)] for i in range(3)])
+
+
+def write(folder: Path, name: str) -> dict[str, np.ndarray]:
+    """Exports one model both ways; what a plain model and the parallel one give, by key."""
+    one = EXPORTS[name]
+    model = trained(one)
+    given = signatures(model)
+    kdist.export.saved_model(model, folder / f"{name}-keep", given, shards="keep")
+    kdist.export.saved_model(model, folder / f"{name}-gather", given)
+    again = plain(one, model)
+    expected = {}
+    for rows in ROWS:
+        x = batch(model, rows)
+        np.save(folder / f"{name}-{rows}.npy", x)
+        expected[f"keep-{rows}"] = model.predict(x, verbose=0, batch_size=64)
+        expected[f"gather-{rows}"] = again.predict(x, verbose=0, batch_size=64)
+    words = tf.nn.softmax(again.predict(given["words"].before(TEXT), verbose=0)).numpy()
+    return {**expected, "keep-words": words, "gather-words": words}

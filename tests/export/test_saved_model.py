@@ -1,0 +1,172 @@
+"""What `kdist.export.saved_model` writes is served by plain TensorFlow, in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kdist
+from kdist.api.parallelize import attached
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from .exports import CUT, EXPORTS, ROWS, TEXT, batch, dense, write
+
+SERVE = """
+import sys, json, numpy as np, tensorflow as tf
+folder, names, rows = sys.argv[1], sys.argv[2].split(","), json.loads(sys.argv[3])
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 8)
+text = tf.constant(np.load(folder + "/text.npy"))
+there = tf.saved_model.LoadOptions(experimental_variable_policy="save_variable_devices")
+for name in names:
+    for way in ("keep", "gather"):
+        found, at = {}, f"{folder}/{name}-{way}"
+        try:
+            served = tf.saved_model.load(at, options=there)
+            for n in rows:
+                x = tf.constant(np.load(f"{folder}/{name}-{n}.npy"))
+                found[str(n)] = tf.cast(served.serve(x), tf.float32).numpy()
+            (default,) = served.signatures["serving_default"](x).values()
+            found["default"] = tf.cast(default, tf.float32).numpy()
+            found["words"] = tf.cast(served.words(text), tf.float32).numpy()
+            found["where"] = json.dumps(
+                [[v.device[-1:], int(np.prod(v.shape))] for v in served._all_variables])
+        except Exception as error:
+            found["error"] = repr(error)
+        np.savez(at + ".npz", **found)
+assert not any(m.split(".")[0] == "kdist" for m in sys.modules)
+"""
+
+
+def in_a_fresh_process(folder: Path, names: list[str]) -> None:
+    np.save(folder / "text.npy", TEXT)
+    given = [sys.executable, "-c", SERVE, str(folder), ",".join(names), str(list(ROWS))]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        given, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def compare(folder: Path, name: str, way: str, expected: dict[str, np.ndarray]) -> Any:
+    """Compares what was served with what was expected; where its variables were."""
+    with np.load(folder / f"{name}-{way}.npz") as served:
+        assert "error" not in served.files, str(served["error"])
+        for key in (*map(str, ROWS), "words"):
+            want = np.asarray(expected[f"{way}-{key}"], "float32")
+            np.testing.assert_allclose(served[key], want, rtol=1e-6, atol=1e-6, err_msg=key)
+        np.testing.assert_array_equal(served["default"], served[str(ROWS[-1])])
+        return json.loads(str(served["where"]))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Every model, exported both ways and served by one fresh process."""
+    folder = tmp_path_factory.mktemp("served")
+    expected = {name: write(folder, name) for name in EXPORTS}
+    in_a_fresh_process(folder, list(EXPORTS))
+    return folder, expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["keep", "gather"])
+@pytest.mark.parametrize("name", EXPORTS)
+def test_served_by_plain_tensorflow(served: Any, name: str, way: str) -> None:
+    folder, expected = served
+    where = compare(folder, name, way, expected[name])
+    devices = {device for device, _ in where}
+    assert len(devices) == 1 if way == "gather" else len(devices) > 1
+
+
+def test_parts_are_served_where_they_were(tmp_path: Path) -> None:
+    """No device has a whole weight that is cut."""
+    expected = write(tmp_path, "inner")
+    in_a_fresh_process(tmp_path, ["inner"])
+    where = compare(tmp_path, "inner", "keep", expected)
+    compare(tmp_path, "inner", "gather", expected)
+    elements = [size for _, size in where]
+    assert elements.count(8 * 16 // 2) == 4 and elements.count(16 * 6 // 2) == 4
+    assert 8 * 16 not in elements and 16 * 6 not in elements
+    assert {device for device, _ in where} == set("0123")
+
+
+def parallel(**options: Any) -> keras.Model:
+    mesh = kdist.mesh(data=2, model=2)
+    return kdist.parallelize(dense(), kdist.ParallelConfig(mesh=mesh, **options))
+
+
+def test_no_weight_is_put_together_to_keep_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = parallel(layout_map=CUT)
+    cut = [e for e in attached(model).entries.values() if not e.placement.is_whole]
+    assert cut
+
+    def whole(self: Any) -> Any:
+        raise AssertionError(f"{self.variable.path} was put together")
+
+    for entry in cut:
+        monkeypatch.setattr(type(entry), "whole", whole)
+    kdist.export.saved_model(model, tmp_path / "served", shards="keep")
+    with pytest.raises(AssertionError, match="was put together"):
+        kdist.export.saved_model(model, tmp_path / "whole")
+
+
+def test_known_sizes(tmp_path: Path) -> None:
+    model = parallel(layout_map=CUT)
+    given = {"eight": kdist.export.Signature([tf.TensorSpec([8, 8])])}
+    kdist.export.saved_model(model, tmp_path / "served", given, shards="keep")
+    loaded = tf.saved_model.load(str(tmp_path / "served"))
+    x = batch(model, 8)
+    np.testing.assert_allclose(loaded.eight(x), model.predict(x, verbose=0), rtol=1e-6, atol=1e-6)
+
+
+def test_training_goes_on_after_an_export(tmp_path: Path) -> None:
+    models = [parallel(layout_map=CUT) for _ in range(2)]
+    models[1].set_weights(models[0].get_weights())
+    x, y = batch(models[0], 8), np.ones((8, 6), "float32")
+    for model in models:
+        model.compile("sgd", "mse")
+        model.train_on_batch(x, y)
+    for shards in ("keep", "gather"):
+        kdist.export.saved_model(models[1], tmp_path / shards, shards=shards)
+    for model in models:
+        keras.utils.set_random_seed(0)
+        model.train_on_batch(x, y)
+    for a, b in zip(models[0].trainable_variables, models[1].trainable_variables, strict=True):
+        assert a.shape == b.shape and np.isfinite(b.numpy()).all()
+
+
+def refused(match: str, *args: Any, **options: Any) -> None:
+    with pytest.raises(ValueError, match=match):
+        kdist.export.saved_model(*args, **options)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    at, model = tmp_path / "served", parallel()
+    refused("is a plain Keras model", dense(), at)
+    refused("shards='gather', host_tables='split'", model, at, host_tables="split")
+    refused("shards='keep', host_tables='inline'", model, at, shards="keep", host_tables="inline")
+    refused("shards='all'", model, at, shards="all")
+    refused("signatures={}", model, at, {})
+    refused("signatures=", model, at, {"serve": [tf.TensorSpec([None, 8])]})
+    with pytest.raises(ValueError, match="inputs of its own"):
+        kdist.export.Signature(before=tf.identity)
+    with pytest.raises(ValueError, match="after='softmax'"):
+        kdist.export.Signature(after="softmax")  # type: ignore[arg-type]
+    assert not at.exists()
+
+
+def test_sizes_that_a_program_cannot_have(tmp_path: Path) -> None:
+    """Layers over the whole batch cut its rows: then only multiples can be served."""
+    model = parallel(batch_semantics="global")
+    refused("inputs of known sizes", model, tmp_path / "served", shards="keep")
