@@ -23,6 +23,7 @@ from kdist.api.inspection import Inspection, inspect  # noqa: E402
 from kdist.api.mirrored_scope import mesh_from_strategy  # noqa: E402
 from kdist.api.parallelize import parallelize  # noqa: E402
 from kdist.api.pipeline_model import PipelineModel  # noqa: E402
+from kdist.api.scope import scope  # noqa: E402
 from kdist.api.sharded_optimizer import ShardedOptimizer, set_parallel_optimizer  # noqa: E402
 from kdist.config.compression import CompressionConfig, PowerSGD  # noqa: E402
 from kdist.config.fusion import FusionConfig, get_comm_fusion, set_comm_fusion  # noqa: E402
@@ -72,6 +73,7 @@ __all__ = [
     "place",
     "recompute",
     "reduce",
+    "scope",
     "set_comm_fusion",
     "set_parallel_optimizer",
     "set_stage",

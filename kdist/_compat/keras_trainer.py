@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.backend.common import global_state
-from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses import losses as keras_losses
 from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
@@ -270,6 +270,23 @@ def write_rows(variable: keras.Variable, rows: Any, values: Any) -> tf.Operation
     values = tf.cast(values, target.dtype)
     op = tf.raw_ops.ResourceScatterUpdate(resource=target.handle, indices=rows, updates=values)
     return op if isinstance(op, tf.Operation) else None
+
+
+def inferring() -> bool:
+    """Whether a graph is being traced for shapes alone, or with all values given from outside."""
+    return bool(tf.inside_function()) and in_stateless_scope()
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """Meanwhile, variables can be made and written, whatever is being traced."""
+    before = global_state.get_global_attribute("stateless_scope")
+    global_state.set_global_attribute("stateless_scope", None)
+    try:
+        with tf.init_scope():
+            yield
+    finally:
+        global_state.set_global_attribute("stateless_scope", before)
 
 
 def set_tf_variable(variable: keras.Variable, value: tf.Variable | None) -> None:

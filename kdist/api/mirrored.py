@@ -76,7 +76,8 @@ class MirroredCopies(Stored):
         self.topology = topology
         self.masters: list[tuple[str, keras.Variable]] = []
         copies = mirrored_internals.copies(keras_trainer.tf_variable(variable))
-        self.locals = {(r, 0): make_local(variable, copy) for r, copy in enumerate(copies)}
+        self.unborn = None
+        self._locals = {(r, 0): make_local(variable, copy) for r, copy in enumerate(copies)}
 
 
 class MirroredUpdate(DistributedUpdate):

@@ -6,6 +6,7 @@ instance; all else (saving, cloning, `get_layer`, summary) is Keras's own code o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from kdist.runtime.loss_terms import loss_terms
 from kdist.runtime.mesh_step import MeshFunction
 from kdist.runtime.metrics import overrides
 from kdist.runtime.step import Step
+from kdist.storage.unborn import unborn_variables
 
 import keras
 import tensorflow as tf
@@ -115,6 +117,7 @@ class Parallel(FittedModel):
         batch_specs: Of (x, y, sample_weight), once trained.
         live: The analysed step, by rows of its batch; see `kdist.report.memory`.
         verified: Whether the first batch was compared with one device, if that was asked for.
+        births: Whether weights are born as parts, and who is told of others; see `kdist.scope`.
         unknown_to_optimizer: Weights that came and went since `compile`, if any did.
     """
 
@@ -124,6 +127,7 @@ class Parallel(FittedModel):
         self.live: dict[int, Any] = {}
         self.verified = False
         self.unknown_to_optimizer: tuple[list[str], list[str]] | None = None
+        self.births: Callable[[keras.Variable], None] | None = None
 
     def install(self) -> None:
         """Attaches to the model and replaces the methods that make its functions."""
@@ -407,13 +411,17 @@ class Parallel(FittedModel):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         self.example_input = x
         if not is_built(self.model):
-            keras_trainer.keras_backend.compute_output_spec(self.model, x)
+            with self._bearing():
+                keras_trainer.keras_backend.compute_output_spec(self.model, x)
         if kind == "predict":
             return
         if not is_built(self.model) and self.whole_loss:
             keras_trainer.build_from_loss(self.model, data)
         optimizer = self.model.optimizer
         if optimizer is not None and not optimizer.built:
-            with keras_optimizers.build_scope(optimizer):
+            with keras_optimizers.build_scope(optimizer), unborn_variables(lambda variable: None):
                 optimizer.build(self.model.trainable_variables)
         keras_trainer.build_from_specs(self.model, data)
+
+    def _bearing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.births is None else unborn_variables(self.births)

@@ -152,8 +152,8 @@ def _read_ahead(
             under_way.append((array, boxes, box, reader.begin(array, box), size))
             ahead += size
             while ahead > AHEAD_BYTES:
-                array, boxes, box, begun, size = under_way.pop(0)
-                ahead -= size
-                yield boxes, box, reader.finish(array, box, begun)
+                first, of, where, begun, read = under_way.pop(0)
+                ahead -= read
+                yield of, where, reader.finish(first, where, begun)
     for array, boxes, box, begun, _ in under_way:
         yield boxes, box, reader.finish(array, box, begun)

@@ -17,7 +17,7 @@ from kdist.optimizer.shared_steps import SharedSteps
 from kdist.plan.bucket import Piece
 from kdist.sharding.placement import Index, covers
 from kdist.storage.row_views import Rows, scattered
-from kdist.storage.variables import Part, assemble, backing_of, become_view
+from kdist.storage.variables import Part, assemble, backing_of, become_view, unborn
 
 import keras
 import numpy as np
@@ -292,8 +292,11 @@ def link_slots(
             )
     vectors = Vectors()
     for variable, parts in views.values():
-        value = np.asarray(tf.convert_to_tensor(variable.value))
         backing = SlotParts(tuple(variable.shape), _distinct(parts))
+        if unborn(variable) is not None:  # never written: it begins as its parts do
+            become_view(variable, backing, None)
+            continue
+        value = np.asarray(tf.convert_to_tensor(variable.value))
         for device, index, target in backing.parts:
             values = value if index is None else value[index]
             if isinstance(target, Piece):

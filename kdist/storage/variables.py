@@ -17,7 +17,7 @@ from typing import Any
 from kdist._compat import keras_trainer
 from kdist._compat.keras_trainer import KEY
 from kdist.sharding.mesh import Topology
-from kdist.sharding.placement import Coordinate, Index, Placement, covers
+from kdist.sharding.placement import Coordinate, Index, Placement, covers, shape_of
 
 import keras
 import tensorflow as tf
@@ -68,7 +68,7 @@ class Stored:
     Attributes:
         variable: The logical variable.
         placement: Its cut.
-        locals: Local Keras variable per (slice, inner) coordinate.
+        unborn: What it begins with, until its parts are made; see `kdist.storage.unborn`.
         masters: Whole copies kept by optimizers that must see the whole tensor.
     """
 
@@ -77,11 +77,47 @@ class Stored:
         self.placement = placement
         self.topology = topology
         self.masters: list[tuple[str, keras.Variable]] = []
-        self.locals: dict[Coordinate, keras.Variable] = {}
+        self.unborn: Any = unborn(variable)
+        self._locals: dict[Coordinate, keras.Variable] = {}
+        if self.unborn is None:
+            self._make_locals()
+
+    @property
+    def locals(self) -> dict[Coordinate, keras.Variable]:
+        """Local Keras variable per (slice, inner) coordinate; made on first use, if need be."""
+        if self.unborn is not None:
+            with keras_trainer.at_once():
+                self._bear()
+        return self._locals
+
+    def _bear(self, value: Any = None) -> None:
+        """Makes the parts, of a value or, chunk by chunk, of what the variable begins with."""
+        assert self.unborn is not None
+        source, self.unborn = self.unborn, None
+        self._locals = {at: self._empty(at) for at in self._coordinates}
+        if value is not None:
+            self.assign(value)
+        else:
+            targets = [(self.placement.shard_at(at).index, at) for at in self._locals]
+            source.fill([(index, self.device(at), self._locals[at]) for index, at in targets])
+        if len(self._locals) == 1 and self.placement.is_whole:
+            become_view(self.variable, self, next(iter(self._locals.values())))
+
+    def _empty(self, at: Coordinate) -> keras.Variable:
+        with tf.device(self.device(at)):
+            shape = shape_of(self.placement.shard_at(at).index)
+            return make_local(self.variable, tf.zeros(shape, self.variable.dtype))
+
+    @property
+    def _coordinates(self) -> list[Coordinate]:
+        return sorted(at for shard in self.placement.shards for at in shard.holders)
+
+    def _make_locals(self) -> None:
+        variable = self.variable
         original = keras_trainer.tf_variable(variable)
         whole = tf.convert_to_tensor(original)
-        for at in sorted(at for shard in placement.shards for at in shard.holders):
-            self.locals[at] = self._make_local(original, whole, at, self.device(at))
+        for at in self._coordinates:
+            self._locals[at] = self._make_local(original, whole, at, self.device(at))
 
     def _make_local(
         self, original: tf.Variable, whole: tf.Tensor, at: Coordinate, device: str
@@ -130,11 +166,16 @@ class Stored:
         return assemble(list(parts.values()))
 
     def assign(self, value: Any) -> None:
-        """Writes the whole value to every copy of every shard."""
+        """Writes the whole value to every copy of every shard; each device gets its part of it."""
         value = tf.cast(value, self.variable.dtype)
+        if self.unborn is not None and tf.executing_eagerly():
+            self._bear(value)
+            return
         for at, local in self.locals.items():
+            index = self.placement.shard_at(at).index
+            part = value if covers(index, self.placement.shape) else value[index]
             with tf.device(self.device(at)):
-                self._write(local, value, self.placement.shard_at(at).index)
+                local.assign(part)
         for device, local in self.masters:
             with tf.device(device):
                 local.assign(value)
@@ -144,9 +185,6 @@ class Stored:
         shard, own = self.placement.shard_at, self.locals.items()
         found = [Part(self.device(at), shard(at).index, local) for at, local in own]
         return found + [Part(device, None, local) for device, local in self.masters]
-
-    def _write(self, local: keras.Variable, value: Any, index: Index) -> None:
-        local.assign(value if covers(index, self.placement.shape) else value[index])
 
 
 def make_local(variable: keras.Variable, value: Any) -> keras.Variable:
@@ -176,7 +214,13 @@ def backing_of(variable: keras.Variable) -> Any:
 
 def stored(variable: keras.Variable) -> Stored | None:
     """The local copies of a variable, or None if kdist has not taken it over."""
-    return backing_of(variable)
+    backing = backing_of(variable)
+    return None if backing is unborn(variable) else backing
+
+
+def unborn(variable: keras.Variable) -> Any:
+    """The `kdist.storage.unborn.Unborn` that a variable begins with; None once it has values."""
+    return getattr(backing_of(variable), "unborn", None)
 
 
 def parts_of(variable: Any) -> list[Part]:
@@ -204,7 +248,9 @@ def distribute(
     """
     entry = kind(variable, placement, topology)
     # With copies, a tf.Variable to write to would be one of them: then there is only the value.
-    only = next(iter(entry.locals.values())) if len(entry.locals) == 1 else None
+    only = None
+    if entry.unborn is None and len(entry.locals) == 1:
+        only = next(iter(entry.locals.values()))
     become_view(variable, entry, only if placement.is_whole else None)
     return entry
 
@@ -233,8 +279,13 @@ def become_view(variable: keras.Variable, backing: Any, whole: keras.Variable | 
 
 def release(variable: keras.Variable) -> None:
     """Turns a variable taken over by kdist back into a plain one with its present value."""
-    entry = variable.__dict__.pop(ATTRIBUTE)
-    whole = tf.Variable(entry.whole(), trainable=variable.trainable, name=variable.name)
+    make_plain(variable, variable.__dict__[ATTRIBUTE].whole())
+
+
+def make_plain(variable: keras.Variable, value: Any) -> None:
+    """Turns a view into a plain variable with a value."""
+    variable.__dict__.pop(ATTRIBUTE)
+    whole = tf.Variable(value, trainable=variable.trainable, name=variable.name)
     whole._unique_id = variable.__dict__.pop(KEY)
     keras_trainer.set_tf_variable(variable, whole)
     variable.__class__ = type(variable).__mro__[1]
@@ -244,8 +295,9 @@ def replace(entry: Stored, placement: Placement) -> Stored:
     """Moves a variable to another placement on the same mesh; returns what is behind it now."""
     if entry.placement == placement:
         return entry
-    release(entry.variable)
-    return distribute(entry.variable, placement, entry.topology)
+    if entry.unborn is None:
+        release(entry.variable)
+    return distribute(entry.variable, placement, entry.topology, type(entry))
 
 
 @functools.cache
@@ -261,7 +313,8 @@ def _view_class(base: type) -> type:
         tensor = keras_trainer.tf_variable(self)
         if tensor is None:
             tensor = self.__dict__[ATTRIBUTE].whole()
-            tensor._unique_id = self.__dict__[KEY]
+            if ATTRIBUTE in self.__dict__:  # reading may have made it a plain variable
+                tensor._unique_id = self.__dict__[KEY]
         return keras_trainer.autocast(self, tensor)
 
     def _direct_assign(self: Any, new: Any) -> None:

@@ -38,6 +38,38 @@ def test_running_scope():
     assert keras_trainer.running_scope() is None
 
 
+def test_inferring():
+    assert not keras_trainer.inferring()
+    seen = []
+
+    @tf.function
+    def traced():
+        seen.append(keras_trainer.inferring())
+        with keras.StatelessScope():
+            seen.append(keras_trainer.inferring())
+
+    with keras.StatelessScope():
+        assert not keras_trainer.inferring()
+    traced()
+    assert seen == [False, True]
+
+
+def test_at_once():
+    made = []
+
+    @tf.function
+    def traced():
+        with keras.StatelessScope() as scope:
+            with keras_trainer.at_once():
+                if not made:  # tf.function traces twice what makes variables
+                    made.append(keras.Variable(np.ones(2)))
+                made[0].assign(np.zeros(2))
+            assert keras_trainer.running_scope() is scope
+
+    traced()
+    assert made[0].numpy().tolist() == [0, 0]
+
+
 def test_get_mask():
     embedded = keras.layers.Embedding(3, 2, mask_zero=True)(np.array([[0, 1]]))
     assert np.asarray(keras_trainer.get_mask(embedded)).tolist() == [[False, True]]

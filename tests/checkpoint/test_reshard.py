@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import kdist
-from kdist.checkpoint import store
+from kdist.checkpoint import store, variables
 
 import keras
 import numpy as np
@@ -53,6 +53,16 @@ def test_training_goes_on_anywhere(source, target):
     for a, b in zip(saved, state(model), strict=True):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_allclose(train(model, 1), losses, rtol=1e-9)
+
+
+def test_more_is_read_than_is_held_ahead(monkeypatch):
+    """As of a model of more than 256 MiB: reads are taken up while others begin."""
+    monkeypatch.setattr(variables, "AHEAD_BYTES", 300)
+    directory, saved, _ = run("data4-level2")
+    model = KINDS["data2-model2"].model()
+    kdist.checkpoint.restore(model, directory)
+    for a, b in zip(saved, state(model), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_a_model_that_trains_already_goes_back():

@@ -1,0 +1,112 @@
+"""Variables whose values are made as parts, when it is known where these go."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from kdist._compat import keras_births, keras_trainer
+from kdist._compat.keras_births import raw_dtype
+from kdist.sharding.placement import Index, relative
+from kdist.storage.recipes import Constant, Recipe, blocks, overlap, recipe_of, values
+from kdist.storage.variables import Part, become_view, make_plain
+
+import keras
+import tensorflow as tf
+
+
+class Unborn:
+    """Backing of a variable whose values have not been made, and are for parts, not for it.
+
+    Read or written as a whole before it is placed, it becomes a plain variable.
+
+    Attributes:
+        variable: The variable.
+        recipe: How to make its values.
+        unborn: Itself; see `kdist.storage.variables.unborn`.
+    """
+
+    def __init__(self, variable: keras.Variable, recipe: Recipe) -> None:
+        self.unborn = self
+        self.variable = variable
+        self.recipe = recipe
+        self.shape = tuple(int(n) for n in variable.shape)
+        self.dtype = raw_dtype(variable)
+
+    def whole(self) -> Any:
+        """The values; while shapes are inferred, a stand-in."""
+        if keras_trainer.inferring():
+            return tf.zeros(self.shape, self.dtype)
+        with keras_trainer.at_once():
+            made = self.made()
+            make_plain(self.variable, made)
+        return keras_trainer.tf_variable(self.variable)
+
+    def made(self) -> Any:
+        """All values, on the device in scope."""
+        value = self.recipe.block(self.shape, self.dtype, 0, math.prod(self.shape))
+        return tf.reshape(value, self.shape)
+
+    def assign(self, value: Any) -> None:
+        """Makes it a plain variable with a value; what it would have begun with is not made."""
+        with keras_trainer.at_once():
+            make_plain(self.variable, tf.zeros(self.shape, self.dtype))
+        self.variable.assign(value)
+
+    def stored_parts(self) -> list[Part]:
+        """See `parts_of`."""
+        self.whole()
+        return [Part(None, None, self.variable)]
+
+    def fill(self, targets: Sequence[tuple[Index, str, keras.Variable]]) -> None:
+        """Writes the values, chunk by chunk, to variables that hold zeros.
+
+        Args:
+            targets: Which part, on which device, in which variable.
+        """
+        if self.recipe == Constant(0):
+            return
+        for box in blocks(self.recipe, self.shape, self.dtype):
+            there = [(t, both) for t in targets if (both := overlap(box, t[0])) is not None]
+            if not there and box:
+                continue
+            with tf.device("/device:CPU:0"):
+                made = values(self.recipe, self.shape, self.dtype, box)
+            for (index, device, local), both in there:
+                target = keras_trainer.tf_variable(local)
+                with tf.device("/device:CPU:0"):
+                    part = made[relative(both, box)] if box else made
+                with tf.device(device):
+                    if both == index:
+                        target.assign(part)
+                    else:
+                        target[relative(both, index)].assign(part)
+
+
+_born = itertools.count()
+
+
+@contextlib.contextmanager
+def unborn_variables(told: Callable[[keras.Variable], None]) -> Iterator[None]:
+    """Meanwhile, new variables get no values, where these can be made part by part later.
+
+    Args:
+        told: Called with others, which are made whole, as Keras makes them.
+    """
+
+    def take(variable: keras.Variable, initializer: Any) -> bool:
+        shape = tuple(int(n) for n in variable.shape)
+        now = tf.inside_function() or not shape  # scalars are not cut
+        recipe = None if now else recipe_of(initializer, shape, raw_dtype(variable))
+        if recipe is None:
+            told(variable)
+            return False
+        keras_births.without_value(variable, f"kdist_unborn_{next(_born)}")
+        become_view(variable, Unborn(variable, recipe), None)
+        return True
+
+    with keras_births.variables_made_by(take):
+        yield

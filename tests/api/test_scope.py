@@ -1,0 +1,199 @@
+"""`kdist.scope`: weights born as parts, with the values of a plain build."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import kdist
+from kdist.api.parallelize import attached, parallel_of
+from kdist.storage import recipes, unborn
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+CUT = {".*up/kernel": (None, "model"), ".*down/kernel": ("model", None)}
+SHARDS = kdist.OptimizerConfig(level=3, threshold_kb=0)
+KINDS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "one": ({"data": 1}, {}),
+    "replicas": ({"data": 2}, {}),
+    "level3": ({"data": 4}, {"optimizer": SHARDS}),
+    "inner": ({"data": 2, "model": 2}, {"layout_map": CUT}),
+    "inner3": ({"data": 2, "model": 2}, {"layout_map": CUT, "optimizer": SHARDS}),
+    "pipeline": (
+        {"pipe": 2, "model": 2},
+        {"layout_map": CUT, "pipeline": kdist.PipelineConfig(micro_batches=2)},
+    ),
+}
+
+
+def build() -> keras.Model:
+    keras.utils.set_random_seed(4)
+    tokens = keras.Input((5,), dtype="int32")
+    x = keras.layers.Embedding(12, 8, name="table")(tokens)
+    x = keras.layers.Dense(16, "gelu", kernel_initializer="he_normal", name="up")(x)
+    x = keras.layers.LayerNormalization()(x)
+    x = keras.layers.Dense(8, kernel_initializer="orthogonal", name="down")(x)
+    return keras.Model(tokens, keras.layers.Flatten()(x))
+
+
+def config(kind: str) -> kdist.ParallelConfig:
+    axes, options = KINDS[kind]
+    return kdist.ParallelConfig(mesh=kdist.mesh(**axes), **options)
+
+
+def born(kind: str) -> keras.Model:
+    with kdist.scope(config(kind)):
+        model = build()
+    return model
+
+
+def compiled(model: keras.Model) -> keras.Model:
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return rng.integers(0, 12, (8, 5)).astype("int32"), rng.normal(size=(8, 40)).astype("float32")
+
+
+def entries(model: keras.Model) -> list[Any]:
+    return list(attached(model).entries.values())
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "CHUNK", 64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_those_of_a_plain_build(kind: str, small_chunks: None) -> None:
+    plain, model = build(), compiled(born(kind))
+    assert all(entry.unborn is not None for entry in entries(model))
+    for a, b in zip(plain.weights, model.weights, strict=True):
+        assert a.path.split("/")[1:] == b.path.split("/")[1:] and a.trainable == b.trainable
+        np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
+    for entry in entries(model):
+        for part in entry.stored_parts():
+            held, whole = part.target.numpy(), entry.variable.numpy()
+            np.testing.assert_array_equal(held, whole if part.index is None else whole[part.index])
+
+
+@pytest.mark.parametrize("kind", ["level3", pytest.param("inner", marks=pytest.mark.wide)])
+def test_trains_as_a_parallelized_model(kind: str) -> None:
+    models = [born(kind), kdist.parallelize(build(), config(kind))]
+    histories = [compiled(m).fit(*data(), batch_size=4, verbose=0, shuffle=False) for m in models]
+    assert histories[0].history == histories[1].history
+    for a, b in zip(models[0].get_weights(), models[1].get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(models[0].optimizer.variables, models[1].optimizer.variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+def test_nothing_is_made_before_its_place_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At level 3 a device never has more than its part; no slot is ever whole."""
+    made: list[int] = []
+    zeros = unborn.Unborn.made
+    monkeypatch.setattr(unborn.Unborn, "made", lambda self: made.append(1) or zeros(self))
+    model = compiled(born("level3"))
+    model.fit(*data(), batch_size=8, verbose=0)
+    assert not made
+    for entry in entries(model):
+        largest = max(np.prod(part.target.shape) for part in entry.stored_parts())
+        assert largest <= -(-np.prod(entry.variable.shape) // 4) or largest == 1
+
+
+def test_a_file_of_weights_is_not_drawn_over(tmp_path: Path, monkeypatch) -> None:
+    plain = build()
+    for v in plain.weights:
+        v.assign(v + 1)
+    plain.save_weights(tmp_path / "w.weights.h5")
+    model = compiled(born("level3"))
+    monkeypatch.setattr(unborn.Unborn, "fill", None)
+    model.load_weights(tmp_path / "w.weights.h5")
+    for a, b in zip(plain.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_read_inside_the_scope() -> None:
+    """What is read or written before its place is known is whole, and right."""
+    plain = build()
+    with kdist.scope(config("inner")):
+        model = build()
+        kernel = model.get_layer("up").kernel.numpy()
+        model.get_layer("down").bias.assign(np.arange(8.0))
+    np.testing.assert_array_equal(kernel, plain.get_layer("up").kernel.numpy())
+    np.testing.assert_array_equal(model.get_layer("up").kernel.numpy(), kernel)
+    np.testing.assert_array_equal(model.get_layer("down").bias.numpy(), np.arange(8.0))
+    np.testing.assert_allclose(
+        model.predict(data()[0], verbose=0).shape, plain.predict(data()[0], verbose=0).shape
+    )
+
+
+def test_first_used_in_a_function() -> None:
+    model = compiled(born("level3"))
+    x = data()[0]
+    found = tf.function(lambda x: model(x))(x)
+    np.testing.assert_allclose(found, build()(x), rtol=1e-5, atol=1e-6)
+
+
+def test_declarations_and_compile_inside_the_scope() -> None:
+    with kdist.scope(kdist.ParallelConfig(mesh=kdist.mesh(data=2, model=2))):
+        model = compiled(build())
+        kdist.shard(model.get_layer("up"), weights={"kernel": (None, "model")})
+    model.fit(*data(), verbose=0)
+    placed = {e.variable.path: e.placement for e in entries(model)}
+    assert not next(p for path, p in placed.items() if path.endswith("up/kernel")).is_whole
+
+
+def test_a_model_that_is_built_later() -> None:
+    def unbuilt() -> keras.Model:
+        keras.utils.set_random_seed(4)
+        return keras.Sequential([keras.layers.Dense(16), keras.layers.Dense(40)])
+
+    x, y = data()
+    models = [unbuilt()]
+    with kdist.scope(config("level3")):
+        models.append(unbuilt())
+    for model in models:
+        compiled(model).fit(x.astype("float32"), y, batch_size=8, verbose=0)
+    for a, b in zip(models[0].get_weights(), models[1].get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_outermost_models_become_parallel() -> None:
+    with kdist.scope(config("replicas")):
+        inputs = keras.Input((4,))
+        inner = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+        outer = keras.Model(inputs, inner(inputs))
+        other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+    assert parallel_of(inner) is None
+    assert parallel_of(outer) is not None and parallel_of(other) is not None
+
+
+def test_large_variables_that_are_made_whole_are_named(small_chunks: None) -> None:
+    with pytest.warns(UserWarning, match="kernel is made whole"), kdist.scope(config("level3")):
+        keras.layers.Dense(64, kernel_initializer=lambda s, dtype: keras.ops.ones(s)).build((2, 64))
+    with warnings.catch_warnings(), kdist.scope(config("level3")):
+        warnings.simplefilter("error")
+        build()
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="Received: config=2"), kdist.scope(2):  # type: ignore[arg-type]
+        pass
+    with (
+        pytest.raises(ValueError, match="stands alone"),
+        kdist.scope(config("replicas")),
+        kdist.scope(config("replicas")),
+    ):
+        pass
+    with pytest.raises(ZeroDivisionError), kdist.scope(config("replicas")):
+        model = build()
+        raise ZeroDivisionError
+    assert parallel_of(model) is None
+    np.testing.assert_array_equal(model.get_weights()[0], build().get_weights()[0])
