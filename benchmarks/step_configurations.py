@@ -32,6 +32,7 @@ class Configuration:
         axes: mesh axes and their sizes, in order; empty for a single device.
         sizes: what is run.
         level: level of optimizer parallelism, of kdist.
+        processes: processes that share the devices, of kdist.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Configuration:
     axes: tuple[tuple[str, int], ...] = ()
     sizes: Sizes = Sizes()
     level: int = 0
+    processes: int = 1
 
     @property
     def devices(self) -> int:
@@ -62,6 +64,18 @@ STEP_ROWS = (
     ),
     Configuration("kdist, data 2 x model 4", "kdist", (("data", 2), ("model", 4))),
 )
+PROCESS_ROWS = tuple(
+    Configuration(
+        f"kdist, data 8{', level 3' * (level == 3)}, {count} x {8 // count} devices",
+        "kdist",
+        (("data", 8),),
+        level=level,
+        processes=count,
+    )
+    for level in (0, 3)
+    for count in (1, 2, 4)
+)
+"""The same mesh in one process and in several: processes x devices of each."""
 JAX_ROWS = (
     Configuration("Keras on JAX, 1 device", "jax"),
     Configuration("Keras on JAX, data 8", "jax", (("data", 8),)),
@@ -92,4 +106,6 @@ def from_json(record: dict) -> Configuration:
     """Reads back what `dataclasses.asdict` made of a configuration."""
     axes = tuple((str(name), int(size)) for name, size in record["axes"])
     sizes = Sizes(**record["sizes"])
-    return Configuration(record["name"], record["runner"], axes, sizes, record["level"])
+    return Configuration(
+        record["name"], record["runner"], axes, sizes, record["level"], record["processes"]
+    )

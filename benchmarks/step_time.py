@@ -2,6 +2,7 @@
 
     sh run.sh bench                  plain Keras, MirroredStrategy, kdist
     sh run.sh bench --with-jax       and Keras on JAX, in an environment of its own
+    sh run.sh bench --with-processes --only=devices      one mesh in one and in several processes
 
 Each configuration is a process of its own and stays alive; the rounds go through all of them in
 turn (A B C A B C), so what slows the machine for a while slows every row. The column
@@ -14,6 +15,7 @@ compare rows of one run, and say nothing about another machine. Results are kept
 import dataclasses
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -44,8 +46,22 @@ class Worker:
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - see close()
         environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2"}
         record = json.dumps(dataclasses.asdict(configuration))
+        command = [python, str(HERE / "step_worker.py"), record, *options]
+        self.others: list[subprocess.Popen] = []
+        if configuration.processes > 1:
+            environment |= _places(configuration.processes)
+            self.others = [
+                subprocess.Popen(
+                    command,
+                    stdout=self.log,
+                    stderr=self.log,
+                    env=environment | {"KDIST_PROCESS_ID": str(number)},
+                )
+                for number in range(1, configuration.processes)
+            ]
+            environment |= {"KDIST_PROCESS_ID": "0"}
         self.process = subprocess.Popen(
-            [python, str(HERE / "step_worker.py"), record, *options],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -64,11 +80,12 @@ class Worker:
         """Ends the process."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        try:
-            self.process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        for process in (self.process, *self.others):
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
         self.log.close()
 
     def _answer(self) -> dict[str, Any]:
@@ -82,6 +99,14 @@ class Worker:
         raise RuntimeError(
             f"{self.configuration.name}: the process ended with status {code}\n" + "\n".join(tail)
         )
+
+
+def _places(processes: int) -> dict[str, str]:
+    """Where processes of one program meet."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {"KDIST_COORDINATOR": f"127.0.0.1:{port}", "KDIST_NUM_PROCESSES": str(processes)}
 
 
 def measure(
@@ -203,6 +228,9 @@ def _flags() -> flags.FlagValues:
         "steps", 3, "steps of a configuration in a round", lower_bound=1, flag_values=values
     )
     flags.DEFINE_bool("with_jax", False, "add the rows of Keras on JAX", flag_values=values)
+    flags.DEFINE_bool(
+        "with_processes", False, "add the rows of several processes", flag_values=values
+    )
     flags.DEFINE_string(
         "jax_venv", str(CHECKOUT / ".venv-jax"), "JAX's environment", flag_values=values
     )
@@ -232,6 +260,7 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
     }
     sizes = rows.Sizes(**chosen_sizes)
     chosen = rows.STEP_ROWS + (rows.JAX_ROWS if args.with_jax else ())
+    chosen += rows.PROCESS_ROWS if args.with_processes else ()
     chosen = tuple(row for row in chosen if row is rows.PLAIN or args.only in row.name)
     chosen = tuple(dataclasses.replace(row, sizes=sizes) for row in chosen)
     pythons = {"jax": jax_python(Path(args.jax_venv))} if args.with_jax else {}

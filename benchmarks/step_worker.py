@@ -7,6 +7,7 @@ reads, the seconds of n further steps. With `--devices` it answers which devices
 
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -31,9 +32,14 @@ def main() -> None:
         return
     setup = time.perf_counter() - started
     seconds, loss = step()
-    answer(setup_s=setup, first_step_s=seconds, first_loss=loss)
+    answer(setup_s=setup, first_step_s=seconds, first_loss=loss, peak_mib=_peak_mib())
     for line in sys.stdin:
         answer(steps_s=[step()[0] for _ in range(int(line))])
+
+
+def _peak_mib() -> float:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def answer(**record: Any) -> None:
@@ -100,7 +106,8 @@ def with_kdist(configuration: rows.Configuration) -> Step:
     """Kdist over logical CPU devices."""
     import kdist
 
-    kdist.init(cpu_devices=8)
+    # In a process that serves another, this call does not return.
+    kdist.init(cpu_devices=8 // configuration.processes)
     axes: dict[str, Any] = dict(configuration.axes)
     config = kdist.ParallelConfig(
         mesh=kdist.mesh(**axes),

@@ -11,7 +11,7 @@ Example:
 """
 
 # Before anything that imports TensorFlow or Keras; the order of these imports matters.
-from kdist._compat.environment import init, prepare
+from kdist._compat.environment import prepare
 from kdist._compat.version import VERSION
 
 prepare()
@@ -25,6 +25,7 @@ from kdist.api.parallelize import parallelize  # noqa: E402
 from kdist.api.pipeline_model import PipelineModel  # noqa: E402
 from kdist.api.scope import scope  # noqa: E402
 from kdist.api.sharded_optimizer import ShardedOptimizer, set_parallel_optimizer  # noqa: E402
+from kdist.cluster.joining import init  # noqa: E402
 from kdist.config.compression import CompressionConfig, PowerSGD  # noqa: E402
 from kdist.config.fusion import FusionConfig, get_comm_fusion, set_comm_fusion  # noqa: E402
 from kdist.config.optimizer import OptimizerConfig  # noqa: E402

@@ -44,30 +44,11 @@ def prepare() -> None:
         os.environ.setdefault(FALLBACK_PREFIX + operation.upper(), "1")
 
 
-def init(cpu_devices: int | None = None, threads_per_op: int | None = None) -> None:
-    """Prepares the devices of this process. Call it before the first tensor is made.
-
-    Args:
-        cpu_devices: number of logical CPU devices to make out of the machine's processor, so that
-            a mesh fits on a laptop. None leaves the devices as they are; GPUs are found by
-            themselves.
-        threads_per_op: number of threads among which TensorFlow cuts the work of one operation on
-            a CPU (its intra-op parallelism); 0 is a thread per core. None leaves it as it is,
-            unless there are at least as many CPU devices as cores: then it is 1, since the devices
-            keep all cores busy and cutting operations up costs time. What the user set in
-            TensorFlow, or in the environment, stays.
+def set_up_devices(cpu_devices: int | None = None, threads_per_op: int | None = None) -> None:
+    """Makes the CPU devices of this process; see `kdist.init`.
 
     Raises:
-        ValueError: if a number is not an integer of at least 1 (0 for threads), or if TensorFlow
-            has already started with other numbers. The same numbers again are fine.
-
-    Example:
-    ```python
-    import kdist
-
-    kdist.init(cpu_devices=8)
-    mesh = kdist.mesh(data=2, model=4)
-    ```
+        ValueError: See there.
     """
     if threads_per_op is not None:
         _check_threads(threads_per_op)
@@ -96,6 +77,11 @@ def init(cpu_devices: int | None = None, threads_per_op: int | None = None) -> N
     if threads_per_op is None and not chosen and THREADS not in os.environ:
         threads_per_op = 1 if cpu_devices >= _cores() else None
     _set_threads(threads_per_op)
+
+
+def threads() -> int:
+    """Threads of one operation on a CPU; 0 is one per core."""
+    return tf.config.threading.get_intra_op_parallelism_threads()
 
 
 def _check_threads(count: int) -> None:

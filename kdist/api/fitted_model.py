@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from kdist.api.stepped_model import SteppedModel
+from kdist.cluster.joining import naming_failures
 from kdist.config.parallel import ParallelConfig
 from kdist.runtime.keras_contract import adapt_callbacks
 from kdist.storage.variables import materialised
@@ -34,6 +35,10 @@ class FittedModel(SteppedModel):
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.fit`; a callback with `arrange` may change what it is called with."""
+        with naming_failures():
+            return self._fit(*args, **kwargs)
+
+    def _fit(self, *args: Any, **kwargs: Any) -> Any:
         plain = type(self.model).fit
         given = inspect.signature(plain).bind(self.model, *args, **kwargs).arguments
         del given[next(iter(given))]  # the model
@@ -51,12 +56,14 @@ class FittedModel(SteppedModel):
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.evaluate`."""
         adapt_callbacks(kwargs.get("callbacks"))
-        return type(self.model).evaluate(self.model, *args, **kwargs)
+        with naming_failures():
+            return type(self.model).evaluate(self.model, *args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.predict`."""
         adapt_callbacks(kwargs.get("callbacks"))
-        return type(self.model).predict(self.model, *args, **kwargs)
+        with naming_failures():
+            return type(self.model).predict(self.model, *args, **kwargs)
 
     def export(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.export`, with the weights gathered into plain variables meanwhile."""

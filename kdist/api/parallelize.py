@@ -14,6 +14,7 @@ from typing import Any
 from kdist._compat import keras_optimizers, keras_remat, keras_trainer
 from kdist.api import mirrored_scope
 from kdist.api.fitted_model import FittedModel
+from kdist.cluster.joining import naming_failures
 from kdist.config.fusion import FusionConfig
 from kdist.config.parallel import ParallelConfig
 from kdist.dtensor.call import CannotExpand
@@ -235,7 +236,8 @@ class Parallel(FittedModel):
             if kind == "train" and self.passes(source):
                 return {}
             if made:
-                return made["inner"](source)
+                with naming_failures():
+                    return made["inner"](source)
             if kind == "predict":
                 example = source[0]
             else:
@@ -243,7 +245,7 @@ class Parallel(FittedModel):
                     source = self.verify_first(source)
                     self.model.train_function = function
                 source, example = peek(source)
-            with traced_without_collection():
+            with traced_without_collection(), naming_failures():
                 made["inner"] = self._function(kind, example)
                 return made["inner"](source)
 

@@ -9,6 +9,7 @@ Example:
     >>> kdist.comm.predict("all_reduce", "ring", 8, 4, kdist.comm.calibrate())
 """
 
+from kdist.cluster.errors import PeerError
 from kdist.comm.algorithms import ALGORITHMS, schedule
 from kdist.comm.calibration import calibrate
 from kdist.comm.collectives import (
@@ -27,7 +28,7 @@ from kdist.comm.host import HostCost
 from kdist.comm.membership import connect, leave
 from kdist.comm.messages import Message, Schedule
 from kdist.comm.ordered import barrier, scan, send_recv
-from kdist.comm.processes import Connection, PeerError, named_errors
+from kdist.comm.processes import Connection, named_errors
 
 __all__ = [
     "ALGORITHMS",

@@ -168,7 +168,7 @@ def main(arguments: list[str]) -> None:
     check_flags(arguments)
     addresses, index = _ADDRESSES.value, _INDEX.value
     if _PROCESSES.value == 1:
-        environment.init(cpu_devices=_DEVICES.value)
+        environment.set_up_devices(cpu_devices=_DEVICES.value)
         show(_group([f"cpu:{device}" for device in range(_DEVICES.value)]))
     elif addresses is not None and index is not None:
         show(_join(addresses, index))
@@ -182,7 +182,7 @@ def _group(names: Sequence[str]) -> Group:
 
 def _join(addresses: Sequence[str], index: int) -> Group:
     each = _DEVICES.value // len(addresses)
-    environment.init(cpu_devices=each)
+    environment.set_up_devices(cpu_devices=each)
     membership.connect(addresses, index)
     names = [
         f"/job:{processes.JOB}/task:{task}/device:CPU:{device}"

@@ -179,8 +179,7 @@ def _place(value: Any, device: str) -> tf.Tensor:
 
 
 def _is_on(tensor: tf.Tensor, device: str) -> bool:
-    there, wanted = Device.parse(tensor.device), Device.parse(device)
-    return (there.kind, there.index) == (wanted.kind, wanted.index)
+    return Device.parse(tensor.device) == Device.parse(device)
 
 
 def check_values(call: Call, values: Values) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from kdist.cluster.joining import controller
 from kdist.comm import processes
 from kdist.sharding.mesh import Device, Topology
 
@@ -62,13 +63,17 @@ class Group:
                 finite, or below a millisecond.
         """
         here = processes.current()
-        devices = [Device.parse(name) for name in np.asarray(mesh.devices).flatten()]
+        existing = [Device.parse(d.name) for d in tf.config.list_logical_devices()]
+        names = np.asarray(mesh.devices).flatten()
+        devices = [Device.parse(name).among(existing) for name in names]
         own = {("localhost", 0)} | ({(here.job, here.index)} if here else set())
+        spelled = [Device(process, d.kind, d.index).name for d in existing for process in own]
+        if controller() is not None:  # of all processes: this one runs the program for them
+            own = {device.process for device in existing}
+            spelled = [device.name for device in existing]
         elsewhere = [device.name for device in devices if device.process not in own]
         if elsewhere:
             processes.check_members(elsewhere)
-        existing = [Device.parse(d.name) for d in tf.config.list_logical_devices()]
-        spelled = [Device(process, d.kind, d.index).name for d in existing for process in own]
         topology = Topology.from_mesh(mesh, [*spelled, *elsewhere])
         place = topology.axis_names.index(topology.canonical(axis))
         grid = np.arange(len(devices)).reshape(topology.shape)

@@ -28,6 +28,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 
 from kdist._compat import collective_runtime
+from kdist.cluster.errors import PeerError
+from kdist.cluster.joining import naming_failures
 from kdist.sharding.mesh import Device
 
 import tensorflow as tf
@@ -50,24 +52,16 @@ _TOLD = re.compile(r"Collective ops|[Tt]imed? ?out|[Dd]eadline")
 _PEER = re.compile(r"(?:from|to)_task_(\d+)")
 
 
-class PeerError(RuntimeError):
-    """A collective across processes failed: a peer is missing, died, or does something else.
-
-    Attributes:
-        operation: the operation that failed.
-        axis: the mesh axis it ran over.
-        peers: tasks of the peers: those that do not answer, else the one that was waited for.
-    """
-
-    def __init__(self, operation: str, axis: str, peers: Sequence[int], cause: str) -> None:
-        self.operation, self.axis, self.peers = operation, axis, tuple(peers)
-        names = ", ".join(f"/job:{JOB}/task:{task}" for task in peers) or "a peer"
-        super().__init__(
-            f"{operation} over axis {axis!r} failed, waiting for {names}: {cause} "
-            "Check that every process of the mesh runs, and calls the same collectives with the "
-            "same shapes in the same order. TensorFlow's collective runtime does not recover: "
-            "start this process again."
-        )
+def _failed_collective(operation: str, axis: str, peers: Sequence[int], cause: str) -> PeerError:
+    names = ", ".join(f"/job:{JOB}/task:{task}" for task in peers) or "a peer"
+    return PeerError(
+        f"{operation} over axis {axis!r} failed, waiting for {names}: {cause} Check that every "
+        "process of the mesh runs, and calls the same collectives with the same shapes in the same "
+        "order. TensorFlow's collective runtime does not recover: start this process again.",
+        peers,
+        operation,
+        axis,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,12 +252,13 @@ def lane(started: list[tf.Operation]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def named_errors() -> Iterator[None]:
-    """Turns an error of TensorFlow's collective runtime into one that names axis and peer.
+    """Turns an error of TensorFlow's runtime into one that names the process that failed.
 
     Eager collectives do it themselves; put it around calls of your own `tf.function`.
 
     Raises:
-        PeerError: instead of TensorFlow's error, where a message of `kdist.comm` failed.
+        PeerError: instead of TensorFlow's error, where a message of `kdist.comm` failed, or, after
+            `kdist.init`, a process.
 
     Example:
         >>> with kdist.comm.named_errors():
@@ -271,7 +266,8 @@ def named_errors() -> Iterator[None]:
     """
     global _failed
     try:
-        yield
+        with naming_failures():
+            yield
     except tf.errors.OpError as error:
         found = _NODE.search(error.message)
         if found is None or _connection is None:
@@ -283,7 +279,9 @@ def named_errors() -> Iterator[None]:
             silent = silent_peers(_connection)
         waited = [int(task) for task in _PEER.findall(found["rest"])]
         reason = "no answer at its address." if silent else _reason(error)
-        raise PeerError(found["operation"], found["axis"], silent or waited, reason) from error
+        raise _failed_collective(
+            found["operation"], found["axis"], silent or waited, reason
+        ) from error
 
 
 def _reason(error: tf.errors.OpError) -> str:

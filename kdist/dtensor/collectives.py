@@ -1,8 +1,8 @@
 """What the collectives of a lowered program become where one graph spans all devices of a slice.
 
-In one process a collective is an ordinary operation on one member of its group: the others' values
-come to it, and its result goes to them. `TABLE` says which. A process boundary, or cards with
-NCCL, would be further entries of it.
+A collective is an ordinary operation on one member of its group: the others' values come to it, and
+its result goes to them; to another process once. `TABLE` says which. Cards with NCCL would be
+further entries of it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from kdist.storage.transfer import process_of
 
 import numpy as np
 import tensorflow as tf
@@ -116,7 +118,7 @@ def reduce(node: Any, group: Group) -> list[str]:
         for j, other in enumerate(parts[1:]):
             value = group.add(_LOGICAL[merge], f"merge{j}", root, [value, other])
     elif merge == "Add":
-        value = group.add("AddN", "sum", root, parts, N=len(parts), T=group.dtype)
+        value = _sum(group)
     elif merge in _PAIRWISE:
         value = parts[0]
         for j, other in enumerate(parts[1:]):
@@ -130,12 +132,40 @@ def reduce(node: Any, group: Group) -> list[str]:
         value = group.add("RealDiv", "mean", root, [value, count], T=group.dtype)
     elif final not in ("Id", ""):
         raise CannotStitch(f"a reduction that ends in {final}")
-    return [value] * len(parts)
+    return _to_all(group, value)
+
+
+def _sum(group: Group) -> str:
+    """The sum of all parts, at the root: each process adds up its own first."""
+    by_process: dict[Any, list[tuple[int, str]]] = {}
+    for k, part in zip(group.members, group.parts, strict=True):
+        by_process.setdefault(process_of(group.devices[k]), []).append((k, part))
+    terms = group.parts
+    if len(by_process) > 1:
+        terms = []
+        for number, mine in enumerate(by_process.values()):
+            term = mine[0][1]
+            if len(mine) > 1:
+                parts = [part for _, part in mine]
+                k = mine[0][0]
+                term = group.add("AddN", f"own{number}", k, parts, N=len(parts), T=group.dtype)
+            terms.append(term)
+    return group.add("AddN", "sum", group.root, terms, N=len(terms), T=group.dtype)
+
+
+def _to_all(group: Group, value: str) -> list[str]:
+    """What each member reads of a value at the root: it goes to another process once."""
+    arrived = {process_of(group.devices[group.root]): value}
+    for k in group.members:
+        process = process_of(group.devices[k])
+        if process not in arrived:
+            arrived[process] = group.add("Identity", f"at{k}", k, [value], T=group.dtype)
+    return [arrived[process_of(group.devices[k])] for k in group.members]
 
 
 def gather(node: Any, group: Group) -> list[str]:
     """An all-gather along dim 0."""
-    return [group.concat("gather", group.root, group.parts, 0)] * len(group.parts)
+    return _to_all(group, group.concat("gather", group.root, group.parts, 0))
 
 
 def all_to_all(node: Any, group: Group) -> list[str]:
@@ -171,7 +201,7 @@ TABLE: Mapping[str, Callable[[Any, Group], list[str]]] = {
 def gather_blocks(group: Group, begins: Sequence[Sequence[int]]) -> list[str]:
     """An all-gather along any dims, of parts that begin where it is said."""
     blocks = [(tuple(map(int, b)), part) for b, part in zip(begins, group.parts, strict=True)]
-    return [_joined(group, "gather", blocks)] * len(blocks)
+    return _to_all(group, _joined(group, "gather", blocks))
 
 
 def _joined(group: Group, suffix: str, blocks: Sequence[Block]) -> str:

@@ -16,6 +16,7 @@ from kdist._compat import keras_trainer
 from kdist.optimizer.update_jobs import Jobs
 from kdist.plan.bucket import Bucket, flat
 from kdist.sharding.placement import Coordinate, UpdateUnit
+from kdist.storage.transfer import Sent
 
 import keras
 import tensorflow as tf
@@ -122,6 +123,7 @@ def _send_unit(jobs: Jobs, unit: UpdateUnit, source: keras.Variable, order: AnyO
     writes: list[Any] = []
     with tf.device(jobs.device(unit.owner)), order.gate(EVERYWHERE):
         value = order.leaving(source.value)
+    sent = Sent(value, jobs.device(unit.owner))
     for at, local in entry.locals.items():
         if local is source:
             continue
@@ -137,7 +139,7 @@ def _send_unit(jobs: Jobs, unit: UpdateUnit, source: keras.Variable, order: AnyO
                 writes.append(keras_trainer.write(local, part))
         else:
             with tf.device(entry.device(at)):
-                writes.append(keras_trainer.write(local, value))
+                writes.append(keras_trainer.write(local, sent.at(entry.device(at))))
     if writes:
         order.arrived(EVERYWHERE, writes)
 
@@ -204,12 +206,13 @@ def _send_rows(jobs: Jobs, sent: RowParts, order: AnyOrder, load: Counter[Coordi
     root = min(sent.owners, key=lambda at: (load[at], at))
     load[root] += sent.nbytes
     with tf.device(jobs.device(root)):
-        joined = _join(sent, parts)
+        joined = Sent(_join(sent, parts), jobs.device(root))
     writes: list[Any] = []
     for at in sent.holders:
         locals_ = [jobs.entries[v].locals[at] for v in sent.members]
         with tf.device(jobs.device(at)):
-            writes += map(keras_trainer.write, locals_, sent.split(joined))
+            values = sent.split(joined.at(jobs.device(at)))
+            writes += map(keras_trainer.write, locals_, values)
     with tf.device(jobs.device(root)):
         order.arrived(EVERYWHERE, [order.all_of(writes)])
 
@@ -239,11 +242,13 @@ def _send_changed(
     parts = [_changed_rows(jobs, jobs.units[n], changed[jobs.of[n]], order) for n in numbers]
     root = jobs.units[numbers[first.variable % len(numbers)]].owner
     with tf.device(jobs.device(root)):
-        rows, values = (p[0] if len(p) == 1 else tf.concat(p, 0) for p in zip(*parts))
+        joined = [p[0] if len(p) == 1 else tf.concat(p, 0) for p in zip(*parts)]
+        sent = [Sent(value, jobs.device(root)) for value in joined]
     writes = []
     for at in holders:
         if at != root or len(parts) > 1:
             with tf.device(jobs.device(at)):
+                rows, values = (one.at(jobs.device(at)) for one in sent)
                 writes.append(keras_trainer.write_rows(entry.locals[at], rows, values))
     with tf.device(jobs.device(root)):
         order.arrived(EVERYWHERE, [order.all_of(writes)])
@@ -266,12 +271,14 @@ def _send_bucket(jobs: Jobs, bucket: Bucket, order: AnyOrder) -> None:
         with tf.device(jobs.device(at)), order.gate(_where(jobs, bucket, at)):
             vectors.append(order.leaving(vector_of(jobs, bucket, units)))
     writes: dict[str, list[Any]] = {}
-    for vector, holders in zip(vectors, bucket.holders):
+    for vector, owner, holders in zip(vectors, bucket.owners, bucket.holders):
+        sent = Sent(vector, jobs.device(owner))
         for at in sorted(set(holders) - set(bucket.owners)):
             locals_ = [jobs.entries[v].locals[at] for v in bucket.members]
             where = _where(jobs, bucket, at)
             with tf.device(jobs.device(at)), order.gate(where):
-                written = map(keras_trainer.write, locals_, bucket.pieces(vector))
+                value = sent.at(jobs.device(at))
+                written = map(keras_trainer.write, locals_, bucket.pieces(value))
                 writes.setdefault(where, []).extend(written)
     for where, operations in writes.items():
         order.arrived(where, operations)

@@ -13,6 +13,7 @@ from typing import Any
 from kdist.plan.bucket import flat, unflat
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Placement, shape_of
+from kdist.storage.transfer import Sent
 from kdist.storage.variables import Stored, assemble
 
 import tensorflow as tf
@@ -97,7 +98,8 @@ class Gatherer:
                 parts: list[list[Any]] = []
                 for device, wanted in zip(devices, sources, strict=True):
                     with tf.device(device), tf.control_dependencies(gates[s]):
-                        parts.append(self._received(group, wanted, sent))
+                        here = {at: sent[at].at(device) for at in wanted}
+                        parts.append(self._received(group, wanted, here))
                 found[s].update((v, list(one)) for v, one in zip(group, zip(*parts, strict=True)))
         return found
 
@@ -110,13 +112,14 @@ class Gatherer:
             return [(placement.home[0] if placement.resident is None else placement.resident, k)]
         return [(s, k) for s in placement.home]
 
-    def _sent(self, group: Sequence[int], at: Coordinate, gates: Sequence[Sequence[Any]]) -> Any:
+    def _sent(self, group: Sequence[int], at: Coordinate, gates: Sequence[Sequence[Any]]) -> Sent:
         """What a coordinate sends of some parameters, as one tensor."""
         alone = self.entries[group[0]].placement.resident is not None
         waits = dict.fromkeys(op for one in gates for op in one) if alone else gates[at[0]]
-        with tf.device(self.entries[group[0]].device(at)), tf.control_dependencies(list(waits)):
+        device = self.entries[group[0]].device(at)
+        with tf.device(device), tf.control_dependencies(list(waits)):
             values = [tf.identity(self.entries[v].locals[at].value) for v in group]
-            return values[0] if len(values) == 1 else flat(values)
+            return Sent(values[0] if len(values) == 1 else flat(values), device)
 
     def _received(self, group: Sequence[int], wanted: Sequence[Coordinate], sent: Any) -> list[Any]:
         """The parameters of a group, put together on the device in scope."""

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from kdist.plan.bucket import Bucket
 from kdist.sharding.placement import Coordinate, UpdateUnit
+from kdist.storage.transfer import added
 
 import tensorflow as tf
 
@@ -36,16 +37,17 @@ def bucket_gradients(bucket: Bucket, source: GradientSource, devices: Any) -> li
         devices: `devices[s][k]`: TensorFlow device strings.
     """
     k = bucket.inner
-    messages = []
+    messages, sources = [], []
     for s in range(len(devices)):
         with tf.device(devices[s][k]):
             tensors = [source.local(v, (s, k)) for v in bucket.members]
             if any(t is not None for t in tensors):
                 messages.append(bucket.messages(tensors))
+                sources.append(devices[s][k])
     vectors = []
     for p, (s, _) in enumerate(bucket.owners):
         with tf.device(devices[s][k]):
             parts = [rows[p] for rows in messages]
-            vector = tf.add_n(parts, name=REDUCE) if len(parts) > 1 else tf.identity(parts[0])
-            vectors.append(vector)
+            alone = len(parts) == 1
+            vectors.append(tf.identity(parts[0]) if alone else added(parts, sources, REDUCE, p))
     return vectors

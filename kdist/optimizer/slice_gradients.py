@@ -18,6 +18,7 @@ from kdist.sharding.placement import (
 from kdist.storage import sparse
 from kdist.storage.fetched_table import FetchedTable
 from kdist.storage.parts import distinct_parts, whole_of
+from kdist.storage.transfer import added
 from kdist.storage.variables import Stored, assemble
 
 import tensorflow as tf
@@ -130,14 +131,16 @@ class SliceGradients:
         """Sum over slices of what inner coordinate `k` has of the part at `index`; None: of all."""
         placement, own = self.placements[variable], self._own(variable, k)
         index = own if index is None else index
-        parts = []
+        parts, devices = [], []
         for s in placement.slices:
             if (found := self._found(variable, s, k)) is not None:
-                with tf.device(self.devices[s][0 if self._whole else k]):
+                devices.append(self.devices[s][0 if self._whole else k])
+                with tf.device(devices[-1]):
                     parts.append(self._cut(found, index, own))
         sums = []
         if parts:
-            sums.append(add_gradients(parts, self.look_ups.get(variable, sparse.LookUp())))
+            look_up = self.look_ups.get(variable, sparse.LookUp())
+            sums.append(add_gradients(parts, look_up, devices, variable))
         if variable in self.once:
             with tf.device(self.devices[placement.slices[0]][0]):
                 sums.append(part_of(self.once[variable], index, placement.shape))
@@ -166,13 +169,25 @@ def part_of(gradient: Any, index: Index, shape: Sequence[int]) -> Any:
     return gradient[index]
 
 
-def add_gradients(parts: Sequence[Any], look_up: sparse.LookUp) -> Any:
-    """Sum of replicas' gradients; rows of embeddings stay rows (see `kdist.storage.sparse`)."""
+def add_gradients(
+    parts: Sequence[Any],
+    look_up: sparse.LookUp,
+    devices: Sequence[str] | None = None,
+    turn: int = 0,
+) -> Any:
+    """Sum of replicas' gradients; rows of embeddings stay rows (see `kdist.storage.sparse`).
+
+    Args:
+        parts: The gradients.
+        look_up: How the variable is looked up.
+        devices: Where each of them is; None: all on one.
+        turn: See `transfer.added`.
+    """
     if all(sparse.is_sparse(p) for p in parts):
         return sparse.add(parts, look_up.by_batch, look_up.merged)
     if len(parts) == 1:
         return parts[0]
-    return tf.add_n([tf.convert_to_tensor(p) for p in parts], name=REDUCE)
+    return added([tf.convert_to_tensor(p) for p in parts], devices, REDUCE, turn)
 
 
 def as_gradient(part: Any, placement: Placement) -> Any:

@@ -11,6 +11,9 @@ _DEVICE = re.compile(
 )
 
 
+_LOCAL = ("localhost", 0)
+
+
 @dataclass(frozen=True, order=True)
 class Device:
     """One device, read from any of the spellings that TensorFlow and Keras use.
@@ -52,12 +55,21 @@ class Device:
             process = (match["job"] or "localhost", int(match["task"] or 0))
         return cls(process, match["kind"].upper(), int(match["index"]))
 
+    def among(self, known: "Sequence[Device]") -> "Device":
+        """The device that this name means among those that exist.
+
+        A name without a process means the first one's, which runs the program.
+        """
+        if self.process != _LOCAL or not known or any(one.process == _LOCAL for one in known):
+            return self
+        return Device(known[0].process, self.kind, self.index)
+
     @property
     def name(self) -> str:
         """The TensorFlow device string, without a process part for the local process."""
         local = f"/device:{self.kind}:{self.index}"
         job, task = self.process
-        return local if self.process == ("localhost", 0) else f"/job:{job}/task:{task}{local}"
+        return local if self.process == _LOCAL else f"/job:{job}/task:{task}{local}"
 
     def __str__(self) -> str:
         return self.name.removeprefix("/device:")

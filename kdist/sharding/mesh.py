@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kdist.cluster.joining import controller
 from kdist.sharding.device import Device, check_devices_distinct, check_devices_exist
 
 import keras
@@ -51,8 +52,9 @@ def mesh(*, devices: Sequence[str] | None = None, **axes: int) -> keras.distribu
     neighbours in the device list, so put the axis that communicates most last.
 
     Args:
-        devices: device names such as `"cpu:0"`, one per mesh position. Defaults to the first
-            devices of this process, GPUs where there are any, else CPUs.
+        devices: device names such as `"cpu:0"`, one per mesh position, of other processes
+            `"/job:worker/task:1/device:CPU:0"`. Defaults to the first devices, process after
+            process, GPUs where there are any, else CPUs.
         **axes: size of each axis. `data` (or `batch`) carries replicas, `pipe` the stages of a
             pipeline; every other name is an inner axis.
 
@@ -93,14 +95,18 @@ def _first_devices(count: int, axes: dict[str, int]) -> list[str]:
     kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
     found = [Device.parse(device.name) for device in tf.config.list_logical_devices(kind)]
     if count > len(found):
-        fix = f"Call kdist.init(cpu_devices={count}) first"
+        processes = len({device.process for device in found})
+        fix = f"Call kdist.init(cpu_devices={-(-count // processes)}) first"
         if kind == "GPU":
             fix += " and name the CPUs with devices=[...]"
         raise ValueError(
             f"A mesh of {_by(axes)} needs {count} devices and there are {len(found)} {kind} "
             f"devices. {fix}, or make an axis smaller. Received: axes={axes}"
         )
-    return [f"{d.kind.lower()}:{d.index}" for d in found[:count]]
+    return [
+        f"{d.kind.lower()}:{d.index}" if d.process == found[0].process else d.name
+        for d in found[:count]
+    ]
 
 
 @dataclass(frozen=True)
@@ -164,14 +170,15 @@ class Topology:
         axis_names, shape = tuple(device_mesh.axis_names), tuple(device_mesh.shape)
         data_axis = _check_axes(axis_names, shape)
         shape = tuple(int(size) for size in shape)
-        devices = [Device.parse(name) for name in device_mesh.devices.flatten()]
-        check_devices_distinct(devices)
-        processes = list(dict.fromkeys(device.process for device in devices))
-        owner = [processes.index(device.process) for device in devices]
-        check_inner_axes_local(axis_names, shape, data_axis, owner)
         if available is None:
             available = [device.name for device in tf.config.list_logical_devices()]
         known = [Device.parse(name) for name in available]
+        devices = [Device.parse(name).among(known) for name in device_mesh.devices.flatten()]
+        check_devices_distinct(devices)
+        if controller() is None:
+            processes = list(dict.fromkeys(device.process for device in devices))
+            owner = [processes.index(device.process) for device in devices]
+            check_inner_axes_local(axis_names, shape, data_axis, owner)
         check_devices_exist(devices, known)
 
         grid = np.array([device.name for device in devices], dtype=object).reshape(shape)
@@ -329,8 +336,8 @@ def check_inner_axes_local(
 ) -> None:
     """Checks that no inner axis leaves a process: a slice lives inside one.
 
-    DTensor meshes across processes hang where a peer is slow or missing, so kdist communicates
-    between processes itself, over the data axis only.
+    So where each process runs a program of its own, as after `kdist.comm.connect`. A program that
+    one process runs for all, as after `kdist.init`, may cut tensors over processes as well.
 
     Args:
         axis_names: the mesh's axes.

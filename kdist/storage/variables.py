@@ -16,6 +16,7 @@ from typing import Any
 
 from kdist._compat import keras_trainer
 from kdist._compat.keras_trainer import KEY
+from kdist.sharding.device import Device
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Index, Placement, covers, shape_of
 
@@ -202,9 +203,8 @@ def make_local(variable: keras.Variable, value: Any) -> keras.Variable:
 
 
 def same_device(a: str, b: str) -> bool:
-    """True when two device strings name the same type and index."""
-    x, y = tf.DeviceSpec.from_string(a), tf.DeviceSpec.from_string(b)
-    return (x.device_type, x.device_index) == (y.device_type, y.device_index)
+    """True when two device strings name the same device."""
+    return Device.parse(a) == Device.parse(b)
 
 
 def backing_of(variable: keras.Variable) -> Any:

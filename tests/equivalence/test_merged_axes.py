@@ -9,12 +9,13 @@ import kdist
 from kdist.api.parallelize import attached
 from kdist.dtensor import relayout
 from kdist.sharding.merged_axes import merged_axes
-from kdist.sharding.mesh import Topology
-from kdist.storage.variables import stored
+from kdist.sharding.mesh import Device, Topology
+from kdist.storage.variables import same_device, stored
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 from .case import Layout
@@ -95,14 +96,15 @@ def test_every_device_holds_its_quarter(axes: Mapping[str, int], order: tuple[st
     assert entry is not None
     sizes = list(axes.values())
     names = kdist.mesh(**axes).devices.reshape(sizes)
+    known = [Device.parse(device.name) for device in tf.config.list_logical_devices()]
     slices = attached(model).topology.slices
     for coordinate in np.ndindex(*sizes):
         at = dict(zip(axes, coordinate, strict=True))
         part = 2 * at[order[0]] + at[order[1]]
-        device = f"/device:{names[coordinate].upper()}"
+        device = Device.parse(names[coordinate]).among(known).name
         s = next(n for n, one in enumerate(slices) if device in one.devices)
         local = entry.locals[s, slices[s].devices.index(device)]
-        assert local.value.device.endswith(device.removeprefix("/device:"))
+        assert same_device(local.value.device, device)
         np.testing.assert_array_equal(local.numpy(), value[:, 2 * part : 2 * part + 2])
 
 

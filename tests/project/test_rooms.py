@@ -7,6 +7,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 ROOMS = [
     "display",
     "_compat",
+    "cluster",
     "sharding",
     "layers",
     "storage",
@@ -27,6 +28,7 @@ ROOMS = [
     "export",
     "callbacks",
     "verification",
+    "launch",
 ]
 """From the ground up."""
 

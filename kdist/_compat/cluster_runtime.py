@@ -1,0 +1,111 @@
+"""Every use of TensorFlow's runtime for one program over several processes.
+
+Process 0 runs the program; the others run a TensorFlow server, whose devices process 0 uses.
+Documented: `tf.distribute.Server`, `tf.config.experimental_connect_to_cluster`. Not documented, and
+held by `tests/cluster/test_training.py`:
+
+- `Server` makes as many CPU devices as `device_count` says, and its target is the address that it
+  listens on, the port included that the system chose for port 0.
+- Connections of TensorFlow's runtime are sockets of this process. When one breaks, calls that wait
+  for it fail; a call to a process that is frozen ends in no other way (cancelling it does not).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+JOB = "worker"
+_FILES = "/proc/self/fd"
+
+
+def serve(process: int, host: str, port: int, cpu_devices: int, threads_per_op: int) -> int:
+    """Starts this process's server, which ends with the process.
+
+    TensorFlow's server listens on every interface, and does what it is asked by whoever asks.
+
+    Args:
+        process: Number of this process.
+        host: By which others reach it.
+        port: To listen on; 0 for a free one.
+        cpu_devices: Number of its CPU devices.
+        threads_per_op: See `kdist.init`; 0 is a thread per core.
+
+    Returns:
+        The port.
+    """
+    config = tf.compat.v1.ConfigProto(
+        device_count={"CPU": cpu_devices}, intra_op_parallelism_threads=threads_per_op
+    )
+    config.gpu_options.allow_growth = True
+    cluster = tf.train.ClusterSpec({JOB: {process: f"{host}:{port}"}})
+    server = tf.distribute.Server(
+        cluster, job_name=JOB, task_index=process, protocol="grpc", config=config
+    )
+    return int(server.target.rpartition(":")[2])
+
+
+def use(addresses: Sequence[str]) -> None:
+    """Makes the devices of all processes this process's, which is the first of them.
+
+    Args:
+        addresses: `host:port` of each process's server; this one's starts here.
+    """
+    tf.config.experimental_connect_to_cluster(
+        tf.train.ClusterSpec({JOB: list(addresses)}),
+        job_name=JOB,
+        task_index=0,
+        protocol="grpc",
+        make_master_device_default=False,
+    )
+
+
+def has_started() -> bool:
+    """Whether TensorFlow has made its devices, after which no process can be joined."""
+    return bool(context.context()._initialized)
+
+
+def devices_of_all() -> list[str]:
+    """Names of all devices, process after process."""
+    return [device.name for device in tf.config.list_logical_devices()]
+
+
+def cut_connections(addresses: Collection[tuple[str, int]]) -> int:
+    """Ends this process's connections to some addresses; returns how many there were.
+
+    Args:
+        addresses: (IP address, port) of each.
+    """
+    found = 0
+    for name in os.listdir(_FILES) if os.path.isdir(_FILES) else ():
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"{_FILES}/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                peer: Any = one.getpeername()
+                if not isinstance(peer, tuple):
+                    continue
+                # gRPC's sockets speak both versions of IP.
+                if (peer[0].removeprefix("::ffff:"), peer[1]) in addresses:
+                    one.shutdown(socket.SHUT_RDWR)
+                    found += 1
+    return found
+
+
+def may_be_a_process(error: BaseException | None) -> bool:
+    """Whether an error of TensorFlow may come of a process that failed."""
+    kinds = (
+        tf.errors.UnavailableError,
+        tf.errors.CancelledError,
+        tf.errors.AbortedError,
+        tf.errors.InternalError,
+        tf.errors.UnknownError,
+        tf.errors.DeadlineExceededError,
+    )
+    return isinstance(error, kinds)

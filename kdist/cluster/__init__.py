@@ -1,0 +1,1 @@
+"""One program on several processes: who is there, who serves whom, and what if one fails."""

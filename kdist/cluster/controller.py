@@ -1,0 +1,276 @@
+"""Process 0: waits for the others, watches them, and tells them how the program ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from kdist._compat import cluster_runtime
+from kdist.cluster.channel import Channel, Refused, let_in
+from kdist.cluster.errors import PeerError
+from kdist.cluster.place import Place, joined_address, split_address
+from kdist.cluster.settings import Deadlines, first_difference
+
+_GRACE_SECONDS = 5.0
+"""After a failure, for the program to hear of it where it waits; then the process ends."""
+_REASON_SECONDS = 2.0
+"""An operation may fail before it shows that a process ended."""
+_EXIT = 1
+
+
+class Controller:
+    """What process 0 knows of the others.
+
+    Args:
+        place: Of this process.
+        mine: See `settings.described`.
+        deadlines: When others have failed.
+
+    Attributes:
+        addresses: `host:port` of each process's server, this one's first.
+    """
+
+    def __init__(self, place: Place, mine: Mapping[str, Any], deadlines: Deadlines) -> None:
+        self.place, self.mine, self.deadlines = place, dict(mine), deadlines
+        self.addresses: list[str] = []
+        self._peers: dict[int, Channel] = {}
+        self._said: dict[int, dict[str, Any]] = {}
+        self._changed = threading.Condition()
+        self._failure: PeerError | None = None
+        self._failed = threading.Event()
+        self._raised = threading.Event()
+        self._ended = False
+        self._listener = self._listen()
+
+    def _listen(self) -> socket.socket:
+        host, port = split_address(self.place.coordinator, self.place.source)
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            listener.close()
+            raise OSError(
+                "Process 0 waits for the others at the coordinator's address, which is taken, or "
+                "of another machine. Is process 0 there twice, or another program at that port? "
+                f"Received: {self.place.coordinator}, from {self.place.source}: {error}"
+            ) from error
+        listener.listen(self.place.count + 8)
+        return listener
+
+    def gather(self) -> None:
+        """Waits until all processes are there, and starts TensorFlow on all of them.
+
+        Raises:
+            PeerError: One did not come in time, or is of another version, or has other devices.
+        """
+        end = time.monotonic() + self.deadlines.start
+        threading.Thread(target=self._accept, daemon=True, name="kdist-accept").start()
+        others = range(1, self.place.count)
+        with self._changed:
+            while len(self._said) < len(others) and not self._failure:
+                left = end - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
+        missing = [k for k in others if k not in self._said]
+        if self._failure is None and missing:
+            self._give_up(
+                f"Process {', '.join(map(str, missing))} of {self.place.count} did not come to "
+                f"{self.place.coordinator} within {self.deadlines.start:g} s. See why it did not "
+                "start, or give kdist.init(start_timeout_s=...) more time.",
+                missing,
+            )
+        told = {k: said["settings"] for k, said in self._said.items()}
+        if self._failure is None and (difference := first_difference(self.mine, told)):
+            wrong = [k for k, one in told.items() if one != self.mine]
+            self._give_up(
+                f"Processes of one program have the same versions and devices: {difference}.", wrong
+            )
+        self.check()
+        host, _ = split_address(self.place.coordinator, self.place.source)
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        own = joined_address(host, port)
+        self.addresses = [own, *(self._said[k]["address"] for k in others)]
+        self._check_reachable()
+        for peer in self._peers.values():
+            peer.send(start=True)
+        with self.naming_failures():
+            cluster_runtime.use(self.addresses)
+
+    def _check_reachable(self) -> None:
+        for process, address in enumerate(self.addresses[1:], 1):
+            target = split_address(address, f"process {process}")
+            try:
+                socket.create_connection(target, timeout=self.deadlines.silence).close()
+            except OSError as error:
+                self._give_up(
+                    f"Process {process} is there, and its TensorFlow server at {address} cannot be "
+                    f"reached: {error}. Open its port, or set KDIST_ADDRESS=host:port in that "
+                    "process to one that is open.",
+                    [process],
+                )
+                self.check()
+
+    def _accept(self) -> None:
+        """Lets processes in, each in a thread of its own: one that says nothing holds up nobody."""
+        while not self._ended:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        channel = Channel(connection)
+        try:
+            process = let_in(channel, self.place.token)
+            said = channel.receive(self.deadlines.start)
+            if problem := self._take(process, said, channel):
+                channel.send(refused=problem)
+                raise Refused(problem)
+        except (Refused, TimeoutError, EOFError, OSError, KeyError):
+            channel.close()
+            return
+        self._watch(process, channel)
+
+    def _take(self, process: int, said: dict[str, Any], channel: Channel) -> str:
+        """Notes a process; returns why not, if it cannot be."""
+        with self._changed:
+            if not 0 < process < self.place.count or said.get("count") != self.place.count:
+                return (
+                    f"Process 0 was told that there are {self.place.count} processes. Received: "
+                    f"process {process} of {said.get('count')}"
+                )
+            if process in self._said:
+                return (
+                    f"Process {process} is there already: it was started twice. End one of both, "
+                    "or number them otherwise."
+                )
+            if self._failure is not None:
+                return str(self._failure)
+            self._said[process], self._peers[process] = said, channel
+            self._changed.notify_all()
+        return ""
+
+    def _watch(self, process: int, channel: Channel) -> None:
+        """Sends signs of life to a process, and waits for its own, until the end."""
+        beat = threading.Thread(target=self._beat, args=(channel,), daemon=True)
+        beat.start()
+        where = self._said[process].get("address", "")
+        try:
+            while not self._ended:
+                message = channel.receive(self.deadlines.silence)
+                if "failed" in message:
+                    raise Refused(str(message["failed"]))
+        except TimeoutError:
+            cause = f"gave no sign of life for {self.deadlines.silence:g} s"
+        except EOFError:
+            cause = "ended"
+        except Refused as error:
+            cause = f"failed: {error}"
+        if not self._ended:
+            self._fail(
+                PeerError(
+                    f"Process {process} of {self.place.count} ({where}) {cause}. What it printed "
+                    "last says more. The program cannot go on without it: start all processes "
+                    "again; training goes on from its last checkpoint, see "
+                    "kdist.callbacks.ShardedCheckpoint.",
+                    [process],
+                )
+            )
+
+    def _beat(self, channel: Channel) -> None:
+        try:
+            while not self._ended:
+                channel.send(alive=True)
+                time.sleep(self.deadlines.beat)
+        except OSError:
+            pass  # whoever receives from it says so
+
+    def _give_up(self, text: str, peers: list[int]) -> None:
+        self._failure = PeerError(text, peers)
+        self._failed.set()
+
+    def _fail(self, failure: PeerError) -> None:
+        """Makes the program hear of a failure, wherever it is."""
+        with self._changed:
+            if self._failure is not None or self._ended:
+                return
+            self._failure = failure
+            self._failed.set()
+            self._changed.notify_all()
+        cluster_runtime.cut_connections(self._connected())
+        if not self._raised.wait(_GRACE_SECONDS):
+            # It waits for something that does not end, or does not use the devices any more.
+            print(f"kdist: {failure}", file=sys.stderr, flush=True)
+            self.end(_EXIT, str(failure))
+            os._exit(_EXIT)
+
+    def _connected(self) -> set[tuple[str, int]]:
+        found = set()
+        for address in self.addresses[1:]:
+            host, port = split_address(address, "a process")
+            for *_, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+                found.add((str(target[0]), port))
+        return found
+
+    def check(self) -> None:
+        """Raises what has failed, if anything has.
+
+        Raises:
+            PeerError: See there.
+        """
+        if self._failure is not None:
+            self._raised.set()
+            raise self._failure
+
+    def naming_failures(self) -> NamingFailures:
+        """Around what uses other processes' devices: raises `PeerError` where one has failed."""
+        return NamingFailures(self)
+
+    def reason(self) -> PeerError | None:
+        """Why an operation failed, if a process has; waits a moment for that to show."""
+        if self._failed.wait(_REASON_SECONDS):
+            self._raised.set()
+        return self._failure
+
+    def end(self, code: int, text: str = "") -> None:
+        """Tells all processes that the program has ended.
+
+        Args:
+            code: Its exit code.
+            text: Why, if it failed.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        for channel in self._peers.values():
+            with contextlib.suppress(OSError):  # that process may have ended before
+                channel.send(end=code, text=text)
+        self._listener.close()
+
+
+class NamingFailures:
+    """See `Controller.naming_failures`."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    def __enter__(self) -> None:
+        self._controller.check()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if cluster_runtime.may_be_a_process(error):
+            failure = self._controller.reason()
+            if failure is not None:
+                raise failure from error

@@ -1,0 +1,30 @@
+"""What goes wrong between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PeerError(RuntimeError):
+    """Another process is missing, died, does not answer, or does something else.
+
+    Args:
+        message: What happened, and what to do.
+        peers: Numbers of the processes that it happened to; of those that are waited for where
+            that is all that is known.
+        operation: The collective that failed, if it was one of `kdist.comm`.
+        axis: The mesh axis it ran over.
+
+    Attributes:
+        peers, operation, axis: See the arguments.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        peers: Sequence[int],
+        operation: str | None = None,
+        axis: str | None = None,
+    ) -> None:
+        self.peers, self.operation, self.axis = tuple(peers), operation, axis
+        super().__init__(message)

@@ -1,0 +1,157 @@
+"""`kdist.init`: this process's devices, and its place among the processes of one program."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import warnings
+from typing import Any
+
+from kdist._compat import cluster_runtime, environment
+from kdist.cluster.controller import Controller
+from kdist.cluster.place import Place
+from kdist.cluster.server import serve
+from kdist.cluster.settings import Deadlines, described
+from kdist.cluster.sources import find, number
+
+_ARGUMENTS = ("coordinator", "num_processes", "process_id")
+_DEVICES = "KDIST_CPU_DEVICES"
+_controller: Controller | None = None
+_exit_code = 0
+
+
+def init(
+    cpu_devices: int | None = None,
+    threads_per_op: int | None = None,
+    *,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    start_timeout_s: float = 300.0,
+    peer_timeout_s: float = 20.0,
+) -> None:
+    """Prepares the devices of this process, and joins it with the others of its program.
+
+    Call it before the first tensor is made. Where nothing says that there are several processes,
+    this one is alone. Otherwise the same script runs in each of them, and this call returns in
+    process 0 only: the others lend it their devices, and end here with its exit code when it ends.
+    So what stands behind it (arrays, callbacks, files, logs) happens once. The devices of all
+    processes are then devices of `kdist.mesh`, process after process.
+
+    A process learns its place from, in this order: the arguments; KDIST_COORDINATOR,
+    KDIST_NUM_PROCESSES and KDIST_PROCESS_ID (set by `python -m kdist.launch`); TF_CONFIG; torchrun;
+    KERAS_DISTRIBUTION_*; Slurm; Open MPI or PMI; an indexed job of Kubernetes; RANK_TABLE_FILE. See
+    docs/processes.md, also for what a network has to keep out: TensorFlow's servers listen on every
+    interface, and ask for no password.
+
+    Args:
+        cpu_devices: Number of logical CPU devices to make out of this process's processor, so that
+            a mesh fits on a laptop. None: as KDIST_CPU_DEVICES says (`python -m kdist.launch
+            --cpu-devices 2` sets it), else the devices stay as they are; GPUs are found by
+            themselves.
+        threads_per_op: Number of threads among which TensorFlow cuts the work of one operation on
+            a CPU (its intra-op parallelism); 0 is a thread per core. None leaves it as it is,
+            unless there are at least as many CPU devices as cores: then it is 1, since the devices
+            keep all cores busy and cutting operations up costs time. What the user set in
+            TensorFlow, or in the environment, stays.
+        coordinator: `host:port` where process 0 waits for the others; the same in all.
+        num_processes: Number of processes.
+        process_id: Number of this one, from 0.
+        start_timeout_s: Seconds within which all processes have to come.
+        peer_timeout_s: Seconds without a sign of life after which a process has failed. Then all
+            others end, with an error that names it.
+
+    Raises:
+        ValueError: A number is not an integer of at least 1 (0 for threads); TensorFlow has already
+            started with other numbers, or alone; the place is said in part, or twice and
+            differently. The same call again is fine.
+        kdist.comm.PeerError: A process does not come in time, is of another version, or has other
+            devices. In processes other than 0: process 0 does not answer, or died.
+        SystemExit: In processes other than 0, when process 0 has ended.
+
+    Example:
+    ```python
+    import kdist
+
+    kdist.init(cpu_devices=8)
+    mesh = kdist.mesh(data=2, model=4)
+    ```
+    """
+    deadlines = Deadlines(start_timeout_s, peer_timeout_s)
+    if cpu_devices is None and os.environ.get(_DEVICES):
+        cpu_devices = number(os.environ, _DEVICES)
+    if _controller is not None:
+        # Joined before: only the numbers are looked at again.
+        environment.set_up_devices(cpu_devices, threads_per_op)
+        return
+    place = _place(coordinator, num_processes, process_id)
+    if place is not None and place.count > 1 and cluster_runtime.has_started():
+        raise ValueError(
+            "A process joins the others before TensorFlow starts. Call kdist.init right after the "
+            "imports, before any tensor, variable, layer or kdist.comm.connect. "
+            f"Received: process {place.process} of {place.count}, from {place.source}"
+        )
+    environment.set_up_devices(cpu_devices, threads_per_op)
+    if place is not None and place.count > 1:
+        _join(place, deadlines, cpu_devices, threads_per_op)
+
+
+def controller() -> Controller | None:
+    """What process 0 knows of others; None where it is alone."""
+    return _controller
+
+
+def naming_failures() -> contextlib.AbstractContextManager[Any]:
+    """Around what uses devices of other processes: raises `PeerError` where one has failed."""
+    return contextlib.nullcontext() if _controller is None else _controller.naming_failures()
+
+
+def _place(
+    coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> Place | None:
+    given = dict(zip(_ARGUMENTS, (coordinator, num_processes, process_id), strict=True))
+    variables = dict(os.environ)
+    said = {name: value for name, value in given.items() if value is not None}
+    for name, value in said.items():
+        if name != "coordinator" and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ValueError(f"{name} is an integer. Received: {name}={value!r}")
+    variables.update({f"KDIST_{name.upper()}": str(value) for name, value in said.items()})
+    return find(variables, say=lambda line: warnings.warn(f"kdist.init: {line}", stacklevel=4))
+
+
+def _join(
+    place: Place, deadlines: Deadlines, cpu_devices: int | None, threads_per_op: int | None
+) -> None:
+    global _controller
+    mine = described(cpu_devices, threads_per_op)
+    if place.process:
+        head = f"kdist: process {place.process} of {place.count} serves {place.coordinator}"
+        print(f"{head} (from {place.source})", file=sys.stderr, flush=True)
+        serve(place, mine, deadlines, cpu_devices or 1, environment.threads())
+    made = Controller(place, mine, deadlines)
+    try:
+        made.gather()
+    except BaseException as error:
+        made.end(1, str(error))
+        raise
+    _controller = made
+    _tell_at_the_end(made)
+
+
+def _tell_at_the_end(made: Controller) -> None:
+    """The others end with this process, and with its exit code."""
+    plain_exit, plain_hook = sys.exit, sys.excepthook
+
+    def noting_exit(status: Any = None) -> Any:
+        global _exit_code
+        _exit_code = status if isinstance(status, int) else int(status is not None)
+        plain_exit(status)
+
+    def noting_hook(kind: Any, error: Any, trace: Any) -> None:
+        plain_hook(kind, error, trace)
+        made.end(130 if issubclass(kind, KeyboardInterrupt) else 1, f"{kind.__name__}: {error}")
+
+    sys.exit, sys.excepthook = noting_exit, noting_hook
+    atexit.register(lambda: made.end(_exit_code))

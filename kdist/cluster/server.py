@@ -1,0 +1,139 @@
+"""Processes 1 and on: their devices are process 0's until it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from kdist._compat import cluster_runtime
+from kdist.cluster.channel import Channel, Refused, call
+from kdist.cluster.errors import PeerError
+from kdist.cluster.place import Place, joined_address, split_address
+from kdist.cluster.settings import Deadlines
+
+_AGAIN_SECONDS = 0.2
+_FAILED = 1
+
+
+class Served(SystemExit):
+    """Process 0 has ended, and so does this one, with its exit code.
+
+    Attributes:
+        text: Why process 0 failed, if it did.
+    """
+
+    def __init__(self, code: int, text: str = "") -> None:
+        super().__init__(code)
+        self.text = text
+
+
+def serve(
+    place: Place, mine: Mapping[str, Any], deadlines: Deadlines, cpu_devices: int, threads: int
+) -> NoReturn:
+    """Lends this process's devices to process 0, to its end.
+
+    Args:
+        place: Of this process.
+        mine: See `settings.described`.
+        deadlines: When process 0 has failed.
+        cpu_devices: See `kdist.init`.
+        threads: See `kdist.init`.
+
+    Raises:
+        Served: Process 0 has ended.
+        PeerError: It did not start, does not let this process in, or died.
+    """
+    channel = _reach(place, deadlines)
+    host, port = channel.here, 0
+    if place.address is not None:
+        host, port = split_address(place.address, place.source)
+    port = cluster_runtime.serve(place.process, host, port, cpu_devices, threads)
+    address = joined_address(host, port)
+    ending = threading.Event()
+    try:
+        channel.send(count=place.count, settings=dict(mine), address=address)
+        threading.Thread(target=_beat, args=(channel, deadlines, ending), daemon=True).start()
+        _follow(place, channel, deadlines)
+    finally:
+        ending.set()
+        channel.close()
+
+
+def _reach(place: Place, deadlines: Deadlines) -> Channel:
+    """Connects with process 0, which may start later than this one."""
+    host, port = split_address(place.coordinator, place.source)
+    end = time.monotonic() + deadlines.start
+    problem = ""
+    while (left := end - time.monotonic()) > 0:
+        try:
+            connection = socket.create_connection((host, port), timeout=min(left, 10.0))
+        except OSError as error:
+            problem = str(error)
+            time.sleep(_AGAIN_SECONDS)
+            continue
+        channel = Channel(connection)
+        try:
+            call(channel, place.token, place.process)
+        except (TimeoutError, EOFError, OSError) as error:
+            problem = f"who is there does not answer as process 0 ({error})"
+            channel.close()
+            time.sleep(_AGAIN_SECONDS)
+            continue
+        except Refused as error:
+            raise PeerError(str(error), [0]) from error
+        return channel
+    raise PeerError(
+        f"Process 0 did not answer at {place.coordinator} (from {place.source}) within "
+        f"{deadlines.start:g} s: {problem}. See whether it started, and whether this machine "
+        "reaches it there.",
+        [0],
+    )
+
+
+def _beat(channel: Channel, deadlines: Deadlines, ending: threading.Event) -> None:
+    try:
+        while not ending.wait(deadlines.beat):
+            channel.send(alive=True)
+    except OSError:
+        pass  # who follows hears of it
+
+
+def _wait_for_the_end(channel: Channel, deadlines: Deadlines) -> None:
+    """Until process 0, which has said that it ends, has: it takes its leave of the devices."""
+    with contextlib.suppress(TimeoutError, EOFError, Refused):
+        while True:
+            channel.receive(deadlines.silence)
+
+
+def _follow(place: Place, channel: Channel, deadlines: Deadlines) -> NoReturn:
+    """Waits for the end of process 0."""
+    started, end = False, time.monotonic() + deadlines.start
+    while True:
+        try:
+            message = channel.receive(deadlines.silence)
+        except (TimeoutError, EOFError) as error:
+            how = "ended without a word" if isinstance(error, EOFError) else "is silent"
+            raise PeerError(
+                f"Process 0 ({place.coordinator}) {how}; process {place.process} of {place.count} "
+                "ends too. What process 0 printed last says more.",
+                [0],
+            ) from error
+        if "refused" in message:
+            raise PeerError(str(message["refused"]), [0])
+        if "end" in message:
+            text = str(message.get("text", ""))
+            if text:
+                head = f"kdist: process {place.process} ends with process 0, which failed: "
+                print(head + text, file=sys.stderr, flush=True)
+            _wait_for_the_end(channel, deadlines)
+            raise Served(int(message["end"]), text)
+        started = started or "start" in message
+        if not started and time.monotonic() > end:
+            raise PeerError(
+                f"Not all {place.count} processes came within {deadlines.start:g} s.", [0]
+            )

@@ -1,0 +1,1 @@
+"""Starts the processes of one program on this machine; see `python -m kdist.launch --help`."""

@@ -1,0 +1,173 @@
+"""The processes of one program: started, read, and ended together."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+_TRACEBACK = "Traceback (most recent call last):"
+_TOGETHER_SECONDS = 40.0
+"""For the others to end by themselves, once one has failed: longer than `kdist.init` gives them."""
+_LAST_SECONDS = 5.0
+_SETTLED_SECONDS = 0.3
+_SHOWN_LINES = 60
+
+
+class Launch:
+    """A script in several processes of this machine.
+
+    Args:
+        command: The script's, with its arguments.
+        processes: How many.
+        cpu_devices: Logical CPU devices of each; None leaves that to the script.
+        logs: Directory that gets a file for each process.
+        console: Gets what the launcher itself says.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        processes: int,
+        cpu_devices: int | None,
+        logs: Path,
+        console: Console,
+    ) -> None:
+        self.command = list(command)
+        self.processes, self.cpu_devices = processes, cpu_devices
+        self.logs, self.console = logs, console
+        self._running: list[subprocess.Popen] = []
+        self._first: int | None = None
+        self._stopped: int | None = None
+
+    def run(self, max_restarts: int = 0) -> int:
+        """Runs to the end; all start again if one fails.
+
+        Args:
+            max_restarts: How often.
+
+        Returns:
+            The exit code: 0, or that of the process that failed first in the last attempt.
+        """
+        before = {s: signal.signal(s, self._stop) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for attempt in range(max_restarts + 1):
+                code = self._attempt(attempt)
+                if code == 0 or self._stopped is not None:
+                    break
+                if attempt < max_restarts:
+                    self.console.print(f"kdist.launch: start {attempt + 2} of {max_restarts + 1}")
+            return code if self._stopped is None else 128 + self._stopped
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _attempt(self, attempt: int) -> int:
+        folder = self.logs / f"start-{attempt}"
+        folder.mkdir(parents=True, exist_ok=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        common = os.environ | {
+            "KDIST_COORDINATOR": f"127.0.0.1:{port}",
+            "KDIST_NUM_PROCESSES": str(self.processes),
+            "KDIST_TOKEN": secrets.token_hex(16),
+            "KDIST_START": str(attempt),
+            "PYTHONUNBUFFERED": "1",
+        }
+        # TensorFlow's servers print their settings.
+        common.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+        if self.cpu_devices is not None:
+            common["KDIST_CPU_DEVICES"] = str(self.cpu_devices)
+        self._first = None
+        self._running = [
+            subprocess.Popen(
+                self.command,
+                env=common | {"KDIST_PROCESS_ID": str(number)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            for number in range(self.processes)
+        ]
+        files = [folder / f"process-{number}.log" for number in range(self.processes)]
+        readers = [
+            threading.Thread(target=self._read, args=(number, file), daemon=True)
+            for number, file in enumerate(files)
+        ]
+        for reader in readers:
+            reader.start()
+        self._wait()
+        for reader in readers:
+            reader.join(_LAST_SECONDS)
+        return self._tell(files)
+
+    def _read(self, number: int, file: Path) -> None:
+        """Copies a process's output to its file, and to the console with its number."""
+        prefix = f"[{number}] ".encode() if self.processes > 1 else b""
+        stream = self._running[number].stdout
+        assert stream is not None
+        with file.open("wb") as log:
+            for line in stream:
+                log.write(line)
+                log.flush()
+                sys.stdout.buffer.write(prefix + line)
+                sys.stdout.buffer.flush()
+
+    def _wait(self) -> None:
+        """Until all have ended; when one fails, or all are to stop, the others have a while."""
+        end: float | None = None
+        asked = False
+        while any(one.poll() is None for one in self._running):
+            failed = [n for n, one in enumerate(self._running) if one.poll()]
+            if failed and self._first is None:
+                self._first = failed[0]
+                if self._running[failed[0]].returncode > 0:
+                    # The others may follow process 0 faster than it ends itself.
+                    time.sleep(_SETTLED_SECONDS)
+                    self._first = next(n for n, one in enumerate(self._running) if one.poll())
+            if (failed or self._stopped is not None) and end is None:
+                end = time.monotonic() + (_TOGETHER_SECONDS if failed else _LAST_SECONDS)
+            if end is not None and time.monotonic() > end:
+                self._signal(signal.SIGKILL if asked else signal.SIGTERM)
+                asked, end = True, time.monotonic() + _LAST_SECONDS
+            time.sleep(0.05)
+        if self._first is None:
+            failed = [n for n, one in enumerate(self._running) if one.returncode]
+            self._first = failed[0] if failed else None
+
+    def _signal(self, number: int) -> None:
+        """Signals the processes that still run, and what they started."""
+        for one in self._running:
+            if one.poll() is None:
+                os.killpg(one.pid, number)
+
+    def _stop(self, number: int, frame: object) -> None:
+        self._stopped = number
+        self._signal(number)
+
+    def _tell(self, files: Sequence[Path]) -> int:
+        """Says which process failed first, with what it printed last; returns the exit code."""
+        if self._first is None:
+            return 0
+        code = self._running[self._first].returncode
+        how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+        text = files[self._first].read_text(encoding="utf-8", errors="replace")
+        lines = text[max(text.rfind(_TRACEBACK), 0) :].splitlines()[-_SHOWN_LINES:]
+        self.console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        self.console.print(
+            f"kdist.launch: process {self._first} of {self.processes} failed first ({how}); "
+            f"its output: {files[self._first]}",
+            markup=False,
+            soft_wrap=True,
+        )
+        return code if code > 0 else 128 - code

@@ -1,0 +1,66 @@
+"""Tensors between devices, such that what goes to another process goes there once.
+
+In one process nothing changes: a device reads what another one made. Between processes TensorFlow
+would send a tensor once for each device that reads it, over the same wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kdist.sharding.device import Device
+
+import tensorflow as tf
+
+
+def process_of(device: str) -> Any:
+    """Which process a device is of; the first one's for a device without a name."""
+    return Device.parse(device).process if device else None
+
+
+class Sent:
+    """A tensor that devices of several processes read.
+
+    Args:
+        value: The tensor.
+        source: The device that it is on.
+    """
+
+    def __init__(self, value: Any, source: str) -> None:
+        self.value = value
+        self._arrived = {process_of(source): value}
+
+    def at(self, device: str) -> Any:
+        """What a device reads; call it in that device's scope."""
+        process = process_of(device)
+        if process not in self._arrived:
+            self._arrived[process] = tf.identity(self.value)
+        return self._arrived[process]
+
+
+def added(
+    parts: Sequence[Any], devices: Sequence[str] | None, name: str | None = None, turn: int = 0
+) -> Any:
+    """The sum of tensors, on the device in scope: each process adds up its own first.
+
+    Args:
+        parts: The tensors, more than one.
+        devices: Where each of them is; None: all on one.
+        name: Of the operation, for graphs and profiles.
+        turn: Which of a process's devices adds up: sums that differ in it spread over all.
+    """
+    by_process: dict[Any, list[int]] = {}
+    for number, device in enumerate(devices or ()):
+        by_process.setdefault(process_of(device), []).append(number)
+    if len(by_process) < 2:
+        return tf.add_n(list(parts), name=name)
+    terms: list[Any] = []
+    for numbers in by_process.values():
+        mine = [parts[n] for n in numbers]
+        if len(mine) > 1:
+            assert devices is not None
+            with tf.device(devices[numbers[turn % len(numbers)]]):
+                mine = [tf.add_n(mine, name=name)]
+        terms += mine
+    return tf.add_n(terms, name=name)

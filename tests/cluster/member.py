@@ -1,0 +1,113 @@
+"""What the processes of these tests run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import kdist
+
+import keras
+import numpy as np
+
+SILENCE = float(os.environ.get("TEST_SILENCE", "20"))
+START = float(os.environ.get("TEST_START", "60"))
+
+
+def joined() -> None:
+    """Joins, with the deadlines that a test says."""
+    devices = int(os.environ.get("TEST_DEVICES", "2"))
+    kdist.init(cpu_devices=devices, start_timeout_s=START, peer_timeout_s=SILENCE)
+    print("joined", flush=True)
+
+
+def data() -> tuple[Any, Any]:
+    """The same examples in every process."""
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(32, 12)), rng.normal(size=(32, 4))
+
+
+def model() -> keras.Model:
+    """A model over all devices of all processes."""
+    keras.config.set_floatx("float64")
+    keras.utils.set_random_seed(7)
+    layers = [keras.layers.Dense(16, activation="gelu"), keras.layers.Dense(4)]
+    made = keras.Sequential([keras.Input((12,)), *layers])
+    devices = int(os.environ.get("TEST_MESH", "4"))
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(data=devices), optimizer=kdist.OptimizerConfig(level=1, threshold_kb=0)
+    )
+    kdist.parallelize(made, config)
+    made.compile(keras.optimizers.Adam(0.01), "mse")
+    return made
+
+
+def ends() -> None:
+    """Ends with an exit code, as users end programs."""
+    joined()
+    sys.exit(int(os.environ["TEST_CODE"]))
+
+
+def raises() -> None:
+    """Fails in Python."""
+    joined()
+    raise KeyError("of the user")
+
+
+def trains() -> None:
+    """Trains, and prints what came out."""
+    joined()
+    made, (x, y) = model(), data()
+    history = made.fit(x, y, batch_size=8, epochs=3, verbose=0).history
+    weights = [w.tolist() for w in made.get_weights()]
+    found = {"loss": history["loss"], "weights": weights, "predicted": made.predict(x).sum()}
+    print("RESULT " + json.dumps(found), flush=True)
+
+
+def goes_on() -> None:
+    """Trains until something fails."""
+    joined()
+    made, (x, y) = model(), data()
+
+    class Telling(keras.callbacks.Callback):
+        """Tells a test that training runs."""
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2:
+                print("training", flush=True)
+
+    made.fit(x, y, batch_size=8, epochs=1_000_000, verbose=0, callbacks=[Telling()])
+
+
+def catches() -> None:
+    """Trains until something fails, and goes on without the others."""
+    try:
+        goes_on()
+    except kdist.comm.PeerError as error:
+        print("CAUGHT", list(error.peers), flush=True)
+
+
+def resumes() -> None:
+    """Trains with checkpoints; the first start fails in one process."""
+    joined()
+    made, (x, y) = model(), data()
+    folder = os.environ["TEST_FOLDER"]
+    again = kdist.callbacks.ShardedCheckpoint(folder, every_steps=2, resume=True)
+
+    class Failing(keras.callbacks.Callback):
+        """Ends the first start in the middle of an epoch."""
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if os.environ.get("KDIST_START") == "0" and self.model.optimizer.iterations == 7:
+                raise RuntimeError("of the first start")
+
+    history = made.fit(
+        x, y, batch_size=8, epochs=3, verbose=0, callbacks=[again, Failing()]
+    ).history
+    print("RESULT " + json.dumps({"loss": history["loss"]}), flush=True)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

@@ -1,0 +1,167 @@
+"""Processes come together, and end together; every way in which one can fail is named."""
+
+import json
+import os
+import signal
+import socket
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from . import member
+from .processes import Process, free_port, program
+
+SOON_SECONDS = 30
+"""Within which every survivor has ended."""
+
+
+def result(process: Process) -> dict:
+    line = next(line for line in process.lines if line.startswith("RESULT "))
+    return json.loads(line.removeprefix("RESULT "))
+
+
+def test_training_over_two_processes_equals_one() -> None:
+    """A program of one process takes the same devices from one process."""
+    with program("trains", 2) as both, program("trains", 1, TEST_DEVICES="4") as alone:
+        assert [one.ends() for one in both] == [0, 0], both[0].text[-2000:]
+        assert alone[0].ends() == 0
+    found, wanted = result(both[0]), result(alone[0])
+    assert wanted["loss"][0] > wanted["loss"][-1]
+    for name in ("loss", "predicted"):
+        np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=1e-12)
+    for mine, other in zip(found["weights"], wanted["weights"], strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-12)
+    assert "joined" not in both[1].text, "the script goes on in process 0 only"
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("scenario", "code"), [("ends", 0), ("ends", 7), ("raises", 1)])
+def test_all_end_with_the_exit_code_of_process_0(scenario: str, code: int) -> None:
+    with program(scenario, 2, TEST_CODE=str(code)) as both:
+        assert [one.ends() for one in both] == [code, code]
+    if scenario == "raises":
+        assert "process 1 ends with process 0, which failed: KeyError: 'of the user'" in (
+            both[1].text
+        )
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.wide)])
+def test_a_process_that_dies_or_freezes(how: str) -> None:
+    with program("goes_on", 3, TEST_SILENCE="4", TEST_DEVICES="1", TEST_MESH="3") as all_:
+        all_[0].until("training")
+        started = time.monotonic()
+        os.kill(all_[1].process.pid, getattr(signal, how))
+        assert all_[0].ends(SOON_SECONDS) == 1
+        assert all_[2].ends(SOON_SECONDS) == 1
+        assert time.monotonic() - started < SOON_SECONDS
+    cause = {"SIGKILL": "ended", "SIGSTOP": "gave no sign of life for 4 s"}[how]
+    for survivor in (all_[0], all_[2]):
+        assert "Process 1 of 3" in survivor.text and cause in survivor.text
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_process_0_dies_or_freezes(how: str) -> None:
+    with program("goes_on", 2, TEST_SILENCE="4") as both:
+        both[0].until("training")
+        os.kill(both[0].process.pid, getattr(signal, how))
+        assert both[1].ends(SOON_SECONDS) == 1
+    cause = {"SIGKILL": "ended without a word", "SIGSTOP": "is silent"}[how]
+    assert f"{cause}; process 1 of 2 ends too" in both[1].text
+
+
+@pytest.mark.wide
+def test_a_program_may_go_on_without_the_others() -> None:
+    with program("catches", 2) as both:
+        both[0].until("training")
+        both[1].process.kill()
+        assert both[0].ends(SOON_SECONDS) == 0
+    assert "CAUGHT [1]" in both[0].text
+
+
+@pytest.mark.wide
+def test_one_never_starts() -> None:
+    with program("ends", 3, only=[0, 2], TEST_START="6", TEST_CODE="0") as two:
+        assert [one.ends(SOON_SECONDS) for one in two] == [1, 1]
+    for one in two:
+        assert "Process 1 of 3 did not come to 127.0.0.1:" in one.text
+
+
+@pytest.mark.wide
+def test_process_0_never_starts() -> None:
+    with program("ends", 2, only=[1], TEST_START="3", TEST_CODE="0") as one:
+        assert one[0].ends(SOON_SECONDS) == 1
+    assert "Process 0 did not answer at 127.0.0.1:" in one[0].text
+
+
+@pytest.mark.wide
+def test_one_is_started_twice() -> None:
+    with program("goes_on", 2) as both:
+        both[0].until("training")
+        port = int(_port(both[0]))
+        with program("ends", 2, only=[1], port=port, TEST_CODE="0") as second:
+            assert second[0].ends(SOON_SECONDS) == 1
+        assert "Process 1 is there already: it was started twice" in second[0].text
+        assert both[0].process.poll() is None, "training goes on"
+
+
+def _port(process: Process) -> str:
+    with open(f"/proc/{process.process.pid}/environ", "rb") as file:
+        found = dict(one.split(b"=", 1) for one in file.read().split(b"\0") if b"=" in one)
+    return found[b"KDIST_COORDINATOR"].rpartition(b":")[2].decode()
+
+
+@pytest.mark.wide
+def test_the_port_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with program("ends", 2, only=[0], port=port, TEST_CODE="0") as one:
+            assert one[0].ends(SOON_SECONDS) == 1
+    assert "which is taken, or of another machine" in one[0].text
+
+
+@pytest.mark.wide
+def test_another_token_is_not_let_in() -> None:
+    other = {1: {"KDIST_TOKEN": "of somebody else"}}
+    with program("ends", 2, each=other, TEST_START="6", TEST_CODE="0") as both:
+        assert both[1].ends(SOON_SECONDS) == 1
+        assert both[0].ends(SOON_SECONDS) == 1
+    assert "does not know the token of this job (KDIST_TOKEN)" in both[1].text
+
+
+@pytest.mark.wide
+def test_other_devices_are_named() -> None:
+    with program("ends", 3, each={2: {"TEST_DEVICES": "3"}}, TEST_CODE="0") as all_:
+        assert [one.ends(SOON_SECONDS) for one in all_] == [1, 1, 1]
+    for one in all_:
+        assert "cpu_devices is 2 in process 0, 3 in process 2" in one.text
+
+
+@pytest.mark.wide
+def test_who_connects_and_says_nothing_holds_up_nobody() -> None:
+    port = free_port()
+    with program("ends", 2, only=[0], port=port, TEST_CODE="0") as first:
+        silent = []
+        while not silent:
+            try:
+                silent.append(socket.create_connection(("127.0.0.1", port), timeout=1))
+            except OSError:
+                time.sleep(0.1)
+        with program("ends", 2, only=[1], port=port, TEST_CODE="0") as second:
+            assert [first[0].ends(SOON_SECONDS), second[0].ends(SOON_SECONDS)] == [0, 0]
+        silent[0].close()
+
+
+def test_init_after_tensorflow_has_started() -> None:
+    assert tf.zeros([]).shape == ()
+    assert member.kdist.init(cpu_devices=8) is None, "alone, the same call again is fine"
+    with pytest.raises(ValueError, match="before TensorFlow starts"):
+        member.kdist.init(coordinator="127.0.0.1:1", num_processes=2, process_id=0)
+    with pytest.raises(ValueError, match="Set KDIST_PROCESS_ID too"):
+        member.kdist.init(coordinator="127.0.0.1:1", num_processes=2)
+    with pytest.raises(ValueError, match="num_processes is an integer"):
+        member.kdist.init(coordinator="127.0.0.1:1", num_processes="2", process_id=0)
+    with pytest.raises(ValueError, match="A deadline is a finite number"):
+        member.kdist.init(peer_timeout_s=0)

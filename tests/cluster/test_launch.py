@@ -1,0 +1,64 @@
+"""`python -m kdist.launch`: one command, one exit code, the first failure last."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .processes import MEMBER, program
+
+COMMAND = [sys.executable, "-m", "kdist.launch", "--processes", "2", "--cpu-devices", "2"]
+
+
+def launched(*words: str, **variables: str) -> subprocess.CompletedProcess:
+    environment = {n: v for n, v in os.environ.items() if "XDIST" not in n} | variables
+    return subprocess.run(
+        [*COMMAND, *words], env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_output_of_all_and_one_exit_code(tmp_path: Path) -> None:
+    found = launched("--logs", str(tmp_path), str(MEMBER), "ends", TEST_CODE="3")
+    assert found.returncode == 3
+    assert re.search(r"^\[0\] joined$", found.stdout, re.MULTILINE)
+    assert re.search(r"^\[1\] kdist: process 1 of 2 serves 127", found.stdout, re.MULTILINE)
+    logs = sorted(path.name for path in (tmp_path / "start-0").iterdir())
+    assert logs == ["process-0.log", "process-1.log"]
+    assert "joined" in (tmp_path / "start-0" / "process-0.log").read_text()
+
+
+def test_the_first_failure_stands_last(tmp_path: Path) -> None:
+    found = launched("--logs", str(tmp_path), str(MEMBER), "raises")
+    assert found.returncode == 1
+    last = found.stderr.strip().splitlines()
+    assert "process 0 of 2 failed first (exit code 1); its output: " in last[-1]
+    assert last[-2] == "KeyError: 'of the user'"
+    assert "Traceback (most recent call last):" in last[-12:]
+
+
+@pytest.mark.wide
+def test_all_start_again_and_reach_the_loss_of_an_unbroken_run(tmp_path: Path) -> None:
+    folder = tmp_path / "states"
+    found = launched(
+        "--max-restarts",
+        "1",
+        "--logs",
+        str(tmp_path / "logs"),
+        str(MEMBER),
+        "resumes",
+        TEST_FOLDER=str(folder),
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert "start 2 of 2" in found.stderr
+    line = next(line for line in found.stdout.splitlines() if "RESULT " in line)
+    again = json.loads(line.partition("RESULT ")[2])["loss"]
+    with program("resumes", 2, TEST_FOLDER=str(tmp_path / "unbroken")) as both:
+        assert both[0].ends() == 0, both[0].text[-2000:]
+    line = next(line for line in both[0].lines if "RESULT " in line)
+    unbroken = json.loads(line.partition("RESULT ")[2])["loss"]
+    np.testing.assert_allclose(again[-1], unbroken[-1], rtol=0, atol=1e-12)

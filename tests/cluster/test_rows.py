@@ -1,0 +1,58 @@
+"""The equivalence matrix over several processes: the same rows, with devices of all of them.
+
+Eight processes with a device each: every axis of every mesh crosses processes.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+FEW = (
+    "tests/equivalence/test_every_level.py",
+    "tests/equivalence/test_pipeline.py",
+    "tests/equivalence/test_split_tables.py",
+    "tests/equivalence/test_compressed.py",
+)
+
+
+def rows(processes: int, devices: int, *selection: str, limit: int) -> int:
+    """Runs tests in a program of several processes; returns how many passed."""
+    environment = {n: v for n, v in os.environ.items() if "XDIST" not in n}
+    found = subprocess.run(
+        [
+            *(sys.executable, "-m", "kdist.launch", "--processes", str(processes)),
+            *("--cpu-devices", str(devices), "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *selection,
+        ],
+        cwd=CHECKOUT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=limit,
+    )
+    assert found.returncode == 0, found.stdout[-4000:]
+    passed = re.search(r"(\d+) passed", found.stdout)
+    assert passed is not None
+    return int(passed[1])
+
+
+@pytest.mark.wide
+def test_rows_over_eight_processes() -> None:
+    assert rows(8, 1, *FEW, limit=600) >= 10
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("processes", "devices"), [(8, 1), (4, 2), (2, 4)])
+def test_all_default_rows(processes: int, devices: int) -> None:
+    assert rows(processes, devices, "tests/equivalence", limit=3000) >= 100
+
+
+@pytest.mark.long
+def test_collectives_over_eight_processes() -> None:
+    selection = ("tests/comm/test_collectives.py", "tests/comm/test_gradients.py")
+    assert rows(8, 1, *selection, limit=3000) >= 100

@@ -1,0 +1,225 @@
+"""Where a process learns its place: each source by the variables that it really sets."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from kdist.cluster.place import Place, port_of
+from kdist.cluster.sources import SOURCES, find
+
+import pytest
+
+KDIST = {
+    "KDIST_COORDINATOR": "10.0.0.1:4000",
+    "KDIST_NUM_PROCESSES": "4",
+    "KDIST_PROCESS_ID": "3",
+}
+TF_CONFIG = {
+    "TF_CONFIG": json.dumps(
+        {
+            "cluster": {"worker": ["10.0.0.1:4000", "10.0.0.2:4000"], "chief": ["10.0.0.9:1"]},
+            "task": {"type": "worker", "index": 1},
+        }
+    )
+}
+SLURM = {
+    "SLURM_JOB_ID": "512",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NODELIST": "gpu[07-08,12]",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-node-41@1",
+}
+PMI = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4", "PMI_JOBID": "kvs_9"}
+TORCHRUN = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+KUBERNETES = {
+    "JOB_COMPLETION_INDEX": "2",
+    "KDIST_COORDINATOR": "train-0.train:4000",
+    "KDIST_NUM_PROCESSES": "4",
+}
+KERAS = {
+    "KERAS_DISTRIBUTION_JOB_ADDRESSES": "10.0.0.1:1234,10.0.0.2:2345",
+    "KERAS_DISTRIBUTION_NUM_PROCESSES": "2",
+    "KERAS_DISTRIBUTION_PROCESS_ID": "1",
+}
+TABLE = {
+    "version": "1.0",
+    "status": "completed",
+    "server_count": "2",
+    "server_list": [
+        {"server_id": "10.1.0.1", "device": [{"device_id": "0", "rank_id": "0"}]},
+        {
+            "server_id": "10.1.0.2",
+            "device": [
+                {"device_id": "0", "device_ip": "192.168.1.1", "rank_id": "1"},
+                {"device_id": "1", "device_ip": "192.168.1.2", "rank_id": "2"},
+            ],
+        },
+    ],
+}
+
+SLURM_PORT = port_of("slurm-512.0")
+MPI_PORT = port_of("prterun-node-41@1")
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        (KDIST, (3, 4, "10.0.0.1:4000", "KDIST_*")),
+        (TF_CONFIG, (2, 3, "10.0.0.9:1", "TF_CONFIG")),
+        (SLURM, (5, 8, f"gpu07:{SLURM_PORT}", "Slurm")),
+        (OPEN_MPI, (1, 2, f"127.0.0.1:{MPI_PORT}", "MPI")),
+        (PMI, (0, 4, f"127.0.0.1:{port_of('kvs_9')}", "MPI")),
+        (TORCHRUN, (1, 2, "10.0.0.1:29501", "torchrun")),
+        (KUBERNETES, (2, 4, "train-0.train:4000", "KDIST_* and JOB_COMPLETION_INDEX")),
+        (KERAS, (1, 2, "10.0.0.1:1234", "KERAS_DISTRIBUTION_*")),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_each_source(variables: dict[str, str], place: tuple[Any, ...]) -> None:
+    found = find(variables)
+    assert found is not None
+    assert (found.process, found.count, found.coordinator, found.source) == place
+
+
+def test_nothing_says_anything() -> None:
+    others = {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "MASTER_ADDR": "a"}
+    assert find({}) is None
+    assert find({"TF_CONFIG": "{}"}) is None
+    assert find(others) is None, "a batch script outside of srun is a process alone"
+
+
+def test_a_task_of_tf_config_has_an_address_of_its_own() -> None:
+    found = find(TF_CONFIG)
+    assert found is not None and found.address == "10.0.0.2:4000"
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, "3"), (2, "")])
+def test_rank_table(tmp_path: Path, rank: int, size: str) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(TABLE))
+    variables = {"RANK_TABLE_FILE": str(path), "RANK_ID": str(rank), "RANK_SIZE": size}
+    found = find(variables)
+    assert found is not None
+    assert (found.process, found.count, found.source) == (rank, 3, "RANK_TABLE_FILE")
+    assert found.coordinator.startswith("10.1.0.1:")
+
+
+@pytest.mark.parametrize("wrong", [{"DEVICE_ID": "0"}, {"RANK_SIZE": "4"}, {"RANK_ID": "7"}])
+def test_a_rank_table_that_contradicts(tmp_path: Path, wrong: dict[str, str]) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(TABLE))
+    with pytest.raises(ValueError, match="agrees with RANK_ID, RANK_SIZE"):
+        find({"RANK_TABLE_FILE": str(path), "RANK_ID": "2"} | wrong)
+
+
+def test_hosts_of_mpi_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# rack 3\nnode-a slots=1\nnode-b slots=1\n")
+    variables = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "HOST_FILE": str(path)}
+    found = find(variables)
+    assert found is not None and found.coordinator == f"node-a:{MPI_PORT}"
+    with pytest.raises(ValueError, match="HOST_FILE has a slot for each process"):
+        find(variables | {"OMPI_COMM_WORLD_SIZE": "9"})
+    with pytest.raises(ValueError, match="Set HOST_FILE to the path"):
+        find({name: value for name, value in variables.items() if name != "HOST_FILE"})
+
+
+PARTS = [
+    (KDIST, "KDIST_PROCESS_ID"),
+    (SLURM, "SLURM_PROCID"),
+    (SLURM, "SLURM_STEP_NODELIST"),
+    (OPEN_MPI, "OMPI_COMM_WORLD_SIZE"),
+    (PMI, "PMI_RANK"),
+    (TORCHRUN, "MASTER_PORT"),
+    (TORCHRUN, "WORLD_SIZE"),
+    (KERAS, "KERAS_DISTRIBUTION_PROCESS_ID"),
+]
+
+
+@pytest.mark.parametrize(("variables", "missing"), PARTS, ids=[name for _, name in PARTS])
+def test_a_part_is_an_error_that_names_what_is_missing(
+    variables: dict[str, str], missing: str
+) -> None:
+    rest = {name: value for name, value in variables.items() if name != missing}
+    with pytest.raises(ValueError, match=f"Set {missing} too"):
+        find(rest)
+
+
+def test_a_job_of_kubernetes_alone_says_too_little() -> None:
+    with pytest.raises(ValueError, match="Set KDIST_COORDINATOR and KDIST_NUM_PROCESSES"):
+        find({"JOB_COMPLETION_INDEX": "2"})
+
+
+def test_parameter_servers_are_refused() -> None:
+    config = {"cluster": {"worker": ["a:1"], "ps": ["b:1"]}, "task": {"type": "ps", "index": 0}}
+    with pytest.raises(ValueError, match="no parameter servers"):
+        find({"TF_CONFIG": json.dumps(config)})
+
+
+NEAR = {"KDIST_*": KDIST, "TF_CONFIG": TF_CONFIG, "torchrun": TORCHRUN, "KERAS": KERAS}
+FAR = {"Slurm": SLURM, "MPI": OPEN_MPI, "Kubernetes": {"JOB_COMPLETION_INDEX": "0"}}
+
+
+@pytest.mark.parametrize("far", FAR)
+@pytest.mark.parametrize("near", NEAR)
+def test_what_is_nearer_wins_with_one_line(near: str, far: str) -> None:
+    said: list[str] = []
+    found = find(NEAR[near] | FAR[far], say=said.append)
+    alone = find(NEAR[near])
+    assert found == alone
+    if (near, far) != ("KDIST_*", "Kubernetes"):  # one and the same source
+        assert len(said) == 1 and far in said[0] and alone.source in said[0]
+
+
+@pytest.mark.parametrize(
+    "both", [KDIST | TORCHRUN, TF_CONFIG | KERAS, SLURM | OPEN_MPI, TORCHRUN | TF_CONFIG]
+)
+def test_two_that_are_equally_near_and_disagree(both: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="Two sources tell this process different places") as found:
+        find(both)
+    named = [one.name for one in SOURCES if re.search(re.escape(one.name), str(found.value))]
+    assert len(named) == 2
+
+
+def test_two_that_agree() -> None:
+    said = KDIST | {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert find(said) == find(KDIST)
+
+
+def test_token_and_address_are_of_the_environment() -> None:
+    found = find(KDIST | {"KDIST_TOKEN": "secret", "KDIST_ADDRESS": "10.0.0.7:9"})
+    assert found == Place(3, 4, "10.0.0.1:4000", "KDIST_*", "secret", "10.0.0.7:9")
+    assert "secret" not in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("process", "count", "coordinator", "rule"),
+    [
+        (4, 4, "a:1", "numbered from 0"),
+        (-1, 4, "a:1", "numbered from 0"),
+        (0, 0, "a:1", "numbered from 0"),
+        (0, 2, "a", "An address is"),
+        (0, 2, "a:99999", "An address is"),
+        (0, 2, "::1:80", "An address is"),
+    ],
+)
+def test_places_that_are_none(process: int, count: int, coordinator: str, rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        Place(process, count, coordinator, "a test")
