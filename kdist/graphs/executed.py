@@ -106,7 +106,8 @@ class ExecutedFunction:
     Attributes:
         nodes: Its operations, those that only move tensors left out, with those of the bodies of
             its calls.
-        transfers: What it sent between devices.
+        transfers: What it sent between devices; between two devices of other processes it does not
+            show.
     """
 
     nodes: tuple[Node, ...]
@@ -182,12 +183,18 @@ def _read(graphs: Any) -> ExecutedFunction:
     shapes = _Shapes(graphs)
     nodes: list[Node] = []
     transfers: list[Transfer] = []
+    # Of devices of other processes TensorFlow reports no graph: what they send shows where it
+    # arrives here.
+    reported = {node.device for graph in graphs.partition_graphs for node in graph.node}
     for graph in graphs.partition_graphs:
         ops = {node.name: node.op for node in graph.node}
         for node in graph.node:
             if node.op in _SENDS:
                 transfers.append(_transfer(node, ops, shapes))
-            elif node.op not in _MOVES:
+            elif node.op in _MOVES:
+                if node.attr["send_device"].s.decode() not in reported:
+                    transfers.append(_arrival(node, shapes))
+            else:
                 nodes.extend(_with_body(node, _device(node.device), "", library))
     return ExecutedFunction(tuple(nodes), tuple(transfers))
 
@@ -228,6 +235,21 @@ def _transfer(node: Any, ops: Mapping[str, str], shapes: _Shapes) -> Transfer:
         dtype=tf.DType(node.attr["T"].type).name,
         shape=() if control else shapes.of(producer),
         control=control,
+    )
+
+
+def _arrival(node: Any, shapes: _Shapes) -> Transfer:
+    """A transfer from a device of which there is no graph."""
+    tensor = node.attr["tensor_name"].s.decode()
+    producer = tensor.split("_", 2)[-1]
+    return Transfer(
+        tensor=producer,
+        op="",
+        source=_device(node.attr["send_device"].s.decode()),
+        target=_device(node.attr["recv_device"].s.decode()),
+        dtype=tf.DType(node.attr["tensor_type"].type).name,
+        shape=() if _CONTROL in tensor else shapes.of(producer),
+        control=_CONTROL in tensor,
     )
 
 

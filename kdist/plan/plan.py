@@ -14,6 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from kdist.config.compression import Classes
 from kdist.pipeline.instructions import Gather
 from kdist.pipeline.work import Work
+from kdist.plan.between_processes import Crossing, between_processes
 from kdist.plan.bucket import Bucket
 from kdist.plan.exchange import Exchange
 from kdist.plan.partition import Decision
@@ -205,6 +206,10 @@ class Plan:
             for k, c in counts.items()
             if c.messages
         ]
+
+    def between_processes(self) -> Crossing | None:
+        """What goes from one process to another per step; None where there is one process."""
+        return between_processes(self)
 
     def tables(self) -> list[TableTraffic]:
         """What is sent of embedding tables per step, by rows that are looked up or change."""

@@ -29,6 +29,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         print_prose(console, f"weights: {near}, all of them whole on every device")
     console.print(_devices(plan, width), "")
     console.print(_traffic(plan, width), "")
+    if (crossing := plan.between_processes()) is not None:
+        print_prose(console, str(crossing))
     if plan.tables():
         console.print(_tables(plan, width), "")
     if plan.host_tables():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 from typing import Any
 
 import kdist
+from kdist.graphs.executed import largest, watch
+from kdist.storage.transfer import process_of
 
 import keras
 import numpy as np
@@ -107,6 +110,31 @@ def resumes() -> None:
         x, y, batch_size=8, epochs=3, verbose=0, callbacks=[again, Failing()]
     ).history
     print("RESULT " + json.dumps({"loss": history["loss"]}), flush=True)
+
+
+def sends() -> None:
+    """Prints what an executed step sends between processes, and what its plan says."""
+    joined()
+    keras.utils.set_random_seed(7)
+    layers = [keras.layers.Dense(256, activation="gelu", name=f"up{i}") for i in range(3)]
+    made = keras.Sequential([keras.Input((256,)), *layers])
+    axes = json.loads(os.environ["TEST_AXES"])
+    level = int(os.environ["TEST_LEVEL"])
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(**axes), optimizer=kdist.OptimizerConfig(level=level, threshold_kb=0)
+    )
+    kdist.parallelize(made, config)
+    made.compile(keras.optimizers.SGD(0.01), "mse")
+    x = np.zeros((8, 256), "float32")
+    made.evaluate(x, x, verbose=0)
+    step = largest(watch(lambda: made.train_on_batch(x, x)))
+    crossing = [t for t in step.transfers if process_of(t.source) != process_of(t.target)]
+    found = {
+        "sent": [(t.tensor, t.nbytes) for t in crossing if not t.control],
+        "planned": dataclasses.asdict(made.plan().between_processes()),
+        "printed": str(made.plan()),
+    }
+    print("RESULT " + json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,148 @@
+"""What a step sends from one process to another: of gradients, new values, gathered weights.
+
+A tensor goes to another process once, however many of its devices read it, and each process adds up
+its own summands first: see `kdist.storage.transfer`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from kdist.display.tables import readable
+from kdist.sharding.placement import Coordinate, Placement, UpdateUnit
+from kdist.storage.transfer import process_of
+
+if TYPE_CHECKING:
+    from kdist.plan.plan import Plan
+
+
+@dataclasses.dataclass
+class Crossing:
+    """Tensors that go to another process, and their bytes, per step.
+
+    Attributes:
+        tensors: Their number.
+        nbytes: Their bytes.
+    """
+
+    tensors: int = 0
+    nbytes: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"between processes: {self.tensors} tensors of gradients, new values and gathered "
+            f"weights, {readable(self.nbytes)} per step"
+        )
+
+
+class _Counter:
+    """Counts what crosses processes."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.found = Crossing()
+
+    def send(self, source: Coordinate, targets: Iterable[Coordinate], nbytes: int) -> None:
+        """From one device to others: once to each process."""
+        processes = {self._process(at) for at in targets} - {self._process(source)}
+        self.found.tensors += len(processes)
+        self.found.nbytes += len(processes) * nbytes
+
+    def add_up(self, sources: Iterable[Coordinate], target: Coordinate, nbytes: int) -> None:
+        """A sum of several devices' summands: each process sends its own sum."""
+        for process in {self._process(at): at for at in sources}.values():
+            self.send(process, [target], nbytes)
+
+    def _process(self, at: Coordinate) -> object:
+        return process_of(self.plan.topology.device(at))
+
+
+def between_processes(plan: Plan) -> Crossing | None:
+    """What a plan sends between processes; None where there is one.
+
+    Not counted: rows of tables, what travels compressed, the batch, metrics, and what layers send
+    over inner axes that cross processes.
+    """
+    if len({process_of(device) for device in plan.topology.devices}) == 1:
+        return None
+    counter = _Counter(plan)
+    fused = {n for bucket in plan.buckets for each in bucket.units for n in each}
+    for bucket in plan.buckets:
+        sizes = [sum(plan.unit_bytes(plan.units[n]) for n in units) for units in bucket.units]
+        slices = plan.weights[plan.trainable[bucket.members[0]]].slices
+        for owner, size in zip(bucket.owners, sizes, strict=True):
+            if bucket.members[0] not in plan.compressed:
+                counter.add_up([(s, bucket.inner) for s in slices], owner, size)
+        if plan.units[bucket.units[0][0]].rows is not None:
+            every = sorted({at for each in bucket.holders for at in each})
+            _rows(counter, bucket.owners, every, sizes)
+            continue
+        for owner, holders, size in zip(bucket.owners, bucket.holders, sizes, strict=True):
+            counter.send(owner, set(holders) - set(bucket.owners), size)
+    parts: dict[tuple[int, int | None], list[UpdateUnit]] = {}
+    for n, unit in enumerate(plan.units):
+        if n not in fused and unit.variable not in dict(plan.look_ups):
+            _unit(counter, unit, plan.weights[plan.trainable[unit.variable]])
+            if unit.rows is not None:
+                parts.setdefault((unit.variable, unit.shard), []).append(unit)
+    for units in parts.values():
+        placement = plan.weights[plan.trainable[units[0].variable]]
+        owners = [unit.owner for unit in units]
+        sizes = [plan.unit_bytes(unit) for unit in units]
+        _rows(counter, owners, placement.shards[units[0].shard or 0].holders, sizes)
+    for gather in plan.gathers:
+        group = [plan.weights[plan.trainable[v]] for v in gather.weights]
+        _gather(counter, group, plan.topology.group(gather.stage))
+    return counter.found
+
+
+def _rows(
+    counter: _Counter,
+    owners: Sequence[Coordinate],
+    holders: Sequence[Coordinate],
+    sizes: Sequence[int],
+) -> None:
+    """Rows of several owners meet on one of them, which sends the whole."""
+    root = owners[0]
+    for owner, size in zip(owners, sizes, strict=True):
+        counter.send(owner, [root], size)
+    counter.send(root, holders, sum(sizes))
+
+
+def _unit(counter: _Counter, unit: UpdateUnit, placement: Placement) -> None:
+    """What is updated apart: its gradient's sum, and its new value."""
+    compressed = unit.variable in counter.plan.compressed
+    if unit.shard is not None:
+        nbytes = counter.plan.unit_bytes(unit)
+        if not compressed:
+            sources = [(s, unit.owner[1]) for s in placement.slices]
+            counter.add_up(sources, unit.owner, nbytes)
+        if unit.rows is None:
+            holders = placement.shards[unit.shard].holders
+            near = [at for at in holders if not unit.replicated or at[0] == unit.owner[0]]
+            counter.send(unit.owner, near, nbytes)
+        return
+    for shard in placement.shards:
+        nbytes = math.prod(shard.shape) * placement.itemsize
+        if not compressed:
+            inner = shard.holders[0][1]
+            counter.add_up([(s, inner) for s in placement.slices], unit.owner, nbytes)
+        for at in shard.holders:
+            if not unit.replicated or at[0] == unit.owner[0]:
+                counter.send(unit.owner, [at], nbytes)
+
+
+def _gather(counter: _Counter, group: Sequence[Placement], users: Sequence[int]) -> None:
+    """Weights that are gathered before use, and travel together."""
+    first = group[0]
+    for k in range(counter.plan.topology.inner_size):
+        if first.resident is not None:
+            nbytes = sum(one.stored_bytes((first.resident, k)) for one in group)
+            counter.send((first.resident, k), [(s, k) for s in users], nbytes)
+        elif first.data_dim is not None:
+            part = sum(one.nbytes // len(one.shards) for one in group)
+            for s in first.home:
+                counter.send((s, k), [(user, k) for user in users], part)

@@ -1,0 +1,33 @@
+"""What goes between processes: executed graphs against the plan."""
+
+import json
+import re
+
+import pytest
+
+from .processes import program
+from .test_joining import result
+
+CASES = [({"data": 4}, 0), ({"data": 4}, 1), ({"data": 4}, 3), ({"data": 2, "model": 2}, 1)]
+OTHERS = r"strided_slice.*|PartitionedCall.*"
+"""The batch, losses."""
+SCALAR = 8
+"""Bytes of a learning rate, a count."""
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("axes", "level"), CASES, ids=str)
+def test_what_is_sent_equals_the_plan(axes: dict[str, int], level: int) -> None:
+    variables = {"TEST_AXES": json.dumps(axes), "TEST_LEVEL": str(level)}
+    with program("sends", 2, **variables) as both:
+        assert both[0].ends() == 0, both[0].text[-2000:]
+    found = result(both[0])
+    sent = [
+        (name, nbytes)
+        for name, nbytes in found["sent"]
+        if not re.fullmatch(OTHERS, name) and (nbytes is None or nbytes > SCALAR)
+    ]
+    assert len(sent) == found["planned"]["tensors"], sent
+    known = sum(nbytes or 0 for _, nbytes in sent)
+    assert 0 < known <= found["planned"]["nbytes"]
+    assert f"between processes: {len(sent)} tensors" in found["printed"]
