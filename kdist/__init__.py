@@ -35,6 +35,7 @@ from kdist.config.recompute import RecomputeConfig, recompute  # noqa: E402
 from kdist.config.shard import shard  # noqa: E402
 from kdist.config.state_format import StateFormatConfig  # noqa: E402
 from kdist.config.tables import place  # noqa: E402
+from kdist.layers.lazy import lazy  # noqa: E402
 from kdist.plan.plan import Plan  # noqa: E402
 from kdist.sharding.mesh import mesh  # noqa: E402
 from kdist.stages.stages import set_stage  # noqa: E402
@@ -68,6 +69,7 @@ __all__ = [
     "init",
     "inspect",
     "layers",
+    "lazy",
     "mesh",
     "mesh_from_strategy",
     "parallelize",

@@ -76,7 +76,7 @@ class DistributedEmbedding(keras.layers.Layer):
         super().__init__(**kwargs)
         # Keras would wrap lists and dicts that an attribute holds.
         self._given = _Given(feature_configs, tuple(flat(feature_configs, feature_configs, "")))
-        self._tables = {table.name: self._made(table) for table in check_features(self._given.flat)}
+        self._tables = {table.name: self._made(table) for table in self.table_configs}
 
     def _made(self, table: TableConfig) -> keras.layers.Embedding:
         initializer = table.initializer
@@ -104,6 +104,11 @@ class DistributedEmbedding(keras.layers.Layer):
     def tables(self) -> Mapping[str, keras.layers.Embedding]:
         """The embedding of each table, by name: for `kdist.shard`, or their values."""
         return dict(self._tables)
+
+    @property
+    def table_configs(self) -> list[TableConfig]:
+        """The configuration of each table, once."""
+        return check_features(self._given.flat)
 
     def build(self, input_shape: Any) -> None:
         """Makes the tables."""
@@ -173,7 +178,7 @@ class DistributedEmbedding(keras.layers.Layer):
     def get_config(self) -> dict[str, Any]:
         """The arguments of the constructor, each table once."""
         features = mapped(self.feature_configs, FeatureConfig.get_config)
-        tables = [one.get_config() for one in check_features(self._given.flat)]
+        tables = [one.get_config() for one in self.table_configs]
         return {**super().get_config(), "feature_configs": features, "tables": tables}
 
     @classmethod

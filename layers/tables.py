@@ -8,9 +8,12 @@ from typing import Any, Literal
 
 import keras
 
+from .lazy import Lazy, again, lazy
+
 COMBINERS = ("mean", "sum", "sqrtn")
 PLACEMENTS = ("auto", "device", "host", "split")
 OUT_OF_RANGE = ("error", "drop", "hash")
+WRAPPERS = (keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +28,11 @@ class TableConfig:
         embedding_dim: Columns.
         initializer: Of the table, as `keras.initializers.get` takes it; by default a normal
             distribution, truncated, of standard deviation `1 / sqrt(embedding_dim)`.
-        optimizer: None: the model's optimizer updates the table. Others are refused.
+        optimizer: None: the model's optimizer updates the table. Else an optimizer of Keras, or its
+            name, that updates this table while `kdist.parallelize` trains the model; it is copied.
+        dense: Whether that optimizer updates all rows in each step, as Keras does. By default it is
+            lazy, see `kdist.lazy`: only rows that a batch looks up, and their state, are read and
+            written.
         combiner: How the rows of one example become one: "sum", "mean" (divided by the sum of
             weights) or "sqrtn" (divided by the root of the sum of squared weights).
         placement: "host" keeps the table in host memory, see `kdist.place`; "split" keeps some of
@@ -51,13 +58,14 @@ class TableConfig:
     vocabulary_size: int
     embedding_dim: int
     initializer: Any = None
-    optimizer: None = None
+    optimizer: Any = None
     combiner: Literal["mean", "sum", "sqrtn"] = "mean"
     placement: Literal["auto", "device", "host", "split"] = "auto"
     oov: Literal["error", "drop", "hash"] = "error"
     rows: Sequence[int] | None = None
     axis: str = "data"
     columns: Sequence[int] | None = None
+    dense: bool = False
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
@@ -78,13 +86,7 @@ class TableConfig:
                     f"{field} of table {self.name!r} is one of {allowed}. "
                     f"Received: {field}={getattr(self, field)!r}"
                 )
-        if self.optimizer is not None:
-            raise ValueError(
-                "The model's optimizer updates all tables. Leave `optimizer` out, and give tables "
-                "others by keras.optimizers.MultiOptimizer. "
-                f"Received: table {self.name!r}, optimizer={self.optimizer!r}"
-            )
-
+        self._check_optimizer()
         given = [one for one in (self.rows, self.columns) if one is not None]
         if len(given) != (self.placement == "split"):
             raise ValueError(
@@ -94,6 +96,25 @@ class TableConfig:
             )
         self._check_parts("rows", self.vocabulary_size)
         self._check_parts("columns", self.embedding_dim)
+
+    def _check_optimizer(self) -> None:
+        """Takes the optimizer as it will update the table."""
+        if self.optimizer is None:
+            if self.dense:
+                raise ValueError(
+                    "dense is said of a table's own optimizer; the model's is dense already. Leave "
+                    f"it out, or give an optimizer. Received: table {self.name!r}, dense=True"
+                )
+            return
+        given = keras.optimizers.get(self.optimizer)
+        if isinstance(given, WRAPPERS) or (self.dense and isinstance(given, Lazy)):
+            raise ValueError(
+                "A table's optimizer does the math itself: loss scaling and choices are for the "
+                "model's optimizer, and with dense=True it is one of Keras's. "
+                f"Received: table {self.name!r}, optimizer={type(given).__name__}, "
+                f"dense={self.dense}"
+            )
+        object.__setattr__(self, "optimizer", again(given) if self.dense else lazy(given))
 
     def _check_parts(self, what: str, total: int) -> None:
         sizes = getattr(self, what)
@@ -109,7 +130,8 @@ class TableConfig:
     def get_config(self) -> dict[str, Any]:
         """As JSON takes it."""
         config = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        del config["optimizer"]
+        if self.optimizer is not None:
+            config["optimizer"] = keras.optimizers.serialize(self.optimizer)
         if self.initializer is not None:
             given = keras.initializers.get(self.initializer)
             config["initializer"] = keras.initializers.serialize(given)

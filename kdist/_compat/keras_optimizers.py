@@ -80,6 +80,13 @@ def exclude_from_decay(optimizer: Any, variables: Iterable[keras.Variable]) -> N
     optimizer._exclude_from_weight_decay_pattern = None
 
 
+def carry_decay_rules(optimizer: Any, source: Any) -> None:
+    """Excludes from an optimizer's weight decay what another's excludes; configs leave it out."""
+    for name in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
+        if hasattr(source, name):
+            setattr(optimizer, name, getattr(source, name))
+
+
 def variable_key(optimizer: Any, variable: keras.Variable) -> Any:
     """The key under which an optimizer knows a variable.
 

@@ -14,6 +14,7 @@ from typing import Any
 from kdist._compat import keras_optimizers, keras_remat, keras_trainer
 from kdist.api import mirrored_scope
 from kdist.api.fitted_model import FittedModel
+from kdist.api.table_optimizers import check_table_optimizers, with_table_optimizers
 from kdist.cluster.joining import naming_failures
 from kdist.config.fusion import FusionConfig
 from kdist.config.parallel import ParallelConfig
@@ -149,8 +150,10 @@ class Parallel(FittedModel):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`keras.Model.compile`; `jit_compile` then applies to kdist's programs.
 
-        "auto" means no XLA: see the README's table.
+        "auto" means no XLA: see the README's table. Tables may have optimizers of their own.
         """
+        optimizer = args[0] if args else kwargs.pop("optimizer", "rmsprop")
+        args = (with_table_optimizers(self.model, optimizer), *args[1:])
         wanted = kwargs.get("jit_compile", "auto")
         kwargs["jit_compile"] = False
         type(self.model).compile(self.model, *args, **kwargs)
@@ -358,6 +361,7 @@ class Parallel(FittedModel):
             self.say_whole_loss()
         self.study_rows(training=kind == "train")
         if kind == "train" and self.update is None and self.program.state.trainable:
+            check_table_optimizers(self.model)
             optimizer = self.model.optimizer
             spread = self.spread()
             self.update = DistributedUpdate(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from kdist.api.placed_model import PlacedModel
 from kdist.api.sharded_optimizer import parallel_optimizer
+from kdist.api.table_optimizers import table_notes
 from kdist.config.fusion import comm_fusion
 from kdist.config.parallel import ParallelConfig
 from kdist.config.without_effect import ModelFacts, WithoutEffect, without_effect
@@ -169,6 +170,7 @@ class PlannedModel(PlacedModel):
             notes.append(self.blocks.describe())
         if self.uses_host:
             notes.append(self._host_note())
+        notes += table_notes(self.model)
         return notes
 
     @property

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kdist._compat import keras_optimizers
+from kdist.layers.lazy import Lazy
 from kdist.storage.state_formats import FORMATS, ROUNDINGS, Format, Rounding
 
 import keras
@@ -163,6 +164,12 @@ def slot_formats(optimizer: Any, config: StateFormatConfig) -> dict[str, Format]
     """
     if not config.encodes:
         return {}
+    if isinstance(optimizer, Lazy):
+        raise ValueError(
+            "A lazy optimizer reads rows of its state, and codes are read whole. Leave "
+            "state_format out, or give the table an optimizer of Keras with dense=True. "
+            f"Received: state_format={config}, {type(optimizer).__name__}"
+        )
     slots = _known_slots(optimizer, config)
     formats = {}
     for name, slot in slots.items():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_optimizers
+from kdist.layers.lazy import Lazy, values_of, with_values
 from kdist.optimizer.local import LocalOptimizer
 from kdist.optimizer.update_jobs import Jobs
 
@@ -33,7 +35,7 @@ def clip_globally(
             for n, variable in zip(one.positions, one.variables):
                 if n in gradients and jobs.is_first(n):
                     gradient = _update_gradient(leaf, one, variable, gradients[n])
-                    squares.append(ops.sum(ops.square(gradient)))
+                    squares.append(ops.sum(ops.square(_shown(leaf, gradient))))
     norm = ops.sqrt(ops.sum(ops.stack(squares)))
     clip = leaf.global_clipnorm
     factor = clip * ops.minimum(1.0 / norm, 1.0 / clip) + (norm - norm)
@@ -41,9 +43,21 @@ def clip_globally(
         object.__setattr__(
             one.optimizer,
             "_clip_gradients",
-            # As Keras multiplies: rows of a table become the whole table's gradient here.
-            lambda gs: [g if g is None else g * ops.cast(factor, g.dtype) for g in gs],
+            functools.partial(_times, leaf, factor),
         )
+
+
+def _times(leaf: Any, factor: Any, gradients: Sequence[Any]) -> list[Any]:
+    """Multiplied as Keras does: rows of a table become the whole table's gradient, unless lazy."""
+    if isinstance(leaf, Lazy):
+        values = [values_of(g) for g in gradients]
+        return [with_values(g, v * ops.cast(factor, v.dtype)) for g, v in zip(gradients, values)]
+    return [g if g is None else g * ops.cast(factor, g.dtype) for g in gradients]
+
+
+def _shown(leaf: Any, gradient: Any) -> Any:
+    """What has a gradient's norm: of rows that stand once each, these."""
+    return values_of(gradient) if isinstance(leaf, Lazy) else gradient
 
 
 def _update_gradient(

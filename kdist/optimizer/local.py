@@ -8,11 +8,13 @@ and callbacks see whole tensors in Keras's order.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from kdist._compat import keras_optimizers, keras_trainer
+from kdist.layers.lazy import Lazy
 from kdist.optimizer.shared_steps import SharedSteps
 from kdist.plan.bucket import Piece
 from kdist.sharding.placement import Index, covers
@@ -74,17 +76,27 @@ def needs_whole(optimizer: Any, variable: keras.Variable) -> bool:
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """True for an optimizer of Keras whose update of an element looks at that element alone."""
+    """True for an optimizer whose update of an element is known to look at that element alone."""
+    if isinstance(optimizer, Lazy):
+        return True
     name = type(optimizer).__name__
     shipped = type(optimizer) is getattr(keras.optimizers, name, None)
     return shipped and name in ELEMENTWISE
 
 
+def shares_steps(optimizer: Any) -> bool:
+    """Whether parameters that are alike share a trace: a lazy update reads and writes rows."""
+    return is_elementwise(optimizer) and not isinstance(optimizer, Lazy)
+
+
 def is_linear(optimizer: Any) -> bool:
     """True if an update adds gradients up, so that rows of a table may be summed before it.
 
-    Keras squares, and clips, the rows of a gradient one by one, also where they are of one row.
+    Keras squares, and clips, the rows of a gradient one by one, also where they are of one row. A
+    lazy optimizer sums them itself.
     """
+    if isinstance(optimizer, Lazy):
+        return True
     clips = optimizer.clipvalue or optimizer.clipnorm or optimizer.global_clipnorm
     return type(optimizer) is keras.optimizers.SGD and not clips
 
@@ -93,8 +105,11 @@ def changes_rows_only(optimizer: Any, variable: keras.Variable) -> bool:
     """True if an update of a table from rows leaves all its other rows as they are, to the bit.
 
     What looks at, or writes, all rows says no: momentum, decay of weights or of their averages
-    into them, accumulated gradients, clipping by a norm, constraints.
+    into them, accumulated gradients, clipping by a norm, constraints. A lazy optimizer does none of
+    that to other rows.
     """
+    if isinstance(optimizer, Lazy):
+        return not needs_whole(optimizer, variable)
     name = type(optimizer).__name__
     if name not in ROW_WISE or needs_whole(optimizer, variable):
         return False
@@ -145,7 +160,7 @@ class LocalOptimizer:
         logical_variables: list[keras.Variable],
         steps: SharedSteps | None = None,
     ) -> None:
-        self.steps = steps or SharedSteps(is_elementwise(logical))
+        self.steps = steps or SharedSteps(shares_steps(logical))
         self.device = device
         self.positions = positions
         self.variables = variables
@@ -154,6 +169,9 @@ class LocalOptimizer:
             self._carry_weight_decay_rules(logical, logical_variables)
             if any(keras_trainer.is_view(v) for v in variables):
                 keras_optimizers.update_through_keras_variables(self.optimizer, scatter_rows)
+            if isinstance(self.optimizer, Lazy):
+                read = functools.partial(read_rows, self.optimizer)
+                object.__setattr__(self.optimizer, "read_rows", read)
             self.optimizer.build(variables)
 
     def _carry_weight_decay_rules(self, logical: Any, whole: list[keras.Variable]) -> None:
@@ -196,6 +214,14 @@ def scatter_rows(variable: keras.Variable, method: str, slices: tf.IndexedSlices
     else:
         backing.scatter(method, slices)
     return True
+
+
+def read_rows(optimizer: Lazy, variable: Any, indices: Any) -> Any:
+    """Rows of a variable; of a view on rows, from where these lie."""
+    backing = backing_of(variable)
+    if isinstance(backing, Rows):
+        return backing.gather(indices)
+    return Lazy.read_rows(optimizer, variable, indices)
 
 
 class SlotParts:

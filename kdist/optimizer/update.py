@@ -7,13 +7,14 @@ ops, differentiable, and unable to deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from kdist.config.compression import Classes
 from kdist.config.optimizer import OptimizerConfig
 from kdist.config.state_format import slot_formats
 from kdist.graphs.instantiation import instantiated_cheaply
+from kdist.layers.lazy import Lazy, rows_summed, values_of
 from kdist.optimizer.accumulate import LocalSums
 from kdist.optimizer.broadcast import send_values
 from kdist.optimizer.clip import clip_globally
@@ -131,7 +132,7 @@ class DistributedUpdate:
         reduction.advance(reduction.connected)
         sums, source = reduction.gradients, reduction.given
         if reduction.compress and self.jobs.kept:
-            flags = [self._is_finite(self.jobs.jobs[n].owner, g) for n, g in sums.items()]
+            flags = self._are_finite(sums)
             tf.cond(tf.reduce_all(tf.stack(flags)), reduction.keep, lambda: None)
         tables = {
             v: source.unit(v, UpdateUnit(v, None, (0, 0)))
@@ -175,12 +176,13 @@ class DistributedUpdate:
         source, live = reduction.given, reduction.connected
         reduction.advance(live)
         direct = reduction.gradients
+        self._sum_rows(direct)
         if self.loss_scale is None:
             reduction.keep()
             self._apply({**direct, **self._accumulated(reduction, None)})
             return
         summed = {v for sums in self.sums.values() for v in sums.sums}
-        flags = [self._is_finite(self.jobs.jobs[n].owner, g) for n, g in direct.items()]
+        flags = self._are_finite(direct)
         for s, one in enumerate(self.jobs.topology.slices):
             for at in ((s, k) for k in range(len(one.devices))):
                 found = [source.local(v, at) for v in sorted(summed & live)]
@@ -192,6 +194,18 @@ class DistributedUpdate:
             self._apply_unscaled(reduction)
 
         tf.cond(finite, step, self.loss_scale.skip)
+
+    def _lazy(self) -> set[int]:
+        """Numbers of the jobs that lazy optimizers update."""
+        groups = zip(self.groups, self.jobs.local)
+        lazy = [local for (leaf, _), local in groups if isinstance(leaf, Lazy)]
+        return {n for local in lazy for one in local for n in one.positions}
+
+    def _sum_rows(self, gradients: dict[int, Any]) -> None:
+        """Sums what lazy optimizers get of the same row: that is what is clipped, and finite."""
+        for n in sorted(self._lazy() & gradients.keys()):
+            with tf.device(self.jobs.device(self.jobs.jobs[n].owner)):
+                gradients[n] = rows_summed(gradients[n])
 
     def _settle(self, source: GradientSource, live: set[int]) -> None:
         """Takes out of buckets and exchanges what has no gradient, or turns out to be rows."""
@@ -255,6 +269,14 @@ class DistributedUpdate:
             due = step % leaf.gradient_accumulation_steps == 0
             gradients.update(zip(jobs, tf.cond(due, total, zeros)))
         return gradients
+
+    def _are_finite(self, gradients: Mapping[int, Any]) -> list[Any]:
+        """Of each job's gradient, on its owner."""
+        lazy = self._lazy()
+        return [
+            self._is_finite(self.jobs.jobs[n].owner, values_of(g) if n in lazy else g)
+            for n, g in gradients.items()
+        ]
 
     def _is_finite(self, at: Coordinate, gradient: Any) -> Any:
         with tf.device(self.jobs.device(at)):

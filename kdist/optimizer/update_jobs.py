@@ -12,7 +12,7 @@ from kdist.config.state_format import StateFormatConfig
 from kdist.optimizer.compressed import CompressedGradients, Compression, KnownStates
 from kdist.optimizer.formatted_slots import format_slots
 from kdist.optimizer.gradients import GradientSource
-from kdist.optimizer.local import LocalOptimizer, Span, is_elementwise, link_slots
+from kdist.optimizer.local import LocalOptimizer, Span, link_slots, shares_steps
 from kdist.optimizer.shared_steps import SharedSteps
 from kdist.plan.bucket import Bucket, flat_view, make_buckets, unflat
 from kdist.plan.exchange import Exchange, make_exchanges
@@ -204,7 +204,7 @@ class Jobs:
         for n, job in enumerate(self.jobs):
             if self.units[job.units[0]].variable in members:
                 by_owner.setdefault(job.owner, []).append(n)
-        steps = SharedSteps(is_elementwise(leaf))
+        steps = SharedSteps(shares_steps(leaf))
         local = [
             LocalOptimizer(
                 leaf,

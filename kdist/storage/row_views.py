@@ -110,6 +110,13 @@ class Rows(RowsBacking):
         target = keras_trainer.tf_variable(self.local)
         target[self.start : self.stop].assign(tf.cast(value, target.dtype))
 
+    def gather(self, indices: Any) -> Any:
+        """Some of the rows, without reading the others."""
+        if self.held:
+            return tf.gather(self.whole(), indices)
+        moved = indices + tf.cast(self.start, indices.dtype)
+        return tf.gather(keras_trainer.tf_variable(self.local), moved)
+
     def scatter(self, method: str, slices: tf.IndexedSlices) -> None:
         """Calls a scatter method of the variable with indices relative to these rows."""
         if self.held:

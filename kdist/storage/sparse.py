@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist._compat import keras_models
+from kdist.layers.lazy import rows_summed
 from kdist.sharding.placement import Index
 
 import keras
@@ -99,10 +100,8 @@ def add(
     if by_batch:
         values = tf.concat([p.values for p in parts], 0)
         indices = tf.concat([p.indices for p in parts], 0)
-        if merged:
-            indices, where = tf.unique(indices)
-            values = tf.math.unsorted_segment_sum(values, where, tf.size(indices))
-        return tf.IndexedSlices(values, indices, shape)
+        rows = tf.IndexedSlices(values, indices, shape)
+        return rows_summed(rows) if merged else rows
     return tf.IndexedSlices(tf.add_n([p.values for p in parts]), parts[0].indices, shape)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tempfile
 from pathlib import Path
@@ -53,6 +54,31 @@ def test_training_goes_on_anywhere(source, target):
     for a, b in zip(saved, state(model), strict=True):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_allclose(train(model, 1), losses, rtol=1e-9)
+
+
+def _lazy_adagrad():
+    """A table with an optimizer of its own, which touches the rows that a batch looks up."""
+    rules = {".*table/embeddings": kdist.lazy(keras.optimizers.Adagrad(0.1))}
+    return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(adam(), rules))
+
+
+LAZY = ("plain", "host-table", "split-data", "pipe2-data2-level1", "data4-level3")
+LAZY_DEFAULT = [("host-table", "split-data"), ("data4-level3", "plain")]
+
+
+@pytest.mark.parametrize(("source", "target"), spread(product(LAZY, LAZY), LAZY_DEFAULT))
+def test_tables_with_optimizers_of_their_own_go_on_anywhere(source, target, tmp_path):
+    model, again = (
+        dataclasses.replace(KINDS[name], optimizer=_lazy_adagrad).model()
+        for name in (source, target)
+    )
+    train(model, 1)
+    kdist.checkpoint.save(model, tmp_path)
+    saved, losses = state(model), train(model, 1)
+    kdist.checkpoint.restore(again, tmp_path)
+    for a, b in zip(saved, state(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_allclose(train(again, 1), losses, rtol=1e-9)
 
 
 def test_more_is_read_than_is_held_ahead(monkeypatch):

@@ -227,6 +227,7 @@ def _metrics(run: Run) -> Any:
 
 
 def _rate(optimizer: keras.optimizers.Optimizer) -> float:
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     inner = getattr(optimizer, "optimizers", None)
     if inner is not None:
         return max(_rate(item) for item in inner)

@@ -154,7 +154,7 @@ def test_more_ids_than_there_is_room_for() -> None:
         (lambda: TableConfig("t", 5, 2, combiner="max"), "combiner='max'"),
         (lambda: TableConfig("t", 5, 2, placement="tpu"), "placement='tpu'"),
         (lambda: TableConfig("t", 5, 2, oov="ignore"), "oov='ignore'"),
-        (lambda: TableConfig("t", 5, 2, optimizer="adam"), "MultiOptimizer"),
+        (lambda: TableConfig("t", 5, 2, optimizer="nadam"), "Nadam"),
         (lambda: TableConfig("t", 5, 2, placement="split"), "rows and columns go together"),
         (lambda: TableConfig("t", 5, 2, rows=(2, 3)), "rows and columns go together"),
         (lambda: TableConfig("t", 5, 2, placement="split", rows=(2, 2)), "whole table: 5"),
