@@ -117,6 +117,7 @@ class LiveTensors:
         shared_memory: Whether a transfer passes a reference, as between CPU devices of a process.
         programs: Names of calls of the model's programs. What their operations make, gradients and
             gathered parameters apart, are activations.
+        closed: Names of calls of which it is not known what happens inside.
 
     Attributes:
         opened: Gives the same step with what happens inside calls, where that is known.
@@ -131,7 +132,9 @@ class LiveTensors:
         writes: Iterable[str] = (),
         shared_memory: bool = False,
         programs: Collection[str] = (),
+        closed: Collection[str] = (),
     ) -> None:
+        self.closed = closed
         self.ops = _in_order({op.name: op for op in ops})
         self.parameters, self.writes = tuple(parameters), tuple(writes)
         self.opened: Callable[[], LiveTensors] = lambda: self

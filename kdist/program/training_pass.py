@@ -8,6 +8,7 @@ from typing import Any
 
 from kdist.program.batch import SplitBatch, join
 from kdist.program.loss_parts import added_up, collected, compiled_names, merged
+from kdist.program.step_result import SliceResult
 
 import keras
 
@@ -20,17 +21,17 @@ class TrainingPass:
         loss: The loss, a scalar.
         gradients: One whole gradient, or None, per trainable variable.
         batch: The batch, cut over the replicas.
-        results: What each replica gave.
+        results: What each slice gave.
     """
 
     loss: Any
     gradients: list[Any]
     batch: SplitBatch
-    results: Sequence[dict[str, Any]]
+    results: Sequence[SliceResult]
 
     def outputs(self) -> Any:
         """The replicas' outputs, rows in the order of the batch; None where they were not kept."""
-        outputs = [r["outputs"] for r in self.results]
+        outputs = [r.outputs for r in self.results]
         return None if any(one is None for one in outputs) else join(outputs, self.batch.counts)
 
     def loss_parts(self, model: keras.Model) -> dict[str, Any]:
@@ -40,5 +41,5 @@ class TrainingPass:
             model: The model of the pass.
         """
         names = compiled_names(model)
-        terms = [collected(zip(names, r["terms"])) for r in self.results]
-        return added_up(merged([*terms, *(r.get("loss_parts", {}) for r in self.results)]))
+        terms = [collected(zip(names, r.terms)) for r in self.results]
+        return added_up(merged([*terms, *(r.loss_parts for r in self.results)]))

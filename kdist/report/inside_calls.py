@@ -6,7 +6,7 @@ between two nodes that pass tensors on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist._compat import dtensor_internals
@@ -20,37 +20,101 @@ GIVEN = "/kdist_given"
 _SPECIALIZED = "_specialized_for_"
 
 
-def opened(nodes: Iterable[Any], library: Mapping[str, Any]) -> Iterator[Any]:
-    """The nodes, calls replaced by what they call.
+class Opener:
+    """Replaces calls by what they call.
 
     Args:
-        nodes: `NodeDef`s.
-        library: `FunctionDef`s by name. A call of another function stays.
+        library: `FunctionDef`s by name.
+        before: `NodeDef`s by name of the graph that calls them, before it was optimized.
+        needed: Which outputs of a call by name something needs; None of a call that is unknown.
+
+    Attributes:
+        closed: Names of calls of these functions that stayed, since TensorFlow made variants of
+            them of which it is not known what they take and return.
     """
-    for node in nodes:
-        name = node.attr["f"].func.name if node.op in CALLS else ""
-        body = library.get(name) or library.get(name.split(_SPECIALIZED)[0])
-        if body is None or not _fits(node, body.signature):
-            yield node
-        else:
-            yield from _opened(node, body, library)
+
+    def __init__(
+        self,
+        library: Mapping[str, Any],
+        before: Mapping[str, Any],
+        needed: Callable[[str], Sequence[int] | None],
+    ) -> None:
+        self.library, self.before, self.needed = library, before, needed
+        self.closed: set[str] = set()
+
+    def opened(self, nodes: Iterable[Any]) -> Iterator[Any]:
+        """The nodes, calls replaced; a call of a function that is not in the library stays."""
+        for node in nodes:
+            name = node.attr["f"].func.name if node.op in CALLS else ""
+            body = self.library.get(name) or self.library.get(name.split(_SPECIALIZED)[0])
+            if body is None:
+                yield node
+            elif (constants := self._constants(node, body.signature)) is None or (
+                returned := self._returned(node, body.signature)
+            ) is None:
+                self.closed.add(node.name)
+                yield node
+            else:
+                yield from constants.values()
+                copies, end = _opened(node, body, constants, returned)
+                yield from self.opened(copies)
+                yield end
+
+    def _constants(self, call: Any, signature: Any) -> dict[int, Any] | None:
+        """Arguments that a call no longer hands over, by position; None if they are not known.
+
+        A variant of a function that is specialized for a call has the call's constants inside.
+        """
+        taken = call.attr["Tin"].list.type
+        if len(signature.input_arg) == len(taken):
+            return {}
+        original = self.before.get(call.name)
+        given = [] if original is None else [r for r in original.input if not r.startswith("^")]
+        found = {}
+        for i, reference in enumerate(given):
+            source = self.before.get(node_of(reference))
+            if source is not None and source.op == "Const":
+                found[i] = node_def_pb2.NodeDef()
+                found[i].CopyFrom(source)
+                found[i].name, found[i].device = f"{call.name}/kdist_constant_{i}", call.device
+                del found[i].input[:]
+        right = len(given) == len(signature.input_arg) == len(taken) + len(found)
+        return found if right else None
+
+    def _returned(self, call: Any, signature: Any) -> Sequence[int] | None:
+        """Which results a call still returns; None if that is not known.
+
+        A variant returns what something needs.
+        """
+        count, every = len(call.attr["Tout"].list.type), range(len(signature.output_arg))
+        if count == len(every):
+            return every
+        needed = self.needed(call.name)
+        return needed if needed is not None and len(needed) == count else None
 
 
-def _fits(call: Any, signature: Any) -> bool:
-    """Whether a call is of this function; a specialized one may take and return less."""
-    taken, returned = call.attr["Tin"].list.type, call.attr["Tout"].list.type
-    return len(signature.input_arg) == len(taken) and len(signature.output_arg) == len(returned)
+def _opened(
+    call: Any, body: Any, constants: Mapping[int, Any], returned: Sequence[int]
+) -> tuple[list[Any], Any]:
+    """What stands for a call: nodes that hand over and compute, and one that returns.
 
-
-def _opened(call: Any, body: Any, library: Mapping[str, Any]) -> Iterator[Any]:
+    Args:
+        call: The call.
+        body: The function.
+        constants: Nodes of arguments that it does not hand over, by position.
+        returned: Which results it returns.
+    """
     given = node_def_pb2.NodeDef(name=call.name + GIVEN, op="IdentityN", device=call.device)
     given.input.extend(call.input)
     given.attr["T"].list.type.extend(call.attr["Tin"].list.type)
     if not call.attr["Tin"].list.type:
         given.op = "NoOp"
         del given.attr["T"]
-    yield given
-    arguments = {one.name: i for i, one in enumerate(body.signature.input_arg)}
+    arguments: dict[str, str] = {}
+    for i, one in enumerate(body.signature.input_arg):
+        handed = len(arguments) - sum(k < i for k in constants)
+        constant = constants.get(i)
+        arguments[one.name] = f"{given.name}:{handed}" if constant is None else constant.name
     inner = {node.name: node for node in body.node_def}
 
     def within(reference: str) -> str:
@@ -58,7 +122,7 @@ def _opened(call: Any, body: Any, library: Mapping[str, Any]) -> Iterator[Any]:
             return f"^{call.name}/{reference[1:]}"
         name = node_of(reference)
         if name in arguments:
-            return f"{given.name}:{arguments[name]}"
+            return arguments[name]
         _, output, index = reference.split(":")
         number = int(index)
         for kind, dtypes in dtensor_internals.output_dtypes(inner[name]).items():
@@ -67,20 +131,20 @@ def _opened(call: Any, body: Any, library: Mapping[str, Any]) -> Iterator[Any]:
             number += len(dtypes)
         return f"{call.name}/{name}:{number}"
 
-    copies = []
+    copies = [given]
     for node in body.node_def:
         copy = node_def_pb2.NodeDef()
         copy.CopyFrom(node)
         copy.name, copy.device = f"{call.name}/{node.name}", node.device or call.device
         copy.input[:] = [within(r) for r in node.input] or [f"^{given.name}"]
         copies.append(copy)
-    yield from opened(copies, library)
     end = node_def_pb2.NodeDef(name=call.name, op="IdentityN", device=call.device)
-    end.input.extend(within(body.ret[one.name]) for one in body.signature.output_arg)
+    results = [body.signature.output_arg[i].name for i in returned]
+    end.input.extend(within(body.ret[name]) for name in results)
     end.input.extend(f"^{call.name}/{name}" for name in body.control_ret.values())
     end.attr["T"].list.type.extend(call.attr["Tout"].list.type)
     if not end.attr["T"].list.type:
         end.op = "NoOp"
         del end.attr["T"]
         end.input.append(f"^{given.name}")
-    yield end
+    return copies, end

@@ -96,11 +96,16 @@ def measure(parallel: Any, live: LiveTensors | None) -> tuple[DeviceMemory, ...]
             gradients=live.peak(one.device, ("gradient",)).nbytes,
             gathered=live.peak(one.device, ("gathered",)).nbytes,
             both=live.peak(one.device, ("gradient", "gathered")).nbytes,
-            activations=live.opened().peak(one.device, ("activation",)).nbytes,
+            activations=_activations(live.opened(), one.device),
             live=live.peak(one.device).nbytes,
         )
         for one in found
     )
+
+
+def _activations(live: LiveTensors, device: str) -> int | None:
+    """Bytes of activations; None where what happens inside a call is not known."""
+    return None if live.closed else live.peak(device, ("activation",)).nbytes
 
 
 def nbytes(variable: keras.Variable) -> int:
@@ -157,7 +162,7 @@ def table(memory: Sequence[DeviceMemory]) -> str:
         sizes = [getattr(one, name) for name in _COLUMNS]
         made.add_row(one.device, *("-" if n is None else readable(n) for n in sizes))
     text = io.StringIO()
-    rich.console.Console(file=text, width=120).print(made)
+    rich.console.Console(file=text, width=200).print(made)
     return text.getvalue().rstrip()
 
 

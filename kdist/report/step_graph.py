@@ -16,7 +16,8 @@ from kdist.dtensor.stitching import PREFIX
 from kdist.graphs.chunks import node_of
 from kdist.graphs.executed import importable, imported
 from kdist.graphs.live_tensors import RECEIVES, LiveTensors, Op, Output
-from kdist.report.inside_calls import CALLS, GIVEN, opened
+from kdist.program.step_result import StepResult
+from kdist.report.inside_calls import CALLS, GIVEN, Opener
 from kdist.sharding.device import Device
 from kdist.storage.fetched_table import taking_any_ids
 
@@ -64,6 +65,7 @@ def live_tensors(
             writes=writes,
             shared_memory=shared_memory,
             programs=programs,
+            closed=executed.closed,
         )
 
     found = read(inside=False)
@@ -87,19 +89,19 @@ def _calls_before(gradients: Sequence[Any]) -> set[str]:
 @contextlib.contextmanager
 def _noting_gradients(step: Any, noted: list[Any]) -> Iterator[None]:
     """Meanwhile, notes the gradients that the slices computed."""
-    original = step.apply_results
+    original = step.apply_result
 
-    def apply_results(results: Sequence[dict[str, Any]], *more: Any) -> None:
+    def apply_result(result: StepResult, *more: Any) -> None:
         # Lists by variable; in a pipeline, dicts by slice and variable.
-        found = [[r["gradients"], r.get("once")] for r in results]
+        found = [[one.gradients for one in result.slices], dict(result.once)]
         noted.extend(g for g in tf.nest.flatten(found) if g is not None)
-        original(results, *more)
+        original(result, *more)
 
-    step.apply_results = apply_results
+    step.apply_result = apply_result
     try:
         yield
     finally:
-        del step.apply_results
+        del step.apply_result
 
 
 @contextlib.contextmanager
@@ -145,21 +147,28 @@ class ExecutedGraph:
         function: Its `RunMetadata.FunctionGraphs`.
         trace: The graph that was traced, which knows the shapes of what calls return.
         inside: Whether nodes of functions that it calls are its own.
+
+    Attributes:
+        closed: Calls of which that was wanted, and what is inside is not known.
     """
 
     def __init__(self, function: Any, trace: Any, *, inside: bool = False) -> None:
+        self._trace = trace
+        self._traced = {one.name: one for one in trace.get_operations()}
+        self._needed = _needed(trace)
+        self.closed: frozenset[str] = frozenset()
         every = [node for graph in function.partition_graphs for node in graph.node]
         if inside:
             graphs = (function.pre_optimization_graph, function.post_optimization_graph)
             library = {f.signature.name: f for one in graphs for f in one.library.function}
-            every = list(opened(every, library))
+            before = {node.name: node for node in function.pre_optimization_graph.node}
+            opener = Opener(library, before, self._needed_outputs)
+            every = list(opener.opened(every))
+            self.closed = frozenset(opener.closed)
         self._inside = inside
         self._sent = {_edge(node): node.input[0] for node in every if node.op in _SENDS}
         self._nodes = {node.name: node for node in every if node.op not in _SENDS}
         self._library = function.post_optimization_graph.library
-        self._trace = trace
-        self._traced = {one.name: one for one in trace.get_operations()}
-        self._needed = _needed(trace)
 
     def ops(self) -> list[Op]:
         """Its operations."""
@@ -226,7 +235,15 @@ class ExecutedGraph:
         kind = "Tout" if node.op in CALLS else "T"
         if len(outputs) == len(node.attr[kind].list.type):
             return outputs
-        return [t for t in outputs if any(c.name in self._needed for c in t.consumers())]
+        return [outputs[i] for i in self._needed_outputs(node.name) or ()]
+
+    def _needed_outputs(self, call: str) -> list[int] | None:
+        """Which outputs of a traced call something needs; None of one that was not traced."""
+        if call not in self._traced:
+            return None
+        outputs = self._traced[call].outputs
+        needed = [any(c.name in self._needed for c in t.consumers()) for t in outputs]
+        return [i for i, there in enumerate(needed) if there]
 
 
 def stitched_output(tensor: Any) -> Output | None:

@@ -18,6 +18,7 @@ from kdist.pipeline.instructions import (
 )
 from kdist.program.batch import join
 from kdist.program.loss_parts import LossParts, collected, merged, penalty_name
+from kdist.program.step_result import SliceResult
 from kdist.runtime.micro_batches import MicroBatches
 from kdist.runtime.recorder import Recorder, Stamps
 from kdist.stages.functions import Saved, StageFunctions
@@ -261,27 +262,35 @@ class Flow:
             return self._value(variable, s)
         return self.held[s][position]
 
-    def result(self, want_outputs: bool, want_parts: bool) -> dict[str, Any]:
-        """What a step takes: loss, terms and parts of it, outputs, masks, state, gradients.
+    def result(self, want_outputs: bool, want_parts: bool) -> SliceResult:
+        """What a step takes.
 
         Args:
             want_outputs: Whether the model's outputs and their masks are wanted.
             want_parts: Whether the parts of the loss are.
         """
+        loss = None
         with tf.device(self.last):
-            result = self._results_of_last(want_outputs)
+            outputs, masks = self._outputs() if want_outputs else (None, [])
+            columns = zip(*(r.terms for r in self._results))
+            terms = [tf.add_n([self._whole(t) for t in column]) for column in columns]
             losses = [self._whole(value) for value in (*self._losses, *self._penalties)]
             if losses:
-                result["loss"] = losses[0] if len(losses) == 1 else tf.add_n(losses)
+                loss = losses[0] if len(losses) == 1 else tf.add_n(losses)
         parts = self._loss_parts if want_parts else {}
-        result["loss_parts"] = keras.tree.map_structure(self._whole, parts)
         state, training = self.program.state, self.functions[0][0].wanted.training
         updated = [state.written[i] for i in self.program.traced(training).updated]
-        result["updated"] = [
-            self._value(v, self.slice(self.program.stage_with(v))).joined() for v in updated
-        ]
-        result["gradients"] = self.summed()
-        return result
+        return SliceResult(
+            loss=loss,
+            terms=terms,
+            loss_parts=keras.tree.map_structure(self._whole, parts),
+            gradients=self.summed(),
+            updated=[
+                self._value(v, self.slice(self.program.stage_with(v))).joined() for v in updated
+            ],
+            outputs=outputs,
+            masks=masks,
+        )
 
     @property
     def last(self) -> str:
@@ -291,28 +300,25 @@ class Flow:
     def _whole(self, tensor: Sharded | None) -> Any:
         return None if tensor is None else tensor.whole(self.last)
 
-    def _results_of_last(self, want_outputs: bool) -> dict[str, Any]:
+    def _outputs(self) -> tuple[Any, list[Any]]:
+        """The model's outputs for the replica's rows, and their masks."""
         counts = self.micro.counts[self.replica]
-        result: dict[str, Any] = {"outputs": None, "masks": []}
-        if want_outputs:
-            outputs = [keras.tree.map_structure(self._whole, r.outputs) for r in self._results]
-            result["outputs"] = join(outputs, counts)
-            for column in zip(*(r.output_masks for r in self._results)):
-                masks = [self._whole(mask) for mask in column]
-                result["masks"].append(None if masks[0] is None else join(masks, counts))
-        terms = zip(*(r.terms for r in self._results))
-        result["terms"] = [tf.add_n([self._whole(t) for t in column]) for column in terms]
-        return result
+        outputs = [keras.tree.map_structure(self._whole, r.outputs) for r in self._results]
+        masks = []
+        for column in zip(*(r.output_masks for r in self._results)):
+            found = [self._whole(mask) for mask in column]
+            masks.append(None if found[0] is None else join(found, counts))
+        return join(outputs, counts), masks
 
-    def collected(self, i: int) -> dict[str, Any]:
+    def collected(self, i: int) -> SliceResult:
         """What a loss over the whole batch takes of micro-batch `i`; see `Program.collect`."""
         result = self._results[i]
         stages = range(len(self.functions[i]))
-        return {
-            "outputs": keras.tree.map_structure(self._whole, result.outputs),
-            "masks": [self._whole(mask) for mask in result.output_masks],
-            "added": [self._whole(value) for n in stages for value in self._added[n, i]],
-        }
+        return SliceResult(
+            outputs=keras.tree.map_structure(self._whole, result.outputs),
+            masks=[self._whole(mask) for mask in result.output_masks],
+            added=[self._whole(value) for n in stages for value in self._added[n, i]],
+        )
 
     def give_cotangents(self, i: int, outputs: Sequence[Any], added: Sequence[Any]) -> None:
         """Notes the gradients of what `collected` gave; None where there is none."""

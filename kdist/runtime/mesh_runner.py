@@ -23,6 +23,7 @@ from kdist.optimizer.slice_gradients import SliceGradients
 from kdist.program.batch import SplitBatch
 from kdist.program.loss import shares_from_counts
 from kdist.program.program import Program
+from kdist.program.step_result import SliceResult
 from kdist.runtime.chunk_run import ChunkedProgram
 from kdist.runtime.chunking import Chunking, Chunks, Completion, Keys
 from kdist.runtime.plain_runner import Begin, row_shares
@@ -108,16 +109,16 @@ class MeshRunner:
 
     def gradients(
         self, batch: SplitBatch, scale: Any, begin: Begin | None = None
-    ) -> list[dict[str, Any]]:
+    ) -> list[SliceResult]:
         """Loss and gradients of every slice, gradients as per-device lists; see `PlainRunner`."""
         scale = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
         return self._run(self._gradients, batch, True, (scale,), begin)
 
-    def losses(self, batch: SplitBatch) -> list[dict[str, Any]]:
+    def losses(self, batch: SplitBatch) -> list[SliceResult]:
         """Loss and outputs of every slice, in inference mode."""
         return self._run(self._losses, batch, False, ())
 
-    def outputs(self, batch: SplitBatch) -> list[dict[str, Any]]:
+    def outputs(self, batch: SplitBatch) -> list[SliceResult]:
         """See `PlainRunner.outputs`."""
         self.program.tables.fetch(batch, training=False)
         data = [self.inputs.data(part[0]) for part in batch.parts]
@@ -126,7 +127,7 @@ class MeshRunner:
         for s, found in enumerate(self._on_all(self._outputs, data, inputs)):
             outputs = self._whole(found["outputs"], s)
             updated = self._updated_whole(found["updated"], s, False)
-            results.append({"outputs": outputs, "updated": updated})
+            results.append(SliceResult(outputs=outputs, updated=updated))
         return results
 
     def _run(
@@ -136,7 +137,7 @@ class MeshRunner:
         training: bool,
         extra: tuple,
         begin: Begin | None = None,
-    ) -> list[dict[str, Any]]:
+    ) -> list[SliceResult]:
         self.program.tables.fetch(batch, training)
         state = [self._state_of(s) for s in range(len(batch.parts))]
         parts = [self.inputs.data(part) for part in batch.parts]
@@ -247,15 +248,15 @@ class MeshRunner:
             lambda t: None if t is None else t.whole(self.devices[s]), tensors
         )
 
-    def _read(self, result: dict[str, Any], s: int, training: bool) -> dict[str, Any]:
+    def _read(self, result: dict[str, Any], s: int, training: bool) -> SliceResult:
         """Results as a step takes them: gradients as lists of parts, the rest whole."""
-        out = {k: self._whole(result[k], s) for k in WHOLE_RESULTS}
-        out["gradients"] = [
+        gradients = [
             list(zip(*(t.parts for t in g))) if isinstance(g, tuple) else list(g.parts)
             for g in result.get("gradients", [])
         ]
-        out["updated"] = self._updated_whole(result["updated"], s, training)
-        return out
+        updated = self._updated_whole(result["updated"], s, training)
+        whole = {name: self._whole(result[name], s) for name in WHOLE_RESULTS}
+        return SliceResult(gradients=gradients, updated=updated, **whole)
 
     def recorded(self) -> Sequence[Collective]:
         """Collectives of the lowered training program, or of what stands for it.

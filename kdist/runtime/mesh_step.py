@@ -13,6 +13,7 @@ from typing import Any
 from kdist.dtensor import sizes
 from kdist.dtensor.call import CannotExpand, Retrace, signature
 from kdist.program.batch import SplitBatch, split
+from kdist.program.step_result import SliceResult, StepResult
 from kdist.program.training_pass import TrainingPass
 from kdist.runtime.by_shape import ByShape
 from kdist.runtime.keras_contract import single_steps, without_optionals
@@ -65,15 +66,13 @@ class MeshStep(Step):
     def gradients(self, data: Any, compress: bool = True) -> TrainingPass:
         """See `Step.gradients`."""
         data = as_tensors(data)
-        loss, found, results = self._gradients(data, compress)
-        return TrainingPass(loss, found, self.split(data), results)
+        loss, found, shown = self._gradients(data, compress)
+        return TrainingPass(loss, found, self.split(data), [SliceResult(**one) for one in shown])
 
-    def _seen_gradients(
-        self, data: Any, compress: bool
-    ) -> tuple[Any, list[Any], list[dict[str, Any]]]:
+    def _seen_gradients(self, data: Any, compress: bool) -> tuple[Any, list[Any], list[Any]]:
         """Loss, whole gradients, and what a `TrainingPass` shows of the slices' results."""
         found = super().gradients(data, compress)
-        shown = [{k: v for k, v in r.items() if k in SHOWN_RESULTS} for r in found.results]
+        shown = [{name: getattr(one, name) for name in SHOWN_RESULTS} for one in found.results]
         return found.loss, found.gradients, shown
 
     def apply_whole(self, gradients: Sequence[Any]) -> None:
@@ -93,10 +92,10 @@ class MeshPipelineStep(MeshStep, PipelineStep):
 class WholeLossMeshStep(WholeLossStep, MeshPipelineStep):
     """The same where the loss is computed over the whole batch."""
 
-    def _differentiated(self, *args: Any) -> tuple[Sequence[dict[str, Any]], Any]:
+    def _differentiated(self, *args: Any) -> StepResult:
         return self._again(super()._differentiated, *args)
 
-    def _evaluated(self, batch: SplitBatch) -> tuple[Sequence[dict[str, Any]], Any]:
+    def _evaluated(self, batch: SplitBatch) -> StepResult:
         return self._again(super()._evaluated, batch)
 
     def _again(self, function: Callable, *args: Any) -> Any:

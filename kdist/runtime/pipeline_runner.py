@@ -21,6 +21,7 @@ from kdist.pipeline.check_work import check_work
 from kdist.pipeline.schedule import Schedule
 from kdist.pipeline.work import Work, work_of
 from kdist.program.batch import SplitBatch
+from kdist.program.step_result import SliceResult
 from kdist.runtime.chunking import Chunking, Keys
 from kdist.runtime.flow import Flow
 from kdist.runtime.inner_axes import islands_of
@@ -91,13 +92,13 @@ class PipelineRunner:
 
     def gradients(
         self, batch: SplitBatch, scale: Any, begin: Begin | None = None
-    ) -> list[dict[str, Any]]:
+    ) -> list[SliceResult]:
         """Loss and gradients of every replica; see `Program.loss_and_gradients`."""
         wanted = Pass(training=True, differentiate=True, split=self.schedule.splits_backward)
         scale = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
         run = self._passed(wanted, self.schedule, batch, scale, with_loss=True)
         results = [flow.result(self.want_outputs, self.want_parts) for flow in run.flows]
-        self._reduce(run, begin, [result["gradients"] for result in results])
+        self._reduce(run, begin, [one.gradients for one in results])
         return results
 
     def _reduce(self, run: PipelineRun, begin: Begin | None, gradients: Sequence[Any]) -> None:
@@ -106,13 +107,13 @@ class PipelineRunner:
         if begin is not None and connected:
             run.reduce(begin, self.gradient_at(gradients), connected)
 
-    def losses(self, batch: SplitBatch) -> list[dict[str, Any]]:
+    def losses(self, batch: SplitBatch) -> list[SliceResult]:
         """Loss and outputs of every replica, in inference mode."""
         schedule = forward_only(self.schedule)
         run = self._passed(Pass(training=False), schedule, batch, None, with_loss=True)
         return [flow.result(self.want_outputs, self.want_parts) for flow in run.flows]
 
-    def outputs(self, batch: SplitBatch) -> list[dict[str, Any]]:
+    def outputs(self, batch: SplitBatch) -> list[SliceResult]:
         """See `PlainRunner.outputs`, per replica."""
         schedule = forward_only(self.schedule)
         run = self._passed(Pass(training=False), schedule, batch, None, with_loss=False)

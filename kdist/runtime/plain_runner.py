@@ -21,6 +21,7 @@ from kdist.program.batch import SplitBatch
 from kdist.program.loss import has_rows, shares_from_counts
 from kdist.program.program import Program
 from kdist.program.state import carried_for
+from kdist.program.step_result import SliceResult
 from kdist.sharding.mesh import Topology
 from kdist.storage.variables import Stored
 
@@ -42,8 +43,8 @@ class Collected:
         inputs: What the backward pass needs of it.
     """
 
-    results: list[dict[str, Any]]
-    parts: list[dict[str, Any]]
+    results: Sequence[SliceResult]
+    parts: Sequence[SliceResult]
     batch: SplitBatch
     given: tuple[list[Any], list[Any]]
     inputs: Any
@@ -109,7 +110,7 @@ class PlainRunner:
 
     def gradients(
         self, batch: SplitBatch, scale: Any, begin: Begin | None = None
-    ) -> list[dict[str, Any]]:
+    ) -> list[SliceResult]:
         """Loss and gradients of every slice; see `Program.loss_and_gradients`.
 
         Args:
@@ -120,7 +121,7 @@ class PlainRunner:
         scale = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
         return self._run(self._gradients, batch, True, (scale,), begin)
 
-    def losses(self, batch: SplitBatch) -> list[dict[str, Any]]:
+    def losses(self, batch: SplitBatch) -> list[SliceResult]:
         """Loss and outputs of every slice, in inference mode."""
         return self._run(self._loss, batch, False, (False,))
 
@@ -131,7 +132,7 @@ class PlainRunner:
         training: bool,
         extra: tuple,
         begin: Begin | None = None,
-    ) -> list[dict[str, Any]]:
+    ) -> list[SliceResult]:
         self.program.tables.fetch(batch, training)
         inputs = self._all_inputs()
         rows = row_shares(batch)
@@ -145,7 +146,7 @@ class PlainRunner:
             with tf.device(device):
                 given = [not_folded(t) for t in (shares[r], rows[r], firsts[r])]
             arguments.append((*inputs[r], batch.parts[r], *given, *extra))
-        return self._on_all(function, arguments, begin)
+        return [SliceResult(**found) for found in self._on_all(function, arguments, begin)]
 
     def _all_inputs(self) -> list[tuple[list[Any], list[Any]]]:
         """See `_inputs`, of every replica."""
@@ -193,18 +194,20 @@ class PlainRunner:
         given = zip(inputs, batch.parts, batch.counts, strict=True)
         return self._on_all(self._counts, [(*one, part, n, training) for one, part, n in given])
 
-    def outputs(self, batch: SplitBatch) -> list[dict[str, Any]]:
+    def outputs(self, batch: SplitBatch) -> list[SliceResult]:
         """Outputs of every slice in inference mode, and new state; see `Program.infer`."""
         self.program.tables.fetch(batch, training=False)
         given = zip(self._all_inputs(), batch.parts, strict=True)
-        return self._on_all(self._forward, [(*inputs, part[0]) for inputs, part in given])
+        results = self._on_all(self._forward, [(*inputs, part[0]) for inputs, part in given])
+        return [SliceResult(**found) for found in results]
 
     def collect(self, batch: SplitBatch, training: bool) -> Collected:
         """Forward pass of every slice without a loss."""
         self.program.tables.fetch(batch, training)
         inputs = self._all_inputs()
         given = zip(inputs, batch.parts, strict=True)
-        results = self._on_all(self._collect, [(*one, p[0], training) for one, p in given])
+        found = self._on_all(self._collect, [(*one, p[0], training) for one, p in given])
+        results = [SliceResult(**one) for one in found]
         return Collected(results, results, batch, inputs[0], inputs)
 
     def pull_back(

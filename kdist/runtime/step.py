@@ -20,6 +20,7 @@ from kdist.optimizer.update import DistributedUpdate
 from kdist.program.batch import SplitBatch, join, split
 from kdist.program.program import Program
 from kdist.program.state import combine
+from kdist.program.step_result import SliceResult, StepResult
 from kdist.program.training_pass import TrainingPass
 from kdist.runtime import metrics
 from kdist.runtime.plain_runner import Begin
@@ -68,13 +69,13 @@ class Step:
             return begun[0]
 
         there = begin if self.program.state.trainable else None
-        results, loss = self._differentiated(batch, self._scale(), there)
-        return self.finish_training(batch, results, loss, *begun)
+        result = self._differentiated(batch, self._scale(), there)
+        return self.finish_training(batch, result, *begun)
 
     def _differentiated(
         self, batch: SplitBatch, scale: Any, begin: Begin | None = None
-    ) -> tuple[Sequence[dict[str, Any]], Any]:
-        """Results per slice, gradients included, and the loss.
+    ) -> StepResult:
+        """The loss and what every slice gave, gradients included.
 
         Args:
             batch: The batch.
@@ -82,33 +83,26 @@ class Step:
             begin: Begins the reduction of gradients that can be summed while others are computed.
         """
         results = self.runner.gradients(batch, scale, begin)
-        return results, self._total(results, "loss")
+        return StepResult(self._total([one.loss for one in results]), results)
 
     def finish_training(
-        self,
-        batch: SplitBatch,
-        results: Sequence[dict[str, Any]],
-        loss: Any,
-        reduction: Reduction | None = None,
+        self, batch: SplitBatch, result: StepResult, reduction: Reduction | None = None
     ) -> dict[str, Any]:
         """Everything after the slices' compute: update, state, metrics.
 
         Args:
             batch: The batch.
-            results: Per slice.
-            loss: The loss.
+            result: What they gave.
             reduction: What sums the gradients, if it has begun.
         """
         with writes_after_reads():
-            self._keep_state(batch, results, training=True)
-            self.apply_results(results, reduction)
-            return self._logs(batch, results, loss)
+            self._keep_state(batch, result, training=True)
+            self.apply_result(result, reduction)
+            return self._logs(batch, result)
 
-    def apply_results(
-        self, results: Sequence[dict[str, Any]], reduction: Reduction | None = None
-    ) -> None:
+    def apply_result(self, result: StepResult, reduction: Reduction | None = None) -> None:
         """Reduces the slices' gradients and updates the parameters."""
-        connected = self._connected(results)
+        connected = self._connected(result)
         if not self.program.state.trainable:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
             return
@@ -119,15 +113,15 @@ class Step:
                 f"Received: model={self.model.name!r} with "
                 f"{len(self.program.state.trainable)} trainable weights"
             )
-        self.update.apply(reduction or self.update.begin(self._source(results), connected))
+        self.update.apply(reduction or self.update.begin(self._source(result), connected))
 
-    def _connected(self, results: Sequence[dict[str, Any]]) -> list[int]:
+    def _connected(self, result: StepResult) -> list[int]:
         """Positions of the trainable variables that have a gradient."""
         return self.program.trained.connected
 
-    def _source(self, results: Sequence[dict[str, Any]]) -> GradientSource:
-        """Where the update reads the gradients of some results."""
-        return self.runner.gradient_at([r["gradients"] for r in results])
+    def _source(self, result: StepResult) -> GradientSource:
+        """Where the update reads the gradients."""
+        return self.runner.gradient_at([one.gradients for one in result.slices])
 
     def gradients(self, data: Any, compress: bool = True) -> TrainingPass:
         """Loss and whole gradients of a global batch, for the user's own loop.
@@ -145,13 +139,13 @@ class Step:
             return begun[0]
 
         there = begin if self.program.state.trainable else None
-        results, loss = self._differentiated(batch, scale, there)
+        result = self._differentiated(batch, scale, there)
         with writes_after_reads():
-            self._keep_state(batch, results, training=True)
+            self._keep_state(batch, result, training=True)
         if there is not None and not begun:
-            begin(self._source(results), self._connected(results))
+            begin(self._source(result), self._connected(result))
         found = self._whole(begun[0], scale) if begun else []
-        return TrainingPass(loss, found, batch, results)
+        return TrainingPass(result.loss, found, batch, result.slices)
 
     def _whole(self, reduction: Reduction, scale: Any) -> list[Any]:
         """One whole gradient, or None, per trainable variable.
@@ -175,21 +169,19 @@ class Step:
     def test(self, data: Any, known_size: bool = True) -> dict[str, Any]:
         """One evaluation step on a global batch; returns the logs; see `train`."""
         batch = self.split(data, known_size)
-        results, loss = self._evaluated(batch)
-        return self.finish_testing(batch, results, loss)
+        result = self._evaluated(batch)
+        return self.finish_testing(batch, result)
 
-    def _evaluated(self, batch: SplitBatch) -> tuple[Sequence[dict[str, Any]], Any]:
-        """Results per slice in inference mode, and the loss."""
+    def _evaluated(self, batch: SplitBatch) -> StepResult:
+        """The loss and what every slice gave, in inference mode."""
         results = self.runner.losses(batch)
-        return results, self._total(results, "loss")
+        return StepResult(self._total([one.loss for one in results]), results)
 
-    def finish_testing(
-        self, batch: SplitBatch, results: Sequence[dict[str, Any]], loss: Any
-    ) -> dict[str, Any]:
+    def finish_testing(self, batch: SplitBatch, result: StepResult) -> dict[str, Any]:
         """State and metrics after evaluation."""
         with writes_after_reads():
-            self._keep_state(batch, results, training=False)
-            return self._logs(batch, results, loss)
+            self._keep_state(batch, result, training=False)
+            return self._logs(batch, result)
 
     def predict(self, data: Any, known_size: bool = True) -> Any:
         """Outputs for a global batch, rows in order."""
@@ -198,7 +190,7 @@ class Step:
         results = self.runner.outputs(batch)
         with writes_after_reads():
             self._combine(*self._changed(results, training=False), batch)
-        return join([r["outputs"] for r in results], batch.counts)
+        return join([one.outputs for one in results], batch.counts)
 
     def split(self, data: Any, known_size: bool = True) -> SplitBatch:
         """Cuts what the data pipeline yields over the slices; see `train`."""
@@ -209,17 +201,15 @@ class Step:
         """Cuts a batch over the slices."""
         return split(x, y, sample_weight, self.topology.data_size)
 
-    def _keep_state(
-        self, batch: SplitBatch, results: Sequence[dict[str, Any]], training: bool
-    ) -> None:
+    def _keep_state(self, batch: SplitBatch, result: StepResult, training: bool) -> None:
         """Writes back the state that the forward passes changed."""
-        self._combine(*self._changed(results, training), batch)
+        self._combine(*self._changed(result.slices, training), batch)
 
     def _changed(
-        self, results: Sequence[dict[str, Any]], training: bool
-    ) -> tuple[list[int], list[list[Any]]]:
+        self, results: Sequence[SliceResult], training: bool
+    ) -> tuple[list[int], list[Sequence[Any]]]:
         """Positions in `ModelState.written` that changed, and per slice their new values."""
-        return self.program.traced(training).updated, [r["updated"] for r in results]
+        return self.program.traced(training).updated, [one.updated for one in results]
 
     def _combine(
         self, updated: Sequence[int], values: Sequence[Sequence[Any]], batch: SplitBatch
@@ -229,23 +219,17 @@ class Step:
     def _scale(self) -> Any:
         return None if self.update is None else self.update.scale()
 
-    def _total(self, results: Sequence[dict[str, Any]], key: str) -> Any:
-        parts = [r[key] for r in results]
+    def _total(self, parts: Sequence[Any]) -> Any:
+        """The sum of slices' parts of a scalar."""
         return parts[0] if len(parts) == 1 else tf.add_n(parts)
 
-    def _logs(self, batch: SplitBatch, results: Sequence[dict[str, Any]], loss: Any) -> dict:
-        count = len(results[0]["terms"])
-        terms = [
-            results[0]["terms"][k]
-            if len(results) == 1
-            else tf.add_n([r["terms"][k] for r in results])
-            for k in range(count)
-        ]
-        metrics.track_loss(self.model, batch, loss, terms)
+    def _logs(self, batch: SplitBatch, result: StepResult) -> dict[str, Any]:
+        terms = [self._total(column) for column in zip(*(one.terms for one in result.slices))]
+        metrics.track_loss(self.model, batch, result.loss, terms)
         return self.metrics.update(
             batch,
-            [r["outputs"] for r in results],
-            [r["masks"] for r in results],
+            [one.outputs for one in result.slices],
+            [one.masks for one in result.slices],
             self.runner.devices,
         )
 

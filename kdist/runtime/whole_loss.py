@@ -10,7 +10,8 @@ what their forward passes leave, for all micro-batches, and run none again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from kdist._compat import keras_trainer
@@ -21,6 +22,7 @@ from kdist.program.forward_scope import ForwardScope
 from kdist.program.loss_parts import LossParts, compute_loss
 from kdist.program.program import attach_masks
 from kdist.program.state import combined
+from kdist.program.step_result import SliceResult, State, StepResult
 from kdist.runtime.loss_terms import OVERRIDDEN
 from kdist.runtime.metrics import join_masks
 from kdist.runtime.pipeline_step import PipelineStep
@@ -30,25 +32,20 @@ from kdist.runtime.step import Step
 import keras
 import tensorflow as tf
 
-State = Mapping[int, tuple[keras.Variable, Any]]
-"""Variables and their new values, by identity of the variable."""
-
 
 class WholeLossStep(Step):
     """The steps of a model whose loss is computed over the whole batch; see `Step`.
 
-    Of what it calls results, the first slice's have entries more: `state`, everything that the step
-    writes; `once`, the gradients of the weights that the loss uses, by position; and `loss_parts`,
-    compiled losses among them.
+    The first slice's result has all parts of the loss, compiled losses among them.
     """
 
     def _differentiated(
         self, batch: SplitBatch, scale: Any, begin: Begin | None = None
-    ) -> tuple[Sequence[dict[str, Any]], Any]:
+    ) -> StepResult:
         collected = self.runner.collect(batch, training=True)
         results = collected.results
-        outputs = [keras.tree.flatten(part["outputs"]) for part in collected.parts]
-        added = [part["added"] for part in collected.parts]
+        outputs = [keras.tree.flatten(part.outputs) for part in collected.parts]
+        added = [part.added for part in collected.parts]
         with tf.device(self.runner.devices[0]):
             state = self._state_after(batch, results, training=True)
             params, carried = self._given(collected.given, state)
@@ -71,23 +68,23 @@ class WholeLossStep(Step):
         gradients = self.runner.pull_back(
             collected, cotangents, d_added, None if begin is None else with_once
         )
-        results = [{**r, "gradients": g} for r, g in zip(results, gradients)]
-        results[0]["once"] = once
-        results[0]["state"] = {**state, **written}
-        results[0]["loss_parts"] = parts
-        return results, loss
+        pairs = zip(results, gradients, strict=True)
+        slices = [dataclasses.replace(one, gradients=g) for one, g in pairs]
+        slices[0] = dataclasses.replace(slices[0], loss_parts=parts)
+        return StepResult(loss, slices, once, {**state, **written})
 
-    def _evaluated(self, batch: SplitBatch) -> tuple[Sequence[dict[str, Any]], Any]:
+    def _evaluated(self, batch: SplitBatch) -> StepResult:
         collected = self.runner.collect(batch, training=False)
         results = collected.results
         with tf.device(self.runner.devices[0]):
             state = self._state_after(batch, results, training=False)
             given = self._given(collected.given, state)
             loss, written, _ = self._loss(collected, given, training=False)
-        results[0]["state"] = {**state, **written}
-        return results, loss
+        return StepResult(loss, results, state={**state, **written})
 
-    def _state_after(self, batch: SplitBatch, results: Sequence[dict], training: bool) -> State:
+    def _state_after(
+        self, batch: SplitBatch, results: Sequence[SliceResult], training: bool
+    ) -> State:
         """What the forward passes changed, as one device would have it."""
         changed = combined(self.program.state, *self._changed(results, training), batch)
         return {id(variable): (variable, value) for variable, value in changed}
@@ -112,8 +109,8 @@ class WholeLossStep(Step):
         """
         batch, parts_of = collected.batch, collected.parts
         x, y, sample_weight = batch.whole
-        masks = join_masks([part["masks"] for part in parts_of], batch)
-        joined = self._joined([part["outputs"] for part in parts_of], batch)
+        masks = join_masks([part.masks for part in parts_of], batch)
+        joined = self._joined([part.outputs for part in parts_of], batch)
         outputs = attach_masks(joined, masks)
         scope = self.program.scope(*given)
         with scope:
@@ -142,23 +139,21 @@ class WholeLossStep(Step):
         """Gives `add_loss` values, combined over the parts, to the layers that added them."""
         weights = layer_weights(collected.batch, self.program.add_loss_mean)
         adders = self.program.traced(training).adders
-        for layer, *values in zip(adders, *[p["added"] for p in collected.parts], strict=True):
+        for layer, *values in zip(adders, *[p.added for p in collected.parts], strict=True):
             value = tf.add_n([v * tf.cast(w, v.dtype) for v, w in zip(values, weights)])
             if layer is not None:
                 keras_trainer.add_loss_for(layer, value, scope)
 
-    def _keep_state(
-        self, batch: SplitBatch, results: Sequence[dict[str, Any]], training: bool
-    ) -> None:
-        for variable, value in results[0]["state"].values():
+    def _keep_state(self, batch: SplitBatch, result: StepResult, training: bool) -> None:
+        for variable, value in result.state.values():
             variable.assign(value)
 
-    def _connected(self, results: Sequence[dict[str, Any]]) -> list[int]:
-        return sorted({*self.program.trained.connected, *results[0]["once"]})
+    def _connected(self, result: StepResult) -> list[int]:
+        return sorted({*self.program.trained.connected, *result.once})
 
-    def _source(self, results: Sequence[dict[str, Any]]) -> GradientSource:
-        source = self.runner.gradient_at([r["gradients"] for r in results])
-        source.once = results[0]["once"]
+    def _source(self, result: StepResult) -> GradientSource:
+        source = self.runner.gradient_at([one.gradients for one in result.slices])
+        source.once = result.once
         return source
 
 

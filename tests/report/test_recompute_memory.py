@@ -164,3 +164,20 @@ def test_gathered_parameters_are_freed_or_kept(keep: bool, comm: bool | None) ->
     kernels = [i for i, v in variables if "block_0" in v.path and v.name == "kernel"]
     assert len(kernels) == 6
     assert {gathers[i] for i in kernels} == {wanted}
+
+
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2}, {"data": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_activations_are_seen_inside_programs(axes: dict[str, int], overlap: bool) -> None:
+    """TensorFlow may make variants of a program, which take and return less."""
+    wide, rows = 256, 16
+    model = keras.Sequential([keras.Input((8,)), *map(keras.layers.Dense, (wide, 4))])
+    fusion = kdist.FusionConfig(overlap=overlap)
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(**axes), fusion=fusion))
+    model.compile("sgd", "mse")
+    x, y = np.zeros((rows, 8), "float32"), np.zeros((rows, 4), "float32")
+    model.train_on_batch(x, y)
+    hidden = rows // axes["data"] * wide * 4
+    found = [one.activations for one in kdist.inspect(model, rows).memory]
+    assert all(n is not None for n in found)
+    assert hidden <= max(found) <= 4 * hidden

@@ -343,17 +343,17 @@ def _noting(parts: Parts, function: Callable) -> Callable:
     """Notes what came from the slices before everything after them is traced."""
 
     @functools.wraps(function)
-    def wrapped(self: Any, batch: Any, results: Any, loss: Any, *more: Any) -> Any:
+    def wrapped(self: Any, batch: Any, found: Any, *more: Any) -> Any:
         parts.graph = tf.compat.v1.get_default_graph()
-        for result in results:
-            parts.note(_of_tables(result["gradients"]), "rows")
-            parts.note(result["gradients"], "gradient")
-            parts.note(result.get("loss", loss), "loss")
-            parts.note(result["terms"], "loss")
-            parts.note(result["outputs"], "outputs")
-            parts.note(result["updated"], "state")
+        for result in found.slices:
+            parts.note(_of_tables(result.gradients), "rows")
+            parts.note(result.gradients, "gradient")
+            parts.note(found.loss if result.loss is None else result.loss, "loss")
+            parts.note(result.terms, "loss")
+            parts.note(result.outputs, "outputs")
+            parts.note(result.updated, "state")
         parts.note([(y, w) for _, y, w in batch.parts], "data")
-        return function(self, batch, results, loss, *more)
+        return function(self, batch, found, *more)
 
     return wrapped
 
