@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from kdist.api.parallelize import Parallel
@@ -225,10 +226,26 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             for one in directories.folders(self.target.directory)
             if directories.step_of(one) == self._best_step
         ]
+        metrics, step = dict(logs or {}), position.total
+
+        def work() -> Path:
+            folder = write(snapshot, self.target, also)
+            self.on_saved(folder, step, metrics)
+            return folder
+
         if self.asynchronous:
-            self._writer.start(snapshot, self.target, also)
+            self._writer.start(work)
         else:
-            write(snapshot, self.target, also)
+            work()
+
+    def on_saved(self, folder: Path, step: int, logs: dict[str, Any]) -> None:
+        """Called when a checkpoint is whole, by the thread that wrote it; for subclasses.
+
+        Args:
+            folder: Its folder.
+            step: Training steps until it.
+            logs: Metrics at that time.
+        """
 
     def _judge(self, step: int, logs: dict[str, Any]) -> None:
         """Notes whether this is the best checkpoint."""

@@ -10,6 +10,8 @@ Example:
     >>> model.fit(x, y)
 """
 
+import importlib
+
 # Before anything that imports TensorFlow or Keras; the order of these imports matters.
 from kdist._compat.environment import prepare
 from kdist._compat.version import VERSION
@@ -42,6 +44,13 @@ from kdist.stages.stages import set_stage  # noqa: E402
 from kdist.verification import Verification, VerificationError, verify  # noqa: E402
 
 __version__ = VERSION
+
+
+def __getattr__(name: str) -> object:
+    if name == "ray":  # on first use: Ray is optional, and takes seconds to import
+        return importlib.import_module("kdist.ray")
+    raise AttributeError(f"module 'kdist' has no attribute {name!r}")
+
 
 __all__ = [
     "CompressionConfig",

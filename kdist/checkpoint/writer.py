@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kdist.checkpoint import directory as directories
@@ -88,13 +88,17 @@ class BackgroundWriter:
         self.written: Path | None = None
         """The checkpoint written last."""
 
-    def start(self, snapshot: Snapshot, target: Target, also: Sequence[Path] = ()) -> None:
-        """Begins to write; waits first for what is being written. See `write`."""
+    def start(self, work: Callable[[], Path]) -> None:
+        """Begins to write; waits first for what is being written.
+
+        Args:
+            work: Writes a checkpoint, and returns its folder.
+        """
         self.wait()
 
         def run() -> None:
             try:
-                self.written = write(snapshot, target, also)
+                self.written = work()
             except BaseException as error:  # told to the caller, who waits for it
                 self._error = error
 

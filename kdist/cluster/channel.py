@@ -89,10 +89,14 @@ class Channel:
             raise Refused("what came is no message of kdist")
         return message
 
-    def close(self) -> None:
-        """Ends the connection."""
+    def hang_up(self) -> None:
+        """Ends the connection; who waits for a message here hears of it."""
         with contextlib.suppress(OSError):  # it may have ended already
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Ends the connection, for good."""
+        self.hang_up()
         self._arrivals.close()
         self._socket.close()
 

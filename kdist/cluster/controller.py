@@ -244,6 +244,12 @@ class Controller:
             self._raised.set()
         return self._failure
 
+    def tell(self, **message: Any) -> None:
+        """Sends a message to all other processes."""
+        for channel in self._peers.values():
+            with contextlib.suppress(OSError):  # that process may have ended
+                channel.send(**message)
+
     def end(self, code: int, text: str = "") -> None:
         """Tells all processes that the program has ended.
 
@@ -254,10 +260,13 @@ class Controller:
         if self._ended:
             return
         self._ended = True
-        for channel in self._peers.values():
-            with contextlib.suppress(OSError):  # that process may have ended before
-                channel.send(end=code, text=text)
+        self.tell(end=code, text=text)
         self._listener.close()
+
+    def leave(self) -> None:
+        """Lets the others go, after `end`, without the end of this process."""
+        for channel in self._peers.values():
+            channel.hang_up()
 
 
 class NamingFailures:

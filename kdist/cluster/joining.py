@@ -103,6 +103,29 @@ def controller() -> Controller | None:
     return _controller
 
 
+def has_joined() -> bool:
+    """Whether this is process 0 of several."""
+    return _controller is not None
+
+
+def call_in_others(name: str) -> None:
+    """Has each other process call what it knows by a name; see `server.CALLS`."""
+    if _controller is not None:
+        _controller.tell(call=name)
+
+
+def finish(code: int, text: str = "") -> None:
+    """Ends the program, and not its process, which others started and will end.
+
+    Args:
+        code: Its exit code.
+        text: Why, if it failed.
+    """
+    if _controller is not None:
+        _controller.end(code, text)
+        _controller.leave()
+
+
 def naming_failures() -> contextlib.AbstractContextManager[Any]:
     """Around what uses devices of other processes: raises `PeerError` where one has failed."""
     return contextlib.nullcontext() if _controller is None else _controller.naming_failures()

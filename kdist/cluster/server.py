@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from kdist._compat import cluster_runtime
@@ -17,7 +17,8 @@ from kdist.cluster.place import Place, joined_address, split_address
 from kdist.cluster.settings import Deadlines
 
 _AGAIN_SECONDS = 0.2
-_FAILED = 1
+CALLS: dict[str, Callable[[], object]] = {}
+"""What process 0 may have called here, by name; none by default."""
 
 
 class Served(SystemExit):
@@ -132,6 +133,8 @@ def _follow(place: Place, channel: Channel, deadlines: Deadlines) -> NoReturn:
                 print(head + text, file=sys.stderr, flush=True)
             _wait_for_the_end(channel, deadlines)
             raise Served(int(message["end"]), text)
+        if message.get("call") in CALLS:
+            CALLS[message["call"]]()
         started = started or "start" in message
         if not started and time.monotonic() > end:
             raise PeerError(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kdist._compat import ray_train
 from kdist.cluster.host_list import expanded, host_file
 from kdist.cluster.place import Place, joined_address, port_of
 
@@ -128,6 +129,16 @@ def of_mpi(environment: Environment) -> Place | None:
     return None
 
 
+def of_ray(environment: Environment) -> Place | None:
+    """A worker of Ray Train: `kdist.ray.Trainer` says KDIST_*, other trainers say nothing."""
+    if ray_train.workers() < 2 or environment.get(_KDIST[0]):
+        return None
+    raise ValueError(
+        "Ray Train's workers become one program, and end as one, with kdist.ray.Trainer in place of "
+        f"the trainer that started them. Received: {ray_train.workers()} workers of another trainer"
+    )
+
+
 def of_torchrun(environment: Environment) -> Place | None:
     """RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. The last is of torchrun's own store: one more."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -219,6 +230,7 @@ class Source:
 SOURCES = (
     Source("KDIST_*", of_kdist, near=True),
     Source("TF_CONFIG", of_tf_config, near=True),
+    Source("Ray Train", of_ray, near=True),
     Source("torchrun", of_torchrun, near=True),
     Source("KERAS_DISTRIBUTION_*", of_keras, near=True),
     Source("Slurm", of_slurm, near=False),

@@ -29,6 +29,7 @@ ROOMS = [
     "callbacks",
     "verification",
     "launch",
+    "ray",
 ]
 """From the ground up."""
 
