@@ -1,4 +1,4 @@
-"""Every use of Ray Train that its users' interface does not have; nothing here imports Ray by itself.
+"""Every use of Ray Train beyond its users' interface; nothing here imports Ray by itself.
 
 Held by `tests/ray/`:
 

@@ -134,8 +134,9 @@ def of_ray(environment: Environment) -> Place | None:
     if ray_train.workers() < 2 or environment.get(_KDIST[0]):
         return None
     raise ValueError(
-        "Ray Train's workers become one program, and end as one, with kdist.ray.Trainer in place of "
-        f"the trainer that started them. Received: {ray_train.workers()} workers of another trainer"
+        "Ray Train's workers become one program, and end as one, with kdist.ray.Trainer in place "
+        "of the trainer that started them. "
+        f"Received: {ray_train.workers()} workers of another trainer"
     )
 
 

@@ -28,10 +28,10 @@ class Report(keras.callbacks.Callback):
 class ShardedCheckpoint(_ShardedCheckpoint):
     """`kdist.callbacks.ShardedCheckpoint` whose checkpoints are Ray's.
 
-    Each is written on the machine of process 0, in the background, then reported with the metrics of
-    its step: Ray keeps it in the run's storage, as many as `ray.train.CheckpointConfig` says. `fit`
-    goes on from the checkpoint that `ray.train.get_checkpoint` gives, on any number of workers.
-    `kdist.checkpoint.restore(model, directory)` takes the directory of one.
+    Each is written on the machine of process 0, in the background, then reported with the metrics
+    of its step: Ray keeps it in the run's storage, as many as `ray.train.CheckpointConfig` says.
+    `fit` goes on from the checkpoint that `ray.train.get_checkpoint` gives, on any number of
+    workers. `kdist.checkpoint.restore(model, directory)` takes the directory of one.
 
     Args:
         every_steps: Training steps from one checkpoint to the next; None for one at the end of

@@ -32,7 +32,7 @@ class Trainer(_Base):
         run_config: See `ray.train.RunConfig`: where results lie, how often to start again.
         datasets: Ray datasets by name, for `ray.train.get_dataset_shard(name)`, which gives all
             rows: the one program reads them, and sends each device its own.
-        dataset_config: See `ray.train.DataConfig`. It must not split datasets; the default does not.
+        dataset_config: See `ray.train.DataConfig`. It must split none, as the default.
         **others: See `ray.train.v2.api.data_parallel_trainer.DataParallelTrainer`.
 
     Raises:

@@ -17,7 +17,7 @@ def started() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # Else Ray makes a token in the home directory.
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-        patch.setenv("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # reports wait for it
         patch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
         for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
             patch.delenv(name)

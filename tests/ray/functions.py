@@ -42,9 +42,7 @@ def result(made: keras.Model, history: Any) -> dict[str, Any]:
 def alone(callbacks: Any = ()) -> dict[str, Any]:
     """What a run gives that is never broken, in one process with the devices of two."""
     made, (x, y) = model(4), data()
-    fitted = made.fit(
-        x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=list(callbacks)
-    )
+    fitted = made.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=list(callbacks))
     return result(made, fitted)
 
 
