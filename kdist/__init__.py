@@ -11,6 +11,7 @@ Example:
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
 # Before anything that imports TensorFlow or Keras; the order of these imports matters.
 from kdist._compat.environment import prepare
@@ -46,10 +47,12 @@ from kdist.verification import Verification, VerificationError, verify  # noqa: 
 __version__ = VERSION
 
 
-def __getattr__(name: str) -> object:
-    if name == "ray":  # on first use: Ray is optional, and takes seconds to import
-        return importlib.import_module("kdist.ray")
-    raise AttributeError(f"module 'kdist' has no attribute {name!r}")
+if not TYPE_CHECKING:  # which would take every name for one of this module
+
+    def __getattr__(name: str) -> object:
+        if name == "ray":  # on first use: Ray is optional, and takes seconds to import
+            return importlib.import_module("kdist.ray")
+        raise AttributeError(f"module 'kdist' has no attribute {name!r}")
 
 
 __all__ = [
