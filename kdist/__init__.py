@@ -19,7 +19,7 @@ from kdist._compat.version import VERSION
 
 prepare()
 
-from kdist import callbacks, checkpoint, comm, export, layers  # type: ignore[attr-defined]  # noqa: E402
+from kdist import callbacks, checkpoint, comm, export, layers  # noqa: E402
 from kdist.api.custom_loop import apply_gradients, gradients, reduce  # noqa: E402
 from kdist.api.deal_tables import deal_tables  # noqa: E402
 from kdist.api.inspection import Inspection, inspect  # noqa: E402
