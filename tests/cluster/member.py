@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import kdist
@@ -57,6 +58,18 @@ def raises() -> None:
     """Fails in Python."""
     joined()
     raise KeyError("of the user")
+
+
+def writes() -> None:
+    """A script with effects of its own before it joins, others in each process, and after."""
+    folder, process = Path(os.environ["TEST_FOLDER"]), os.environ["KDIST_PROCESS_ID"]
+    print("before", flush=True)
+    np.random.seed(int(process))
+    os.environ["TEST_MESH"] = str(4 - int(process))  # of process 0 only is what stands behind
+    (folder / f"before-{process}").write_text(str(np.random.randint(1000)))
+    joined()
+    (folder / f"after-{process}").write_text("")
+    print("devices", len(kdist.mesh(data=int(os.environ["TEST_MESH"])).devices.flat), flush=True)
 
 
 def trains() -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,6 +35,16 @@ def test_training_over_two_processes_equals_one() -> None:
     for mine, other in zip(found["weights"], wanted["weights"], strict=True):
         np.testing.assert_allclose(mine, other, rtol=0, atol=1e-12)
     assert "joined" not in both[1].text, "the script goes on in process 0 only"
+
+
+@pytest.mark.wide
+def test_what_stands_before_init_happens_everywhere_and_the_rest_once(tmp_path: Path) -> None:
+    with program("writes", 2, TEST_FOLDER=str(tmp_path)) as both:
+        assert [one.ends() for one in both] == [0, 0], both[0].text[-2000:]
+    files = {"after-0", "before-0", "before-1"}
+    assert {one.name for one in tmp_path.iterdir()} == files
+    assert [one.lines.count("before") for one in both] == [1, 1]
+    assert [one.lines.count("devices 4") for one in both] == [1, 0]
 
 
 @pytest.mark.wide
