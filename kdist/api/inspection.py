@@ -111,12 +111,17 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
         An `Inspection`; print it.
 
     Raises:
-        ValueError: The model is not parallelized; or it has not trained, and its inputs have dims
-            of unknown size.
+        ValueError: The model is not parallelized; `batch_size` is no integer; or it has not
+            trained, and its inputs have dims of unknown size.
 
     Example:
         >>> print(kdist.inspect(model))
     """
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int | None):
+        raise ValueError(
+            "batch_size is the number of rows of a batch; the data is not needed. "
+            f"Received: batch_size={type(batch_size).__name__}"
+        )
     parallel = attached(model)
     collectives: Sequence[Collective] = ()
     islands: Sequence[Island] = ()

@@ -10,8 +10,11 @@ from typing import Any
 from kdist._compat import keras_remat, keras_trainer
 from kdist.api.planned_model import PlannedModel
 from kdist.config.parallel import ParallelConfig
+from kdist.display.tables import readable
+from kdist.dtensor.lowered import Collective
 from kdist.optimizer.wrappers import sums_rows
 from kdist.pipeline.work import Work
+from kdist.plan.between_processes import crossed_axes
 from kdist.program.program import Program
 from kdist.rows.model import ModelStudy, study_model
 from kdist.runtime.chunked_runner import ChunkedRunner
@@ -150,6 +153,23 @@ class SteppedModel(PlannedModel):
         ):
             self._said.add(self.whole_loss_note)
             warnings.warn(f"{self.model.name}: {self.whole_loss_note}", stacklevel=4)
+
+    def tell_crossed(self, collectives: Sequence[Collective]) -> None:
+        """Warns, once, of inner axes over which layers send between processes.
+
+        Args:
+            collectives: Those of a training step, per slice.
+        """
+        axes = crossed_axes(self.topology)
+        sent = [one for one in collectives if set(one.axis) & set(axes)]
+        if not sent:
+            return
+        names, nbytes = ", ".join(map(repr, axes)), readable(sum(one.bytes for one in sent))
+        self.warn_once(
+            f"inner axes that cross processes: {names}. Layers wait for the network there "
+            f"(collectives: {len(sent)}, of {nbytes}, per slice and step). Let 'data' or 'pipe' "
+            "cross processes: put them first in the mesh, and keep inner axes within those of one."
+        )
 
     @property
     def chunking(self) -> Chunking | None:

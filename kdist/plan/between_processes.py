@@ -12,8 +12,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kdist.display.tables import readable
+from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Placement, UpdateUnit
 from kdist.storage.transfer import process_of
+
+import numpy as np
 
 if TYPE_CHECKING:
     from kdist.plan.plan import Plan
@@ -36,6 +39,18 @@ class Crossing:
             f"between processes: {self.tensors} tensors of gradients, new values and gathered "
             f"weights, {readable(self.nbytes)} per step"
         )
+
+
+def crossed_axes(topology: Topology) -> list[str]:
+    """Inner axes along which neighbouring devices are in different processes."""
+    sizes = [size for _, size in topology.inner_axes]
+    found = []
+    for n, (axis, _) in enumerate(topology.inner_axes):
+        for one in topology.slices:
+            at = np.array([hash(process_of(device)) for device in one.devices]).reshape(sizes)
+            if axis not in found and np.diff(at, axis=n).any():
+                found.append(axis)
+    return found
 
 
 class _Counter:

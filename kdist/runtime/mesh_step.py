@@ -40,6 +40,12 @@ class MeshStep(Step):
         """Into how many a replica's rows are cut."""
         return 1
 
+    def train(self, data: Any, known_size: bool = True) -> dict[str, Any]:
+        """See `Step.train`; says what layers send between processes."""
+        logs = super().train(data, known_size)
+        self.parallel.tell_crossed(self.runner.recorded())
+        return logs
+
     def by_shape(self, function: Callable) -> ByShape:
         """A function of a batch of this model as graphs by its shape."""
         parts = self.topology.data_size * self.micro_batches

@@ -49,6 +49,11 @@ def test_weights_take_the_bytes_of_their_cuts(hybrid: keras.Model) -> None:
     assert {m.parameters for m in memory} == {expected}
 
 
+def test_data_in_place_of_rows_is_refused(hybrid: keras.Model) -> None:
+    with pytest.raises(ValueError, match="(?s)number of rows.*batch_size=tuple"):
+        kdist.inspect(hybrid, (X, Y))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("optimizer", "slots"), [("sgd", 0), ("adam", 2), ("nadam", 2)])
 def test_optimizer_state_is_kept_once(optimizer: str, slots: int) -> None:
     """Every device keeps the state of what it updates, and all devices together one copy."""

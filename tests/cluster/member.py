@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,9 @@ def sends() -> None:
     layers = [keras.layers.Dense(256, activation="gelu", name=f"up{i}") for i in range(3)]
     made = keras.Sequential([keras.Input((256,)), *layers])
     axes = json.loads(os.environ["TEST_AXES"])
+    if "model" in axes:
+        kdist.shard(layers[0], ((1, 1), (1, axes["model"])))
+        kdist.shard(layers[1], ((1, axes["model"]), (axes["model"], 1)))
     level = int(os.environ["TEST_LEVEL"])
     config = kdist.ParallelConfig(
         mesh=kdist.mesh(**axes), optimizer=kdist.OptimizerConfig(level=level, threshold_kb=0)
@@ -140,12 +144,15 @@ def sends() -> None:
     made.compile(keras.optimizers.SGD(0.01), "mse")
     x = np.zeros((8, 256), "float32")
     made.evaluate(x, x, verbose=0)
-    step = largest(watch(lambda: made.train_on_batch(x, x)))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step = largest(watch(lambda: made.train_on_batch(x, x)))
     crossing = [t for t in step.transfers if process_of(t.source) != process_of(t.target)]
     found = {
         "sent": [(t.tensor, t.nbytes) for t in crossing if not t.control],
         "planned": dataclasses.asdict(made.plan().between_processes()),
         "printed": str(made.plan()),
+        "said": [str(one.message) for one in said],
     }
     print("RESULT " + json.dumps(found), flush=True)
 

@@ -31,3 +31,13 @@ def test_what_is_sent_equals_the_plan(axes: dict[str, int], level: int) -> None:
     known = sum(nbytes or 0 for _, nbytes in sent)
     assert 0 < known <= found["planned"]["nbytes"]
     assert f"between processes: {len(sent)} tensors" in found["printed"]
+    assert not any("cross processes" in line for line in found["said"])
+
+
+@pytest.mark.wide
+def test_an_inner_axis_over_processes_is_told() -> None:
+    with program("sends", 2, TEST_AXES=json.dumps({"model": 4}), TEST_LEVEL="0") as both:
+        assert both[0].ends() == 0, both[0].text[-2000:]
+    (line,) = [line for line in result(both[0])["said"] if "cross processes" in line]
+    # The second layer's sum: 8 rows of 256 numbers. Nobody needs the gradient of the batch.
+    assert "'model'" in line and "(collectives: 1, of 8.0 KB, per slice and step)" in line
