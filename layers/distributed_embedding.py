@@ -89,7 +89,7 @@ class DistributedEmbedding(keras.layers.Layer):
             "name": table.name,
         }
         if table.placement == "host":
-            return HostEmbedding(table.vocabulary_size, **given)
+            return HostEmbedding(table.vocabulary_size, prefetch=table.prefetch, **given)
         if table.placement == "split":
             rows, given["dim"] = table.rows or table.vocabulary_size, table.columns or given["dim"]
             return SplitEmbedding(rows, axis=table.axis, **given)

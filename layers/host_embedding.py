@@ -16,6 +16,8 @@ class HostEmbedding(keras.layers.Embedding):
     Args:
         vocabulary: rows of the table.
         dim: columns of the table.
+        prefetch: whether rows of the next batch are looked up while this one computes; see
+            `kdist.place`.
         **kwargs: further arguments of `keras.layers.Embedding`, such as `mask_zero` and `name`.
 
     Call arguments:
@@ -32,8 +34,9 @@ class HostEmbedding(keras.layers.Embedding):
 
     on_host = True
 
-    def __init__(self, vocabulary: int, dim: int, **kwargs: Any) -> None:
+    def __init__(self, vocabulary: int, dim: int, *, prefetch: bool = False, **kwargs: Any) -> None:
         super().__init__(input_dim=vocabulary, output_dim=dim, **kwargs)
+        self.prefetch = prefetch
 
     def build(self, input_shape: Any = None) -> None:
         """Makes the table, in host memory."""
@@ -44,4 +47,4 @@ class HostEmbedding(keras.layers.Embedding):
         """The arguments of the constructor."""
         config = super().get_config()
         sizes = {"vocabulary": config.pop("input_dim"), "dim": config.pop("output_dim")}
-        return {**config, **sizes}
+        return {**config, **sizes, "prefetch": self.prefetch}

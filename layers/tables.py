@@ -45,6 +45,8 @@ class TableConfig:
         axis: The mesh axis of `rows` or `columns`.
         columns: With `placement="split"` and without `rows`, how many columns each device holds;
             together `embedding_dim`.
+        prefetch: With `placement="host"`, whether rows of the next batch are looked up while this
+            one computes; see `kdist.place`.
 
     Raises:
         ValueError: For a value that is none of these.
@@ -66,6 +68,7 @@ class TableConfig:
     axis: str = "data"
     columns: Sequence[int] | None = None
     dense: bool = False
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
@@ -87,6 +90,11 @@ class TableConfig:
                     f"Received: {field}={getattr(self, field)!r}"
                 )
         self._check_optimizer()
+        if self.prefetch and self.placement != "host":
+            raise ValueError(
+                "prefetch is of a table on the host. "
+                f"Received: prefetch=True, placement={self.placement!r} of table {self.name!r}"
+            )
         given = [one for one in (self.rows, self.columns) if one is not None]
         if len(given) != (self.placement == "split"):
             raise ValueError(

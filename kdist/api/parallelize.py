@@ -23,7 +23,7 @@ from kdist.graphs.instantiation import traced_without_collection
 from kdist.optimizer.update import DistributedUpdate
 from kdist.runtime.keras_contract import as_spec, is_built, peek, step_function
 from kdist.runtime.loss_terms import loss_terms
-from kdist.runtime.mesh_step import MeshFunction
+from kdist.runtime.mesh_step import BatchFunction
 from kdist.runtime.metrics import overrides
 from kdist.runtime.step import Step
 from kdist.storage.unborn import unborn_variables
@@ -287,9 +287,10 @@ class Parallel(FittedModel):
         """What Keras calls: `kind` is "train", "test" or "predict"."""
         self._prepare(kind, example)
         no_batch = self.no_batch if kind == "train" else (lambda: None)
-        if self.over_inner_axes(kind):
-            function = MeshFunction(
-                self.mesh_step,
+        over = self.over_inner_axes(kind)
+        if over or (kind == "train" and self.looks_ahead()):
+            function = BatchFunction(
+                self.mesh_step if over else self.plain_step,
                 kind,
                 lambda: getattr(self.plain_step, kind),
                 self.model,

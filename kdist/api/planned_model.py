@@ -162,6 +162,8 @@ class PlannedModel(PlacedModel):
             notes.append(self.staged.describe())
         notes += [*map(str, self.without_effect()), *self.travel_notes()]
         if self.layouts is not None:
+            ahead = [layer.path or layer.name for layer in self.layouts.prefetched]
+            notes += [f"table {name!r} is looked up a step ahead in fit" for name in ahead]
             notes += [*self.layouts.left_whole, *map(str, self.layouts.uncut)]
             notes += filter(None, [self.layouts.island_note()])
         if self.whole_batch is not None:

@@ -12,7 +12,7 @@ from kdist.api.planned_model import PlannedModel
 from kdist.config.parallel import ParallelConfig
 from kdist.display.tables import readable
 from kdist.dtensor.lowered import Collective
-from kdist.optimizer.wrappers import sums_rows
+from kdist.optimizer.wrappers import row_updates, sums_rows
 from kdist.pipeline.work import Work
 from kdist.plan.between_processes import crossed_axes
 from kdist.program.program import Program
@@ -136,6 +136,7 @@ class SteppedModel(PlannedModel):
         summed = sums_rows(self.model.optimizer if self.model.compiled else None, variables)
         for table in program.tables.tables:
             table.entry.combined = table.position in summed
+            table.entry.prefetch = table.layer in self.layouts.prefetched
         return program
 
     def fall_back(self, reason: str) -> None:
@@ -205,6 +206,32 @@ class SteppedModel(PlannedModel):
         """
         cut = self.compute.inner_size > 1 and not self.model.run_eagerly
         return cut and (kind == "predict" or not self.loss_on_gathered_weights)
+
+    def looks_ahead(self) -> bool:
+        """Whether `fit` looks rows of tables up a step ahead; never op by op.
+
+        Raises:
+            ValueError: It cannot: there is no next batch, or an update changes other rows too.
+        """
+        assert self.program is not None
+        tables = self.program.tables.prefetched
+        if not tables or self.model.run_eagerly:
+            return False
+        if self.model.steps_per_execution == 1:
+            raise ValueError(
+                "prefetch=True looks up rows of the next batch, which is known where several steps "
+                "are one execution. Compile with steps_per_execution=8, say, or leave prefetch "
+                f"out. Received: steps_per_execution=1, tables {[t.layer.path for t in tables]}"
+            )
+        rows = row_updates(self.model.optimizer, self.model.trainable_variables)
+        if wrong := [one.layer.path for one in tables if one.position not in rows]:
+            raise ValueError(
+                "prefetch=True is for tables of which a step changes only the rows that its batch "
+                "looked up; of others nothing can be looked up ahead. Use kdist.lazy(...) or "
+                "TableConfig(optimizer=...), or leave prefetch out. Received: "
+                f"{type(self.model.optimizer).__name__}, which changes all rows of {wrong}"
+            )
+        return True
 
     def no_batch(self) -> None:
         """Does what Keras's step has done by the time it learns that the data has run out."""

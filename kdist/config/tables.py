@@ -19,10 +19,21 @@ WHERE = ("host", "device")
 LOOKS_UP = (keras.layers.Embedding, keras.layers.ReversibleEmbedding)
 """Layers whose `call` looks rows of their table up, and does nothing else with it."""
 
-host_setting: Setting[Where] = Setting("kdist.place")
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a table is; see `place`."""
+
+    where: Where
+    prefetch: bool = False
 
 
-def place(layer: keras.layers.Layer, where: Where = "host") -> keras.layers.Layer:
+host_setting: Setting[Place] = Setting("kdist.place")
+
+
+def place(
+    layer: keras.layers.Layer, where: Where = "host", *, prefetch: bool = False
+) -> keras.layers.Layer:
     """Keeps the table of an embedding in host memory.
 
     The table, its look-ups, the update of it and the optimizer's state are on the host. Devices get
@@ -38,19 +49,30 @@ def place(layer: keras.layers.Layer, where: Where = "host") -> keras.layers.Laye
         layer: A `keras.layers.Embedding`, or a `keras.layers.ReversibleEmbedding` with
             `tie_weights=False`, built or not.
         where: "host", or "device" to take that back.
+        prefetch: Whether `fit` looks up the rows of the next batch, and sends them, while it
+            computes this one; those that this step changes are sent again after its update, so
+            numbers stay the same. It goes with `compile(steps_per_execution=...)` above 1: the
+            steps of one execution know their next batch. And with an optimizer that changes in a
+            step no other rows than its batch looked up: see `kdist.lazy`.
 
     Returns:
         The layer.
 
     Raises:
         ValueError: The layer has no table, or uses it for more than look-ups, or `where` is not
-            listed. What else cannot be on the host is refused by `kdist.parallelize`.
+            listed. What else cannot be on the host is refused by `kdist.parallelize`, and what
+            `prefetch` does not go with by `fit`.
 
     Example:
         >>> table = kdist.place(keras.layers.Embedding(10_000_000, 64), "host")
     """
     if where not in WHERE:
         raise ValueError(f"A table is on the 'host' or the 'device'. Received: where={where!r}")
+    if not isinstance(prefetch, bool) or (prefetch and where != "host"):
+        raise ValueError(
+            "prefetch is True or False, of a table on the host. "
+            f"Received: prefetch={prefetch!r}, where={where!r}"
+        )
     if not isinstance(layer, keras.layers.Layer):
         raise ValueError(
             "kdist.place takes a keras layer with a table. "
@@ -59,7 +81,7 @@ def place(layer: keras.layers.Layer, where: Where = "host") -> keras.layers.Laye
     check_not_placed(layer, "kdist.place")
     if where == "host":
         _check_layer(layer, "on the host")
-    host_setting.set(layer, where)
+    host_setting.set(layer, Place(where, prefetch))
     return layer
 
 
@@ -213,20 +235,19 @@ def split_layers(model: keras.Model) -> dict[keras.layers.Embedding, Split]:
     return {layer: split for layer, split in found.items() if split is not None}
 
 
-def host_layers(model: keras.Model) -> list[keras.layers.Embedding]:
+def host_layers(model: keras.Model) -> dict[keras.layers.Embedding, Place]:
     """The layers of a model whose tables are on the host.
 
     Raises:
         ValueError: One of them has a table that cannot be there.
     """
-    layers = keras_models.flat_layers(model)
-    given = {id(target): where for target, where in host_setting.given()}
-    own = {True: "host", False: "device"}
-    placed = [
-        layer
-        for layer in layers
-        if given.get(id(layer), own[getattr(layer, "on_host", False)]) == "host"
-    ]
+    given = {id(target): place for target, place in host_setting.given()}
+    placed = {}
+    for layer in keras_models.flat_layers(model):
+        own = Place("host", layer.prefetch) if getattr(layer, "on_host", False) else None
+        found = given.get(id(layer), own)
+        if found is not None and found.where == "host":
+            placed[layer] = found
     for layer in placed:
         _check_table(layer, "on the host")
     return placed

@@ -43,6 +43,7 @@ class ModelLayouts:
         uncut: Declared cuts of activations that a traced program left out.
         islands: Operations that run on gathered operands, as notes name them.
         fetched_layers: The layers whose tables are on the host, or split by hand.
+        prefetched: Those of them whose rows are looked up a step ahead.
         on_host: Identities of tables on the host.
         split: By identity of a table that is split by hand, sizes of its parts, and how.
         left_whole: A line for each dim of a weight that its layout cuts and that does not divide.
@@ -69,6 +70,7 @@ class ModelLayouts:
             self._add_declared(layer, resolved)
         hosted, split = host_layers(model), split_layers(model)
         self.on_host = {id(layer.embeddings) for layer in hosted}
+        self.prefetched = [layer for layer, place in hosted.items() if place.prefetch]
         self.split = {
             id(layer.embeddings): (one.sizes, one.on(layer, topology, config.enable_alltoall))
             for layer, one in split.items()

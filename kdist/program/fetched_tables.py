@@ -19,7 +19,7 @@ from typing import Any
 from kdist._compat import keras_trainer
 from kdist.program.batch import SplitBatch
 from kdist.program.vjp import pruned
-from kdist.storage.fetched_table import FetchedTable
+from kdist.storage.fetched_table import Ahead, FetchedTable
 from kdist.storage.sparse import LookUp, depends_on
 from kdist.storage.variables import backing_of
 
@@ -152,6 +152,25 @@ class LookedUp:
     entry: FetchedTable
 
 
+RowsAhead = Sequence[tuple[LookedUp, int, Ahead]]
+"""Tables, slices, and what each slice will look up."""
+
+
+def corrected(ahead: RowsAhead) -> RowsAhead:
+    """Rows that were fetched before an update, after it."""
+    return [(table, s, table.entry.corrected(s, one)) for table, s, one in ahead]
+
+
+def tensors_of(ahead: RowsAhead) -> list[list[Any]]:
+    """What a step hands to the next."""
+    return [one.tensors for _, _, one in ahead]
+
+
+def with_tensors(ahead: RowsAhead, tensors: Sequence[Sequence[Any]]) -> RowsAhead:
+    """Rows of another step, whose tensors these are."""
+    return [(table, s, one.of(new)) for (table, s, one), new in zip(ahead, tensors, strict=True)]
+
+
 class FetchedTables:
     """The tables of a model that are on the host, or split by hand.
 
@@ -178,6 +197,7 @@ class FetchedTables:
         self._variables = list(variables)
         self._functions: dict[Any, Any] = {}
         self._by_batch: dict[tuple[bool, int], bool] = {}
+        self._taken = False
 
     def __bool__(self) -> bool:
         return bool(self.tables)
@@ -198,6 +218,14 @@ class FetchedTables:
             parts: `parts[replica][micro_batch]`: (x, y, sample_weight).
             training: See `fetch`.
         """
+        for table, s, found, on in self._asked(parts, training):
+            if not (training and self._taken and table.entry.prefetch):
+                table.entry.look_up(s, found, on)
+
+    def _asked(
+        self, parts: Sequence[Sequence[Any]], training: bool
+    ) -> Iterator[tuple[LookedUp, int, Sequence[Any], Callable]]:
+        """Per table and replica, what `FetchedTable.look_up` takes."""
         for r, row in enumerate(parts) if self.tables else ():
             where = [self._slice(one, r) for one in self.tables]
             with tf.device(self.tables[0].entry.device((where[0], 0))):
@@ -207,7 +235,36 @@ class FetchedTables:
                 different = row if self._by_batch[training, table.position] else row[:1]
                 found = [one[number] for one in indices[: len(different)]]
                 on = functools.partial(self._indices_on, different, training, number)
-                table.entry.look_up(s, found, on)
+                yield table, s, found, on
+
+    def look_ahead(self, parts: Sequence[Sequence[Any]], there: Any) -> RowsAhead:
+        """Fetches what the next step of training will look up, as tables are now.
+
+        Args:
+            parts: See `fetch_micro_batches`.
+            there: Whether there is a next step, a boolean scalar.
+        """
+        return [
+            (table, s, table.entry.look_ahead(s, found, on, there))
+            for table, s, found, on in self._asked(parts, training=True)
+            if table.entry.prefetch
+        ]
+
+    @contextlib.contextmanager
+    def taking(self, ahead: RowsAhead) -> Iterator[None]:
+        """Has a step in this block take the rows that were fetched for it."""
+        for table, s, one in ahead:
+            table.entry.take(s, one)
+        self._taken = True
+        try:
+            yield
+        finally:
+            self._taken = False
+
+    @property
+    def prefetched(self) -> list[LookedUp]:
+        """The tables whose rows are looked up a step ahead."""
+        return [table for table in self.tables if table.entry.prefetch]
 
     def spec(self, position: int, part: tuple[int, int] | None = None) -> tf.TensorSpec | None:
         """Spec of what a program takes as a table; None for a variable that is none.

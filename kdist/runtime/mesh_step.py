@@ -1,4 +1,4 @@
-"""Steps over slices that have inner axes: graphs by the shape of a batch.
+"""Steps over slices that have inner axes: graphs by the shape of a batch; and several in a graph.
 
 A batch is taken from its iterator first, since the graph of a step is for its shape, or for shapes
 like it (`kdist.runtime.by_shape`).
@@ -7,12 +7,14 @@ like it (`kdist.runtime.by_shape`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.dtensor import sizes
 from kdist.dtensor.call import CannotExpand, Retrace, signature
 from kdist.program.batch import SplitBatch, split
+from kdist.program.fetched_tables import tensors_of, with_tensors
 from kdist.program.step_result import SliceResult, StepResult
 from kdist.program.training_pass import TrainingPass
 from kdist.runtime.by_shape import ByShape
@@ -123,11 +125,12 @@ def as_tensors(data: Any) -> Any:
     return keras.tree.map_structure(convert, data)
 
 
-class MeshFunction:
-    """What Keras calls as the train, test or predict function of a model with inner axes.
+class BatchFunction:
+    """What Keras calls as a train, test or predict function that takes batches before its graph.
 
-    Falls back, once and with a warning that says why, to plain devices with gathered weights, for
-    models with an operation that DTensor cannot run.
+    For a model with inner axes, and one whose tables are looked up a step ahead. Falls back, once
+    and with a warning that says why, to plain devices with gathered weights, for models with an
+    operation that DTensor cannot run.
 
     Args:
         steps: The model's steps.
@@ -140,14 +143,16 @@ class MeshFunction:
 
     def __init__(
         self,
-        steps: MeshStep,
+        steps: Step,
         kind: str,
         plain: Callable[[], Callable],
         model: keras.Model,
         inspected: Callable[[str], None],
         no_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        self._step = getattr(steps, kind)
+        self.steps, self._step = steps, getattr(steps, kind)
+        tables = steps.program.tables.prefetched if kind == "train" else []
+        self.ahead = [one.layer.embeddings.path for one in tables]
         self.one, self.several = steps.by_shape(self._step), steps.by_shape(self._in_one_graph)
         self.model = model
         self.inspected = inspected
@@ -223,21 +228,50 @@ class MeshFunction:
             CannotExpand: They have sparse tensors, which cannot be stacked.
         """
         batches, count = data
-        one = tf.function(self._step, autograph=False)
         if any(isinstance(leaf, tf.SparseTensor) for leaf in tf.nest.flatten(batches)):
+            if self.ahead:
+                raise ValueError(
+                    "Batches of which rows are looked up a step ahead are stacked, and sparse ones "
+                    "cannot be. Make them dense, or leave prefetch=True out. Received: sparse "
+                    f"inputs, with prefetch=True for {self.ahead}"
+                )
             raise CannotExpand("sparse inputs")
         stacked = keras.tree.map_structure(
             lambda *parts: None if parts[0] is None else tf.stack(parts), *batches
         )
 
-        def step(i: Any) -> Any:
-            data = keras.tree.map_structure(lambda t: None if t is None else t[i], stacked)
-            return one(data, known)
+        def batch(i: Any) -> Any:
+            return keras.tree.map_structure(lambda t: None if t is None else t[i], stacked)
 
+        if self.ahead:
+            return self._looking_ahead(batch, count, known)
+        one = tf.function(self._step, autograph=False)
         return tf.while_loop(
             lambda i, logs: i < count,
-            lambda i, logs: (i + 1, step(i)),
-            (tf.constant(1), step(0)),
+            lambda i, logs: (i + 1, one(batch(i), known)),
+            (tf.constant(1), one(batch(0), known)),
+            parallel_iterations=1,
+        )[1]
+
+    def _looking_ahead(self, batch: Callable[[Any], Any], count: Any, known: bool) -> Any:
+        """Steps on `batch(0)` to `batch(count - 1)`, each of which fetches rows for the next."""
+        first = self.steps.look_ahead(batch(0), tf.constant(True), known)
+
+        def one(i: Any, tensors: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
+            following = batch(tf.minimum(i + 1, count - 1))
+            return graph(batch(i), tensors, following, i + 1 < count)
+
+        @functools.partial(tf.function, autograph=False)
+        def graph(data: Any, tensors: Any, following: Any, there: Any) -> tuple[Any, Any]:
+            rows = with_tensors(first, tensors)
+            logs, after = self.steps.train_ahead(data, rows, following, there, known)
+            return logs, tensors_of(after)
+
+        logs, tensors = one(tf.constant(0), tensors_of(first))
+        return tf.while_loop(
+            lambda i, *_: i < count,
+            lambda i, _, tensors: (i + 1, *one(i, tensors)),
+            (tf.constant(1), logs, tensors),
             parallel_iterations=1,
         )[1]
 

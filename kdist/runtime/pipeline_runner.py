@@ -168,12 +168,16 @@ class PipelineRunner:
             run.all()
         return run
 
+    def micro_batches(self, batch: SplitBatch) -> MicroBatches:
+        """A batch as the stages take it."""
+        return MicroBatches.of(batch, self.schedule.micro_batches, static=self.backend.exact)
+
     def _begun(
         self, wanted: Pass, schedule: Schedule, batch: SplitBatch, scale: Any, with_loss: bool
     ) -> PipelineRun:
         """A pass of which nothing is written yet."""
         exact = self.backend.exact
-        micro = MicroBatches.of(batch, schedule.micro_batches, static=exact)
+        micro = self.micro_batches(batch)
         named = [[(self.program.inputs_by_name(x), y, w) for x, y, w in row] for row in micro.parts]
         terms = len(self.program.kinds) if with_loss else None
         every = general([part for row in named for part in row])

@@ -16,6 +16,9 @@ import tensorflow as tf
 class PipelineStep(Step):
     """Train, test and predict steps over stages."""
 
+    def _parts(self, batch: SplitBatch) -> Sequence[Sequence[Any]]:
+        return self.runner.micro_batches(batch).parts
+
     def _combine(
         self, updated: Sequence[int], values: Sequence[Sequence[Any]], batch: SplitBatch
     ) -> None:

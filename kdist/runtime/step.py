@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.graphs.write_order import writes_after_reads
@@ -18,6 +18,7 @@ from kdist.optimizer.reduction import Reduction
 from kdist.optimizer.slice_gradients import part_of
 from kdist.optimizer.update import DistributedUpdate
 from kdist.program.batch import SplitBatch, join, split
+from kdist.program.fetched_tables import RowsAhead, corrected
 from kdist.program.program import Program
 from kdist.program.state import combine
 from kdist.program.step_result import SliceResult, StepResult
@@ -71,6 +72,41 @@ class Step:
         there = begin if self.program.state.trainable else None
         result = self._differentiated(batch, self._scale(), there)
         return self.finish_training(batch, result, *begun)
+
+    def look_ahead(self, data: Any, there: Any, known_size: bool = True) -> RowsAhead:
+        """Fetches rows for training on a batch, of tables that are looked up a step ahead.
+
+        Args:
+            data: The batch.
+            there: Whether it comes, a boolean scalar.
+            known_size: See `train`.
+        """
+        parts = self._parts(self.split(data, known_size))
+        return self.program.tables.look_ahead(parts, there)
+
+    def train_ahead(
+        self, data: Any, rows: RowsAhead, following: Any, there: Any, known_size: bool = True
+    ) -> tuple[dict[str, Any], RowsAhead]:
+        """One training step, while rows for the next are fetched.
+
+        Args:
+            data: The batch.
+            rows: What was fetched for it.
+            following: The next batch; any, if there is none.
+            there: Whether there is one, a boolean scalar.
+            known_size: See `train`.
+
+        Returns:
+            The logs, and what was fetched for the next step.
+        """
+        ahead = self.look_ahead(following, there, known_size)
+        with self.program.tables.taking(rows):
+            logs = self.train(data, known_size)
+        return logs, corrected(ahead)
+
+    def _parts(self, batch: SplitBatch) -> Sequence[Sequence[Any]]:
+        """Per replica, the parts that look rows of tables up."""
+        return [[part] for part in batch.parts]
 
     def _differentiated(
         self, batch: SplitBatch, scale: Any, begin: Begin | None = None
@@ -196,6 +232,10 @@ class Step:
         """Cuts what the data pipeline yields over the slices; see `train`."""
         batch = self.cut(*keras.utils.unpack_x_y_sample_weight(data))
         return batch if known_size else dataclasses.replace(batch, static_size=None)
+
+    def by_shape(self, function: Callable) -> Callable:
+        """A function of a batch of this model, as graphs."""
+        return tf.function(function, autograph=False, reduce_retracing=True)
 
     def cut(self, x: Any, y: Any, sample_weight: Any) -> SplitBatch:
         """Cuts a batch over the slices."""

@@ -24,6 +24,9 @@ import tensorflow as tf
 ASKED, FETCHED = "asked_rows", "fetched_rows"
 """Scopes of what finds out which rows are looked up, and of what parts make of that."""
 
+AHEAD, SENT = "rows_ahead", "sent_rows"
+"""Scopes of look-ups for the next step before this one's update, and of what takes rows along."""
+
 IndicesOn = Callable[[str], Sequence[Any]]
 """Computes the indices of all look-ups, by micro-batch, on a device, from what it is fed."""
 
@@ -62,6 +65,33 @@ class Wanted:
     indices_on: IndicesOn
 
 
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """What one slice looks up in the next step in a table on the host.
+
+    Attributes:
+        wanted: Which rows.
+        rows: These rows, per device of the slice.
+    """
+
+    wanted: Wanted
+    rows: Sequence[Any]
+
+    @property
+    def tensors(self) -> list[Any]:
+        """What a step hands to the next."""
+        sizes = [n for n in self.wanted.sizes if tf.is_tensor(n)]
+        return [self.wanted.indices, self.wanted.unique, self.wanted.positions, *self.rows, *sizes]
+
+    def of(self, tensors: Sequence[Any]) -> Ahead:
+        """The same of another step, whose tensors these are."""
+        indices, unique, positions, *rest = tensors
+        rows, unknown = rest[: len(self.rows)], iter(rest[len(self.rows) :])
+        sizes = [next(unknown) if tf.is_tensor(n) else n for n in self.wanted.sizes]
+        changed = {"indices": indices, "unique": unique, "positions": positions, "sizes": sizes}
+        return Ahead(dataclasses.replace(self.wanted, **changed, asked=[unique]), rows)
+
+
 class FetchedTable(Stored):
     """A table of which slices get the rows that a step looks up.
 
@@ -69,11 +99,12 @@ class FetchedTable(Stored):
         wanted: Per slice, what it looks up in the step that is being traced.
         combined: Whether gradients of a row that is looked up more than once are summed before they
             travel; see `kdist.optimizer.local.is_linear`.
+        prefetch: Whether what the next step looks up is fetched during this one.
         micro_batch: Which micro-batch's rows are taken as the table now; None for those of all.
         by_rows: True while programs are traced, in which the table cannot be read whole.
     """
 
-    combined = by_rows = False
+    combined = by_rows = prefetch = False
 
     def __init__(self, variable: keras.Variable, placement: Placement, topology: Topology) -> None:
         super().__init__(variable, placement, topology)
@@ -82,6 +113,7 @@ class FetchedTable(Stored):
         self._parts = [p for p, shard in enumerate(placement.shards) if 0 not in shard.shape]
         self._sent: dict[tuple[int, Coordinate], Any] = {}
         self._sums: dict[tuple[int, Coordinate], Any] = {}
+        self._there: dict[Coordinate, Any] = {}
 
     @property
     def local_columns(self) -> int | None:
@@ -98,6 +130,15 @@ class FetchedTable(Stored):
             micro_batches: Of each, the indices of all look-ups of a program, in their order; (n,).
             indices_on: Computes the same on another device.
         """
+        self._want(s, self._wanted(s, micro_batches, indices_on))
+
+    def _want(self, s: int, wanted: Wanted) -> None:
+        self.wanted[s] = wanted
+        self._sent = {key: rows for key, rows in self._sent.items() if key[0] != s}
+        self._sums = {key: rows for key, rows in self._sums.items() if key[0] != s}
+        self._there = {key: rows for key, rows in self._there.items() if key[0] != s}
+
+    def _wanted(self, s: int, micro_batches: Sequence[Any], indices_on: IndicesOn) -> Wanted:
         known = [t.shape[0] for t in micro_batches]
         split = self.placement.split
         with tf.device(self.device((s, 0))), tf.name_scope(ASKED):
@@ -115,13 +156,66 @@ class FetchedTable(Stored):
                 ends = tf.constant([0, *(one.stop for one in rows)], unique.dtype)
                 bounds = tf.searchsorted(unique, ends)
                 asked = [unique[bounds[p] : bounds[p + 1]] for p in range(len(rows))]
-        self.wanted[s] = Wanted(indices, unique, positions, asked, sizes, indices_on)
-        self._sent = {key: rows for key, rows in self._sent.items() if key[0] != s}
-        self._sums = {key: rows for key, rows in self._sums.items() if key[0] != s}
+        return Wanted(indices, unique, positions, asked, sizes, indices_on)
+
+    def look_ahead(
+        self, s: int, micro_batches: Sequence[Any], indices_on: IndicesOn, there: Any
+    ) -> Ahead:
+        """Fetches what a slice looks up in the next step, as the rows are now; see `look_up`.
+
+        Args:
+            s: The slice.
+            micro_batches: See `look_up`.
+            indices_on: See `look_up`.
+            there: Whether there is a next step, a boolean scalar; no row is fetched otherwise.
+        """
+        wanted = self._wanted(s, micro_batches, indices_on)
+        with tf.device(self.device((s, 0))), tf.name_scope(ASKED):
+            unique = wanted.unique[: tf.where(there, tf.size(wanted.unique), 0)]
+        wanted = dataclasses.replace(wanted, unique=unique, asked=[unique])
+        return Ahead(wanted, self._on_all(s, self._read(unique, AHEAD)))
+
+    def take(self, s: int, ahead: Ahead) -> None:
+        """Has a slice look up what was fetched ahead."""
+        self._want(s, ahead.wanted)
+        self._there.update(((s, k), rows) for k, rows in enumerate(ahead.rows))
+
+    def corrected(self, s: int, ahead: Ahead) -> Ahead:
+        """What was fetched before this step's update, with the rows that it has changed."""
+        unique = ahead.wanted.unique
+        with tf.device(self.device(self.source((s, 0), 0))), tf.name_scope(ASKED):
+            touched = tf.concat([one.unique for one in self.wanted.values()], 0)
+            _, numbers = tf.unique(tf.concat([touched, unique], 0))
+            here, there = tf.split(numbers, [tf.size(touched), tf.size(unique)])
+            # The rows of this step were numbered first.
+            changed = tf.where(there <= tf.reduce_max(here))
+            again = tf.gather_nd(unique, changed)
+        new = self._on_all(s, self._read(again, FETCHED))
+        rows = []
+        for k, (old, fresh) in enumerate(zip(ahead.rows, new, strict=True)):
+            with tf.device(self.device((s, k))):
+                rows.append(tf.tensor_scatter_nd_update(old, changed, fresh))
+        return dataclasses.replace(ahead, rows=rows)
+
+    def _read(self, indices: Any, scope: str) -> Any:
+        """Rows of a table that is in one place, there."""
+        (home,) = self.placement.shards[0].holders
+        with tf.device(self.device(home)), tf.name_scope(scope):
+            return tf.gather(keras_trainer.tf_variable(self.locals[home]), tf.identity(indices))
+
+    def _on_all(self, s: int, rows: Any) -> list[Any]:
+        """Sends rows to all devices of a slice."""
+        sent = []
+        for k in range(len(self.topology.slices[s].devices)):
+            with tf.device(self.device((s, k))), tf.name_scope(SENT):
+                sent.append(tf.identity(rows))
+        return sent
 
     def used_at(self, at: Coordinate) -> Any:
         """What compute takes as the table: the rows of its look-ups, one after the other."""
         wanted, split = self.wanted[at[0]], self.placement.split
+        if at in self._there:
+            return tf.gather(self._there[at], self._of_micro_batch(wanted.positions, wanted.sizes))
         sources = [self.source(at, p) for p in self._parts]
         if split is not None and split.way == "all-reduce":
             joined = tf.identity(self._reduced(at[0], sources))

@@ -1,0 +1,166 @@
+"""Rows of the next batch are looked up, and sent, while this one computes: read from a trace."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import kdist
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+WAIT = 0.04
+"""Seconds that computing takes: nothing of it is the processor's time."""
+STEPS = 6
+
+
+def _waits(values: Any, seconds: float) -> Any:
+    def wait(x: np.ndarray) -> np.ndarray:
+        time.sleep(seconds)
+        return x
+
+    slow = tf.numpy_function(wait, [values], values.dtype, stateful=False)
+    slow.set_shape(values.shape)
+    return slow
+
+
+class SlowIds(keras.layers.Layer):
+    """Takes its time to say which rows are looked up, as a memory far away does."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(name="slow_ids")
+        self.seconds = seconds
+
+    def call(self, ids: Any) -> Any:
+        return _waits(ids, self.seconds)
+
+
+class SlowCompute(keras.layers.Layer):
+    """Takes its time to compute, as a device with a processor of its own does."""
+
+    def __init__(self) -> None:
+        super().__init__(name="slow_compute")
+
+    def call(self, x: Any) -> Any:
+        return tf.custom_gradient(lambda x: (_waits(x, WAIT), lambda g: g))(x)
+
+
+def _model(
+    prefetch: bool, steps: int = STEPS, optimizer: Any = "sgd", seconds: float = WAIT
+) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    ids = keras.Input((3,), dtype="int32")
+    rows = kdist.layers.HostEmbedding(40, 4, name="table", prefetch=prefetch)(SlowIds(seconds)(ids))
+    x = SlowCompute()(keras.layers.Flatten()(rows))
+    model = keras.Model(ids, keras.layers.Dense(2)(x))
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=1)))
+    model.compile(optimizer, "mse", steps_per_execution=steps)
+    return model
+
+
+def _data() -> tf.data.Dataset:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 40, (4 * STEPS, 3)).astype("int32")
+    return tf.data.Dataset.from_tensor_slices((ids, np.ones((4 * STEPS, 2)))).batch(
+        4, drop_remainder=True
+    )
+
+
+def _seconds(model: keras.Model) -> float:
+    data = _data()
+    model.fit(data, verbose=0)
+    start = time.perf_counter()
+    model.fit(data, verbose=0)
+    return time.perf_counter() - start
+
+
+def _traced(model: keras.Model, folder: Path) -> list[tuple[str, float, float]]:
+    """Operations of an epoch with when they began and ended, in ms."""
+    options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=3)
+    tf.profiler.experimental.start(str(folder), options=options)
+    model.fit(_data(), verbose=0)
+    tf.profiler.experimental.stop()
+    space = xplane_pb2.XSpace()
+    (path,) = folder.glob("**/*.xplane.pb")
+    space.ParseFromString(path.read_bytes())
+    found = []
+    for plane in space.planes:
+        for line in plane.lines:
+            for event in line.events:
+                start = line.timestamp_ns / 1e6 + event.offset_ps / 1e9
+                name = plane.event_metadata[event.metadata_id].name
+                found.append((name, start, start + event.duration_ps / 1e9))
+    return found
+
+
+def test_faster_where_look_up_and_compute_take_equal_time() -> None:
+    without, ahead = _seconds(_model(False)), _seconds(_model(True))
+    assert without >= 2 * STEPS * WAIT
+    assert without / ahead >= 1.3, (without, ahead)
+
+
+def test_next_rows_are_there_before_a_step_has_computed(tmp_path: Path) -> None:
+    model = _model(True, seconds=WAIT / 4)
+    model.fit(_data(), verbose=0)
+    trace = _traced(model, tmp_path)
+
+    def times(scope: str, kind: str) -> list[tuple[float, float]]:
+        return sorted((a, b) for name, a, b in trace if scope in name and kind in name)
+
+    computing = times("slow_compute", "PyFunc")
+    looked_up, sent = times("rows_ahead", ":ResourceGather"), times("rows_ahead", ":_Send")
+    written = times("", ":ResourceScatterSub")
+    again, resent = times("fetched_rows", ":ResourceGather"), times("fetched_rows", ":_Send")
+    # The first look-up is that of the first batch; in the last step there is nothing to look up.
+    assert [len(computing), len(looked_up), len(written)] == [STEPS, STEPS + 1, STEPS]
+    for n, (begin, end) in enumerate(computing[:-1]):
+        assert begin < looked_up[n + 1][0] < end
+        assert any(begin < a < b < end for a, b in sent)
+        assert end <= written[n][0] < written[n][1] <= again[n][0]
+        assert any(again[n][1] <= a < computing[n + 1][0] for a, b in resent)
+
+
+@pytest.mark.parametrize(
+    ("steps", "optimizer", "wrong"),
+    [
+        (1, "sgd", "steps_per_execution=1, tables \\['table'\\]"),
+        (2, "adam", "Adam, which changes all rows of \\['table'\\]"),
+        (2, "nadam", "Nadam, which changes all rows"),
+    ],
+)
+def test_what_is_refused(steps: int, optimizer: str, wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        _model(True, steps, optimizer).fit(_data(), verbose=0)
+
+
+def test_sparse_inputs_are_refused() -> None:
+    ids, other = keras.Input((3,), dtype="int32"), keras.Input((5,), sparse=True)
+    rows = kdist.layers.HostEmbedding(40, 4, prefetch=True)(ids)
+    both = [keras.layers.Flatten()(rows), keras.layers.Dense(2)(other)]
+    model = keras.Model([ids, other], keras.layers.Dense(2)(keras.layers.Concatenate()(both)))
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=1)))
+    model.compile("sgd", "mse", steps_per_execution=2)
+    data = tf.data.Dataset.from_tensors(
+        ((np.zeros((4, 3), "int32"), tf.sparse.eye(4, 5)), np.zeros((4, 2)))
+    ).repeat(2)
+    with pytest.raises(ValueError, match="sparse inputs, with prefetch=True"):
+        model.fit(data, verbose=0)
+
+
+def test_single_batches_and_what_is_declared(tmp_path: Path) -> None:
+    """A batch alone has no next one; a file keeps the declaration; the plan says it."""
+    model = _model(True, seconds=0)
+    model.train_on_batch(*next(iter(_data())))
+    assert "table 'table' is looked up a step ahead in fit" in model.plan().notes
+    assert keras.layers.deserialize(keras.layers.serialize(model.get_layer("table"))).prefetch
+    table = kdist.layers.TableConfig("t", 5, 2, placement="host", prefetch=True)
+    assert kdist.layers.TableConfig(**table.get_config()).prefetch
+    with pytest.raises(ValueError, match="placement='device' of table 't'"):
+        kdist.layers.TableConfig("t", 5, 2, placement="device", prefetch=True)
+    with pytest.raises(ValueError, match="where='device'"):
+        kdist.place(keras.layers.Embedding(5, 2), "device", prefetch=True)
