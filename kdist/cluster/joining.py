@@ -12,6 +12,7 @@ from typing import Any
 from kdist._compat import cluster_runtime, environment
 from kdist.cluster.controller import Controller
 from kdist.cluster.place import Place
+from kdist.cluster.reach import outside_addresses
 from kdist.cluster.server import serve
 from kdist.cluster.settings import Deadlines, described
 from kdist.cluster.sources import find, number
@@ -161,6 +162,14 @@ def _join(
         raise
     _controller = made
     _tell_at_the_end(made)
+    if outside := outside_addresses():
+        warnings.warn(
+            "kdist.init: TensorFlow's servers listen on every address of their machines and ask "
+            "for no password: who reaches one runs any operation, reading files included. Close "
+            "their ports to others (docs/processes.md). "
+            f"Received: a machine with {', '.join(outside)}",
+            stacklevel=3,
+        )
 
 
 def _tell_at_the_end(made: Controller) -> None:

@@ -92,7 +92,7 @@ def goes_on() -> None:
         """Tells a test that training runs."""
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            if epoch == 2:
+            if epoch % 20 == 2:
                 print("training", flush=True)
 
     made.fit(x, y, batch_size=8, epochs=1_000_000, verbose=0, callbacks=[Telling()])

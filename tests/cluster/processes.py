@@ -79,6 +79,8 @@ def program(
     only: Sequence[int] | None = None,
     each: Mapping[int, Mapping[str, str]] | None = None,
     port: int | None = None,
+    host: str = "127.0.0.1",
+    before: Mapping[int, Sequence[str]] | None = None,
     **variables: str,
 ) -> Iterator[list[Process]]:
     """Runs a function of `member.py` in several processes, and kills those that are left.
@@ -89,12 +91,14 @@ def program(
         only: Which of them start; all by default.
         each: Variables of single processes.
         port: Where process 0 waits.
+        host: Where process 0 waits.
+        before: What the commands of single processes begin with.
         **variables: Of all.
     """
     port = port or free_port()
     common = {name: value for name, value in os.environ.items() if "XDIST" not in name}
     common |= {
-        "KDIST_COORDINATOR": f"127.0.0.1:{port}",
+        "KDIST_COORDINATOR": f"{host}:{port}",
         "KDIST_NUM_PROCESSES": str(count),
         "KDIST_TOKEN": "of the tests",
         "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -102,7 +106,7 @@ def program(
     } | variables
     found = [
         Process(
-            [sys.executable, str(MEMBER), scenario],
+            [*(before or {}).get(k, ()), sys.executable, str(MEMBER), scenario],
             common | {"KDIST_PROCESS_ID": str(k)} | dict((each or {}).get(k, {})),
         )
         for k in (range(count) if only is None else only)
