@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -96,6 +97,14 @@ def cut_connections(addresses: Collection[tuple[str, int]]) -> int:
                     one.shutdown(socket.SHUT_RDWR)
                     found += 1
     return found
+
+
+def process_of(error: BaseException) -> int | None:
+    """The one process besides this one that an error of TensorFlow names, if it names one."""
+    if not isinstance(error, tf.errors.OpError):
+        return None
+    named = set(re.findall(rf"/job:{JOB}/replica:0/task:(\d+)", str(error))) - {"0"}
+    return int(named.pop()) if len(named) == 1 else None
 
 
 def may_be_a_process(error: BaseException | None) -> bool:

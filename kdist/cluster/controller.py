@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any
 from kdist._compat import cluster_runtime
 from kdist.cluster.channel import Channel, Refused, let_in
 from kdist.cluster.errors import PeerError
+from kdist.cluster.output import say
 from kdist.cluster.place import Place, joined_address, split_address
 from kdist.cluster.settings import Deadlines, first_difference
 
@@ -132,14 +132,17 @@ class Controller:
 
     def _serve(self, connection: socket.socket) -> None:
         channel = Channel(connection)
+        process = None
         try:
             process = let_in(channel, self.place.token)
             said = channel.receive(self.deadlines.start)
             if problem := self._take(process, said, channel):
                 channel.send(refused=problem)
                 raise Refused(problem)
-        except (Refused, TimeoutError, EOFError, OSError, KeyError):
+        except (Refused, TimeoutError, EOFError, OSError, KeyError) as error:
             channel.close()
+            if process is not None and isinstance(error, EOFError):
+                self._lose(process)
             return
         self._watch(process, channel)
 
@@ -161,6 +164,18 @@ class Controller:
             self._said[process], self._peers[process] = said, channel
             self._changed.notify_all()
         return ""
+
+    def _lose(self, process: int) -> None:
+        """Notes that a process came, and ended before it was ready."""
+        with self._changed:
+            if process in self._said or self._failure is not None or self._ended:
+                return  # one that was started twice, or follows this one
+            self._give_up(
+                f"Process {process} of {self.place.count} came, and ended before its TensorFlow "
+                "server was there. What it printed last says more.",
+                [process],
+            )
+            self._changed.notify_all()
 
     def _watch(self, process: int, channel: Channel) -> None:
         """Sends signs of life to a process, and waits for its own, until the end."""
@@ -212,7 +227,7 @@ class Controller:
         cluster_runtime.cut_connections(self._connected())
         if not self._raised.wait(_GRACE_SECONDS):
             # It waits for something that does not end, or does not use the devices any more.
-            print(f"kdist: {failure}", file=sys.stderr, flush=True)
+            say(str(failure))
             self.end(_EXIT, str(failure))
             os._exit(_EXIT)
 
@@ -283,3 +298,9 @@ class NamingFailures:
             failure = self._controller.reason()
             if failure is not None:
                 raise failure from error
+        if error is not None and (process := cluster_runtime.process_of(error)):
+            place, address = self._controller.place, self._controller.addresses[process]
+            error.add_note(
+                f"kdist: TensorFlow heard of this from process {process} of {place.count} "
+                f"({address}). What that process printed last may say more."
+            )

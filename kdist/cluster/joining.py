@@ -10,6 +10,7 @@ import warnings
 from typing import Any
 
 from kdist._compat import cluster_runtime, environment
+from kdist.cluster import output
 from kdist.cluster.controller import Controller
 from kdist.cluster.place import Place
 from kdist.cluster.reach import outside_addresses
@@ -151,8 +152,8 @@ def _join(
     global _controller
     mine = described(cpu_devices, threads_per_op)
     if place.process:
-        head = f"kdist: process {place.process} of {place.count} serves {place.coordinator}"
-        print(f"{head} (from {place.source})", file=sys.stderr, flush=True)
+        head = f"process {place.process} of {place.count} serves {place.coordinator}"
+        output.say(f"{head} (from {place.source})")
         serve(place, mine, deadlines, cpu_devices or 1, environment.threads())
     made = Controller(place, mine, deadlines)
     try:
@@ -183,7 +184,7 @@ def _tell_at_the_end(made: Controller) -> None:
 
     def noting_hook(kind: Any, error: Any, trace: Any) -> None:
         plain_hook(kind, error, trace)
-        made.end(130 if issubclass(kind, KeyboardInterrupt) else 1, f"{kind.__name__}: {error}")
+        made.end(130 if issubclass(kind, KeyboardInterrupt) else 1, output.described(error))
 
     sys.exit, sys.excepthook = noting_exit, noting_hook
     atexit.register(lambda: made.end(_exit_code))

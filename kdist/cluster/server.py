@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from typing import Any, NoReturn
 from kdist._compat import cluster_runtime
 from kdist.cluster.channel import Channel, Refused, call
 from kdist.cluster.errors import PeerError
+from kdist.cluster.output import say
 from kdist.cluster.place import Place, joined_address, split_address
 from kdist.cluster.settings import Deadlines
 
@@ -129,8 +129,7 @@ def _follow(place: Place, channel: Channel, deadlines: Deadlines) -> NoReturn:
         if "end" in message:
             text = str(message.get("text", ""))
             if text:
-                head = f"kdist: process {place.process} ends with process 0, which failed: "
-                print(head + text, file=sys.stderr, flush=True)
+                say(f"process {place.process} ends with process 0, which failed: {text}")
             _wait_for_the_end(channel, deadlines)
             raise Served(int(message["end"]), text)
         if message.get("call") in CALLS:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdist._compat import ray_train
-from kdist.cluster import joining, server
+from kdist.cluster import joining, output, server
 from kdist.cluster.place import joined_address
 
 
@@ -39,7 +39,7 @@ def in_workers(train_fn: Callable[..., Any]) -> Callable[..., Any]:
             # Of how the first worker ended, Ray hears from itself.
             return None
         except BaseException as error:
-            joining.finish(1, f"{type(error).__name__}: {error}")
+            joining.finish(1, output.described(error))
             raise
         if not joining.has_joined():
             raise RuntimeError(

@@ -5,17 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import sys
+import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import kdist
+from kdist._compat import cluster_runtime
 from kdist.graphs.executed import largest, watch
 from kdist.storage.transfer import process_of
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 SILENCE = float(os.environ.get("TEST_SILENCE", "20"))
 START = float(os.environ.get("TEST_START", "60"))
@@ -104,6 +109,70 @@ def catches() -> None:
         goes_on()
     except kdist.comm.PeerError as error:
         print("CAUGHT", list(error.peers), flush=True)
+
+
+def saves() -> None:
+    """Trains with checkpoints, where files cannot grow."""
+    if "TEST_FILE_BYTES" in os.environ:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["TEST_FILE_BYTES"]),) * 2)
+    joined()
+    made, (x, y) = model(), data()
+    saver = kdist.callbacks.ShardedCheckpoint(os.environ["TEST_FOLDER"])
+    made.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=[saver])
+
+
+def writes_there() -> None:
+    """Has each replica write a file."""
+    joined()
+    made, (x, y) = model(), data()
+    made.fit(x, y, batch_size=8, verbose=0)
+    path = os.path.join(os.environ["TEST_FOLDER"], "file")
+
+    class Writing(keras.layers.Layer):
+        """Writes what it is called with, on each replica."""
+
+        def call(self, values: Any) -> Any:
+            text = tf.io.serialize_tensor(tf.tile(values, (1, 4096)))
+            with tf.control_dependencies([tf.io.write_file(path, text)]):
+                return tf.identity(values)
+
+    layers = [keras.Input((12,)), Writing(), keras.layers.Dense(4)]
+    writing = keras.Sequential(layers)
+    kdist.parallelize(writing, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    writing.compile("sgd", "mse")
+    writing.fit(x, y, batch_size=8, verbose=0)
+
+
+def ends_early() -> None:
+    """Process 1 ends when it has come, before its server is there."""
+    if os.environ["KDIST_PROCESS_ID"] == "1":
+        cluster_runtime.serve = lambda *given: os.abort()
+    joined()
+
+
+def large() -> None:
+    """Trains a model that needs half a gigabyte on each device; process 1 may have less."""
+    file = Path(os.environ["TEST_FOLDER"], "joined")
+
+    def limit() -> None:
+        while not file.exists():
+            time.sleep(0.05)
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        most = now + (int(os.environ["TEST_MORE_MEGABYTES"]) << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+    if "TEST_MORE_MEGABYTES" in os.environ:
+        threading.Thread(target=limit, daemon=True).start()
+    joined()
+    file.touch()
+    time.sleep(0.5)
+    keras.config.set_floatx("float64")
+    layers = [keras.Input((4096,)), keras.layers.Dense(4096), keras.layers.Dense(1)]
+    made = keras.Sequential(layers)
+    kdist.parallelize(made, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    made.compile("adam", "mse")
+    made.fit(np.ones((8, 4096)), np.ones((8, 1)), batch_size=8, epochs=3, verbose=0)
+    print("trained", flush=True)
 
 
 def resumes() -> None:
