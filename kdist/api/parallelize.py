@@ -361,21 +361,46 @@ class Parallel(FittedModel):
         if kind != "predict" and self.whole_loss:
             self.say_whole_loss()
         self.study_rows(training=kind == "train")
-        if kind == "train" and self.update is None and self.program.state.trainable:
-            check_table_optimizers(self.model)
-            optimizer = self.model.optimizer
-            spread = self.spread()
-            self.update = DistributedUpdate(
-                optimizer,
-                self.trainable(),
-                self.topology,
-                spread.units,
-                spread.keys,
-                self.optimizer_config,
-                self.classes(),
-                self.low_rank,
-            )
-            self.warn_without_effect()
+        if kind == "train":
+            self._make_update()
+
+    def prepare_optimizer(self) -> None:
+        """Builds the compiled optimizer, and places its state, before there is a batch.
+
+        The model is built.
+        """
+        self._build_optimizer()
+        if self.program is None:
+            self.place()
+            self.spread_parameters()
+            self.program = self.make_program()
+        self._make_update()
+
+    def _make_update(self) -> None:
+        """Makes what applies gradients, on first use."""
+        assert self.program is not None
+        if self.update is not None or not self.program.state.trainable:
+            return
+        check_table_optimizers(self.model)
+        spread = self.spread()
+        self.update = DistributedUpdate(
+            self.model.optimizer,
+            self.trainable(),
+            self.topology,
+            spread.units,
+            spread.keys,
+            self.optimizer_config,
+            self.classes(),
+            self.low_rank,
+        )
+        self.warn_without_effect()
+
+    def _build_optimizer(self) -> None:
+        """Builds the optimizer as Keras does, but that what will be views is never whole."""
+        optimizer = self.model.optimizer
+        if optimizer is not None and not optimizer.built:
+            with keras_optimizers.build_scope(optimizer), unborn_variables(lambda variable: None):
+                optimizer.build(self.model.trainable_variables)
 
     def _look_at_loss(self, example: Any) -> None:
         """Finds out how the compiled losses split; steps may have been made before, to predict."""
@@ -424,10 +449,7 @@ class Parallel(FittedModel):
             return
         if not is_built(self.model) and self.whole_loss:
             keras_trainer.build_from_loss(self.model, data)
-        optimizer = self.model.optimizer
-        if optimizer is not None and not optimizer.built:
-            with keras_optimizers.build_scope(optimizer), unborn_variables(lambda variable: None):
-                optimizer.build(self.model.trainable_variables)
+        self._build_optimizer()
         keras_trainer.build_from_specs(self.model, data)
 
     def _bearing(self) -> contextlib.AbstractContextManager[None]:

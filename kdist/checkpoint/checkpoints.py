@@ -77,7 +77,7 @@ def save(
         PosixPath('checkpoints/step-00000120')
     """
     target = target_of(directory, keep, compression)
-    return write(snapshots.snapshot(model, _step(model, step)), target)
+    return write(snapshots.snapshot(model, _step(model, step), copied=False), target)
 
 
 def target_of(directory: PathLike, keep: int | None, compression: Compression) -> Target:

@@ -73,8 +73,9 @@ def snapshot(
     progress: Mapping[str, Any] | None = None,
     files: Mapping[str, bytes] | None = None,
     arrays: Sequence[np.ndarray] = (),
+    copied: bool = True,
 ) -> Snapshot:
-    """Copies a model's state to host memory: each part once, from a device that holds it.
+    """Takes a model's state to host memory: each part once, from a device that holds it.
 
     Args:
         model: Built; parallelized or plain.
@@ -82,10 +83,12 @@ def snapshot(
         progress: See `Manifest`.
         files: Further files.
         arrays: Further arrays, those that callbacks keep.
+        copied: Whether it is to stay as it is while training goes on. Otherwise what is in host
+            memory already is written from where it is.
     """
     groups: dict[str, tuple[SavedArray, ...]] = {}
     parts = []
-    variables_of, copies = groups_of(model), HostCopies()
+    variables_of, copies = groups_of(model), HostCopies(copied)
     for group, variables in variables_of.items():
         found = []
         for n, (path, variable) in enumerate(variables):
@@ -124,8 +127,12 @@ def load(model: keras.Model, folder: Path, manifest: Manifest, within_epoch: boo
     """
     optimizer = model.optimizer if model.compiled else None
     if optimizer is not None and not optimizer.built and OPTIMIZER in manifest.groups:
-        with keras_optimizers.build_scope(optimizer):
-            optimizer.build(model.trainable_variables)
+        parallel = parallel_of(model)
+        if parallel is not None:
+            parallel.prepare_optimizer()
+        else:
+            with keras_optimizers.build_scope(optimizer):
+                optimizer.build(model.trainable_variables)
     pairs = []
     for group, variables in groups_of(model).items():
         if group == METRICS and not within_epoch:

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-AHEAD_BYTES = 256 << 20
+AHEAD_BYTES = 32 << 20
 """Boxes of at most so many bytes are read from files while earlier ones go to their devices."""
 
 
@@ -74,9 +74,14 @@ def as_box(bounds: Sequence[tuple[int, int]]) -> Box:
 
 
 class HostCopies:
-    """Values of parts, copied to the host; vectors of buckets once, for all their pieces."""
+    """Values of parts, in host memory; vectors of buckets once, for all their pieces.
 
-    def __init__(self) -> None:
+    Args:
+        copied: Whether they are to be apart from the variables.
+    """
+
+    def __init__(self, copied: bool = True) -> None:
+        self._copied = copied
         self._vectors: dict[int, np.ndarray] = {}
 
     def of(self, target: Any) -> np.ndarray:
@@ -88,7 +93,9 @@ class HostCopies:
             stop = target.start + math.prod(target.shape)
             return self._vectors[key][target.start : stop].reshape(target.shape)
         value = target if isinstance(target, tf.Variable) else target.value
-        return np.asarray(tf.convert_to_tensor(value).numpy())
+        tensor = tf.convert_to_tensor(value)
+        # `numpy()` copies what is in host memory; an array of the tensor shares it.
+        return np.asarray(tensor.numpy() if self._copied else tensor)
 
 
 def saved(

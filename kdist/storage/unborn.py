@@ -10,11 +10,12 @@ from typing import Any
 
 from kdist._compat import keras_births, keras_trainer
 from kdist._compat.keras_births import raw_dtype
-from kdist.sharding.placement import Index, relative
+from kdist.sharding.placement import Index, relative, shape_of
 from kdist.storage.recipes import Constant, Recipe, blocks, overlap, recipe_of, values
 from kdist.storage.variables import Part, become_view, make_plain
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 
@@ -61,29 +62,46 @@ class Unborn:
         self.whole()
         return [Part(None, None, self.variable)]
 
-    def fill(self, targets: Sequence[tuple[Index, str, keras.Variable]]) -> None:
-        """Writes the values, chunk by chunk, to variables that hold zeros.
+    def parts(self, indices: Sequence[Index]) -> Iterator[Any]:
+        """The values of parts, one tensor each in host memory, drawn together chunk by chunk.
 
-        Args:
-            targets: Which part, on which device, in which variable.
+        Written as arrays: a variable that was once written slice by slice is copied, by TensorFlow,
+        whenever it is read.
         """
-        if self.recipe == Constant(0):
+        shapes = [shape_of(index) for index in indices]
+        if isinstance(self.recipe, Constant):
+            yield from (tf.fill(shape, tf.cast(self.recipe.value, self.dtype)) for shape in shapes)
             return
+        arrays = [aligned(shape, tf.as_dtype(self.dtype).as_numpy_dtype) for shape in shapes]
         for box in blocks(self.recipe, self.shape, self.dtype):
-            there = [(t, both) for t in targets if (both := overlap(box, t[0])) is not None]
-            if not there and box:
+            there = [(n, overlap(box, index)) for n, index in enumerate(indices)]
+            if all(both is None for _, both in there):
                 continue
-            with tf.device("/device:CPU:0"):
-                made = values(self.recipe, self.shape, self.dtype, box)
-            for (index, device, local), both in there:
-                target = keras_trainer.tf_variable(local)
-                with tf.device("/device:CPU:0"):
-                    part = made[relative(both, box)] if box else made
-                with tf.device(device):
-                    if both == index:
-                        target.assign(part)
-                    else:
-                        target[relative(both, index)].assign(part)
+            made = values(self.recipe, self.shape, self.dtype, box).numpy()
+            for n, both in there:
+                if both is not None:
+                    arrays[n][relative(both, indices[n])] = made[relative(both, box)]
+        while arrays:
+            yield as_tensor(arrays.pop(0))
+
+
+ALIGNMENT = 64
+"""Bytes; TensorFlow wants tensors to begin at a multiple."""
+
+
+def as_tensor(array: np.ndarray) -> Any:
+    """A tensor that takes an array over, without a copy; the array is not used any more."""
+    bits = np.dtype(f"u{array.dtype.itemsize}")  # NumPy does not hand bfloat16 on
+    shared = tf.experimental.dlpack.from_dlpack(array.view(bits).__dlpack__())
+    return tf.bitcast(shared, tf.as_dtype(array.dtype))
+
+
+def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array to be filled."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 _born = itertools.count()

@@ -18,7 +18,7 @@ from kdist._compat import keras_trainer
 from kdist._compat.keras_trainer import KEY
 from kdist.sharding.device import Device
 from kdist.sharding.mesh import Topology
-from kdist.sharding.placement import Coordinate, Index, Placement, covers, shape_of
+from kdist.sharding.placement import Coordinate, Index, Placement, covers
 
 import keras
 import tensorflow as tf
@@ -95,19 +95,19 @@ class Stored:
         """Makes the parts, of a value or, chunk by chunk, of what the variable begins with."""
         assert self.unborn is not None
         source, self.unborn = self.unborn, None
-        self._locals = {at: self._empty(at) for at in self._coordinates}
-        if value is not None:
-            self.assign(value)
-        else:
-            targets = [(self.placement.shard_at(at).index, at) for at in self._locals]
-            source.fill([(index, self.device(at), self._locals[at]) for index, at in targets])
+        boxes: dict[str, tuple[Index, list[Coordinate]]] = {}
+        for at in self._coordinates:
+            index = self.placement.shard_at(at).index
+            boxes.setdefault(repr(index), (index, []))[1].append(at)
+        indices = [index for index, _ in boxes.values()]
+        with tf.device("/device:CPU:0"):
+            parts = source.parts(indices) if value is None else (value[i] for i in indices)
+            for (_, holders), part in zip(boxes.values(), parts):
+                for at in holders:
+                    with tf.device(self.device(at)):
+                        self._locals[at] = make_local(self.variable, tf.identity(part))
         if len(self._locals) == 1 and self.placement.is_whole:
             become_view(self.variable, self, next(iter(self._locals.values())))
-
-    def _empty(self, at: Coordinate) -> keras.Variable:
-        with tf.device(self.device(at)):
-            shape = shape_of(self.placement.shard_at(at).index)
-            return make_local(self.variable, tf.zeros(shape, self.variable.dtype))
 
     @property
     def _coordinates(self) -> list[Coordinate]:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import kdist
 from kdist.checkpoint import store, variables
+from kdist.optimizer.local import SlotParts
+from kdist.storage import unborn
+from kdist.storage.variables import parts_of
 
 import keras
 import numpy as np
@@ -89,6 +92,31 @@ def test_more_is_read_than_is_held_ahead(monkeypatch):
     kdist.checkpoint.restore(model, directory)
     for a, b in zip(saved, state(model), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_slots_are_read_as_parts_before_the_first_step(monkeypatch):
+    """No slot is whole for a moment, and the step that follows finds them in their places."""
+    directory, _, losses = run("data4-level3")
+    model = KINDS["data4-level3"].model()
+    made = unborn.Unborn.made
+    whole = []
+    monkeypatch.setattr(unborn.Unborn, "made", lambda self: whole.append(self) or made(self))
+    kdist.checkpoint.restore(model, directory)
+    assert not whole
+    read = count_reads(monkeypatch)
+    np.testing.assert_allclose(train(model, 1), losses, rtol=1e-9)
+    assert not read
+    slots = [v for v in model.optimizer.variables if v.shape.rank == 2]
+    assert slots
+    for slot in slots:
+        assert len({str(part.index) for part in parts_of(slot)}) > 1
+
+
+def count_reads(monkeypatch):
+    """Notes slots that are put together from their parts."""
+    read, whole = [], SlotParts.whole
+    monkeypatch.setattr(SlotParts, "whole", lambda self: read.append(self) or whole(self))
+    return read
 
 
 def test_a_model_that_trains_already_goes_back():

@@ -1,0 +1,102 @@
+"""A program for test_born_limited.py: what a model is made, trained, saved under a limit of memory.
+
+    python born_limited.py WHAT FOLDER
+
+It does all on a small model first, and then sets the limit: a quarter more than what it should
+need, over what the process has by then. Prints lines of JSON, in mebibytes.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import kdist
+
+import keras
+import numpy as np
+
+HEADROOM = 1.25
+SMALL, WIDTH, LAYERS = 64, 1024, 24
+LARGE = (4096, 8192)
+
+
+def config() -> kdist.ParallelConfig:
+    even, odd = r".*block_\d*[02468]/kernel", r".*block_\d*[13579]/kernel"
+    layouts = {even: (None, "model"), odd: ("model", None)}
+    return kdist.ParallelConfig(mesh=kdist.mesh(model=4), layout_map=layouts)
+
+
+def build(inputs: int, units: list[int]) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    stack = [keras.layers.Dense(n, "tanh", name=f"block_{i}") for i, n in enumerate(units)]
+    return keras.Sequential([keras.Input((inputs,)), *stack])
+
+
+def born(inputs: int, units: list[int]) -> keras.Model:
+    with kdist.scope(config()):
+        return build(inputs, units)
+
+
+def trained(model: keras.Model, folder: Path) -> None:
+    """One step, saved and restored."""
+    model.compile(keras.optimizers.Adam(1e-3), "mse")
+    x = np.ones((2, model.input_shape[-1]), "float32")
+    model.train_on_batch(x, x)
+    say("trained")
+    kdist.checkpoint.save(model, folder)
+    say("saved")
+    kdist.checkpoint.restore(model, folder)
+    say("restored")
+
+
+def touch(model: keras.Model) -> None:
+    """Makes all parts."""
+    for variable in model.weights:
+        kdist.storage.variables.parts_of(variable)
+
+
+def size(name: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name + ":"))
+
+
+def say(what: str, **more: Any) -> None:
+    found = {"now": size("VmSize") >> 20, "peak": size("VmPeak") >> 20}
+    print(json.dumps({"what": what, **found, **more}), flush=True)
+
+
+def limit(needed: int) -> None:
+    """From now on the process may have a quarter more than it needs, on top of what it has."""
+    base = size("VmSize")
+    allowed = base + int(HEADROOM * needed)
+    resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
+    say("limit", base=base >> 20, needed=needed >> 20, allowed=allowed >> 20)
+
+
+def main(what: str, folder: Path) -> None:
+    kdist.init(cpu_devices=4)
+    make, does = what.split("-")
+    trained(born(SMALL, [SMALL] * LAYERS), folder / "small")
+    if does == "build":
+        limit(4 * LARGE[0] * LARGE[1])
+        units = [LARGE[1], SMALL]
+        if make == "born":
+            touch(born(LARGE[0], units))
+        else:
+            touch(kdist.parallelize(build(LARGE[0], units), config()))
+        say("built")
+        return
+    parameters = 4 * LAYERS * (WIDTH + 1) * WIDTH
+    limit(4 * parameters)  # themselves, two slots, gradients
+    model = born(WIDTH, [WIDTH] * LAYERS)
+    second = model.get_weights() if make == "copied" else None
+    trained(model, folder / "large")
+    del second
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,63 @@
+"""Models born as shards, in processes that may not have the memory for a second copy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from kdist.storage import recipes
+
+import pytest
+
+pytestmark = pytest.mark.long
+ROOT = Path(__file__).parents[2]
+
+
+def run(what: str, folder: Path) -> tuple[int, list[dict[str, Any]], str]:
+    """How a process ended, and what it said."""
+    given = [sys.executable, str(Path(__file__).with_name("born_limited.py")), what, str(folder)]
+    # So that what is freed is given back, and the limit is one of what is in use.
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
+    malloc = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(256 << 10)}
+    done = subprocess.run(
+        given,
+        env={**os.environ, **quiet, **malloc},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return done.returncode, lines, done.stdout + done.stderr
+
+
+def after_limit(lines: list[dict[str, Any]]) -> list[str]:
+    said = [line["what"] for line in lines]
+    return said[said.index("limit") + 1 :]
+
+
+def test_a_large_weight_is_born_within_a_quarter_more(tmp_path: Path) -> None:
+    code, lines, text = run("born-build", tmp_path)
+    assert code == 0 and after_limit(lines) == ["built"], text
+    limit, built = lines[-2:]
+    # All parts, and a few chunks: what is drawn, scaled, and cut.
+    assert built["peak"] - limit["base"] <= limit["needed"] + 5 * (recipes.CHUNK >> 20)
+
+
+def test_a_plain_build_dies_there(tmp_path: Path) -> None:
+    code, lines, text = run("plain-build", tmp_path)
+    assert code != 0 and after_limit(lines) == [], text
+
+
+def test_a_step_a_checkpoint_and_back_within_a_quarter_more(tmp_path: Path) -> None:
+    code, lines, text = run("born-train", tmp_path)
+    assert code == 0 and after_limit(lines) == ["trained", "saved", "restored"], text
+
+
+def test_a_second_copy_dies_there(tmp_path: Path) -> None:
+    code, lines, text = run("copied-train", tmp_path)
+    assert code != 0 and after_limit(lines) != ["trained", "saved", "restored"], text
