@@ -57,8 +57,9 @@ class OptimizerConfig:
 
     state_on: Literal["device", "host"] = "device"
     """`"host"`: optimizer state, a copy of the parameters, and the update are in host memory, at
-    every level (ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840). Gradients go there, one by one as
-    they become complete, and new values come back. The host is that of `kdist.place`."""
+    every level (ZeRO-Offload: Ren et al. 2021, arXiv:2101.06840). Gradients go there,
+    bucket by bucket as they become complete, and new values come back. The host is that of
+    `kdist.place`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.level, bool) or self.level not in LEVELS:

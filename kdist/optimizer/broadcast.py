@@ -14,7 +14,7 @@ from typing import Any
 
 from kdist._compat import keras_trainer
 from kdist.optimizer.update_jobs import Jobs
-from kdist.plan.bucket import Bucket, flat
+from kdist.plan.bucket import Bucket, flat, shards_at, unflat
 from kdist.sharding.placement import Coordinate, UpdateUnit
 from kdist.storage.transfer import Sent
 
@@ -93,7 +93,9 @@ def send_values(
     for bucket in reversed(jobs.buckets):
         units = {n for each in bucket.units for n in each}
         if units <= updated:
-            if jobs.units[bucket.units[0][0]].rows is None:
+            if bucket.on_host:
+                _send_from_host(jobs, bucket, order)
+            elif jobs.units[bucket.units[0][0]].rows is None:
                 _send_bucket(jobs, bucket, order)
             else:
                 _send_rows(jobs, RowParts.of_bucket(jobs, bucket), order, load)
@@ -282,6 +284,28 @@ def _send_bucket(jobs: Jobs, bucket: Bucket, order: AnyOrder) -> None:
                 writes.setdefault(where, []).extend(written)
     for where, operations in writes.items():
         order.arrived(where, operations)
+
+
+def _send_from_host(jobs: Jobs, bucket: Bucket, order: AnyOrder) -> None:
+    """Sends each holder, as one message, what it stores of the members of a bucket."""
+    host = jobs.device(bucket.owners[0])
+    placements = [jobs.entries[v].placement for v in bucket.members]
+    with tf.device(host), order.gate(EVERYWHERE):
+        values = [order.leaving(jobs.jobs[jobs.of[n]].variable.value) for n in bucket.units[0]]
+    sent: dict[Any, Sent] = {}
+    writes: list[Any] = []
+    for at in bucket.holders[0]:
+        shards = shards_at(placements, at)
+        key = tuple(shard.holders for shard in shards)
+        if key not in sent:
+            with tf.device(host):
+                parts = [value[shard.index] for value, shard in zip(values, shards)]
+                sent[key] = Sent(flat(parts), host)
+        with tf.device(jobs.device(at)):
+            pieces = unflat(sent[key].at(jobs.device(at)), [shard.shape for shard in shards])
+            locals_ = [jobs.entries[v].locals[at] for v in bucket.members]
+            writes += map(keras_trainer.write, locals_, pieces)
+    order.arrived(EVERYWHERE, writes)
 
 
 def _where(jobs: Jobs, bucket: Bucket, at: Coordinate) -> str:

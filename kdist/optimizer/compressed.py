@@ -45,6 +45,7 @@ class Compression:
     ) -> None:
         self.exchanges = tuple(exchanges)
         self.placements = list(placements)
+        self.topology = topology
         self.devices = [one.devices for one in topology.slices]
         self.states: dict[tuple[int, int], LowRankState] = {}
         used = set()
@@ -151,7 +152,7 @@ class CompressedGradients:
         """As `bucket_gradients`."""
         exchange = self._exchange(bucket.members[0], bucket.inner, bucket.owners[0])
         if exchange is None:
-            return bucket_gradients(bucket, self.source, self.compression.devices)
+            return bucket_gradients(bucket, self.source, self.compression.topology)
         if is_low_rank(exchange.compressor):
             return self._low_rank_rows(exchange, bucket)
         return self._cast_rows(exchange, bucket)
@@ -357,11 +358,11 @@ class CompressedGradients:
                 self.last_uses.append(error)
 
 
-def bucket_vectors(bucket: Bucket, source: GradientSource, devices: Any) -> list[Any]:
+def bucket_vectors(bucket: Bucket, source: GradientSource, topology: Topology) -> list[Any]:
     """As `bucket_gradients`, for any source."""
     if isinstance(source, CompressedGradients):
         return source.bucket(bucket)
-    return bucket_gradients(bucket, source, devices)
+    return bucket_gradients(bucket, source, topology)
 
 
 def to_16_bits(wide: Any, exchange: Exchange, scale: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from kdist.plan.bucket import Bucket
+from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, UpdateUnit
 from kdist.storage.transfer import added
 
@@ -28,25 +29,26 @@ class GradientSource(Protocol):
         """What one coordinate computed: dense, of the part it computes with; None if nothing."""
 
 
-def bucket_gradients(bucket: Bucket, source: GradientSource, devices: Any) -> list[Any]:
+def bucket_gradients(bucket: Bucket, source: GradientSource, topology: Topology) -> list[Any]:
     """A bucket's gradients, summed over the slices: per owner, its vector.
 
     Args:
         bucket: The bucket.
         source: The gradients.
-        devices: `devices[s][k]`: TensorFlow device strings.
+        topology: The mesh.
     """
     k = bucket.inner
     messages, sources = [], []
-    for s in range(len(devices)):
-        with tf.device(devices[s][k]):
+    for s in range(len(topology.slices)):
+        device = topology.device((s, k))
+        with tf.device(device):
             tensors = [source.local(v, (s, k)) for v in bucket.members]
             if any(t is not None for t in tensors):
                 messages.append(bucket.messages(tensors))
-                sources.append(devices[s][k])
+                sources.append(device)
     vectors = []
-    for p, (s, _) in enumerate(bucket.owners):
-        with tf.device(devices[s][k]):
+    for p, owner in enumerate(bucket.owners):
+        with tf.device(topology.device(owner)):
             parts = [rows[p] for rows in messages]
             alone = len(parts) == 1
             vectors.append(tf.identity(parts[0]) if alone else added(parts, sources, REDUCE, p))

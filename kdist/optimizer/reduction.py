@@ -53,7 +53,6 @@ class Reduction:
         self.gradients: dict[int, Any] = {}
         self.accumulated: set[int] = set()
         self._together = [set(one.members) for one in jobs.exchanges]
-        self._devices = [one.devices for one in jobs.topology.slices]
         self._buckets = [one for one in jobs.buckets if self.live.issuperset(one.members)]
         fused = {n for one in self._buckets for units in one.units for n in units}
         self._alone = [
@@ -106,7 +105,7 @@ class Reduction:
         return made
 
     def _sum_bucket(self, bucket: Bucket) -> list[Any]:
-        vectors = bucket_vectors(bucket, self.source, self._devices)
+        vectors = bucket_vectors(bucket, self.source, self.jobs.topology)
         for at, units, vector in zip(bucket.owners, bucket.units, vectors):
             if bucket.flat:
                 self.gradients[self.jobs.of[units[0]]] = vector

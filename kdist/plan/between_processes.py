@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kdist.display.tables import readable
+from kdist.plan.bucket import values_from_host
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Placement, UpdateUnit
 from kdist.storage.transfer import process_of
@@ -94,6 +95,11 @@ def between_processes(plan: Plan) -> Crossing | None:
         if plan.units[bucket.units[0][0]].rows is not None:
             every = sorted({at for each in bucket.holders for at in each})
             _rows(counter, bucket.owners, every, sizes)
+            continue
+        if bucket.on_host:
+            members = [plan.weights[plan.trainable[v]] for v in bucket.members]
+            for at, nbytes in values_from_host(bucket, members):
+                counter.send(bucket.owners[0], [at], nbytes)
             continue
         for owner, holders, size in zip(bucket.owners, bucket.holders, sizes, strict=True):
             counter.send(owner, set(holders) - set(bucket.owners), size)

@@ -22,7 +22,8 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from kdist._compat import keras_trainer
-from kdist.sharding.placement import Coordinate, Placement, UpdateUnit, shape_of
+from kdist.sharding.mesh import HOST
+from kdist.sharding.placement import Coordinate, Placement, Shard, UpdateUnit, covers, shape_of
 from kdist.storage.row_views import RowsBacking
 from kdist.storage.variables import become_view, make_local
 
@@ -38,9 +39,10 @@ class Bucket:
         members: Position of each parameter among the trainable variables.
         units: Per owner, the number of the update unit of each member.
         owners: Who updates each vector; all at one inner coordinate.
-        holders: Per owner, every coordinate that stores what it updates.
+        holders: Per owner, every coordinate that stores what it updates; of the host, any part of
+            that.
         shapes: What an inner coordinate computes with, per member.
-        flat: The optimizer sees a vector, not its parts.
+        flat: The optimizer sees a vector, not its parts; never on the host.
     """
 
     members: tuple[int, ...]
@@ -70,6 +72,11 @@ class Bucket:
         if len(self.owners) == 1:
             return [flat(tensors)]
         return tf.unstack(self.matrix(tensors), len(self.owners))
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host updates its members, of which it has copies."""
+        return self.owners == (HOST,)
 
     def split(self, matrix: Any) -> list[Any]:
         """The reverse of `matrix`."""
@@ -114,7 +121,11 @@ def make_buckets(
     """
     families: dict[Any, list[int]] = {}
     for n, unit in enumerate(units):
-        if keys[unit.variable] is None or unit.shard is None or unit.replicated:
+        if keys[unit.variable] is None or unit.replicated:
+            continue
+        if unit.shard is None:
+            if unit.owner == HOST and _computed_whole(placements[unit.variable]):
+                families[unit.variable, False, None] = [n]
             continue
         spread = unit.rows is not None or placements[unit.variable].data_dim == 0
         if spread or placements[unit.variable].data_dim is None:
@@ -126,8 +137,10 @@ def make_buckets(
         owners = tuple(units[n].owner for n in numbers)
         if spread and tuple(s for s, _ in owners) != placements[variable].home:
             continue
-        shards = [placements[variable].shards[units[n].shard or 0] for n in numbers]
-        holders = tuple(shard.holders for shard in shards)
+        shards = placements[variable].shards
+        holders = tuple(shards[units[n].shard or 0].holders for n in numbers)
+        if owners == (HOST,):
+            holders = (tuple(at for shard in shards for at in shard.holders),)
         key = (keys[variable], owners, holders, whole[variable])
         groups.setdefault(key, []).append(numbers)
     found = []
@@ -137,8 +150,35 @@ def make_buckets(
         variables = tuple(units[numbers[0]].variable for numbers in members)
         shapes = tuple(shape_of(placements[v].inner_index(owners[0][1])) for v in variables)
         each = tuple(zip(*members))
-        found.append(Bucket(variables, each, owners, holders, shapes, not flat_not))
+        alone = flat_not or owners == (HOST,)
+        found.append(Bucket(variables, each, owners, holders, shapes, not alone))
     return found
+
+
+def _computed_whole(placement: Placement) -> bool:
+    """Whether each replica computes with the whole parameter, wherever it is stored."""
+    return covers(placement.inner_index(0), placement.shape)
+
+
+def shards_at(placements: Sequence[Placement], at: Coordinate) -> list[Shard]:
+    """The part of each of some parameters that a holder stores."""
+    return [next(one for one in p.shards if at in one.holders) for p in placements]
+
+
+def values_from_host(
+    bucket: Bucket, placements: Sequence[Placement]
+) -> list[tuple[Coordinate, int]]:
+    """Per holder of a bucket that the host updates, the bytes of its new values."""
+    return [
+        (
+            at,
+            sum(
+                math.prod(shard.shape) * p.itemsize
+                for p, shard in zip(placements, shards_at(placements, at))
+            ),
+        )
+        for at in bucket.holders[0]
+    ]
 
 
 class FlatRows(RowsBacking):

@@ -15,7 +15,7 @@ from kdist.config.compression import Classes
 from kdist.pipeline.instructions import Gather
 from kdist.pipeline.work import Work
 from kdist.plan.between_processes import Crossing, between_processes
-from kdist.plan.bucket import Bucket
+from kdist.plan.bucket import Bucket, values_from_host
 from kdist.plan.exchange import Exchange
 from kdist.plan.partition import Decision
 from kdist.plan.plan_summary import print_plan
@@ -239,11 +239,16 @@ class Plan:
 
     def _count_bucket(self, bucket: Bucket, counts: dict[str, Count]) -> None:
         sizes = [sum(self.unit_bytes(self.units[n]) for n in units) for units in bucket.units]
-        others = len(self.weights[self.trainable[bucket.members[0]]].slices) - 1
+        members = [self.weights[self.trainable[v]] for v in bucket.members]
+        others = len(members[0].slices) - (not bucket.on_host)
         if bucket.members[0] not in self.compressed:
             counts["reduce"].add([(others, size) for size in sizes])
         if self.units[bucket.units[0][0]].rows is not None:
             self._count_rows(sizes, len({at for h in bucket.holders for at in h}), counts)
+            return
+        if bucket.on_host:
+            values = values_from_host(bucket, members)
+            counts["broadcast"].add([(1, nbytes) for _, nbytes in values])
             return
         holders = [len(set(h) - {o}) for h, o in zip(bucket.holders, bucket.owners)]
         counts["broadcast"].add(list(zip(holders, sizes)))

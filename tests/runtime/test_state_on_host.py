@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import kdist
+from kdist._compat import run_metadata
 from kdist.api.parallelize import attached
 from kdist.graphs import executed
 from kdist.graphs.executed import ASSIGNMENTS
@@ -53,6 +57,72 @@ def test_slots_are_on_the_host_and_bytes_are_as_planned(level: int, mesh: dict[s
     assert sum(t.nbytes or 0 for t in up) == traffic["broadcast"].nbytes
     assert len(up) == traffic["broadcast"].messages
     assert step.count(ASSIGNMENTS)[host] > 0
+
+
+def deep(level: int, **fusion: Any) -> tuple[keras.Model, Callable[[], Any]]:
+    """Six layers, of which some are a bucket, and a first step to take."""
+    keras.utils.set_random_seed(0)
+    x = inputs = keras.Input((WIDTH,))
+    for n in range(6):
+        x = keras.layers.Dense(WIDTH, name=f"layer_{n}")(x)
+    cut = {"threshold_kb": 0} if level == 3 else {}
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(data=2),
+        optimizer=kdist.OptimizerConfig(level=level, state_on="host", **cut),
+        fusion=kdist.FusionConfig(**fusion),
+    )
+    model = kdist.parallelize(keras.Model(inputs, x), config)
+    model.compile("adam", "mse")
+    data = np.ones((BATCH, WIDTH), "float32")
+    return model, lambda: model.train_on_batch(data, data)
+
+
+def _calls_before(node: Any, nodes: dict[str, Any]) -> set[str]:
+    """The calls that a node waits for, on its device."""
+    waiting, seen = [node.name], set()
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            waiting += [one.lstrip("^").split(":")[0] for one in nodes[name].input]
+    return {name for name in seen if nodes[name].op.endswith("PartitionedCall")}
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_buckets_travel_each_way(level: int) -> None:
+    """Two layers a bucket: so many messages down and up, not one per tensor."""
+    model, step = deep(level, mode="size", size_mb=2 * 4 * (WIDTH + 1) * WIDTH / 2**20)
+    executed_step = executed.largest(executed.watch(step))
+    host = attached(model).topology.host
+    tensors = [t for t in executed_step.transfers if t.shape != () and not t.control]
+    assert len(model.plan().buckets) == 3
+    assert sum(t.target == host for t in tensors) == 3 * 2
+    assert sum(t.source == host for t in tensors) == 3 * 2
+    traffic = {one.what: one for one in model.plan().traffic()}
+    assert traffic["reduce"].messages == traffic["broadcast"].messages == 3 * 2
+    whole = sum(4 * np.prod(v.shape) for v in model.weights)
+    assert traffic["reduce"].nbytes == 2 * whole
+    assert traffic["broadcast"].nbytes == (whole if level == 3 else 2 * whole)
+    assert sum(t.nbytes or 0 for t in tensors if t.source == host) == traffic["broadcast"].nbytes
+
+
+def test_buckets_leave_while_others_are_computed() -> None:
+    """Of the calls that compute in a replica, each bucket waits for more than the one before."""
+    model, step = deep(0, mode="size", size_mb=2 * 4 * (WIDTH + 1) * WIDTH / 2**20)
+    graphs = max(
+        (one.partition_graphs for one in run_metadata.function_graphs(step)),
+        key=lambda graphs: sum(len(graph.node) for graph in graphs),
+    )
+    host = attached(model).topology.host
+    waits = [
+        _calls_before(node, {one.name: one for one in graph.node})
+        for graph in graphs
+        for node in graph.node
+        if node.op == "_Send" and node.attr["recv_device"].s.decode().endswith(host)
+    ]
+    numbers = sorted(len(one) for one in waits if one)
+    assert len(numbers) == 3 * 2
+    assert len(set(numbers)) == 3, numbers
 
 
 def test_compression_is_refused() -> None:
