@@ -162,6 +162,11 @@ class PlannedModel(PlacedModel):
             notes.append(self.staged.describe())
         notes += [*map(str, self.without_effect()), *self.travel_notes()]
         if self.layouts is not None:
+            frozen = [one for one in self.layouts.fetched_layers if not one.embeddings.trainable]
+            notes += [
+                f"table {one.path!r} does not train: rows that are looked up travel, no gradients"
+                for one in frozen
+            ]
             ahead = [layer.path or layer.name for layer in self.layouts.prefetched]
             notes += [f"table {name!r} is looked up a step ahead in fit" for name in ahead]
             notes += [*self.layouts.left_whole, *map(str, self.layouts.uncut)]

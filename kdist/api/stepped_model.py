@@ -134,6 +134,8 @@ class SteppedModel(PlannedModel):
         program.place_tables(self.layouts.fetched_layers)
         variables = self.model.trainable_variables
         summed = sums_rows(self.model.optimizer if self.model.compiled else None, variables)
+        if self.staged is not None:
+            program.tables.refuse_frozen()
         for table in program.tables.tables:
             table.entry.combined = table.position in summed
             table.entry.prefetch = table.layer in self.layouts.prefetched
@@ -224,7 +226,7 @@ class SteppedModel(PlannedModel):
                 f"out. Received: steps_per_execution=1, tables {[t.layer.path for t in tables]}"
             )
         rows = row_updates(self.model.optimizer, self.model.trainable_variables)
-        if wrong := [one.layer.path for one in tables if one.position not in rows]:
+        if wrong := [one.layer.path for one in tables if one.trains and one.position not in rows]:
             raise ValueError(
                 "prefetch=True is for tables of which a step changes only the rows that its batch "
                 "looked up; of others nothing can be looked up ahead. Use kdist.lazy(...) or "

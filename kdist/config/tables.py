@@ -266,10 +266,8 @@ def _check_table(layer: keras.layers.Embedding, what: str) -> None:
         why = "has LoRA factors: leave it whole on the device"
     elif layer.embeddings_regularizer is not None:
         why = "has a penalty over all of its rows: use optimizer weight decay, or none"
-    elif not layer.embeddings.trainable:
-        why = "does not train: leave it whole on the device, or set trainable=True"
     if why:
         raise ValueError(
-            f"A table that is {what} is built, trains, and is used row by row. "
+            f"A table that is {what} is built, and is used row by row. "
             f"Received: layer {layer.name!r}, whose table {why}"
         )

@@ -139,17 +139,19 @@ def _check_columns(layer: keras.layers.Embedding, ids: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LookedUp:
-    """A trainable table whose rows are fetched.
+    """A table whose rows are fetched.
 
     Attributes:
         layer: The layer that looks rows of it up.
-        position: Among the trainable variables.
+        position: Among the trainable variables, and behind them those that programs carry.
         entry: Where it is.
+        trains: Whether it is a trainable one.
     """
 
     layer: keras.layers.Embedding
     position: int
     entry: FetchedTable
+    trains: bool
 
 
 RowsAhead = Sequence[tuple[LookedUp, int, Ahead]]
@@ -266,6 +268,18 @@ class FetchedTables:
         """The tables whose rows are looked up a step ahead."""
         return [table for table in self.tables if table.entry.prefetch]
 
+    def refuse_frozen(self) -> None:
+        """Refuses tables that do not train: stages carry state, and get no rows of it.
+
+        Raises:
+            ValueError: There is one.
+        """
+        if frozen := [table.layer.path for table in self.tables if not table.trains]:
+            raise ValueError(
+                "In a pipeline, a table on the host, or split by hand, trains. Leave it whole on "
+                f"the device, or set trainable=True. Received: trainable=False for {frozen}"
+            )
+
     def spec(self, position: int, part: tuple[int, int] | None = None) -> tf.TensorSpec | None:
         """Spec of what a program takes as a table; None for a variable that is none.
 
@@ -331,7 +345,7 @@ class FetchedTables:
             _check_sources(table, result, sources)
             by_batch = depends_on(result, inputs)
             self._by_batch[training, table.position] = by_batch
-            if training:
+            if training and table.trains:
                 self.look_ups[table.position] = LookUp(by_batch, index_bytes=result.dtype.size)
         return pruned(whole, inputs, results)
 

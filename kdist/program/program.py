@@ -116,9 +116,17 @@ class Program:
 
     def place_tables(self, layers: Sequence[keras.layers.Embedding]) -> None:
         """Notes whose tables are on the host."""
-        known = {id(v): i for i, v in enumerate(self.state.trainable)}
+        # Those that are frozen are carried.
+        every = [*self.state.trainable, *self.state.carried]
+        known = {id(v): i for i, v in enumerate(every)}
+        trainable = {id(v) for v in self.state.trainable}
         tables = [
-            LookedUp(layer, known[id(layer.embeddings)], backing_of(layer.embeddings))
+            LookedUp(
+                layer,
+                known[id(layer.embeddings)],
+                backing_of(layer.embeddings),
+                id(layer.embeddings) in trainable,
+            )
             for layer in layers
         ]
         placed = {id(layer.embeddings) for layer in layers}

@@ -71,7 +71,6 @@ def test_a_call_of_its_own() -> None:
     [
         ({"embeddings_regularizer": "l2"}, "penalty over all of its rows"),
         ({"lora_rank": 2}, "LoRA"),
-        ({"trainable": False}, "does not train"),
     ],
 )
 def test_tables_that_cannot(options: dict[str, Any], why: str) -> None:
@@ -146,3 +145,15 @@ def test_look_ups_in_two_stages() -> None:
     pipeline = kdist.PipelineConfig(micro_batches=2)
     with pytest.raises(ValueError, match=r"layer 'table' in virtual stages \(0, 1\)"):
         parallel(made, mesh={"pipe": 2}, pipeline=pipeline)
+
+
+def test_a_table_that_does_not_train() -> None:
+    """Its rows travel, which the plan says; a pipeline's stages carry no rows."""
+    table = kdist.place(keras.layers.Embedding(6, 2, name="table", trainable=False))
+    made = parallel(model(table))
+    assert any("'table' does not train" in note for note in made.plan().notes)
+    assert made.plan().host_tables() == []
+    staged = {"mesh": {"pipe": 2}, "pipeline": kdist.PipelineConfig(micro_batches=2)}
+    frozen = kdist.place(keras.layers.Embedding(6, 2, name="table", trainable=False))
+    with pytest.raises(ValueError, match=r"trainable=False for \['table'\]"):
+        trained(model(frozen), **staged)

@@ -59,6 +59,13 @@ def _subclassed() -> keras.Model:
     return model
 
 
+def _frozen() -> keras.Model:
+    """Of three tables one does not train, and is looked up for two features."""
+    model = _build()
+    model.get_layer("vocabulary").trainable = False
+    return model
+
+
 def _data(seed: int, samples: int) -> Any:
     rng = np.random.default_rng(seed)
     tokens = labels(rng, samples, 6, classes=12)
@@ -67,6 +74,7 @@ def _data(seed: int, samples: int) -> Any:
 
 
 TABLES = Case(name="tables", build=_build, data=_data, layout_map=FEED_FORWARD)
+FROZEN = Case(name="frozen", build=_frozen, data=_data, layout_map=FEED_FORWARD)
 SUBCLASSED = Case(name="subclassed", build=_subclassed, data=_data, layout_map=FEED_FORWARD)
 
 

@@ -10,10 +10,11 @@ import pytest
 
 from .features import BY_NAME as FEATURES
 from .harness import Run, compare, reference_engine, train_batches
-from .host_tables import SUBCLASSED, TABLES, on_host
+from .host_tables import FROZEN, SUBCLASSED, TABLES, on_host
 from .matrix import LEVELS, MESHES, level_config, product, spread
 from .optimizer_zoo import OPTIMIZERS
 from .outcome import TOLERANCES, check
+from .test_split_tables import split
 
 HOSTED = ("data2", "data4", "model2", "data2_model2")
 DEFAULT = [
@@ -151,6 +152,23 @@ def test_batches_of_any_size(level: str, mesh: str) -> None:
     expected = train_batches(run, reference_engine(run), SIZES)
     actual = train_batches(run, "kdist", SIZES)
     check(expected, actual, TOLERANCES[run.dtype], title=run.title)
+
+
+PLACES = {"host": on_host, "split": split("data2", "data")}
+FROZEN_ROWS = product(PLACES, ("level0", "level3"), ("data2", "data2_model2"))
+
+
+@pytest.mark.parametrize(
+    ("place", "level", "mesh"), spread(FROZEN_ROWS, [("host", "level0", "data2_model2")])
+)
+def test_a_table_that_does_not_train(place: str, level: str, mesh: str) -> None:
+    compare(
+        FROZEN,
+        MESHES[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        config=level_config(level),
+        declare=PLACES[place],
+    )
 
 
 @pytest.mark.long
