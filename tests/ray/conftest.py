@@ -8,8 +8,8 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[None]:
-    """A Ray with four processors, and 100 MB of shared memory."""
+def settings() -> Iterator[None]:
+    """What holds of each Ray of the tests."""
     ray = pytest.importorskip("ray", reason="needs Ray Train: pip install 'kdist[ray]'")
     from . import functions
 
@@ -21,9 +21,16 @@ def started() -> Iterator[None]:
         patch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
         for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
             patch.delenv(name)
-        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000)
         try:
             yield
         finally:
             ray.shutdown()
             ray.cloudpickle.unregister_pickle_by_value(functions)
+
+
+@pytest.fixture(scope="module")
+def started(settings: None) -> None:
+    """A Ray with four processors, and 100 MB of shared memory."""
+    import ray
+
+    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000)

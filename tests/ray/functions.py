@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import kdist
 import keras
 import numpy as np
 import ray.train
+import tensorflow as tf
 
 ROWS, BATCH, EPOCHS = 32, 8, 4
 
@@ -39,15 +41,18 @@ def result(made: keras.Model, history: Any) -> dict[str, Any]:
     return {"loss": history.history["loss"], "weights": made.get_weights()}
 
 
-def alone(callbacks: Any = ()) -> dict[str, Any]:
+def alone(**given: Any) -> dict[str, Any]:
     """What a run gives that is never broken, in one process with the devices of two."""
     made, (x, y) = model(4), data()
-    fitted = made.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=list(callbacks))
-    return result(made, fitted)
+    return result(made, made.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0, **given))
 
 
 def trains(config: dict[str, Any]) -> dict[str, Any]:
-    """Trains with checkpoints; `kill` is the rank whose process ends in the first attempt."""
+    """Trains with checkpoints; in the first attempt, something ends in the middle of an epoch.
+
+    `kill` is the rank whose process ends; with `wait`, a test is told by a file, and has ended
+    something when there is another.
+    """
     folder = Path(config["folder"])
     rank, count = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
@@ -57,18 +62,27 @@ def trains(config: dict[str, Any]) -> dict[str, Any]:
     assert rank == 0, "the function goes on in the first worker only"
     made, (x, y) = model(2 * count), data()
 
-    class Killing(keras.callbacks.Callback):
-        """Ends a process in the middle of an epoch."""
+    class Ending(keras.callbacks.Callback):
+        """Notes where training goes on; ends something in the middle of an epoch."""
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            step = int(self.model.optimizer.iterations)
+            with (folder / "steps").open("a") as steps:
+                steps.write(f"{step}\n")
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             first = len((folder / "starts-0").read_text().split()) == 1
-            if first and self.model.optimizer.iterations == 7:
+            if not first or self.model.optimizer.iterations != 7:
+                return
+            if "kill" in config:
                 pid = int((folder / f"pid-{config['kill']}").read_text())
                 os.kill(pid, signal.SIGKILL)
+            if "wait" in config:
+                (folder / "waiting").touch()
+                while not (folder / "done").exists():
+                    time.sleep(0.1)
 
-    callbacks = [kdist.ray.ShardedCheckpoint(every_steps=2), kdist.ray.Report()]
-    if "kill" in config:
-        callbacks.append(Killing())
+    callbacks = [kdist.ray.ShardedCheckpoint(every_steps=2), kdist.ray.Report(), Ending()]
     fitted = made.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=callbacks)
     ray.train.collective.barrier()
     return result(made, fitted)
@@ -85,10 +99,11 @@ def trains_apart() -> None:
 
 
 def from_ray_data() -> dict[str, Any]:
-    """Trains on a Ray dataset."""
+    """Trains on the rows of a Ray dataset."""
     kdist.init(cpu_devices=2)
     rows = ray.train.get_dataset_shard("train")
     batches = rows.to_tf("x", "y", batch_size=BATCH)
+    # Else Keras finds the end by a step that fails, and counts it.
+    batches = batches.apply(tf.data.experimental.assert_cardinality(ROWS // BATCH))
     made = model(4)
-    history = made.fit(batches, epochs=EPOCHS, verbose=0).history
-    return {"loss": history["loss"], "weights": made.get_weights()}
+    return result(made, made.fit(batches, epochs=EPOCHS, verbose=0))

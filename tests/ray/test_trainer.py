@@ -1,7 +1,6 @@
 """Ray Train's workers are one program, whose failures Ray mends."""
 
 from pathlib import Path
-from typing import Any
 
 import kdist
 
@@ -13,26 +12,9 @@ pytest.importorskip("ray.train", reason="needs Ray Train: pip install 'kdist[ray
 import ray.train
 
 from . import functions
+from .runs import check, trainer
 
 pytestmark = [pytest.mark.usefixtures("started"), pytest.mark.long]
-
-
-def trainer(function: Any, folder: Path, **named: Any) -> kdist.ray.Trainer:
-    failures = ray.train.FailureConfig(max_failures=named.pop("max_failures", 0))
-    return kdist.ray.Trainer(
-        function,
-        scaling_config=ray.train.ScalingConfig(num_workers=named.pop("num_workers", 2)),
-        run_config=ray.train.RunConfig(
-            storage_path=str(folder / "storage"), failure_config=failures
-        ),
-        **named,
-    )
-
-
-def check(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=0, atol=1e-12)
-    for mine, other in zip(found["weights"], wanted["weights"], strict=True):
-        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kill", [None, 1, 0])
@@ -43,9 +25,13 @@ def test_training_that_is_killed_equals_one_that_is_not(
     given = {"train_loop_config": config, "max_failures": 1}
     result = trainer(functions.trains, tmp_path, **given).fit()
     saver = kdist.callbacks.ShardedCheckpoint(tmp_path / "alone", every_steps=2)
-    check(result.return_value, functions.alone([saver]))
+    check(result.return_value, functions.alone(callbacks=[saver]))
     starts = [(tmp_path / f"starts-{rank}").read_text().split() for rank in (0, 1)]
     assert starts == [["2"] * (1 if kill is None else 2)] * 2
+    steps = [int(step) for step in (tmp_path / "steps").read_text().split()]
+    again = [] if kill is None else [step for step in steps[7:8]]
+    assert steps == [*range(7), *range(again[0], 16)] if again else steps == [*range(16)]
+    assert set(again) <= {4, 6}, "it goes on from a checkpoint, the newest or the one before"
     assert result.metrics["step"] == functions.ROWS // functions.BATCH * functions.EPOCHS
     with result.checkpoint.as_directory() as folder:
         made = functions.model(2)
@@ -61,3 +47,16 @@ def test_failures_of_the_function(tmp_path: Path) -> None:
     assert list(failed.value.worker_failures) == [0], "the other worker ended with it"
     with pytest.raises(ray.train.WorkerGroupError, match="calls kdist.init\\(\\) before all else"):
         trainer(functions.trains_apart, tmp_path).fit()
+
+
+def test_rows_of_a_ray_dataset_are_read_once(tmp_path: Path, float64: None) -> None:
+    """All rows reach the one program, in their order."""
+    import ray.data
+
+    x, y = functions.data()
+    rows = ray.data.from_items([{"x": a, "y": b} for a, b in zip(x, y, strict=True)])
+    options = ray.data.ExecutionOptions(preserve_order=True)
+    config = ray.train.DataConfig(datasets_to_split=[], execution_options=options)
+    given = {"datasets": {"train": rows}, "dataset_config": config}
+    result = trainer(functions.from_ray_data, tmp_path, **given).fit()
+    check(result.return_value, functions.alone(shuffle=False))
