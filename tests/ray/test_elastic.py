@@ -8,7 +8,10 @@ import kdist
 
 import pytest
 
-ray = pytest.importorskip("ray", reason="needs Ray Train: pip install 'kdist[ray]'")
+pytest.importorskip("ray.train", reason="needs Ray Train: pip install 'kdist[ray]'")
+
+import ray
+from ray.cluster_utils import Cluster
 
 from . import functions
 from .runs import check, trainer
@@ -18,8 +21,6 @@ pytestmark = [pytest.mark.usefixtures("settings"), pytest.mark.long]
 
 def test_fewer_machines_go_on(tmp_path: Path, float64: None) -> None:
     """A machine goes away; two of the three workers go on from the last checkpoint."""
-    from ray.cluster_utils import Cluster
-
     given = {"include_dashboard": False, "object_store_memory": 80_000_000}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **given})
     away = cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
