@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 WAIT = 0.04
-"""Seconds that computing takes: nothing of it is the processor's time."""
+"""Seconds that looking up, or computing, takes: nothing of it is the processor's time."""
 STEPS = 6
 
 
@@ -43,20 +45,26 @@ class SlowIds(keras.layers.Layer):
 class SlowCompute(keras.layers.Layer):
     """Takes its time to compute, as a device with a processor of its own does."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
         super().__init__(name="slow_compute")
+        self.seconds = seconds
 
     def call(self, x: Any) -> Any:
-        return tf.custom_gradient(lambda x: (_waits(x, WAIT), lambda g: g))(x)
+        return tf.custom_gradient(lambda x: (_waits(x, self.seconds), lambda g: g))(x)
 
 
 def _model(
-    prefetch: bool, steps: int = STEPS, optimizer: Any = "sgd", seconds: float = WAIT
+    prefetch: bool,
+    steps: int = STEPS,
+    optimizer: Any = "sgd",
+    seconds: tuple[float, float] = (WAIT, WAIT),
 ) -> keras.Model:
     keras.utils.set_random_seed(0)
     ids = keras.Input((3,), dtype="int32")
-    rows = kdist.layers.HostEmbedding(40, 4, name="table", prefetch=prefetch)(SlowIds(seconds)(ids))
-    x = SlowCompute()(keras.layers.Flatten()(rows))
+    rows = kdist.layers.HostEmbedding(40, 4, name="table", prefetch=prefetch)(
+        SlowIds(seconds[0])(ids)
+    )
+    x = SlowCompute(seconds[1])(keras.layers.Flatten()(rows))
     model = keras.Model(ids, keras.layers.Dense(2)(x))
     kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=1)))
     model.compile(optimizer, "mse", steps_per_execution=steps)
@@ -71,12 +79,17 @@ def _data() -> tf.data.Dataset:
     )
 
 
-def _seconds(model: keras.Model) -> float:
-    data = _data()
-    model.fit(data, verbose=0)
-    start = time.perf_counter()
-    model.fit(data, verbose=0)
-    return time.perf_counter() - start
+def _seconds(models: Sequence[keras.Model]) -> list[float]:
+    """Of an epoch of each, the least of some in turn: others may use the processors meanwhile."""
+    data, best = _data(), [math.inf] * len(models)
+    for model in models:
+        model.fit(data, verbose=0)
+    for _ in range(5):
+        for i, model in enumerate(models):
+            start = time.perf_counter()
+            model.fit(data, verbose=0)
+            best[i] = min(best[i], time.perf_counter() - start)
+    return best
 
 
 def _traced(model: keras.Model, folder: Path) -> list[tuple[str, float, float]]:
@@ -99,13 +112,13 @@ def _traced(model: keras.Model, folder: Path) -> list[tuple[str, float, float]]:
 
 
 def test_faster_where_look_up_and_compute_take_equal_time() -> None:
-    without, ahead = _seconds(_model(False)), _seconds(_model(True))
+    without, ahead = _seconds([_model(False), _model(True)])
     assert without >= 2 * STEPS * WAIT
     assert without / ahead >= 1.3, (without, ahead)
 
 
 def test_next_rows_are_there_before_a_step_has_computed(tmp_path: Path) -> None:
-    model = _model(True, seconds=WAIT / 4)
+    model = _model(True, seconds=(WAIT / 4, 4 * WAIT))
     model.fit(_data(), verbose=0)
     trace = _traced(model, tmp_path)
 
@@ -118,9 +131,10 @@ def test_next_rows_are_there_before_a_step_has_computed(tmp_path: Path) -> None:
     again, resent = times("fetched_rows", ":ResourceGather"), times("fetched_rows", ":_Send")
     # The first look-up is that of the first batch; in the last step there is nothing to look up.
     assert [len(computing), len(looked_up), len(written)] == [STEPS, STEPS + 1, STEPS]
-    for n, (begin, end) in enumerate(computing[:-1]):
-        assert begin < looked_up[n + 1][0] < end
-        assert any(begin < a < b < end for a, b in sent)
+    for n, (_, end) in enumerate(computing[:-1]):
+        begin = written[n - 1][1] if n else looked_up[0][1]
+        assert begin <= looked_up[n + 1][0] < end
+        assert any(begin <= a < b < end for a, b in sent)
         assert end <= written[n][0] < written[n][1] <= again[n][0]
         assert any(again[n][1] <= a < computing[n + 1][0] for a, b in resent)
 
@@ -154,7 +168,7 @@ def test_sparse_inputs_are_refused() -> None:
 
 def test_single_batches_and_what_is_declared(tmp_path: Path) -> None:
     """A batch alone has no next one; a file keeps the declaration; the plan says it."""
-    model = _model(True, seconds=0)
+    model = _model(True, seconds=(0, 0))
     model.train_on_batch(*next(iter(_data())))
     assert "table 'table' is looked up a step ahead in fit" in model.plan().notes
     assert keras.layers.deserialize(keras.layers.serialize(model.get_layer("table"))).prefetch
