@@ -11,13 +11,17 @@ import keras
 import tensorflow as tf
 
 
+class SummedRows(tf.IndexedSlices):
+    """A gradient in which each row is known to stand once."""
+
+
 def rows_summed(gradient: Any) -> Any:
     """A gradient in which each row stands once; as it is if it is not made of rows."""
-    if not isinstance(gradient, tf.IndexedSlices):
+    if not isinstance(gradient, tf.IndexedSlices) or isinstance(gradient, SummedRows):
         return gradient
     indices, where = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, where, tf.size(indices))
-    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+    return SummedRows(values, indices, gradient.dense_shape)
 
 
 def values_of(gradient: Any) -> Any:
@@ -29,7 +33,7 @@ def with_values(gradient: Any, values: Any) -> Any:
     """A gradient, with other values of its rows if it is made of rows."""
     if not isinstance(gradient, tf.IndexedSlices):
         return values
-    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return type(gradient)(values, gradient.indices, gradient.dense_shape)
 
 
 class Lazy(keras.optimizers.Optimizer):

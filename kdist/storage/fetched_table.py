@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kdist._compat import keras_trainer
+from kdist.layers.lazy import SummedRows
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Placement, coordinate_of
 from kdist.storage.variables import Stored
@@ -302,7 +303,7 @@ class FetchedTable(Stored):
         with tf.device(self.device((s, k))):
             size = tf.size(one.unique)
             values = tf.math.unsorted_segment_sum(gradient, one.positions, size)
-        return tf.IndexedSlices(values, one.unique, shape)
+        return SummedRows(values, one.unique, shape)
 
     def read_whole(self) -> ValueError:
         """What is wrong with a program that reads the table itself."""

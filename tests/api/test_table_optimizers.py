@@ -10,6 +10,7 @@ from typing import Any
 
 import kdist
 from kdist.api.parallelize import attached
+from kdist.graphs import executed
 from kdist.layers import DistributedEmbedding, FeatureConfig, TableConfig
 from kdist.layers.lazy import LazyAdagrad, LazyAdam
 
@@ -104,6 +105,20 @@ def test_rows_nobody_looked_up_stay(float64: None) -> None:
     looked_up = np.unique([x["user"] for x, _ in data()])
     changed = np.unique(np.nonzero(before != after)[0])
     np.testing.assert_array_equal(changed, looked_up)
+
+
+@pytest.mark.parametrize(("replicas", "sums"), [(1, 1), (2, 3)])
+def test_rows_are_summed_once(replicas: int, sums: int) -> None:
+    """In each replica before they travel, and where several meet; `Unique` finds which."""
+    table = kdist.layers.HostEmbedding(ROWS, 4, name="table")
+    ids = keras.Input((3,), dtype="int32")
+    model = keras.Model(ids, keras.layers.Dense(2)(keras.layers.Flatten()(table(ids))))
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=replicas)))
+    model.compile(kdist.lazy(_O.Adam(clipvalue=1.0)), "mse")
+    x, y = np.zeros((4, 3), "int32"), np.zeros((4, 2))
+    step = executed.largest(executed.watch(lambda: model.train_on_batch(x, y)))
+    assert len(step.select("UnsortedSegmentSum")) == sums
+    assert len(step.select("Unique")) == sums
 
 
 PEAKS = """
