@@ -21,6 +21,8 @@ _GRACE_SECONDS = 5.0
 """After a failure, for the program to hear of it where it waits; then the process ends."""
 _REASON_SECONDS = 2.0
 """An operation may fail before it shows that a process ended."""
+_LATE_SECONDS = 5.0
+"""After a failure at the start, for those that come a little later to hear why."""
 _EXIT = 1
 
 
@@ -41,6 +43,7 @@ class Controller:
         self.addresses: list[str] = []
         self._peers: dict[int, Channel] = {}
         self._said: dict[int, dict[str, Any]] = {}
+        self._refused: set[int] = set()
         self._changed = threading.Condition()
         self._failure: PeerError | None = None
         self._failed = threading.Event()
@@ -80,6 +83,10 @@ class Controller:
                 if left <= 0:
                     break
                 self._changed.wait(left)
+            if self._failure is not None:
+                late = {*others} - {*self._said, *self._failure.peers}
+                left = min(max(end - time.monotonic(), 0.0), _LATE_SECONDS)
+                self._changed.wait_for(lambda: late <= self._refused, left)
         missing = [k for k in others if k not in self._said]
         if self._failure is None and missing:
             self._give_up(
@@ -160,6 +167,8 @@ class Controller:
                     "or number them otherwise."
                 )
             if self._failure is not None:
+                self._refused.add(process)
+                self._changed.notify_all()
                 return str(self._failure)
             self._said[process], self._peers[process] = said, channel
             self._changed.notify_all()

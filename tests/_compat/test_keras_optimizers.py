@@ -50,6 +50,18 @@ def test_fixed_learning_rate_leaves_a_schedule_alone():
         assert optimizer._learning_rate is schedule
 
 
+def test_carry_decay_rules():
+    optimizer = keras.optimizers.AdamW(weight_decay=0.5)
+    bias = keras.Variable(1.0, name="bias")
+    optimizer.exclude_from_weight_decay([bias], ["gamma"])
+    config = optimizer.get_config()
+    assert keras.optimizers.AdamW.from_config(config)._use_weight_decay(bias), "configs carry it"
+    copy = keras.optimizers.AdamW.from_config(config)
+    keras_optimizers.carry_decay_rules(copy, optimizer)
+    gamma, kernel = (keras.Variable(1.0, name=name) for name in ("gamma", "kernel"))
+    assert [copy._use_weight_decay(one) for one in (bias, gamma, kernel)] == [False, False, True]
+
+
 def test_steps_through():
     optimizer = keras.optimizers.SGD(0.5)
     variables = [keras.Variable(1.0), keras.Variable(2.0)]

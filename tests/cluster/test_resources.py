@@ -58,8 +58,11 @@ def test_process_1_runs_out_of_memory(tmp_path: Path) -> None:
     assert "bad_alloc" in all_[1].text or "OOM" in all_[1].text
 
 
-def test_process_1_ends_before_it_is_ready() -> None:
-    with program("ends_early", 3) as all_:
+def test_process_1_ends_before_it_is_ready(tmp_path: Path) -> None:
+    """Process 2, which comes a little later, hears of it too."""
+    with program("ends_early", 3, TEST_FOLDER=str(tmp_path)) as all_:
+        all_[2].until("serves")
+        (tmp_path / "end").touch()
         assert [all_[k].ends() for k in (0, 2)] == [1, 1]
     for survivor in (all_[0], all_[2]):
         assert "Process 1 of 3 came, and ended before its TensorFlow server" in survivor.text
