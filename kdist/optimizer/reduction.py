@@ -10,7 +10,9 @@ from kdist.optimizer.compressed import bucket_vectors
 from kdist.optimizer.gradients import GradientSource
 from kdist.optimizer.update_jobs import Jobs
 from kdist.plan.bucket import Bucket
+from kdist.sharding.placement import Coordinate
 from kdist.storage.row_views import RowsBacking
+from kdist.storage.transfer import apart
 from kdist.storage.variables import backing_of
 
 import tensorflow as tf
@@ -28,6 +30,7 @@ class Reduction:
         sums: By number of the optimizer, what accumulates the gradients of its other variables
             where they are made; as soon as they are complete.
         compress: Whether gradients travel compressed, where that was asked for.
+        frees: Whether gradients are to be freed once they are summed.
 
     Attributes:
         gradients: Number of the job -> what its variable is updated with.
@@ -43,7 +46,9 @@ class Reduction:
         scale: Any,
         sums: Mapping[int, LocalSums] | None = None,
         compress: bool = True,
+        frees: bool = False,
     ) -> None:
+        self._frees = frees
         self.jobs, self.given = jobs, source
         self.connected, self.live = set(connected), set(live)
         self.sums = dict(sums or {})
@@ -106,6 +111,8 @@ class Reduction:
 
     def _sum_bucket(self, bucket: Bucket) -> list[Any]:
         vectors = bucket_vectors(bucket, self.source, self.jobs.topology)
+        if self._frees and len(bucket.owners) > 1:
+            vectors = list(map(self._apart, bucket.owners, vectors))
         for at, units, vector in zip(bucket.owners, bucket.units, vectors):
             if bucket.flat:
                 self.gradients[self.jobs.of[units[0]]] = vector
@@ -119,5 +126,13 @@ class Reduction:
         job = self.jobs.jobs[number]
         with tf.device(self.jobs.device(job.owner)):
             unit = self.jobs.units[job.units[0]]
-            self.gradients[number] = self.source.unit(unit.variable, unit)
-        return self.gradients[number]
+            found = self.source.unit(unit.variable, unit)
+        if self._frees and unit.rows is not None and not isinstance(found, tf.IndexedSlices):
+            found = self._apart(job.owner, found)
+        self.gradients[number] = found
+        return found
+
+    def _apart(self, owner: Coordinate, total: Any) -> Any:
+        """A sum of parts of gradients, which does not hold on to a whole gradient."""
+        with tf.device(self.jobs.device(owner)):
+            return apart(total)

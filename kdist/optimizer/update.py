@@ -81,7 +81,7 @@ class DistributedUpdate:
         self.row_updates = row_updates(optimizer, variables)
         near = config.level > 0 and config.state_on == "device"
         self._sum_locally = near and not config.gradient_accumulation_shard
-        # Values that leave one after the other take less memory at once.
+        # Gradients that are freed, and values that leave one after the other, take less memory.
         self._one_by_one = config.level >= 2
         self.sums: dict[int, LocalSums] = {}
         self._unfused: frozenset[int] = frozenset()
@@ -158,14 +158,19 @@ class DistributedUpdate:
         """
         live = set(connected)
         self._settle(source, live)
+        frees = self._one_by_one
         if not accumulate:
             dense = live - source.rows
-            return Reduction(self.jobs, source, live, dense, self.scale(), compress=compress)
+            return Reduction(
+                self.jobs, source, live, dense, self.scale(), compress=compress, frees=frees
+            )
         self._build_sums(live - source.rows)
         summed = {v for sums in self.sums.values() for v in sums.sums}
         # With a dynamic loss scale, it is not known yet whether the step counts.
         early = self.sums if self.loss_scale is None else {}
-        return Reduction(self.jobs, source, live, live - summed, self.scale(), early, compress)
+        return Reduction(
+            self.jobs, source, live, live - summed, self.scale(), early, compress, frees
+        )
 
     def apply(self, reduction: Reduction) -> None:
         """Updates every parameter, everywhere.

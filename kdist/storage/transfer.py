@@ -39,6 +39,15 @@ class Sent:
         return self._arrived[process]
 
 
+def apart(tensor: Any) -> Any:
+    """A tensor in memory of its own, where it is.
+
+    A sum takes over the memory of a summand that nobody else reads. Where that is a part of a
+    larger tensor, it is the memory of all of it, which stays as long as the sum does.
+    """
+    return tf.raw_ops.DeepCopy(x=tensor)
+
+
 def added(
     parts: Sequence[Any], devices: Sequence[str] | None, name: str | None = None, turn: int = 0
 ) -> Any:
