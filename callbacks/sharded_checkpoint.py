@@ -159,7 +159,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         assert self._states is not None
         if self.restored is None or within != bool(first[1]):
             return
-        parallel.prepare_training(self._position.source.example())
+        parallel.prepare("train", self._position.source.example())
         folder, manifest = self.restored.folder, self.restored.manifest
         snapshots.load(parallel.model, folder, manifest, within)
         arrays = snapshots.kept_arrays(folder, manifest)

@@ -6,27 +6,23 @@ instance; all else (saving, cloning, `get_layer`, summary) is Keras's own code o
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from kdist._compat import keras_optimizers, keras_remat, keras_trainer
+from kdist._compat import keras_trainer
 from kdist.api import mirrored_scope
-from kdist.api.fitted_model import FittedModel
-from kdist.api.table_optimizers import check_table_optimizers, with_table_optimizers
+from kdist.api.prepared_model import PreparedModel
+from kdist.api.table_optimizers import with_table_optimizers
 from kdist.cluster.joining import naming_failures
 from kdist.config.fusion import FusionConfig
 from kdist.config.parallel import ParallelConfig
 from kdist.dtensor.call import CannotExpand
 from kdist.graphs.instantiation import traced_without_collection
-from kdist.optimizer.update import DistributedUpdate
-from kdist.runtime.keras_contract import as_spec, is_built, peek, step_function
-from kdist.runtime.loss_terms import loss_terms
+from kdist.runtime.keras_contract import is_built, peek, step_function
 from kdist.runtime.mesh_step import BatchFunction
 from kdist.runtime.metrics import overrides
 from kdist.runtime.step import Step
-from kdist.storage.unborn import unborn_variables
 
 import keras
 import tensorflow as tf
@@ -112,24 +108,20 @@ def attached(model: keras.Model) -> Parallel:
     return parallel
 
 
-class Parallel(FittedModel):
+class Parallel(PreparedModel):
     """kdist's side of one model: what Keras calls, over its placed weights and its steps.
 
     Attributes:
-        batch_specs: Of (x, y, sample_weight), once trained.
         live: The analysed step, by rows of its batch; see `kdist.report.memory`.
         verified: Whether the first batch was compared with one device, if that was asked for.
-        births: Whether weights are born as parts, and who is told of others; see `kdist.scope`.
         unknown_to_optimizer: Weights that came and went since `compile`, if any did.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
         super().__init__(model, config)
-        self.batch_specs: Any = None
         self.live: dict[int, Any] = {}
         self.verified = False
         self.unknown_to_optimizer: tuple[list[str], list[str]] | None = None
-        self.births: Callable[[keras.Variable], None] | None = None
 
     def install(self) -> None:
         """Attaches to the model and replaces the methods that make its functions."""
@@ -285,7 +277,7 @@ class Parallel(FittedModel):
 
     def _function(self, kind: str, example: Any) -> Callable:
         """What Keras calls: `kind` is "train", "test" or "predict"."""
-        self._prepare(kind, example)
+        self.prepare(kind, example)
         no_batch = self.no_batch if kind == "train" else (lambda: None)
         over = self.over_inner_axes(kind)
         if over or (kind == "train" and self.looks_ahead()):
@@ -299,14 +291,6 @@ class Parallel(FittedModel):
             )
             return function.predict if kind == "predict" else function
         return step_function(kind, getattr(self.plain_step, kind), self.model, no_batch)
-
-    def prepare_training(self, example: Any) -> None:
-        """Builds what training needs, state of the optimizer included, without a batch.
-
-        Args:
-            example: The specs of one: (x,), (x, y) or (x, y, sample_weight).
-        """
-        self._prepare("train", example)
 
     def predictor(self, x: Any) -> Callable[[Any], Any]:
         """What `predict` computes, as one graph: for files, which are loaded without kdist.
@@ -323,7 +307,7 @@ class Parallel(FittedModel):
         with tf.init_scope():
             if self.layouts is not None:
                 self._take_up_weights("predict")
-            self._prepare("predict", (x,))
+            self.prepare("predict", (x,))
             if not self.over_inner_axes("predict"):
                 graph = tf.function(self.plain_step.predict, autograph=False)
                 concrete = graph.get_concrete_function((x,))
@@ -338,78 +322,6 @@ class Parallel(FittedModel):
                     f"sizes. Received: {reason}"
                 ) from reason
             return lambda x: serve(*tf.nest.flatten(x))
-
-    def _prepare(self, kind: str, example: Any) -> None:
-        """Builds what the steps share, on first use.
-
-        Args:
-            kind: "train", "test" or "predict".
-            example: A batch, or the specs of one: (x, y, sample_weight).
-        """
-        mirrored_scope.refuse_scope()
-        mirrored_scope.detach(self.model)
-        with keras_remat.taken_back(self.model):
-            self._build(kind, example)
-        if kind == "train":
-            self.batch_specs = keras.tree.map_structure(as_spec, example)
-        if kind != "predict" and self.loss_terms is None:
-            self._look_at_loss(example)
-        if self.program is None:
-            self.place()
-            self.spread_parameters()
-            self.program = self.make_program()
-        if kind != "predict" and self.whole_loss:
-            self.say_whole_loss()
-        self.study_rows(training=kind == "train")
-        if kind == "train":
-            self._make_update()
-
-    def prepare_optimizer(self) -> None:
-        """Builds the compiled optimizer, and places its state, before there is a batch.
-
-        The model is built.
-        """
-        self._build_optimizer()
-        if self.program is None:
-            self.place()
-            self.spread_parameters()
-            self.program = self.make_program()
-        self._make_update()
-
-    def _make_update(self) -> None:
-        """Makes what applies gradients, on first use."""
-        assert self.program is not None
-        if self.update is not None or not self.program.state.trainable:
-            return
-        check_table_optimizers(self.model)
-        spread = self.spread()
-        self.update = DistributedUpdate(
-            self.model.optimizer,
-            self.trainable(),
-            self.topology,
-            spread.units,
-            spread.keys,
-            self.optimizer_config,
-            self.classes(),
-            self.low_rank,
-        )
-        self.warn_without_effect()
-
-    def _build_optimizer(self) -> None:
-        """Builds the optimizer as Keras does, but that what will be views is never whole."""
-        optimizer = self.model.optimizer
-        if optimizer is not None and not optimizer.built:
-            with keras_optimizers.build_scope(optimizer), unborn_variables(lambda variable: None):
-                optimizer.build(self.model.trainable_variables)
-
-    def _look_at_loss(self, example: Any) -> None:
-        """Finds out how the compiled losses split; steps may have been made before, to predict."""
-        before = self.whole_loss
-        terms = loss_terms(self.model, keras.tree.map_structure(as_spec, example))
-        self.loss_terms = terms
-        if self.whole_loss != before:
-            self.forget_steps(self.jit_compile)
-            self.loss_terms = terms
 
     def step_for(self, example: Any) -> Step:
         """The steps behind the functions for custom loops.
@@ -433,24 +345,6 @@ class Parallel(FittedModel):
                     f"Received: model={self.model.name!r}, which has not trained yet"
                 )
             with tf.init_scope():  # maybe called while the user's own tf.function is traced
-                self._prepare("train", example)
+                self.prepare("train", example)
         over = self.over_inner_axes("train") and not self.fallbacks
         return self.mesh_step if over else self.plain_step
-
-    def _build(self, kind: str, example: Any) -> None:
-        """Creates the variables of layers, metrics, losses and the optimizer, if missing."""
-        data = keras.tree.map_structure(as_spec, example)
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        self.example_input = x
-        if not is_built(self.model):
-            with self._bearing():
-                keras_trainer.keras_backend.compute_output_spec(self.model, x)
-        if kind == "predict":
-            return
-        if not is_built(self.model) and self.whole_loss:
-            keras_trainer.build_from_loss(self.model, data)
-        self._build_optimizer()
-        keras_trainer.build_from_specs(self.model, data)
-
-    def _bearing(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.births is None else unborn_variables(self.births)

@@ -10,8 +10,9 @@ from kdist.config.optimizer import OptimizerConfig
 from kdist.config.pipeline import PipelineConfig
 from kdist.config.recompute import RecomputeConfig
 from kdist.config.whole_batch import GLOBAL
+from kdist.sharding.axes import PIPE_NAME
 from kdist.sharding.layout import read_layout_map
-from kdist.sharding.mesh import PIPE_NAME, Topology
+from kdist.sharding.mesh import Topology
 
 import keras
 

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from kdist._compat import keras_models
 from kdist.config.settings import Setting, check_not_placed
-from kdist.sharding.mesh import PIPE_NAME, Topology
+from kdist.sharding.axes import PIPE_NAME
+from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import TableSplit
 
 import keras

@@ -9,7 +9,7 @@ from kdist.config.without_effect import WithoutEffect, uncut_dim
 from kdist.dtensor import relayout, sizes
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.program.batch import leading
-from kdist.program.program import ModelState
+from kdist.program.model_state import ModelState
 from kdist.program.state import replica_seed
 from kdist.sharding.dims import inner_dims
 from kdist.sharding.mesh import Topology

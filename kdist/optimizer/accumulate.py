@@ -12,7 +12,8 @@ from typing import Any
 
 from kdist._compat import keras_optimizers
 from kdist.optimizer.gradients import GradientSource
-from kdist.sharding.placement import Coordinate, UpdateUnit, covers, relative
+from kdist.sharding.owners import UpdateUnit
+from kdist.sharding.placement import Coordinate, covers, relative
 from kdist.storage.parts import whole_of
 from kdist.storage.variables import Stored, become_view, make_local
 

@@ -15,7 +15,8 @@ from typing import Any
 from kdist._compat import keras_trainer
 from kdist.optimizer.update_jobs import Jobs
 from kdist.plan.bucket import Bucket, flat, shards_at, unflat
-from kdist.sharding.placement import Coordinate, UpdateUnit
+from kdist.sharding.owners import UpdateUnit
+from kdist.sharding.placement import Coordinate
 from kdist.storage.transfer import Sent
 
 import keras

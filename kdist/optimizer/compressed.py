@@ -17,7 +17,8 @@ from kdist.optimizer.low_rank import LowRankState
 from kdist.plan.bucket import Bucket, flat, unflat
 from kdist.plan.exchange import Exchange, is_low_rank
 from kdist.sharding.mesh import Topology
-from kdist.sharding.placement import Coordinate, Placement, UpdateUnit, relative
+from kdist.sharding.owners import UpdateUnit
+from kdist.sharding.placement import Coordinate, Placement, relative
 from kdist.storage.variables import assemble
 
 import tensorflow as tf

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 from kdist.plan.bucket import Bucket
 from kdist.sharding.mesh import Topology
-from kdist.sharding.placement import Coordinate, UpdateUnit
+from kdist.sharding.owners import UpdateUnit
+from kdist.sharding.placement import Coordinate
 from kdist.storage.transfer import added
 
 import tensorflow as tf

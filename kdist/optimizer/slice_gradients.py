@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist.optimizer.gradients import REDUCE
+from kdist.sharding.owners import UpdateUnit
 from kdist.sharding.placement import (
     Coordinate,
     Index,
     Placement,
-    UpdateUnit,
     covers,
     relative,
     shape_of,

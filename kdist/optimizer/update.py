@@ -26,7 +26,8 @@ from kdist.optimizer.reduction import Reduction
 from kdist.optimizer.update_jobs import Jobs
 from kdist.optimizer.wrappers import row_updates, unwrap, whole_updates
 from kdist.sharding.mesh import Topology
-from kdist.sharding.placement import Coordinate, UpdateUnit
+from kdist.sharding.owners import UpdateUnit
+from kdist.sharding.placement import Coordinate
 from kdist.storage.row_views import RowsBacking
 from kdist.storage.sparse import is_sparse
 from kdist.storage.variables import Stored, backing_of

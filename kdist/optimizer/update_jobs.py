@@ -17,11 +17,11 @@ from kdist.optimizer.shared_steps import SharedSteps
 from kdist.plan.bucket import Bucket, flat_view, make_buckets, unflat
 from kdist.plan.exchange import Exchange, make_exchanges
 from kdist.sharding.mesh import Topology
+from kdist.sharding.owners import UpdateUnit
 from kdist.sharding.placement import (
     Coordinate,
     Index,
     Placement,
-    UpdateUnit,
     covers,
     relative,
     shape_of,

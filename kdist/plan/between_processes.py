@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from kdist.display.tables import readable
 from kdist.plan.bucket import values_from_host
 from kdist.sharding.mesh import Topology
-from kdist.sharding.placement import Coordinate, Placement, UpdateUnit
+from kdist.sharding.owners import UpdateUnit
+from kdist.sharding.placement import Coordinate, Placement
 from kdist.storage.transfer import process_of
 
 import numpy as np

@@ -23,7 +23,8 @@ from typing import Any
 
 from kdist._compat import keras_trainer
 from kdist.sharding.mesh import HOST
-from kdist.sharding.placement import Coordinate, Placement, Shard, UpdateUnit, covers, shape_of
+from kdist.sharding.owners import UpdateUnit
+from kdist.sharding.placement import Coordinate, Placement, Shard, covers, shape_of
 from kdist.storage.row_views import RowsBacking
 from kdist.storage.variables import become_view, make_local
 

@@ -22,7 +22,8 @@ from typing import Literal
 
 from kdist.config.compression import Compressor, PowerSGD, matrix_shape
 from kdist.plan.bucket import Bucket
-from kdist.sharding.placement import Coordinate, Group, Placement, UpdateUnit, shape_of
+from kdist.sharding.owners import UpdateUnit
+from kdist.sharding.placement import Coordinate, Group, Placement, shape_of
 
 How = Literal["all", "scatter", "one"]
 Sent = dict[str, list[tuple[int, int]]]

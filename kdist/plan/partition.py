@@ -16,7 +16,8 @@ from kdist.plan.exchange import Exchange, check_replicas, make_exchanges, on_eve
 from kdist.sharding.dims import axes_of
 from kdist.sharding.layout import WeightLayout
 from kdist.sharding.mesh import HOST, Topology
-from kdist.sharding.placement import Placement, UpdateUnit, assign_owners, place
+from kdist.sharding.owners import UpdateUnit, assign_owners
+from kdist.sharding.placement import Placement, place
 
 How = Literal["slice", "parameter", "whole"]
 Fuse = Callable[[Sequence[Placement]], Sequence[Hashable | None]]

@@ -22,7 +22,8 @@ from kdist.plan.plan_summary import print_plan
 from kdist.plan.split_traffic import SplitTraffic, split_traffic
 from kdist.plan.table_traffic import HostTraffic, TableTraffic, host_traffic, table_traffic
 from kdist.sharding.mesh import HOST, Topology
-from kdist.sharding.placement import Coordinate, Placement, UpdateUnit
+from kdist.sharding.owners import UpdateUnit
+from kdist.sharding.placement import Coordinate, Placement
 from kdist.storage.sparse import LookUp
 
 from rich.console import Console

@@ -12,7 +12,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from kdist.sharding.mesh import HOST
-from kdist.sharding.placement import Placement, UpdateUnit
+from kdist.sharding.owners import UpdateUnit
+from kdist.sharding.placement import Placement
 from kdist.storage.sparse import LookUp
 
 

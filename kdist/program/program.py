@@ -19,63 +19,13 @@ from kdist.program.fetched_tables import FetchedTables, LookedUp, TableRows
 from kdist.program.forward_scope import ForwardScope
 from kdist.program.loss import CountedLoss, SharedLoss, TermKind, added_parts, term_kinds
 from kdist.program.loss_parts import collected, penalty_name
+from kdist.program.model_state import ModelState
 from kdist.storage import sparse
 from kdist.storage.variables import backing_of
 
 import keras
 import tensorflow as tf
 from keras import ops
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelState:
-    """The variables of a model, by what happens to them in a step.
-
-    Attributes:
-        trainable: Updated by the optimizer from gradients.
-        fixed: Other weights: frozen ones, and statistics that the forward pass may update.
-        seeds: States of seed generators; of the one for operations without a seed too, once used.
-        metrics: Variables of metrics that layers or the model own.
-    """
-
-    trainable: tuple[keras.Variable, ...]
-    fixed: tuple[keras.Variable, ...]
-    seeds: tuple[keras.Variable, ...]
-    metrics: tuple[keras.Variable, ...]
-
-    @classmethod
-    def of(cls, model: keras.Model) -> ModelState:
-        """Sorts the variables of a built model."""
-        trainable = model.trainable_variables
-        known = {id(v) for v in trainable}
-        weights = {id(v) for v in model.weights}
-        fixed: list[keras.Variable] = []
-        seeds: list[keras.Variable] = []
-        for v in model.variables:
-            if id(v) not in known:
-                known.add(id(v))
-                (fixed if id(v) in weights else seeds).append(v)
-        unseeded = keras_trainer.unseeded_generator()
-        if unseeded is not None and id(unseeded) not in known:
-            seeds.append(unseeded)
-        metrics: list[keras.Variable] = []
-        for metric in model.metrics:
-            own = (keras_trainer.loss_tracker(model), keras_trainer.compiled_metrics(model))
-            if metric in own or metric in keras_trainer.loss_trackers(model):
-                continue
-            metrics.extend(v for v in metric.variables if id(v) not in known)
-            known.update(id(v) for v in metric.variables)
-        return cls(tuple(trainable), tuple(fixed), tuple(seeds), tuple(metrics))
-
-    @property
-    def written(self) -> tuple[keras.Variable, ...]:
-        """All that a forward pass may write: `carried`, then the trainable variables."""
-        return self.carried + self.trainable
-
-    @property
-    def carried(self) -> tuple[keras.Variable, ...]:
-        """Non-trainable state in the order in which programs take and return it."""
-        return self.fixed + self.seeds + self.metrics
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kdist.program.batch import SplitBatch
-from kdist.program.program import ModelState
+from kdist.program.model_state import ModelState
 from kdist.storage.variables import stored
 
 import keras

@@ -13,7 +13,8 @@ from kdist.optimizer.gather import Gatherer
 from kdist.optimizer.reduction import Reduction
 from kdist.optimizer.update_jobs import Jobs
 from kdist.sharding.mesh import Topology
-from kdist.sharding.placement import Coordinate, UpdateUnit, relative
+from kdist.sharding.owners import UpdateUnit
+from kdist.sharding.placement import Coordinate, relative
 from kdist.storage.parts import whole_of
 from kdist.storage.variables import Stored
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kdist._compat import dtensor_internals, run_metadata
-from kdist.dtensor.stitching import PREFIX
+from kdist.dtensor.copies import PREFIX
 from kdist.graphs.chunks import node_of
 from kdist.graphs.executed import importable, imported
 from kdist.graphs.live_tensors import RECEIVES, LiveTensors, Op, Output

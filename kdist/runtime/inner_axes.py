@@ -25,7 +25,7 @@ from kdist.dtensor.program_layouts import laid_out, like, loss_view, whole_in_pr
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.dtensor.stitching import Stitcher
 from kdist.optimizer.slice_gradients import SliceGradients
-from kdist.program.program import ModelState
+from kdist.program.model_state import ModelState
 from kdist.runtime.recomputing import all_again
 from kdist.stages.functions import StageFunctions
 from kdist.stages.penalties import penalty_function

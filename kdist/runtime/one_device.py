@@ -15,7 +15,7 @@ from kdist.dtensor.sharded import Sharded
 from kdist.dtensor.stitching import Stitcher
 from kdist.dtensor.traced import as_program
 from kdist.optimizer.slice_gradients import SliceGradients
-from kdist.program.program import ModelState
+from kdist.program.model_state import ModelState
 from kdist.program.state import replica_seed
 from kdist.program.vjp import as_node
 from kdist.runtime.recomputing import all_again

@@ -26,7 +26,8 @@ from kdist.program.training_pass import TrainingPass
 from kdist.runtime import metrics
 from kdist.runtime.plain_runner import Begin
 from kdist.sharding.mesh import Topology
-from kdist.sharding.placement import Coordinate, UpdateUnit
+from kdist.sharding.owners import UpdateUnit
+from kdist.sharding.placement import Coordinate
 from kdist.storage.sparse import is_sparse
 from kdist.storage.variables import Stored
 

@@ -8,7 +8,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kdist.sharding.mesh import PIPE_NAME, Topology
+from kdist.sharding.axes import PIPE_NAME
+from kdist.sharding.mesh import Topology
 
 Dim = None | str | tuple[str, ...]
 Dims = tuple[Dim, ...]

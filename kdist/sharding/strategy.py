@@ -8,8 +8,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from kdist.sharding.axes import PIPE_NAME
 from kdist.sharding.dims import Dims, axes_of, clean_dims, collapse, named_dims
-from kdist.sharding.mesh import PIPE_NAME, Topology
+from kdist.sharding.mesh import Topology
 
 Strategy = tuple[None | str | int | tuple[str, ...], ...]
 

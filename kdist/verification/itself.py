@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kdist.api.parallelize import Parallel, attached
-from kdist.program.program import ModelState
+from kdist.program.model_state import ModelState
 from kdist.verification.calm import calm
 from kdist.verification.observe import (
     as_array,

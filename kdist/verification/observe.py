@@ -11,7 +11,7 @@ from kdist._compat import keras_models, keras_trainer
 from kdist.api.custom_loop import training_pass
 from kdist.api.parallelize import attached
 from kdist.program.loss_parts import added_up, compute_loss
-from kdist.program.program import ModelState
+from kdist.program.model_state import ModelState
 from kdist.runtime.metrics import overrides
 from kdist.verification.observed import Arrays, Observed
 

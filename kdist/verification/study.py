@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from kdist import rows
 from kdist._compat import keras_models, keras_twins
 from kdist.program.batch import part_bounds
-from kdist.program.program import ModelState
+from kdist.program.model_state import ModelState
 from kdist.program.state import replica_seed
 from kdist.verification.calm import always_random, random_layers
 from kdist.verification.observe import as_array, call_for_training

@@ -8,7 +8,8 @@ import kdist
 from kdist.plan.bucket import Bucket, FlatRows, Piece, flat_view, make_buckets
 from kdist.sharding.layout import WeightLayout
 from kdist.sharding.mesh import Topology
-from kdist.sharding.placement import Placement, assign_owners, place
+from kdist.sharding.owners import assign_owners
+from kdist.sharding.placement import Placement, place
 from kdist.storage.row_views import Rows
 
 import keras

@@ -13,7 +13,8 @@ from kdist.graphs import executed
 from kdist.plan.exchange import Exchange, How, make_exchanges, on_every_slice
 from kdist.sharding.layout import WeightLayout
 from kdist.sharding.mesh import Topology
-from kdist.sharding.placement import UpdateUnit, assign_owners, place
+from kdist.sharding.owners import UpdateUnit, assign_owners
+from kdist.sharding.placement import place
 
 import keras
 import numpy as np

@@ -14,7 +14,8 @@ from kdist.plan.plan import Plan, Traffic, inner_parts, make_plan
 from kdist.sharding.device import Device
 from kdist.sharding.layout import WeightLayout
 from kdist.sharding.mesh import Topology
-from kdist.sharding.placement import Placement, assign_owners, place
+from kdist.sharding.owners import assign_owners
+from kdist.sharding.placement import Placement, place
 
 import keras
 import numpy as np

@@ -56,7 +56,7 @@ def prepared(
     model = kdist.parallelize(make() if make else build(layers), config)
     model.compile("adam", "mse")
     batch = np.zeros((ROWS, WIDTH), np.float32)
-    attached(model)._prepare("train", (batch, batch, None))
+    attached(model).prepare("train", (batch, batch, None))
     return model
 
 

@@ -325,7 +325,7 @@ def test_what_cannot_be_read_is_said(options: dict[str, Any], reason: str) -> No
     model.compile("sgd", "mse", **options)
     if options:
         batch = np.zeros((ROWS, WIDTH), np.float32)
-        attached(model)._prepare("train", (batch, batch, None))
+        attached(model).prepare("train", (batch, batch, None))
     inspection = kdist.inspect(model)
     assert reason in inspection.not_analysed
     assert {m.gradients for m in inspection.memory} == {None}

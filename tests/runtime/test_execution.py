@@ -75,7 +75,7 @@ def test_only_neighbours_talk(replicas: int) -> None:
     stages, micro = 3, 4
     model = kdist.PipelineModel(chain(), stages, micro, data=replicas)
     model.compile("sgd", "mse")
-    attached(model)._prepare("train", data())
+    attached(model).prepare("train", data())
     step = largest(watch(lambda: model.train_on_batch(*data())))
     device = {f"/device:CPU:{i}": divmod(i, replicas) for i in range(stages * replicas)}
     sent: Counter[tuple[str, int, int]] = Counter()
@@ -100,7 +100,7 @@ def test_only_neighbours_talk(replicas: int) -> None:
 def test_level_3_gathers_once_a_step_as_planned(keep: bool) -> None:
     config = kdist.OptimizerConfig(level=3, threshold_kb=0, keep_gathered=keep)
     model = pipelined("1f1b", data=2, optimizer=config)
-    attached(model)._prepare("train", data())
+    attached(model).prepare("train", data())
     step = largest(watch(lambda: model.train_on_batch(*data())))
     sent = [t.nbytes for t in step.transfers if gathered(t)]
     (planned,) = [row for row in model.plan().traffic() if row.what == "gather"]
@@ -133,7 +133,7 @@ def test_level_3_gathers_a_chunk_s_parameters_each_time_as_planned(
     )
     model = kdist.parallelize(chain(), config)
     model.compile("sgd", "mse")
-    attached(model)._prepare("train", data())
+    attached(model).prepare("train", data())
     step = largest(watch(lambda: model.train_on_batch(*data())))
     sent = [t.nbytes for t in step.transfers if gathered(t)]
     plan = model.plan()
@@ -158,7 +158,7 @@ def gathered(sent: Any) -> bool:
 def test_every_stage_computes_on_its_device_with_its_weights() -> None:
     model = kdist.PipelineModel(chain(), 4, 2)
     model.compile("adam", "mse")
-    attached(model)._prepare("train", data())
+    attached(model).prepare("train", data())
     step = largest(watch(lambda: model.train_on_batch(*data())))
     products = Counter(n.device for n in step.select(PRODUCTS))
     assert set(products) == {f"/device:CPU:{i}" for i in range(4)}
@@ -175,7 +175,7 @@ def test_zero_bubble_computes_each_gradient_once() -> None:
     counts = []
     for schedule in ("1f1b", "zero_bubble"):
         model = pipelined(schedule)
-        attached(model)._prepare("train", data())
+        attached(model).prepare("train", data())
         step = largest(watch(lambda model=model: model.train_on_batch(*data())))
         counts.append(Counter(n.device for n in step.select(PRODUCTS)))
     assert counts[0] == counts[1]

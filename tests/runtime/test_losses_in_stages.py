@@ -34,7 +34,7 @@ def test_a_loss_over_the_whole_batch_runs_all_forwards_once_and_first() -> None:
     for make in (chain, own):
         model = kdist.PipelineModel(make(4), 2, 4, data=2)
         model.compile("sgd", "mse")
-        attached(model)._prepare("train", data())
+        attached(model).prepare("train", data())
         step = largest(watch(lambda model=model: model.train_on_batch(*data())))
         products.append(Counter(n.device for n in step.select(PRODUCTS)))
     assert products[0] == products[1]
@@ -62,7 +62,7 @@ def test_stages_stay_cut_under_a_loss_over_the_whole_batch() -> None:
         )
         model = kdist.parallelize(make(4), config)
         model.compile("sgd", "mse")
-        attached(model)._prepare("train", data())
+        attached(model).prepare("train", data())
         step = largest(watch(lambda model=model: model.train_on_batch(*data())))
         products.append(Counter(n.device for n in step.select(PRODUCTS)))
         collectives.append(Counter((c.kind, c.shape) for c in kdist.inspect(model).collectives))

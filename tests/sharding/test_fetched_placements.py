@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import kdist
 from kdist.sharding.mesh import HOST, Topology
-from kdist.sharding.placement import TableSplit, assign_owners, place_on_host, place_split
+from kdist.sharding.owners import assign_owners
+from kdist.sharding.placement import TableSplit, place_on_host, place_split
 
 import pytest
 

@@ -1,7 +1,8 @@
 import math
 
+from kdist.sharding.axes import check_inner_axes_local
 from kdist.sharding.device import Device
-from kdist.sharding.mesh import Slice, Topology, check_inner_axes_local, mesh
+from kdist.sharding.mesh import Slice, Topology, mesh
 
 import hypothesis
 import keras

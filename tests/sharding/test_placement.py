@@ -9,9 +9,9 @@ from typing import Any
 import kdist
 from kdist.sharding.layout import resolve_layouts
 from kdist.sharding.mesh import Topology
+from kdist.sharding.owners import assign_owners
 from kdist.sharding.placement import (
     Placement,
-    assign_owners,
     coordinate_of,
     covers,
     place,

@@ -154,7 +154,7 @@ DTYPES = ("float32", "mixed_float16", "mixed_bfloat16", "float16")
 def test_a_chain_is_accepted_in_every_dtype(build: Callable[[], keras.Model], dtype: str) -> None:
     keras.config.set_dtype_policy(dtype)
     model = compiled(build(), 2)
-    attached(model)._prepare("test", data(model))
+    attached(model).prepare("test", data(model))
     assert attached(model).staged is not None
 
 

@@ -1,0 +1,123 @@
+"""Preparation of a model: its variables, its placed weights, its programs, its update."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from kdist._compat import keras_optimizers, keras_remat, keras_trainer
+from kdist.api import mirrored_scope
+from kdist.api.fitted_model import FittedModel
+from kdist.api.table_optimizers import check_table_optimizers
+from kdist.config.parallel import ParallelConfig
+from kdist.optimizer.update import DistributedUpdate
+from kdist.runtime.keras_contract import as_spec, is_built
+from kdist.runtime.loss_terms import loss_terms
+from kdist.storage.unborn import unborn_variables
+
+import keras
+
+
+class PreparedModel(FittedModel):
+    """What steps need, made once, from the specs of a first batch.
+
+    Attributes:
+        batch_specs: Of (x, y, sample_weight), once trained.
+        births: Whether weights are born as parts, and who is told of others; see `kdist.scope`.
+    """
+
+    def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
+        super().__init__(model, config)
+        self.batch_specs: Any = None
+        self.births: Callable[[keras.Variable], None] | None = None
+
+    def prepare(self, kind: str, example: Any) -> None:
+        """Builds what the steps share, state of the optimizer included, on first use.
+
+        Args:
+            kind: "train", "test" or "predict".
+            example: A batch, or the specs of one: (x, y, sample_weight).
+        """
+        mirrored_scope.refuse_scope()
+        mirrored_scope.detach(self.model)
+        with keras_remat.taken_back(self.model):
+            self._build(kind, example)
+        if kind == "train":
+            self.batch_specs = keras.tree.map_structure(as_spec, example)
+        if kind != "predict" and self.loss_terms is None:
+            self._look_at_loss(example)
+        if self.program is None:
+            self.place()
+            self.spread_parameters()
+            self.program = self.make_program()
+        if kind != "predict" and self.whole_loss:
+            self.say_whole_loss()
+        self.study_rows(training=kind == "train")
+        if kind == "train":
+            self._make_update()
+
+    def prepare_optimizer(self) -> None:
+        """Builds the compiled optimizer, and places its state, before there is a batch.
+
+        The model is built.
+        """
+        self._build_optimizer()
+        if self.program is None:
+            self.place()
+            self.spread_parameters()
+            self.program = self.make_program()
+        self._make_update()
+
+    def _make_update(self) -> None:
+        """Makes what applies gradients, on first use."""
+        assert self.program is not None
+        if self.update is not None or not self.program.state.trainable:
+            return
+        check_table_optimizers(self.model)
+        spread = self.spread()
+        self.update = DistributedUpdate(
+            self.model.optimizer,
+            self.trainable(),
+            self.topology,
+            spread.units,
+            spread.keys,
+            self.optimizer_config,
+            self.classes(),
+            self.low_rank,
+        )
+        self.warn_without_effect()
+
+    def _build_optimizer(self) -> None:
+        """Builds the optimizer as Keras does, but that what will be views is never whole."""
+        optimizer = self.model.optimizer
+        if optimizer is not None and not optimizer.built:
+            with keras_optimizers.build_scope(optimizer), unborn_variables(lambda variable: None):
+                optimizer.build(self.model.trainable_variables)
+
+    def _look_at_loss(self, example: Any) -> None:
+        """Finds out how the compiled losses split; steps may have been made before, to predict."""
+        before = self.whole_loss
+        terms = loss_terms(self.model, keras.tree.map_structure(as_spec, example))
+        self.loss_terms = terms
+        if self.whole_loss != before:
+            self.forget_steps(self.jit_compile)
+            self.loss_terms = terms
+
+    def _build(self, kind: str, example: Any) -> None:
+        """Creates the variables of layers, metrics, losses and the optimizer, if missing."""
+        data = keras.tree.map_structure(as_spec, example)
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        self.example_input = x
+        if not is_built(self.model):
+            with self._bearing():
+                keras_trainer.keras_backend.compute_output_spec(self.model, x)
+        if kind == "predict":
+            return
+        if not is_built(self.model) and self.whole_loss:
+            keras_trainer.build_from_loss(self.model, data)
+        self._build_optimizer()
+        keras_trainer.build_from_specs(self.model, data)
+
+    def _bearing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.births is None else unborn_variables(self.births)

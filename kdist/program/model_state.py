@@ -1,0 +1,60 @@
+"""The variables of a model, by what a step does with them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kdist._compat import keras_trainer
+
+import keras
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelState:
+    """The variables of a model, by what happens to them in a step.
+
+    Attributes:
+        trainable: Updated by the optimizer from gradients.
+        fixed: Other weights: frozen ones, and statistics that the forward pass may update.
+        seeds: States of seed generators; of the one for operations without a seed too, once used.
+        metrics: Variables of metrics that layers or the model own.
+    """
+
+    trainable: tuple[keras.Variable, ...]
+    fixed: tuple[keras.Variable, ...]
+    seeds: tuple[keras.Variable, ...]
+    metrics: tuple[keras.Variable, ...]
+
+    @classmethod
+    def of(cls, model: keras.Model) -> ModelState:
+        """Sorts the variables of a built model."""
+        trainable = model.trainable_variables
+        known = {id(v) for v in trainable}
+        weights = {id(v) for v in model.weights}
+        fixed: list[keras.Variable] = []
+        seeds: list[keras.Variable] = []
+        for v in model.variables:
+            if id(v) not in known:
+                known.add(id(v))
+                (fixed if id(v) in weights else seeds).append(v)
+        unseeded = keras_trainer.unseeded_generator()
+        if unseeded is not None and id(unseeded) not in known:
+            seeds.append(unseeded)
+        metrics: list[keras.Variable] = []
+        for metric in model.metrics:
+            own = (keras_trainer.loss_tracker(model), keras_trainer.compiled_metrics(model))
+            if metric in own or metric in keras_trainer.loss_trackers(model):
+                continue
+            metrics.extend(v for v in metric.variables if id(v) not in known)
+            known.update(id(v) for v in metric.variables)
+        return cls(tuple(trainable), tuple(fixed), tuple(seeds), tuple(metrics))
+
+    @property
+    def written(self) -> tuple[keras.Variable, ...]:
+        """All that a forward pass may write: `carried`, then the trainable variables."""
+        return self.carried + self.trainable
+
+    @property
+    def carried(self) -> tuple[keras.Variable, ...]:
+        """Non-trainable state in the order in which programs take and return it."""
+        return self.fixed + self.seeds + self.metrics
