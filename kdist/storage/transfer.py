@@ -45,7 +45,7 @@ def apart(tensor: Any) -> Any:
     A sum takes over the memory of a summand that nobody else reads. Where that is a part of a
     larger tensor, it is the memory of all of it, which stays as long as the sum does.
     """
-    return tf.raw_ops.DeepCopy(x=tensor)
+    return tf.raw_ops.DeepCopy(x=tensor, name="reduced")
 
 
 def added(
