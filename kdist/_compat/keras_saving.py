@@ -1,13 +1,25 @@
-"""Where Keras puts each variable in a `.weights.h5` file, found out without writing one."""
+"""Where Keras puts each variable in a `.weights.h5` file; and such files, read part by part.
+
+- `saving_lib.H5IOStore` is what Keras writes to and reads from: `places` has one that notes,
+  `mapped_files` has its `__getitem__` give arrays that are read when they are used.
+- `saving_lib.is_memory_sufficient` decides whether Keras reads all of a `.keras` file first.
+
+`tests/_compat/test_keras_saving.py` fails when one of them moves.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import h5py
 import keras
+import ml_dtypes
+import numpy as np
 from keras.src.export import export_utils
 from keras.src.saving import saving_lib
 
@@ -63,6 +75,45 @@ def _add_optimizer(recorder: _Recorder, optimizer: Any, path: str) -> None:
         recorder[str(n)] = variable
     if (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
         _add_optimizer(recorder, inner, f"{path}/inner_optimizer")
+
+
+@contextlib.contextmanager
+def mapped_files() -> Iterator[None]:
+    """Meanwhile, Keras hands layers the weights of `.h5` files as `np.memmap`, not as copies.
+
+    So what reads a part of one has that part in memory. Not for files that are compressed or in
+    memory themselves: there Keras makes a copy of each weight, one at a time.
+    """
+    maps: dict[str, np.memmap] = {}
+    own, own_check = saving_lib.H5IOStore.__getitem__, saving_lib.is_memory_sufficient
+
+    def getitem(self: Any, key: str) -> Any:
+        dataset = saving_lib.safe_get_h5_dataset(self._h5_entry_group, key)
+        mapped = _mapped(dataset, maps)
+        return own(self, key) if mapped is None else mapped
+
+    saving_lib.H5IOStore.__getitem__ = getitem
+    saving_lib.is_memory_sufficient = lambda model: False
+    try:
+        yield
+    finally:
+        saving_lib.H5IOStore.__getitem__ = own
+        saving_lib.is_memory_sufficient = own_check
+
+
+def _mapped(dataset: Any, maps: dict[str, np.memmap]) -> np.ndarray | None:
+    """What a dataset holds, mapped; None if it does not lie in a file as it is."""
+    if not isinstance(dataset, h5py.Dataset) or dataset.id.get_offset() is None:
+        return None
+    if dataset.file.driver not in ("sec2", "stdio") or not dataset.shape:
+        return None
+    path = dataset.file.filename
+    if path not in maps:
+        maps[path] = np.memmap(Path(path), np.uint8, "r")
+    start, count = dataset.id.get_offset(), dataset.id.get_storage_size()
+    marked = dataset.attrs.get("dtype") == "bfloat16"
+    dtype = np.dtype(ml_dtypes.bfloat16) if marked else dataset.dtype
+    return maps[path][start : start + count].view(dtype).reshape(dataset.shape)
 
 
 def config_and_metadata(model: keras.Model) -> tuple[str, str]:

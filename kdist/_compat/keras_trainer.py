@@ -277,6 +277,11 @@ def inferring() -> bool:
     return bool(tf.inside_function()) and in_stateless_scope()
 
 
+def is_stateless() -> bool:
+    """Whether what variables are assigned is kept by a scope, and not written."""
+    return bool(in_stateless_scope())
+
+
 @contextlib.contextmanager
 def at_once() -> Iterator[None]:
     """Meanwhile, variables can be made and written, whatever is being traced."""

@@ -1,4 +1,4 @@
-"""Keras's calls on a parallel model: `fit`, `evaluate`, `predict`, `export`."""
+"""Keras's calls on a parallel model: `fit`, `evaluate`, `predict`, `export`, `load_weights`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from kdist._compat import keras_saving
 from kdist.api.stepped_model import SteppedModel
 from kdist.cluster.joining import naming_failures
 from kdist.config.parallel import ParallelConfig
@@ -69,6 +70,11 @@ class FittedModel(SteppedModel):
         """`keras.Model.export`, with the weights gathered into plain variables meanwhile."""
         with self.whole_variables():
             return type(self.model).export(self.model, *args, **kwargs)
+
+    def load_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """`keras.Model.load_weights`; of each weight, devices read the part that they hold."""
+        with keras_saving.mapped_files():
+            return type(self.model).load_weights(self.model, *args, **kwargs)
 
     def whole_variables(self) -> AbstractContextManager[None]:
         """Meanwhile, each weight is a plain variable with its whole value."""

@@ -34,6 +34,7 @@ METHODS = (
     "make_test_function",
     "make_predict_function",
     "export",
+    "load_weights",
     "fit",
     "evaluate",
     "predict",

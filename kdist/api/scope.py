@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator
 
-from kdist._compat import keras_births, keras_models
+from kdist._compat import keras_births, keras_models, keras_saving
 from kdist.api.parallelize import attached, parallel_of, parallelize
 from kdist.config.parallel import ParallelConfig
 from kdist.storage import recipes
@@ -27,6 +27,10 @@ def scope(config: ParallelConfig) -> Iterator[None]:
     Keras's own initializers that draw once or are constant. `Orthogonal` and `Identity` make a
     whole variable, of which the parts are kept; so does an initializer of your own, at once (it is
     named if its variable is large).
+
+    Weights of `.h5` and `.keras` files that are loaded in the block, as KerasHub's `from_preset`
+    does, are read in the same way: part by part, once the parts are used. Arrays that are assigned
+    in the block wait in host memory.
 
     Args:
         config: What `kdist.parallelize` would get.
@@ -49,7 +53,11 @@ def scope(config: ParallelConfig) -> Iterator[None]:
             "A kdist.scope stands alone. Leave the scope around it out. Received: a kdist.scope "
             "within another, or within a tf.distribute strategy's scope"
         )
-    with keras_births.noted_models() as models, unborn_variables(_made_whole):
+    with (
+        keras_births.noted_models() as models,
+        unborn_variables(_made_whole),
+        keras_saving.mapped_files(),
+    ):
         yield
     inside = {id(one) for model in models for one in keras_models.layers_inside(model)}
     for model in models:

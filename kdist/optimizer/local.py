@@ -319,10 +319,11 @@ def link_slots(
     vectors = Vectors()
     for variable, parts in views.values():
         backing = SlotParts(tuple(variable.shape), _distinct(parts))
-        if unborn(variable) is not None:  # never written: it begins as its parts do
+        source = unborn(variable)
+        value = np.asarray(tf.convert_to_tensor(variable.value)) if not source else source.given
+        if value is None:  # never written: it begins as its parts do
             become_view(variable, backing, None)
             continue
-        value = np.asarray(tf.convert_to_tensor(variable.value))
         for device, index, target in backing.parts:
             values = value if index is None else value[index]
             if isinstance(target, Piece):

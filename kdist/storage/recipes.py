@@ -11,11 +11,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from kdist._compat import keras_births
-from kdist.sharding.placement import Index
+from kdist.sharding.placement import Index, shape_of
+from kdist.storage.host_arrays import aligned, as_tensor
 
 import keras
 import numpy as np
@@ -103,6 +105,64 @@ class AtOnce:
         """See `Recipe`."""
         made = tf.reshape(self.initializer(shape, dtype=dtype), [-1])
         return made[start : start + count]
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """Values that are there already.
+
+    Attributes:
+        values: In host memory, or in a file that is mapped into it.
+        file: What the file was like then; None for an array in memory.
+    """
+
+    values: np.ndarray
+    file: tuple[int, ...] | None
+    whole: bool = False
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Given:
+        """Of an array that does not change, or of `np.memmap`, which is read later."""
+        return cls(values, _state_of(values.filename) if isinstance(values, np.memmap) else None)
+
+    def block(self, shape: tuple[int, ...], dtype: str, start: int, count: int) -> Any:
+        """See `Recipe`, and `checked`."""
+        found = self.checked().reshape(-1)[start : start + count]
+        return tf.constant(found.astype(tf.as_dtype(dtype).as_numpy_dtype))
+
+    def part(self, index: Index, dtype: str) -> Any:
+        """The values in a box, in host memory; see `checked`."""
+        array = aligned(shape_of(index), dtype)
+        array[...] = self.checked()[index]
+        return as_tensor(array)
+
+    def checked(self) -> np.ndarray:
+        """The values.
+
+        Raises:
+            ValueError: The file has been written to since.
+        """
+        if self.file is not None:
+            name = self.values.filename  # type: ignore[attr-defined]
+            now = _state_of(name)
+            # Another file of that name, or none, leaves the one that is mapped as it was.
+            if now is not None and now[:2] == self.file[:2] and now != self.file:
+                raise ValueError(
+                    "A file of weights changed before the model read it: in a kdist.scope weights "
+                    "are read when their parts are first used, once it is known where they go. "
+                    "Use the model first (compile it, and call it once), or write to another file. "
+                    f"Received: file={str(name)!r}"
+                )
+        return self.values
+
+
+def _state_of(name: Any) -> tuple[int, ...] | None:
+    """The identity of a file, its size, and when it was written; None if it is gone."""
+    try:
+        found = os.stat(name)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _forward(counter: np.ndarray, steps: int) -> Any:

@@ -11,7 +11,8 @@ from typing import Any
 from kdist._compat import keras_births, keras_trainer
 from kdist._compat.keras_births import raw_dtype
 from kdist.sharding.placement import Index, relative, shape_of
-from kdist.storage.recipes import Constant, Recipe, blocks, overlap, recipe_of, values
+from kdist.storage.host_arrays import aligned, as_tensor
+from kdist.storage.recipes import Constant, Given, Recipe, blocks, overlap, recipe_of, values
 from kdist.storage.variables import Part, become_view, make_plain
 
 import keras
@@ -46,13 +47,25 @@ class Unborn:
             make_plain(self.variable, made)
         return keras_trainer.tf_variable(self.variable)
 
+    @property
+    def given(self) -> np.ndarray | None:
+        """What it was assigned, to be read part by part; None if nothing was."""
+        return self.recipe.checked() if isinstance(self.recipe, Given) else None
+
     def made(self) -> Any:
         """All values, on the device in scope."""
         value = self.recipe.block(self.shape, self.dtype, 0, math.prod(self.shape))
         return tf.reshape(value, self.shape)
 
     def assign(self, value: Any) -> None:
-        """Makes it a plain variable with a value; what it would have begun with is not made."""
+        """Takes a value, in place of what it would have begun with, which is not made.
+
+        An array waits until it is known where its parts go; a tensor is a plain variable at once.
+        """
+        if isinstance(value, np.ndarray):
+            mapped = isinstance(value, np.memmap)
+            self.recipe = Given.of(value if mapped else np.array(value, order="C"))
+            return
         with keras_trainer.at_once():
             make_plain(self.variable, tf.zeros(self.shape, self.dtype))
         self.variable.assign(value)
@@ -72,7 +85,10 @@ class Unborn:
         if isinstance(self.recipe, Constant):
             yield from (tf.fill(shape, tf.cast(self.recipe.value, self.dtype)) for shape in shapes)
             return
-        arrays = [aligned(shape, tf.as_dtype(self.dtype).as_numpy_dtype) for shape in shapes]
+        if isinstance(self.recipe, Given):
+            yield from (self.recipe.part(index, self.dtype) for index in indices)
+            return
+        arrays = [aligned(shape, self.dtype) for shape in shapes]
         for box in blocks(self.recipe, self.shape, self.dtype):
             there = [(n, overlap(box, index)) for n, index in enumerate(indices)]
             if all(both is None for _, both in there):
@@ -83,25 +99,6 @@ class Unborn:
                     arrays[n][relative(both, indices[n])] = made[relative(both, box)]
         while arrays:
             yield as_tensor(arrays.pop(0))
-
-
-ALIGNMENT = 64
-"""Bytes; TensorFlow wants tensors to begin at a multiple."""
-
-
-def as_tensor(array: np.ndarray) -> Any:
-    """A tensor that takes an array over, without a copy; the array is not used any more."""
-    bits = np.dtype(f"u{array.dtype.itemsize}")  # NumPy does not hand bfloat16 on
-    shared = tf.experimental.dlpack.from_dlpack(array.view(bits).__dlpack__())
-    return tf.bitcast(shared, tf.as_dtype(array.dtype))
-
-
-def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array to be filled."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(size + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 _born = itertools.count()

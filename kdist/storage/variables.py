@@ -15,12 +15,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kdist._compat import keras_trainer
+from kdist._compat.keras_births import raw_dtype
 from kdist._compat.keras_trainer import KEY
 from kdist.sharding.device import Device
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Index, Placement, covers
+from kdist.storage.recipes import Given
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 ATTRIBUTE = "_kdist_stored"
@@ -91,23 +94,27 @@ class Stored:
                 self._bear()
         return self._locals
 
-    def _bear(self, value: Any = None) -> None:
-        """Makes the parts, of a value or, chunk by chunk, of what the variable begins with."""
+    def _bear(self) -> None:
+        """Makes the parts of what the variable begins with, chunk by chunk."""
         assert self.unborn is not None
-        source, self.unborn = self.unborn, None
+        by_part = self._by_part()
+        with tf.device("/device:CPU:0"):
+            made = self.unborn.parts([index for index, _ in by_part])
+            for (_, holders), part in zip(by_part, made):
+                for at in holders:
+                    with tf.device(self.device(at)):
+                        self._locals[at] = make_local(self.variable, tf.identity(part))
+        self.unborn = None
+        if len(self._locals) == 1 and self.placement.is_whole:
+            become_view(self.variable, self, next(iter(self._locals.values())))
+
+    def _by_part(self) -> list[tuple[Index, list[Coordinate]]]:
+        """The different parts, each with the coordinates that hold it."""
         boxes: dict[str, tuple[Index, list[Coordinate]]] = {}
         for at in self._coordinates:
             index = self.placement.shard_at(at).index
             boxes.setdefault(repr(index), (index, []))[1].append(at)
-        indices = [index for index, _ in boxes.values()]
-        with tf.device("/device:CPU:0"):
-            parts = source.parts(indices) if value is None else (value[i] for i in indices)
-            for (_, holders), part in zip(boxes.values(), parts):
-                for at in holders:
-                    with tf.device(self.device(at)):
-                        self._locals[at] = make_local(self.variable, tf.identity(part))
-        if len(self._locals) == 1 and self.placement.is_whole:
-            become_view(self.variable, self, next(iter(self._locals.values())))
+        return list(boxes.values())
 
     @property
     def _coordinates(self) -> list[Coordinate]:
@@ -167,11 +174,19 @@ class Stored:
         return assemble(list(parts.values()))
 
     def assign(self, value: Any) -> None:
-        """Writes the whole value to every copy of every shard; each device gets its part of it."""
-        value = tf.cast(value, self.variable.dtype)
+        """Writes the whole value to every copy of every shard; each device gets its part of it.
+
+        What is mapped from a file, and comes before there are parts, is read once there are.
+        """
         if self.unborn is not None and tf.executing_eagerly():
-            self._bear(value)
+            self.unborn.assign(np.asanyarray(value))
+            if not isinstance(value, np.memmap):
+                self._bear()
             return
+        if isinstance(value, np.ndarray):
+            self._assign_parts(Given.of(value))
+            return
+        value = tf.cast(value, self.variable.dtype)
         for at, local in self.locals.items():
             index = self.placement.shard_at(at).index
             part = value if covers(index, self.placement.shape) else value[index]
@@ -180,6 +195,20 @@ class Stored:
         for device, local in self.masters:
             with tf.device(device):
                 local.assign(value)
+
+    def _assign_parts(self, values: Given) -> None:
+        """Writes values part by part: no more than one is in host memory beside the variables."""
+        dtype = raw_dtype(self.variable)
+        for index, holders in self._by_part():
+            with tf.device("/device:CPU:0"):
+                part = values.part(index, dtype)
+            for at in holders:
+                with tf.device(self.device(at)):
+                    self.locals[at].assign(tf.identity(part))
+        for device, local in self.masters:
+            whole = tuple(slice(0, n) for n in self.placement.shape)
+            with tf.device(device):
+                local.assign(values.part(whole, dtype))
 
     def stored_parts(self) -> list[Part]:
         """See `parts_of`."""
@@ -301,7 +330,7 @@ def replace(entry: Stored, placement: Placement) -> Stored:
 
 
 @functools.cache
-def _view_class(base: type) -> type:
+def _view_class(base: Any) -> type:
     """The subclass of a variable class whose instances read and write their local copies."""
 
     def value(self: Any) -> Any:
@@ -316,6 +345,14 @@ def _view_class(base: type) -> type:
             if ATTRIBUTE in self.__dict__:  # reading may have made it a plain variable
                 tensor._unique_id = self.__dict__[KEY]
         return keras_trainer.autocast(self, tensor)
+
+    def assign(self: Any, new: Any) -> Any:
+        # Keras makes a whole tensor of it, on one device; of an array each device needs its part.
+        array = isinstance(new, np.ndarray) and new.shape == tuple(self.shape)
+        if not array or not tf.executing_eagerly() or keras_trainer.is_stateless():
+            return base.assign(self, new)
+        self.__dict__[ATTRIBUTE].assign(new)
+        return new
 
     def _direct_assign(self: Any, new: Any) -> None:
         self.__dict__[ATTRIBUTE].assign(new)
@@ -338,6 +375,7 @@ def _view_class(base: type) -> type:
 
     body = {
         "value": property(value),
+        "assign": assign,
         "_direct_assign": _direct_assign,
         "_serialize_to_tensors": _serialize_to_tensors,
         "_restore_from_tensors": _restore_from_tensors,

@@ -8,6 +8,7 @@ need, over what the process has by then. Prints lines of JSON, in mebibytes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import sys
@@ -15,7 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import kdist
+from kdist._compat import keras_saving
+from kdist.storage import recipes
+from kdist.storage.variables import parts_of
 
+import h5py
 import keras
 import numpy as np
 
@@ -56,7 +61,7 @@ def trained(model: keras.Model, folder: Path) -> None:
 def touch(model: keras.Model) -> None:
     """Makes all parts."""
     for variable in model.weights:
-        kdist.storage.variables.parts_of(variable)
+        parts_of(variable)
 
 
 def size(name: str) -> int:
@@ -67,6 +72,43 @@ def size(name: str) -> int:
 def say(what: str, **more: Any) -> None:
     found = {"now": size("VmSize") >> 20, "peak": size("VmPeak") >> 20}
     print(json.dumps({"what": what, **found, **more}), flush=True)
+
+
+def loaded(does: str, folder: Path) -> None:
+    """Reads a file of one large weight, in what anonymous memory the parts and a shard take.
+
+    "inside": in the scope; "after": by a model that has its parts. "whole": as Keras reads.
+    """
+    units, path = [LARGE[1], SMALL], folder / "large.weights.h5"
+    if does == "write":
+        build(LARGE[0], units).save_weights(path)
+        return
+    model = None
+    if does == "after":
+        touch(model := born(LARGE[0], units))
+    shard = LARGE[0] * LARGE[1]
+    base = size("VmData")
+    allowed = base + (0 if model else 4 * shard) + shard + 5 * recipes.CHUNK
+    resource.setrlimit(resource.RLIMIT_DATA, (allowed, resource.RLIM_INFINITY))
+    say("limit", base=base >> 20, allowed=allowed >> 20)
+    if does == "whole":
+        keras_saving.mapped_files = contextlib.nullcontext
+    if model is None:
+        with kdist.scope(config()):
+            model = build(LARGE[0], units)
+            model.load_weights(path)
+        touch(model)
+    else:
+        model.load_weights(path)
+    say("loaded", data=size("VmData") >> 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
+    with h5py.File(path) as file:
+        for name, layer in zip(("dense", "dense_1"), model.layers):
+            stored = file[f"layers/{name}/vars/0"]
+            held = parts_of(layer.kernel)
+            assert len(held) == 4
+            assert all((stored[part.index] == part.target.numpy()).all() for part in held)
+    say("same")
 
 
 def limit(needed: int) -> None:
@@ -80,6 +122,9 @@ def limit(needed: int) -> None:
 def main(what: str, folder: Path) -> None:
     kdist.init(cpu_devices=4)
     make, does = what.split("-")
+    if make == "file":
+        loaded(does, folder)
+        return
     trained(born(SMALL, [SMALL] * LAYERS), folder / "small")
     if does == "build":
         limit(4 * LARGE[0] * LARGE[1])

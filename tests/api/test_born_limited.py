@@ -61,3 +61,13 @@ def test_a_step_a_checkpoint_and_back_within_a_quarter_more(tmp_path: Path) -> N
 def test_a_second_copy_dies_there(tmp_path: Path) -> None:
     code, lines, text = run("copied-train", tmp_path)
     assert code != 0 and after_limit(lines) != ["trained", "saved", "restored"], text
+
+
+def test_a_large_file_is_read_by_parts(tmp_path: Path) -> None:
+    """With no more memory than the parts of its largest weight, and one of them once more."""
+    assert run("file-write", tmp_path)[0] == 0
+    for where in ("inside", "after"):
+        code, lines, text = run(f"file-{where}", tmp_path)
+        assert code == 0 and after_limit(lines) == ["loaded", "same"], text
+    code, lines, text = run("file-whole", tmp_path)
+    assert code != 0 and after_limit(lines) == [], text

@@ -113,7 +113,7 @@ def test_a_file_of_weights_is_not_drawn_over(tmp_path: Path, monkeypatch) -> Non
         v.assign(v + 1)
     plain.save_weights(tmp_path / "w.weights.h5")
     model = compiled(born("level3"))
-    monkeypatch.setattr(unborn.Unborn, "parts", None)
+    monkeypatch.setattr(recipes.Draw, "block", None)
     model.load_weights(tmp_path / "w.weights.h5")
     for a, b in zip(plain.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)

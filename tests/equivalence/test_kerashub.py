@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import kdist
+from kdist.api.parallelize import attached
 
 import keras
 import numpy as np
@@ -165,3 +169,50 @@ def test_lora_trains_only_its_own_weights(name: str, engine: str) -> None:
     for path, value in frozen.items():
         np.testing.assert_array_equal(actual.weights[path], value, err_msg=path)
     assert any((actual.weights[path] != value).any() for path, value in trained.items())
+
+
+@pytest.fixture
+def converted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Elements of each array that Keras has made a tensor of, to assign it; of which variable."""
+    sizes: list[tuple[str, int]] = []
+    own = keras.Variable._convert_to_tensor
+
+    def convert(self: Any, value: Any, dtype: Any = None) -> Any:
+        sizes.append((self.path, int(np.prod(np.shape(value)))))
+        return own(self, value, dtype)
+
+    monkeypatch.setattr(keras.Variable, "_convert_to_tensor", convert)
+    return sizes
+
+
+@pytest.mark.parametrize("pieces", [None, 1e-5], ids=["one_file", "sharded_files"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_preset_fills_shards(
+    name: str, pieces: float | None, tmp_path: Path, converted: list[tuple[str, int]]
+) -> None:
+    """No weight is whole on a device, nor put together on the way there; then the task trains."""
+    plain = CASES[name].build()
+    plain.save_to_preset(tmp_path, **({} if pieces is None else {"max_shard_size": pieces}))
+    assert (len(list(tmp_path.glob("model*.h5"))) > 1) == (pieces is not None)
+    layouts = LAYOUTS.get(name, lambda mesh: ENCODER_LAYOUT)(kdist.mesh(**AXES))
+    shards = kdist.OptimizerConfig(level=3, threshold_kb=0)
+    mesh = kdist.mesh(**AXES)
+    converted.clear()
+    with kdist.scope(kdist.ParallelConfig(mesh=mesh, layout_map=layouts, optimizer=shards)):
+        model = type(plain).from_preset(str(tmp_path), preprocessor=None)
+    for one in (plain, model):
+        one.compile(keras.optimizers.SGD(0.1), CASES[name].loss("sum_over_batch_size"))
+    for entry in attached(model).entries.values():
+        for part in entry.stored_parts():
+            size = np.prod(part.target.shape)
+            assert size <= -(-np.prod(entry.variable.shape) // 2), entry.variable.path
+    weights = {v.path for v in model.trainable_variables}
+    assert not [(path, size) for path, size in converted if path in weights]
+    for a, b in zip(plain.weights, model.weights, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
+    x, y, weight = CASES[name].data(0, 8)
+    losses = [
+        one.fit(x, y, sample_weight=weight, epochs=2, shuffle=False, verbose=0).history["loss"]
+        for one in (plain, model)
+    ]
+    np.testing.assert_allclose(*losses, rtol=1e-4)

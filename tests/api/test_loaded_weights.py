@@ -1,0 +1,205 @@
+"""Weights of files go to shards part by part, in a `kdist.scope` and on a parallel model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kdist
+from kdist.api.parallelize import attached
+from kdist.storage import recipes
+
+import keras
+import numpy as np
+import pytest
+
+CUT = {".*up/kernel": (None, "model"), ".*down/kernel": ("model", None)}
+SHARDS = kdist.OptimizerConfig(level=3, threshold_kb=0)
+KINDS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "level3": ({"data": 4}, {"optimizer": SHARDS}),
+    "inner": ({"model": 4}, {"layout_map": CUT}),
+    "inner3": ({"data": 2, "model": 2}, {"layout_map": CUT, "optimizer": SHARDS}),
+}
+FILES = ("w.weights.h5", "w.weights.json", "model.keras")
+
+
+def build(seed: int = 1) -> keras.Model:
+    keras.utils.set_random_seed(seed)
+    inputs = keras.Input((16,))
+    x = keras.layers.Dense(64, "relu", name="up")(inputs)
+    x = keras.layers.BatchNormalization(name="norm")(x)
+    return keras.Model(inputs, keras.layers.Dense(16, name="down")(x))
+
+
+def config(kind: str) -> kdist.ParallelConfig:
+    axes, options = KINDS[kind]
+    return kdist.ParallelConfig(mesh=kdist.mesh(**axes), **options)
+
+
+def saved(folder: Path, name: str) -> tuple[keras.Model, Path]:
+    model = build(seed=7)
+    if name.endswith(".json"):
+        model.save_weights(folder / name, max_shard_size=6e-6)
+        assert len(list(folder.glob("*.h5"))) > 1
+    elif name.endswith(".keras"):
+        model.save(folder / name)
+    else:
+        model.save_weights(folder / name)
+    return model, folder / name
+
+
+def same(a: keras.Model, b: keras.Model) -> None:
+    for one, other in zip(a.get_weights(), b.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.fixture
+def converted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Elements of each array that Keras has made a tensor of, to assign it."""
+    sizes: list[int] = []
+    own = keras.Variable._convert_to_tensor
+
+    def convert(self: Any, value: Any, dtype: Any = None) -> Any:
+        sizes.append(int(np.prod(value.shape)) if hasattr(value, "shape") else 1)
+        return own(self, value, dtype)
+
+    monkeypatch.setattr(keras.Variable, "_convert_to_tensor", convert)
+    monkeypatch.setattr(recipes.Draw, "block", None)
+    monkeypatch.setattr(recipes, "CHUNK", 256)
+    return sizes
+
+
+def compiled(model: keras.Model) -> keras.Model:
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+def in_scope(kind: str, path: Path) -> keras.Model:
+    with kdist.scope(config(kind)):
+        if path.suffix == ".keras":
+            return keras.models.load_model(path)
+        model = build()
+        model.load_weights(path)
+    return model
+
+
+def before_compile(kind: str, path: Path) -> keras.Model:
+    with kdist.scope(config(kind)):
+        model = build()
+    model.load_weights(path)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("load", "name"),
+    [*((in_scope, name) for name in FILES), *((before_compile, name) for name in FILES[:2])],
+)
+@pytest.mark.parametrize("kind", ["level3", pytest.param("inner3", marks=pytest.mark.wide)])
+def test_files_are_read_as_parts(
+    kind: str, load: Callable, name: str, tmp_path: Path, converted: list[int]
+) -> None:
+    plain, path = saved(tmp_path, name)
+    converted.clear()
+    model = compiled(load(kind, path))
+    entries = attached(model).entries.values()
+    assert all(e.unborn is not None for e in entries)
+    same(model, plain)
+    assert not converted or max(converted) <= 16 * 64 // 4
+    for entry in (e for e in entries if e.variable.trainable):
+        largest = max(np.prod(part.target.shape) for part in entry.stored_parts())
+        assert largest <= -(-np.prod(entry.variable.shape) // 4) or largest == 1
+
+
+@pytest.mark.parametrize(
+    "kind", ["inner3", *(pytest.param(k, marks=pytest.mark.wide) for k in ("level3", "inner"))]
+)
+@pytest.mark.parametrize("name", FILES)
+def test_files_are_read_as_parts_by_a_model_that_has_them(
+    kind: str, name: str, tmp_path: Path, converted: list[int]
+) -> None:
+    plain, path = saved(tmp_path, name)
+    model = compiled(kdist.parallelize(build(), config(kind)))
+    assert np.abs(model.get_weights()[0] - plain.get_weights()[0]).max() > 0
+    converted.clear()
+    model.load_weights(path)
+    cut = 64 if kind == "inner" else 16  # statistics are whole
+    assert max(converted) <= max(16 * 64 // 4, cut)
+    same(model, plain)
+
+
+def test_a_model_goes_on_from_a_file_in_a_scope(tmp_path: Path) -> None:
+    """Optimizer's state included, as a plain one does that is parallelized then."""
+    x = np.random.default_rng(0).normal(size=(8, 16)).astype("float32")
+    start = compiled(build())
+    start.fit(x, x, verbose=0)
+    start.save(tmp_path / "model.keras")
+    plain = kdist.parallelize(keras.models.load_model(tmp_path / "model.keras"), config("level3"))
+    with kdist.scope(config("level3")):
+        model = keras.models.load_model(tmp_path / "model.keras")
+    histories = [
+        one.fit(x, x, epochs=2, shuffle=False, verbose=0).history for one in (plain, model)
+    ]
+    assert histories[0] == histories[1]
+    same(plain, model)
+    for a, b in zip(plain.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+def test_dtypes(tmp_path: Path) -> None:
+    """Of a file in bfloat16, and of one in another format than the model."""
+
+    def made(policy: str) -> keras.Model:
+        keras.utils.set_random_seed(3)
+        layers = [keras.layers.Dense(8, name=name, dtype=policy) for name in ("up", "down")]
+        return keras.Sequential([keras.Input((16,)), *layers])
+
+    for there, here in (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16")):
+        plain = made(there)
+        plain.save_weights(tmp_path / "w.weights.h5")
+        expected = made(here)
+        expected.load_weights(tmp_path / "w.weights.h5")
+        with kdist.scope(config("inner")):
+            model = made(here)
+            model.load_weights(tmp_path / "w.weights.h5")
+        assert str(model.weights[0].dtype) == here
+        same(model, expected)
+
+
+def test_arrays_that_are_assigned_are_as_they_were_then() -> None:
+    with kdist.scope(config("inner")):
+        model = build()
+        weights = [w + 1 for w in build().get_weights()]
+        expected = [w.copy() for w in weights]
+        model.set_weights(weights)
+        for w in weights:
+            w *= 0
+    for a, b in zip(model.get_weights(), expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match="shape"):
+        model.weights[0].assign(np.ones((2, 2)))
+
+
+def test_a_file_that_changes_before_it_is_read(tmp_path: Path) -> None:
+    _, path = saved(tmp_path, "w.weights.h5")
+    model = before_compile("level3", path)
+    with path.open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(ValueError, match="file of weights changed"):
+        model.get_weights()
+    with pytest.raises(ValueError, match="file of weights changed"):
+        model.get_weights()
+    plain, path = saved(tmp_path, "w.weights.h5")
+    model.load_weights(path)
+    other, moved = saved(tmp_path, "other.weights.h5")
+    os.replace(moved, path)  # the file that was loaded stays, without a name
+    same(model, plain)
+
+
+def test_what_is_unborn_holds_no_memory(tmp_path: Path) -> None:
+    _, path = saved(tmp_path, "w.weights.h5")
+    model = before_compile("level3", path)
+    found = [e.unborn.recipe for e in attached(model).entries.values() if e.unborn is not None]
+    given = [one for one in found if isinstance(one, recipes.Given)]
+    assert given and all(isinstance(one.values, np.memmap) for one in given)
