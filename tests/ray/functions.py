@@ -50,15 +50,15 @@ def alone(**given: Any) -> dict[str, Any]:
 def trains(config: dict[str, Any]) -> dict[str, Any]:
     """Trains with checkpoints; in the first attempt, something ends in the middle of an epoch.
 
-    `kill` is the rank whose process ends; with `wait`, a test is told by a file, and has ended
-    something when there is another.
+    `kill` is the rank whose process gets the signal `how`; with `wait`, a test is told by a file,
+    and has ended something when there is another.
     """
     folder = Path(config["folder"])
     rank, count = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     with (folder / f"starts-{rank}").open("a") as starts:
         starts.write(f"{count}\n")
-    kdist.init(cpu_devices=2, start_timeout_s=60)
+    kdist.init(cpu_devices=2, start_timeout_s=60, peer_timeout_s=8)
     assert rank == 0, "the function goes on in the first worker only"
     made, (x, y) = model(2 * count), data()
 
@@ -76,7 +76,7 @@ def trains(config: dict[str, Any]) -> dict[str, Any]:
                 return
             if "kill" in config:
                 pid = int((folder / f"pid-{config['kill']}").read_text())
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, config["how"])
             if "wait" in config:
                 (folder / "waiting").touch()
                 while not (folder / "done").exists():

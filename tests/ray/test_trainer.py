@@ -1,5 +1,6 @@
 """Ray Train's workers are one program, whose failures Ray mends."""
 
+import signal
 from pathlib import Path
 
 import kdist
@@ -17,11 +18,13 @@ from .runs import check, trainer
 pytestmark = [pytest.mark.usefixtures("started"), pytest.mark.long]
 
 
-@pytest.mark.parametrize("kill", [None, 1, 0])
-def test_training_that_is_killed_equals_one_that_is_not(
-    kill: int | None, tmp_path: Path, float64: None
+@pytest.mark.parametrize(
+    ("kill", "how"), [(None, 0), (1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL)]
+)
+def test_training_that_is_killed_or_frozen_equals_one_that_is_not(
+    kill: int | None, how: int, tmp_path: Path, float64: None
 ) -> None:
-    config = {"folder": str(tmp_path)} | ({} if kill is None else {"kill": kill})
+    config = {"folder": str(tmp_path)} | ({} if kill is None else {"kill": kill, "how": int(how)})
     given = {"train_loop_config": config, "max_failures": 1}
     result = trainer(functions.trains, tmp_path, **given).fit()
     saver = kdist.callbacks.ShardedCheckpoint(tmp_path / "alone", every_steps=2)
