@@ -201,6 +201,28 @@ def resumes() -> None:
     print("RESULT " + json.dumps({"loss": history["loss"]}), flush=True)
 
 
+def survives() -> None:
+    """Trains with checkpoints; prints each step's number and loss, and what is saved."""
+    joined()
+    made, (x, y) = model(), data()
+    folder = os.environ["TEST_FOLDER"]
+
+    class Telling(keras.callbacks.Callback):
+        """Tells a test of each step."""
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            saved = kdist.checkpoint.latest(folder)
+            said = [int(self.model.optimizer.iterations), logs["loss"], saved and saved.name]
+            print("STEP " + json.dumps(said), flush=True)
+
+    saver = kdist.callbacks.ShardedCheckpoint(folder, every_steps=2, resume=True)
+    calls = [Telling(), saver]
+    epochs = int(os.environ["TEST_EPOCHS"])
+    history = made.fit(x, y, batch_size=8, epochs=epochs, verbose=0, callbacks=calls).history
+    weights = [w.tolist() for w in made.get_weights()]
+    print("RESULT " + json.dumps({"loss": history["loss"], "weights": weights}), flush=True)
+
+
 def sends() -> None:
     """Prints what an executed step sends between processes, and what its plan says."""
     joined()
