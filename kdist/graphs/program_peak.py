@@ -2,12 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from kdist.graphs.chunks import Chunk, node_of
+from kdist.graphs.chunks import Chunk, Graph, node_of
 from kdist.graphs.live_tensors import EACH, LiveTensors, Op, Output
+from kdist.graphs.recompute import Passes, Repeated
 
 DEVICE = "one"
+
+
+def repeated_peak(
+    made: Repeated,
+    passes: Passes,
+    chunks: Callable[[Graph], Sequence[Chunk]],
+    kind: Callable[[str], str],
+    nbytes: Callable[[str], int],
+    *,
+    calls: bool,
+    ordering: Collection[str] = (),
+) -> int:
+    """Bytes of activations that may be there at once in a program of which nodes run again.
+
+    Args:
+        made: The program.
+        passes: Which nodes were what, before any ran again.
+        chunks: Cuts it into chunks.
+        kind: Tells the type of a node, of those before any ran again.
+        nbytes: Tells the bytes of a reference's tensor, of those.
+        calls: See `activation_peak`.
+        ordering: Nodes whose edges only order, and are not executed.
+    """
+
+    def original(name: str) -> str:
+        return made.originals.get(name, name)
+
+    def nbytes_of(reference: str) -> int:
+        name = node_of(reference)
+        # A gate's result is a view.
+        return 0 if name in made.gates else nbytes(original(name) + reference[len(name) :])
+
+    taken = {
+        name: [r for r in references if not (r[0] == "^" and node_of(r) in ordering)]
+        for name, references in {**made.graph.inputs, **made.gates}.items()
+    }
+    results = made.graph.results
+    return activation_peak(
+        chunks(made.graph),
+        taken,
+        [r for r in results if node_of(r) not in passes.seeded],
+        [r for r in results if node_of(r) in passes.seeded],
+        lambda name: "Identity" if name in made.gates else kind(original(name)),
+        nbytes_of,
+        calls=calls,
+    )
 
 
 def activation_peak(

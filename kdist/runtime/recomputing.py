@@ -13,7 +13,7 @@ from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.stitching import Stitcher
 from kdist.graphs.chunks import Chunk, Graph, node_of
 from kdist.graphs.layer_names import BACKWARD
-from kdist.graphs.program_peak import activation_peak
+from kdist.graphs.program_peak import repeated_peak
 from kdist.graphs.recompute import Passes, descendants, repeat
 from kdist.program.again import Nodes, nodes_again
 from kdist.stages.node_seconds import operation_seconds
@@ -53,28 +53,15 @@ def run_again(
 
     def peak(again: set[str]) -> int:
         made = repeat(graph, passes, again, seeds, fetched)
-        gradients = [r for r in graph.results if node_of(r) in passes.seeded]
-        results = [r for r in graph.results if node_of(r) not in passes.seeded]
-
-        def original(name: str) -> str:
-            return made.originals.get(name, name)
-
-        def nbytes(reference: str) -> int:
-            name = node_of(reference)
-            if name in made.gates:
-                return 0  # a view
-            return sizes.of(original(name) + reference[len(name) :])
-
-        def kind(name: str) -> str:
-            return "Identity" if name in made.gates else stitcher.nodes[original(name)].op
-
-        cut = chunks(made.graph)
-        taken = {
-            # Edges from collectives only order these, and are not copied.
-            name: [r for r in references if not (r[0] == "^" and node_of(r) in communication)]
-            for name, references in {**made.graph.inputs, **made.gates}.items()
-        }
-        found = activation_peak(cut, taken, results, gradients, kind, nbytes, calls=calls)
+        found = repeated_peak(
+            made,
+            passes,
+            chunks,
+            lambda name: stitcher.nodes[name].op,
+            sizes.of,
+            calls=calls,
+            ordering=communication,
+        )
         return found if calls else int(found * OVER_INNER_AXES)
 
     again = nodes_again(graph, passes, blocks, nodes, peak)

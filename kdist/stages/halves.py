@@ -8,11 +8,11 @@ one joint graph of `kdist.program.vjp.Vjp`; what the first half has computed goe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kdist.graphs.chunks import Chunk, Graph, node_of
-from kdist.graphs.program_peak import activation_peak
+from kdist.graphs.program_peak import repeated_peak
 from kdist.graphs.recompute import Passes, repeat
 from kdist.program.again import Nodes, nodes_again
 from kdist.program.vjp import Cut, PureFunction, Vjp, unflatten
@@ -121,6 +121,9 @@ class StageVjp(Vjp):
             kept |= {op.name for op in (*drawn, *masks)}
         passes = Passes(frozenset(self._forward_ops), frozenset())
         whole = Graph(inputs, [t.name for t in self._outputs], effects=kept)
+        joint = dataclasses.replace(whole, results=[*whole.results, *(t.name for t in fetches)])
+        seeds = {t.op.name for t in self._given}
+        every = Passes.of(joint, seeds)
         known = Nodes(
             kind=lambda n: nodes[n].type,
             nbytes=lambda n: sum(map(_nbytes, nodes[n].outputs)),
@@ -133,8 +136,15 @@ class StageVjp(Vjp):
             # What runs before is kept once per micro-batch that waits for its backward pass.
             self._again = again - kept
             saved = sum(map(_nbytes, self._frontier(fetches, depends)))
-            joint = dataclasses.replace(whole, results=[*whole.results, *(t.name for t in fetches)])
-            return (self._live - 1) * saved + _joint_peak(joint, self._given, self._again, nodes)
+            made = repeat(joint, every, self._again, seeds)
+            return (self._live - 1) * saved + repeated_peak(
+                made,
+                every,
+                lambda graph: _two_chunks(graph, every),
+                lambda n: nodes[n].type,
+                lambda r: _nbytes(nodes[node_of(r)].outputs[int(r.rpartition(":")[2])]),
+                calls=True,
+            )
 
         staged = self._body.staged
         where = f"stage {staged.stage_of(self._body.virtual)}"
@@ -215,50 +225,25 @@ def _nbytes(tensor: Any) -> int:
     return tensor.shape.num_elements() * (tensor.dtype.size or 0) if known else 0
 
 
-def _joint_peak(
-    joint: Graph, given: Sequence[Any], again: Collection[str], nodes: Mapping[str, Any]
-) -> int:
-    """Activations of one micro-batch that are there at once, forward and backward.
+def _two_chunks(graph: Graph, passes: Passes) -> list[Chunk]:
+    """A stage's forward and its backward pass, each of them a call.
 
     Args:
-        joint: The joint trace of a stage.
-        given: What the backward pass begins with.
-        again: Operations that run again.
-        nodes: The operations, by name.
+        graph: The joint trace, with what runs again.
+        passes: Which nodes are what.
     """
-    seeds = {t.op.name for t in given}
-    passes = Passes.of(joint, seeds)
-    made = repeat(joint, passes, again, seeds)
-
-    def original(name: str) -> str:
-        return made.originals.get(name, name)
-
-    def nbytes(reference: str) -> int:
-        name = node_of(reference)
-        if name in made.gates:
-            return 0  # a view
-        return _nbytes(nodes[original(name)].outputs[int(reference.rpartition(":")[2])])
-
-    taken = {**made.graph.inputs, **made.gates}
-    forward = [n for n in made.graph.inputs if n in passes.forward]
-    backward = [n for n in made.graph.inputs if n not in passes.forward]
-    handed = {r: None for n in backward for r in taken[n] if node_of(r) in passes.forward}
-    gives = tuple(dict.fromkeys([*joint.results, *handed]))
-    chunks = [
-        Chunk((), tuple(forward), tuple(r for r in gives if node_of(r) in passes.forward)),
+    forward = tuple(n for n in graph.inputs if n in passes.forward)
+    backward = tuple(n for n in graph.inputs if n not in passes.forward)
+    handed = [r for n in backward for r in graph.inputs[n] if node_of(r) in passes.forward]
+    gives = dict.fromkeys([*graph.results, *handed])
+    return [
+        Chunk((), forward, tuple(r for r in gives if node_of(r) in passes.forward)),
         Chunk(
-            tuple(handed), tuple(backward), tuple(r for r in gives if node_of(r) in passes.seeded)
+            tuple(dict.fromkeys(handed)),
+            backward,
+            tuple(r for r in gives if node_of(r) in passes.seeded),
         ),
     ]
-    return activation_peak(
-        chunks,
-        taken,
-        [r for r in joint.results if node_of(r) not in passes.seeded],
-        [r for r in joint.results if node_of(r) in passes.seeded],
-        lambda name: "Identity" if name in made.gates else nodes[original(name)].type,
-        nbytes,
-        calls=True,
-    )
 
 
 def _backward_operations(
