@@ -49,7 +49,8 @@ def saved_model(
 
     Example:
         >>> kdist.export.saved_model(model, "served", shards="keep")
-        >>> tf.saved_model.load("served").serve(x)
+        >>> served = tf.saved_model.load("served")
+        >>> served.serve(x)
     """
     parallel = attached(model)
     if WAYS.get(shards) is None or host_tables not in (None, WAYS[shards]):

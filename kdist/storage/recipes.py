@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from kdist._compat import keras_births
 from kdist.sharding.placement import Index, shape_of
@@ -122,8 +122,8 @@ class Given:
 
     @classmethod
     def of(cls, values: np.ndarray) -> Given:
-        """Of an array that does not change, or of `np.memmap`, which is read later."""
-        return cls(values, _state_of(values.filename) if isinstance(values, np.memmap) else None)
+        """Of an array that does not change, or of one of `is_mapped`, which is read later."""
+        return cls(values, _state_of(values.filename) if is_mapped(values) else None)
 
     def block(self, shape: tuple[int, ...], dtype: str, start: int, count: int) -> Any:
         """See `Recipe`, and `checked`."""
@@ -154,6 +154,11 @@ class Given:
                     f"Received: file={str(name)!r}"
                 )
         return self.values
+
+
+def is_mapped(values: Any) -> TypeGuard[np.memmap]:
+    """Whether values lie in a file, which nobody writes to through them; copies of such do not."""
+    return isinstance(values, np.memmap) and values.filename is not None and values.mode == "r"
 
 
 def _state_of(name: Any) -> tuple[int, ...] | None:

@@ -12,7 +12,16 @@ from kdist._compat import keras_births, keras_trainer
 from kdist._compat.keras_births import raw_dtype
 from kdist.sharding.placement import Index, relative, shape_of
 from kdist.storage.host_arrays import aligned, as_tensor
-from kdist.storage.recipes import Constant, Given, Recipe, blocks, overlap, recipe_of, values
+from kdist.storage.recipes import (
+    Constant,
+    Given,
+    Recipe,
+    blocks,
+    is_mapped,
+    overlap,
+    recipe_of,
+    values,
+)
 from kdist.storage.variables import Part, become_view, make_plain
 
 import keras
@@ -63,8 +72,7 @@ class Unborn:
         An array waits until it is known where its parts go; a tensor is a plain variable at once.
         """
         if isinstance(value, np.ndarray):
-            mapped = isinstance(value, np.memmap)
-            self.recipe = Given.of(value if mapped else np.array(value, order="C"))
+            self.recipe = Given.of(value if is_mapped(value) else np.array(value, order="C"))
             return
         with keras_trainer.at_once():
             make_plain(self.variable, tf.zeros(self.shape, self.dtype))

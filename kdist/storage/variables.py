@@ -20,7 +20,7 @@ from kdist._compat.keras_trainer import KEY
 from kdist.sharding.device import Device
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Index, Placement, covers
-from kdist.storage.recipes import Given
+from kdist.storage.recipes import Given, is_mapped
 
 import keras
 import numpy as np
@@ -180,7 +180,7 @@ class Stored:
         """
         if self.unborn is not None and tf.executing_eagerly():
             self.unborn.assign(np.asanyarray(value))
-            if not isinstance(value, np.memmap):
+            if not is_mapped(value):
                 self._bear()
             return
         if isinstance(value, np.ndarray):

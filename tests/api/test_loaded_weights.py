@@ -181,6 +181,19 @@ def test_arrays_that_are_assigned_are_as_they_were_then() -> None:
         model.weights[0].assign(np.ones((2, 2)))
 
 
+def test_what_layers_make_of_a_file_is_an_array() -> None:
+    """A copy of `np.memmap` is still of that class, and lies in no file."""
+    mapped = np.memmap(__file__, np.uint8, "r")[:16]
+    copy = mapped.copy()
+    assert recipes.is_mapped(mapped) and recipes.is_mapped(mapped.reshape(4, 4))
+    assert not recipes.is_mapped(copy) and not recipes.is_mapped(np.asarray(mapped))
+    with kdist.scope(config("inner")):
+        model = build()
+        model.weights[1].assign(np.resize(copy, 64))
+        copy[:] = 0
+    np.testing.assert_array_equal(model.weights[1].numpy(), np.resize(mapped, 64))
+
+
 def test_a_file_that_changes_before_it_is_read(tmp_path: Path) -> None:
     _, path = saved(tmp_path, "w.weights.h5")
     model = before_compile("level3", path)

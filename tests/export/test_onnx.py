@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .exports import EXPORTS, batch, plain, trained
+from .exports import EXPORTS, batch, trained
 
-ONE = ("level3", "inner", "host", "uneven", "lora")
+ONE = ("level3", "inner", "host", "uneven", "lora", "int8_inner", "int8_level3", "lora_int8")
 
 
 @pytest.mark.parametrize(
@@ -18,10 +18,9 @@ ONE = ("level3", "inner", "host", "uneven", "lora")
 def test_onnx_gives_the_same(name: str, tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
     pytest.importorskip("tf2onnx", reason="needs tf2onnx")
-    model = trained(EXPORTS[name])
+    model, again = trained(EXPORTS[name])
     model.export(tmp_path / "model.onnx", format="onnx", verbose=False)
     session = runtime.InferenceSession(str(tmp_path / "model.onnx"))
-    again = plain(EXPORTS[name], model)
     for rows in (3, 8):
         x = batch(model, rows)
         (found,) = session.run(None, {session.get_inputs()[0].name: x})
