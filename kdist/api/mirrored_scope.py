@@ -99,7 +99,10 @@ def check_kind(strategy: Any) -> None:
     workers = 0 if not cluster else sum(cluster.num_tasks(job) for job in cluster.jobs)
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and workers > 1:
         raise ValueError(
-            "kdist trains in one process so far. Use a strategy of one worker. "
+            "One process of kdist drives the devices of all workers. The servers that this "
+            "strategy started run their own process's operations only, and TensorFlow starts no "
+            "others beside them. Leave the strategy and its scope out, keep TF_CONFIG, and begin "
+            "the script with kdist.init(): kdist.mesh then has the devices of all workers. "
             f"Received: a MultiWorkerMirroredStrategy of {workers} workers"
         )
 

@@ -88,6 +88,18 @@ def trains() -> None:
     print("RESULT " + json.dumps(found), flush=True)
 
 
+def strategy() -> None:
+    """A model from the scope of a strategy that has started a cluster of its own."""
+    scope = tf.distribute.MultiWorkerMirroredStrategy().scope()
+    with scope:
+        made = keras.Sequential([keras.Input((12,)), keras.layers.Dense(4)])
+    try:
+        kdist.parallelize(made)
+    except ValueError as error:
+        print("REFUSED", error, flush=True)
+    os._exit(0)  # the strategy's servers wait for each other
+
+
 def goes_on() -> None:
     """Trains until something fails."""
     joined()

@@ -38,6 +38,28 @@ def test_training_over_two_processes_equals_one() -> None:
 
 
 @pytest.mark.wide
+def test_a_strategy_with_a_cluster_of_its_own_is_refused_and_its_place_taken() -> None:
+    """What the refusal says to do instead works, with the very same TF_CONFIG."""
+    workers = {"worker": [f"127.0.0.1:{free_port()}" for _ in range(2)]}
+    each = {
+        k: {
+            "TF_CONFIG": json.dumps({"cluster": workers, "task": {"type": "worker", "index": k}}),
+            "KDIST_COORDINATOR": "",
+            "KDIST_NUM_PROCESSES": "",
+            "KDIST_PROCESS_ID": "",
+        }
+        for k in range(2)
+    }
+    with program("strategy", 2, each=each) as both:
+        for one in both:
+            one.until("REFUSED One process of kdist drives the devices of all workers.")
+            assert "keep TF_CONFIG, and begin the script with kdist.init()" in one.text
+    with program("trains", 2, each=each) as both:
+        assert [one.ends() for one in both] == [0, 0], both[0].text[-2000:]
+    assert result(both[0])["loss"]
+
+
+@pytest.mark.wide
 def test_what_stands_before_init_happens_everywhere_and_the_rest_once(tmp_path: Path) -> None:
     with program("writes", 2, TEST_FOLDER=str(tmp_path)) as both:
         assert [one.ends() for one in both] == [0, 0], both[0].text[-2000:]
