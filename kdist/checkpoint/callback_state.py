@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from kdist._compat.keras_callbacks import begin_clock, of_the_process
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -84,6 +86,7 @@ class CallbackStates:
                 callback.set_state(state["own"])
             for name, value in state.get("changed", {}).items():
                 setattr(callback, name, decode(value, arrays))
+            begin_clock(callback)
         gone = [one["class"] for one in left if one.get("changed") or one.get("own")]
         if missing or gone:
             warnings.warn(
@@ -94,7 +97,8 @@ class CallbackStates:
 
 
 def _plain_attributes(callback: Any) -> dict[str, Any]:
-    return {k: v for k, v in vars(callback).items() if k not in NOT_STATE and _is_plain(v)}
+    apart = NOT_STATE | of_the_process(callback)
+    return {k: v for k, v in vars(callback).items() if k not in apart and _is_plain(v)}
 
 
 def _is_plain(value: Any) -> bool:

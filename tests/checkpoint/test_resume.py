@@ -15,10 +15,12 @@ from pathlib import Path
 import kdist
 from kdist.callbacks import ShardedCheckpoint
 from kdist.checkpoint import directory as directories
+from kdist.checkpoint.callback_state import CallbackStates
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from ..equivalence.matrix import product, spread
 from .runs import STEPS, build, run
@@ -121,6 +123,62 @@ def test_which_checkpoints_stay(tmp_path):
     run(build({"data": 2}, 0), saver, "arrays")
     steps = [directories.step_of(one) for one in directories.folders(tmp_path)]
     assert steps == [2, 16, 18]  # the first has the largest loss
+
+
+def events(folder):
+    """Scalars that TensorBoard shows: file by file, (tag, step) -> value."""
+    found = []
+    for file in sorted(folder.glob("*/events*"), key=lambda one: one.stat().st_mtime_ns):
+        scalars = {}
+        for event in tf.compat.v1.train.summary_iterator(str(file)):
+            for value in event.summary.value:
+                if value.metadata.plugin_data.plugin_name == "scalars" or value.tag.startswith("b"):
+                    name = f"{file.parent.name}/{value.tag}"
+                    scalars[name, event.step] = float(tf.make_ndarray(value.tensor))
+        found.append(scalars)
+    return found
+
+
+def merged(files):
+    return {key: value for one in files for key, value in one.items()}
+
+
+@pytest.mark.parametrize("kind", ["split", pytest.param("arrays", marks=pytest.mark.long)])
+def test_tensorboard_goes_on(tmp_path, kind):
+    """Its steps are those of an unbroken run; what is of the process only is not taken along."""
+
+    def one(name, stop=None, epochs=3, **options):
+        board = keras.callbacks.TensorBoard(
+            tmp_path / f"{name}_logs", update_freq=1, write_steps_per_second=True, **options
+        )
+        saver = ShardedCheckpoint(tmp_path / name, every_steps=3, resume=True)
+        run(build({"data": 2}, 1), saver, kind, stop, epochs, also=[board])
+        return board, saver
+
+    whole, _ = one("whole")
+    one("broken", stop=STEPS + 2)
+    board, saver = one("broken")
+    done = saver.restored.step
+    assert board._global_train_batch == whole._global_train_batch
+    assert board._global_test_batch == whole._global_test_batch
+    expected, files = merged(events(tmp_path / "whole_logs")), events(tmp_path / "broken_logs")
+    found = merged(files)
+    assert found.keys() == expected.keys() and ("train/batch_loss", 1) in found
+    runs = [{step for tag, step in one if tag == "train/batch_loss"} for one in files]
+    assert [min(steps) for steps in runs if steps] == [1, done + 1]
+    for key, value in expected.items():
+        if "steps_per_second" in key[0]:
+            assert 0 < found[key] < 1e4
+        else:
+            assert found[key] == value, key
+
+
+def test_a_profile_that_was_running_does_not_go_on(tmp_path):
+    board = keras.callbacks.TensorBoard(tmp_path)
+    states = CallbackStates([board])
+    board._global_train_batch, board._is_tracing, board._profiler_started = 5, True, True
+    (saved,) = states.save([])
+    assert saved["changed"] == {"_global_train_batch": 5}
 
 
 @pytest.mark.parametrize(
