@@ -1,60 +1,49 @@
 """The heaviest set of things of which none comes after another: an antichain of greatest weight.
 
 By Dilworth's theorem with weights it is the total weight less a maximum flow between the two copies
-of each element, and the minimum cut says which elements it has. Pure Python.
+of each element, and the minimum cut says which elements it has. Pure.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
 
-def heaviest_antichain(weights: Sequence[int], after: Sequence[int]) -> list[int]:
+
+def heaviest_antichain(weights: Sequence[int], after: np.ndarray) -> list[int]:
     """Elements of an antichain of greatest total weight.
 
     Args:
         weights: Of each element, 0 or more.
-        after: Per element, the elements that come after it, as bits of an integer (bit j set:
-            element j does). A strict order, with all that follows from it (transitively closed).
+        after: Of bool; in row i and column j, whether element j comes after element i. A strict
+            order, with all that follows from it (transitively closed).
 
     Returns:
         Their positions, in order.
 
     Example:
-        >>> heaviest_antichain([1, 2, 4], after=[0b110, 0, 0])  # 0 comes before 1 and 2
+        >>> after = np.array([[0, 1, 1], [0, 0, 0], [0, 0, 0]], bool)  # 0 comes before 1 and 2
+        >>> heaviest_antichain([1, 2, 4], after)
         [1, 2]
     """
-    groups = _alike(weights, after)
-    heads = [members[0] for members in groups]
-    where = {head: k for k, head in enumerate(heads)}
-    mask = sum(1 << head for head in heads)
-    later = [[where[j] for j in _bits(after[head] & mask)] for head in heads]
-    total = [sum(weights[i] for i in members) for members in groups]
-    return sorted(i for k in _uncovered(total, later) for i in groups[k])
-
-
-def _alike(weights: Sequence[int], after: Sequence[int]) -> list[list[int]]:
-    """Elements with weight, those that compare alike to all others together."""
     live = [i for i, weight in enumerate(weights) if weight > 0]
-    mask = sum(1 << i for i in live)
-    before: dict[int, int] = defaultdict(int)
-    for i in live:
-        for j in _bits(after[i] & mask):
-            before[j] |= 1 << i
-    groups: dict[tuple[int, int], list[int]] = {}
-    for i in live:
-        groups.setdefault((before[i], after[i] & mask), []).append(i)
+    order = after[np.ix_(live, live)]
+    groups = _alike(order)
+    heads = [members[0] for members in groups]
+    later = [np.flatnonzero(row).tolist() for row in order[np.ix_(heads, heads)]]
+    total = [sum(weights[live[i]] for i in members) for members in groups]
+    return sorted(live[i] for k in _uncovered(total, later) for i in groups[k])
+
+
+def _alike(order: np.ndarray) -> list[list[int]]:
+    """Elements that compare alike to all others together."""
+    rows, columns = np.packbits(order, axis=1), np.packbits(order.T, axis=1)
+    groups: dict[tuple[bytes, bytes], list[int]] = {}
+    for i in range(len(order)):
+        groups.setdefault((rows[i].tobytes(), columns[i].tobytes()), []).append(i)
     return list(groups.values())
-
-
-def _bits(number: int) -> list[int]:
-    found = []
-    while number:
-        low = number & -number
-        found.append(low.bit_length() - 1)
-        number ^= low
-    return found
 
 
 def _uncovered(weights: Sequence[int], later: Sequence[Sequence[int]]) -> list[int]:
@@ -101,16 +90,17 @@ class _Flow:
                     if amount and self.lefts[back] < 0:
                         self.lefts[back] = self.rights[j] + 1
                         waiting.append(back)
+        self._start = 0
         self._next = [0] * count
         self._back = [list(self.sent[j]) for j in range(count)]
         return found
 
     def push(self) -> bool:
         """Sends flow along one path of rising levels; False if there is none."""
-        for i, supply in enumerate(self.supply):
-            if not supply:
-                continue
-            path = self._path(i)
+        # A left copy that no path begins at has none until the next search.
+        for i in range(self._start, len(self.supply)):
+            self._start = i
+            path = self._path(i) if self.supply[i] else []
             if path:
                 self._send(i, path)
                 return True

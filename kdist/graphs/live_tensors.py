@@ -20,10 +20,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from kdist.graphs.antichain import heaviest_antichain
+
+import numpy as np
 
 Kind = Literal["gradient", "gathered", "activation", "other"]
 KINDS: tuple[Kind, ...] = ("gradient", "gathered", "activation", "other")
@@ -199,26 +202,22 @@ class LiveTensors:
         ]
 
     @functools.cache  # noqa: B019 (as long-lived as the graph)
-    def _order(self, device: str) -> tuple[list[Tensor], list[int]]:
-        """A device's tensors, and for each, as bits, those made after it has gone."""
+    def _order(self, device: str) -> tuple[list[Tensor], np.ndarray]:
+        """A device's tensors, and in row i, column j whether the j-th is made after i has gone."""
         mine = [t for t in self.tensors if t.device == device]
-        events = dict.fromkeys(n for t in mine for n in (t.readers or (t.output[0],)))
-        bit = {name: 1 << n for n, name in enumerate(events)}
+        makers = {name: n for n, name in enumerate(dict.fromkeys(t.output[0] for t in mine))}
+        ends = [t.readers or (t.output[0],) for t in mine]
+        events = {name: n for n, name in enumerate(dict.fromkeys(itertools.chain(*ends)))}
+        bit = {name: 1 << n for name, n in events.items()}
         done = self._done_before(bit)
-        makers = dict.fromkeys(t.output[0] for t in mine)
-        replaces = {
-            name: done[name] | (0 if self.ops[name].call else bit.get(name, 0)) for name in makers
-        }
-        made_by = {name: _as_bits(t.output[0] == name for t in mine) for name in makers}
-        after = []
-        for t in mine:
-            end = sum(bit[n] for n in t.readers or (t.output[0],))
-            later = 0
-            for name, reached in replaces.items():
-                if end & reached == end and name != t.output[0]:
-                    later |= made_by[name]
-            after.append(later)
-        return mine, after
+        before = [done[name] | (0 if self.ops[name].call else bit.get(name, 0)) for name in makers]
+        made_after = _matrix(before, len(events)).T
+        of = np.array([makers[t.output[0]] for t in mine], int)
+        after = np.empty((len(mine), len(makers)), bool)
+        for i, names in enumerate(ends):
+            np.logical_and.reduce(made_after[[events[n] for n in names]], out=after[i])
+            after[i, of[i]] = False
+        return mine, after[:, of]
 
     def _done_before(self, bit: Mapping[str, int]) -> dict[str, int]:
         """Per operation, which events must be over before it starts."""
@@ -243,8 +242,12 @@ def _scopes(name: str) -> Iterator[str]:
     return ("/".join(parts[: n + 1]) for n in range(len(parts)))
 
 
-def _as_bits(flags: Iterable[bool]) -> int:
-    return sum(1 << n for n, flag in enumerate(flags) if flag)
+def _matrix(rows: Sequence[int], count: int) -> np.ndarray:
+    """Bits of integers as rows of bools."""
+    width = (count + 7) // 8
+    packed = np.frombuffer(b"".join(row.to_bytes(width, "little") for row in rows), np.uint8)
+    unpacked = np.unpackbits(packed.reshape(len(rows), width), axis=1, bitorder="little")
+    return unpacked[:, :count].astype(bool)
 
 
 def _in_order(ops: Mapping[str, Op]) -> dict[str, Op]:

@@ -231,9 +231,7 @@ class _Repeating:
         Positions of nodes that a gradient arrives at.
         """
         first: dict[str, int] = {}
-        helpers = {
-            n for n in self.graph.inputs if n not in self.passes.forward | self.passes.seeded
-        }
+        helpers = set(self.graph.inputs) - self.passes.forward - self.passes.seeded
         for name in reversed(list(self.graph.inputs)):
             if name in self.passes.seeded:
                 use = self.position[name]
