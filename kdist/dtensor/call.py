@@ -162,12 +162,11 @@ class Lowered:
     def _lowered(self, concrete: Any, given: Sequence[Sharded]) -> LoweredProgram:
         """The program; if sizes are unknown, one that is made of those of a few examples."""
         layouts, examples = [t.layout for t in given], [t.examples for t in given]
-        rows_cut = self.topology.rows_axis is not None
         if not any(examples):
             # At first all-to-alls may stay, for `_refuse_alltoall` to see.
             alltoall = self.alltoall or not self.gather_first
-            return expand(concrete, self.mesh, layouts, self.paths, rows_cut, alltoall)
-        if islands := limits.unsupported(Body(concrete), rows_cut):
+            return expand(concrete, self.mesh, layouts, self.paths, alltoall)
+        if islands := limits.unsupported(Body(concrete)):
             raise sizes.CannotLift(f"islands are of one size: {next(iter(islands.values()))}")
         hoisted = hoist(concrete, examples)
         ranks = [one.spec.shape.rank for one in hoisted.made]

@@ -27,7 +27,6 @@ def expand(
     mesh: dtensor.Mesh,
     layouts: Sequence[dtensor.Layout],
     layers: Sequence[str] = (),
-    rows_cut: bool = False,
     alltoall: bool = True,
 ) -> LoweredProgram:
     """Lowers a concrete function; see `lower`.
@@ -40,7 +39,6 @@ def expand(
         mesh: See `lower`.
         layouts: Of each flat input, and of each capture.
         layers: Paths of the model's layers, to say which causes what.
-        rows_cut: Whether an inner axis cuts the batch.
         alltoall: Whether all-to-alls may stay; else what causes one becomes an island too.
 
     Raises:
@@ -49,7 +47,7 @@ def expand(
     """
     body = Body(concrete)
     changed = rewrite(body) > 0
-    chosen = dict(limits.unsupported(body, rows_cut))
+    chosen = dict(limits.unsupported(body))
     for attempt in range(MOST_ATTEMPTS):
         inside = with_neighbours(body, chosen)
         cut = Cut(body, inside, mesh) if inside or changed else None

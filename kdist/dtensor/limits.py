@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from kdist.dtensor.body import data_inputs
 from kdist.graphs.chunks import node_of
 
 import keras
 import tensorflow as tf
+from tensorflow.experimental import dtensor
 
 # Layers whose operations DTensor cannot run on a part of a weight: convolutions want whole
 # filters (depthwise ones fail only when they run, which breaks the process), recurrent cells split
@@ -67,15 +69,17 @@ _CURRENT = re.compile(r'see current operation: (?:%[^=]*= )?"tf\.(\w+)"')
 _QUOTED = re.compile(r"'tf\.(\w+)' op")
 _BACKWARD = "gradient_tape/"
 _PLACES = frozenset({"Add", "AddV2", "Cast", "ExpandDims", "Identity", "Reshape"})
+_CROSS_ENTROPY = "SparseSoftmaxCrossEntropyWithLogits"
+_INT64 = tf.int64.as_datatype_enum
+_INEXACT = {tf.float64.as_datatype_enum, tf.bfloat16.as_datatype_enum}
 _LOWERING = re.compile(r"(?:^|\n|: )error: (.*)|\berror: (.*)")
 
 
-def unsupported(body: Any, rows_cut: bool = False) -> dict[str, str]:
+def unsupported(body: Any) -> dict[str, str]:
     """Operations of a traced program that DTensor must not even be tried on.
 
     Args:
         body: The traced program, a `kdist.dtensor.body.Body`.
-        rows_cut: whether an inner axis cuts the batch.
 
     Returns:
         What is wrong with an operation, by its name, in graph order; a loop or a branch has what
@@ -89,9 +93,13 @@ def unsupported(body: Any, rows_cut: bool = False) -> dict[str, str]:
         nodes = [node, *(one for function in functions for one in function.node_def)]
         reasons = [reason for one in nodes if (reason := _fatal(one))]
         reasons += [reason for f in functions if (reason := _compiled(f))]
-        if rows_cut and node.op == "ScatterNd" and _BACKWARD in name and _numbers(body, node):
-            # It numbers the rows of the batch, and writes those of a part.
+        if node.op == "ScatterNd" and _BACKWARD in name and _numbers(body, node):
+            # It numbers all rows, and writes those of a part.
             reasons.append("the gradient of TopKV2")
+        elif node.op == "ScatterNd" and node.attr["Tindices"].type == _INT64:
+            reasons.append("ScatterNd with indices of int64")
+        if _cross_entropy_of_parts(body, node):
+            reasons.append(f"{node.op} in {tf.as_dtype(node.attr['T'].type).name}")
         if one_size and _makes_unknown_size(body, node):
             reasons.append(f"{node.op} of a size that depends on values")
         if _goes_backwards(body, node):
@@ -111,6 +119,38 @@ def _numbers(body: Any, node: Any) -> bool:
         if made is not None and made.op in _PLACES:
             waiting.extend(made.input)
     return False
+
+
+def _cross_entropy_of_parts(body: Any, node: Any) -> bool:
+    """Whether a sparse cross-entropy may be of cut classes, and in a dtype that DTensor gets wrong.
+
+    It is exact in float32 and float16.
+    """
+    if node.op != _CROSS_ENTROPY or node.attr["T"].type not in _INEXACT:
+        return False
+    waiting, seen = [node.input[0]], set()
+    while waiting:
+        name = node_of(waiting.pop())
+        made = body.nodes.get(name)
+        if made is None:
+            return True  # an input, which may be cut
+        whole = made.op == "Const" or _makes_whole(made)
+        if whole or name in seen:
+            continue
+        seen.add(name)
+        read = data_inputs(made)
+        if not read:
+            return True
+        waiting.extend(read)
+    return False
+
+
+def _makes_whole(node: Any) -> bool:
+    """Whether a node lays a tensor out whole on every device."""
+    if node.op != "Relayout":
+        return False
+    layout = dtensor.Layout.from_string(node.attr["layout"].s.decode())
+    return bool(layout.is_fully_replicated())
 
 
 def _makes_unknown_size(body: Any, node: Any) -> bool:

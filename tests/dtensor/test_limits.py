@@ -131,7 +131,24 @@ OPERATIONS = {
     "branches": (lambda x: ops.cond(ops.sum(x) > 0, lambda: x * 2.0, lambda: x), None),
     "new axis": (lambda x: x[None], None),
     "inner new axis": (lambda x: x[:, None], None),
-    "sort": (ops.sort, None),
+    "sort": (ops.sort, "the gradient of TopKV2"),
+    "scatter": (
+        lambda x: ops.scatter(np.array([[1], [3]], "int64"), x[:2], (5, 8)),
+        "ScatterNd with indices of int64",
+    ),
+    "cross-entropy": (
+        lambda x: ops.sparse_categorical_crossentropy(ops.argmax(x, 1), x, from_logits=True),
+        None,
+    ),
+    "cross-entropy in bfloat16": (
+        lambda x: tf.cast(
+            ops.sparse_categorical_crossentropy(
+                ops.argmax(x, 1), tf.cast(x, "bfloat16"), from_logits=True
+            ),
+            "float32",
+        ),
+        "SparseSoftmaxCrossEntropyWithLogits in bfloat16",
+    ),
     "slice": (lambda x: x[:, 2:6], None),
     "index": (lambda x: x[:, 0], None),
     "cumsum": (lambda x: ops.cumsum(x, 1), None),
