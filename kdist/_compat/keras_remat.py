@@ -1,17 +1,28 @@
-"""Keras internals for what `keras.RematScope` said of layers and operations.
+"""Keras and TensorFlow internals for `keras.RematScope` and `keras.remat`.
 
-Each of them notes the scope that it was made in as `_remat_mode`, and its `__call__` wraps `call`
-in `tf.recompute_grad` by it. On TensorFlow that fails in `fit`, or draws other masks.
+Layers and operations note the scope that they were made in as `_remat_mode`, and `__call__` wraps
+`call` in `tf.recompute_grad` by it. On TensorFlow that fails in `fit`, or draws other masks.
+
+`keras.remat` is `tf.recompute_grad`. What that makes knows the gradients of its arguments and of
+variables, but not of other tensors. A pure function of a model gets weights as tensors, so these
+would get no gradient.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
-from collections.abc import Iterable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
+from tensorflow.python.ops import custom_gradient
+
+WRAPPER = "recompute_grad"
+"""Function in which wrappers are made, as TensorFlow notes it."""
 
 
 def operations_of(model: keras.Model) -> list[Any]:
@@ -68,6 +79,75 @@ def without_remat(operations: Iterable[Any]) -> Iterator[None]:
             object.__setattr__(one, "_remat_mode", mode)
 
 
-def taken_back(model: keras.Model) -> contextlib.AbstractContextManager[None]:
-    """Meanwhile, a model runs as if it had been made outside of any scope."""
-    return without_remat(with_remat(operations_of(model)))
+@contextlib.contextmanager
+def taken_back(model: keras.Model) -> Iterator[None]:
+    """Meanwhile, a model runs as if it had been made outside of any scope, and without wrappers."""
+    with without_remat(with_remat(operations_of(model))), wrapped_run_by(lambda call: call):
+        yield
+
+
+def wraps_functions(layer: keras.layers.Layer) -> bool:
+    """Whether a layer has what `keras.remat` made, or makes it in a method of its own."""
+    held: list[Any] = []
+    for value in vars(layer).values():
+        if isinstance(value, dict):
+            held.extend(value.values())
+        else:
+            held.extend(value if isinstance(value, list | tuple) else [value])
+    for kind in type(layer).__mro__:
+        if kind.__module__.partition(".")[0] != "keras":
+            held.extend(vars(kind).values())
+    return any(_is_wrapper(one) or _wraps(one) for one in held)
+
+
+def _is_wrapper(value: Any) -> bool:
+    decorator = getattr(value, "_tf_decorator", None)
+    return getattr(decorator, "decorator_name", None) == WRAPPER
+
+
+def _wraps(value: Any) -> bool:
+    """Whether a function names `keras.remat`, or `tf.recompute_grad`, in its code."""
+    if not isinstance(value, types.FunctionType):
+        return False
+    code = [value.__code__]
+    names: set[str] = set()
+    while code:
+        one = code.pop()
+        names.update(one.co_names)
+        code.extend(c for c in one.co_consts if isinstance(c, types.CodeType))
+    known = [value.__globals__.get(name) for name in names]
+    mine = (keras.remat, tf.recompute_grad)
+    modules = [one for one in known if isinstance(one, types.ModuleType)]
+    known += [getattr(module, "__dict__", {}).get(name) for module in modules for name in names]
+    return any(one is function for one in known for function in mine)
+
+
+def described(call: Callable) -> str:
+    """A function or a layer, in a message."""
+    return str(getattr(call, "__qualname__", call))
+
+
+@contextlib.contextmanager
+def wrapped_run_by(taken: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Meanwhile, what `keras.remat` made of a function runs as what `taken` makes of it."""
+    before = {name: getattr(custom_gradient, name) for name in _MODES}
+
+    def instead(name: str) -> Callable:
+        def decorated(wrapped: Callable, args: Any, kwargs: Any) -> Any:
+            if not wrapped.__qualname__.startswith(f"{WRAPPER}.<locals>."):
+                return before[name](wrapped, args, kwargs)
+            return taken(inspect.getclosurevars(wrapped).nonlocals["f"])(*args, **kwargs)
+
+        return decorated
+
+    for name in before:
+        setattr(custom_gradient, name, instead(name))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(custom_gradient, name, function)
+
+
+_MODES = ("_graph_mode_decorator", "_eager_mode_decorator")
+"""What runs a function with a gradient of its own, in a graph and op by op."""

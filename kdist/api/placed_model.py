@@ -12,7 +12,7 @@ from kdist.api.sharded_optimizer import config_for, parallel_optimizer
 from kdist.config.compression import Classes, Compressor
 from kdist.config.optimizer import OptimizerConfig
 from kdist.config.parallel import ParallelConfig
-from kdist.config.recompute import Blocks, Choice, blocks_of
+from kdist.config.recompute_blocks import Blocks, Choice, blocks_of
 from kdist.config.whole_batch import GLOBAL, SYNCHRONIZED, WholeBatch
 from kdist.dtensor.model_layouts import ModelLayouts, place_weights, placements
 from kdist.optimizer.compressed import KnownStates

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from kdist.config.recompute import Blocks, Choice
+from kdist.config.recompute_blocks import Blocks, Choice
 from kdist.graphs.budget import Trade, best_trades, largest_that_fits
 from kdist.graphs.chunks import Graph, node_of
 from kdist.graphs.layer_names import BACKWARD

@@ -2,7 +2,8 @@
 
 For the time of one trace, `call` of each layer in which a block begins (on the instance) opens a
 name scope of its own; so does that of a layer that a block leaves out. What `keras.RematScope`
-noted is taken back: here it declares blocks (`kdist.config.recompute`). Nothing else changes.
+noted is taken back, and what `keras.remat` made of a function runs as that function: here both
+declare blocks (`kdist.config.recompute_blocks`). Nothing else changes.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kdist._compat import keras_remat
-from kdist.config.recompute import Blocks
+from kdist.config.recompute_blocks import Blocks
 
 import tensorflow as tf
 
 SCOPE = "kdist_block_"
+WRAPPING = "kdist_remat_"
+"""Before the number of the block that functions are which a layer wraps in `keras.remat`."""
 _NUMBER = re.compile(rf"{SCOPE}(\d+|none)")
 
 
@@ -28,14 +31,25 @@ def block_of(node: str) -> int | None:
 
 
 @contextlib.contextmanager
-def named(blocks: Blocks) -> Iterator[None]:
+def named(blocks: Blocks | None) -> Iterator[None]:
     """Names what layers compute within the block of code by the block of layers."""
-    before = [(layer, layer.__dict__.get("call")) for layer, _ in blocks.layers]
-    for layer, number in blocks.layers:
-        scope = f"{SCOPE}{'none' if number is None else number}"
-        object.__setattr__(layer, "call", _scoped(layer.call, scope))
+    if blocks is None:
+        yield
+        return
+    scopes = [
+        (layer, f"{SCOPE}none" if number is None else f"{kind}{number}")
+        for kind, layers in ((SCOPE, blocks.layers), (WRAPPING, blocks.wrapping))
+        for layer, number in layers
+    ]
+    before = [(layer, layer.__dict__.get("call")) for layer, _ in scopes]
+    within: list[str] = []
+    for layer, scope in scopes:
+        object.__setattr__(layer, "call", _scoped(layer.call, scope, within))
     try:
-        with keras_remat.without_remat(blocks.scoped):
+        with (
+            keras_remat.without_remat(blocks.scoped),
+            keras_remat.wrapped_run_by(lambda call: _wrapped(call, within)),
+        ):
             yield
     finally:
         for layer, call in before:
@@ -44,9 +58,32 @@ def named(blocks: Blocks) -> Iterator[None]:
                 object.__setattr__(layer, "call", call)
 
 
-def _scoped(call: Callable, scope: str) -> Callable:
+def _scoped(call: Callable, scope: str, within: list[str]) -> Callable:
+    """A call in a name scope, which is the last one of `within` meanwhile."""
+
     def scoped(*args: Any, **kwargs: Any) -> Any:
-        with tf.name_scope(scope):
-            return call(*args, **kwargs)
+        within.append(scope)
+        try:
+            with tf.name_scope(scope):
+                return call(*args, **kwargs)
+        finally:
+            within.pop()
 
     return scoped
+
+
+def _wrapped(call: Callable, within: list[str]) -> Callable:
+    """What `keras.remat` made a function of, as a block of its own or part of one around it.
+
+    Raises:
+        ValueError: No layer is known to call it.
+    """
+    if not within:
+        raise ValueError(
+            "keras.remat is taken to kdist's recompute where a layer that calls the result has it "
+            "as an attribute, or in a list or dict, or wraps in a method of its own. Wrap it "
+            "there, or declare the layer with kdist.recompute(layer) instead. "
+            f"Received: {keras_remat.described(call)}, wrapped elsewhere"
+        )
+    number = within[-1].removeprefix(WRAPPING)
+    return call if number == within[-1] else _scoped(call, f"{SCOPE}{number}", within)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_models, keras_trainer
-from kdist.config.recompute import Blocks
+from kdist.config.recompute_blocks import Blocks
 from kdist.program.blocks import named
 from kdist.program.fetched_tables import FetchedTables, LookedUp, TableRows
 from kdist.program.forward_scope import ForwardScope
@@ -52,12 +52,12 @@ class Program:
         add_loss_mean: True if values given to `add_loss` are means over examples.
 
     Attributes:
-        blocks: Layers that run again in the backward pass.
+        blocks: Layers that run again in the backward pass; None where nobody asks.
     """
 
     def __init__(self, model: keras.Model, add_loss_mean: bool) -> None:
         self.model = model
-        self.blocks = Blocks()
+        self.blocks: Blocks | None = None
         self.add_loss_mean = add_loss_mean
         self.state = ModelState.of(model)
         self.trained = Traced()

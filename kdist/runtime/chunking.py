@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
-from kdist.config.recompute import Blocks
+from kdist.config.recompute_blocks import Blocks
 from kdist.dtensor.lowering import LoweredProgram
 from kdist.dtensor.stitching import Stitcher
 from kdist.graphs.chunks import Chunk, Graph, cut, parameter_chunks, whole_blocks

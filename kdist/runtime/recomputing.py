@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kdist._compat import dtensor_internals
-from kdist.config.recompute import Blocks
+from kdist.config.recompute_blocks import Blocks
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.stitching import Stitcher
 from kdist.graphs.chunks import Chunk, Graph, node_of
@@ -66,7 +66,7 @@ def run_again(
 
     again = nodes_again(graph, passes, blocks, nodes, peak)
     made = repeat(graph, passes, again, seeds, fetched)
-    if passes.seeded and not made.originals and blocks.budget is None:
+    if passes.seeded and not made.originals and blocks.layers and blocks.budget is None:
         warnings.warn(
             "recompute computes nothing again in a backward pass: of the blocks that it names, the "
             "pass reads nothing that may run twice. What has an effect, and what leaves a block, "

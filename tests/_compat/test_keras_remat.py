@@ -8,6 +8,7 @@ from kdist._compat import keras_remat
 
 import keras
 import pytest
+import tensorflow as tf
 
 MODES: list[tuple[dict[str, Any], list[str | None]]] = [
     ({"mode": "full"}, ["full", "full"]),
@@ -36,3 +37,38 @@ def test_policies_and_operations(options: dict[str, Any], expected: list[str | N
         # Were the mode looked at elsewhere, TensorFlow would fail on keyword arguments.
         model(keras.ops.ones((2, 4)))
     assert [one._remat_mode for one in found] == modes
+
+
+class Holder(keras.layers.Layer):
+    def __init__(self, *held: Any) -> None:
+        super().__init__()
+        self.held = list(held)
+
+    def call(self, x: Any) -> Any:
+        return x
+
+
+class Wrapper(Holder):
+    def call(self, x: Any) -> Any:
+        return [keras.remat(one)(x) for one in self.held]
+
+
+def test_layers_that_wrap_functions_are_known() -> None:
+    assert keras_remat.wraps_functions(Holder(keras.remat(keras.ops.tanh)))
+    assert keras_remat.wraps_functions(Holder(keras.remat(keras.layers.Dense(2))))
+    assert keras_remat.wraps_functions(Wrapper())
+    assert keras_remat.wraps_functions(keras.layers.Lambda(lambda x: keras.remat(abs)(x)))
+    assert not keras_remat.wraps_functions(Holder(keras.ops.tanh, keras.layers.Dense(2)))
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_what_remat_made_runs_as_is_told(in_graph: bool) -> None:
+    double = keras.remat(lambda x: 2 * x)
+
+    def call(x: Any) -> Any:
+        with keras_remat.wrapped_run_by(lambda function: lambda x: 5 + function(x)):
+            return double(x)
+
+    run = tf.function(call) if in_graph else call
+    assert float(run(tf.constant(1.0))) == 7
+    assert float(double(tf.constant(1.0))) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import kdist
-from kdist.config.recompute import Blocks, blocks_of
+from kdist.config.recompute_blocks import Blocks, blocks_of
 
 import keras
 import pytest

@@ -7,6 +7,7 @@ recompute, since masks depend on the layout; without dropout, it is one plain de
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -251,6 +252,77 @@ def test_models_built_in_a_remat_scope(mode: str, mesh: str, trained: list[keras
         assert not attached(trained[-1]).blocks
     else:
         assert copies(trained[-1])
+
+
+class Wrapping(keras.layers.Layer):
+    """Has its function, and a layer, run by `keras.remat`, unless told not to."""
+
+    def __init__(self, name: str, remat: bool, inside: bool) -> None:
+        super().__init__(name=name)
+        self.norm = keras.layers.BatchNormalization(momentum=0.7, name="norm")
+        self.up = keras.layers.Dense(16, "gelu", name="up")
+        self.drop = keras.layers.Dropout(0.4, seed=4, name="drop")
+        self.down = keras.layers.Dense(8, name="down")
+        self.remat, self.inside = remat, inside
+        self.held = keras.remat(self.feed_forward) if remat and not inside else self.feed_forward
+
+    def feed_forward(self, x: Any) -> Any:
+        h = self.drop(self.up(self.norm(x, training=True)), training=True)
+        return self.down(h)
+
+    def call(self, x: Any) -> Any:
+        if self.remat and self.inside:
+            x = x + keras.remat(self.feed_forward)(x)
+            return keras.remat(self.up)(x)[..., :8] + x
+        x = x + self.held(x)
+        return self.up(x)[..., :8] + x
+
+
+def _wrapping(remat: bool, inside: bool) -> keras.Model:
+    x = inputs = keras.Input((TOKENS,), dtype="int32", name="tokens")
+    x = keras.layers.Embedding(VOCABULARY, 8, name="vocabulary")(x)
+    x = Wrapping("first", remat, inside)(x)
+    x = keras.layers.Dense(8, name="last")(x)
+    x = keras.layers.GlobalAveragePooling1D(name="pool")(x)
+    return keras.Model(inputs, keras.layers.Dense(CLASSES, name="head")(x), name="wrapping")
+
+
+WRAPPED_MESHES = {
+    "data1": {"data": 1},
+    "data2": {"data": 2},
+    "data2_model2": {"data": 2, "model": 2},
+    "pipe2": {"pipe": 2},
+}
+WRAPPED_ROWS = product(("held", "inside"), WRAPPED_MESHES)
+
+
+@pytest.mark.parametrize(
+    ("where", "mesh"), spread(WRAPPED_ROWS, [("held", "data1"), ("inside", "data2")])
+)
+def test_functions_that_a_layer_wraps_in_remat(
+    where: str, mesh: str, trained: list[keras.Model]
+) -> None:
+    """Masks are the same, and weights inside get their gradients."""
+    inside = where == "inside"
+    plain, wrapped = (functools.partial(_wrapping, remat, inside) for remat in (False, True))
+    staged = {"pipeline": kdist.PipelineConfig(micro_batches=2)} if mesh == "pipe2" else {}
+    run = Run(
+        case=dataclasses.replace(BLOCKS, build=plain),
+        optimizer=OPTIMIZERS["adam"],
+        mesh_axes=WRAPPED_MESHES[mesh],
+        config=staged,
+    )
+    again = dataclasses.replace(run, case=dataclasses.replace(BLOCKS, build=wrapped))
+    expected = train(run, "plain" if mesh == "data1" else "kdist")
+    check(expected, train(again, "kdist"), TOLERANCES[run.dtype], title=f"{run.title} [{where}]")
+    note = "recompute (full): 1 blocks, from keras.remat in first"
+    assert note in trained[-1].plan().notes
+    if mesh == "pipe2":
+        assert saved(trained[-1]) < saved(trained[0])
+    else:
+        repeated = copies(trained[-1])
+        assert any("/drop" in name for name in repeated)
+        assert all("kdist_remat_0" in name for name in repeated)
 
 
 ZOO = ("mlp", "shared_mlp", "siamese", "resnet", "lstm", "dlrm", "gpt_tied", "encoder")

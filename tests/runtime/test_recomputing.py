@@ -15,6 +15,47 @@ layers = keras.layers
 NOTE = "recompute (full): 2 blocks, from block0_down, block1_down"
 
 
+def elsewhere(function: Any, x: Any) -> Any:
+    return keras.remat(function)(x)
+
+
+class Helped(keras.layers.Layer):
+    """Calls what another function wraps."""
+
+    def __init__(self) -> None:
+        super().__init__(name="helped")
+        self.inner = layers.Dense(4, "gelu", name="inner")
+
+    def call(self, x: Any) -> Any:
+        return elsewhere(self.inner, x)
+
+
+def helped(mode: bool | None) -> keras.Model:
+    layer = Helped()
+    if mode is not None:
+        kdist.recompute(layer, mode)
+    model = keras.Sequential([keras.Input((8,)), layer])
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=1)))
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_a_function_wrapped_elsewhere_is_refused() -> None:
+    """It would give the weights inside no gradient."""
+    rule = "(?s)keras.remat is taken to.*declare the layer with kdist.recompute.*inner.*elsewhere"
+    with pytest.raises(ValueError, match=rule):
+        helped(None).train_on_batch(np.ones((4, 8)), np.ones((4, 4)))
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_function_wrapped_elsewhere_in_a_declared_layer(mode: bool) -> None:
+    model = helped(mode)
+    before = model.get_weights()
+    model.train_on_batch(np.ones((4, 8)), np.ones((4, 4)))
+    assert all((b != a).all() for b, a in zip(before, model.get_weights()))
+    assert any(note.startswith("recompute") for note in model.plan().notes) is mode
+
+
 class Own(keras.Model):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return keras.ops.mean((y - y_pred) ** 2)
