@@ -10,6 +10,7 @@ from kdist.checkpoint import directory as directories
 from kdist.checkpoint import snapshot as snapshots
 from kdist.checkpoint.callback_state import CallbackStates
 from kdist.checkpoint.checkpoints import PathLike, Restored, first_whole, target_of
+from kdist.checkpoint.keras_description import KnownPlaces
 from kdist.checkpoint.position import Position, ResumingCallbacks, check_execution, source_of
 from kdist.checkpoint.store import Compression
 from kdist.checkpoint.writer import BackgroundWriter, write
@@ -86,6 +87,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._states: CallbackStates | None = None
         self._due = False
         self._seed = 0
+        self._known = KnownPlaces()
 
     def arrange(self, parallel: Parallel, arguments: dict[str, Any]) -> dict[str, Any]:
         """Called by `fit` of a parallelized model before all else.
@@ -200,6 +202,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     def finish(self) -> None:
         """Called by `fit` at its end, also one by an error: waits for what is being written."""
         self._position = self._states = None
+        self._known = KnownPlaces()
         self._writer.wait()
 
     def _save(self, epoch: int, batch: int, logs: Any) -> None:
@@ -220,7 +223,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             "best": (self._best_step, self.best),
             "callbacks": self._states.save(arrays),
         }
-        snapshot = snapshots.snapshot(self.model, position.total, progress, files, arrays)
+        snapshot = snapshots.snapshot(
+            self.model, position.total, progress, files, arrays, known=self._known
+        )
         also = [
             one
             for one in directories.folders(self.target.directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,27 @@ import keras
 
 FILE = "keras.json"
 """Of a checkpoint."""
+
+
+class KnownPlaces:
+    """Where Keras puts each variable of a model, found out again only once these are others."""
+
+    def __init__(self) -> None:
+        self._variables: list[Any] = []
+        self._found: Any = None
+
+    def of(self, model: keras.Model, variables: Sequence[Any]) -> Any:
+        """See `keras_saving.places`.
+
+        Args:
+            model: Built.
+            variables: All that it has, and its optimizer.
+        """
+        before, self._variables = self._variables, list(variables)
+        same = len(before) == len(variables) and all(map(operator.is_, before, variables))
+        if not same or self._found is None:
+            self._found = keras_saving.places(model)
+        return self._found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,20 +60,25 @@ class KerasDescription:
 
     @classmethod
     def of(
-        cls, model: keras.Model, groups: Mapping[str, Sequence[tuple[str, Any]]]
+        cls,
+        model: keras.Model,
+        groups: Mapping[str, Sequence[tuple[str, Any]]],
+        known: KnownPlaces | None = None,
     ) -> KerasDescription:
         """Of a model.
 
         Args:
             model: Built.
             groups: Its variables as the checkpoint has them; see `snapshot.groups_of`.
+            known: Of what was described before, maybe of this model.
         """
         number = {
             id(v): (group, n)
             for group, variables in groups.items()
             for n, (_, v) in enumerate(variables)
         }
-        stored, names = keras_saving.places(model)
+        every = [v for variables in groups.values() for _, v in variables]
+        stored, names = (known or KnownPlaces()).of(model, every)
         found = {path: number.get(id(value)) for path, value in stored.items()}
         unknown = [path for path, where in found.items() if where is None]
         places = {path: where for path, where in found.items() if where is not None}

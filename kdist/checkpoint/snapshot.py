@@ -11,7 +11,7 @@ from kdist._compat import keras_optimizers
 from kdist._compat.version import VERSION
 from kdist.api.parallelize import parallel_of
 from kdist.checkpoint.directory import read_file
-from kdist.checkpoint.keras_description import FILE, KerasDescription
+from kdist.checkpoint.keras_description import FILE, KerasDescription, KnownPlaces
 from kdist.checkpoint.manifest import CheckpointError, Manifest, SavedArray
 from kdist.checkpoint.matching import match
 from kdist.checkpoint.store import Reader
@@ -74,6 +74,7 @@ def snapshot(
     files: Mapping[str, bytes] | None = None,
     arrays: Sequence[np.ndarray] = (),
     copied: bool = True,
+    known: KnownPlaces | None = None,
 ) -> Snapshot:
     """Takes a model's state to host memory: each part once, from a device that holds it.
 
@@ -85,14 +86,18 @@ def snapshot(
         arrays: Further arrays, those that callbacks keep.
         copied: Whether it is to stay as it is while training goes on. Otherwise what is in host
             memory already is written from where it is.
+        known: What one snapshot after the other has in common.
     """
     groups: dict[str, tuple[SavedArray, ...]] = {}
     parts = []
-    variables_of, copies = groups_of(model), HostCopies(copied)
-    for group, variables in variables_of.items():
+    variables_of = groups_of(model)
+    boxes = {group: [Boxes.of(*one) for one in found] for group, found in variables_of.items()}
+    every = [part.target for some in boxes.values() for one in some for _, part in one.disjoint]
+    copies = HostCopies(every, copied)
+    for group, some in boxes.items():
         found = []
-        for n, (path, variable) in enumerate(variables):
-            array, values = saved(f"{group}/{n}", Boxes.of(path, variable), copies)
+        for n, one in enumerate(some):
+            array, values = saved(f"{group}/{n}", one, copies)
             found.append(array)
             parts += values
         groups[group] = tuple(found)
@@ -101,7 +106,7 @@ def snapshot(
         groups[CALLBACKS] = tuple(array for array, _ in kept)
         parts += [part for _, part in kept]
     manifest = Manifest(step, groups, dict(progress or {}), made_by=VERSION)
-    described = {FILE: KerasDescription.of(model, variables_of).to_bytes()}
+    described = {FILE: KerasDescription.of(model, variables_of, known).to_bytes()}
     return Snapshot(manifest, parts, {**described, **(files or {})})
 
 

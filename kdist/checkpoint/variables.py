@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kdist.checkpoint.manifest import Box, CheckpointError, SavedArray, SavedPart
@@ -20,6 +22,9 @@ import tensorflow as tf
 
 AHEAD_BYTES = 32 << 20
 """Boxes of at most so many bytes are read from files while earlier ones go to their devices."""
+
+THREADS = 8
+"""Copy to host memory, at most; a few take all the bandwidth that there is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,26 +81,35 @@ def as_box(bounds: Sequence[tuple[int, int]]) -> Box:
 class HostCopies:
     """Values of parts, in host memory; vectors of buckets once, for all their pieces.
 
+    All are read first, then several are copied at a time, which NumPy does without Python's lock.
+
     Args:
+        targets: What holds the parts.
         copied: Whether they are to be apart from the variables.
     """
 
-    def __init__(self, copied: bool = True) -> None:
-        self._copied = copied
-        self._vectors: dict[int, np.ndarray] = {}
+    def __init__(self, targets: Iterable[Any], copied: bool = True) -> None:
+        holders = {id(one): one for one in map(_holder, targets)}
+        tensors = [tf.convert_to_tensor(_value(one)) for one in holders.values()]
+        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+            # An array of a tensor shares what is in host memory, unless it is copied.
+            take: Callable[[Any], np.ndarray] = np.array if copied else np.asarray
+            self._arrays = dict(zip(holders, pool.map(take, tensors)))
 
     def of(self, target: Any) -> np.ndarray:
         """The values of what holds a part."""
-        if isinstance(target, Piece):
-            key = id(target.flat)
-            if key not in self._vectors:
-                self._vectors[key] = self.of(target.flat)
-            stop = target.start + math.prod(target.shape)
-            return self._vectors[key][target.start : stop].reshape(target.shape)
-        value = target if isinstance(target, tf.Variable) else target.value
-        tensor = tf.convert_to_tensor(value)
-        # `numpy()` copies what is in host memory; an array of the tensor shares it.
-        return np.asarray(tensor.numpy() if self._copied else tensor)
+        values = self._arrays[id(_holder(target))]
+        if not isinstance(target, Piece):
+            return values
+        return values[target.start : target.start + math.prod(target.shape)].reshape(target.shape)
+
+
+def _holder(target: Any) -> Any:
+    return target.flat if isinstance(target, Piece) else target
+
+
+def _value(holder: Any) -> Any:
+    return holder if isinstance(holder, tf.Variable) else holder.value
 
 
 def saved(

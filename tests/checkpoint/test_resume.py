@@ -13,9 +13,13 @@ import time
 from pathlib import Path
 
 import kdist
+from kdist._compat import keras_saving
 from kdist.callbacks import ShardedCheckpoint
 from kdist.checkpoint import directory as directories
 from kdist.checkpoint.callback_state import CallbackStates
+from kdist.checkpoint.keras_description import KnownPlaces
+from kdist.checkpoint.snapshot import snapshot
+from kdist.storage.variables import parts_of
 
 import keras
 import numpy as np
@@ -23,7 +27,7 @@ import pytest
 import tensorflow as tf
 
 from ..equivalence.matrix import product, spread
-from .runs import STEPS, build, run
+from .runs import STEPS, arrays, build, run
 
 MESHES = {"data2": {"data": 2}, "data2_model2": {"data": 2, "model": 2}}
 KINDS = (
@@ -116,6 +120,42 @@ def test_a_run_that_ended_is_not_run_again(tmp_path):
     assert second["history"] == whole["history"]
     for a, b in zip(second["weights"], whole["weights"], strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_model_is_described_once(tmp_path, monkeypatch):
+    """What training waits for is the copy; a model that changes is described again."""
+    found = []
+    own = keras_saving.places
+    monkeypatch.setattr(keras_saving, "places", lambda model: found.append(1) or own(model))
+    model = build({"data": 2}, 1)
+    for n, edit in enumerate((lambda: None, lambda: model.get_layer("up").enable_lora(2))):
+        edit()
+        model.compile("adam", "mse", metrics=["mae"])
+        run(model, ShardedCheckpoint(tmp_path / str(n), every_steps=2, keep=None), "arrays")
+        assert len(directories.folders(tmp_path / str(n))) == 3 * STEPS // 2
+        assert len(found) == n + 1
+    known = KnownPlaces()
+    for expected in (3, 3, 4):
+        if expected == 4:
+            model.get_layer("head").enable_lora(2)
+        snapshot(model, 0, known=known)
+        assert len(found) == expected
+
+
+def test_a_snapshot_stays_while_training_goes_on():
+    model = build({"data": 2}, 1)
+    x, y = arrays()
+    model.train_on_batch(x[:8], y[:8])
+    parts = snapshot(model, 0).parts
+    kept = [values.copy() for _, values in parts]
+    for values in (values for _, values in parts):
+        for variable in model.weights:
+            for part in parts_of(variable):
+                held = getattr(part.target, "flat", part.target)
+                assert not np.shares_memory(values, np.asarray(held.value))
+    model.train_on_batch(x[:8], y[:8])
+    for (_, values), before in zip(parts, kept, strict=True):
+        np.testing.assert_array_equal(values, before)
 
 
 def test_which_checkpoints_stay(tmp_path):
