@@ -107,20 +107,6 @@ class SteppedModel(PlannedModel):
             self.warn_once(text)
         return study
 
-    def _refuse_kept_collectives(self) -> None:
-        """Refuses what a stage cannot keep: its functions are lowered one by one.
-
-        Raises:
-            ValueError: A block is to keep what collectives of inner axes returned.
-        """
-        for one in self.blocks.blocks:
-            if not one.setting.mp_comm_recompute:
-                raise ValueError(
-                    "In a pipeline's stage over inner axes, what runs again repeats its "
-                    "collectives. Leave mp_comm_recompute=False out, or the axis 'pipe'. "
-                    f"Received: mp_comm_recompute=False for layer {one.name!r}"
-                )
-
     def make_program(self) -> Program:
         """The model's pure functions, by stages or whole."""
         mean = self.config.loss_from_layers == "mean"
@@ -320,7 +306,6 @@ class SteppedModel(PlannedModel):
             assert self.layouts is not None
             alltoall = self.config.enable_alltoall
             if isinstance(self.program, PipelineProgram):
-                self._refuse_kept_collectives()
                 backend = InnerAxes(
                     self.program.state,
                     self.trainable(),

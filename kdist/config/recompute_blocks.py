@@ -100,6 +100,13 @@ class Blocks:
         found = f"recompute ({policies}): {len(names)} blocks, from {shown}{more}{alone}"
         return found + self._chosen()
 
+    def keeps_communication(self, number: int | None) -> bool:
+        """Whether of a block nothing runs again that communicates over inner axes."""
+        if number is None:
+            return False
+        one = self.blocks[number]
+        return one.policy == "selective" or not one.setting.mp_comm_recompute
+
     def _chosen(self) -> str:
         """What is repeated for a budget."""
         if self.budget is None:

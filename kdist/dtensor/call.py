@@ -34,7 +34,15 @@ class CannotExpand(Exception):
 
 
 class Retrace(Exception):
-    """The program must be traced again, with gradients gathered before they are cut."""
+    """The program must be traced again.
+
+    Args:
+        gather_first: Whether with gradients gathered before they are cut.
+    """
+
+    def __init__(self, *, gather_first: bool = True) -> None:
+        super().__init__()
+        self.gather_first = gather_first
 
 
 class Lowered:

@@ -54,3 +54,20 @@ def _match(scopes: Sequence[str], names: Sequence[str]) -> tuple[int, int]:
         elif scope != name:
             return (0, 0)
     return (len(names), numbered)
+
+
+def operation_of(node: str, traced: Collection[str]) -> str:
+    """The traced operation that a node of a lowered program was made for.
+
+    Args:
+        node: Its name: that of the operation, or what DTensor made of that by numbers and scopes.
+        traced: Names of operations.
+
+    Returns:
+        The operation; the node itself if it shows none.
+    """
+    name = node
+    while name and name not in traced:
+        shorter = _SUFFIX.sub("", name)
+        name = name.rpartition("/")[0] if shorter == name else shorter
+    return name or node

@@ -14,6 +14,7 @@ from typing import Any
 
 from kdist.dtensor import relayout, sizes
 from kdist.dtensor.call import Lowered
+from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.flops import graph_flops
 from kdist.dtensor.inputs import SliceInputs
 from kdist.dtensor.islands import crosses, is_handed_on
@@ -24,6 +25,7 @@ from kdist.dtensor.partial_sums import summand
 from kdist.dtensor.program_layouts import laid_out, like, loss_view, whole_in_program, whole_readers
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.dtensor.stitching import Stitcher
+from kdist.graphs.layer_names import operation_of
 from kdist.optimizer.slice_gradients import SliceGradients
 from kdist.program.model_state import ModelState
 from kdist.runtime.recomputing import all_again
@@ -204,6 +206,7 @@ class LoweredPart(Lowered):
 
     def __init__(self, concrete: Any, gather_first: bool, late: Sequence[int], **how: Any) -> None:
         super().__init__(concrete, **how)
+        self.concrete = concrete
         self.late = late
         self.traces[None, sizes.active()] = concrete
         self.gather_first = gather_first
@@ -229,6 +232,15 @@ class LoweredPart(Lowered):
 
     def _refuse_all_island(self, islands: Sequence[Island]) -> None:
         """Refuses nothing: what is left to divide may be in other parts."""
+
+    def communicating(self) -> set[str]:
+        """The traced operations that communicate, once lowered; nodes of which none is known."""
+        return set().union(*map(self._communicating, self.stitchers.values()))
+
+    def _communicating(self, stitcher: Stitcher) -> set[str]:
+        traced = {op.name for op in self.concrete.graph.get_operations()}
+        nodes = [n for n in stitcher.live if stitcher.nodes[n].op in COLLECTIVES]
+        return {operation_of(stitcher.originals.get(n, n), traced) for n in nodes}
 
     def flops(self) -> float:
         """Of its matrix products."""

@@ -107,12 +107,12 @@ class WholeLossMeshStep(WholeLossStep, MeshPipelineStep):
         return self._again(super()._evaluated, batch)
 
     def _again(self, function: Callable, *args: Any) -> Any:
-        """Calls a function, once more if the stages have to be traced anew."""
-        try:
-            return function(*args)
-        except Retrace:  # nothing that was written has an effect
-            self.runner.programs.trace_anew()
-            return function(*args)
+        """Calls a function, again if the stages have to be traced anew."""
+        while True:
+            try:
+                return function(*args)
+            except Retrace as reason:  # nothing that was written has an effect
+                self.runner.programs.trace_anew(reason)
 
 
 def as_tensors(data: Any) -> Any:

@@ -172,6 +172,10 @@ class Part:
     def __init__(self, function: Callable) -> None:
         self._function = function
 
+    def communicating(self) -> set[str]:
+        """See `LoweredPart.communicating`; on one device, none."""
+        return set()
+
     def call(self, s: int, *inputs: Any) -> list[Sharded]:
         """Calls it for slice `s`, on the device in scope; tensors may be plain ones."""
         made = self._function(*(t.parts[0] if isinstance(t, Sharded) else t for t in inputs))

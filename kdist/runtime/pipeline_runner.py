@@ -151,6 +151,7 @@ class PipelineRunner:
             for i in range(len(flow.parts)):
                 flow.give_cotangents(i, *next(given))
         run.rest()
+        self.programs.settle()
         gradients = [flow.summed() for flow in run.flows]
         self._reduce(run, begin, gradients)
         return gradients
@@ -159,14 +160,15 @@ class PipelineRunner:
         self, wanted: Pass, schedule: Schedule, batch: SplitBatch, scale: Any, with_loss: bool
     ) -> PipelineRun:
         """A pass, once everything is written into the graph of the step."""
-        try:
-            run = self._begun(wanted, schedule, batch, scale, with_loss)
-            run.all()
-        except Retrace:  # nothing that was written has an effect
-            self.programs.trace_anew()
-            run = self._begun(wanted, schedule, batch, scale, with_loss)
-            run.all()
-        return run
+        while True:
+            try:
+                run = self._begun(wanted, schedule, batch, scale, with_loss)
+                run.all()
+                self.programs.settle()
+            except Retrace as reason:  # nothing that was written has an effect
+                self.programs.trace_anew(reason)
+            else:
+                return run
 
     def micro_batches(self, batch: SplitBatch) -> MicroBatches:
         """A batch as the stages take it."""

@@ -7,7 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kdist.dtensor.sharded import each
+from kdist.graphs.layer_names import BACKWARD
 from kdist.pipeline.work import WeightUse
+from kdist.program.blocks import block_of
 from kdist.program.vjp import CapturesVariables
 from kdist.stages.body import StageBody, StageInput, StageOutput
 from kdist.stages.halves import StageVjp
@@ -64,6 +66,7 @@ class StageFunctions:
         wanted: The pass.
         backend: What runs it.
         rows: Replica and micro-batch that look up as many rows of fetched tables; None for any.
+        communicate: Numbers of operations of the joint trace that communicate, as far as known.
 
     Attributes:
         example_output: Outputs as the trace made them: names, masks, dtypes, shapes.
@@ -80,6 +83,7 @@ class StageFunctions:
         wanted: Pass,
         backend: Any,
         rows: tuple[int, int] | None = None,
+        communicate: Collection[int] = (),
     ) -> None:
         self.body, self._example, self.wanted, self._backend = body, example, wanted, backend
         self.parts: list[Any] = []
@@ -102,6 +106,7 @@ class StageFunctions:
                     state=example.state_range,
                     targets=lambda: self._targets,
                     split=wanted.split,
+                    communicate=communicate,
                 )
             else:
                 self._forward = self._part(self._traced(params, inputs))
@@ -207,6 +212,35 @@ class StageFunctions:
         return self._vjp.backward_weight(
             saved.params, saved.tensors, saved.cotangents, saved.kept, s
         )
+
+    def repeated_communication(self) -> frozenset[int]:
+        """Numbers of operations that communicate, if any of them runs again and should not.
+
+        Raises:
+            ValueError: It does not show which operation communicates.
+        """
+        local = self._vjp.local if self.wanted.differentiate else {}
+        if not local:
+            return frozenset()
+        forward, *backward = [part.communicating() for part in self.parts]
+        again = set().union(*backward)
+        self._refuse_unknown(again - self._vjp.names)
+        if not again & local.keys():
+            return frozenset()
+        return frozenset(local[name] for name in (again | forward) & local.keys())
+
+    def _refuse_unknown(self, nodes: set[str]) -> None:
+        """Refuses what DTensor added of which it does not show for what."""
+        blocks = self.body.program.blocks
+        assert blocks is not None
+        for node in nodes:
+            number = block_of(node)
+            if BACKWARD not in node and blocks.keeps_communication(number):
+                raise ValueError(
+                    "In a pipeline's stage over inner axes, policy='selective' and "
+                    "mp_comm_recompute=False need to know which operation communicates. Leave them "
+                    f"out for layer {blocks.blocks[number].name!r}. Received: {node}"  # type: ignore[index]
+                )
 
     def connected(self) -> list[int]:
         """The trainable variables that get a gradient."""

@@ -15,6 +15,7 @@ from kdist.graphs.chunks import Chunk, Graph, node_of
 from kdist.graphs.program_peak import repeated_peak
 from kdist.graphs.recompute import Passes, repeat
 from kdist.program.again import Nodes, nodes_again
+from kdist.program.blocks import block_of
 from kdist.program.vjp import Cut, PureFunction, Vjp, unflatten
 from kdist.stages.body import StageBody
 from kdist.stages.node_seconds import operation_seconds
@@ -39,6 +40,12 @@ class StageVjp(Vjp):
         state: Which inputs are state.
         targets: Tells, once the function has run, how many outputs take a cotangent.
         split: Whether the backward is also cut into halves.
+        communicate: Numbers of operations that are known to communicate over inner axes.
+
+    Attributes:
+        names: Of the operations of the joint trace.
+        local: By name, the numbers of operations that run again, of blocks of which nothing may
+            that communicates.
     """
 
     def __init__(
@@ -53,9 +60,12 @@ class StageVjp(Vjp):
         state: range,
         targets: Callable[[], int],
         split: bool,
+        communicate: Collection[int] = (),
     ) -> None:
         self.boundary, self._count, self._split = boundary, targets, split
-        self._body, self._state = body, state
+        self._body, self._state, self._communicate = body, state, communicate
+        self.names: frozenset[str] = frozenset()
+        self.local: dict[str, int] = {}
         super().__init__(function, params, inputs, wrap)
 
     def _sources(self, params: list[Any], inputs: list[Any]) -> list[Any]:
@@ -112,6 +122,7 @@ class StageVjp(Vjp):
         if not blocks:
             return ()
         nodes = {op.name: op for op in graph.get_operations()}
+        self.names = frozenset(nodes)
         inputs = {name: [t.name for t in op.inputs] for name, op in nodes.items()}
         kept = {n for n, op in nodes.items() if op.op_def is None or op.op_def.is_stateful}
         if not self._body.backend.draws_alike:
@@ -128,6 +139,7 @@ class StageVjp(Vjp):
             kind=lambda n: nodes[n].type,
             nbytes=lambda n: sum(map(_nbytes, nodes[n].outputs)),
             seconds=lambda n: operation_seconds(nodes[n]),
+            communication={n for i, n in enumerate(nodes) if i in self._communicate},
             unknown=self._unknown(),
             once=self._live == 1,
         )
@@ -150,7 +162,10 @@ class StageVjp(Vjp):
         where = f"stage {staged.stage_of(self._body.virtual)}"
         if staged.schedule.chunks > 1:
             where += f", chunk {self._body.virtual // staged.schedule.num_stages}"
-        return nodes_again(whole, passes, blocks, known, peak, where) - kept
+        again = nodes_again(whole, passes, blocks, known, peak, where) - kept
+        local = {n for n in again if blocks.keeps_communication(block_of(n))}
+        self.local = {n: i for i, n in enumerate(nodes) if n in local}
+        return again
 
     @property
     def _live(self) -> int:

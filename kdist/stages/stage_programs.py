@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist.dtensor import sizes
-from kdist.dtensor.call import MAX_SHAPES
+from kdist.dtensor.call import MAX_SHAPES, Retrace
 from kdist.stages.body import StageBody
 from kdist.stages.functions import Pass, StageFunctions
 from kdist.stages.mask_order import check_mask_order
@@ -30,6 +30,8 @@ class StagePrograms:
         count = self.staged.schedule.virtual_stages
         self.bodies = [StageBody(program, self.staged, n, backend) for n in range(count)]
         self._traced: dict[Any, list[StageFunctions]] = {}
+        self._communicate: dict[Any, frozenset[int]] = {}
+        """By key of what was traced and virtual stage; see `StageFunctions`."""
 
     def functions(
         self, wanted: Pass, part: Any, terms: int | None, rows: tuple[int, int] | None = None
@@ -47,15 +49,33 @@ class StagePrograms:
         """
         key = (wanted, terms, sizes.active(), *batch_key(part))
         if key not in self._traced:
-            self._traced[key] = self._trace(wanted, part, terms, rows)
+            self._traced[key] = self._trace(key, part, rows)
             for old in [*self._traced][: -2 * MAX_SHAPES]:
                 del self._traced[old]
         return self._traced[key]
 
-    def trace_anew(self) -> None:
-        """Forgets what was traced, to trace it again with gradients gathered first."""
-        self.backend.gather_first = True
+    def trace_anew(self, reason: Retrace) -> None:
+        """Forgets what was traced, to trace it again."""
+        if reason.gather_first:
+            self.backend.gather_first = True
+            self._communicate.clear()
         self._traced.clear()
+
+    def settle(self) -> None:
+        """Looks at what a pass was lowered to: which operations communicate is known by now.
+
+        Raises:
+            Retrace: Some run again that do, and should not; when traced again, they do not.
+            ValueError: It does not show which operation communicates.
+        """
+        known = dict(self._communicate)
+        for key, functions in self._traced.items():
+            for one in functions:
+                if found := one.repeated_communication():
+                    place = key, one.body.virtual
+                    self._communicate[place] = known.get(place, frozenset()) | found
+        if self._communicate != known:
+            raise Retrace(gather_first=False)
 
     def trained_parts(self) -> list[Any]:
         """What runs the functions of a training step, of the first micro-batch."""
@@ -64,10 +84,9 @@ class StagePrograms:
                 return [part for one in functions for part in one.parts]
         return []
 
-    def _trace(
-        self, wanted: Pass, part: Any, terms: int | None, rows: tuple[int, int] | None
-    ) -> list[StageFunctions]:
+    def _trace(self, key: Any, part: Any, rows: tuple[int, int] | None) -> list[StageFunctions]:
         """Traces every virtual stage, each with what the one before sends."""
+        wanted, terms, *_ = key
         found: list[StageFunctions] = []
         boundary: dict[str, Any] = {}
         masks: dict[str, Any] = {}
@@ -81,7 +100,9 @@ class StagePrograms:
             loss = None if terms is None else (y, sample_weight, shares)
             given = body.given(boundary, masks, state, x, loss, share)
             with self.backend.tracing():
-                found.append(self.backend.functions(body, given, wanted, self.backend, rows))
+                known = self._communicate.get((key, body.virtual), frozenset())
+                made = self.backend.functions(body, given, wanted, self.backend, rows, known)
+            found.append(made)
             output = found[-1].example_output
             boundary, masks = output.boundary, output.masks
         self._check(found, terms)

@@ -1,6 +1,6 @@
 from kdist._compat import dtensor_internals
 from kdist.dtensor import lowered, relayout
-from kdist.graphs.layer_names import layer_of
+from kdist.graphs.layer_names import layer_of, operation_of
 
 import keras
 import numpy as np
@@ -146,3 +146,12 @@ def test_the_table_groups_and_sums():
     assert ["one", "forward", "all-gather", "model", "2", "1,064"] in lines
     assert ["one", "forward", "all-reduce", "model", "1", "64"] in lines
     assert ["total", "3", "1,128"] in lines
+
+
+def test_operations_are_read_from_what_dtensor_made_of_their_names() -> None:
+    traced = {"a/dense_1/MatMul", "AddN_5", "AddN"}
+    assert operation_of("a/dense_1/MatMul", traced) == "a/dense_1/MatMul"
+    assert operation_of("a/dense_1/MatMul/DTensorAllReduceOp_9_1", traced) == "a/dense_1/MatMul"
+    assert operation_of("AddN_5_968_2", traced) == "AddN_5"
+    assert operation_of("AddN_7", traced) == "AddN"
+    assert operation_of("b/Sum/DTensorAllGather", traced) == "b/Sum/DTensorAllGather"

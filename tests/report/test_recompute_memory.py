@@ -11,6 +11,7 @@ from typing import Any
 import kdist
 from kdist.api.parallelize import attached
 from kdist.dtensor.collectives import COLLECTIVES
+from kdist.graphs.layer_names import BACKWARD
 
 import keras
 import numpy as np
@@ -150,6 +151,32 @@ def test_collectives_of_inner_axes_are_repeated_or_kept(comm: bool, each: int) -
     assert sum(n - 1 for n in listed.values()) == each * depth
     assert sum(n for op, n in found.items() if op in COLLECTIVES) == each * depth
     assert found["Softmax"] == depth
+
+
+def stage_sums(model: keras.Model) -> list[int]:
+    """Collectives of the forward pass of blocks that a stage's backward function has."""
+    found = []
+    for functions in attached(model).mesh_step.runner.programs._traced.values():  # type: ignore[union-attr]
+        for one in functions:
+            names = set().union(*(part.communicating() for part in one.parts[1:]))
+            found.append(sum("kdist_block" in n and BACKWARD not in n for n in names))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "each"),
+    [
+        ({"mp_comm_recompute": False}, 0),
+        pytest.param({}, 1, marks=pytest.mark.long),
+        pytest.param({"policy": "selective"}, 0, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_collectives_in_stages_are_repeated_or_kept(options: dict[str, Any], each: int) -> None:
+    pipeline = kdist.PipelineConfig(micro_batches=2)
+    axes = {"pipe": 2, "model": 2}
+    model = trained(2, axes, pipeline=pipeline, recompute=again(**options))
+    assert stage_sums(model) == [each, each]
 
 
 @pytest.mark.parametrize(("keep", "comm"), [(False, None), (False, False), (True, True)])
