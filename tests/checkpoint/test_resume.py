@@ -152,7 +152,7 @@ def test_a_snapshot_stays_while_training_goes_on():
         for variable in model.weights:
             for part in parts_of(variable):
                 held = getattr(part.target, "flat", part.target)
-                assert not np.shares_memory(values, np.asarray(held.value))
+                assert not np.shares_memory(values, np.asarray(tf.convert_to_tensor(held.value)))
     model.train_on_batch(x[:8], y[:8])
     for (_, values), before in zip(parts, kept, strict=True):
         np.testing.assert_array_equal(values, before)
