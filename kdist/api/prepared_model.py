@@ -30,7 +30,7 @@ class PreparedModel(FittedModel):
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
         super().__init__(model, config)
         self.batch_specs: Any = None
-        self.births: Callable[[keras.Variable], None] | None = None
+        self.births: Callable[[keras.Variable, str], None] | None = None
 
     def prepare(self, kind: str, example: Any) -> None:
         """Builds what the steps share, state of the optimizer included, on first use.
@@ -92,7 +92,10 @@ class PreparedModel(FittedModel):
         """Builds the optimizer as Keras does, but that what will be views is never whole."""
         optimizer = self.model.optimizer
         if optimizer is not None and not optimizer.built:
-            with keras_optimizers.build_scope(optimizer), unborn_variables(lambda variable: None):
+            with (
+                keras_optimizers.build_scope(optimizer),
+                unborn_variables(lambda variable, why: None),
+            ):
                 optimizer.build(self.model.trainable_variables)
 
     def _look_at_loss(self, example: Any) -> None:

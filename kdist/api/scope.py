@@ -66,12 +66,13 @@ def scope(config: ParallelConfig) -> Iterator[None]:
             attached(model).births = _made_whole
 
 
-def _made_whole(variable: keras.Variable) -> None:
+def _made_whole(variable: keras.Variable, why: str) -> None:
     """Says of a large variable that it is made whole before it is cut."""
     size = math.prod(variable.shape) * tf.as_dtype(keras_births.raw_dtype(variable)).size
     if size > recipes.CHUNK:
         warnings.warn(
-            f"{variable.path} is made whole, {size >> 20} MiB, before it is cut: its initializer "
-            "gives no parts. Use one of keras.initializers for a large weight.",
+            f"{variable.path} is made whole, {size >> 20} MiB, before it is cut: {why}. Use one of "
+            "keras.initializers for a large weight, and call the model in the scope on "
+            "keras.Input(...) alone.",
             stacklevel=2,
         )

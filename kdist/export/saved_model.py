@@ -90,9 +90,19 @@ def _write(
     if not keep:
         archive.track(model)
     for name, one in signatures.items():
+        one.build_layers(model)
         for layer in one.layers:
             archive.track(layer)
         archive.add_endpoint(name, one.around(calls[name]), one.specs(model))
     policy = "save_variable_devices" if keep else None
     options = tf.saved_model.SaveOptions(experimental_variable_policy=policy)
-    archive.write_out(path, options=options, verbose=verbose)
+    try:
+        archive.write_out(path, options=options, verbose=verbose)
+    except AssertionError as error:
+        if "untracked" not in str(error):
+            raise
+        raise ValueError(
+            "A function before or after the model uses a layer or a table with state of its own, "
+            "which is not saved with it. Give the layer itself as `before` or `after`, or several "
+            f"in one keras.Model. Received: signatures={sorted(signatures)}; {error}"
+        ) from error

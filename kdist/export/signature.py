@@ -63,10 +63,22 @@ class Signature:
 
         return serve
 
+    def build_layers(self, model: keras.Model) -> None:
+        """Builds the layers around the model, if need be: what is saved has its variables."""
+        if isinstance(self.before, keras.layers.Layer) and not self.before.built:
+            self.before(*map(_symbol, self.specs(model)))
+        if isinstance(self.after, keras.layers.Layer) and not self.after.built:
+            x = keras.tree.map_structure(_symbol, keras_saving.input_signature(model))
+            self.after(model(x[0] if isinstance(x, list) and len(x) == 1 else x))
+
     @property
     def layers(self) -> list[keras.layers.Layer]:
         """Whose vocabularies belong to the file."""
         return [one for one in (self.before, self.after) if isinstance(one, keras.layers.Layer)]
+
+
+def _symbol(spec: Any) -> Any:
+    return keras.KerasTensor(tuple(spec.shape), keras.backend.standardize_dtype(spec.dtype))
 
 
 def leaf_specs(x: Any) -> Any:

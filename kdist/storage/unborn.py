@@ -40,8 +40,11 @@ class Unborn:
         unborn: Itself; see `kdist.storage.variables.unborn`.
     """
 
-    def __init__(self, variable: keras.Variable, recipe: Recipe) -> None:
+    def __init__(
+        self, variable: keras.Variable, recipe: Recipe, told: Callable[[keras.Variable, str], None]
+    ) -> None:
         self.unborn = self
+        self._told = told
         self.variable = variable
         self.recipe = recipe
         self.shape = tuple(int(n) for n in variable.shape)
@@ -51,6 +54,7 @@ class Unborn:
         """The values; while shapes are inferred, a stand-in."""
         if keras_trainer.inferring():
             return tf.zeros(self.shape, self.dtype)
+        self._told(self.variable, "it is read before the end of its kdist.scope")
         with keras_trainer.at_once():
             made = self.made()
             make_plain(self.variable, made)
@@ -113,11 +117,11 @@ _born = itertools.count()
 
 
 @contextlib.contextmanager
-def unborn_variables(told: Callable[[keras.Variable], None]) -> Iterator[None]:
+def unborn_variables(told: Callable[[keras.Variable, str], None]) -> Iterator[None]:
     """Meanwhile, new variables get no values, where these can be made part by part later.
 
     Args:
-        told: Called with others, which are made whole, as Keras makes them.
+        told: Called with those that are made whole, as Keras makes them, and why.
     """
 
     def take(variable: keras.Variable, initializer: Any) -> bool:
@@ -125,10 +129,10 @@ def unborn_variables(told: Callable[[keras.Variable], None]) -> Iterator[None]:
         now = tf.inside_function() or not shape  # scalars are not cut
         recipe = None if now else recipe_of(initializer, shape, raw_dtype(variable))
         if recipe is None:
-            told(variable)
+            told(variable, "its initializer gives no parts")
             return False
         keras_births.without_value(variable, f"kdist_unborn_{next(_born)}")
-        become_view(variable, Unborn(variable, recipe), None)
+        become_view(variable, Unborn(variable, recipe, told), None)
         return True
 
     with keras_births.variables_made_by(take):

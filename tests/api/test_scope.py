@@ -183,6 +183,27 @@ def test_large_variables_that_are_made_whole_are_named(small_chunks: None) -> No
         build()
 
 
+def test_large_variables_that_are_read_in_the_scope_are_named(small_chunks: None) -> None:
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = keras.layers.Dense(64)
+
+        def call(self, x: Any) -> Any:
+            return self.up(x)
+
+    with warnings.catch_warnings(), kdist.scope(config("level3")):
+        warnings.simplefilter("error")
+        model = Own()
+        model(keras.Input((64,)))
+    assert all(entry.unborn is not None for entry in entries(model))
+    with (
+        pytest.warns(UserWarning, match="kernel is made whole.*read before the end"),
+        kdist.scope(config("level3")),
+    ):
+        Own()(np.ones((2, 64), "float32"))
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="Received: config=2"), kdist.scope(2):  # type: ignore[arg-type]
         pass

@@ -146,6 +146,20 @@ def test_training_goes_on_after_an_export(tmp_path: Path) -> None:
         assert a.shape == b.shape and np.isfinite(b.numpy()).all()
 
 
+@pytest.mark.parametrize("shards", ["keep", "gather"])
+def test_layers_around_a_model_need_not_be_built(tmp_path: Path, shards: Any) -> None:
+    model = parallel()
+    text = keras.layers.TextVectorization(output_sequence_length=8, vocabulary=["red", "green"])
+    spec, words = [tf.TensorSpec([None], tf.string)], tf.constant(["red green", "blue"])
+    both = {"text": kdist.export.Signature(spec, text, keras.layers.Softmax())}
+    kdist.export.saved_model(model, tmp_path / "served", both, shards=shards)
+    served = tf.saved_model.load(str(tmp_path / "served"))
+    expected = tf.nn.softmax(model.predict(tf.cast(text(words), tf.float32), verbose=0))
+    np.testing.assert_allclose(served.text(words), expected, rtol=1e-6, atol=1e-6)
+    hidden = {"text": kdist.export.Signature(spec, lambda words: text(words))}
+    refused("Give the layer itself", model, tmp_path / "no", hidden, shards=shards)
+
+
 def refused(match: str, *args: Any, **options: Any) -> None:
     with pytest.raises(ValueError, match=match):
         kdist.export.saved_model(*args, **options)
