@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from kdist._compat import keras_saving
 from kdist.api.stepped_model import SteppedModel
-from kdist.cluster.joining import naming_failures
+from kdist.cluster.joining import has_joined, naming_failures
 from kdist.config.parallel import ParallelConfig
 from kdist.runtime.keras_contract import adapt_callbacks
+from kdist.runtime.worker_data import WorkerDatasets, is_dataset
 from kdist.storage.variables import materialised
 
 import keras
@@ -33,6 +35,7 @@ class FittedModel(SteppedModel):
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
         super().__init__(model, config)
         self.position: Position | None = None
+        self.datasets = WorkerDatasets(self.warn_once)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.fit`; a callback with `arrange` may change what it is called with."""
@@ -41,13 +44,11 @@ class FittedModel(SteppedModel):
 
     def _fit(self, *args: Any, **kwargs: Any) -> Any:
         plain = type(self.model).fit
-        given = inspect.signature(plain).bind(self.model, *args, **kwargs).arguments
-        del given[next(iter(given))]  # the model
-        arguments = {**given.pop("kwargs", {}), **given}
+        arguments = self._read_by_workers(self._by_name(plain, args, kwargs))
         adapt_callbacks(arguments.get("callbacks"))
         arranging = _arranging(arguments.get("callbacks"))
         if arranging is None:
-            return plain(self.model, *args, **kwargs)
+            return plain(self.model, **arguments)
         try:
             return plain(self.model, **arranging.arrange(self, arguments))
         finally:
@@ -56,9 +57,41 @@ class FittedModel(SteppedModel):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.evaluate`."""
-        adapt_callbacks(kwargs.get("callbacks"))
+        plain = type(self.model).evaluate
         with naming_failures():
-            return type(self.model).evaluate(self.model, *args, **kwargs)
+            arguments = self._read_by_workers(self._by_name(plain, args, kwargs))
+            adapt_callbacks(arguments.get("callbacks"))
+            return plain(self.model, **arguments)
+
+    def _by_name(self, method: Callable, args: Any, kwargs: Any) -> dict[str, Any]:
+        """The arguments of a method of the model, by their names."""
+        given = inspect.signature(method).bind(self.model, *args, **kwargs).arguments
+        del given[next(iter(given))]  # the model
+        return {**given.pop("kwargs", {}), **given}
+
+    def _read_by_workers(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of `fit` or `evaluate`, in which each process reads its rows of datasets."""
+        names = [n for n in ("x", "validation_data") if is_dataset(arguments.get(n))]
+        if not has_joined() or not names:
+            return arguments
+        cause = self._read_by_process_0()
+        if "x" in names and cause is None and arguments.get("class_weight") is not None:
+            cause = "class_weight makes another dataset of it"
+        if cause is not None:
+            self.datasets.stays(cause)
+            return arguments
+        devices = [one.devices[0] for one in self.topology.slices]
+        return arguments | {n: self.datasets.read(arguments[n], devices) for n in names}
+
+    def _read_by_process_0(self) -> str | None:
+        """Why steps take whole batches, None where they take each replica's rows."""
+        if self.topology.num_stages > 1:
+            return "stages of a pipeline read other parts of a batch in other processes"
+        if self.topology.inner_size > 1 or self._whole_batch() is not None:
+            return "devices of inner axes, or layers that see the whole batch, share rows"
+        if self.model.run_eagerly or self.config.verify is not None:
+            return "verify and run_eagerly look at whole batches"
+        return None
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.predict`."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from kdist.checkpoint.sources import Source
 from kdist.runtime.keras_contract import as_spec
+from kdist.runtime.worker_data import WorkerIterator
 
 import keras
 import tensorflow as tf
@@ -126,6 +127,9 @@ class Pipeline(Source):
 
     def _saved(self, iterator: Any) -> dict[str, bytes]:
         """The state of an iterator; {} if it has none that can be saved, which is told once."""
+        if isinstance(iterator, WorkerIterator):  # one in each process; epochs are read again
+            self._cannot = True
+            return {}
         with tempfile.TemporaryDirectory() as folder:
             try:
                 tf.train.Checkpoint(iterator=iterator).write(f"{folder}/{STATE}")

@@ -47,6 +47,20 @@ def part_bounds(size: int, replicas: int) -> list[tuple[int, int]]:
     return list(zip(starts[:-1], starts[1:]))
 
 
+def row_counts(size: Any, replicas: int) -> list[Any]:
+    """How many rows each replica takes of a batch, as scalar int32 tensors.
+
+    Args:
+        size: Rows of the batch, a number or a tensor.
+        replicas: How many there are.
+    """
+    if isinstance(size, int):
+        bounds = part_bounds(size, replicas)
+        return [tf.constant(end - begin, tf.int32) for begin, end in bounds]
+    quotient, extra = size // replicas, size % replicas
+    return [quotient + tf.cast(r < extra, tf.int32) for r in range(replicas)]
+
+
 def leading(data: Any) -> Any:
     """The first tensor of a structure: its leading dim is the batch."""
     return next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
@@ -81,13 +95,11 @@ def split(x: Any, y: Any, sample_weight: Any, replicas: int, static: bool = Fals
     if known is not None and (static or tf.executing_eagerly()):
         return _split_at(whole, known, replicas)
     quotient, extra = size // replicas, size % replicas
-    parts, counts = [], []
-    for r in range(replicas):
+    parts, counts = [], row_counts(size, replicas)
+    for r, count in enumerate(counts):
         begin = r * quotient + tf.minimum(r, extra)
-        count = quotient + tf.cast(r < extra, tf.int32)
         end = tf.maximum(begin + count, 1)
         parts.append(_take(whole, tf.where(count > 0, begin, end - 1), end))
-        counts.append(count)
     full = known is not None and known >= replicas
     return SplitBatch(whole, parts, counts, size, known, full)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from kdist._compat import keras_models, keras_optimizers
+from kdist.runtime.worker_data import WorkerDataset, WorkerIterator, ending_together
 
 import keras
 import tensorflow as tf
@@ -42,7 +44,9 @@ def step_function(
     if kind == "predict":
         return _predict_function(step, model.run_eagerly)
     function = model._make_function(step)
-    return _train_function(step, function, model, no_batch) if kind == "train" else function
+    if kind == "train":
+        function = _train_function(step, function, model, no_batch)
+    return _or_by_workers(step, function, model, no_batch)
 
 
 def _predict_function(step: Callable, eager: bool) -> Callable:
@@ -84,6 +88,41 @@ def _train_function(
     return train
 
 
+def _or_by_workers(
+    step: Callable, function: Callable, model: keras.Model, no_batch: Callable[[], None]
+) -> Callable:
+    """`function`, but for data that workers read: of that, a step takes the rows where they are."""
+    made: weakref.WeakKeyDictionary[WorkerDataset, Callable] = weakref.WeakKeyDictionary()
+
+    def once(dataset: WorkerDataset) -> Callable:
+        taken = weakref.proxy(dataset).taken
+        return tf.function(
+            lambda first, others: step(taken(first.get_value(), others)),
+            autograph=False,
+            reduce_retracing=True,
+        )
+
+    def call(iterator: Any) -> Any:
+        if not isinstance(iterator, WorkerIterator):
+            return function(iterator)
+        one = made.setdefault(iterator.dataset, once(iterator.dataset))
+        logs = None
+        for _ in range(model.steps_per_execution):
+            first = iterator.first.get_next_as_optional()
+            if first.has_value():
+                with ending_together():
+                    logs = one(first, iterator.others)
+            elif logs is not None:
+                return logs
+            else:
+                if model.steps_per_execution == 1:
+                    no_batch()
+                raise StopIteration
+        return logs
+
+    return call
+
+
 def single_steps(model: keras.Model, iterator: Any) -> bool:
     """Whether Keras would run one step in one graph with the iterator that feeds it."""
     tensors = isinstance(iterator, tf.data.Iterator)
@@ -113,7 +152,7 @@ def peek(iterator: Any) -> tuple[Any, Any]:
     Returns:
         The iterator to use from now on, and a batch or its specs.
     """
-    if isinstance(iterator, tf.data.Iterator):
+    if isinstance(iterator, tf.data.Iterator | WorkerIterator):
         return iterator, iterator.element_spec
     iterator = iter(iterator)
     first = next(iterator)

@@ -22,6 +22,7 @@ from kdist.runtime.keras_contract import single_steps, without_optionals
 from kdist.runtime.pipeline_step import PipelineStep
 from kdist.runtime.step import Step
 from kdist.runtime.whole_loss import WholeLossStep
+from kdist.runtime.worker_data import WorkerIterator
 
 import keras
 import tensorflow as tf
@@ -184,7 +185,7 @@ class BatchFunction:
     def __call__(self, iterator: Any) -> Any:
         """Runs `steps_per_execution` steps; the contract of Keras's train function."""
         known = True
-        if isinstance(iterator, tf.data.Iterator):
+        if isinstance(iterator, tf.data.Iterator | WorkerIterator):
             first = keras.tree.flatten(iterator.element_spec)[0]
             known = first.shape.rank is not None and first.shape[0] is not None
         batches = self._next(iterator)

@@ -231,7 +231,10 @@ class Step:
 
     def split(self, data: Any, known_size: bool = True) -> SplitBatch:
         """Cuts what the data pipeline yields over the slices; see `train`."""
-        batch = self.cut(*keras.utils.unpack_x_y_sample_weight(data))
+        if isinstance(data, SplitBatch):  # of rows that each process read by itself
+            batch = data
+        else:
+            batch = self.cut(*keras.utils.unpack_x_y_sample_weight(data))
         return batch if known_size else dataclasses.replace(batch, static_size=None)
 
     def by_shape(self, function: Callable) -> Callable:

@@ -100,6 +100,90 @@ def strategy() -> None:
     os._exit(0)  # the strategy's servers wait for each other
 
 
+def datasets(folder: Path) -> dict[str, Any]:
+    """Datasets over files: each element is read, parsed and shuffled; ends are uneven."""
+    files = sorted(str(one) for one in folder.glob("rows-*"))
+
+    def rows(line: Any) -> Any:
+        numbers = tf.strings.to_number(tf.strings.split(line, ","), tf.float64)
+        return tf.reshape(numbers, (16,))[:12], tf.reshape(numbers, (16,))[12:]
+
+    lines = tf.data.TextLineDataset(files)
+    parsed = lines.map(rows, num_parallel_calls=2)
+    python = lines.map(lambda line: tf.py_function(rows, [line], [tf.float64] * 2)).map(
+        lambda x, y: (tf.ensure_shape(x, (12,)), tf.ensure_shape(y, (4,)))
+    )
+    return {
+        "plain": parsed.batch(7),
+        "seeded": parsed.shuffle(50, seed=3).batch(7),
+        "unseeded": parsed.shuffle(50).batch(7),
+        "full": parsed.batch(8, drop_remainder=True).repeat(),
+        "python": python.batch(7),
+        "loose": parsed.shuffle(50).batch(7).with_options(loose()),
+    }
+
+
+def loose() -> tf.data.Options:
+    """Options of a dataset whose order is not known."""
+    options = tf.data.Options()
+    options.deterministic = False
+    return options
+
+
+def reads() -> None:
+    """Trains and evaluates on a dataset over files; says what was seen, and who reads it."""
+    joined()
+    folder, name = Path(os.environ["TEST_FOLDER"]), os.environ["TEST_DATA"]
+    given = datasets(folder)[name]
+    made = model()
+
+    class Failing(keras.callbacks.Callback):
+        """Ends a start in the middle of an epoch, if that is asked for."""
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if "TEST_FAILS" in os.environ and self.model.optimizer.iterations == 10:
+                raise RuntimeError("of the first start")
+
+    class Seen(keras.metrics.Metric):
+        """The sum of all labels that a pass has seen."""
+
+        def __init__(self) -> None:
+            super().__init__(name="seen")
+            self.total = self.add_weight(name="total", dtype="float64", initializer="zeros")
+
+        def update_state(self, y: Any, outputs: Any, sample_weight: Any = None) -> None:
+            self.total.assign_add(tf.reduce_sum(y))
+
+        def result(self) -> Any:
+            return self.total
+
+    made.compile(keras.optimizers.Adam(0.01), "mse", metrics=[Seen()])
+    calls: list[keras.callbacks.Callback] = []
+    if states := os.environ.get("TEST_STATES"):
+        calls = [kdist.callbacks.ShardedCheckpoint(states, every_steps=2, resume=True), Failing()]
+    steps = 4 if name == "full" else None
+    whole = datasets(folder)["plain"]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        history = made.fit(
+            given,
+            epochs=3,
+            steps_per_epoch=steps,
+            verbose=0,
+            validation_data=whole,
+            callbacks=calls,
+        ).history
+        scores = made.evaluate(datasets(folder)["plain"], verbose=0)
+    found = {
+        "history": history,
+        "scores": scores,
+        "weights": [w.tolist() for w in made.get_weights()],
+        "said": [str(one.message) for one in said],
+        "step": int(made.optimizer.iterations),
+    }
+    print("RESULT " + json.dumps(found), flush=True)
+
+
 def goes_on() -> None:
     """Trains until something fails."""
     joined()
@@ -235,6 +319,13 @@ def survives() -> None:
     print("RESULT " + json.dumps({"loss": history["loss"], "weights": weights}), flush=True)
 
 
+def read_rows() -> tf.data.Dataset:
+    """A batch of 8 rows of 256 numbers, twice, from a file."""
+    numbers = tf.data.FixedLengthRecordDataset(os.environ["TEST_FOLDER"] + "/rows", 256 * 4)
+    rows = numbers.map(lambda text: tf.reshape(tf.io.decode_raw(text, tf.float32), (256,)))
+    return rows.map(lambda row: (row, row)).batch(8, drop_remainder=True)
+
+
 def sends() -> None:
     """Prints what an executed step sends between processes, and what its plan says."""
     joined()
@@ -255,7 +346,10 @@ def sends() -> None:
     made.evaluate(x, x, verbose=0)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        step = largest(watch(lambda: made.train_on_batch(x, x)))
+        if "TEST_FOLDER" in os.environ:
+            step = largest(watch(lambda: made.fit(read_rows(), verbose=0)))
+        else:
+            step = largest(watch(lambda: made.train_on_batch(x, x)))
     crossing = [t for t in step.transfers if process_of(t.source) != process_of(t.target)]
     found = {
         "sent": [(t.tensor, t.nbytes) for t in crossing if not t.control],

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,31 @@ def test_what_is_sent_equals_the_plan(axes: dict[str, int], level: int) -> None:
     assert 0 < known <= found["planned"]["nbytes"]
     assert f"between processes: {len(sent)} tensors" in found["printed"]
     assert not any("cross processes" in line for line in found["said"])
+
+
+@pytest.mark.wide
+def test_rows_that_workers_read_are_not_sent(tmp_path: Path) -> None:
+    """Beside gradients and new values nothing travels but scalars; given arrays, rows do."""
+    (tmp_path / "rows").write_bytes(bytes(8 * 256 * 4))
+    variables = {"TEST_AXES": json.dumps({"data": 4}), "TEST_LEVEL": "0"}
+    found = []
+    for more in ({}, {"TEST_FOLDER": str(tmp_path)}):
+        with program("sends", 2, **variables, **more) as both:
+            assert both[0].ends() == 0, both[0].text[-2000:]
+        found.append(result(both[0]))
+    given, read = (
+        [
+            (name, nbytes)
+            for name, nbytes in one["sent"]
+            if not name.startswith("PartitionedCall") and (nbytes is None or nbytes > SCALAR)
+        ]
+        for one in found
+    )
+    assert len(read) == found[1]["planned"]["tensors"], read
+    # The rows of the other process's two replicas, x and y.
+    rows = [nbytes for name, nbytes in given if name.startswith("strided_slice")]
+    assert rows == [2 * 256 * 4] * 4
+    assert not any("process 0 reads" in line for line in found[1]["said"])
 
 
 @pytest.mark.wide

@@ -1,0 +1,76 @@
+"""A `tf.data.Dataset` over processes: each reads the rows of its own replicas."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .processes import program
+from .test_joining import result
+
+ROWS = 45
+"""No multiple of a batch of 7, nor that of 4 replicas."""
+READ_BY_0 = "process 0 reads this tf.data.Dataset"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """Files of unequal length."""
+    draw = np.random.default_rng(3)
+    lines = [",".join(map(str, row)) for row in draw.normal(size=(ROWS, 16))]
+    for number, some in enumerate((lines[:20], lines[20:23], lines[23:])):
+        (tmp_path / f"rows-{number}").write_text("\n".join(some) + "\n")
+    return tmp_path
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["plain", "seeded", "full", "python"])
+def test_datasets_over_two_processes_equal_one(name: str, files: Path) -> None:
+    """Losses, which depend on the order, and sums of labels, on whether each counts once."""
+    given = {"TEST_DATA": name, "TEST_FOLDER": str(files)}
+    with program("reads", 2, **given) as both:
+        assert [one.ends() for one in both] == [0, 0], both[0].text[-3000:]
+    with program("reads", 1, TEST_DEVICES="4", **given) as alone:
+        assert alone[0].ends() == 0, alone[0].text[-3000:]
+    found, wanted = result(both[0]), result(alone[0])
+    assert found["step"] == wanted["step"]
+    for key, values in wanted["history"].items():
+        np.testing.assert_allclose(found["history"][key], values, rtol=1e-12, err_msg=key)
+    np.testing.assert_allclose(found["scores"], wanted["scores"], rtol=1e-12)
+    for mine, other in zip(found["weights"], wanted["weights"], strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-12)
+    by_0 = [line for line in found["said"] if READ_BY_0 in line]
+    assert len(by_0) == (name == "python"), found["said"]
+    if by_0:
+        assert "EagerPyFunc is stateful" in by_0[0]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["unseeded", "loose"])
+def test_shuffles_without_a_seed_see_each_example_once(name: str, files: Path) -> None:
+    """In every epoch, in one order for all processes; or process 0 reads them."""
+    given = {"TEST_DATA": name, "TEST_FOLDER": str(files)}
+    with program("reads", 2, **given) as both:
+        assert [one.ends() for one in both] == [0, 0], both[0].text[-3000:]
+    found = result(both[0])
+    np.testing.assert_allclose(found["history"]["seen"], found["history"]["val_seen"], rtol=1e-9)
+    by_0 = [line for line in found["said"] if READ_BY_0 in line]
+    assert len(by_0) == (name == "loose"), found["said"]
+
+
+@pytest.mark.wide
+def test_a_run_goes_on_within_an_epoch(files: Path) -> None:
+    """The shuffled epoch is read once more, and what was trained on is passed over."""
+    given = {"TEST_DATA": "seeded", "TEST_FOLDER": str(files)}
+    states = {"TEST_STATES": str(files / "broken")}
+    with program("reads", 2, TEST_FAILS="1", **states, **given) as both:
+        assert [one.ends() for one in both] == [1, 1]
+        assert "of the first start" in both[0].text
+    found = []
+    for folder in ("broken", "unbroken"):
+        with program("reads", 2, TEST_STATES=str(files / folder), **given) as both:
+            assert both[0].ends() == 0, both[0].text[-3000:]
+        found.append(result(both[0]))
+    again, unbroken = found
+    assert again["history"] == unbroken["history"]
+    assert again["weights"] == unbroken["weights"]
