@@ -102,8 +102,8 @@ class WorkerDataset:
         return self.rows.joined([first, *(one.get_next() for one in others)])
 
     def _batch(self, first: Any, others: Sequence[Any]) -> Any:
-        found = self.taken(first, others).whole
-        return tuple(one for one in found if one is not None)
+        found, spec = self.taken(first, others).whole, self.rows.spec
+        return tuple(found[: len(spec)]) if isinstance(spec, tuple) else found[0]
 
 
 class WorkerIterator:
@@ -193,10 +193,13 @@ def _seeded(graph: Any, draw: np.random.Generator) -> bytes:
         # Reading an attribute that is not there would make it.
         if "deterministic" in node.attr and node.attr["deterministic"].s == b"false":
             raise StaysWithProcess0("deterministic=False, and its order is not the same twice")
-    if found := [node.op for node in inside if node.op in SHUFFLES]:
-        raise StaysWithProcess0(f"{found[0]} inside of a function")
     values = {node.name: node.attr["value"].tensor for node in graph.node if node.op == "Const"}
     for node in list(graph.node):
+        if node.op == "Const" and node.attr["dtype"].type == tf.resource.as_datatype_enum:
+            # What draws a shuffle's seeds; of another name, each process makes one of its own.
+            # The user's, which is in process 0 alone, may have been drawn from before.
+            for handle in node.attr["value"].tensor.resource_handle_val:
+                handle.name = f"kdist_{draw.integers(2**62)}"
         if node.op in FILES and _scalar(values.get(node.input[1])) != b"":
             raise StaysWithProcess0(f"{node.op} writes a file, and processes may share a disk")
         if node.op not in SHUFFLES:
