@@ -3,7 +3,8 @@
 For the time of one trace, `call` of each layer in which a block begins (on the instance) opens a
 name scope of its own; so does that of a layer that a block leaves out. What `keras.RematScope`
 noted is taken back, and what `keras.remat` made of a function runs as that function: here both
-declare blocks (`kdist.config.recompute_blocks`). Nothing else changes.
+declare blocks (`kdist.config.recompute_blocks`). Functions with a gradient of their own get the
+weights that they read as arguments. Nothing else changes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from kdist._compat import keras_remat
 from kdist.config.recompute_blocks import Blocks
+from kdist.program.own_gradients import weights_as_arguments
 
 import tensorflow as tf
 
@@ -34,7 +36,8 @@ def block_of(node: str) -> int | None:
 def named(blocks: Blocks | None) -> Iterator[None]:
     """Names what layers compute within the block of code by the block of layers."""
     if blocks is None:
-        yield
+        with weights_as_arguments():
+            yield
         return
     scopes = [
         (layer, f"{SCOPE}none" if number is None else f"{kind}{number}")
@@ -49,6 +52,7 @@ def named(blocks: Blocks | None) -> Iterator[None]:
         with (
             keras_remat.without_remat(blocks.scoped),
             keras_remat.wrapped_run_by(lambda call: _wrapped(call, within)),
+            weights_as_arguments(),
         ):
             yield
     finally:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist.program.fetched_tables import looking_up
@@ -27,6 +28,7 @@ class ForwardScope(keras.StatelessScope):
     Attributes:
         given: The value that each variable came with, by identity.
         written: The variables that were written, by identity.
+        trainable: Identities of those that train.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class ForwardScope(keras.StatelessScope):
         self._looking_up = looking_up(layers)
         self.given = dict(self.state_mapping)
         self.written: dict[int, keras.Variable] = {}
-        self._trainable = {id(v) for v in trainable}
+        self.trainable = {id(v) for v in trainable}
 
     def __enter__(self) -> ForwardScope:
         self._looking_up.__enter__()
@@ -55,11 +57,23 @@ class ForwardScope(keras.StatelessScope):
         """The value that a variable has by now, None if it was neither given nor written."""
         return self.state_mapping.get(id(variable))
 
+    @contextlib.contextmanager
+    def instead(self, values: Mapping[int, Any]) -> Iterator[None]:
+        """Meanwhile, variables have these values, by identity, until they are written."""
+        before = {key: self.state_mapping[key] for key in values}
+        self.state_mapping.update(values)
+        try:
+            yield
+        finally:
+            for key, value in values.items():
+                if self.state_mapping[key] is value:
+                    self.state_mapping[key] = before[key]
+
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         """Notes the new value of a variable."""
         variable, value = update
         self.written[id(variable)] = variable
-        if id(variable) in self._trainable:
+        if id(variable) in self.trainable:
             given = self.given[id(variable)]
             value = tf.stop_gradient(value) + (given - tf.stop_gradient(given))
         super().add_update((variable, value))
