@@ -12,6 +12,7 @@ from kdist._compat.keras_trainer import KEY, is_view, tf_variable
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow import optimizer as tensorflow_optimizer
 from keras.src.optimizers import base_optimizer as keras_base_optimizer
 
 
@@ -94,6 +95,28 @@ def variable_key(optimizer: Any, variable: keras.Variable) -> Any:
     """
     known = variable.__dict__.get(KEY) if isinstance(variable, keras.Variable) else None
     return type(optimizer)._var_key(optimizer, variable) if known is None else known
+
+
+@contextlib.contextmanager
+def built_without_values() -> Iterator[None]:
+    """Meanwhile, building an optimizer reads no variable, neither for its key nor for its device.
+
+    Outside of `tf.distribute` strategies, for which Keras puts a slot where its variable is.
+    """
+    own: Any = tensorflow_optimizer.TFOptimizer
+    of_keras = {name: getattr(own, name) for name in ("_var_key", "add_variable_from_reference")}
+
+    def key(self: Any, variable: Any) -> Any:
+        known = getattr(variable, "__dict__", {}).get(KEY)
+        return of_keras["_var_key"](self, variable) if known is None else known
+
+    own._var_key = key
+    own.add_variable_from_reference = keras_base_optimizer.BaseOptimizer.add_variable_from_reference
+    try:
+        yield
+    finally:
+        for name, method in of_keras.items():
+            setattr(own, name, method)
 
 
 def set_optimizer_strategy(optimizer: Any, strategy: Any) -> None:

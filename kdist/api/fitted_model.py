@@ -1,4 +1,4 @@
-"""Keras's calls on a parallel model: `fit`, `evaluate`, `predict`, `export`, `load_weights`."""
+"""Keras's calls on a parallel model: `fit`, `evaluate`, `predict`, `export`, files of weights."""
 
 from __future__ import annotations
 
@@ -108,6 +108,21 @@ class FittedModel(SteppedModel):
         """`keras.Model.load_weights`; of each weight, devices read the part that they hold."""
         with keras_saving.mapped_files():
             return type(self.model).load_weights(self.model, *args, **kwargs)
+
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        """`keras.Model.save`."""
+        self._read_files()
+        return type(self.model).save(self.model, *args, **kwargs)
+
+    def save_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """`keras.Model.save_weights`."""
+        self._read_files()
+        return type(self.model).save_weights(self.model, *args, **kwargs)
+
+    def _read_files(self) -> None:
+        """Reads what weights begin with from its files: the next one may be written over them."""
+        for entry in self.entries.values():
+            entry.stored_parts()
 
     def whole_variables(self) -> AbstractContextManager[None]:
         """Meanwhile, each weight is a plain variable with its whole value."""

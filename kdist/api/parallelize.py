@@ -35,6 +35,8 @@ METHODS = (
     "make_predict_function",
     "export",
     "load_weights",
+    "save",
+    "save_weights",
     "fit",
     "evaluate",
     "predict",

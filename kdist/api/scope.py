@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator
 
-from kdist._compat import keras_births, keras_models, keras_saving
+from kdist._compat import keras_births, keras_models, keras_optimizers, keras_saving
 from kdist.api.parallelize import attached, parallel_of, parallelize
 from kdist.config.parallel import ParallelConfig
 from kdist.storage import recipes
@@ -57,6 +57,7 @@ def scope(config: ParallelConfig) -> Iterator[None]:
         keras_births.noted_models() as models,
         unborn_variables(_made_whole),
         keras_saving.mapped_files(),
+        keras_optimizers.built_without_values(),
     ):
         yield
     inside = {id(one) for model in models for one in keras_models.layers_inside(model)}

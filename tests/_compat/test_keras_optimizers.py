@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kdist._compat import keras_optimizers
+from kdist._compat import keras_optimizers, keras_trainer
 from kdist.storage.row_views import rows_view
 
 import keras
@@ -132,6 +132,26 @@ def test_variable_key():
     assert keras_optimizers.variable_key(optimizer, a) != keras_optimizers.variable_key(
         optimizer, b
     )
+
+
+def test_built_without_values(monkeypatch):
+    variable, optimizer = keras.Variable(np.ones((2, 3))), keras.optimizers.Adam()
+    object.__setattr__(variable, keras_trainer.KEY, "known")
+    reads = []
+    value = type(variable).value
+    with keras_optimizers.built_without_values():
+        monkeypatch.setattr(
+            keras.Variable, "value", property(lambda self: reads.append(self) or value.fget(self))
+        )
+        optimizer.build([variable])
+        assert not any(one is variable for one in reads)
+        assert list(optimizer._trainable_variables_indices) == ["known"]
+    plain = keras.optimizers.Adam()
+    plain.build([variable])
+    assert any(one is variable for one in reads)
+    assert [tuple(v.shape) for v in optimizer.variables] == [
+        tuple(v.shape) for v in plain.variables
+    ]
 
 
 def test_set_optimizer_strategy():

@@ -10,6 +10,7 @@ from typing import Any
 import kdist
 from kdist.api.parallelize import attached
 from kdist.storage import recipes
+from kdist.storage.variables import unborn
 
 import keras
 import numpy as np
@@ -138,6 +139,9 @@ def test_a_model_goes_on_from_a_file_in_a_scope(tmp_path: Path) -> None:
     plain = kdist.parallelize(keras.models.load_model(tmp_path / "model.keras"), config("level3"))
     with kdist.scope(config("level3")):
         model = keras.models.load_model(tmp_path / "model.keras")
+    slots = [v for v in model.optimizer.variables if len(v.shape)]
+    for variable in (*model.trainable_variables, *slots):
+        assert isinstance(unborn(variable).recipe, recipes.Given), variable.path
     histories = [
         one.fit(x, x, epochs=2, shuffle=False, verbose=0).history for one in (plain, model)
     ]
@@ -192,6 +196,14 @@ def test_what_layers_make_of_a_file_is_an_array() -> None:
         model.weights[1].assign(np.resize(copy, 64))
         copy[:] = 0
     np.testing.assert_array_equal(model.weights[1].numpy(), np.resize(mapped, 64))
+
+
+def test_a_file_is_saved_over_by_what_it_holds(tmp_path: Path) -> None:
+    plain, path = saved(tmp_path, "w.weights.h5")
+    model = before_compile("level3", path)
+    model.save_weights(path)
+    same(model, plain)
+    same(before_compile("inner", path), plain)
 
 
 def test_a_file_that_changes_before_it_is_read(tmp_path: Path) -> None:
