@@ -112,7 +112,7 @@ class RecomputeConfig:
 
     budget_mb: float | None = None
     """The most that activations may take on a device at once, in MB of 2^20 bytes; needed by
-    `policy="budget"`, and by no other. Training raises a ValueError if by far they do not fit even
+    `policy="budget"`, and by no other. Training raises a ValueError if they do not fit even
     with everything repeated, and says what they need. What was chosen is a note of the plan."""
 
     mp_comm_recompute: bool = True

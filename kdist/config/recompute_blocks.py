@@ -36,8 +36,7 @@ class Choice:
     """What `policy="budget"` chose for a program.
 
     Attributes:
-        peak: Bytes of activations that a device has at once at most, estimated from the program;
-            above the budget only if everything runs again.
+        peak: Bytes of activations that a device has at once at most, estimated from the program.
         repeated: Estimated seconds of what runs again, in a pass over the program.
         seconds: Those of all that could.
         why: Why there was no choice, "" if there was.

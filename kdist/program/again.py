@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 
@@ -22,8 +23,6 @@ COSTLY = re.compile(
 UNTIMED = re.compile(r".*(While|If|Case|Call)$")
 """Types of operations whose time is not estimated; `budget` repeats them if all is repeated."""
 MB = 2**20
-LOWEST = 0.85
-"""How far below an estimate a peak may be. Only a budget below that is refused."""
 RAISED = 1.05
 """What estimates of peaks are raised by. Executed steps were up to 2 % above them, since TensorFlow
 rewrites what it is given."""
@@ -102,6 +101,12 @@ def nodes_again(
     return again
 
 
+def _up(nbytes: int) -> float:
+    """In MB, by four digits, rounded up."""
+    digits = 3 - math.floor(math.log10(max(nbytes, 1) / MB))
+    return math.ceil(nbytes / MB * 10**digits) / 10**digits
+
+
 def _read(graph: Graph, passes: Passes) -> set[str]:
     """Forward nodes that the backward pass reads."""
     found = {
@@ -160,10 +165,11 @@ class _Choosing:
 
         trades = sorted([self.every, *self._trades()], key=lambda t: -t.seconds)
         found = largest_that_fits(trades, needed, blocks.budget)
+        # Halving may pass by a trade that fits, since what repeats less may need less.
         least = trades[0] if found else min(trades, key=needed)
-        if found is None and LOWEST * needed(least) > blocks.budget:
+        if found is None and needed(least) > blocks.budget:
             raise ValueError(
-                f"With all that may run again, activations need {needed(least) / MB:.4g} MB "
+                f"With all that may run again, activations need {_up(needed(least)):g} MB "
                 f"on a device{f' of {where}' if where else ''}. Give budget_mb at least that, "
                 f"or name larger blocks. Received: budget_mb={blocks.budget / MB:.4g}"
             )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import kdist
@@ -18,61 +17,14 @@ import keras
 import pytest
 import tensorflow as tf
 
-from . import harness
-from .case import CLASSES, FEED_FORWARD, TOKENS, VOCABULARY, Case, labels
+from .case import CLASSES, TOKENS, VOCABULARY
 from .features import BY_NAME as FEATURES
 from .harness import Run, compare, train
 from .matrix import MESHES, product, spread
 from .optimizer_zoo import OPTIMIZERS
 from .outcome import TOLERANCES, check
+from .recompute_parts import BLOCKS, PLAN, STAGED_PLAN, copies, saved, twins
 from .zoo import BY_NAME
-
-
-class Block(keras.layers.Layer):
-    """Attention with masks and dropout, a feed-forward layer with statistics; one layer twice."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name=name)
-        self.supports_masking = True
-        self.attention = keras.layers.MultiHeadAttention(
-            2, 4, dropout=0.3, seed=3, name="attention"
-        )
-        self.norm = keras.layers.BatchNormalization(momentum=0.7, name="norm")
-        self.up = keras.layers.Dense(16, "gelu", name="up")
-        self.drop = keras.layers.Dropout(0.4, seed=4, name="drop")
-        self.down = keras.layers.Dense(8, name="down")
-
-    def call(self, x: Any, mask: Any = None, training: bool | None = None) -> Any:
-        x = x + self.attention(x, x, query_mask=mask, key_mask=mask, training=training)
-        for _ in range(2):
-            h = self.up(self.norm(x, training=training))
-            x = x + self.down(self.drop(h, training=training))
-        return x
-
-
-def _blocks() -> keras.Model:
-    x = inputs = keras.Input((TOKENS,), dtype="int32", name="tokens")
-    x = keras.layers.Embedding(VOCABULARY, 8, mask_zero=True, name="vocabulary")(x)
-    for i in range(2):
-        x = Block(f"block_{i}")(x)
-    x = keras.layers.GlobalAveragePooling1D(name="pool")(x)
-    return keras.Model(inputs, keras.layers.Dense(CLASSES, name="head")(x), name="blocks")
-
-
-def _data(seed: int, samples: int) -> Any:
-    import numpy as np
-
-    rng = np.random.default_rng(seed)
-    return labels(rng, samples, TOKENS, classes=VOCABULARY), labels(rng, samples), None
-
-
-BLOCKS = Case(
-    name="blocks",
-    build=_blocks,
-    data=_data,
-    layout_map=FEED_FORWARD,
-    has_batchnorm=True,
-)
 
 
 def level(number: int) -> dict[str, Any]:
@@ -86,68 +38,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "level3": level(3),
     "no_overlap": {"fusion": kdist.FusionConfig(overlap=False)},
 }
-PLAN: dict[str, kdist.RecomputeConfig] = {
-    "full": kdist.RecomputeConfig(layers=[r"block_\d"]),
-    "selective": kdist.RecomputeConfig(policy="selective"),
-    "budget": kdist.RecomputeConfig(layers=[r"block_\d"], policy="budget", budget_mb=0.07),
-}
-STAGED_PLAN = {
-    **PLAN,
-    "local": kdist.RecomputeConfig(layers=[r"block_\d"], mp_comm_recompute=False),
-}
-"""Inside stages, what communicates is found by lowering them."""
 DEFAULT = [
     ("full", "level0", "data2"),
     ("budget", "level0", "data2"),
     ("selective", "level3", "model2"),
 ]
 ROWS = product(PLAN, CONFIGS, ("data2", "model2", "data2_model2"))
-
-
-def copies(model: keras.Model) -> set[str]:
-    """The nodes of a model's training step that run again."""
-    parallel = attached(model)
-    step = parallel.__dict__.get("mesh_step") or parallel.__dict__.get("plain_step")
-    programs = step.runner.chunks._programs.values()
-    return {name for one in programs for name in one.stitcher.originals.values()}
-
-
-def saved(model: keras.Model) -> int:
-    """Bytes that the stages of a pipeline keep from forward to backward, of a micro-batch."""
-    parallel = attached(model)
-    step = parallel.__dict__.get("mesh_step") or parallel.__dict__.get("plain_step")
-    found = 0
-    for functions in step.runner.programs._traced.values():
-        for one in functions:
-            specs = one._vjp.saved if one.wanted.differentiate else ()
-            found += sum(math.prod(s.shape) * s.dtype.size for s in specs if s.dtype != tf.variant)
-    return found
-
-
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[keras.Model]:
-    """The models that kdist has trained."""
-    found: list[keras.Model] = []
-    engine = harness.ENGINES["kdist"]
-
-    def noting(model: keras.Model, run: Run) -> keras.Model:
-        found.append(engine(model, run))
-        return found[-1]
-
-    monkeypatch.setitem(harness.ENGINES, "kdist", noting)  # type: ignore[call-overload]
-    return found
-
-
-def twins(trained: list[keras.Model], plan: str, **options: Any) -> None:
-    """Trains twice over a mesh, once with recompute, and compares."""
-    run = Run(case=BLOCKS, optimizer=OPTIMIZERS["adam"], **options)
-    again = dataclasses.replace(run, config={**run.config, "recompute": STAGED_PLAN[plan]})
-    expected, actual = train(run, "kdist"), train(again, "kdist")
-    check(expected, actual, TOLERANCES[run.dtype], title=f"{run.title} [{plan}]")
-    if "pipeline" in run.config:
-        assert sum(map(saved, trained)) < 0.9 * 2 * saved(trained[0])
-    else:
-        assert copies(trained[-1])
 
 
 @pytest.mark.parametrize(("plan", "config", "mesh"), spread(ROWS, DEFAULT))
