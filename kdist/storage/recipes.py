@@ -116,7 +116,7 @@ class Given:
         file: What the file was like then; None for an array in memory.
     """
 
-    values: np.ndarray
+    values: np.ndarray = dataclasses.field(repr=False)  # a file that was cut short ends readers
     file: tuple[int, ...] | None
     whole: bool = False
 
