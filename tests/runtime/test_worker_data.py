@@ -1,6 +1,7 @@
 """Datasets that processes read: which can be, and that batches are the user's own."""
 
 from kdist.program.batch import split
+from kdist.runtime import worker_data
 from kdist.runtime.worker_data import StaysWithProcess0, WorkerDataset, WorkerDatasets
 
 import numpy as np
@@ -54,6 +55,19 @@ def test_a_shuffle_without_a_seed_is_given_one():
     (first,), (second,) = batches(read), batches(read)
     assert sorted(first[1]) == sorted(second[1]) == list(range(100))
     assert first != second, "each epoch has an order of its own"
+
+
+def test_a_shuffle_without_a_seed_has_one_order_wherever_it_is_made():
+    draw = np.random.default_rng()
+    graph = worker_data._seeded(worker_data._graph_of(numbers(50).shuffle(50)), draw)
+    # As another process makes it: with a generator of seeds of its own.
+    other = worker_data._seeded(tf.compat.v1.GraphDef.FromString(graph), draw)
+    spec = numbers().element_spec
+    first, second = (
+        tf.data.experimental.from_variant(worker_data._dataset(one), spec) for one in (graph, other)
+    )
+    assert batches(first) == batches(second)
+    assert batches(first) == batches(second) != batches(numbers(50))
 
 
 def test_a_dataset_that_was_read_before_begins_anew_and_stays_where_it_is():
