@@ -22,7 +22,7 @@ are what Chen et al. 2016 (arXiv:1604.06174) call mirrored nodes with control. P
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from kdist.graphs.chunks import Graph, node_of
 
@@ -291,7 +291,7 @@ def follows_from(graph: Graph, given: Iterable[str]) -> set[str]:
     return found
 
 
-def handed_out(graph: Graph, passes: Passes, blocks: Mapping[str, int]) -> Iterator[str]:
+def handed_out(graph: Graph, passes: Passes, blocks: Mapping[str, Hashable]) -> Iterator[str]:
     """The nodes of blocks whose results other forward nodes take, or the program returns."""
     found = set(map(node_of, graph.results))
     for name in passes.forward:

@@ -14,7 +14,7 @@ from kdist.graphs.layer_names import BACKWARD
 from kdist.graphs.live_tensors import VIEWS
 from kdist.graphs.minimum_cut import fewest_kept
 from kdist.graphs.recompute import Passes, handed_out
-from kdist.program.blocks import block_of
+from kdist.program.blocks import Segment, segment_of
 
 COSTLY = re.compile(
     r".*(MatMul|Conv|Einsum|Random|Sort|TopK|While|If|Call|Cholesky|Svd|Qr|FFT|Pool|Resize).*"
@@ -72,19 +72,19 @@ def nodes_again(
         ValueError: Activations do not fit the budget.
     """
     within = {
-        name: number
+        name: segment
         for name in passes.forward
-        if BACKWARD not in name and (number := block_of(name)) is not None
+        if BACKWARD not in name and (segment := segment_of(name)) is not None
     }
-    # What leaves a block is kept, so that no block waits for the parameters of another one.
+    # What leaves a segment is kept, so that none waits for the parameters of another one.
     inner = {n: within[n] for n in set(within) - set(handed_out(graph, passes, within))}
     inner = {
-        n: number
-        for n, number in inner.items()
-        if n not in nodes.communication or blocks.blocks[number].setting.mp_comm_recompute
+        n: segment
+        for n, segment in inner.items()
+        if n not in nodes.communication or blocks.blocks[segment.block].setting.mp_comm_recompute
     }
     of_policy = {
-        policy: {n for n, number in inner.items() if blocks.blocks[number].policy == policy}
+        policy: {n for n, one in inner.items() if blocks.blocks[one.block].policy == policy}
         for policy in ("full", "selective", "budget")
     }
     again = of_policy["full"]
@@ -125,7 +125,7 @@ class _Choosing:
     Args:
         graph: The program.
         nodes: What is known of its nodes.
-        inner: Nodes that may run again, with their blocks.
+        inner: Nodes that may run again, with their segments.
         read: Nodes that the backward pass reads.
         others: What other blocks run again.
     """
@@ -134,7 +134,7 @@ class _Choosing:
         self,
         graph: Graph,
         nodes: Nodes,
-        inner: Mapping[str, int],
+        inner: Mapping[str, Segment],
         read: set[str],
         others: set[str],
     ) -> None:
@@ -181,16 +181,16 @@ class _Choosing:
         return set(trade.again)
 
     def _trades(self) -> list[Trade]:
-        """Bytes for time. What the last block keeps is free if no other one has more inside."""
+        """Bytes for time. What the last segment keeps is free if no other has more inside."""
         sizes = {n: self.nodes.nbytes(n) for n in self.graph.inputs}
-        inside: dict[int, int] = {}
+        inside: dict[Segment, int] = {}
         for name in self.graph.inputs:
             if name in self.every.again:
                 inside[self.inner[name]] = inside.get(self.inner[name], 0) + sizes[name]
         last = [*inside][-1] if inside and self.nodes.once else None
         others = [inside[n] for n in inside if n != last]
         if last is not None and inside[last] <= max(others, default=0):
-            sizes |= {n: 0 for n, number in self.inner.items() if number == last}
+            sizes |= {n: 0 for n, one in self.inner.items() if one == last}
         return best_trades(self.graph, sizes, self.seconds, self.timed, self.read, self.views)
 
     def _needed(self) -> Trade:

@@ -10,9 +10,10 @@ weights that they read as arguments. Nothing else changes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from kdist._compat import keras_remat
 from kdist.config.recompute_blocks import Blocks
@@ -23,13 +24,30 @@ import tensorflow as tf
 SCOPE = "kdist_block_"
 WRAPPING = "kdist_remat_"
 """Before the number of the block that functions are which a layer wraps in `keras.remat`."""
-_NUMBER = re.compile(rf"{SCOPE}(\d+|none)")
+_SEGMENT = re.compile(rf"{SCOPE}(?:none|(\d+)_call_(\d+))")
+
+
+class Segment(NamedTuple):
+    """What runs again as one: a block, and which call of its layers this is, from 0 on.
+
+    What one call hands to the next is kept, as between two blocks. Without that, all calls of a
+    shared layer would be there again at once.
+    """
+
+    block: int
+    call: int
+
+
+def segment_of(node: str) -> Segment | None:
+    """What a node of a traced or lowered program is part of, read from its name."""
+    found = _SEGMENT.findall(node)
+    return Segment(*map(int, found[-1])) if found and found[-1][0] else None
 
 
 def block_of(node: str) -> int | None:
-    """The block that a node of a traced or lowered program serves, read from its name."""
-    found = _NUMBER.findall(node)
-    return int(found[-1]) if found and found[-1] != "none" else None
+    """The block of a node's segment."""
+    segment = segment_of(node)
+    return None if segment is None else segment.block
 
 
 @contextlib.contextmanager
@@ -46,12 +64,13 @@ def named(blocks: Blocks | None) -> Iterator[None]:
     ]
     before = [(layer, layer.__dict__.get("call")) for layer, _ in scopes]
     within: list[str] = []
+    calls = itertools.count()
     for layer, scope in scopes:
         object.__setattr__(layer, "call", _scoped(layer.call, scope, within))
     try:
         with (
             keras_remat.without_remat(blocks.scoped),
-            keras_remat.wrapped_run_by(lambda call: _wrapped(call, within)),
+            keras_remat.wrapped_run_by(lambda call: _wrapped(call, within, calls)),
             weights_as_arguments(),
         ):
             yield
@@ -62,13 +81,16 @@ def named(blocks: Blocks | None) -> Iterator[None]:
                 object.__setattr__(layer, "call", call)
 
 
-def _scoped(call: Callable, scope: str, within: list[str]) -> Callable:
-    """A call in a name scope, which is the last one of `within` meanwhile."""
+def _scoped(
+    call: Callable, scope: str, within: list[str], calls: Iterator[int] | None = None
+) -> Callable:
+    """Calls in name scopes of their own; `within` has the scope as its last one meanwhile."""
+    calls = itertools.count() if calls is None else calls
 
     def scoped(*args: Any, **kwargs: Any) -> Any:
         within.append(scope)
         try:
-            with tf.name_scope(scope):
+            with tf.name_scope(f"{scope}_call_{next(calls)}"):
                 return call(*args, **kwargs)
         finally:
             within.pop()
@@ -76,8 +98,8 @@ def _scoped(call: Callable, scope: str, within: list[str]) -> Callable:
     return scoped
 
 
-def _wrapped(call: Callable, within: list[str]) -> Callable:
-    """What `keras.remat` made a function of, as a block of its own or part of one around it.
+def _wrapped(call: Callable, within: list[str], calls: Iterator[int]) -> Callable:
+    """What `keras.remat` made a function of, as a segment of its own or part of one around it.
 
     Raises:
         ValueError: No layer is known to call it.
@@ -90,4 +112,4 @@ def _wrapped(call: Callable, within: list[str]) -> Callable:
             f"Received: {keras_remat.described(call)}, wrapped elsewhere"
         )
     number = within[-1].removeprefix(WRAPPING)
-    return call if number == within[-1] else _scoped(call, f"{SCOPE}{number}", within)
+    return call if number == within[-1] else _scoped(call, f"{SCOPE}{number}", within, calls)
