@@ -40,6 +40,15 @@ def _subclassed() -> keras.Model:
     return model
 
 
+def _shared() -> keras.Model:
+    """Of two blocks the first is called a second time behind the other."""
+    x = inputs = keras.Input((TOKENS,), dtype="int32", name="tokens")
+    x = keras.layers.Embedding(VOCABULARY, 8, mask_zero=True, name="vocabulary")(x)
+    first, second = (Block(f"block_{i}") for i in range(2))
+    x = keras.layers.GlobalAveragePooling1D(name="pool")(first(second(first(x))))
+    return keras.Model(inputs, keras.layers.Dense(CLASSES, name="head")(x), name="blocks")
+
+
 def config(**options: Any) -> dict[str, Any]:
     """Options of a run."""
     return {"config": options}
@@ -53,6 +62,7 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "jit": {"compile": {"jit_compile": True}},
     "mixed": {"dtype": "mixed_bfloat16"},
     "subclassed": {"case": dataclasses.replace(BLOCKS, build=_subclassed)},
+    "shared": {"case": dataclasses.replace(BLOCKS, build=_shared)},
 }
 MESHES: dict[str, dict[str, int]] = {
     "data2": {"data": 2},
