@@ -243,3 +243,10 @@ def test_unseeded_generator() -> None:
     before = keras.ops.convert_to_numpy(state).copy()
     keras.random.normal((1,))
     assert not np.array_equal(before, keras.ops.convert_to_numpy(state))
+
+
+def test_is_stateless() -> None:
+    assert not keras_trainer.is_stateless()
+    with keras.StatelessScope():
+        assert keras_trainer.is_stateless()
+    assert not keras_trainer.is_stateless()
