@@ -110,7 +110,9 @@ def test_files_are_read_as_parts(
     assert not converted or max(converted) <= 16 * 64 // 4
     for entry in (e for e in entries if e.variable.trainable):
         largest = max(np.prod(part.target.shape) for part in entry.stored_parts())
-        assert largest <= -(-np.prod(entry.variable.shape) // 4) or largest == 1
+        # Without a layout, devices of the inner axis have the same.
+        ways = 2 if kind == "inner3" and entry.variable.ndim == 1 else 4
+        assert largest <= -(-np.prod(entry.variable.shape) // ways) or largest == 1
 
 
 @pytest.mark.parametrize(

@@ -85,14 +85,21 @@ def copies(model: keras.Model) -> set[str]:
 
 
 def saved(model: keras.Model) -> int:
-    """Bytes that the stages of a pipeline keep from forward to backward, of a micro-batch."""
+    """Bytes that the stages of a pipeline keep from forward to backward, of a micro-batch.
+
+    Of tensors whose rows are not known, those of one row.
+    """
     parallel = attached(model)
     step = parallel.__dict__.get("mesh_step") or parallel.__dict__.get("plain_step")
     found = 0
     for functions in step.runner.programs._traced.values():
         for one in functions:
             specs = one._vjp.saved if one.wanted.differentiate else ()
-            found += sum(math.prod(s.shape) * s.dtype.size for s in specs if s.dtype != tf.variant)
+            found += sum(
+                math.prod(n or 1 for n in s.shape) * s.dtype.size
+                for s in specs
+                if s.dtype != tf.variant
+            )
     return found
 
 
