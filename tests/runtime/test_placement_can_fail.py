@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import kdist
-from kdist.api import parallelize
+from kdist.api import prepared_model
 from kdist.dtensor.inputs import SliceInputs
 from kdist.dtensor.sharded import Sharded
 from kdist.optimizer import slice_gradients, update_jobs
@@ -61,14 +61,14 @@ def test_work_on_the_first_device_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_moved_update_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    update = parallelize.DistributedUpdate
+    update = prepared_model.DistributedUpdate
 
     def moved(optimizer: Any, entries: Any, topology: Any, units: Any, *rest: Any, **options: Any):
         owner = ((units[0].owner[0] + 1) % 4, 0)
         first = dataclasses.replace(units[0], owner=owner)
         return update(optimizer, entries, topology, (first, *units[1:]), *rest, **options)
 
-    monkeypatch.setattr(parallelize, "DistributedUpdate", moved)
+    monkeypatch.setattr(prepared_model, "DistributedUpdate", moved)
     assert_only(check_updates, trained({"data": 4}))
 
 
