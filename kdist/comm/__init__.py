@@ -29,10 +29,12 @@ from kdist.comm.membership import connect, leave
 from kdist.comm.messages import Message, Schedule
 from kdist.comm.ordered import barrier, scan, send_recv
 from kdist.comm.processes import Connection, named_errors
+from kdist.comm.tape import GradientTape
 
 __all__ = [
     "ALGORITHMS",
     "Connection",
+    "GradientTape",
     "Group",
     "HostCost",
     "LinkCost",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist._compat import collective_runtime
-from kdist.comm import gradients, processes
+from kdist.comm import gradients, processes, tape
 from kdist.comm.call import DTYPES, Call
 from kdist.comm.execute import Row
 from kdist.comm.operations import perform
@@ -35,20 +35,32 @@ def collective(call: Call, values: Sequence[Any]) -> Values:
         ValueError: for values that do not fit the call.
         PeerError: eagerly, if another process does not take part.
     """
+    results, thread = _run(call, values, tape.thread())
+    tape.advance(thread)
+    return results
+
+
+def _run(
+    call: Call, values: Sequence[Any], thread: tf.Tensor | None
+) -> tuple[Values, tf.Tensor | None]:
+    """Runs a call; the thread of a tape goes through it (`kdist.comm.tape`)."""
     given = _placed(call, values)
     check_values(call, given)
     if not call.group.crosses_processes:
-        return _here(call, given)
+        return _here(call, given), thread
     _check_static(call, given)
+    if not gradients.is_differentiable(given):
+        thread = None
     if not tf.executing_eagerly():
-        return _across(call, given)
+        return _across(call, given, thread)
     signature = tuple(
         (tuple(value.shape), value.dtype.name, tf.is_tensor(value)) if value is not None else None
         for value in given
     )
+    tensors = [value for value in [*given, thread] if tf.is_tensor(value)]
     with processes.named_errors():
-        results = _traced(call, signature)(*[value for value in given if tf.is_tensor(value)])
-        return _on_own_devices(call, results)
+        results, thread = _traced(call, signature, thread is not None)(*tensors)
+        return _on_own_devices(call, results), thread
 
 
 def _here(call: Call, values: Values) -> Values:
@@ -71,7 +83,9 @@ def _here(call: Call, values: Values) -> Values:
     return results
 
 
-def _across(call: Call, values: Values) -> Values:
+def _across(
+    call: Call, values: Values, thread: tf.Tensor | None
+) -> tuple[Values, tf.Tensor | None]:
     """Across processes, in a graph. One device per process needs no gradient of several devices."""
     mask = [tf.is_tensor(value) for value in values]
     layout: list[bool] = []
@@ -84,37 +98,45 @@ def _across(call: Call, values: Values) -> Values:
             results = _rows(call, full, started, f"|{processes.number_in_graph()}")
         with tf.control_dependencies(started):
             results = _on_own_devices(call, results)
+            ended = [tf.identity(passed) for passed in feed]
         layout[:] = [result is not None for result in results]
 
         def backward(*grads: Any) -> Values:
             upstream = iter(grads)
-            found = gradients.backward(
-                call, full, [next(upstream) if there else None for there in layout], collective
-            )
-            return [grad for grad, tensor in zip(found, mask) if tensor]
+            given = [next(upstream) if there else None for there in layout]
+            passed = next(upstream, None)
 
-        return [result for result in results if result is not None], backward
+            def collective(call: Call, values: Values) -> Values:
+                nonlocal passed
+                results, passed = _run(call, values, passed)
+                return results
 
-    inputs = [value for value in values if tf.is_tensor(value)]
+            found = gradients.backward(call, full, given, collective, tied=passed is not None)
+            kept = [grad for grad, tensor in zip(found, mask) if tensor]
+            return kept if passed is None else [*kept, passed]
+
+        return [result for result in results if result is not None] + ended, backward
+
+    inputs = [value for value in [*values, thread] if tf.is_tensor(value)]
     if inputs and gradients.is_differentiable(values):
         outputs = tf.custom_gradient(forward)(*inputs)
     else:
         outputs, _ = forward(*inputs)
     rest = iter(outputs)
-    return [next(rest) if there else None for there in layout]
+    return [next(rest) if there else None for there in layout], next(rest, None)
 
 
 @functools.lru_cache(maxsize=512)
-def _traced(call: Call, signature: tuple[Any, ...]) -> Any:
+def _traced(call: Call, signature: tuple[Any, ...], threaded: bool) -> Any:
     """The graph of an eager call: op by op, a send would wait before the receive is asked for."""
 
-    def program(*tensors: tf.Tensor) -> Values:
+    def program(*tensors: tf.Tensor) -> tuple[Values, tf.Tensor | None]:
         feed = iter(tensors)
         values = [
             None if part is None else next(feed) if part[2] else tf.TensorSpec(part[0], part[1])
             for part in signature
         ]
-        return _across(call, values)
+        return _across(call, values, next(feed) if threaded else None)
 
     return tf.function(program, autograph=False)
 

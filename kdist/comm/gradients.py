@@ -27,7 +27,7 @@ import tensorflow as tf
 
 Values = list[Any]
 Collective = Callable[[Call, Values], Values]
-# Across processes a backward pass runs where the forward had a result, so all must have one.
+# With a plain tape, a backward pass runs where the forward had a result, so all must have one.
 EVERYWHERE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "scan")
 
 
@@ -37,7 +37,9 @@ def is_differentiable(values: Sequence[Any]) -> bool:
     return given.dtype.name in FLOATS
 
 
-def backward(call: Call, inputs: Values, upstream: Values, collective: Collective) -> Values:
+def backward(
+    call: Call, inputs: Values, upstream: Values, collective: Collective, *, tied: bool = True
+) -> Values:
     """Gradients with respect to the inputs of a call.
 
     Args:
@@ -45,18 +47,23 @@ def backward(call: Call, inputs: Values, upstream: Values, collective: Collectiv
         inputs: its values, one per device of this process.
         upstream: gradient of each result, None where there was none.
         collective: runs a call, differentiably.
+        tied: across processes, whether all of them run this backward pass, as they do with a
+            `kdist.comm.GradientTape`.
 
     Returns:
         One gradient per device; None where there is no input.
 
     Raises:
-        ValueError: for an operation whose results are not on every process, across processes.
+        ValueError: for an operation whose results, or inputs, are not in every process, with a
+            plain tape.
     """
-    if call.group.crosses_processes and call.operation not in EVERYWHERE:
+    if call.group.crosses_processes and call.operation not in EVERYWHERE and not tied:
         raise ValueError(
-            f"The gradient of {call.operation} across processes would need a backward pass in "
-            "processes that have no result, or no input, of it. Use one of "
-            f"{', '.join(EVERYWHERE)}. Received: operation={call.operation!r} over {call.group}"
+            f"The gradient of {call.operation} across processes needs a backward pass in processes "
+            "that have no result, or no input, of it. In every process, make a "
+            "kdist.comm.GradientTape around the call, in the same tf.function as it, and ask it "
+            "for a gradient. "
+            f"Received: operation={call.operation!r} over {call.group}, with another tape"
         )
     reduces = call.operation in ("reduce", "all_reduce", "reduce_scatter", "scan")
     if reduces and call.reduction not in ("sum", "mean"):
@@ -76,12 +83,37 @@ def _each(call: Call, values: Values, change: Callable[[Any], Any]) -> Values:
     return results
 
 
+def _awaited(call: Call, upstream: Values, inputs: Values, length: Any = None) -> Values:
+    """Gradients, and what is known of those that come from another process.
+
+    Args:
+        call: the forward call.
+        upstream: gradients of results, None where there was none.
+        inputs: of the forward call.
+        length: along its dim, of a result; None: as of an input.
+    """
+    if not call.group.crosses_processes:
+        return upstream
+    return [
+        grad if grad is not None or x is None else tf.TensorSpec(_resized(call, x, length), x.dtype)
+        for grad, x in zip(upstream, inputs)
+    ]
+
+
+def _resized(call: Call, value: Any, length: Any) -> list[int]:
+    shape = value.shape.as_list()
+    if length is not None:
+        shape[call.dim] = length
+    return shape
+
+
 def _broadcast(call: Call, inputs: Values, upstream: Values, collective: Collective) -> Values:
     return collective(call.changed(operation="reduce", reduction="sum"), upstream)
 
 
 def _reduce(call: Call, inputs: Values, upstream: Values, collective: Collective) -> Values:
-    return collective(call.changed(operation="broadcast", reduction="sum"), upstream)
+    given = _awaited(call, upstream, inputs)
+    return collective(call.changed(operation="broadcast", reduction="sum"), given)
 
 
 def _all_reduce(call: Call, inputs: Values, upstream: Values, collective: Collective) -> Values:
@@ -103,7 +135,10 @@ def _lengths(call: Call, values: Values) -> tuple[Any, ...]:
 def _gather(call: Call, inputs: Values, upstream: Values, collective: Collective) -> Values:
     other = {"gather": "scatter", "all_gather": "reduce_scatter"}[call.operation]
     sizes = _lengths(call, inputs)
-    return collective(call.changed(operation=other, reduction="sum", sizes=sizes), upstream)
+    back = call.changed(operation=other, reduction="sum", sizes=sizes)
+    if call.operation == "gather" and call.group.crosses_processes:
+        upstream = _awaited(call, upstream, inputs, sum(sizes))
+    return collective(back, upstream)
 
 
 def _scatter(call: Call, inputs: Values, upstream: Values, collective: Collective) -> Values:
@@ -112,7 +147,8 @@ def _scatter(call: Call, inputs: Values, upstream: Values, collective: Collectiv
     if sizes is None and call.group.crosses_processes:
         from kdist.comm.operations import balanced
 
-        sizes = tuple(balanced(int(inputs[0].shape[call.dim]), call.group.size))
+        known = next(x for x in inputs if x is not None)
+        sizes = tuple(balanced(int(known.shape[call.dim]), call.group.size))
     return collective(call.changed(operation=other, reduction="sum", sizes=sizes), upstream)
 
 
@@ -149,7 +185,8 @@ def _send_recv(call: Call, inputs: Values, upstream: Values, collective: Collect
     targets = {target for _, target in call.pairs}
     ranks = {position: rank for row in call.group.rows for rank, position in enumerate(row)}
     sent = collective(
-        call.changed(pairs=tuple((target, source) for source, target in call.pairs)), upstream
+        call.changed(pairs=tuple((target, source) for source, target in call.pairs)),
+        _awaited(call, upstream, inputs),
     )
     sources = {source for source, _ in call.pairs}
     results = []
@@ -161,7 +198,7 @@ def _send_recv(call: Call, inputs: Values, upstream: Values, collective: Collect
             if parts:
                 results.append(tf.add_n(parts))
             else:
-                results.append(None if inputs[k] is None else tf.zeros_like(inputs[k]))
+                results.append(tf.zeros_like(inputs[k]) if tf.is_tensor(inputs[k]) else None)
     return results
 
 
@@ -185,7 +222,7 @@ def _of_any_reduction(
     """Gathers all inputs and upstream gradients; each device differentiates by its own input."""
     group = call.group
     ranks = {position: rank for row in group.rows for rank, position in enumerate(row)}
-    every = call.changed(operation="all_gather", algorithm="auto", dim=0, sizes=None)
+    every = call.changed(operation="all_gather", algorithm="auto", root=0, dim=0, sizes=None)
     stacked = collective(every, _each(call, inputs, lambda x: x[None]))
     grads = upstream
     if call.operation == "reduce":

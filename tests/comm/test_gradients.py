@@ -10,50 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from .one_device import loss_of, plain
+
 P = 4
-
-
-def plain(operation, xs, reduction="sum", exclusive=False, dim=0, **_):
-    """The collective as single-device TensorFlow; None where a rank has no result."""
-    fold = {
-        "sum": tf.reduce_sum,
-        "mean": tf.reduce_mean,
-        "max": tf.reduce_max,
-        "min": tf.reduce_min,
-        "product": tf.reduce_prod,
-    }[reduction]
-    total = (
-        fold(tf.stack(xs), 0) if operation in ("reduce", "all_reduce", "reduce_scatter") else None
-    )
-    if operation == "broadcast":
-        return [xs[0]] * P
-    if operation in ("reduce", "gather"):
-        only = total if operation == "reduce" else tf.concat(xs, dim)
-        return [only] + [None] * (P - 1)
-    if operation == "all_reduce":
-        return [total] * P
-    if operation == "all_gather":
-        return [tf.concat(xs, dim)] * P
-    if operation == "scatter":
-        return tf.split(xs[0], P, dim)
-    if operation == "reduce_scatter":
-        return tf.split(total, P, dim)
-    if operation == "all_to_all":
-        parts = [tf.split(x, P, dim) for x in xs]
-        return [tf.concat([parts[s][d] for s in range(P)], dim) for d in range(P)]
-    one = tf.zeros_like(xs[0]) if reduction == "sum" else tf.ones_like(xs[0])
-    prefixes = [fold(tf.stack(xs[: r + 1]), 0) for r in range(P)]
-    return [one, *prefixes[:-1]] if exclusive else prefixes
-
-
-def loss_of(results):
-    """A loss to which each element of each result counts differently, and not linearly."""
-    total = tf.zeros((), tf.float64)
-    for rank, result in enumerate(results):
-        if result is not None:
-            weights = tf.reshape(tf.range(1, tf.size(result) + 1, dtype=tf.int32), tf.shape(result))
-            total += tf.reduce_sum(tf.cast(weights, tf.float64) * result**2) * (rank + 1)
-    return total
 
 
 def gradients(operation, xs, call, traced=False, **options):
@@ -101,6 +60,13 @@ def test_gradients_of_other_reductions(operation, reduction):
         check(operation, reduction=reduction)
         check(operation, reduction=reduction, zero=True)
         check(operation, reduction=reduction, traced=True)
+
+
+@pytest.mark.parametrize("operation", ["broadcast", "reduce", "gather", "scatter"])
+def test_gradients_with_another_root(operation):
+    check(operation, root=2)
+    if operation == "reduce":
+        check(operation, root=2, reduction="max")
 
 
 def test_gradients_of_an_exclusive_scan():

@@ -20,6 +20,22 @@ def test_two_processes():
             assert "Received: " in text
 
 
+def test_gradients_equal_one_device():
+    """Of operations that do not give, or take, a value in every process; once, and twice."""
+    assert run("gradients", 2) == [4, 4]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("count", [2, 3])
+def test_gradients_of_every_collective_equal_one_device(count):
+    assert run("all_gradients", count) == [72] * count
+
+
+@pytest.mark.long
+def test_gradients_of_several_devices_in_each_process():
+    assert run("gradients_of_several_devices", 2) == [72] * 2
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("count", [2, 3])
 def test_every_collective_equals_numpy(count):
