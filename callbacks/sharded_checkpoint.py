@@ -224,7 +224,13 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             "callbacks": self._states.save(arrays),
         }
         snapshot = snapshots.snapshot(
-            self.model, position.total, progress, files, arrays, known=self._known
+            self.model,
+            position.total,
+            progress,
+            files,
+            arrays,
+            known=self._known,
+            directory=self.target.directory,
         )
         also = [
             one

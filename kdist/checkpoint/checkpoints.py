@@ -77,7 +77,9 @@ def save(
         PosixPath('checkpoints/step-00000120')
     """
     target = target_of(directory, keep, compression)
-    return write(snapshots.snapshot(model, _step(model, step), copied=False), target)
+    number = _step(model, step)
+    taken = snapshots.snapshot(model, number, copied=False, directory=target.directory)
+    return write(taken, target)
 
 
 def target_of(directory: PathLike, keep: int | None, compression: Compression) -> Target:

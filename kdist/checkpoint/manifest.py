@@ -15,6 +15,9 @@ from typing import Any
 FORMAT = "kdist checkpoint 1"
 """What a manifest begins with; another number for what this version cannot read."""
 
+STORE = "arrays"
+"""Of a checkpoint, the folder of the store that the program itself writes."""
+
 Box = tuple[slice, ...]
 """A part of an array: a slice, with start and stop, of each dim."""
 
@@ -35,11 +38,17 @@ class SavedPart:
         key: Of its zarr array in the store.
         start: Where it begins in the whole array, per dim.
         shape: Its shape.
+        store: The folder of its store; each process that writes has one.
     """
 
     key: str
     start: tuple[int, ...]
     shape: tuple[int, ...]
+    store: str = STORE
+
+    def to(self, store: str) -> SavedPart:
+        """The same in another store."""
+        return dataclasses.replace(self, store=store)
 
     @property
     def box(self) -> Box:
@@ -128,6 +137,7 @@ class Manifest:
 
 def _array(values: Mapping[str, Any]) -> SavedArray:
     parts = [
-        SavedPart(one["key"], tuple(one["start"]), tuple(one["shape"])) for one in values["parts"]
+        SavedPart(one["key"], tuple(one["start"]), tuple(one["shape"]), one.get("store", STORE))
+        for one in values["parts"]
     ]
     return SavedArray(values["path"], tuple(values["shape"]), values["dtype"], tuple(parts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 from kdist._compat import keras_optimizers
 from kdist._compat.version import VERSION
 from kdist.api.parallelize import parallel_of
+from kdist.checkpoint import shares
 from kdist.checkpoint.directory import read_file
 from kdist.checkpoint.keras_description import FILE, KerasDescription, KnownPlaces
-from kdist.checkpoint.manifest import CheckpointError, Manifest, SavedArray
+from kdist.checkpoint.manifest import STORE, CheckpointError, Manifest, SavedArray
 from kdist.checkpoint.matching import match
 from kdist.checkpoint.store import Reader
-from kdist.checkpoint.variables import Boxes, HostCopies, one_part, restore, saved
+from kdist.checkpoint.variables import Boxes, Written, in_host_memory, one_part, restore, saved
 from kdist.checkpoint.writer import Snapshot
 
 import keras
@@ -75,8 +77,11 @@ def snapshot(
     arrays: Sequence[np.ndarray] = (),
     copied: bool = True,
     known: KnownPlaces | None = None,
+    directory: Path | None = None,
 ) -> Snapshot:
     """Takes a model's state to host memory: each part once, from a device that holds it.
+
+    What lies in other processes stays there, and will be written there.
 
     Args:
         model: Built; parallelized or plain.
@@ -87,27 +92,30 @@ def snapshot(
         copied: Whether it is to stay as it is while training goes on. Otherwise what is in host
             memory already is written from where it is.
         known: What one snapshot after the other has in common.
+        directory: Where it will be written; None to take all into this process.
     """
-    groups: dict[str, tuple[SavedArray, ...]] = {}
-    parts = []
     variables_of = groups_of(model)
-    boxes = {group: [Boxes.of(*one) for one in found] for group, found in variables_of.items()}
-    every = [part.target for some in boxes.values() for one in some for _, part in one.disjoint]
-    copies = HostCopies(every, copied)
-    for group, some in boxes.items():
-        found = []
-        for n, one in enumerate(some):
-            array, values = saved(f"{group}/{n}", one, copies)
-            found.append(array)
-            parts += values
-        groups[group] = tuple(found)
+    writing = frozenset() if directory is None else shares.writers(directory)
+
+    def store_of(one: Written) -> str:
+        return shares.store_of(one.process) if writing and one.process in writing else STORE
+
+    groups: dict[str, tuple[SavedArray, ...]] = {}
+    found: dict[str, list[Written]] = {}
+    for group, named in variables_of.items():
+        described = [saved(f"{group}/{n}", Boxes.of(*one), store_of) for n, one in enumerate(named)]
+        groups[group] = tuple(array for array, _ in described)
+        for one in itertools.chain.from_iterable(written for _, written in described):
+            found.setdefault(one.part.store, []).append(one)
+    parts = in_host_memory(found.pop(STORE, ()), copied)
+    others = [shares.Share(some[0].process, some, copied) for some in found.values()]
     if arrays:
         kept = [one_part(f"{CALLBACKS}/{n}", array) for n, array in enumerate(arrays)]
         groups[CALLBACKS] = tuple(array for array, _ in kept)
         parts += [part for _, part in kept]
     manifest = Manifest(step, groups, dict(progress or {}), made_by=VERSION)
-    described = {FILE: KerasDescription.of(model, variables_of, known).to_bytes()}
-    return Snapshot(manifest, parts, {**described, **(files or {})})
+    of_keras = {FILE: KerasDescription.of(model, variables_of, known).to_bytes()}
+    return Snapshot(manifest, parts, {**of_keras, **(files or {})}, others)
 
 
 def kept_arrays(folder: Path, manifest: Manifest) -> list[np.ndarray]:

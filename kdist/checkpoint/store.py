@@ -17,9 +17,6 @@ from kdist.checkpoint.manifest import Box, CheckpointError, DamagedError, SavedA
 import numpy as np
 import tensorstore as ts
 
-FOLDER = "arrays"
-"""Of a checkpoint, where the store is."""
-
 CHUNK_BYTES = 16 << 20
 """Chunks are no larger, so that reading a part of an array reads little of the rest."""
 
@@ -72,7 +69,7 @@ def _new(
     codecs.append({"name": "crc32c"})
     grid = {"chunk_shape": chunk_shape(values.shape, values.dtype.itemsize)}
     return {
-        **_spec(folder, part.key),
+        **_spec(folder, part),
         "metadata": {
             "shape": list(values.shape),
             "data_type": values.dtype.name,
@@ -83,9 +80,10 @@ def _new(
     }
 
 
-def _spec(folder: Path, key: str) -> dict[str, Any]:
-    base = f"file://{folder.resolve()}/{FOLDER}/"
-    return {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{key}/"}}
+def _spec(folder: Path, part: SavedPart) -> dict[str, Any]:
+    base = f"file://{folder.resolve()}/{part.store}/"
+    kvstore = {"driver": "ocdbt", "base": base, "path": f"{part.key}/"}
+    return {"driver": "zarr3", "kvstore": kvstore}
 
 
 def chunk_shape(shape: Sequence[int], itemsize: int, limit: int = CHUNK_BYTES) -> list[int]:
@@ -158,7 +156,7 @@ class Reader:
 
     def _open(self, part: SavedPart) -> Any:
         if part.key not in self._opened:
-            found = ts.open(_spec(self.folder, part.key), context=self._context).result()
+            found = ts.open(_spec(self.folder, part), context=self._context).result()
             if tuple(found.shape) != part.shape:
                 raise ValueError(f"shape {tuple(found.shape)} is not {part.shape}")
             self._opened[part.key] = found.translate_to[part.start] if part.start else found

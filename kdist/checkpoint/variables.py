@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +14,7 @@ from kdist.checkpoint.manifest import Box, CheckpointError, SavedArray, SavedPar
 from kdist.checkpoint.store import Reader, dtype_of
 from kdist.optimizer.local import Vectors
 from kdist.plan.bucket import Piece
+from kdist.sharding.device import Device
 from kdist.storage.variables import Part, parts_of
 
 import keras
@@ -78,34 +79,64 @@ def as_box(bounds: Sequence[tuple[int, int]]) -> Box:
     return tuple(slice(a, b) for a, b in bounds)
 
 
-class HostCopies:
-    """Values of parts, in host memory; vectors of buckets once, for all their pieces.
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A part that is to be written, and what holds its values.
+
+    Attributes:
+        part: As the checkpoint describes it.
+        target: Of the part, see `storage.variables.Part`.
+    """
+
+    part: SavedPart
+    target: Any
+
+    @property
+    def holder(self) -> Any:
+        """The variable with the values: a bucket's vector holds those of all its pieces."""
+        return self.target.flat if isinstance(self.target, Piece) else self.target
+
+    @property
+    def start(self) -> int:
+        """Its first element in the holder."""
+        return self.target.start if isinstance(self.target, Piece) else 0
+
+    @property
+    def process(self) -> int:
+        """Where the values are."""
+        return Device.parse(_value(self.holder).device).process[1]
+
+
+def tensors_of(parts: Sequence[Written]) -> dict[int, Any]:
+    """The values of what holds some parts, by its identity; each once, where it lies."""
+    holders = {id(one.holder): one.holder for one in parts}
+    return {key: tf.convert_to_tensor(_value(one)) for key, one in holders.items()}
+
+
+def in_host_memory(
+    parts: Sequence[Written], copied: bool = True
+) -> list[tuple[SavedPart, np.ndarray]]:
+    """Values of parts, in this process's memory.
 
     All are read first, then several are copied at a time, which NumPy does without Python's lock.
 
     Args:
-        targets: What holds the parts.
+        parts: What to take.
         copied: Whether they are to be apart from the variables.
     """
-
-    def __init__(self, targets: Iterable[Any], copied: bool = True) -> None:
-        holders = {id(one): one for one in map(_holder, targets)}
-        tensors = [tf.convert_to_tensor(_value(one)) for one in holders.values()]
-        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-            # An array of a tensor shares what is in host memory, unless it is copied.
-            take: Callable[[Any], np.ndarray] = np.array if copied else np.asarray
-            self._arrays = dict(zip(holders, pool.map(take, tensors)))
-
-    def of(self, target: Any) -> np.ndarray:
-        """The values of what holds a part."""
-        values = self._arrays[id(_holder(target))]
-        if not isinstance(target, Piece):
-            return values
-        return values[target.start : target.start + math.prod(target.shape)].reshape(target.shape)
+    tensors = tensors_of(parts)
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        # An array of a tensor shares what is in host memory, unless it is copied.
+        take: Callable[[Any], np.ndarray] = np.array if copied else np.asarray
+        arrays = dict(zip(tensors, pool.map(take, tensors.values())))
+    return [(one.part, cut(arrays[id(one.holder)], one.start, one.part.shape)) for one in parts]
 
 
-def _holder(target: Any) -> Any:
-    return target.flat if isinstance(target, Piece) else target
+def cut(values: np.ndarray, start: int, shape: Sequence[int]) -> np.ndarray:
+    """A part's values among those of what holds it."""
+    if math.prod(shape) == values.size:
+        return values.reshape(shape)
+    return values[start : start + math.prod(shape)].reshape(shape)
 
 
 def _value(holder: Any) -> Any:
@@ -113,17 +144,23 @@ def _value(holder: Any) -> Any:
 
 
 def saved(
-    key: str, boxes: Boxes, copies: HostCopies
-) -> tuple[SavedArray, list[tuple[SavedPart, np.ndarray]]]:
-    """What a checkpoint says of a variable, and the values of its parts."""
+    key: str, boxes: Boxes, store_of: Callable[[Written], str]
+) -> tuple[SavedArray, list[Written]]:
+    """What a checkpoint says of a variable, and its parts.
+
+    Args:
+        key: Of its parts.
+        boxes: Of the variable.
+        store_of: The store that a part is written to.
+    """
     found = []
     for n, (box, part) in enumerate(boxes.disjoint):
         shape = tuple(one.stop - one.start for one in box)
         if math.prod(shape) == 0 and boxes.shape and math.prod(boxes.shape):
             continue  # a device without rows of a table that is split by hand
-        written = SavedPart(f"{key}/{n}", tuple(one.start for one in box), shape)
-        found.append((written, copies.of(part.target).reshape(shape)))
-    array = SavedArray(boxes.path, boxes.shape, boxes.dtype, tuple(part for part, _ in found))
+        one = Written(SavedPart(f"{key}/{n}", tuple(s.start for s in box), shape), part.target)
+        found.append(dataclasses.replace(one, part=one.part.to(store_of(one))))
+    array = SavedArray(boxes.path, boxes.shape, boxes.dtype, tuple(one.part for one in found))
     return array, found
 
 

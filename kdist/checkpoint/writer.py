@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from kdist.checkpoint import directory as directories
 from kdist.checkpoint import store
 from kdist.checkpoint.manifest import Manifest, SavedPart
 
 import numpy as np
+
+
+class Share(Protocol):
+    """Parts that another process writes into its own store."""
+
+    def begin(self, folder: Path, compression: store.Compression) -> None:
+        """Starts to write into a checkpoint's folder."""
+
+    def finish(self) -> None:
+        """Waits until all is written; raises what writing raised."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,15 +35,17 @@ class Snapshot:
         manifest: What it says of itself; `files` is filled in when it is written.
         parts: The values of its arrays.
         files: Name -> bytes of further files.
+        others: What other processes write.
     """
 
     manifest: Manifest
     parts: Sequence[tuple[SavedPart, np.ndarray]]
     files: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    others: Sequence[Share] = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
+        """Bytes of its arrays in this process."""
         return sum(values.nbytes for _, values in self.parts)
 
 
@@ -66,7 +80,11 @@ def write(snapshot: Snapshot, target: Target, also: Sequence[Path] = ()) -> Path
         OSError: Another file cannot be.
     """
     folder = directories.new_folder(target.directory, snapshot.manifest.step)
-    store.write(folder, snapshot.parts, target.compression)
+    with contextlib.ExitStack() as under_way:
+        for one in snapshot.others:
+            one.begin(folder, target.compression)
+            under_way.callback(one.finish)
+        store.write(folder, snapshot.parts, target.compression)
     sums = {}
     for name, content in snapshot.files.items():
         directories.write_file(folder / name, content)

@@ -40,10 +40,12 @@ class Controller:
 
     def __init__(self, place: Place, mine: Mapping[str, Any], deadlines: Deadlines) -> None:
         self.place, self.mine, self.deadlines = place, dict(mine), deadlines
+        self._program = threading.current_thread()
         self.addresses: list[str] = []
         self._peers: dict[int, Channel] = {}
         self._said: dict[int, dict[str, Any]] = {}
         self._refused: set[int] = set()
+        self._answers: dict[int, dict[str, Any]] = {}
         self._changed = threading.Condition()
         self._failure: PeerError | None = None
         self._failed = threading.Event()
@@ -196,6 +198,10 @@ class Controller:
                 message = channel.receive(self.deadlines.silence)
                 if "failed" in message:
                     raise Refused(str(message["failed"]))
+                if "answer" in message:
+                    with self._changed:
+                        self._answers[message["answer"]] = message
+                        self._changed.notify_all()
         except TimeoutError:
             cause = f"gave no sign of life for {self.deadlines.silence:g} s"
         except EOFError:
@@ -267,6 +273,35 @@ class Controller:
         if self._failed.wait(_REASON_SECONDS):
             self._raised.set()
         return self._failure
+
+    def name_of_hold(self, process: int) -> str:
+        """By which `held.hold` of a process is called."""
+        return str(self._said[process]["hold"])
+
+    def ask(self, process: int, number: int, **message: Any) -> None:
+        """Sends a process a message that it answers; see `answer`.
+
+        Raises:
+            PeerError: A process has failed.
+        """
+        self.check()
+        with contextlib.suppress(OSError):  # who waits for the answer hears of it
+            self._peers[process].send(number=number, **message)
+
+    def answer(self, number: int) -> dict[str, Any]:
+        """Waits for the answer to a message.
+
+        Raises:
+            PeerError: A process has failed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: number in self._answers or self._failure is not None)
+            if number in self._answers:
+                return self._answers.pop(number)
+        assert self._failure is not None
+        if threading.current_thread() is self._program:  # otherwise it has still to hear of it
+            self._raised.set()
+        raise self._failure
 
     def tell(self, **message: Any) -> None:
         """Sends a message to all other processes."""

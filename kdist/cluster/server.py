@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from kdist._compat import cluster_runtime
+from kdist._compat import cluster_runtime, remote_python
+from kdist.cluster import held
 from kdist.cluster.channel import Channel, Refused, call
 from kdist.cluster.errors import PeerError
 from kdist.cluster.output import say
@@ -57,7 +58,8 @@ def serve(
     address = joined_address(host, port)
     ending = threading.Event()
     try:
-        channel.send(count=place.count, settings=dict(mine), address=address)
+        hold = remote_python.register(held.hold)
+        channel.send(count=place.count, settings=dict(mine), address=address, hold=hold)
         threading.Thread(target=_beat, args=(channel, deadlines, ending), daemon=True).start()
         _follow(place, channel, deadlines)
     finally:
@@ -104,6 +106,13 @@ def _beat(channel: Channel, deadlines: Deadlines, ending: threading.Event) -> No
         pass  # who follows hears of it
 
 
+def _run(channel: Channel, message: Mapping[str, Any]) -> None:
+    """Runs what process 0 asks for, and answers."""
+    done = held.run(message["run"], message["held"], message["arguments"])
+    with contextlib.suppress(OSError):  # who follows hears of it
+        channel.send(answer=message["number"], **done)
+
+
 def _wait_for_the_end(channel: Channel, deadlines: Deadlines) -> None:
     """Until process 0, which has said that it ends, has: it takes its leave of the devices."""
     with contextlib.suppress(TimeoutError, EOFError, Refused):
@@ -134,6 +143,8 @@ def _follow(place: Place, channel: Channel, deadlines: Deadlines) -> NoReturn:
             raise Served(int(message["end"]), text)
         if message.get("call") in CALLS:
             CALLS[message["call"]]()
+        if "run" in message:
+            threading.Thread(target=_run, args=(channel, message), daemon=True).start()
         started = started or "start" in message
         if not started and time.monotonic() > end:
             raise PeerError(

@@ -23,6 +23,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 PARTS = 16
 """Chunks that the parameters are cut into, about, where the largest of them allow."""
 
+MOST_BYTES = 32 << 20
+"""Of a chunk's parameters, of which a device holds two or three at once."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
@@ -72,12 +75,13 @@ def parameter_chunks(order: Iterable[int], nbytes: Sequence[int], parts: int = P
     Args:
         order: Positions of the parameters, in the order in which they are used first.
         nbytes: Bytes of each.
-        parts: Chunks to aim at; one of more than a part's bytes is a chunk of its own.
+        parts: Chunks to aim at, more of a large model; a parameter of more than a part's bytes is
+            a chunk of its own.
 
     Returns:
         Per parameter, the number of its chunk.
     """
-    limit = -(-sum(nbytes) // parts)
+    limit = min(-(-sum(nbytes) // parts), MOST_BYTES)
     found, number, size, largest = [0] * len(nbytes), 0, 0, 0
     for position in order:
         mine = nbytes[position]

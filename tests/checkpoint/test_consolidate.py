@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import kdist
-from kdist.checkpoint import store
 from kdist.checkpoint.__main__ import main
+from kdist.checkpoint.manifest import STORE
 
 import h5py
 import keras
@@ -124,9 +124,7 @@ def test_the_command_line(tmp_path, trained, capsys):
     assert "up/kernel" in shown
     assert "older: step-00000001" in shown
     assert main(["verify", str(tmp_path)]) == 0
-    largest = max(
-        (tmp_path / "step-00000001" / store.FOLDER).rglob("*"), key=lambda f: f.stat().st_size
-    )
+    largest = max((tmp_path / "step-00000001" / STORE).rglob("*"), key=lambda f: f.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 3] ^= 1
     largest.write_bytes(content)

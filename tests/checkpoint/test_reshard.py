@@ -9,6 +9,7 @@ from pathlib import Path
 
 import kdist
 from kdist.checkpoint import store, variables
+from kdist.checkpoint.manifest import STORE
 from kdist.optimizer.local import SlotParts
 from kdist.storage import unborn
 from kdist.storage.variables import parts_of
@@ -241,7 +242,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before():
     before = state(model)
     train(model, 1)
     bad = kdist.checkpoint.save(model, directory)
-    for file in (bad / store.FOLDER / "d").iterdir():
+    for file in (bad / STORE / "d").iterdir():
         file.write_bytes(file.read_bytes()[:40])
     with pytest.warns(UserWarning, match="cannot be read.*before it is taken"):
         assert kdist.checkpoint.restore(model, directory).folder == good

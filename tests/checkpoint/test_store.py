@@ -3,7 +3,7 @@
 import math
 
 from kdist.checkpoint import store
-from kdist.checkpoint.manifest import CheckpointError, DamagedError, SavedArray, SavedPart
+from kdist.checkpoint.manifest import STORE, CheckpointError, DamagedError, SavedArray, SavedPart
 
 import numpy as np
 import pytest
@@ -90,7 +90,7 @@ def test_damage_names_the_array(tmp_path, how, compression):
     part = SavedPart("model/0/0", (0, 0), values.shape)
     store.write(tmp_path, [(part, values)], compression)
     array = SavedArray("dense/kernel", values.shape, "float64", (part,))
-    largest = max((tmp_path / store.FOLDER).rglob("*"), key=lambda f: f.stat().st_size)
+    largest = max((tmp_path / STORE).rglob("*"), key=lambda f: f.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 4
     if how == "flipped":
@@ -107,10 +107,10 @@ def test_all_arrays_are_one_commit(tmp_path):
     """Each in a commit of its own would be over a thousand files, and no atomic transaction."""
     parts = [(SavedPart(f"model/{n}/0", (0,), (50,)), np.zeros(50)) for n in range(100)]
     store.write(tmp_path, parts)
-    assert len([f for f in (tmp_path / store.FOLDER).rglob("*") if f.is_file()]) <= 3
+    assert len([f for f in (tmp_path / STORE).rglob("*") if f.is_file()]) <= 3
 
 
 def test_where_nothing_can_be_written(tmp_path):
-    (tmp_path / store.FOLDER).write_text("a file in the place of the folder")
+    (tmp_path / STORE).write_text("a file in the place of the folder")
     with pytest.raises(CheckpointError, match="Cannot write arrays"):
         write(tmp_path, "one", np.zeros(3), [(slice(0, 3),)])

@@ -219,6 +219,23 @@ def saves() -> None:
     made.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=[saver])
 
 
+def shares() -> None:
+    """Trains with checkpoints, and compares the last one with what is in the devices."""
+    joined()
+    made, (x, y) = model(), data()
+    folder = os.environ["TEST_FOLDER"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        saver = kdist.callbacks.ShardedCheckpoint(folder, every_steps=1, keep=2)
+        made.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[saver])
+    print("told", json.dumps([str(one.message) for one in caught]), flush=True)
+    trained = [np.array(v) for v in (*made.variables, *made.optimizer.variables)]
+    made.fit(x, y, batch_size=8, verbose=0)
+    kdist.checkpoint.restore(made, folder)
+    again = [np.array(v) for v in (*made.variables, *made.optimizer.variables)]
+    print("equal", all(map(np.array_equal, trained, again)), len(trained), flush=True)
+
+
 def writes_there() -> None:
     """Has each replica write a file."""
     joined()
@@ -360,6 +377,50 @@ def sends() -> None:
         "said": [str(one.message) for one in said],
     }
     print("RESULT " + json.dumps(found), flush=True)
+
+
+def large_model() -> keras.Model:
+    """A stack of equal layers, not compiled."""
+    width, layers = int(os.environ["TEST_WIDTH"]), int(os.environ["TEST_LAYERS"])
+    keras.utils.set_random_seed(3)
+    stack = [keras.layers.Dense(width, activation="tanh") for _ in range(layers)]
+    return keras.Sequential([keras.Input((width,)), *stack])
+
+
+def little_memory() -> None:
+    """Trains and saves a model of more bytes than the process may have; resumes if it can."""
+    bound = int(os.environ["TEST_BYTES"])
+    resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
+    joined()
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(data=int(os.environ["KDIST_NUM_PROCESSES"])),
+        optimizer=kdist.OptimizerConfig(level=3),
+    )
+    if os.environ.get("TEST_WHOLE"):
+        made = kdist.parallelize(large_model(), config)
+    else:
+        with kdist.scope(config):
+            made = large_model()
+    held = 4 * made.count_params()
+    print("HELD", held, flush=True)
+    assert bound <= held
+    made.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(32, made.input_shape[-1])).astype("float32")
+    saver = kdist.callbacks.ShardedCheckpoint(
+        os.environ["TEST_FOLDER"], every_steps=2, asynchronous=False, resume=True
+    )
+    stops = int(os.environ.get("TEST_STOP", "-1"))
+
+    class Ending(keras.callbacks.Callback):
+        """Ends the program within the epoch."""
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            print("STEP", int(self.model.optimizer.iterations), flush=True)
+            if int(self.model.optimizer.iterations) == stops:
+                sys.exit(0)
+
+    history = made.fit(x, x, batch_size=8, epochs=2, verbose=0, callbacks=[saver, Ending()]).history
+    print("RESULT " + json.dumps(history["loss"]), flush=True)
 
 
 if __name__ == "__main__":

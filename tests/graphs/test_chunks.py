@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdist.graphs.chunks import PARTS, Chunk, Graph, cut, node_of, parameter_chunks
+from kdist.graphs.chunks import MOST_BYTES, PARTS, Chunk, Graph, cut, node_of, parameter_chunks
 
 import hypothesis
 import keras
@@ -34,6 +34,12 @@ def test_a_large_parameter_is_a_chunk_and_biases_stay_with_kernels() -> None:
 
 def test_the_order_is_that_of_their_use() -> None:
     assert parameter_chunks([2, 0, 1], [8, 8, 8], parts=3) == [1, 2, 0]
+
+
+def test_chunks_of_large_models_are_no_larger() -> None:
+    nbytes = [MOST_BYTES // 4] * 400
+    found = parameter_chunks(range(400), nbytes)
+    assert max(found.count(n) for n in set(found)) == 4
 
 
 @hypothesis.given(st.lists(st.integers(0, 10**6), min_size=1, max_size=40))
