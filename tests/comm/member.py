@@ -232,8 +232,11 @@ def gradients_of_gradients(index: int, n: int, traced: bool = True) -> int:
             outer.watch(x)
             with comm.GradientTape() as inner:
                 inner.watch(x)
-                (total,) = comm.reduce([x**2], line, "data", root=0)
-                loss = None if total is None else tf.reduce_sum(total**3)
+                # Backwards the broadcast comes last, and has a result in process 0 only.
+                given = tf.TensorSpec((3,), tf.float64) if index else x**2
+                (first,) = comm.broadcast([given], line, "data", root=0)
+                (total,) = comm.reduce([first * x**2], line, "data", root=0)
+                loss = None if total is None else tf.reduce_sum(total**2)
             first = inner.gradient(loss, x)
             norm = tf.reduce_sum(first**2)
         return first, outer.gradient(norm, x)
@@ -243,7 +246,7 @@ def gradients_of_gradients(index: int, n: int, traced: bool = True) -> int:
         outer.watch(arrays)
         with tf.GradientTape() as inner:
             inner.watch(arrays)
-            loss = tf.reduce_sum(tf.add_n([x**2 for x in arrays]) ** 3)
+            loss = tf.reduce_sum(tf.add_n([arrays[0] ** 2 * x**2 for x in arrays]) ** 2)
         first = inner.gradient(loss, arrays)
         norm = tf.add_n([tf.reduce_sum(g**2) for g in first])
     want = first[index], outer.gradient(norm, arrays)[index]
