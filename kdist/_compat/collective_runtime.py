@@ -6,6 +6,7 @@ one moves.
 - `record.record_operation`, `record.stop_recording`: a gradient for results on several devices.
   `tf.custom_gradient` joins them in one `IdentityN`, which runs on one device, so that every value
   would travel there and back.
+- `record.should_record_backprop`: whether a tape would miss what is sent away.
 - `Context.configure_collective_ops`, `enable_collective_ops`, `config`: this process becomes a
   member of a cluster. `tf.distribute.MultiWorkerMirroredStrategy` does the same, with a health
   check that ends the process and a strategy that nobody asked for.
@@ -42,6 +43,11 @@ def record_gradient(
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
     """A context in which gradient tapes see nothing."""
     return record.stop_recording()
+
+
+def recorded(tensors: Sequence[tf.Tensor]) -> bool:
+    """Whether a running gradient tape watches one of some tensors."""
+    return bool(record.should_record_backprop(list(tensors)))
 
 
 def join_cluster(job: str, addresses: Sequence[str], index: int) -> None:

@@ -27,7 +27,7 @@ from kdist.comm.group import Group
 from kdist.comm.host import HostCost
 from kdist.comm.membership import connect, leave
 from kdist.comm.messages import Message, Schedule
-from kdist.comm.ordered import barrier, scan, send_recv
+from kdist.comm.ordered import barrier, recv, scan, send, send_recv
 from kdist.comm.processes import Connection, named_errors
 from kdist.comm.tape import GradientTape
 
@@ -53,10 +53,12 @@ __all__ = [
     "leave",
     "named_errors",
     "predict",
+    "recv",
     "reduce",
     "reduce_scatter",
     "scan",
     "scatter",
     "schedule",
+    "send",
     "send_recv",
 ]

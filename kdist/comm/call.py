@@ -36,7 +36,7 @@ class Call:
     """One collective, without its values.
 
     Attributes:
-        operation: one of `algorithms.OPERATIONS`, or `"send_recv"`.
+        operation: one of `algorithms.OPERATIONS`, `"send_recv"`, `"send"` or `"recv"`.
         group: the devices.
         algorithm: one of `algorithms.ALGORITHMS`, `"runtime"` or `"auto"`.
         reduction: one of `REDUCTIONS`.
@@ -47,7 +47,7 @@ class Call:
             for each. None: as equal as possible, or what the values have.
         exclusive: of scan, leave a rank's own value out.
         backwards: of scan, from the last rank to the first.
-        pairs: of send_recv, (source, target) ranks.
+        pairs: of sends, (source, target) ranks.
     """
 
     operation: str
@@ -102,8 +102,8 @@ class Call:
         targets = [target for _, target in self.pairs]
         if len(set(sources)) < len(sources) or len(set(targets)) < len(targets):
             raise ValueError(
-                "In one send_recv a rank sends at most once and receives at most once. Use two "
-                f"calls, or broadcast. Received: pairs={self.pairs}"
+                f"In one {self.operation} a rank sends at most once and receives at most once. Use "
+                f"two calls, or broadcast. Received: pairs={self.pairs}"
             )
         if not all(0 <= rank < p for rank in (*sources, *targets)):
             raise ValueError(
@@ -125,6 +125,11 @@ class Call:
                 f"The sizes of {self.operation} along axis {self.group.axis!r} are {shape} "
                 f"integers of at least 0, one per rank. Received: sizes={self.sizes}"
             )
+
+    @property
+    def apart(self) -> bool:
+        """Whether it is one side of a message, in which only the two processes take part."""
+        return self.operation in ("send", "recv")
 
     def changed(self, **changes: Any) -> Call:
         """The same call with other attributes."""

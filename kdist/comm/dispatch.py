@@ -94,8 +94,9 @@ def _across(
         feed = iter(tensors)
         full = [next(feed) if tensor else value for value, tensor in zip(values, mask)]
         started: list[tf.Operation] = []
-        with processes.lane(started):
-            results = _rows(call, full, started, f"|{processes.number_in_graph()}")
+        with processes.kept(started) if call.apart else processes.lane(started):
+            number = "" if call.apart else f"|{processes.number_in_graph()}"
+            results = _rows(call, full, started, number)
         with tf.control_dependencies(started):
             results = _on_own_devices(call, results)
             ended = [tf.identity(passed) for passed in feed]
@@ -187,12 +188,13 @@ def _placed(call: Call, values: Sequence[Any]) -> Values:
             f"values, one per device of the mesh in this process. Received: values={_short(values)}"
         )
     return [
-        value if value is None or isinstance(value, tf.TensorSpec) else _place(value, device)
+        value if value is None or isinstance(value, tf.TensorSpec) else place(value, device)
         for value, device in zip(values, devices)
     ]
 
 
-def _place(value: Any, device: str) -> tf.Tensor:
+def place(value: Any, device: str) -> tf.Tensor:
+    """A value as a tensor on a device."""
     with tf.device(device):
         tensor = tf.convert_to_tensor(value)
         if tf.executing_eagerly() and _is_on(tensor, device):
@@ -286,7 +288,7 @@ def _needs_value(call: Call, rank: int) -> bool:
         return rank == call.root
     if call.operation == "send_recv":
         return any(rank == source for source, _ in call.pairs)
-    return True
+    return not call.apart  # `apart` has looked at them
 
 
 def _ranks(call: Call) -> list[int]:

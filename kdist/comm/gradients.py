@@ -9,6 +9,7 @@
 | all_to_all | all_to_all with cut and join exchanged |
 | scan by sum | scan from the other end |
 | send_recv | send_recv the other way |
+| send, recv | recv, send |
 | max, min, product | every device gathers all values and differentiates its own |
 
 The gradient with respect to a device's value is the sum over all results that it went into, as if
@@ -202,6 +203,15 @@ def _send_recv(call: Call, inputs: Values, upstream: Values, collective: Collect
     return results
 
 
+def _apart(call: Call, inputs: Values, upstream: Values, collective: Collective) -> Values:
+    other = {"send": "recv", "recv": "send"}[call.operation]
+    pairs = tuple((target, source) for source, target in call.pairs)
+    given = upstream
+    if call.operation == "send":
+        given = [None if x is None else tf.TensorSpec(x.shape, x.dtype) for x in inputs]
+    return collective(call.changed(operation=other, pairs=pairs), given)
+
+
 _TRANSPOSES: dict[str, Callable[[Call, Values, Values, Collective], Values]] = {
     "broadcast": _broadcast,
     "reduce": _reduce,
@@ -213,6 +223,8 @@ _TRANSPOSES: dict[str, Callable[[Call, Values, Values, Collective], Values]] = {
     "all_to_all": _all_to_all,
     "scan": _scan,
     "send_recv": _send_recv,
+    "send": _apart,
+    "recv": _apart,
 }
 
 

@@ -288,6 +288,29 @@ def _send_recv(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
     return results
 
 
+def _apart(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
+    """One side, here, of messages whose other side is in another process."""
+    results: list[tf.Tensor | None] = [None] * row.size
+    for source, target in call.pairs:
+        here, peer = (source, target) if call.operation == "send" else (target, source)
+        if not row.local[here] or row.local[peer]:
+            continue
+        ends = row.devices[source], row.devices[target]
+        number = processes.number_in_graph("|".join(ends))
+        about = f"apart|{row.axis}|{number}"
+        way = "to" if call.operation == "send" else "from"
+        name = processes.node_name(call.operation, row.axis, way, row.devices[peer], number)
+        with row.on(here):
+            if call.operation == "send":
+                operation = processes.send(values[source], *ends, about, name, row.timeout_seconds)
+            else:
+                spec = (values[target].shape.as_list(), values[target].dtype.name)
+                arrived = processes.receive(*spec, *ends, about, name, row.timeout_seconds)
+                results[target], operation = arrived, arrived.op
+        row.started.append(operation)
+    return results
+
+
 def _results(
     row: Row, read: Callable[[int], tf.Tensor], only: int | None = None
 ) -> list[tf.Tensor | None]:
@@ -315,4 +338,6 @@ _OPERATIONS: dict[str, Callable[[Call, Values, Row], list[tf.Tensor | None]]] = 
     "all_to_all": _all_to_all,
     "scan": _scan,
     "send_recv": _send_recv,
+    "send": _apart,
+    "recv": _apart,
 }

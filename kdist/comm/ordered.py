@@ -1,12 +1,13 @@
-"""Collectives in which ranks differ: prefix sums, sends, waiting; see `collectives`."""
+"""Collectives in which ranks differ: prefix sums, sends, receives, waiting; see `collectives`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from kdist.comm import apart
 from kdist.comm.call import AUTO, Call
-from kdist.comm.collectives import Mesh, Results, group_of, run
+from kdist.comm.collectives import Mesh, Results, _as_tuple, group_of, run
 from kdist.comm.dispatch import collective
 
 import tensorflow as tf
@@ -94,6 +95,74 @@ def send_recv(
         operation="send_recv",
         pairs=tuple(tuple(pair) for pair in pairs),
     )
+
+
+def send(
+    values: Sequence[Any],
+    mesh: Mesh,
+    axis: str | None = None,
+    *,
+    pairs: Sequence[tuple[int, int]],
+) -> None:
+    """Sends values from ranks to ranks that `recv` them, each in calls of their own.
+
+    Only the processes of a pair need to call: one or more of them with `send`, the other with
+    `recv`. Messages from a device to another arrive in the order of the calls. Eagerly, a send to
+    another process returns when it was received; in a `tf.function` it goes on beside the rest,
+    and the function ends when it was received. Within a process the send comes before its recv, in
+    the same graph. Its gradient is a recv: across processes, with `kdist.comm.GradientTape`.
+
+    Args:
+        values: one per device: a tensor for each source, else None.
+        mesh: as in `broadcast`.
+        axis: as in `broadcast`.
+        pairs: (source, target) ranks along the axis; those with a source elsewhere are passed over.
+            A rank is at most once a source and at most once a target.
+
+    Raises:
+        ValueError: as `broadcast`, and for pairs that do not fit.
+        PeerError: as `broadcast`.
+
+    Example:
+        >>> mesh = kdist.mesh(data=2)
+        >>> kdist.comm.send([tf.constant(1), None], mesh, "data", pairs=[(0, 1)])
+        >>> kdist.comm.recv(None, mesh, "data", pairs=[(0, 1)])
+        [None, 1]
+    """
+    apart.send(_call_apart("send", mesh, axis, pairs), values)
+
+
+def recv(
+    values: Sequence[Any] | None,
+    mesh: Mesh,
+    axis: str | None = None,
+    *,
+    pairs: Sequence[tuple[int, int]],
+) -> Results:
+    """Takes what `send` sends; its gradient is a send.
+
+    Args:
+        values: one per device: for each target a `tf.TensorSpec` of what comes from another
+            process, else None. None: all within this process.
+        mesh: as in `broadcast`.
+        axis: as in `broadcast`.
+        pairs: as in `send`; those with a target elsewhere are passed over.
+
+    Returns:
+        What each device received, None where it received nothing.
+
+    Raises:
+        ValueError: as `send`, and where nothing was sent within a process.
+        PeerError: as `broadcast`.
+    """
+    return apart.recv(_call_apart("recv", mesh, axis, pairs), values)
+
+
+def _call_apart(
+    operation: str, mesh: Mesh, axis: str | None, pairs: Sequence[tuple[int, int]]
+) -> Call:
+    group = group_of(mesh, axis)
+    return Call(operation=operation, group=group, pairs=_as_tuple(pairs))
 
 
 def barrier(

@@ -12,11 +12,13 @@ the runtime's own point-to-point route, gRPC on CPU. What makes that safe:
 - The lane is a variable that changes after each collective, so that TensorFlow does not prune a
   send that nobody in this process uses. A backward pass that TensorFlow derives from a graph keeps
   and orders nothing by itself: results wait for the sends, and keys count a graph's collectives.
+- `send` and `recv` apart, of which other processes know nothing, take no turn.
 - Every message has a timeout.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -83,9 +85,10 @@ class Connection:
 
 _connection: Connection | None = None
 _failed = False
-# Collectives of each graph so far: a number makes the keys of each its own.
-_numbers: weakref.WeakKeyDictionary[tf.Graph, int] = weakref.WeakKeyDictionary()
-_lane: tf.Variable | None = None
+# Of each graph, collectives, and messages of a pair, so far: a number makes keys their own.
+_Numbers = weakref.WeakKeyDictionary[tf.Graph, collections.Counter[str]]
+_numbers: _Numbers = weakref.WeakKeyDictionary()
+_turns: dict[str, tf.Variable] = {}
 _described: dict[int, str] = {}
 
 
@@ -226,11 +229,11 @@ def _key(text: str) -> int:
     return key
 
 
-def number_in_graph() -> int:
-    """How many collectives the graph being traced had before this one."""
-    graph = tf.compat.v1.get_default_graph()
-    _numbers[graph] = _numbers.get(graph, -1) + 1
-    return _numbers[graph]
+def number_in_graph(what: str = "collectives") -> int:
+    """How many of something the graph being traced had before this one."""
+    numbers = _numbers.setdefault(tf.compat.v1.get_default_graph(), collections.Counter())
+    numbers[what] += 1
+    return numbers[what] - 1
 
 
 @contextlib.contextmanager
@@ -240,14 +243,29 @@ def lane(started: list[tf.Operation]) -> Iterator[None]:
     Args:
         started: the operations that the turn must not end before; filled inside.
     """
-    global _lane
-    if _lane is None:
-        with tf.init_scope(), tf.device("CPU:0"):
-            _lane = tf.Variable(0, dtype=tf.int64, trainable=False, name="kdist_comm_lane")
-    with tf.control_dependencies([_lane.read_value()]):
+    with tf.control_dependencies([_turn("lane").read_value()]):
         yield
     with tf.control_dependencies(started):
-        _lane.assign_add(1)
+        _turn("lane").assign_add(1)
+
+
+@contextlib.contextmanager
+def kept(started: list[tf.Operation]) -> Iterator[None]:
+    """Messages without a turn: they go as their data is there, and none is pruned.
+
+    Args:
+        started: the operations to keep; filled inside.
+    """
+    yield
+    with tf.control_dependencies(started):
+        _turn("kept").assign_add(1)
+
+
+def _turn(name: str) -> tf.Variable:
+    if name not in _turns:
+        with tf.init_scope(), tf.device("CPU:0"):
+            _turns[name] = tf.Variable(0, dtype=tf.int64, trainable=False, name=f"kdist_{name}")
+    return _turns[name]
 
 
 @contextlib.contextmanager

@@ -279,6 +279,76 @@ def gradients_of_several_devices(index: int, n: int) -> int:
     return gradients_of_all(index, n, per_process=2)
 
 
+def apart(index: int, n: int) -> int:
+    """Sends and receives as calls of their own, of which the last process knows nothing."""
+    line, spec = mesh(n), tf.TensorSpec((2,), tf.float64)
+    arrays = [tf.constant(x) for x in values(n, (2,), "float64", seed=7)]
+    there, back = [(0, 1)], [(1, 0)]
+
+    def program(x):
+        with comm.GradientTape() as tape:
+            tape.watch(x)
+            if index == 0:
+                comm.send([x], line, "data", pairs=there)
+                comm.send([x**2], line, "data", pairs=there)
+                (got,) = comm.recv([spec], line, "data", pairs=back)
+            elif index == 1:
+                # Before it receives anything: nobody waits for a turn.
+                comm.send([3 * x], line, "data", pairs=back)
+                (first,) = comm.recv([spec], line, "data", pairs=there)
+                (second,) = comm.recv([spec], line, "data", pairs=there)
+                got = first * second
+            else:
+                got = x
+            (total,) = comm.all_reduce([got], line, "data", algorithm="ring")
+            loss = tf.reduce_sum(total**2) if index == 0 else None
+        return got, tape.gradient(loss, x)
+
+    step = tf.function(program, autograph=False)
+    for _ in range(3):
+        got, grad = step(arrays[index])
+    want = [3 * arrays[1], arrays[0] ** 3, arrays[-1]][min(index, 2)]
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+    with tf.GradientTape() as tape:
+        tape.watch(arrays)
+        total = 3 * arrays[1] + arrays[0] ** 3 + (arrays[2] if n > 2 else 0)
+        loss = tf.reduce_sum(total**2)
+    np.testing.assert_allclose(grad, tape.gradient(loss, arrays)[index], rtol=1e-9)
+    if index < 2:
+        apart_eagerly(index, line, spec, arrays)
+    comm.barrier(None, line, "data")
+    return n
+
+
+def apart_eagerly(index: int, line, spec, arrays: list) -> None:
+    """Both ways, by processes that each call one side; integers; what a plain tape is told."""
+    x = arrays[index]
+    with comm.GradientTape() as tape:
+        tape.watch(x)
+        if index == 0:
+            comm.send([x], line, "data", pairs=[(0, 1)])
+            (got,) = comm.recv([spec], line, "data", pairs=[(1, 0)])
+            loss = tf.reduce_sum(got**2)
+        else:
+            (got,) = comm.recv([spec], line, "data", pairs=[(0, 1)])
+            comm.send([got * x], line, "data", pairs=[(1, 0)])
+            loss = None
+    want = 2 * arrays[0] * arrays[1] * arrays[0] * arrays[1] / x
+    np.testing.assert_allclose(tape.gradient(loss, x), want, rtol=1e-9)
+    if index == 0:
+        comm.send([tf.constant([5], tf.int8)], line, "data", pairs=[(0, 1)])
+        with tf.GradientTape() as plain_tape:
+            plain_tape.watch(x)
+            try:
+                comm.send([x], line, "data", pairs=[(0, 1)])
+                raise AssertionError("a plain tape would have missed it")
+            except ValueError as error:
+                assert "GradientTape around send and recv" in str(error)
+    else:
+        (got,) = comm.recv([tf.TensorSpec((1,), tf.int8)], line, "data", pairs=[(0, 1)])
+        assert_equal([np.array([5], np.int8)], [got])
+
+
 def uneven(index: int, n: int) -> int:
     line = mesh(n)
     arrays = [np.arange(2.0 * (r + 1)).reshape(-1, 2) for r in range(n)]

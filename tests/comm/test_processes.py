@@ -25,6 +25,11 @@ def test_gradients_equal_one_device():
     assert run("gradients", 2) == [4, 4]
 
 
+def test_sends_and_receives_of_their_own():
+    """The third process takes no part in them, and goes on."""
+    assert run("apart", 3) == [3] * 3
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("count", [2, 3])
 def test_gradients_of_every_collective_equal_one_device(count):
