@@ -9,7 +9,7 @@
 | hypercube | in round k, devices whose numbers differ in bit k alone exchange | Johnsson and Ho, IEEE TC 1989 |
 
 Every algorithm does every operation, for any number of devices; only a hypercube needs a power of
-two. A round is single-port (`kdist.comm.messages`), so that its time is that of its largest
+two. An all-reduce may also go over a torus of two dims (`kdist.comm.torus`). A round is single-port (`kdist.comm.messages`), so that its time is that of its largest
 message.
 """  # noqa: E501
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from kdist.comm import torus
 from kdist.comm.messages import PREFIX, RUNNING, Message, Rounds, Schedule, transposed
 
 ALGORITHMS = ("direct", "ring", "tree", "halving", "hypercube")
@@ -41,7 +42,8 @@ def schedule(operation: str, algorithm: str, size: int, root: int = 0) -> Schedu
 
     Args:
         operation: one of `OPERATIONS`.
-        algorithm: one of `ALGORITHMS`.
+        algorithm: one of `ALGORITHMS`; of all_reduce also `"torus"`, or `"torus:AxB"` with its
+            sides: B rows of A devices.
         size: number of devices p, at least 1.
         root: the rank that has (broadcast, scatter) or gets (reduce, gather) the value.
 
@@ -50,7 +52,7 @@ def schedule(operation: str, algorithm: str, size: int, root: int = 0) -> Schedu
 
     Raises:
         ValueError: for an unknown operation or algorithm, a size below 1, a root that does not
-            exist or has no meaning, or a hypercube of a size that is not a power of two.
+            exist or has no meaning, a hypercube or a torus that the size does not allow.
 
     Example:
         >>> schedule("all_reduce", "ring", 8).rounds[0]
@@ -83,14 +85,18 @@ def check(operation: str, algorithm: str, size: int) -> None:
         raise ValueError(
             f"An operation is one of {', '.join(OPERATIONS)}. Received: operation={operation!r}"
         )
-    if algorithm not in ALGORITHMS:
+    on_torus = torus.is_torus(algorithm) and operation == "all_reduce"
+    if algorithm not in ALGORITHMS and not on_torus:
         raise ValueError(
-            f"An algorithm is one of {', '.join(ALGORITHMS)}. Received: algorithm={algorithm!r}"
+            f"An algorithm is one of {', '.join(ALGORITHMS)}, of all_reduce also torus. "
+            f"Received: algorithm={algorithm!r} for {operation}"
         )
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(
             f"The number of devices is an integer of at least 1. Received: size={size!r}"
         )
+    if on_torus:
+        torus.sides(algorithm, size)
     if algorithm == "hypercube" and size & (size - 1):
         raise ValueError(
             "A hypercube has a power of two of devices. Use algorithm='halving' or 'tree', which "
@@ -101,7 +107,7 @@ def check(operation: str, algorithm: str, size: int) -> None:
 def pieces_of(operation: str, algorithm: str, size: int) -> int:
     """Into how many pieces an algorithm cuts the value of broadcast, reduce or all_reduce."""
     whole = operation in ("broadcast", "reduce", "all_reduce")
-    return size if whole and algorithm in ("ring", "halving") else 1
+    return size if whole and algorithm.partition(":")[0] in ("ring", "halving", "torus") else 1
 
 
 # Each builder takes (algorithm, p) and makes the rounds for root 0.
@@ -199,6 +205,10 @@ def _reduce_scatter(algorithm: str, p: int) -> Rounds:
 
 
 def _all_reduce(algorithm: str, p: int) -> Rounds:
+    if torus.is_torus(algorithm):
+        a, b = torus.sides(algorithm, p)
+        parts = _reduce_scatter("ring", a), _all_reduce("ring", b), _all_gather("ring", a)
+        return torus.rounds(*parts, a, b)
     if algorithm in ("ring", "halving"):
         return _reduce_scatter(algorithm, p) + _all_gather(algorithm, p)
     if algorithm == "hypercube":

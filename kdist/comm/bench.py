@@ -26,6 +26,7 @@ from kdist.comm.call import AUTO, DTYPES, RUNTIME
 from kdist.comm.cost import LinkCost
 from kdist.comm.group import Group
 from kdist.comm.measure import Measurement, copy_seconds, measure
+from kdist.comm.torus import TORUS, is_torus
 
 import keras
 from absl import app, flags
@@ -53,7 +54,9 @@ flags.register_validator(
     "operations", lambda names: set(names) <= set(OPERATIONS), f"Any of {', '.join(OPERATIONS)}."
 )
 flags.register_validator(
-    "algorithms", lambda names: set(names) <= set(_KNOWN), f"Any of {', '.join(_KNOWN)}."
+    "algorithms",
+    lambda names: all(name in _KNOWN or is_torus(name) for name in names),
+    f"Any of {', '.join(_KNOWN)}, torus, torus:AxB.",
 )
 
 
@@ -86,7 +89,7 @@ def check_flags(arguments: Sequence[str]) -> None:
                     "'runtime' is TensorFlow's own all-reduce across processes. Received: "
                     f"algorithm='runtime', operation={operation!r}, processes={_PROCESSES.value}"
                 )
-            if algorithm in ALGORITHMS:
+            if algorithm not in (AUTO, RUNTIME):
                 check(operation, algorithm, _DEVICES.value)
 
 
@@ -120,7 +123,8 @@ def records(
     """
     rows = []
     for found in measurements:
-        known = found.algorithm in ALGORITHMS
+        # The sides of a torus that names none follow from the processes.
+        known = found.algorithm not in (AUTO, RUNTIME, TORUS)
         error = calibration.error(found, link) if known else None
         rows.append(
             dataclasses.asdict(found)

@@ -38,7 +38,7 @@ class Call:
     Attributes:
         operation: one of `algorithms.OPERATIONS`, `"send_recv"`, `"send"` or `"recv"`.
         group: the devices.
-        algorithm: one of `algorithms.ALGORITHMS`, `"runtime"` or `"auto"`.
+        algorithm: one of `algorithms.ALGORITHMS`, a torus, `"runtime"` or `"auto"`.
         reduction: one of `REDUCTIONS`.
         root: rank of the root.
         dim: tensor dim that is cut or joined; of all-to-all, cut.

@@ -106,8 +106,10 @@ def all_reduce(
         mesh: as in `broadcast`.
         axis: as in `broadcast`.
         reduction: as in `reduce`.
-        algorithm: as in `broadcast`; across processes also "runtime", TensorFlow's own all-reduce,
-            which is what "auto" takes there for floats, int32 and int64.
+        algorithm: as in `broadcast`; also "torus", whose rows are processes, or as near to a square
+            as p allows in one, or "torus:AxB", B rows of A ranks; across processes also "runtime",
+            TensorFlow's own all-reduce, which is what "auto" takes there for floats, int32 and
+            int64.
 
     Returns:
         Tensors of that shape.

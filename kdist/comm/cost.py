@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import math
 
+from kdist.comm import torus
 from kdist.comm.algorithms import ALGORITHMS, check
 
 
@@ -79,7 +80,7 @@ def predict(operation: str, algorithm: str, nbytes: float, p: int, link: LinkCos
 
     Args:
         operation: one of `algorithms.OPERATIONS`.
-        algorithm: one of `algorithms.ALGORITHMS`.
+        algorithm: one of `algorithms.ALGORITHMS`, or a torus.
         nbytes: size of the full buffer, as in the tables of nccl-tests: the value of broadcast,
             reduce, all_reduce, scan; of gather and all_gather the joined result, of scatter what
             is cut; of reduce_scatter and all_to_all the input of each device. With l bytes per
@@ -175,6 +176,8 @@ def _blocks_of_all(algorithm: str, p: int, log: int, rest: float) -> tuple[int, 
 
 
 def _all_reduce(algorithm: str, p: int, log: int, rest: float) -> tuple[int, float]:
+    if torus.is_torus(algorithm):
+        return 2 * (sum(torus.sides(algorithm, p)) - 2), 2 * rest
     if algorithm == "direct":
         return 2 * (p - 1), 2 * (p - 1)
     if algorithm == "ring":

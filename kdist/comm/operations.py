@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist.comm import cost, processes
+from kdist.comm import cost, processes, torus
 from kdist.comm.algorithms import schedule
 from kdist.comm.call import AUTO, RUNTIME, RUNTIME_DTYPES, Call
 from kdist.comm.execute import FOLDS, Finish, Fold, Held, Row, Shape, Slot, run, shape_of, task_of
@@ -106,6 +106,8 @@ def _whole(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
         fits = _like(values)[1] in RUNTIME_DTYPES
         if call.algorithm == RUNTIME or (call.algorithm == AUTO and fits):
             return _runtime_all_reduce(call, values, row)
+    if algorithm == torus.TORUS and not all(row.local):
+        algorithm = torus.of_processes([task_of(device) for device in row.devices])
     plan = schedule(call.operation, algorithm, row.size, call.root)
     fold, finish = _fold(call)
     shape, dtype = _like(values)

@@ -384,6 +384,10 @@ def sends_and_axes(index: int, n: int) -> int:
     for algorithm in ("auto", "ring"):
         got = comm.all_reduce(given, grid, "data", algorithm=algorithm)
         assert [float(v) for v in got] == [sum(10.0 * r + m for r in range(n)) for m in (0, 1)]
+    each = own(index, 2, values(2 * n, (5,), "float64"))
+    total = expected("all_reduce", values(2 * n, (5,), "float64"))[:2]
+    for algorithm in ("torus", f"torus:{n}x2"):  # rows are processes; and rows across them
+        assert_equal(total, comm.all_reduce(each, mesh(n, 2), "data", algorithm=algorithm), 6 * n)
     inner = comm.all_reduce(given, grid, "model")
     assert [float(v) for v in inner] == [20.0 * index + 1] * 2
     return len(got)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kdist.comm import torus
 from kdist.comm.algorithms import ALGORITHMS, OPERATIONS, ROOTED, schedule
 from kdist.comm.messages import Message, Schedule
 
@@ -25,6 +26,37 @@ def test_each_device_ends_with_what_the_operation_means(operation, algorithm):
                 for rank in range(size):
                     for chunk, terms in expected(found, rank, exclusive).items():
                         assert state[rank][chunk] == terms, (str(found), rank, chunk)
+
+
+SIDES = [(1, 3), (4, 1), (2, 2), (2, 3), (3, 2), (4, 2), (3, 4), (5, 3)]
+
+
+@pytest.mark.parametrize(("a", "b"), SIDES)
+def test_a_torus_reduces_along_both_dims(a, b):
+    found = schedule("all_reduce", f"torus:{a}x{b}", a * b)
+    state = run(found)
+    for rank in range(a * b):
+        assert state[rank] == expected(found, rank)
+    for message in found.messages:  # to the next in its row, or in its column
+        (i, j), (k, m) = divmod(message.source, a), divmod(message.target, a)
+        assert (i == k and (m - j) % a in (1, a - 1)) or (j == m and (k - i) % b in (1, b - 1))
+    across = sum(len(m.chunks) for m in found.messages if m.source // a != m.target // a)
+    # Rows send each other 2(b - 1)/b of an a-th of the value per device; there are b pieces of it.
+    assert across == 2 * (b - 1) * a * b
+
+
+def test_sides_of_a_torus():
+    assert torus.sides("torus", 12) == (4, 3)
+    assert torus.sides("torus", 7) == (7, 1)
+    assert torus.of_processes(["p", "p", "q", "q", "r", "r"]) == "torus:2x3"
+    for processes in (["p", "p", "q"], ["p", "q", "p", "q"], ["p", "q", "q", "p"]):
+        with pytest.raises(ValueError, match=r"rows of a torus are processes.*Received: ranks"):
+            torus.of_processes(processes)
+    for name in ("torus:2x2", "torus:6", "torus:0x6", "torus:"):
+        with pytest.raises(ValueError, match=r"B rows of A.*Received: algorithm='torus:.*size=6"):
+            schedule("all_reduce", name, 6)
+    with pytest.raises(ValueError, match=r"Received: algorithm='torus' for broadcast"):
+        schedule("broadcast", "torus", 4)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -55,6 +55,14 @@ def check(operation, p, shape, dtype="float64", traced=False, seed=0, **options)
             assert traced or same_device(result.device, comm.Group.of(mesh, "data").devices[rank])
 
 
+@pytest.mark.parametrize("algorithm", ["torus", "torus:3x2", "torus:1x6", "torus:6x1"])
+@pytest.mark.parametrize("reduction", ["sum", "mean", "max"])
+def test_a_torus_equals_numpy(algorithm, reduction):
+    for shape in ((5, 3), (2,), ()):  # fewer numbers than pieces too
+        check("all_reduce", 6, shape, algorithm=algorithm, reduction=reduction)
+    check("all_reduce", 6, (7,), algorithm=algorithm, reduction=reduction, traced=True)
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("operation", FUNCTIONS)
 def test_it_equals_numpy(operation, algorithm):

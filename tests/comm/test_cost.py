@@ -29,6 +29,17 @@ def test_the_closed_form_counts_the_messages(operation, algorithm):
         assert share == pytest.approx(found.critical_bytes(1.0 / cut)), str(found)
 
 
+@pytest.mark.parametrize(("a", "b"), [(2, 2), (3, 2), (1, 4), (4, 1), (4, 3)])
+def test_the_closed_form_of_a_torus(a, b):
+    found = schedule("all_reduce", f"torus:{a}x{b}", a * b)
+    startups, share = terms("all_reduce", f"torus:{a}x{b}", a * b)
+    assert startups == len(found.rounds) == 2 * (a - 1) + 2 * (b - 1)
+    assert share == pytest.approx(found.critical_bytes(1.0 / found.pieces))
+    rows, columns = 2 * (a - 1) * (A + B * L / a), 2 * (b - 1) * (A + B * L / (a * b))
+    got = predict("all_reduce", f"torus:{a}x{b}", L, a * b, LINK)
+    assert got == pytest.approx(rows + columns)
+
+
 @pytest.mark.parametrize("p", POWERS)
 def test_the_formulas_of_the_field(p):
     """Here l is the value, or one device's block of gather, scatter and all-gather."""

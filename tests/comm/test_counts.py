@@ -6,6 +6,7 @@ from collections import Counter
 
 import kdist
 from kdist import comm
+from kdist.comm import torus
 from kdist.comm.algorithms import ALGORITHMS, OPERATIONS, schedule
 from kdist.graphs import executed
 from kdist.sharding.mesh import Device
@@ -80,6 +81,15 @@ def test_exactly_the_messages_travel(operation, algorithm):
 def test_exactly_the_messages_travel_among_eight(algorithm):
     _, sent = run("all_reduce", algorithm, 8)
     assert sent == messages("all_reduce", algorithm, 8)
+
+
+@pytest.mark.parametrize(("algorithm", "p"), [("torus", 4), ("torus:2x3", 6), ("torus:3x2", 6)])
+def test_exactly_the_messages_travel_on_a_torus(algorithm, p):
+    found, sent = run("all_reduce", algorithm, p)
+    assert sent == messages("all_reduce", algorithm, p)
+    a, b = torus.sides(algorithm, p)
+    adds = found.count(r"\w*Add(N|V2)?")  # of b pieces in each round along a row; then of three
+    assert set(adds.values()) == {b * (a - 1)}
 
 
 def test_each_device_of_a_ring_adds():

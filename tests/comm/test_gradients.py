@@ -48,6 +48,11 @@ def test_gradients_equal_one_device(operation, algorithm):
     check(operation, algorithm=algorithm)
 
 
+def test_gradients_over_a_torus():
+    check("all_reduce", algorithm="torus:2x2", reduction="mean")
+    check("all_reduce", algorithm="torus", traced=True)
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_gradients_in_a_function(operation):
     check(operation, traced=True, algorithm="halving")
