@@ -109,6 +109,11 @@ class FittedModel(SteppedModel):
         with keras_saving.mapped_files():
             return type(self.model).load_weights(self.model, *args, **kwargs)
 
+    def load_task_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """`keras_hub.models.Task.load_task_weights`, as `load_weights`."""
+        with keras_saving.mapped_files():
+            return type(self.model).load_task_weights(self.model, *args, **kwargs)
+
     def save(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.save`."""
         self._read_files()

@@ -43,6 +43,8 @@ METHODS = (
     "plan",
 )
 """What a parallel model has of its own, on the instance."""
+TASK_METHODS = ("load_task_weights",)
+"""The same of what KerasHub's tasks alone have."""
 
 
 def parallelize(model: keras.Model, config: ParallelConfig | None = None) -> keras.Model:
@@ -136,7 +138,8 @@ class Parallel(PreparedModel):
             self.place()
         object.__setattr__(model, ATTRIBUTE, self)
         keras_trainer.set_model_strategy(model, None)
-        for name in METHODS:
+        of_tasks = [name for name in TASK_METHODS if hasattr(type(model), name)]
+        for name in (*METHODS, *of_tasks):
             object.__setattr__(model, name, getattr(self, name))
         if model.compiled:
             self.forget_functions(bool(model.jit_compile))
@@ -160,6 +163,8 @@ class Parallel(PreparedModel):
         if self.layouts is not None and is_built(self.model):
             self.place()
         self.spread_parameters()
+        for entry in self.entries.values():
+            entry.settled = True
 
     def set_fusion(self, fusion: FusionConfig) -> None:
         """Changes which gradients travel together; weights and optimizer state stay.

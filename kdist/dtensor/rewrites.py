@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kdist.dtensor.body import Body, control_inputs
+from kdist.dtensor.body import Body, control_inputs, data_inputs
 
 import numpy as np
 import tensorflow as tf
@@ -19,6 +19,8 @@ from tensorflow.core.framework import node_def_pb2
 SLICE = "StridedSlice"
 SLICE_GRADIENT = "StridedSliceGrad"
 CONCAT = "ConcatV2"
+PRODUCT = "BatchMatMulV3"
+"""A product whose result has another dtype: Keras's of int8."""
 
 
 def rewrite(body: Body) -> int:
@@ -247,9 +249,35 @@ def with_dims_from_the_front(graph: Any) -> Any:
     return definition
 
 
+def _cast_before(body: Body, node: Any) -> bool:
+    """A product of int8 to int32: of its operands as int32, in which it is summed either way.
+
+    DTensor has no rule for the former, and would gather both operands without an error.
+    """
+    dtype = node.attr["Tout"].type
+    inputs = []
+    for i, (source, given) in enumerate(zip(data_inputs(node), ("Ta", "Tb"), strict=True)):
+        if node.attr[given].type != dtype:
+            cast = node_def_pb2.NodeDef(name=f"{node.name}/cast_{i}", op="Cast", input=[source])
+            cast.attr["SrcT"].type, cast.attr["DstT"].type = node.attr[given].type, dtype
+            body.nodes[cast.name] = cast
+            reference = f"{cast.name}:y:0"
+            body.note(reference, body.specs[source].shape, tf.as_dtype(dtype))
+            source = reference
+        inputs.append(source)
+    made = node_def_pb2.NodeDef(name=node.name, op="BatchMatMulV2")
+    made.input.extend([*inputs, *control_inputs(node)])
+    made.attr["T"].type = dtype
+    for key in ("adj_x", "adj_y"):
+        made.attr[key].b = node.attr[key].b
+    body.nodes[node.name] = made
+    return True
+
+
 TABLE: Mapping[str, Callable[[Body, Any], bool]] = {
     SLICE: _new_axes,
     SLICE_GRADIENT: _gradient_of_new_axes,
     CONCAT: _counted_from_the_front,
+    PRODUCT: _cast_before,
 }
 """By type of an operation: rewrites a node of it in place, and says whether it has."""

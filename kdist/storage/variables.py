@@ -73,6 +73,7 @@ class Stored:
         variable: The logical variable.
         placement: Its cut.
         unborn: What it begins with, until its parts are made; see `kdist.storage.unborn`.
+        settled: Whether it stays where it is, as far as is known: the model is compiled.
         masters: Whole copies kept by optimizers that must see the whole tensor.
     """
 
@@ -82,6 +83,7 @@ class Stored:
         self.topology = topology
         self.masters: list[tuple[str, keras.Variable]] = []
         self.unborn: Any = unborn(variable)
+        self.settled = False
         self._locals: dict[Coordinate, keras.Variable] = {}
         if self.unborn is None:
             self._make_locals()
@@ -176,11 +178,12 @@ class Stored:
     def assign(self, value: Any) -> None:
         """Writes the whole value to every copy of every shard; each device gets its part of it.
 
-        What is mapped from a file, and comes before there are parts, is read once there are.
+        What is mapped from a file, and comes before there are parts, is read once there are. An
+        array waits until it is known how the optimizer's level cuts it.
         """
         if self.unborn is not None and tf.executing_eagerly():
             self.unborn.assign(np.asanyarray(value))
-            if not is_mapped(value):
+            if self.settled and not is_mapped(value):
                 self._bear()
             return
         if isinstance(value, np.ndarray):

@@ -1,6 +1,12 @@
 """Where Keras stores variables: the recorder sees what a file has."""
 
+import io
+import os
+import zipfile
+from pathlib import Path
+
 from kdist._compat import keras_saving
+from kdist.storage import recipes
 
 import h5py
 import keras
@@ -56,14 +62,78 @@ def test_files_are_mapped(tmp_path):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(model.weights[0].value))
 
 
-def test_what_cannot_be_mapped_is_read(tmp_path):
+class Asked(keras.layers.Layer):
+    """Notes what it is given of a file."""
+
+    def build(self, shape):
+        self.large = self.add_weight((300, 130), "normal", dtype="bfloat16")
+        self.wide = self.add_weight((2, 40000), "normal")
+        self.number = self.add_weight((), "ones")
+
+    def load_own_variables(self, store):
+        self.given = [store[str(n)] for n in range(3)]
+        for variable, value in zip(self.weights, self.given, strict=True):
+            variable.assign(value)
+
+
+def asked():
+    layer = Asked()
+    return layer, keras.Sequential([keras.Input((3,)), layer])
+
+
+@pytest.mark.parametrize("way", ["stored", "deflated", "gzip"])
+def test_what_does_not_lie_in_a_file_as_it_is(way, tmp_path, monkeypatch):
+    """A member of an archive is mapped; what is compressed is unpacked first, chunk by chunk."""
+    _, written = asked()
+    path = tmp_path / ("w.weights.h5" if way == "gzip" else "model.keras")
+    written.save(tmp_path / "plain.keras")
+    with zipfile.ZipFile(tmp_path / "plain.keras") as archive:
+        if way == "gzip":
+            packed(archive.read(keras_saving.FILES["weights"]), path)
+        else:
+            kind = zipfile.ZIP_STORED if way == "stored" else zipfile.ZIP_DEFLATED
+            with zipfile.ZipFile(path, "w", kind) as made:
+                for name in archive.namelist():
+                    made.writestr(name, archive.read(name))
+    made = []
+    own = keras_saving._unpacked
+    monkeypatch.setattr(keras_saving, "_unpacked", lambda *args: made.append(1) or own(*args))
+    layer, model = asked()
+    with keras_saving.mapped_files():
+        model.load_weights(path)
+    large, wide, number = layer.given
+    for one in (large, wide):
+        assert recipes.is_mapped(one)
+        assert Path(one.filename).exists() == (way == "stored")
+    assert not isinstance(number, np.memmap)
+    assert len(made) == (0 if way == "stored" else 2)
+    for one, variable in zip((large, wide), written.weights):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(variable.value))
+    for a, b in zip(model.get_weights(), written.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def packed(content, path):
+    """The same `.h5` file, its weights compressed."""
+    with h5py.File(io.BytesIO(content)) as old, h5py.File(path, "w") as new:
+
+        def copy(name, one):
+            into = new.require_group(name) if isinstance(one, h5py.Group) else None
+            if into is None:
+                how = {"compression": "gzip", "chunks": True} if one.shape else {}
+                into = new.create_dataset(name, data=one[()], **how)
+            into.attrs.update(one.attrs)
+
+        old.visititems(copy)
+
+
+def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
     with h5py.File(tmp_path / "w.h5", "w") as file:
-        file["plain"] = np.arange(6.0)
-        file["number"] = 3.0
-        file.create_dataset("packed", data=np.arange(6.0), compression="gzip")
-    with h5py.File(tmp_path / "w.h5") as file:
-        maps: dict = {}
-        found = keras_saving._mapped(file["plain"], maps)
-        np.testing.assert_array_equal(found, np.arange(6.0))
-        assert keras_saving._mapped(file["packed"], maps) is None
-        assert keras_saving._mapped(file["number"], maps) is None
+        packed = file.create_dataset("packed", data=np.arange(6.0), compression="gzip")
+
+        def full(*args):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="Set TMPDIR .*weight='/packed', bytes=48"):
+            keras_saving._unpacked(packed, packed.dtype)

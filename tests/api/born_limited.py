@@ -27,6 +27,7 @@ import numpy as np
 HEADROOM = 1.25
 SMALL, WIDTH, LAYERS = 64, 1024, 24
 LARGE = (4096, 8192)
+LEVEL3 = kdist.OptimizerConfig(level=3)
 
 
 def config() -> kdist.ParallelConfig:
@@ -74,32 +75,62 @@ def say(what: str, **more: Any) -> None:
     print(json.dumps({"what": what, **found, **more}), flush=True)
 
 
+def write(model: keras.Model, folder: Path) -> None:
+    """The same weights as a file of Keras's, in an archive, and compressed."""
+    model.save_weights(folder / "large.weights.h5")
+    model.save(folder / "large.keras")
+    with (
+        h5py.File(folder / "large.weights.h5") as old,
+        h5py.File(folder / "packed.weights.h5", "w") as new,
+    ):
+
+        def copy(at: str, one: Any) -> None:
+            if isinstance(one, h5py.Group):
+                new.require_group(at)
+            else:
+                new.create_dataset(at, data=one[()], compression="gzip", compression_opts=1)
+
+        old.visititems(copy)
+
+
 def loaded(does: str, folder: Path) -> None:
     """Reads a file of one large weight, in what anonymous memory the parts and a shard take.
 
     "inside": in the scope; "after": by a model that has its parts. "whole": as Keras reads.
+    "before": as Keras reads, before the optimizer is known, which cuts weights at level 3.
+    With "_keras", of a `.keras` archive; with "_gzip", of a compressed `.h5` file.
     """
+    does, _, kind = does.partition("_")
     units, path = [LARGE[1], SMALL], folder / "large.weights.h5"
     if does == "write":
-        build(LARGE[0], units).save_weights(path)
+        write(build(LARGE[0], units), folder)
         return
+    read = {"": path, "keras": folder / "large.keras", "gzip": folder / "packed.weights.h5"}[kind]
     model = None
     if does == "after":
         touch(model := born(LARGE[0], units))
     shard = LARGE[0] * LARGE[1]
     base = size("VmData")
-    allowed = base + (0 if model else 4 * shard) + shard + 5 * recipes.CHUNK
+    # Before: an array that waits, and the parts; or the array that Keras reads.
+    more = {"after": 0, "before": 8 * shard}.get(does, 4 * shard)
+    allowed = base + more + shard + 5 * recipes.CHUNK
     resource.setrlimit(resource.RLIMIT_DATA, (allowed, resource.RLIM_INFINITY))
     say("limit", base=base >> 20, allowed=allowed >> 20)
     if does == "whole":
         keras_saving.mapped_files = contextlib.nullcontext
-    if model is None:
+    if does == "before":
+        with kdist.scope(kdist.ParallelConfig(mesh=kdist.mesh(data=4), optimizer=LEVEL3)):
+            model = build(LARGE[0], units)
+        keras.saving.load_weights(model, path)
+        model.compile("sgd", "mse")
+        touch(model)
+    elif model is None:
         with kdist.scope(config()):
             model = build(LARGE[0], units)
-            model.load_weights(path)
+            model.load_weights(read)
         touch(model)
     else:
-        model.load_weights(path)
+        model.load_weights(read)
     say("loaded", data=size("VmData") >> 20)
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
     with h5py.File(path) as file:

@@ -66,8 +66,11 @@ def test_a_second_copy_dies_there(tmp_path: Path) -> None:
 def test_a_large_file_is_read_by_parts(tmp_path: Path) -> None:
     """With no more memory than the parts of its largest weight, and one of them once more."""
     assert run("file-write", tmp_path)[0] == 0
-    for where in ("inside", "after"):
-        code, lines, text = run(f"file-{where}", tmp_path)
-        assert code == 0 and after_limit(lines) == ["loaded", "same"], text
-    code, lines, text = run("file-whole", tmp_path)
-    assert code != 0 and after_limit(lines) == [], text
+    for kind in ("", "_keras", "_gzip"):
+        for where in ("inside", "after"):
+            code, lines, text = run(f"file-{where}{kind}", tmp_path)
+            assert code == 0 and after_limit(lines) == ["loaded", "same"], text
+        code, lines, text = run(f"file-whole{kind}", tmp_path)
+        assert code != 0 and after_limit(lines) == [], text
+    code, lines, text = run("file-before", tmp_path)
+    assert code == 0 and after_limit(lines) == ["loaded", "same"], text

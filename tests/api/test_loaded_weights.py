@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import kdist
+from kdist._compat import keras_saving
 from kdist.api.parallelize import attached
 from kdist.storage import recipes
-from kdist.storage.variables import unborn
+from kdist.storage.variables import parts_of, unborn
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ KINDS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "inner": ({"model": 4}, {"layout_map": CUT}),
     "inner3": ({"data": 2, "model": 2}, {"layout_map": CUT, "optimizer": SHARDS}),
 }
-FILES = ("w.weights.h5", "w.weights.json", "model.keras")
+FILES = ("w.weights.h5", "w.weights.json", "model.keras", "gzip.weights.h5")
 
 
 def build(seed: int = 1) -> keras.Model:
@@ -46,9 +48,23 @@ def saved(folder: Path, name: str) -> tuple[keras.Model, Path]:
         assert len(list(folder.glob("*.h5"))) > 1
     elif name.endswith(".keras"):
         model.save(folder / name)
+    elif name.startswith("gzip"):
+        model.save_weights(folder / "plain.weights.h5")
+        with h5py.File(folder / "plain.weights.h5") as old, h5py.File(folder / name, "w") as new:
+            old.visititems(lambda at, one: _compressed(new, at, one))
     else:
         model.save_weights(folder / name)
     return model, folder / name
+
+
+def _compressed(file: h5py.File, at: str, one: Any) -> None:
+    how = {"compression": "gzip", "chunks": True} if getattr(one, "shape", ()) else {}
+    made = (
+        file.require_group(at)
+        if isinstance(one, h5py.Group)
+        else file.create_dataset(at, data=one[()], **how)
+    )
+    made.attrs.update(one.attrs)
 
 
 def same(a: keras.Model, b: keras.Model) -> None:
@@ -69,6 +85,7 @@ def converted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(keras.Variable, "_convert_to_tensor", convert)
     monkeypatch.setattr(recipes.Draw, "block", None)
     monkeypatch.setattr(recipes, "CHUNK", 256)
+    monkeypatch.setattr(keras_saving, "UNPACKED", 16)
     return sizes
 
 
@@ -95,7 +112,7 @@ def before_compile(kind: str, path: Path) -> keras.Model:
 
 @pytest.mark.parametrize(
     ("load", "name"),
-    [*((in_scope, name) for name in FILES), *((before_compile, name) for name in FILES[:2])],
+    [(load, name) for load in (in_scope, before_compile) for name in FILES],
 )
 @pytest.mark.parametrize("kind", ["level3", pytest.param("inner3", marks=pytest.mark.wide)])
 def test_files_are_read_as_parts(
@@ -185,6 +202,45 @@ def test_arrays_that_are_assigned_are_as_they_were_then() -> None:
         np.testing.assert_array_equal(a, b)
     with pytest.raises(ValueError, match="shape"):
         model.weights[0].assign(np.ones((2, 2)))
+
+
+@pytest.mark.parametrize("kind", ["level3", "inner"])
+def test_arrays_wait_until_the_model_is_compiled(kind: str) -> None:
+    """Before, it is not known how the optimizer's level cuts them: each device would have all."""
+    with kdist.scope(config(kind)):
+        model = build()
+    plain = build(seed=7)
+    model.set_weights(plain.get_weights())
+    assert all(e.unborn is not None for e in attached(model).entries.values())
+    same(compiled(model), plain)
+    for part in parts_of(model.get_layer("up").kernel):
+        assert np.prod(part.target.shape) == 16 * 64 // 4
+    model.set_weights(build(seed=8).get_weights())
+    same(model, build(seed=8))
+    with kdist.scope(config(kind)):
+        model = build()
+    compiled(model).set_weights(plain.get_weights())
+    assert all(e.unborn is None for e in attached(model).entries.values())  # one at a time
+
+
+def test_a_task_reads_its_weights_as_parts(tmp_path: Path, converted: list[int]) -> None:
+    """`load_task_weights`, as KerasHub's tasks have it."""
+
+    class Task(keras.Model):
+        def load_task_weights(self, path: Path) -> None:
+            keras.saving.load_weights(self, path)
+
+    def task(seed: int) -> keras.Model:
+        inner = build(seed)
+        return Task(inner.inputs, inner.outputs)
+
+    task(7).save_weights(tmp_path / "task.weights.h5")
+    model = compiled(kdist.parallelize(task(1), config("inner3")))
+    converted.clear()
+    model.load_task_weights(tmp_path / "task.weights.h5")
+    same(model, task(7))
+    assert max(converted) <= 16 * 64 // 4
+    assert not hasattr(kdist.parallelize(build(), config("inner")), "load_task_weights")
 
 
 def test_what_layers_make_of_a_file_is_an_array() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from kdist.dtensor.body import Body
 from kdist.dtensor.rewrites import (
     CONCAT,
+    PRODUCT,
     SLICE,
     SLICE_GRADIENT,
     TABLE,
@@ -85,8 +86,30 @@ def test_so_it_does_in_programs_of_many_sizes() -> None:
     assert tf.get_static_value(concat.inputs[-1]) == 1
 
 
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_of_int8_stay_cut(rows: bool, transposed: bool) -> None:
+    """Entry `BatchMatMulV3`: its parts are multiplied, and only sums of parts travel."""
+    mesh, _ = inner_mesh(model=2)
+    rng = np.random.default_rng(1)
+    x, w = (rng.integers(-128, 128, shape).astype("int8") for shape in ((3, 6), (6, 4)))
+    if transposed:
+        x = x.T
+    place = ("model", None) if rows else (None, "model")
+
+    def function(x: Any, w: Any) -> Any:
+        return tf.linalg.matmul(x, w, transpose_a=transposed, output_type=tf.int32)
+
+    found, program = run(mesh, function, cut(x, mesh, None, None), cut(w, mesh, *place))
+    expected = (x.T if transposed else x).astype("int32") @ w.astype("int32")
+    np.testing.assert_array_equal(whole(found), expected)
+    assert program.islands == ()
+    assert [one.kind for one in program.collectives] == ["all-reduce"] * rows
+    assert specs(found) == ((None, None) if rows else (None, "model"))
+
+
 def test_the_table_has_these_rows_and_leaves_others_alone() -> None:
-    assert set(TABLE) == {SLICE, SLICE_GRADIENT, CONCAT}
+    assert set(TABLE) == {SLICE, SLICE_GRADIENT, CONCAT, PRODUCT}
     for operation, count in ((lambda x: x[:, 1:3], 0), (lambda x: x[..., NEW], 2)):
         traced = tf.function(with_gradient(operation), autograph=False)
         body = Body(traced.get_concrete_function(tf.TensorSpec(X.shape, X.dtype)))

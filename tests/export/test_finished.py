@@ -7,6 +7,7 @@ from typing import Any
 
 import kdist
 from kdist.api.parallelize import attached
+from kdist.storage.variables import parts_of
 
 import keras
 import numpy as np
@@ -43,6 +44,21 @@ def test_as_on_one_device(name: str, tmp_path: Path) -> None:
     for a, b in zip(loaded[0].get_weights(), loaded[1].get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
     close(loaded[0].predict(x, verbose=0), loaded[1].predict(x, verbose=0))
+
+
+def test_int8_stays_cut() -> None:
+    """No weight and no activation is gathered: two sums, of a product and of a row's largest."""
+    model, plain = trained(EXPORTS["int8_inner"])
+    x = batch(plain, 8)
+    close(model.predict(x, verbose=0), plain.predict(x, verbose=0))
+    found = kdist.inspect(model)
+    assert [(one.kind, one.layer) for one in found.collectives] == [("all-reduce", "down")] * 2
+    assert not found.islands and not found.gathered and not found.fallbacks
+    for name in ("up", "down"):
+        kernel = model.get_layer(name).kernel
+        assert kernel.dtype == "int8"
+        parts = {part.target.shape for part in parts_of(kernel)}
+        assert [np.prod(one) for one in parts] == [np.prod(kernel.shape) // 2]
 
 
 @pytest.mark.parametrize("shards", ["keep", "gather"])
