@@ -14,6 +14,7 @@ was waiting.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import subprocess
@@ -73,7 +74,7 @@ def step_of(count: int) -> Callable[[], float]:
                 with tf.device(name):
                     result[n].assign(total.at(name))
 
-    return timed(step, lambda: [each[-1] for each in results])
+    return timed(step, [v for each in given for v in each], [v for each in results for v in each])
 
 
 def runtime_of() -> Callable[[], float]:
@@ -86,18 +87,29 @@ def runtime_of() -> Callable[[], float]:
     def step() -> None:
         result.assign(kdist.comm.all_reduce([value], group, algorithm="runtime")[0])
 
-    return timed(step, lambda: [result])
+    return timed(step, [value], [result])
 
 
-def timed(step: Callable[[], None], results: Callable[[], list[Any]]) -> Callable[[], float]:
-    """Runs a step, and says how long it took; what it gave is looked at afterwards."""
+def timed(
+    step: Callable[[], None], given: list[tf.Variable], results: list[tf.Variable]
+) -> Callable[[], float]:
+    """Runs a step on numbers of its own, and says how long it took; checks what it gave."""
+    runs = itertools.count(1)
+
+    @tf.function(autograph=False)
+    def fill(number: tf.Tensor) -> None:
+        for value in given:
+            with tf.device(value.device):
+                value.assign(tf.fill(value.shape, number))
 
     def run() -> float:
+        number = next(runs)
+        fill(tf.constant(number, tf.float32))
         started = time.perf_counter()
         step()
         seconds = time.perf_counter() - started
-        for result in results():
-            assert float(result[0]) == float(result[-1]) == 2.0, result
+        for result in results:
+            assert float(result[0]) == float(result[-1]) == 2.0 * number, result
         return seconds
 
     run()
@@ -186,14 +198,15 @@ def tcp_seconds(nbytes: int) -> float:
     listener = socket.create_server(("127.0.0.1", 0))
     here = socket.create_connection(listener.getsockname())
     there, _ = listener.accept()
-    data = bytearray(nbytes)
+    data = np.ones(nbytes, np.uint8)
 
-    def take(end: socket.socket) -> None:
-        view, got = memoryview(bytearray(nbytes)), 0
+    def take(end: socket.socket, view: memoryview) -> None:
+        got = 0
         while got < nbytes:
             got += end.recv_into(view[got:])
 
-    jobs = [threading.Thread(target=take, args=[end]) for end in (here, there)]
+    into = [memoryview(np.ones(nbytes, np.uint8)) for _ in range(2)]
+    jobs = [threading.Thread(target=take, args=pair) for pair in zip((here, there), into)]
     jobs += [threading.Thread(target=end.sendall, args=[data]) for end in (here, there)]
     started = time.perf_counter()
     for job in jobs:
@@ -233,7 +246,7 @@ def main(_: list[str]) -> None:
     finally:
         step.end()
         runtime.end()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, times in found.items():
         # Ratios within a round: both met the same machine.
         ratios = [one[0] / took[0] for one, took in zip(found[RUNTIME], times)]

@@ -99,6 +99,20 @@ def collectives(record: dict[str, Any]) -> str:
     return table(("buffer", "median error", "within 30 %", "within a factor of 2"), rows)
 
 
+def reduction(record: dict[str, Any]) -> str:
+    """Times of a sum over two processes, and how many times faster than TensorFlow's."""
+    rows = [
+        [
+            row["name"],
+            f"{row['seconds']['median'] * 1e3:.0f} ms",
+            f"{row['processor']['median'] * 1e3:.0f} ms" if row["processor"]["max"] else "",
+            f"{row['faster']['median']:.1f} x",
+        ]
+        for row in record["rows"]
+    ]
+    return table(("", "time", "of processors, both processes", "faster"), rows)
+
+
 KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "step_time": step_time,
     "memory_levels_data4": memory_levels,
@@ -106,6 +120,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "compression": compression,
     "pipeline": pipeline,
     "collectives": collectives,
+    "reduction": reduction,
 }
 
 
