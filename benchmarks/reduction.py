@@ -7,15 +7,11 @@ that what else the machine does meets both. In the one, process 0 runs the progr
 (`kdist.init`): each bucket is summed on its owner, and goes to the other device; owners take turns.
 In the other, both run TensorFlow's own all-reduce (`kdist.comm`, `algorithm="runtime"`). Beside
 them, as bounds: as many bytes each way through a plain TCP connection, and a copy by NumPy.
-
-Of every turn the processor time of both processes is read too: it says what was computing, and what
-was waiting.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import socket
 import subprocess
 import sys
@@ -43,7 +39,6 @@ flags.DEFINE_string("pair", "", "set by the first process: which pair this one i
 flags.DEFINE_integer("index", 0, "set by the first process: which of the pair")
 flags.DEFINE_list("addresses", [], "set by the first process: of the pair")
 RUNTIME, TCP, COPY = "TensorFlow's all-reduce", "TCP, both ways", "copy"
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def variables(device: str, count: int) -> list[tf.Variable]:
@@ -161,28 +156,19 @@ class Pair:
         for process in self.listening:
             self._until(process, "ready")
 
-    def turn(self, what: str) -> tuple[float, float]:
-        """Seconds of a turn, and processor seconds of both processes."""
-        before = self._busy()
+    def turn(self, what: str) -> float:
+        """Seconds of a turn."""
         for process in self.listening:
             assert process.stdin is not None
             process.stdin.write(what + "\n")
             process.stdin.flush()
         took = [float(self._until(process, "took").split()[1]) for process in self.listening]
-        return max(took), self._busy() - before
+        return max(took)
 
     def end(self) -> None:
         """Ends both."""
         for process in self.processes:
             process.kill()
-
-    def _busy(self) -> float:
-        found = 0
-        for process in self.processes:
-            with open(f"/proc/{process.pid}/stat") as file:
-                fields = file.read().rpartition(")")[2].split()
-            found += int(fields[11]) + int(fields[12])
-        return found / TICKS
 
     @staticmethod
     def _until(process: subprocess.Popen, text: str) -> str:
@@ -205,7 +191,7 @@ def tcp_seconds(nbytes: int) -> float:
         while got < nbytes:
             got += end.recv_into(view[got:])
 
-    into = [memoryview(np.ones(nbytes, np.uint8)) for _ in range(2)]
+    into = [memoryview(bytearray(b"1" * nbytes)) for _ in range(2)]
     jobs = [threading.Thread(target=take, args=pair) for pair in zip((here, there), into)]
     jobs += [threading.Thread(target=end.sendall, args=[data]) for end in (here, there)]
     started = time.perf_counter()
@@ -235,32 +221,31 @@ def main(_: list[str]) -> None:
     nbytes = FLAGS.megabytes * 2**20
     step, runtime = Pair("step", 1), Pair("runtime", 2)
     names = {f"step, {count} buckets": count for count in FLAGS.buckets}
-    found: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, list[float]] = {}
     try:
         for _ in range(FLAGS.rounds):
             for name, count in names.items():
                 found.setdefault(name, []).append(step.turn(count))
             found.setdefault(RUNTIME, []).append(runtime.turn(RUNTIME))
             for name, measure in ((TCP, tcp_seconds), (COPY, copy_seconds)):
-                found.setdefault(name, []).append((measure(nbytes), 0.0))
+                found.setdefault(name, []).append(measure(nbytes))
     finally:
         step.end()
         runtime.end()
     rows: list[dict[str, Any]] = []
     for name, times in found.items():
         # Ratios within a round: both met the same machine.
-        ratios = [one[0] / took[0] for one, took in zip(found[RUNTIME], times)]
-        rows.append(
-            {
-                "name": name,
-                "seconds": results_file.spread_of([took for took, _ in times]),
-                "processor": results_file.spread_of([busy for _, busy in times]),
-                "faster": results_file.spread_of(ratios),
-            }
+        ratios = [one / took for one, took in zip(found[RUNTIME], times)]
+        row = {"name": name, "seconds": results_file.spread_of(times)}
+        rows.append({**row, "faster": results_file.spread_of(ratios)})
+        faster = rows[-1]["faster"]
+        print(
+            f"{name:<26}{rows[-1]['seconds']['median'] * 1e3:8.0f} ms {faster['median']:6.2f} x "
+            f"({faster['min']:.2f} to {faster['max']:.2f})"
         )
-        median, busy, ratio = (rows[-1][k]["median"] for k in ("seconds", "processor", "faster"))
-        print(f"{name:<26}{median * 1e3:8.0f} ms {busy * 1e3:8.0f} ms of processors {ratio:6.2f} x")
-    settings = {name: FLAGS[name].value for name in ("megabytes", "buckets", "rounds")}
+    settings: dict[str, Any] = {
+        name: FLAGS[name].value for name in ("megabytes", "buckets", "rounds")
+    }
     print(f"written: {results_file.save('reduction', settings, rows, keep=FLAGS.keep)}")
 
 

@@ -105,12 +105,12 @@ def reduction(record: dict[str, Any]) -> str:
         [
             row["name"],
             f"{row['seconds']['median'] * 1e3:.0f} ms",
-            f"{row['processor']['median'] * 1e3:.0f} ms" if row["processor"]["max"] else "",
             f"{row['faster']['median']:.1f} x",
+            f"{row['faster']['min']:.1f} x to {row['faster']['max']:.1f} x",
         ]
         for row in record["rows"]
     ]
-    return table(("", "time", "of processors, both processes", "faster"), rows)
+    return table(("", "time", "faster", "least and most"), rows)
 
 
 KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
