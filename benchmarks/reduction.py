@@ -223,7 +223,7 @@ def main(_: list[str]) -> None:
     names = {f"step, {count} buckets": count for count in FLAGS.buckets}
     found: dict[str, list[float]] = {}
     try:
-        for _ in range(FLAGS.rounds):
+        for _number in range(FLAGS.rounds):
             for name, count in names.items():
                 found.setdefault(name, []).append(step.turn(count))
             found.setdefault(RUNTIME, []).append(runtime.turn(RUNTIME))

@@ -24,6 +24,7 @@ PAGES = (
     "docs/compression.md",
     "docs/pipeline.md",
     "docs/collectives.md",
+    "docs/processes.md",
 )
 PLACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.S)
 
