@@ -32,11 +32,13 @@ class Row:
         name: How it is shown.
         level: Level of optimizer parallelism.
         overlap: See `kdist.FusionConfig`.
+        processes: That share the devices; the profile is of the first one.
     """
 
     name: str
     level: int = 0
     overlap: bool = True
+    processes: int = 1
 
 
 ROWS = (
@@ -44,6 +46,7 @@ ROWS = (
     Row("level 0"),
     Row("level 1", level=1),
     Row("level 2", level=2),
+    Row("level 0, 2 processes", processes=2),
 )
 _ROW = flags.DEFINE_string("row", "", "For the program's own use: the row to run.")
 _DEVICES = flags.DEFINE_integer("devices", 4, "Replicas.", lower_bound=2)
@@ -55,7 +58,7 @@ def run(row: Row) -> dict[str, list[Span]]:
     """Profiles the fourth step; the spans of each kind, in seconds from its start."""
     import kdist
 
-    kdist.init(cpu_devices=_DEVICES.value)
+    kdist.init(cpu_devices=_DEVICES.value // row.processes)
     import tensorflow as tf
 
     import step_configurations
@@ -140,11 +143,14 @@ def draw(results: dict[str, dict[str, list[Span]]], path: str) -> None:
 def measure(row: Row) -> dict[str, Any]:
     """Runs a row in a process of its own."""
     record = json.dumps(dataclasses.asdict(row))
-    command = [sys.executable, __file__, f"--row={record}", f"--devices={_DEVICES.value}"]
+    program = [__file__, f"--row={record}", f"--devices={_DEVICES.value}"]
+    if row.processes > 1:
+        program = ["-m", "kdist.launch", "--processes", str(row.processes), *program]
+    command = [sys.executable, *program]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
-        if line.startswith(MARK):
-            return json.loads(line.removeprefix(MARK))
+        if MARK in line:  # after the number of the process, if there are several
+            return json.loads(line.partition(MARK)[2])
     raise RuntimeError(f"{row.name}: status {done.returncode}\n{done.stderr[-2000:]}")
 
 

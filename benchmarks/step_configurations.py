@@ -64,18 +64,35 @@ STEP_ROWS = (
     ),
     Configuration("kdist, data 2 x model 4", "kdist", (("data", 2), ("model", 4))),
 )
-PROCESS_ROWS = tuple(
-    Configuration(
-        f"kdist, data 8{', level 3' * (level == 3)}, {count} x {8 // count} devices",
-        "kdist",
-        (("data", 8),),
-        level=level,
-        processes=count,
-    )
-    for level in (0, 3)
-    for count in (1, 2, 4)
+PROCESS_ROWS = (
+    *(
+        Configuration(
+            f"kdist, data 8{', level 3' * (level == 3)}, processes {count} x {8 // count}",
+            "kdist",
+            (("data", 8),),
+            level=level,
+            processes=count,
+        )
+        for level in (0, 3)
+        for count in (1, 2, 4)
+    ),
+    *(
+        Configuration(f"kdist, data {n}, processes {n} x 1", "kdist", (("data", n),), processes=n)
+        for n in (2, 4)
+    ),
+    *(
+        Configuration(
+            f"MultiWorkerMirrored, processes {n} x 1", "multi_worker", (("data", n),), processes=n
+        )
+        for n in (2, 4)
+    ),
 )
-"""The same mesh in one process and in several: processes x devices of each."""
+"""The same mesh in one process and in several, processes x devices of each; and TensorFlow's way of
+the same program in each process."""
+TORCH_ROWS = tuple(
+    Configuration(f"torch DDP (gloo), processes {n} x 1", "ddp", (("data", n),), processes=n)
+    for n in (2, 4)
+)
 JAX_ROWS = (
     Configuration("Keras on JAX, 1 device", "jax"),
     Configuration("Keras on JAX, data 8", "jax", (("data", 8),)),
@@ -96,8 +113,13 @@ def growth_rows(sizes: Sizes) -> tuple[Configuration, ...]:
         for layers in (2, 4, 8)
     )
     replicas = tuple(
-        Configuration(f"kdist, data {count}", "kdist", (("data", count),), sizes)
-        for count in (1, 2, 4, 8)
+        Configuration(
+            f"kdist, data {count}",
+            "kdist",
+            (("data", count),),
+            dataclasses.replace(sizes, batch=max(sizes.batch, count)),
+        )
+        for count in (1, 2, 4, 8, 16, 32, 64)
     )
     return depths + replicas
 

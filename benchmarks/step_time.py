@@ -2,7 +2,7 @@
 
     sh run.sh bench                  plain Keras, MirroredStrategy, kdist
     sh run.sh bench --with-jax       and Keras on JAX, in an environment of its own
-    sh run.sh bench --with-processes --only=devices      one mesh in one and in several processes
+    sh run.sh bench --with-processes --only=processes    one mesh in one and in several processes
 
 Each configuration is a process of its own and stays alive; the rounds go through all of them in
 turn (A B C A B C), so what slows the machine for a while slows every row. The column
@@ -12,6 +12,7 @@ compare rows of one run, and say nothing about another machine. Results are kept
 --keep: see results_file.py.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -47,19 +48,12 @@ class Worker:
         environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2"}
         record = json.dumps(dataclasses.asdict(configuration))
         command = [python, str(HERE / "step_worker.py"), record, *options]
-        self.others: list[subprocess.Popen] = []
-        if configuration.processes > 1:
-            environment |= _places(configuration.processes)
-            self.others = [
-                subprocess.Popen(
-                    command,
-                    stdout=self.log,
-                    stderr=self.log,
-                    env=environment | {"KDIST_PROCESS_ID": str(number)},
-                )
-                for number in range(1, configuration.processes)
-            ]
-            environment |= {"KDIST_PROCESS_ID": "0"}
+        places = _places(configuration.processes)
+        self.others = [
+            subprocess.Popen(command, stdout=self.log, stderr=self.log, env=environment | one)
+            for one in places[1:]
+        ]
+        environment |= places[0]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -80,9 +74,10 @@ class Worker:
         """Ends the process."""
         assert self.process.stdin is not None
         self.process.stdin.close()
+        follow = self.configuration.runner == "kdist"
         for process in (self.process, *self.others):
             try:
-                process.wait(timeout=20)
+                process.wait(timeout=20 if follow or process is self.process else 0)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -101,12 +96,25 @@ class Worker:
         )
 
 
-def _places(processes: int) -> dict[str, str]:
-    """Where processes of one program meet."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return {"KDIST_COORDINATOR": f"127.0.0.1:{port}", "KDIST_NUM_PROCESSES": str(processes)}
+def _places(processes: int) -> list[dict[str, str]]:
+    """Variables by which each process of a program finds the others; empty for one that is alone.
+
+    kdist reads its own, other systems' runners `BENCH_*`.
+    """
+    if processes == 1:
+        return [{}]
+    addresses = []
+    with contextlib.ExitStack() as free:
+        for _ in range(processes):
+            one = free.enter_context(socket.socket())
+            one.bind(("127.0.0.1", 0))
+            addresses.append(f"127.0.0.1:{one.getsockname()[1]}")
+    common = {
+        "KDIST_COORDINATOR": addresses[0],
+        "KDIST_NUM_PROCESSES": str(processes),
+        "BENCH_ADDRESSES": ",".join(addresses),
+    }
+    return [common | {"KDIST_PROCESS_ID": str(k), "BENCH_RANK": str(k)} for k in range(processes)]
 
 
 def measure(
@@ -149,7 +157,7 @@ def add_devices(
 ) -> None:
     """Adds to each TensorFlow row `devices`: the numbers of those that computed."""
     for record, row in zip(records, configurations, strict=True):
-        if row.runner == "jax" or "error" in record:
+        if row.runner not in ("plain", "mirrored", "kdist") or "error" in record:
             continue
         with console.status(f"{row.name}: which devices compute"):
             try:
@@ -170,15 +178,20 @@ def computing(record: dict[str, Any]) -> str:
     return f"{len(record['devices'])} of {total}" if "devices" in record else "?"
 
 
-def jax_python(folder: Path) -> str:
-    """Returns the Python of an environment with Keras on JAX, made in `folder` if need be."""
+def python_with(package: str, folder: Path) -> str:
+    """Returns the Python of an environment with Keras on another backend, made if need be.
+
+    Args:
+        package: The backend's.
+        folder: Of the environment.
+    """
     python = folder / "bin" / "python"
     done = folder / "installed"
     if not done.exists():
-        with console.status(f"installing JAX into {folder}"):
+        with console.status(f"installing {package} into {folder}"):
             venv.create(folder, with_pip=True, clear=True)
             constraints = ["--constraint", str(CHECKOUT / "constraints.txt")]
-            packages = ["jax", "keras", "numpy"]
+            packages = [package, "keras", "numpy"]
             subprocess.run(
                 [str(python), "-m", "pip", "install", "--quiet", *constraints, *packages],
                 check=True,
@@ -191,12 +204,12 @@ def step_table(records: list[dict[str, Any]]) -> Table:
     """Makes the table of step times; ratios are to the first row."""
     table = Table(title="training step, same model and global batch")
     table.add_column("configuration", no_wrap=True)
-    for column in ("used", "first, s", "step, s", "to plain", "loss"):
+    for column in ("used", "first, s", "step, s", "to plain", "MiB", "losses"):
         table.add_column(column, justify="right")
     base = statistics.median(records[0]["steps_s"]) if records[0].get("steps_s") else float("nan")
     for record in records:
         if "error" in record:
-            table.add_row(record["name"], "", "failed", "", "", "")
+            table.add_row(record["name"], "", "failed", "", "", "", "")
             continue
         step = statistics.median(record["steps_s"]) if record["steps_s"] else float("nan")
         cells = (
@@ -204,8 +217,10 @@ def step_table(records: list[dict[str, Any]]) -> Table:
             f"{record['first_step_s']:.1f}",
             f"{step:.3f}",
             f"{step / base:.2f}",
+            f"{record['peak_mib']:.0f}",
         )
-        table.add_row(record["name"], *cells, f"{record['first_loss']:.4f}")
+        losses = f"{record['first_loss']:.4f} {record['second_loss']:.4f}"
+        table.add_row(record["name"], *cells, losses)
     return table
 
 
@@ -214,9 +229,10 @@ def growth_table(records: list[dict[str, Any]]) -> Table:
     table = Table(title="first step (tracing and compiling included)")
     table.add_column("configuration", no_wrap=True)
     table.add_column("first step, s", justify="right")
+    table.add_column("MiB", justify="right")
     for record in records:
-        first = record.get("first_step_s")
-        table.add_row(record["name"], "failed" if first is None else f"{first:.1f}")
+        first, most = record.get("first_step_s"), record.get("peak_mib", 0)
+        table.add_row(record["name"], "failed" if first is None else f"{first:.1f}", f"{most:.0f}")
     return table
 
 
@@ -230,6 +246,12 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_bool("with_jax", False, "add the rows of Keras on JAX", flag_values=values)
     flags.DEFINE_bool(
         "with_processes", False, "add the rows of several processes", flag_values=values
+    )
+    flags.DEFINE_bool(
+        "with_torch", False, "add those of torch's, with --with-processes", flag_values=values
+    )
+    flags.DEFINE_string(
+        "torch_venv", str(CHECKOUT / ".venv-torch"), "torch's environment", flag_values=values
     )
     flags.DEFINE_string(
         "jax_venv", str(CHECKOUT / ".venv-jax"), "JAX's environment", flag_values=values
@@ -261,9 +283,14 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
     sizes = rows.Sizes(**chosen_sizes)
     chosen = rows.STEP_ROWS + (rows.JAX_ROWS if args.with_jax else ())
     chosen += rows.PROCESS_ROWS if args.with_processes else ()
+    chosen += rows.TORCH_ROWS if args.with_processes and args.with_torch else ()
     chosen = tuple(row for row in chosen if row is rows.PLAIN or args.only in row.name)
     chosen = tuple(dataclasses.replace(row, sizes=sizes) for row in chosen)
-    pythons = {"jax": jax_python(Path(args.jax_venv))} if args.with_jax else {}
+    pythons = {}
+    if args.with_jax:
+        pythons["jax"] = python_with("jax", Path(args.jax_venv))
+    if args.with_torch:
+        pythons["ddp"] = python_with("torch", Path(args.torch_venv))
 
     steps = measure(chosen, pythons, args.rounds, args.steps)
     add_devices(steps, chosen)

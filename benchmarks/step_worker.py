@@ -32,7 +32,9 @@ def main() -> None:
         return
     setup = time.perf_counter() - started
     seconds, loss = step()
-    answer(setup_s=setup, first_step_s=seconds, first_loss=loss, peak_mib=_peak_mib())
+    _, second = step()
+    losses = {"first_loss": loss, "second_loss": second}
+    answer(setup_s=setup, first_step_s=seconds, peak_mib=_peak_mib(), **losses)
     for line in sys.stdin:
         answer(steps_s=[step()[0] for _ in range(int(line))])
 
@@ -107,7 +109,7 @@ def with_kdist(configuration: rows.Configuration) -> Step:
     import kdist
 
     # In a process that serves another, this call does not return.
-    kdist.init(cpu_devices=8 // configuration.processes)
+    kdist.init(cpu_devices=max(8, configuration.devices) // configuration.processes)
     axes: dict[str, Any] = dict(configuration.axes)
     config = kdist.ParallelConfig(
         mesh=kdist.mesh(**axes),
@@ -116,6 +118,94 @@ def with_kdist(configuration: rows.Configuration) -> Step:
     )
     model = kdist.parallelize(build(configuration.sizes), config)
     return compiled(model, configuration.sizes)
+
+
+def multi_worker(configuration: rows.Configuration) -> Step:
+    """A custom loop under `tf.distribute.MultiWorkerMirroredStrategy`: a replica a process."""
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    rank, addresses = place()
+    cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+    os.environ["TF_CONFIG"] = json.dumps(cluster)
+    import keras
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = build(configuration.sizes)
+        adam = keras.optimizers.Adam()
+        adam.build(model.trainable_variables)
+    losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    x, y = (part(array, rank, configuration.processes) for array in batch_of(configuration.sizes))
+
+    def replica(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = losses(y, model(x, training=True)) / configuration.processes
+        gradients = tape.gradient(loss, model.trainable_variables)
+        context = tf.distribute.get_replica_context()
+        gradients = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
+        # The sum is there; Keras's own update of mirrored variables would not add them again.
+        adam.apply(gradients, model.trainable_variables)
+        return loss
+
+    @tf.function
+    def train(x: Any, y: Any) -> Any:
+        return strategy.reduce("sum", strategy.run(replica, args=(x, y)), axis=None)
+
+    return timed(lambda: float(train(x, y)), rank)
+
+
+def ddp(configuration: rows.Configuration) -> Step:
+    """Keras on torch, `DistributedDataParallel` with gloo: a replica a process."""
+    os.environ["KERAS_BACKEND"] = "torch"
+    rank, addresses = place()
+    host, _, port = addresses[0].rpartition(":")
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port}
+    import torch
+
+    torch.set_num_threads(1)
+    count = configuration.processes
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=count)
+    model = build(configuration.sizes)
+    whole = torch.nn.parallel.DistributedDataParallel(model)
+    adam = torch.optim.Adam(whole.parameters(), eps=1e-7)
+    x, y = (torch.as_tensor(part(a, rank, count)) for a in batch_of(configuration.sizes))
+
+    def train() -> float:
+        adam.zero_grad()
+        logits = whole(x).flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, y.flatten().long())
+        loss.backward()
+        adam.step()
+        total = loss.detach() / count
+        torch.distributed.all_reduce(total)
+        return float(total)
+
+    return timed(train, rank)
+
+
+def place() -> tuple[int, list[str]]:
+    """The number of this process, and the addresses of all."""
+    return int(os.environ["BENCH_RANK"]), os.environ["BENCH_ADDRESSES"].split(",")
+
+
+def part(array: Any, rank: int, count: int) -> Any:
+    """The rows of a process."""
+    size = len(array) // count
+    return array[rank * size : (rank + 1) * size]
+
+
+def timed(train: Callable[[], float], rank: int) -> Step:
+    """A step in the first process; the others go with it until they are ended."""
+
+    def step() -> tuple[float, float]:
+        start = time.perf_counter()
+        loss = train()
+        return time.perf_counter() - start, loss
+
+    while rank:
+        step()
+    return step
 
 
 def jax(configuration: rows.Configuration) -> Step:
@@ -147,6 +237,8 @@ RUNNERS: dict[str, Callable[[rows.Configuration], Step]] = {
     "mirrored": mirrored,
     "kdist": with_kdist,
     "jax": jax,
+    "multi_worker": multi_worker,
+    "ddp": ddp,
 }
 
 

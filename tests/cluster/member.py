@@ -419,7 +419,7 @@ def little_memory() -> None:
             if int(self.model.optimizer.iterations) == stops:
                 sys.exit(0)
 
-    history = made.fit(x, x, batch_size=8, epochs=2, verbose=0, callbacks=[saver, Ending()]).history
+    history = made.fit(x, x, batch_size=8, verbose=0, callbacks=[saver, Ending()]).history
     print("RESULT " + json.dumps(history["loss"]), flush=True)
 
 
