@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,16 @@ GIVEN = {
     "MALLOC_ARENA_MAX": "2",
 }
 
+SMALL_STACKS = ["sh", "-c", 'ulimit -s 1024 && exec "$@"', "sh"]
+"""The limit counts what threads might need of their stacks, 8 MiB each."""
+
 pytestmark = pytest.mark.long
+
+
+def started(folder: Path, **more: str) -> Any:
+    """Four processes of the scenario."""
+    before = dict.fromkeys(range(4), SMALL_STACKS)
+    return program("little_memory", 4, before=before, TEST_FOLDER=str(folder), **GIVEN, **more)
 
 
 def losses(processes: list[Process]) -> list[float]:
@@ -37,16 +47,16 @@ def losses(processes: list[Process]) -> list[float]:
 def test_less_memory_than_parameters(tmp_path: Path) -> None:
     """Built, trained at level 3, saved, and resumed, where data may take no more than they do."""
     folder = tmp_path / "resumed"
-    with program("little_memory", 4, TEST_FOLDER=str(tmp_path / "unbroken"), **GIVEN) as all_:
+    with started(tmp_path / "unbroken") as all_:
         unbroken = losses(all_)
-    with program("little_memory", 4, TEST_FOLDER=str(folder), TEST_STOP="3", **GIVEN) as all_:
+    with started(folder, TEST_STOP="3") as all_:
         assert [one.ends(SECONDS) for one in all_] == [0] * 4, all_[0].text[-3000:]
-    with program("little_memory", 4, TEST_FOLDER=str(folder), **GIVEN) as all_:
+    with started(folder) as all_:
         assert losses(all_) == unbroken
     assert "STEP 2" not in all_[0].lines and "STEP 3" in all_[0].lines
 
 
 def test_a_whole_copy_is_too_much(tmp_path: Path) -> None:
-    with program("little_memory", 4, TEST_FOLDER=str(tmp_path), TEST_WHOLE="1", **GIVEN) as all_:
+    with started(tmp_path, TEST_WHOLE="1") as all_:
         assert all_[0].ends(SECONDS) != 0
     assert "STEP" not in all_[0].text
