@@ -26,10 +26,10 @@ SILENCE = float(os.environ.get("TEST_SILENCE", "20"))
 START = float(os.environ.get("TEST_START", "60"))
 
 
-def joined() -> None:
+def joined(threads_per_op: int | None = None) -> None:
     """Joins, with the deadlines that a test says."""
     devices = int(os.environ.get("TEST_DEVICES", "2"))
-    kdist.init(cpu_devices=devices, start_timeout_s=START, peer_timeout_s=SILENCE)
+    kdist.init(devices, threads_per_op, start_timeout_s=START, peer_timeout_s=SILENCE)
     print("joined", flush=True)
 
 
@@ -391,7 +391,7 @@ def little_memory() -> None:
     """Trains and saves a model of more bytes than the process may have; resumes if it can."""
     bound = int(os.environ["TEST_BYTES"])
     resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
-    joined()
+    joined(threads_per_op=1)  # several round otherwise from run to run
     config = kdist.ParallelConfig(
         mesh=kdist.mesh(data=int(os.environ["KDIST_NUM_PROCESSES"])),
         optimizer=kdist.OptimizerConfig(level=3),
