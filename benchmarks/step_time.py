@@ -49,7 +49,7 @@ class Worker:
         record = json.dumps(dataclasses.asdict(configuration))
         command = [python, str(HERE / "step_worker.py"), record, *options]
         places = _places(configuration.processes)
-        self.others = [
+        self.others: list[subprocess.Popen] = [
             subprocess.Popen(command, stdout=self.log, stderr=self.log, env=environment | one)
             for one in places[1:]
         ]
