@@ -1,7 +1,7 @@
 """Every use of TensorFlow internals behind `kdist.comm`, in one place.
 
-TensorFlow 2.21 has no public way to do these; `tests/comm/test_calibration.py` fails by name when
-one moves.
+TensorFlow 2.21 has no public way to do these; `tests/_compat/test_collective_runtime.py` and
+`tests/comm/test_processes.py` fail when one moves.
 
 - `record.record_operation`, `record.stop_recording`: a gradient for results on several devices.
   `tf.custom_gradient` joins them in one `IdentityN`, which runs on one device, so that every value
