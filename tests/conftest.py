@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a GPU, and is skipped without one")
     # The default expression is in pyproject.toml; an expression of the user's own stays.
     if config.option.markexpr == "not long and not wide":
         if config.getoption("--long"):

@@ -52,6 +52,7 @@ def set_up_devices(cpu_devices: int | None = None, threads_per_op: int | None = 
     """
     if threads_per_op is not None:
         _check_threads(threads_per_op)
+    grow_gpu_memory()
     if cpu_devices is None:
         _set_threads(threads_per_op)
         return
@@ -77,6 +78,21 @@ def set_up_devices(cpu_devices: int | None = None, threads_per_op: int | None = 
     if threads_per_op is None and not chosen and THREADS not in os.environ:
         threads_per_op = 1 if cpu_devices >= _cores() else None
     _set_threads(threads_per_op)
+
+
+def grow_gpu_memory() -> None:
+    """Has TensorFlow take memory of GPUs as it needs it, not all of it at the start.
+
+    TensorFlow wants all of them alike: where the user has set one, or cut it into logical devices,
+    all stay as they are. After the start nothing can be set any more.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    cut = [tf.config.get_logical_device_configuration(gpu) for gpu in gpus]
+    given = [tf.config.experimental.get_memory_growth(gpu) for gpu in gpus]
+    if any(one is not None for one in (*cut, *given, dtensor_internals.context_devices())):
+        return
+    for gpu in gpus:
+        tf.config.experimental.set_memory_growth(gpu, True)
 
 
 def threads() -> int:

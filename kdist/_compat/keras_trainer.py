@@ -299,6 +299,11 @@ def set_tf_variable(variable: keras.Variable, value: tf.Variable | None) -> None
     variable._value = value
 
 
+def compiles_by_itself(model: keras.Model) -> bool:
+    """What Keras makes of `jit_compile="auto"`: not without a GPU, nor of layers that cannot."""
+    return bool(model._resolve_auto_jit_compile())
+
+
 def autocast(variable: keras.Variable, value: Any) -> Any:
     """Applies the running autocast scope, as `Variable.value` does."""
     return variable._maybe_autocast(value)

@@ -148,7 +148,8 @@ class Parallel(PreparedModel):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`keras.Model.compile`; `jit_compile` then applies to kdist's programs.
 
-        "auto" means no XLA: see the README's table. Tables may have optimizers of their own.
+        "auto" is what Keras makes of it, where XLA gets whole programs; see `resolved_xla`. Tables
+        may have optimizers of their own.
         """
         optimizer = args[0] if args else kwargs.pop("optimizer", "rmsprop")
         args = (with_table_optimizers(self.model, optimizer), *args[1:])
@@ -158,7 +159,7 @@ class Parallel(PreparedModel):
         config = self.model._compile_config.config
         if "jit_compile" in config:
             config["jit_compile"] = wanted
-        self.forget_functions(wanted)
+        self.forget_functions(self.resolved_xla(wanted))
         self.unknown_to_optimizer = None
         if self.layouts is not None and is_built(self.model):
             self.place()

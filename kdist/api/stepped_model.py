@@ -171,6 +171,17 @@ class SteppedModel(PlannedModel):
         apart = self.compute.inner_size > 1 or self.optimizer_config.level >= 2
         return self.jit_compile is True and not (apart or self.blocks)
 
+    def resolved_xla(self, wanted: bool | str) -> bool | str:
+        """What `jit_compile` is here: "auto" is True where Keras says so and programs are whole.
+
+        Keras says so on machines with a GPU, of models whose layers all support it. Where programs
+        are cut (inner axes, stages, level 2 and more, recompute), it has to be asked for.
+        """
+        cut = self.compute.inner_size > 1 or self.topology.num_stages > 1
+        if wanted != "auto" or cut or self.optimizer_config.level >= 2 or self.blocks:
+            return wanted
+        return keras_trainer.compiles_by_itself(self.model) or wanted
+
     def travel_notes(self) -> list[str]:
         """See `PlannedModel.travel_notes`."""
         if self.jit_compile is True and self.blocks:

@@ -165,3 +165,25 @@ def test_threads_cannot_change_after_the_start():
     tf.constant(0.0)
     with pytest.raises(ValueError, match="already started with .* threads.*threads_per_op=7"):
         kdist.init(threads_per_op=7)
+
+
+@pytest.mark.parametrize(
+    ("given", "running", "expected"),
+    [
+        ([None, None], None, [True, True]),
+        ([None, False], None, []),
+        ([None, None], 4, []),
+    ],
+)
+def test_memory_of_gpus_grows(monkeypatch, given, running, expected):
+    """With TensorFlow's discovery replaced."""
+    gpus, made = [f"GPU:{n}" for n in range(len(given))], []
+    config = environment.tf.config
+    monkeypatch.setattr(config, "list_physical_devices", lambda kind: gpus)
+    monkeypatch.setattr(config, "get_logical_device_configuration", lambda gpu: None)
+    growth = dict(zip(gpus, given))
+    monkeypatch.setattr(config.experimental, "get_memory_growth", growth.get)
+    monkeypatch.setattr(config.experimental, "set_memory_growth", lambda gpu, on: made.append(on))
+    monkeypatch.setattr(environment.dtensor_internals, "context_devices", lambda: running)
+    environment.grow_gpu_memory()
+    assert made == expected

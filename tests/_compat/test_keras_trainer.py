@@ -6,12 +6,14 @@ When Keras moves one, the test that fails is named after the function of
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
 
 from kdist._compat import keras_trainer, mirrored_internals
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from ..parity import mlp
@@ -250,3 +252,20 @@ def test_is_stateless() -> None:
     with keras.StatelessScope():
         assert keras_trainer.is_stateless()
     assert not keras_trainer.is_stateless()
+
+
+class Unable(keras.layers.Layer):
+    """XLA cannot compile it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.supports_jit = False
+
+
+@pytest.mark.parametrize(("kinds", "able"), [("CPU", True), ("CPU GPU", True), ("CPU GPU", False)])
+def test_what_keras_makes_of_auto(kinds: str, able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [keras.Input((2,)), keras.layers.Dense(1), *([] if able else [Unable()])]
+    model = keras.Sequential(layers)
+    found = [types.SimpleNamespace(device_type=one) for one in kinds.split()]
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda *args: found)
+    assert keras_trainer.compiles_by_itself(model) == ("GPU" in kinds and able)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import kdist
 from kdist.checkpoint.__main__ import main
@@ -14,6 +18,8 @@ import numpy as np
 import pytest
 
 from .kinds import KINDS, build, data, state, train
+
+CHECKOUT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +79,48 @@ def test_safetensors(tmp_path, trained):
         np.testing.assert_array_equal(values, weight.numpy())
     assert (8 + size) % 8 == 0
     assert header["__metadata__"]["step"] == "4"
+
+
+PARTS = """
+import sys
+import kdist, keras
+from kdist.checkpoint.store import CHUNK_BYTES
+
+def held(what):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(one.split()[1]) << 10 for one in lines if one.startswith(what + ":"))
+
+what, folder = sys.argv[1:]
+for name, rows in (("small", 8), ("large", CHUNK_BYTES // 4 // 1024 * 12)):
+    at = f"{folder}/{name}"
+    if what == "save":
+        layer = keras.layers.Embedding(rows, 1024, embeddings_initializer="ones")
+        kdist.checkpoint.save(keras.Sequential([keras.Input((1,)), layer]), at)
+        continue
+    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+    base = held("VmRSS")
+    kdist.checkpoint.consolidate(at, f"{at}.{what}")
+    more = held("VmHWM") - base
+print(more / CHUNK_BYTES if what != "save" else "")
+"""
+
+
+@pytest.mark.long
+def test_in_bounded_memory(tmp_path):
+    """Measured: of a weight of twelve chunks no more than seven are in memory at once."""
+    # So that what is freed is given back, and the peak is one of what is in use.
+    malloc = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(256 << 10)}
+    ours = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(CHECKOUT)}
+    for what in ("save", "weights.h5", "safetensors", "keras"):
+        done = subprocess.run(
+            [sys.executable, "-c", PARTS, what, str(tmp_path)],
+            env={**os.environ, **malloc, **ours},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert what == "save" or 0.5 < float(done.stdout.split()[-1]) < 7, (what, done.stdout)
 
 
 def test_bfloat16_and_arrays_larger_than_a_piece(tmp_path, monkeypatch):

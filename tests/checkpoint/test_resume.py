@@ -221,6 +221,30 @@ def test_a_profile_that_was_running_does_not_go_on(tmp_path):
     assert saved["changed"] == {"_global_train_batch": 5}
 
 
+class Holds(keras.callbacks.Callback):
+    """Holds what no file can."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.socket = 0, object()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen += 1
+
+
+def test_a_callback_whose_state_cannot_be_saved_is_named_once(tmp_path):
+    saver = ShardedCheckpoint(tmp_path, every_steps=2)
+    with pytest.warns(UserWarning, match="Holds holds what") as told:
+        run(build({"data": 2}, 0), saver, "arrays", also=[Holds()])
+    (one,) = (str(w.message) for w in told if "Holds" in str(w.message))
+    assert "['socket']" in one and "get_state() and set_state(state)" in one
+    again = Holds()
+    with pytest.warns(UserWarning, match="Holds holds what"):
+        saver = ShardedCheckpoint(tmp_path, every_steps=2, resume=True)
+        run(build({"data": 2}, 0), saver, "arrays", epochs=4, also=[again])
+    assert again.seen == 4 * STEPS
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -284,13 +308,18 @@ def test_twenty_kills_of_training(tmp_path):
         return subprocess.Popen(
             [sys.executable, "-c", code],
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=(tmp_path / "stderr").open("w"),
             text=True,
             env=environment,
         )
 
-    process = start(tmp_path / "whole")
-    whole = process.communicate()[0].splitlines()[-1]
+    def finished(process):
+        said = process.communicate()[0]
+        why = (tmp_path / "stderr").read_text()
+        assert process.returncode == 0, (process.returncode, why)
+        return said.splitlines()[-1]
+
+    whole = finished(start(tmp_path / "whole"))
     draw = random.Random(1)
     for _ in range(20):
         process = start(tmp_path / "killed")
@@ -300,5 +329,4 @@ def test_twenty_kills_of_training(tmp_path):
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    final = start(tmp_path / "killed").communicate()[0].splitlines()[-1]
-    assert final == whole
+    assert finished(start(tmp_path / "killed")) == whole

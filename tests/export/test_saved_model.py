@@ -99,6 +99,34 @@ def test_parts_are_served_where_they_were(tmp_path: Path) -> None:
     assert {device for device, _ in where} == set("0123")
 
 
+@pytest.mark.parametrize("shards", ["keep", "gather"])
+def test_served_by_its_command_line(shards: Any, tmp_path: Path) -> None:
+    """`saved_model_cli run`, as TensorFlow installs it."""
+    model = parallel(layout_map=CUT)
+    kdist.export.saved_model(model, tmp_path / "served", shards=shards)
+    x = batch(model, 8)
+    np.save(tmp_path / "x.npy", x)
+    (name,) = (
+        tf.saved_model.load(str(tmp_path / "served"))
+        .signatures["serving_default"]
+        .structured_input_signature[1]
+    )
+    what = ["--tag_set", "serve", "--signature_def", "serving_default"]
+    given = ["--inputs", f"{name}={tmp_path}/x.npy", "--outdir", str(tmp_path / "out")]
+    call = "from tensorflow.python.tools.saved_model_cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", call, "run", "--dir", str(tmp_path / "served"), *what, *given],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (made,) = (tmp_path / "out").glob("*.npy")
+    np.testing.assert_allclose(np.load(made), model.predict(x, verbose=0), rtol=1e-6, atol=1e-6)
+
+
 def parallel(**options: Any) -> keras.Model:
     mesh = kdist.mesh(data=2, model=2)
     return kdist.parallelize(dense(), kdist.ParallelConfig(mesh=mesh, **options))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import kdist
+from kdist._compat import keras_trainer
 from kdist._compat.run_metadata import function_graphs
+from kdist.api.parallelize import attached
 
 import keras
 import numpy as np
@@ -33,7 +35,7 @@ def model(dropout: float = 0.0) -> keras.Model:
     )
 
 
-def trained(axes: dict[str, int], xla: bool, dropout: float = 0.0, **options: Any) -> Any:
+def trained(axes: dict[str, int], xla: bool | str, dropout: float = 0.0, **options: Any) -> Any:
     config = kdist.ParallelConfig(
         mesh=kdist.mesh(**axes), layout_map=LAYOUTS if "model" in axes else {}, **options
     )
@@ -89,3 +91,26 @@ def test_whole_programs_are_told(level: int, told: bool) -> None:
 def test_recompute_beside_xla_is_told() -> None:
     one, _ = trained({"data": 2}, True, recompute=kdist.RecomputeConfig(layers=["up"]))
     assert any("jit_compile=True with recompute" in n for n in one.plan().notes)
+
+
+@pytest.mark.parametrize(
+    ("axes", "level", "expected"),
+    [
+        ({"data": 2}, 0, True),
+        ({"data": 2}, 3, "auto"),
+        ({"data": 2, "model": 2}, 0, "auto"),
+    ],
+)
+def test_auto_is_what_keras_makes_of_it_where_programs_are_whole(
+    axes: dict[str, int], level: int, expected: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if there were a GPU; without one, it is no XLA."""
+    options = {"optimizer": kdist.OptimizerConfig(level=level, threshold_kb=0)} if level else {}
+    plain, fit_plain = trained(axes, "auto", **options)
+    assert attached(plain).jit_compile == "auto"
+    monkeypatch.setattr(keras_trainer, "compiles_by_itself", lambda model: True)
+    one, fit = trained(axes, "auto", **options)
+    assert attached(one).jit_compile == expected
+    if expected is True:
+        a, b = fit_plain().history["loss"], fit().history["loss"]
+        np.testing.assert_allclose(a, b, rtol=1e-5)
