@@ -1,4 +1,4 @@
-"""`kdist.comm.GradientTape` within a process is a `tf.GradientTape`; across: `test_processes.py`."""
+"""`kdist.comm.GradientTape` in one process is a `tf.GradientTape`; across: `test_processes.py`."""
 
 from __future__ import annotations
 
