@@ -177,10 +177,10 @@ class SteppedModel(PlannedModel):
         Keras says so on machines with a GPU, of models whose layers all support it. Where programs
         are cut (inner axes, stages, level 2 and more, recompute), it has to be asked for.
         """
-        cut = self.compute.inner_size > 1 or self.topology.num_stages > 1
-        if wanted != "auto" or cut or self.optimizer_config.level >= 2 or self.blocks:
+        if wanted != "auto" or not keras_trainer.compiles_by_itself(self.model):
             return wanted
-        return keras_trainer.compiles_by_itself(self.model) or wanted
+        cut = self.compute.inner_size > 1 or self.topology.num_stages > 1
+        return wanted if cut or self.optimizer_config.level >= 2 or self.blocks else True
 
     def travel_notes(self) -> list[str]:
         """See `PlannedModel.travel_notes`."""
