@@ -9,8 +9,8 @@
 | hypercube | in round k, devices whose numbers differ in bit k alone exchange | Johnsson and Ho, IEEE TC 1989 |
 
 Every algorithm does every operation, for any number of devices; only a hypercube needs a power of
-two. An all-reduce may also go over a torus of two dims (`kdist.comm.torus`). A round is single-port (`kdist.comm.messages`), so that its time is that of its largest
-message.
+two. An all-reduce may also go over a torus of two dims (`kdist.comm.torus`). A round is single-port
+(`kdist.comm.messages`), so that its time is that of its largest message.
 """  # noqa: E501
 
 from __future__ import annotations

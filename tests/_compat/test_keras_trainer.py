@@ -263,7 +263,7 @@ class Unable(keras.layers.Layer):
 
 
 @pytest.mark.parametrize(("kinds", "able"), [("CPU", True), ("CPU GPU", True), ("CPU GPU", False)])
-def test_what_keras_makes_of_auto(kinds: str, able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles_by_itself(kinds: str, able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [keras.Input((2,)), keras.layers.Dense(1), *([] if able else [Unable()])]
     model = keras.Sequential(layers)
     found = [types.SimpleNamespace(device_type=one) for one in kinds.split()]
