@@ -114,6 +114,28 @@ def reduction(record: dict[str, Any]) -> str:
     return table(("", "time", "faster", "least and most"), rows)
 
 
+def processes(record: dict[str, Any]) -> str:
+    """Steps of the same mesh in one process and in several; how the first step grows."""
+    rows, growth = record["rows"]["step_rows"], record["rows"]["growth_rows"]
+    base = statistics.median(rows[0]["steps_s"])
+    found = [
+        [
+            row["name"],
+            f"{statistics.median(row['steps_s']) / base:.2f}",
+            f"{row['first_step_s']:.1f} s",
+            f"{row['peak_mib']:.0f} MiB",
+        ]
+        for row in rows
+    ]
+    header = ("", "step, to plain Keras", "first step", "memory of process 0, at most")
+    grown = [
+        [row["name"], f"{row['first_step_s']:.1f} s", f"{row['peak_mib']:.0f} MiB"]
+        for row in growth
+        if "model" not in row["name"]
+    ]
+    return table(header, found) + "\n" + table(("one process", "first step", "memory"), grown)
+
+
 KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "step_time": step_time,
     "memory_levels_data4": memory_levels,
@@ -122,6 +144,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "pipeline": pipeline,
     "collectives": collectives,
     "reduction": reduction,
+    "processes": processes,
 }
 
 

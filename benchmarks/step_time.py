@@ -305,7 +305,8 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
             record["step_s"] = results_file.spread_of(record["steps_s"])
     result = {"step_rows": steps, "growth_rows": growth}
     settings = {"rounds": args.rounds, "steps_in_a_round": args.steps, **chosen_sizes}
-    path = results_file.save("step_time", settings, result, keep=args.keep, out=args.out)
+    name = "processes" if args.with_processes else "step_time"
+    path = results_file.save(name, settings, result, keep=args.keep, out=args.out)
     console.print(f"written: {path}")
     return result
 

@@ -143,14 +143,14 @@ def multi_worker(configuration: rows.Configuration) -> Step:
             loss = losses(y, model(x, training=True)) / configuration.processes
         gradients = tape.gradient(loss, model.trainable_variables)
         context = tf.distribute.get_replica_context()
-        gradients = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
+        *gradients, loss = context.all_reduce(tf.distribute.ReduceOp.SUM, [*gradients, loss])
         # The sum is there; Keras's own update of mirrored variables would not add them again.
         adam.apply(gradients, model.trainable_variables)
         return loss
 
     @tf.function
     def train(x: Any, y: Any) -> Any:
-        return strategy.reduce("sum", strategy.run(replica, args=(x, y)), axis=None)
+        return strategy.run(replica, args=(x, y))
 
     return timed(lambda: float(train(x, y)), rank)
 

@@ -240,6 +240,8 @@ class PlacedModel:
             self.topology,
             keys,
             how,
+            self.config.fusion,
+            self._tables(),
         )
 
     @property

@@ -13,12 +13,14 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from kdist.comm.algorithms import ALGORITHMS
 from kdist.comm.cost import LinkCost
 from kdist.config.settings import Setting
 
 import keras
 
 MODES = ("auto", "size", "index", "none")
+WAYS = ("auto", *ALGORITHMS, "torus")
 MAX_MB = 64
 OVERLAPPING = 8
 """Buckets that `mode="auto"` aims at: the last one, which nothing hides, is an eighth of all."""
@@ -75,7 +77,23 @@ class FusionConfig:
     as well, and a pipeline's buckets leave stage by stage anyway. What XLA compiles
     (`jit_compile=True`) stays whole at levels 0 and 1, and gradients come when it has ended."""
 
+    algorithm: str = "auto"
+    """How sums of gradients, and new values, go between processes, each of which adds up what its
+    devices have first: one of `kdist.comm`'s algorithms, `"direct"`, `"ring"`, `"tree"`,
+    `"halving"`, `"hypercube"`; or `"torus"`, a ring of pieces between all devices of a process and
+    those of the next. `"auto"`: the one with which the cost model predicts that all buckets arrive
+    soonest, with `link` as the cost of a message between processes (default:
+    `kdist.comm.cost.DEFAULT_LINK`). Rows of tables, compressed gradients, what the host updates or
+    an optimizer must see whole, and the parameters that level 3 gathers go directly, as does what
+    has fewer elements than an algorithm cuts it into."""
+
     def __post_init__(self) -> None:
+        if self.algorithm not in WAYS:
+            raise ValueError(
+                f"algorithm is one of {WAYS}; TensorFlow's own all-reduce is not among them, since "
+                "one program runs all processes. "
+                f"Received: algorithm={self.algorithm!r}"
+            )
         if self.mode not in MODES:
             raise ValueError(f"mode is one of {MODES}. Received: mode={self.mode!r}")
         if not isinstance(self.overlap, bool):
@@ -114,6 +132,7 @@ class FusionConfig:
             how = f"buckets end at {self.index}"
         elif self.link is not None:
             how = f"{self.mode}, messages of {self.link.a:g} s + {self.link.b:g} s per byte"
+        how = how if self.algorithm == "auto" else f"{how}, by {self.algorithm} between processes"
         return how if self.overlap else f"{how}, exchanged after the backward pass"
 
 

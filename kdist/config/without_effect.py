@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kdist.config.optimizer import OptimizerConfig
+from kdist.sharding.device import Device
 
 if TYPE_CHECKING:
     from kdist.config.parallel import ParallelConfig
@@ -218,6 +219,13 @@ def _fusion(case: _Case) -> Iterator[WithoutEffect]:
             setting = f"kdist.set_comm_fusion of {named(list(facts.fusion_ids))}"
             yield WithoutEffect(setting, case.no_replicas, ADD_DATA)
         return
+    one_process = len({Device.parse(device).process for device in case.topology.devices}) == 1
+    if fusion.algorithm != "auto" and one_process:
+        yield WithoutEffect(
+            f"FusionConfig(algorithm={fusion.algorithm!r})",
+            "it is about sums between processes, and there is one",
+            "Leave it out, or start several: see docs/processes.md",
+        )
     if not fusion.overlap and (case.config.pipeline is not None or case.optimizer.level >= 2):
         reason = f"level {case.optimizer.level} frees gradients while the backward pass goes on"
         if case.config.pipeline is not None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_trainer
+from kdist.optimizer.routed import Routed
 from kdist.optimizer.update_jobs import Jobs
 from kdist.plan.bucket import Bucket, flat, shards_at, unflat
 from kdist.sharding.owners import UpdateUnit
@@ -126,15 +127,16 @@ def _send_unit(jobs: Jobs, unit: UpdateUnit, source: keras.Variable, order: AnyO
     writes: list[Any] = []
     with tf.device(jobs.device(unit.owner)), order.gate(EVERYWHERE):
         value = order.leaving(source.value)
-    sent = Sent(value, jobs.device(unit.owner))
+    targets = {}
     for at, local in entry.locals.items():
-        if local is source:
-            continue
+        other = unit.shard is not None and unit.shard != entry.placement.table[at[0]][at[1]]
+        if local is not source and not other and not (unit.replicated and at[0] != unit.owner[0]):
+            targets[at] = local
+    with order.gate(EVERYWHERE):
+        devices = [entry.device(at) for at in targets]
+        sent = Routed(value, jobs.device(unit.owner), unit.algorithm, devices)
+    for at, local in targets.items():
         shard = entry.placement.table[at[0]][at[1]]
-        if unit.shard is not None and unit.shard != shard:
-            continue
-        if unit.replicated and at[0] != unit.owner[0]:
-            continue
         if unit.shard is None:
             with tf.device(jobs.device(unit.owner)):
                 part = value[entry.placement.shards[shard].index]
@@ -159,6 +161,7 @@ class RowParts:
         joined: Puts the owners' parts together, as one tensor.
         split: From that to a tensor per member.
         nbytes: Of all of it.
+        algorithm: How it goes between processes.
     """
 
     members: tuple[int, ...]
@@ -168,6 +171,7 @@ class RowParts:
     joined: Callable[[list[Any]], Any]
     split: Callable[[Any], list[Any]]
     nbytes: int
+    algorithm: str
 
     @classmethod
     def of_bucket(cls, jobs: Jobs, bucket: Bucket) -> RowParts:
@@ -180,6 +184,7 @@ class RowParts:
             tf.stack,
             bucket.split,
             sum(jobs.nbytes(n) for each in bucket.units for n in each),
+            bucket.algorithm,
         )
 
     @classmethod
@@ -196,6 +201,7 @@ class RowParts:
             lambda parts: tf.concat(parts, 0),
             lambda rows: [rows],
             sum(jobs.nbytes(n) for n in numbers),
+            first.algorithm,
         )
 
 
@@ -209,7 +215,8 @@ def _send_rows(jobs: Jobs, sent: RowParts, order: AnyOrder, load: Counter[Coordi
     root = min(sent.owners, key=lambda at: (load[at], at))
     load[root] += sent.nbytes
     with tf.device(jobs.device(root)):
-        joined = Sent(_join(sent, parts), jobs.device(root))
+        devices = [jobs.device(at) for at in sent.holders]
+        joined = Routed(_join(sent, parts), jobs.device(root), sent.algorithm, devices)
     writes: list[Any] = []
     for at in sent.holders:
         locals_ = [jobs.entries[v].locals[at] for v in sent.members]
@@ -275,8 +282,11 @@ def _send_bucket(jobs: Jobs, bucket: Bucket, order: AnyOrder) -> None:
             vectors.append(order.leaving(vector_of(jobs, bucket, units)))
     writes: dict[str, list[Any]] = {}
     for vector, owner, holders in zip(vectors, bucket.owners, bucket.holders):
-        sent = Sent(vector, jobs.device(owner))
-        for at in sorted(set(holders) - set(bucket.owners)):
+        others = sorted(set(holders) - set(bucket.owners))
+        with order.gate(_where(jobs, bucket, owner)):
+            devices = [jobs.device(at) for at in others]
+            sent = Routed(vector, jobs.device(owner), bucket.algorithm, devices)
+        for at in others:
             locals_ = [jobs.entries[v].locals[at] for v in bucket.members]
             where = _where(jobs, bucket, at)
             with tf.device(jobs.device(at)), order.gate(where):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from kdist.optimizer.routed import summed
 from kdist.plan.bucket import Bucket
 from kdist.sharding.mesh import Topology
 from kdist.sharding.owners import UpdateUnit
 from kdist.sharding.placement import Coordinate
-from kdist.storage.transfer import added
 
 import tensorflow as tf
 
@@ -49,8 +49,10 @@ def bucket_gradients(bucket: Bucket, source: GradientSource, topology: Topology)
                 sources.append(device)
     vectors = []
     for p, owner in enumerate(bucket.owners):
-        with tf.device(topology.device(owner)):
-            parts = [rows[p] for rows in messages]
-            alone = len(parts) == 1
-            vectors.append(tf.identity(parts[0]) if alone else added(parts, sources, REDUCE, p))
+        at, parts = topology.device(owner), [rows[p] for rows in messages]
+        if len(parts) > 1:
+            vectors.append(summed(parts, sources, at, bucket.algorithm, REDUCE, p))
+            continue
+        with tf.device(at):
+            vectors.append(tf.identity(parts[0]))
     return vectors

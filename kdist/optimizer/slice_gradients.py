@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist.optimizer.gradients import REDUCE
+from kdist.optimizer.routed import summed
 from kdist.sharding.owners import UpdateUnit
 from kdist.sharding.placement import (
     Coordinate,
@@ -76,7 +77,9 @@ class SliceGradients:
         if unit.rows is not None and variable in self.rows and self._whole:
             return self._rows_of_table(variable, unit)
         if unit.shard is not None:
-            return self._at(variable, unit.owner[1], unit.index(placement))
+            at = self.entries[variable].device(unit.owner)
+            index = unit.index(placement)
+            return self._at(variable, unit.owner[1], index, (unit.algorithm, at))
         if self._whole:
             return self._at(variable, 0, None)
         join = join_columns if variable in self.rows else whole_of
@@ -127,8 +130,17 @@ class SliceGradients:
         """The part at `index` of a gradient that is of the part `own`."""
         return part_of(gradient, relative(index, own), shape_of(own))
 
-    def _at(self, variable: int, k: int, index: Index | None) -> Any:
-        """Sum over slices of what inner coordinate `k` has of the part at `index`; None: of all."""
+    def _at(
+        self, variable: int, k: int, index: Index | None, to: tuple[str, str] | None = None
+    ) -> Any:
+        """Sum over slices of what inner coordinate `k` has of the part at `index`; None: of all.
+
+        Args:
+            variable: Position of the variable.
+            k: The coordinate.
+            index: The part.
+            to: By which algorithm it goes to which device; None: directly to the one in scope.
+        """
         placement, own = self.placements[variable], self._own(variable, k)
         index = own if index is None else index
         parts, devices = [], []
@@ -140,7 +152,7 @@ class SliceGradients:
         sums = []
         if parts:
             look_up = self.look_ups.get(variable, sparse.LookUp())
-            sums.append(add_gradients(parts, look_up, devices, variable))
+            sums.append(add_gradients(parts, look_up, devices, variable, to))
         if variable in self.once:
             with tf.device(self.devices[placement.slices[0]][0]):
                 sums.append(part_of(self.once[variable], index, placement.shape))
@@ -174,6 +186,7 @@ def add_gradients(
     look_up: sparse.LookUp,
     devices: Sequence[str] | None = None,
     turn: int = 0,
+    to: tuple[str, str] | None = None,
 ) -> Any:
     """Sum of replicas' gradients; rows of embeddings stay rows (see `kdist.storage.sparse`).
 
@@ -182,12 +195,18 @@ def add_gradients(
         look_up: How the variable is looked up.
         devices: Where each of them is; None: all on one.
         turn: See `transfer.added`.
+        to: By which algorithm what is dense goes to which device; None: directly to the one in
+            scope.
     """
     if all(sparse.is_sparse(p) for p in parts):
         return sparse.add(parts, look_up.by_batch, look_up.merged)
     if len(parts) == 1:
         return parts[0]
-    return added([tf.convert_to_tensor(p) for p in parts], devices, REDUCE, turn)
+    dense = [tf.convert_to_tensor(p) for p in parts]
+    if to is None or devices is None:
+        return added(dense, devices, REDUCE, turn)
+    algorithm, at = to
+    return summed(dense, devices, at, algorithm, REDUCE, turn)
 
 
 def as_gradient(part: Any, placement: Placement) -> Any:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kdist.display.tables import readable
 from kdist.plan.bucket import values_from_host
+from kdist.plan.routes import routes
 from kdist.sharding.mesh import Topology
 from kdist.sharding.owners import UpdateUnit
 from kdist.sharding.placement import Coordinate, Placement
@@ -31,15 +32,18 @@ class Crossing:
     Attributes:
         tensors: Their number.
         nbytes: Their bytes.
+        ways: How many sums go by which algorithm.
     """
 
     tensors: int = 0
     nbytes: int = 0
+    ways: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
+        ways = ", ".join(f"{count} by {name}" for name, count in sorted(self.ways.items()))
         return (
             f"between processes: {self.tensors} tensors of gradients, new values and gathered "
-            f"weights, {readable(self.nbytes)} per step"
+            f"weights, {readable(self.nbytes)} per step" + f"; sums: {ways}" * bool(ways)
         )
 
 
@@ -55,6 +59,17 @@ def crossed_axes(topology: Topology) -> list[str]:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """By which algorithm something goes, and the bytes of an element of it."""
+
+    algorithm: str = "direct"
+    itemsize: int = 1
+
+
+DIRECT = Way()
+
+
 class _Counter:
     """Counts what crosses processes."""
 
@@ -62,16 +77,48 @@ class _Counter:
         self.plan = plan
         self.found = Crossing()
 
-    def send(self, source: Coordinate, targets: Iterable[Coordinate], nbytes: int) -> None:
+    def send(
+        self,
+        source: Coordinate,
+        targets: Iterable[Coordinate],
+        nbytes: int,
+        way: Way = DIRECT,
+    ) -> None:
         """From one device to others: once to each process."""
-        processes = {self._process(at) for at in targets} - {self._process(source)}
-        self.found.tensors += len(processes)
-        self.found.nbytes += len(processes) * nbytes
+        places = {self._process(source): {source}}
+        for at in targets:
+            places.setdefault(self._process(at), set()).add(at)
+        others = len(places) - 1
+        width = min(map(len, places.values()))
+        if not self._routed("broadcast", way, len(places), nbytes, width):
+            self.found.tensors += others
+            self.found.nbytes += others * nbytes
 
-    def add_up(self, sources: Iterable[Coordinate], target: Coordinate, nbytes: int) -> None:
+    def add_up(
+        self,
+        sources: Iterable[Coordinate],
+        target: Coordinate,
+        nbytes: int,
+        way: Way = DIRECT,
+    ) -> None:
         """A sum of several devices' summands: each process sends its own sum."""
-        for process in {self._process(at): at for at in sources}.values():
-            self.send(process, [target], nbytes)
+        mine: dict[object, list[Coordinate]] = {}
+        for at in sources:
+            mine.setdefault(self._process(at), []).append(at)
+        count = len({*mine, self._process(target)})
+        width = min(map(len, mine.values()), default=1)
+        if count > 1:
+            self.found.ways[way.algorithm] = self.found.ways.get(way.algorithm, 0) + 1
+        if len(mine) < 2 or not self._routed("reduce", way, count, nbytes, width):
+            for of_process in mine.values():
+                self.send(of_process[0], [target], nbytes)
+
+    def _routed(self, operation: str, way: Way, count: int, nbytes: int, width: int) -> bool:
+        """Counts what goes by a schedule, if it does; as much, whoever the root is."""
+        made = routes(operation, way.algorithm, count, 0, nbytes // way.itemsize, width)
+        self.found.tensors += sum(len(one.schedule.messages) for one in made)
+        self.found.nbytes += sum(one.sent(way.itemsize) for one in made)
+        return bool(made)
 
     def _process(self, at: Coordinate) -> object:
         return process_of(self.plan.topology.device(at))
@@ -89,13 +136,14 @@ def between_processes(plan: Plan) -> Crossing | None:
     fused = {n for bucket in plan.buckets for each in bucket.units for n in each}
     for bucket in plan.buckets:
         sizes = [sum(plan.unit_bytes(plan.units[n]) for n in units) for units in bucket.units]
-        slices = plan.weights[plan.trainable[bucket.members[0]]].slices
+        first = plan.weights[plan.trainable[bucket.members[0]]]
+        way = Way(bucket.algorithm, first.itemsize)
         for owner, size in zip(bucket.owners, sizes, strict=True):
             if bucket.members[0] not in plan.compressed:
-                counter.add_up([(s, bucket.inner) for s in slices], owner, size)
+                counter.add_up([(s, bucket.inner) for s in first.slices], owner, size, way)
         if plan.units[bucket.units[0][0]].rows is not None:
             every = sorted({at for each in bucket.holders for at in each})
-            _rows(counter, bucket.owners, every, sizes)
+            _rows(counter, bucket.owners, every, sizes, way)
             continue
         if bucket.on_host:
             members = [plan.weights[plan.trainable[v]] for v in bucket.members]
@@ -103,7 +151,7 @@ def between_processes(plan: Plan) -> Crossing | None:
                 counter.send(bucket.owners[0], [at], nbytes)
             continue
         for owner, holders, size in zip(bucket.owners, bucket.holders, sizes, strict=True):
-            counter.send(owner, set(holders) - set(bucket.owners), size)
+            counter.send(owner, set(holders) - set(bucket.owners), size, way)
     parts: dict[tuple[int, int | None], list[UpdateUnit]] = {}
     for n, unit in enumerate(plan.units):
         if n not in fused and unit.variable not in dict(plan.look_ups):
@@ -114,7 +162,8 @@ def between_processes(plan: Plan) -> Crossing | None:
         placement = plan.weights[plan.trainable[units[0].variable]]
         owners = [unit.owner for unit in units]
         sizes = [plan.unit_bytes(unit) for unit in units]
-        _rows(counter, owners, placement.shards[units[0].shard or 0].holders, sizes)
+        way = Way(units[0].algorithm, placement.itemsize)
+        _rows(counter, owners, placement.shards[units[0].shard or 0].holders, sizes, way)
     for gather in plan.gathers:
         group = [plan.weights[plan.trainable[v]] for v in gather.weights]
         _gather(counter, group, plan.topology.group(gather.stage))
@@ -126,12 +175,13 @@ def _rows(
     owners: Sequence[Coordinate],
     holders: Sequence[Coordinate],
     sizes: Sequence[int],
+    way: Way,
 ) -> None:
     """Rows of several owners meet on one of them, which sends the whole."""
     root = owners[0]
     for owner, size in zip(owners, sizes, strict=True):
         counter.send(owner, [root], size)
-    counter.send(root, holders, sum(sizes))
+    counter.send(root, holders, sum(sizes), way)
 
 
 def _unit(counter: _Counter, unit: UpdateUnit, placement: Placement) -> None:
@@ -139,13 +189,14 @@ def _unit(counter: _Counter, unit: UpdateUnit, placement: Placement) -> None:
     compressed = unit.variable in counter.plan.compressed
     if unit.shard is not None:
         nbytes = counter.plan.unit_bytes(unit)
+        way = Way(unit.algorithm, placement.itemsize)
         if not compressed:
             sources = [(s, unit.owner[1]) for s in placement.slices]
-            counter.add_up(sources, unit.owner, nbytes)
+            counter.add_up(sources, unit.owner, nbytes, way)
         if unit.rows is None:
             holders = placement.shards[unit.shard].holders
             near = [at for at in holders if not unit.replicated or at[0] == unit.owner[0]]
-            counter.send(unit.owner, near, nbytes)
+            counter.send(unit.owner, near, nbytes, way)
         return
     for shard in placement.shards:
         nbytes = math.prod(shard.shape) * placement.itemsize

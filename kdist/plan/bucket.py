@@ -44,6 +44,7 @@ class Bucket:
             that.
         shapes: What an inner coordinate computes with, per member.
         flat: The optimizer sees a vector, not its parts; never on the host.
+        algorithm: How sums and new values go between processes.
     """
 
     members: tuple[int, ...]
@@ -52,6 +53,7 @@ class Bucket:
     holders: tuple[tuple[Coordinate, ...], ...]
     shapes: tuple[tuple[int, ...], ...]
     flat: bool
+    algorithm: str = "direct"
 
     @property
     def inner(self) -> int:
@@ -142,17 +144,19 @@ def make_buckets(
         holders = tuple(shards[units[n].shard or 0].holders for n in numbers)
         if owners == (HOST,):
             holders = (tuple(at for shard in shards for at in shard.holders),)
-        key = (keys[variable], owners, holders, whole[variable])
+        ways = tuple(units[n].algorithm for n in numbers)
+        key = (keys[variable], owners, holders, whole[variable], ways)
         groups.setdefault(key, []).append(numbers)
     found = []
-    for (_, owners, holders, flat_not), members in groups.items():
+    for (_, owners, holders, flat_not, _), members in groups.items():
         if len(owners) == 1 == len(members):
             continue
         variables = tuple(units[numbers[0]].variable for numbers in members)
         shapes = tuple(shape_of(placements[v].inner_index(owners[0][1])) for v in variables)
         each = tuple(zip(*members))
         alone = flat_not or owners == (HOST,)
-        found.append(Bucket(variables, each, owners, holders, shapes, not alone))
+        how = units[members[0][0]].algorithm
+        found.append(Bucket(variables, each, owners, holders, shapes, not alone, how))
     return found
 
 

@@ -10,9 +10,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
 
 from kdist.config.compression import Compressor
+from kdist.config.fusion import FusionConfig
 from kdist.config.optimizer import OptimizerConfig
 from kdist.plan.bucket import Bucket, make_buckets
 from kdist.plan.exchange import Exchange, check_replicas, make_exchanges, on_every_slice
+from kdist.plan.routes import routed
 from kdist.sharding.dims import axes_of
 from kdist.sharding.layout import WeightLayout
 from kdist.sharding.mesh import HOST, Topology
@@ -161,6 +163,8 @@ def spread(
     topology: Topology,
     fuse: Fuse = alone,
     compressors: Sequence[Compressor] | None = None,
+    fusion: FusionConfig | None = None,
+    tables: frozenset[int] = frozenset(),
 ) -> Spread:
     """Decides, then places (at level 3 parameters are stored cut, or by one slice) and deals.
 
@@ -174,9 +178,11 @@ def spread(
         compressors: How each gradient travels over the data axis; None for all as they are. What
             travels compressed and is not spread is updated by every slice, which then has nothing
             to send.
+        fusion: How sums and new values go between processes.
+        tables: Positions of parameters whose gradients are rows.
 
     Raises:
-        ValueError: For what `decide` or `check_replicas` refuses.
+        ValueError: For what `decide`, `check_replicas` or `routed` refuses.
     """
     decisions = decide(placements, whole, wanted, config, topology)
     placed = list(placements)
@@ -200,6 +206,10 @@ def spread(
     every = [e and p.data_dim is None for e, p in zip(every, placed)]
     units = on_every_slice(units, every, placed)
     buckets = tuple(make_buckets(units, placed, keys, whole))
+    if fusion is not None:
+        direct = tables | {v for v, how in enumerate(compressors) if how != "none"}
+        units = routed(units, buckets, placed, topology, fusion, direct)
+        buckets = tuple(make_buckets(units, placed, keys, whole))
     exchanges = make_exchanges(units, placed, compressors, keys, buckets)
     return Spread(config, decisions, tuple(placed), units, keys, buckets, exchanges)
 

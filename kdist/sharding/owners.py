@@ -25,6 +25,8 @@ class UpdateUnit:
     """Only these rows (start, stop of dim 0 of the variable) of the shard; None: all of it."""
     replicated: bool = False
     """Every slice has such a unit and keeps what it updates; else the owner sends it on."""
+    algorithm: str = "direct"
+    """How its gradient's sum, and its new value, go between processes."""
 
     def index(self, placement: Placement) -> Index:
         """Which part of the whole variable the unit updates."""

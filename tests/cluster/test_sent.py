@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,3 +68,45 @@ def test_an_inner_axis_over_processes_is_told() -> None:
     (line,) = [line for line in result(both[0])["said"] if "cross processes" in line]
     # The second layer's sum: 8 rows of 256 numbers. Nobody needs the gradient of the batch.
     assert "'model'" in line and "(collectives: 1, of 8.0 KB, per slice and step)" in line
+
+
+ALGORITHMS = ["direct", "ring", "tree", "halving", "hypercube", "torus", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("axes", "levels"),
+    [
+        pytest.param({"data": 8}, [0, 1], marks=pytest.mark.wide),
+        pytest.param({"data": 8}, [2, 3], marks=pytest.mark.long),
+        pytest.param({"data": 4, "model": 2}, [0, 1, 2, 3], marks=pytest.mark.long),
+        pytest.param({"pipe": 2, "data": 4}, [0, 1, 2, 3], marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_sums_go_by_the_algorithm_that_was_asked_for(
+    axes: dict[str, int], levels: list[int]
+) -> None:
+    """Equal to one device, and with the messages of the plan, by each algorithm at each level."""
+    variables = {
+        "TEST_AXES": json.dumps(axes),
+        "TEST_LEVELS": json.dumps(levels),
+        "TEST_ALGORITHMS": json.dumps(ALGORITHMS),
+    }
+    with program("routes", 4, **variables) as all_of_them:
+        assert all_of_them[0].ends(400) == 0, all_of_them[0].text[-2000:]
+    counts: dict[Any, int] = {}
+    other_tensors, other_bytes = set(), set()
+    for one in result(all_of_them[0]):
+        (level, algorithm), planned = one["case"], one["planned"]
+        assert one["off"] < 1e-9, one["case"]
+        sent = [nbytes for _, nbytes in one["sent"] if nbytes is None or nbytes > SCALAR]
+        other_tensors.add(len(sent) - planned["tensors"])
+        if algorithm in ("ring", "halving", "torus"):  # of the others TensorFlow tells few sizes
+            other_bytes.add(sum(nbytes or 0 for nbytes in sent) - planned["nbytes"])
+        counts[level, algorithm] = planned["tensors"]
+        assert algorithm == "auto" or planned["ways"].get(algorithm, 0) > 0, one["case"]
+    # The batch, losses, and what goes between stages: as much by each algorithm.
+    assert len(other_tensors) == 1 == len(other_bytes)
+    # A row that cannot tell is no row: more messages by pieces, as many by trees.
+    for level in set(levels) - {3} if "pipe" not in axes else ():
+        assert counts[level, "ring"] > counts[level, "tree"] == counts[level, "direct"]

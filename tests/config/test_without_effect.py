@@ -189,6 +189,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["kdist.set_comm_fusion of 'table/embeddings' has no effect: gradients of embedding tab"],
     ),
+    "an algorithm between processes in one": (
+        {"axes": {"data": 2}, "fusion": FusionConfig(algorithm="ring")},
+        ["FusionConfig(algorithm='ring') has no effect: it is about sums between processes, and"],
+    ),
     "fusion of one replica": (
         {"axes": {"model": 2}, "fusion": FusionConfig(mode="index", index=(2,))},
         ["fusion (buckets end at (2,)) has no effect: gradients travel between replicas"],
