@@ -21,6 +21,7 @@ TAKEN = (
     tf.distribute.MirroredStrategy,
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.TPUStrategy,
+    tf.distribute.experimental.TPUStrategy,
 )
 """Strategies whose devices become a mesh, with those derived from them."""
 
@@ -31,7 +32,8 @@ REFUSED = {
     ),
     tf.distribute.ParameterServerStrategy: (
         "Its workers train without waiting for each other. Use MirroredStrategy for the devices "
-        "of one machine"
+        "of one machine, kdist.init() in each process for several; large tables have a place of "
+        "their own with kdist.place(layer, 'host')"
     ),
 }
 """Strategies that work in a way that kdist does not, with what to use instead."""
