@@ -127,11 +127,12 @@ def _send_unit(jobs: Jobs, unit: UpdateUnit, source: keras.Variable, order: AnyO
     writes: list[Any] = []
     with tf.device(jobs.device(unit.owner)), order.gate(EVERYWHERE):
         value = order.leaving(source.value)
-    targets = {}
-    for at, local in entry.locals.items():
-        other = unit.shard is not None and unit.shard != entry.placement.table[at[0]][at[1]]
-        if local is not source and not other and not (unit.replicated and at[0] != unit.owner[0]):
-            targets[at] = local
+    targets = {at: local for at, local in entry.locals.items() if local is not source}
+    if unit.shard is not None:
+        table = entry.placement.table
+        targets = {at: to for at, to in targets.items() if table[at[0]][at[1]] == unit.shard}
+    if unit.replicated:
+        targets = {at: to for at, to in targets.items() if at[0] == unit.owner[0]}
     with order.gate(EVERYWHERE):
         devices = [entry.device(at) for at in targets]
         sent = Routed(value, jobs.device(unit.owner), unit.algorithm, devices)
