@@ -93,12 +93,14 @@ class LocalSums:
         return parts[0] if len(parts) == 1 else tf.add_n(parts)
 
     def show(self, optimizer: Any) -> None:
-        """Makes the optimizer's accumulators views of the totals, keeping their values."""
+        """Makes the optimizer's accumulators views of the totals, which take their values over."""
         for v in self.sums:
             logical = keras_optimizers.accumulator(optimizer, self.entries[v].variable)
             assert logical is not None
             value = tf.convert_to_tensor(logical.value)
-            backing = Totals(self, v)
+            # What was behind it is added to the totals at each update: it must not count again.
+            logical.assign(tf.zeros_like(value))
+            backing = Totals(self, v, optimizer.loss_scale_factor)
             backing.assign(value)
             become_view(logical, backing, None)
 
@@ -114,18 +116,27 @@ class Totals:
     """Backing of a logical accumulator: the total of the replicas' sums.
 
     What is assigned becomes the first replica's sum.
+
+    Args:
+        sums: Of the replicas.
+        variable: Which of their variables.
+        scale: What the sums are multiplied by, and Keras's accumulators are not; None for 1.
     """
 
-    def __init__(self, sums: LocalSums, variable: int) -> None:
+    def __init__(self, sums: LocalSums, variable: int, scale: float | None) -> None:
         self.sums = sums
         self.variable = variable
+        self.scale = scale
 
     def whole(self) -> Any:
         """The total."""
-        return self.sums.unit(self.variable, UpdateUnit(self.variable, None, (0, 0)))
+        total = self.sums.unit(self.variable, UpdateUnit(self.variable, None, (0, 0)))
+        return total if self.scale is None else total / tf.cast(self.scale, total.dtype)
 
     def assign(self, value: Any) -> None:
         """Writes the total."""
+        if self.scale is not None:
+            value = value * tf.cast(self.scale, value.dtype)
         placement = self.sums.entries[self.variable].placement
         for (s, k), total in self.sums.sums[self.variable].items():
             with tf.device(self.sums.devices[s][k]):
