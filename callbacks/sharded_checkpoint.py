@@ -11,6 +11,7 @@ from kdist.checkpoint import snapshot as snapshots
 from kdist.checkpoint.callback_state import CallbackStates
 from kdist.checkpoint.checkpoints import PathLike, Restored, first_whole, target_of
 from kdist.checkpoint.keras_description import KnownPlaces
+from kdist.checkpoint.monitored import Monitored
 from kdist.checkpoint.position import Position, ResumingCallbacks, check_execution, source_of
 from kdist.checkpoint.store import Compression
 from kdist.checkpoint.writer import BackgroundWriter, write
@@ -26,7 +27,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     callbacks' states and the position in the data; see `kdist.checkpoint.save` for how it is
     written. With `resume=True`, `fit` begins where the newest checkpoint of the directory was
     saved, on whatever mesh the model is now, and ends with the history, batches and learning rates
-    of a run that never stopped; without a checkpoint it begins at the beginning.
+    of a run that never stopped; without a checkpoint it begins at the beginning. A `fit` that does
+    not resume numbers its steps on from the newest checkpoint there, or from the optimizer's count.
 
     So that batches are the same ones, the order of shuffled arrays, and of a `PyDataset`, follows
     from a seed that is drawn once from NumPy and saved. Iterators of `tf.data` are saved
@@ -40,7 +42,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             each epoch.
         keep: How many of the newest stay; None for all.
         asynchronous: Write in the background: training waits for the copy to host memory alone.
-        monitor: A name in the logs; the checkpoint with its best value stays too.
+        monitor: A name in the logs; the checkpoint with its best value stays too. For one that only
+            the logs of epochs have, as `val_loss`, each epoch's end is saved as well.
         mode: Whether less of it is better, or more; "auto" decides by the name.
         resume: Go on from the newest checkpoint, if there is one.
         compression: See `kdist.checkpoint.save`.
@@ -71,7 +74,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
                 "every_steps is a number of training steps, or None for the end of each epoch. "
                 f"Received: every_steps={every_steps!r}"
             )
-        self.more_is_better = monitor is not None and _more_is_better(monitor, mode)
+        self._monitored = Monitored(monitor, mode)
         self.target = target_of(directory, keep, compression)
         self.every_steps = every_steps
         self.asynchronous = asynchronous
@@ -79,15 +82,19 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self.resume = resume
         self.restored: Restored | None = None
         """The checkpoint that the last `fit` went on from."""
-        self.best: float | None = None
-        self._best_step: int | None = None
         self._writer = BackgroundWriter()
         self._position: Position | None = None
         self._others: list[keras.callbacks.Callback] = []
         self._states: CallbackStates | None = None
         self._due = False
+        self._before = 0
         self._seed = 0
         self._known = KnownPlaces()
+
+    @property
+    def best(self) -> float | None:
+        """The best value of what is monitored, of the checkpoints so far."""
+        return self._monitored.best[1]
 
     def arrange(self, parallel: Parallel, arguments: dict[str, Any]) -> dict[str, Any]:
         """Called by `fit` of a parallelized model before all else.
@@ -103,7 +110,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self.restored = self._find()
         progress = {} if self.restored is None else dict(self.restored.progress)
         self._seed = int(progress.get("seed", np.random.randint(2**31)))
-        self._best_step, self.best = progress.get("best", (None, None))
+        self._monitored.begin(tuple(progress.get("best", self._monitored.best)))
+        self._before = self._steps_before(model)
         source, arguments = source_of(arguments, self._seed)
         position = Position(source, total=progress.get("total", 0))
         epoch = progress.get("epoch", arguments.get("initial_epoch", 0))
@@ -145,6 +153,14 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             return None
         return first_whole(self.target.directory, None, snapshots.check)
 
+    def _steps_before(self, model: keras.Model) -> int:
+        """Steps that were trained before those that this run, and what it resumes, counts."""
+        if self.restored is not None:
+            return self.restored.step - int(self.restored.progress.get("total", 0))
+        there = directories.folders(self.target.directory)
+        newest = directories.step_of(there[-1]) if there else 0
+        return max(newest, int(model.optimizer.iterations))
+
     def _files(self) -> dict[str, bytes]:
         assert self.restored is not None
         folder, manifest = self.restored.folder, self.restored.manifest
@@ -184,6 +200,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         """See `keras.callbacks.Callback`."""
         if self._position is None:
             return
+        self._monitored.see_step(logs or {})
         position, steps, every = self._position, self.params.get("steps"), self.every_steps
         if every is not None and position.total // every > position.last // every:
             self._due = True
@@ -192,11 +209,13 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback`."""
-        if self.every_steps is None or self._due:
+        self._monitored.see_epoch(logs or {})
+        if self.every_steps is None or self._due or self._monitored.of_epochs:
             self._save(epoch + 1, 0, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """See `keras.callbacks.Callback`."""
+        self._monitored.end()
         self._writer.wait()
 
     def finish(self) -> None:
@@ -208,11 +227,12 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     def _save(self, epoch: int, batch: int, logs: Any) -> None:
         assert self._position is not None and self._states is not None
         position = self._position
+        step = self._before + position.total
         files = position.source.files(position.iterator, within=batch > 0)
         self._due = files is None
         if files is None:
             return  # and again after the next step
-        self._judge(position.total, logs or {})
+        self._monitored.judge(step, logs or {})
         arrays: list[np.ndarray] = []
         progress = {
             "epoch": epoch,
@@ -220,12 +240,12 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             "total": position.total,
             "seed": self._seed,
             "stopped": bool(self.model.stop_training),
-            "best": (self._best_step, self.best),
+            "best": self._monitored.best,
             "callbacks": self._states.save(arrays),
         }
         snapshot = snapshots.snapshot(
             self.model,
-            position.total,
+            step,
             progress,
             files,
             arrays,
@@ -235,9 +255,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         also = [
             one
             for one in directories.folders(self.target.directory)
-            if directories.step_of(one) == self._best_step
+            if directories.step_of(one) == self._monitored.best[0]
         ]
-        metrics, step = dict(logs or {}), position.total
+        metrics = dict(logs or {})
 
         def work() -> Path:
             folder = write(snapshot, self.target, also)
@@ -257,32 +277,6 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             step: Training steps until it.
             logs: Metrics at that time.
         """
-
-    def _judge(self, step: int, logs: dict[str, Any]) -> None:
-        """Notes whether this is the best checkpoint."""
-        if self.monitor is None or self.monitor not in logs:
-            return
-        value = float(logs[self.monitor])
-        if self.best is None or (value > self.best if self.more_is_better else value < self.best):
-            self.best, self._best_step = value, step
-
-
-def _more_is_better(monitor: str, mode: str) -> bool:
-    """Which way a monitored value is better.
-
-    Raises:
-        ValueError: Its name does not say, and neither does `mode`.
-    """
-    if mode in ("min", "max"):
-        return mode == "max"
-    if "loss" in monitor or "error" in monitor:
-        return False
-    if "acc" in monitor or "auc" in monitor.lower():
-        return True
-    raise ValueError(
-        "mode says whether less of what is monitored is better, 'min', or more, 'max', where its "
-        f"name does not. Received: monitor={monitor!r}, mode={mode!r}"
-    )
 
 
 def _as_list(callbacks: Any) -> list[keras.callbacks.Callback]:

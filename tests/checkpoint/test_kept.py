@@ -1,0 +1,73 @@
+"""Which checkpoints stay: the newest by number, and the best by what is monitored."""
+
+from __future__ import annotations
+
+import warnings
+
+import kdist
+from kdist.callbacks import ShardedCheckpoint
+from kdist.checkpoint import directory as directories
+
+import numpy as np
+import pytest
+
+from .runs import STEPS, build, run
+
+
+def steps_in(directory):
+    return [directories.step_of(one) for one in directories.folders(directory)]
+
+
+def test_a_second_run_counts_on_from_the_newest_checkpoint(tmp_path):
+    """Its state is the newest there, and `keep` leaves it."""
+    model = build({"data": 2}, 0)
+    saver = ShardedCheckpoint(tmp_path, every_steps=2, keep=2)
+    run(model, saver, "arrays", epochs=2)
+    assert steps_in(tmp_path) == [2 * STEPS - 2, 2 * STEPS]
+    run(model, saver, "arrays", epochs=1)
+    assert steps_in(tmp_path) == [3 * STEPS - 2, 3 * STEPS]
+    other = build({"data": 2}, 0)
+    assert kdist.checkpoint.restore(other, tmp_path).step == 3 * STEPS
+    for a, b in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_run_that_resumes_a_second_run_goes_on_with_its_numbers(tmp_path):
+    """Of a model that had trained elsewhere, too: its optimizer has counted."""
+    model = build({"data": 2}, 0)
+    model.fit(np.ones((8, 6)), np.ones((8, 3)), epochs=4, verbose=0)
+    run(model, ShardedCheckpoint(tmp_path, every_steps=3), "arrays", stop=8)
+    assert steps_in(tmp_path) == [4 + 3, 4 + 6]
+    saver = ShardedCheckpoint(tmp_path, every_steps=3, keep=None, resume=True)
+    again = build({"data": 2}, 0)
+    run(again, saver, "arrays", epochs=2)
+    assert saver.restored.step == 4 + 6
+    assert steps_in(tmp_path) == [4 + 3, 4 + 6, 4 + 9, 4 + 12]
+    assert int(again.optimizer.iterations) == 4 + 12
+
+
+def test_the_best_of_an_epochs_value_is_found_between_steps_too(tmp_path):
+    model = build({"data": 2}, 0)
+    saver = ShardedCheckpoint(tmp_path, every_steps=4, keep=1, monitor="val_loss", mode="max")
+    values = run(model, saver, "split")["history"]["val_loss"]
+    per_epoch = 5  # 35 rows are not held out
+    assert saver.best == max(values)
+    best = per_epoch * (1 + int(np.argmax(values)))
+    assert steps_in(tmp_path) == sorted({best, 3 * per_epoch})
+    again = ShardedCheckpoint(tmp_path, monitor="val_loss", mode="max", resume=True)
+    run(build({"data": 2}, 0), again, "split")
+    assert again.best == max(values)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "kind", "told"),
+    [("val_lossy", "split", 1), ("val_loss", "arrays", 1), ("val_loss", "split", 0)],
+)
+def test_a_name_that_no_logs_have_is_told_once(tmp_path, monitor, kind, told):
+    saver = ShardedCheckpoint(tmp_path, monitor=monitor)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run(build({"data": 2}, 0), saver, kind)
+    texts = [str(one.message) for one in found if "monitors" in str(one.message)]
+    assert len(texts) == told
+    assert all(f"monitor={monitor!r}" in text and "'loss'" in text for text in texts)
