@@ -26,11 +26,11 @@ def as_program(concrete: Any) -> LoweredProgram:
         copied = node is not None and node.op == "Identity"
         return str(node.input[0]) if node is not None and copied else str(reference)
 
+    operations = _operations(concrete)
+
     def shape(name: str, output: int) -> tf.TensorShape:
-        try:
-            return concrete.graph.get_operation_by_name(name).outputs[output].shape
-        except KeyError:  # renamed, as an argument has its name
-            return tf.TensorShape(None)
+        operation = operations.get(name)
+        return tf.TensorShape(None) if operation is None else operation.outputs[output].shape
 
     return LoweredProgram(
         definition=definition,
@@ -42,3 +42,14 @@ def as_program(concrete: Any) -> LoweredProgram:
         structure=None,
         shape=shape,
     )
+
+
+def _operations(concrete: Any) -> dict[str, tf.Operation]:
+    """The operations of a function's graph by the names of their nodes in its definition.
+
+    A node is renamed if an argument or a result has its name; nodes stand in the graph's order.
+    """
+    given = {t.op.name for t in concrete.inputs}
+    made = (op for op in concrete.graph.get_operations() if op.name not in given)
+    pairs = zip(concrete.function_def.node_def, made)
+    return {node.name: op for node, op in pairs if node.op == op.type}
