@@ -143,7 +143,8 @@ class _Choosing:
         views = {n for n in inner if nodes.kind(n) in VIEWS}
         self.timed = {n for n in inner if not UNTIMED.fullmatch(nodes.kind(n))}
         self.views = views & self.timed
-        self.seconds = {n: 0.0 if n in views else nodes.seconds(n) for n in inner}
+        counted = self.timed - self.views
+        self.seconds = {n: nodes.seconds(n) if n in counted else 0.0 for n in inner}
         self.every = self._needed()
 
     def chosen(self, blocks: Blocks, peak: Callable[[set[str]], int], where: str) -> set[str]:

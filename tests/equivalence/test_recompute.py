@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import kdist
@@ -238,3 +239,49 @@ def test_every_layer_again_equals_one_device(name: str, mesh: str) -> None:
         optimizer=OPTIMIZERS["adam"],
         config={"recompute": kdist.RecomputeConfig()},
     )
+
+
+class Branching(keras.layers.Layer):
+    """Multiplies by one of two matrices."""
+
+    def build(self, shape: Any) -> None:
+        self.kernels = [self.add_weight(shape=(shape[-1], 8), name=f"kernel_{i}") for i in (0, 1)]
+
+    def call(self, x: Any) -> Any:
+        first, second = self.kernels
+        return keras.ops.cond(first[0, 0] < 9, lambda: x @ first, lambda: x @ second)
+
+
+def _looping() -> keras.Model:
+    x = inputs = keras.Input((TOKENS,), dtype="int32", name="tokens")
+    x = keras.layers.Embedding(VOCABULARY, 8, name="vocabulary")(x)
+    x = keras.layers.LSTM(8, return_sequences=True, name="block_0_lstm")(x)
+    x = Branching(name="block_0_branch")(x)
+    x = keras.layers.Dense(8, "gelu", name="block_0_dense")(x)
+    x = keras.layers.Dense(8, "gelu", name="block_1_dense")(x)
+    x = keras.layers.GlobalAveragePooling1D(name="pool")(x)
+    return keras.Model(inputs, keras.layers.Dense(CLASSES, name="head")(x), name="looping")
+
+
+LOOPING = dataclasses.replace(BLOCKS, name="looping", build=_looping, layout_map={})
+LOOP_ROWS = product(("least", "more"), ("data1", "data2", "model2", "pipe2"))
+
+
+@pytest.mark.parametrize(("budget", "mesh"), spread(LOOP_ROWS, [("least", "data1")]))
+def test_budgets_of_blocks_with_loops_and_branches(budget: str, mesh: str) -> None:
+    """Their time is not estimated; they run again where everything does."""
+    axes = {**MESHES, **WRAPPED_MESHES}[mesh]
+    staged = {"pipeline": kdist.PipelineConfig(micro_batches=2)} if "pipe" in axes else {}
+
+    def again(budget_mb: float) -> dict[str, Any]:
+        recompute = kdist.RecomputeConfig(
+            layers=[r"block_(\d)_.*"], policy="budget", budget_mb=budget_mb
+        )
+        return {"recompute": recompute, **staged}
+
+    adam = OPTIMIZERS["adam"]
+    with pytest.raises(ValueError, match="Give budget_mb at least") as least:
+        train(Run(case=LOOPING, mesh_axes=axes, optimizer=adam, config=again(1e-4)), "kdist")
+    found = float(re.search(r"need (\S+) MB", str(least.value))[1])  # type: ignore[index]
+    config = again(found if budget == "least" else 1.2 * found)
+    compare(LOOPING, axes, optimizer=adam, config=config)
