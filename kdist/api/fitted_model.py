@@ -81,7 +81,8 @@ class FittedModel(SteppedModel):
             self.datasets.stays(cause)
             return arguments
         devices = [one.devices[0] for one in self.topology.slices]
-        return arguments | {n: self.datasets.read(arguments[n], devices) for n in names}
+        read = self.datasets.read([arguments[n] for n in names], devices)
+        return arguments | dict(zip(names, read, strict=True))
 
     def _read_by_process_0(self) -> str | None:
         """Why steps take whole batches, None where they take each replica's rows."""

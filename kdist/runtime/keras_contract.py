@@ -108,7 +108,7 @@ def _or_by_workers(
         one = made.setdefault(iterator.dataset, once(iterator.dataset))
         logs = None
         for _ in range(model.steps_per_execution):
-            first = iterator.first.get_next_as_optional()
+            first = iterator.take_first()
             if first.has_value():
                 with ending_together():
                     logs = one(first, iterator.others)

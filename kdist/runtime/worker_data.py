@@ -9,38 +9,33 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kdist.program.batch import SplitBatch
 from kdist.program.own_rows import OwnRows
+from kdist.runtime import drawing
+from kdist.runtime.drawing import Draws, StaysWithProcess0
 from kdist.sharding.device import Device
 
-import numpy as np
 import tensorflow as tf
 
-FAIL = 2
-"""Of TensorFlow's policies for state outside of a dataset: refuse it, and say what it is."""
 LARGE_BYTES = 16 << 20
 """Of arrays in a dataset, which every process would be sent whole."""
 AHEAD = 2
 """Batches that a process reads ahead."""
-SHUFFLES = {
-    "ShuffleDataset": 2,
-    "ShuffleDatasetV2": 2,
-    "ShuffleDatasetV3": 2,
-    "ShuffleAndRepeatDataset": 2,
-    "ShuffleAndRepeatDatasetV2": 2,
-    "RandomDataset": 0,
-    "RandomDatasetV2": 0,
-}
-"""Operations that draw, and which input is the first of their two seeds."""
+_SAME = (
+    "A tf.data.Dataset has the same elements in every process, each of which reads it. Give all of "
+    "them the same files, or arrays in place of a Dataset, which process 0 reads."
+)
+_APART = (
+    "this tf.data.Dataset begins anew: it has a shuffle in common with one that was read before, "
+    "and one of both draws from it in the middle of its data, so that no turn is known."
+)
 FILES = ("CacheDataset", "CacheDatasetV2", "SnapshotDataset", "SnapshotDatasetV2")
-
-
-class StaysWithProcess0(Exception):
-    """A dataset is read by process 0; the text says why."""
 
 
 class WorkerDataset:
@@ -56,25 +51,39 @@ class WorkerDataset:
 
     def __init__(self, dataset: tf.data.Dataset, devices: Sequence[str]) -> None:
         _check_elements(dataset)
+        graph = drawing.graph_of(dataset)
+        _check_operations(graph)
         here = Device.parse(tf.config.list_logical_devices()[0].name).process
         replicas: dict[tuple[str, int], list[int]] = {here: []}
         for number, name in enumerate(devices):
             replicas.setdefault(Device.parse(name).process, []).append(number)
         self.rows = OwnRows(dataset.element_spec, tuple(map(tuple, replicas.values())))
-        draw = np.random.default_rng()  # not the one that users seed, which goes on as without
-        graph = _seeded(_graph_of(dataset), draw)
-        same = tf.data.experimental.from_variant(_dataset(graph), dataset.element_spec)
         self._devices = [Device(process, "CPU", 0).name for process in replicas]
-        self._readers = []
-        for number, device in enumerate(self._devices):
-            kept = same.map(self.rows.cut(number)).prefetch(AHEAD)
-            graph = _graph_of(kept).SerializeToString()
-            with tf.device(device):
-                there = _dataset(graph)
-                self._readers.append(tf.data.experimental.from_variant(there, kept.element_spec))
+        kept = [dataset.map(self.rows.cut(k)).prefetch(AHEAD) for k in range(len(replicas))]
+        self._specs = [one.element_spec for one in kept]
+        self.draws = Draws(graph, self._devices)
+        self._last: End | None = None
+        self._made = 0
+        texts = [drawing.graph_of(one).SerializeToString() for one in kept]
+        self._readers = self._placed(texts)
+        self._texts = texts if self.draws.late else []
         self.batch = tf.function(self._batch, autograph=False)
 
+    def _placed(self, texts: Sequence[bytes]) -> list[tf.data.Dataset]:
+        """Makes the datasets in the processes, of their graphs."""
+        made = []
+        for device, text, spec in zip(self._devices, texts, self._specs, strict=True):
+            graph = tf.compat.v1.GraphDef.FromString(text)
+            placed = self.draws.placed(graph, device, self._made)
+            with tf.device(device):
+                there = tf.raw_ops.DatasetFromGraph(graph_def=tf.constant(placed))
+                made.append(tf.data.experimental.from_variant(there, spec))
+        return made
+
     def __iter__(self) -> WorkerIterator:
+        if self.draws.late and self._last is not None and not self._last.reached:
+            # How far the last one has drawn follows from how far each process has read ahead.
+            self._readers = self._placed(self._texts)
         made = []
         for device, one in zip(self._devices, self._readers, strict=True):
             with tf.device(device):
@@ -82,7 +91,10 @@ class WorkerDataset:
                 # Operations reach a process in order, and functions by another way: a step could
                 # come before what makes its iterator.
                 tf.identity(tf.constant(0)).numpy()
-        return WorkerIterator(self, made)
+        self._made += 1
+        iterator = WorkerIterator(self, made)
+        self._last = iterator.end
+        return iterator
 
     def in_place_of(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """The same dataset to Keras, but for its iterators, which are of this one."""
@@ -106,6 +118,17 @@ class WorkerDataset:
         return tuple(found[: len(spec)]) if isinstance(spec, tuple) else found[0]
 
 
+@dataclasses.dataclass
+class End:
+    """Of an iterator.
+
+    Attributes:
+        reached: Whether all processes have come to it.
+    """
+
+    reached: bool = False
+
+
 class WorkerIterator:
     """What `fit` reads a `WorkerDataset` by.
 
@@ -113,21 +136,39 @@ class WorkerIterator:
         dataset: The dataset.
         first: Process 0's iterator.
         others: Those of the other processes, on their devices.
+        end: Of the data.
     """
 
     def __init__(self, dataset: WorkerDataset, iterators: Sequence[Any]) -> None:
         self.dataset = dataset
         self.first, *self.others = iterators
+        self.end = End()
         self.element_spec = dataset.rows.spec
 
     def __iter__(self) -> WorkerIterator:
         return self
 
+    def take_first(self) -> tf.experimental.Optional:
+        """What process 0 kept of the next batch; without a value at the end of the data.
+
+        Raises:
+            RuntimeError: That is the end in process 0 alone.
+        """
+        first = self.first.get_next_as_optional()
+        if not first.has_value() and not self.end.reached:
+            # Asked, the others have come to the end too, and a cache has all of its rows.
+            if any(bool(one.get_next_as_optional().has_value()) for one in self.others):
+                raise RuntimeError(f"{_SAME} Received: more batches than in process 0")
+            self.end.reached = True
+        return first
+
     def __next__(self) -> Any:
         """The next batch, whole: for what looks at one outside of a step."""
-        kept = next(self.first)
+        kept = self.take_first()
+        if not kept.has_value():
+            raise StopIteration
         with ending_together():
-            return self.dataset.batch(kept, self.others)
+            return self.dataset.batch(kept.get_value(), self.others)
 
 
 @contextlib.contextmanager
@@ -141,9 +182,7 @@ def ending_together() -> Iterator[None]:
         yield
     except tf.errors.OutOfRangeError as error:
         raise RuntimeError(
-            "A tf.data.Dataset has the same elements in every process, each of which reads it. "
-            "Give all of them the same files, or arrays in place of a Dataset, which process 0 "
-            f"reads. Received: fewer batches than in process 0 ({error.message})"
+            f"{_SAME} Received: fewer batches than in process 0 ({error.message})"
         ) from error
 
 
@@ -159,68 +198,27 @@ def _check_elements(dataset: tf.data.Dataset) -> None:
         raise StaysWithProcess0("deterministic=False, and its order is not the same twice")
 
 
-def _graph_of(dataset: tf.data.Dataset) -> Any:
-    """A dataset's graph.
+def _check_operations(graph: Any) -> None:
+    """Refuses what differs between processes.
 
     Raises:
-        StaysWithProcess0: It has Python functions, variables, tables or random draws, or is of
-            arrays.
+        StaysWithProcess0: A graph has such operations, or is large.
     """
-    variant = tf.data.experimental.to_variant(dataset)
-    try:
-        text = tf.raw_ops.DatasetToGraphV2(
-            input_dataset=variant, external_state_policy=FAIL, strip_device_assignment=True
-        ).numpy()
-    except tf.errors.OpError as error:
-        raise StaysWithProcess0(str(error.message).split("} ")[-1].split(" [Op")[0]) from error
-    if len(text) > LARGE_BYTES:
-        raise StaysWithProcess0(f"it has arrays of {len(text) >> 20} MiB in it")
-    return tf.compat.v1.GraphDef.FromString(text)
-
-
-def _dataset(graph: bytes) -> Any:
-    return tf.raw_ops.DatasetFromGraph(graph_def=tf.constant(graph))
-
-
-def _seeded(graph: Any, draw: np.random.Generator) -> bytes:
-    """A dataset's graph whose shuffles draw the same in every process.
-
-    Raises:
-        StaysWithProcess0: It has operations whose results differ between processes.
-    """
+    if (size := graph.ByteSize()) > LARGE_BYTES:
+        raise StaysWithProcess0(f"it has arrays of {size >> 20} MiB in it")
     inside = [node for one in graph.library.function for node in one.node_def]
     for node in (*graph.node, *inside):
         # Reading an attribute that is not there would make it.
         if "deterministic" in node.attr and node.attr["deterministic"].s == b"false":
             raise StaysWithProcess0("deterministic=False, and its order is not the same twice")
-    values = {node.name: node.attr["value"].tensor for node in graph.node if node.op == "Const"}
-    for node in list(graph.node):
-        if node.op == "Const" and node.attr["dtype"].type == tf.resource.as_datatype_enum:
-            # What draws a shuffle's seeds; of another name, each process makes one of its own.
-            # The user's, which is in process 0 alone, may have been drawn from before.
-            for handle in node.attr["value"].tensor.resource_handle_val:
-                handle.name = f"kdist_{draw.integers(2**62)}"
-        if node.op in FILES and _scalar(values.get(node.input[1])) != b"":
+    nodes = {node.name: node for node in graph.node}
+    for node in graph.node:
+        inputs = [nodes[drawing.source(name)] for name in node.input]
+        if node.op in FILES and drawing.scalar(inputs[1]) != b"":
             raise StaysWithProcess0(f"{node.op} writes a file, and processes may share a disk")
-        if node.op not in SHUFFLES:
-            continue
-        at = SHUFFLES[node.op]
-        if any(_scalar(values.get(name)) != 0 for name in node.input[at : at + 2]):
-            continue
-        for k in (at, at + 1):
-            seed = graph.node.add(name=f"kdist_seed_{node.name.replace('/', '_')}_{k}", op="Const")
-            seed.attr["dtype"].type = tf.int64.as_datatype_enum
-            drawn = draw.integers(1, 2**31, dtype=np.int64)
-            seed.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(drawn))
-            node.input[k] = seed.name
-    return bytes(graph.SerializeToString())
-
-
-def _scalar(proto: Any) -> Any:
-    """The value of a constant of a graph; None where there is none."""
-    if proto is None:
-        return None
-    return tf.io.parse_tensor(proto.SerializeToString(), tf.dtypes.as_dtype(proto.dtype)).numpy()
+        at = drawing.WITHOUT.get(node.op)
+        if at is not None and not any(drawing.scalar(one) for one in inputs[at : at + 2]):
+            raise StaysWithProcess0(f"{node.op} draws without a seed; give it one")
 
 
 class WorkerDatasets:
@@ -232,28 +230,41 @@ class WorkerDatasets:
 
     def __init__(self, say: Any) -> None:
         self._say = say
-        # One for each of the user's: iterators of one dataset share the seeds of its shuffles.
+        # One for each of the user's: iterators of one dataset share what they draw from.
         self._made: weakref.WeakKeyDictionary[Any, WorkerDataset | None] = (
             weakref.WeakKeyDictionary()
         )
 
-    def read(self, data: Any, devices: Sequence[str]) -> Any:
-        """What Keras gets in place of data: a dataset that workers read, where that can be.
+    def read(self, data: Sequence[Any], devices: Sequence[str]) -> list[Any]:
+        """What Keras gets in place of data: datasets that workers read, where that can be.
 
         Args:
-            data: Of `fit`. What is no dataset, or one that process 0 reads, stays as it is.
+            data: Of one call. What is no dataset, or one that process 0 reads, stays as it is.
             devices: Of the replicas.
         """
-        if not is_dataset(data) or hasattr(data, "read_by_workers"):
-            return data
-        if data not in self._made:
-            try:
-                self._made[data] = WorkerDataset(data, devices)
-            except StaysWithProcess0 as reason:
-                self._made[data] = None
-                self.stays(str(reason))
-        made = self._made[data]
-        return data if made is None else made.in_place_of(data)
+        found = [one for one in data if is_dataset(one) and not hasattr(one, "read_by_workers")]
+        before = {id(one) for one in found if one in self._made}
+        for one in found:
+            if one not in self._made:
+                self._make(one, devices)
+        for first, second in itertools.combinations(found, 2):
+            mine, other = self._made[first], self._made[second]
+            if mine is not None and other is not None and mine.draws.meet_late(other.draws):
+                self._made[first] = self._made[second] = None
+                self.stays("two of one call take turns at a shuffle, and one of both draws late")
+        for one in found:
+            made = self._made[one]
+            if made is not None and made.draws.apart and id(one) not in before:
+                self._say(_APART)
+        read = {id(one): made for one in found if (made := self._made[one]) is not None}
+        return [read[id(one)].in_place_of(one) if id(one) in read else one for one in data]
+
+    def _make(self, data: Any, devices: Sequence[str]) -> None:
+        try:
+            self._made[data] = WorkerDataset(data, devices)
+        except StaysWithProcess0 as reason:
+            self._made[data] = None
+            self.stays(str(reason))
 
     def stays(self, reason: str) -> None:
         """Says that process 0 reads a dataset."""

@@ -114,7 +114,14 @@ def datasets(folder: Path) -> dict[str, Any]:
     python = lines.map(lambda line: tf.py_function(rows, [line], [tf.float64] * 2)).map(
         lambda x, y: (tf.ensure_shape(x, (12,)), tf.ensure_shape(y, (4,)))
     )
+    shuffled = parsed.shuffle(50, seed=4)
+    columns = shuffled.map(lambda x, y: x), shuffled.map(lambda x, y: y)
     return {
+        "split": shuffled.skip(8).batch(7),
+        "split, to look at": shuffled.take(8).batch(7),
+        "columns": tf.data.Dataset.zip(columns).batch(7),
+        "late": shuffled.skip(8).repeat().batch(7),
+        "late, to look at": shuffled.take(8).batch(7),
         "plain": parsed.batch(7),
         "seeded": parsed.shuffle(50, seed=3).batch(7),
         "unseeded": parsed.shuffle(50).batch(7),
@@ -135,7 +142,8 @@ def reads() -> None:
     """Trains and evaluates on a dataset over files; says what was seen, and who reads it."""
     joined()
     folder, name = Path(os.environ["TEST_FOLDER"]), os.environ["TEST_DATA"]
-    given = datasets(folder)[name]
+    made_of = datasets(folder)
+    given, whole = made_of[name], made_of.get(f"{name}, to look at", made_of["plain"])
     if name == "unseeded":
         next(iter(given))  # which draws seeds in this process alone
     made = model()
@@ -164,8 +172,7 @@ def reads() -> None:
     calls: list[keras.callbacks.Callback] = []
     if states := os.environ.get("TEST_STATES"):
         calls = [kdist.callbacks.ShardedCheckpoint(states, every_steps=2, resume=True), Failing()]
-    steps = 4 if name == "full" else None
-    whole = datasets(folder)["plain"]
+    steps = 4 if name in ("full", "late") else None
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         history = made.fit(
