@@ -1,7 +1,7 @@
-"""Where Keras puts each variable in a `.weights.h5` file; and such files, read part by part.
+"""Files of Keras, read part by part; and the texts that are in them.
 
-- `saving_lib.H5IOStore` is what Keras writes to and reads from: `places` has one that notes,
-  `mapped_files` has its `__getitem__` give arrays that are read when they are used.
+- `saving_lib.H5IOStore` is what Keras reads from: `mapped_files` has its `__getitem__` give arrays
+  that are read when they are used.
 - `saving_lib.is_memory_sufficient` decides whether Keras reads all of a `.keras` file first.
 
 `tests/_compat/test_keras_saving.py` fails when one of them moves.
@@ -10,13 +10,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import struct
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,56 +32,6 @@ UNPACKED = 64 << 10
 """Bytes up to which a weight that cannot be mapped is copied by Keras; larger ones are unpacked."""
 _ZIP_HEADER = 30
 """Bytes of what comes before each member of an archive, by the format's definition."""
-
-
-class _Recorder(saving_lib.H5IOStore):
-    """Notes what is stored where, and stores nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO(), mode="w")
-        self.found: dict[str, Any] = {}
-        self.names: dict[str, str] = {}
-        self._at = ""
-
-    def make(self, path: str, metadata: Mapping[str, Any] | None = None) -> Any:
-        """See Keras's."""
-        self._at = f"{path}/vars" if path else "vars"
-        if metadata:
-            self.names[self._at] = metadata[GROUP_NAME]
-        return self
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        """See Keras's."""
-        self.found[f"{self._at}/{key}"] = value
-
-    def __bool__(self) -> bool:
-        return True
-
-
-def places(model: keras.Model) -> tuple[dict[str, Any], dict[str, str]]:
-    """Where `model.save` puts what layers and the optimizer give it.
-
-    Returns:
-        Path in the file -> what is stored there, a variable or an array; path of a group -> name.
-    """
-    recorder = _Recorder()
-    optimizer = getattr(model, "optimizer", None)
-    try:
-        # Not the optimizer itself, which would give arrays, each of them a whole copy.
-        saving_lib._save_state(model, recorder, None, "", {id(optimizer)})
-    finally:
-        recorder.close()
-    if optimizer is not None and optimizer.built:
-        _add_optimizer(recorder, optimizer, "optimizer")
-    return recorder.found, recorder.names
-
-
-def _add_optimizer(recorder: _Recorder, optimizer: Any, path: str) -> None:
-    recorder.make(path, {GROUP_NAME: optimizer.name})
-    for n, variable in enumerate(optimizer.variables):
-        recorder[str(n)] = variable
-    if (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
-        _add_optimizer(recorder, inner, f"{path}/inner_optimizer")
 
 
 @contextlib.contextmanager
@@ -188,5 +137,6 @@ FILES = {
     "config": saving_lib._CONFIG_FILENAME,
     "metadata": saving_lib._METADATA_FILENAME,
     "weights": saving_lib._VARS_FNAME_H5,
+    "assets": saving_lib._ASSETS_DIRNAME,
 }
 """What a `.keras` file is made of."""

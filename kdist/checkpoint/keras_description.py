@@ -9,14 +9,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kdist._compat import keras_saving
+from kdist._compat import keras_places, keras_saving
+from kdist._compat.keras_places import Places, Product
 from kdist.checkpoint.directory import read_file
 from kdist.checkpoint.manifest import CheckpointError, Manifest, SavedArray
 
 import keras
+import numpy as np
 
-FILE = "keras.json"
+FILE, ASSETS = "keras.json", "keras_assets.zip"
 """Of a checkpoint."""
+
+VALUES = "keras"
+"""The group of what layers save that is no variable."""
+
+VALUE_BYTES = 1 << 20
+"""Such a value that is larger is not in a checkpoint."""
 
 
 class KnownPlaces:
@@ -24,10 +32,10 @@ class KnownPlaces:
 
     def __init__(self) -> None:
         self._variables: list[Any] = []
-        self._found: Any = None
+        self._found: Places | None = None
 
-    def of(self, model: keras.Model, variables: Sequence[Any]) -> Any:
-        """See `keras_saving.places`.
+    def of(self, model: keras.Model, variables: Sequence[Any]) -> Places:
+        """See `keras_places.places`.
 
         Args:
             model: Built.
@@ -36,8 +44,12 @@ class KnownPlaces:
         before, self._variables = self._variables, list(variables)
         same = len(before) == len(variables) and all(map(operator.is_, before, variables))
         if not same or self._found is None:
-            self._found = keras_saving.places(model)
+            self._found = keras_places.places(model)
         return self._found
+
+    def forget(self) -> None:
+        """What was found may be other the next time."""
+        self._found = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +62,8 @@ class KerasDescription:
         config: `config.json` of a `.keras` file; None if the model has none.
         metadata: `metadata.json` of that file.
         missing: Why files of Keras cannot be made, "" if they can.
+        added: Path in a `.weights.h5` file -> what is added to the array before it is stored.
+        no_assets: Why a `.keras` file cannot be made, "" if it can.
     """
 
     places: Mapping[str, tuple[str, int]]
@@ -57,6 +71,8 @@ class KerasDescription:
     config: str | None
     metadata: str | None
     missing: str = ""
+    added: Mapping[str, Product] = dataclasses.field(default_factory=dict)
+    no_assets: str = ""
 
     @classmethod
     def of(
@@ -64,13 +80,17 @@ class KerasDescription:
         model: keras.Model,
         groups: Mapping[str, Sequence[tuple[str, Any]]],
         known: KnownPlaces | None = None,
-    ) -> KerasDescription:
+    ) -> tuple[KerasDescription, list[np.ndarray], bytes]:
         """Of a model.
 
         Args:
             model: Built.
             groups: Its variables as the checkpoint has them; see `snapshot.groups_of`.
             known: Of what was described before, maybe of this model.
+
+        Returns:
+            The description; values that are no variables, the arrays of the group `VALUES`; an
+            archive of further files, empty if there are none.
         """
         number = {
             id(v): (group, n)
@@ -78,18 +98,35 @@ class KerasDescription:
             for n, (_, v) in enumerate(variables)
         }
         every = [v for variables in groups.values() for _, v in variables]
-        stored, names = (known or KnownPlaces()).of(model, every)
-        found = {path: number.get(id(value)) for path, value in stored.items()}
-        unknown = [path for path, where in found.items() if where is None]
-        places = {path: where for path, where in found.items() if where is not None}
-        missing = f"{unknown[0]!r} holds what is no variable of the model" if unknown else ""
-        if isinstance(getattr(model, "optimizer", None), keras.optimizers.MultiOptimizer):
-            missing = missing or "the optimizer is several, each with files of its own"
+        known = known or KnownPlaces()
+        stored = known.of(model, every)
+        places: dict[str, tuple[str, int]] = {}
+        values: list[np.ndarray] = []
+        missing = ""
+        for path, value in stored.found.items():
+            where = number.get(id(value))
+            if where is None:
+                array = _small(value)
+                if array is None:
+                    missing = missing or f"{path!r} holds what is no variable of the model"
+                    continue
+                where = VALUES, len(values)
+                values.append(array)
+            places[path] = where
+        if values:
+            known.forget()
+        added = {
+            path: Product(number[id(one.a)], number[id(one.b)], one.factor)
+            for path, one in stored.added.items()
+        }
+        config = metadata = None
         try:
             config, metadata = keras_saving.config_and_metadata(model)
         except (NotImplementedError, TypeError, ValueError) as error:
-            return cls(places, names, None, None, missing or f"the model has no config: {error}")
-        return cls(places, names, config, metadata, missing)
+            missing = missing or f"the model has no config: {error}"
+        reason = stored.no_assets
+        found = cls(places, stored.names, config, metadata, missing, added, reason)
+        return found, values, stored.assets
 
     def to_bytes(self) -> bytes:
         """As JSON."""
@@ -106,9 +143,28 @@ class KerasDescription:
             raise CheckpointError(f"The checkpoint {folder} does not describe a Keras model.")
         values = json.loads(read_file(folder, manifest, FILE))
         values["places"] = {path: tuple(where) for path, where in values["places"].items()}
+        added = values.get("added", {}).items()
+        values["added"] = {path: Product(**one) for path, one in added}
         return cls(**values)
 
     def array(self, manifest: Manifest, path: str) -> SavedArray:
-        """What is at a path of a `.weights.h5` file."""
+        """What is at a path of a `.weights.h5` file, before something is added."""
         group, number = self.places[path]
         return manifest.groups[group][number]
+
+    def factors(self, manifest: Manifest, path: str) -> tuple[SavedArray, SavedArray, float] | None:
+        """The factors of what is added at a path; None for nothing."""
+        if (product := self.added.get(path)) is None:
+            return None
+        a, b = (manifest.groups[group][number] for group, number in (product.a, product.b))
+        return a, b, product.factor
+
+
+def _small(value: Any) -> np.ndarray | None:
+    """A value as an array, if it is one of numbers, and not large."""
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+    numbers = array.dtype.kind in "biuf" or array.dtype.name == "bfloat16"
+    return array if numbers and array.nbytes <= VALUE_BYTES else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import tempfile
@@ -12,7 +13,8 @@ from typing import Any
 
 from kdist._compat import keras_saving
 from kdist.checkpoint.checkpoints import PathLike, first_whole
-from kdist.checkpoint.keras_description import KerasDescription
+from kdist.checkpoint.directory import read_file
+from kdist.checkpoint.keras_description import ASSETS, KerasDescription
 from kdist.checkpoint.manifest import Box, CheckpointError, Manifest, SavedArray
 from kdist.checkpoint.snapshot import MODEL
 from kdist.checkpoint.store import CHUNK_BYTES, Reader, chunk_shape, dtype_of
@@ -54,7 +56,7 @@ def consolidate(directory: PathLike, out: PathLike, *, step: int | None = None) 
 
     Raises:
         CheckpointError: There is no whole checkpoint, the name ends otherwise, or a layer saves
-            what is no variable, which only `model.save` can.
+            more than a MiB of what is no variable, which only `model.save` can.
 
     Example:
         >>> kdist.checkpoint.consolidate("checkpoints", "model.keras")
@@ -93,6 +95,11 @@ def _description(folder: Path, manifest: Manifest) -> KerasDescription:
 
 def _keras(folder: Path, manifest: Manifest, out: Path) -> None:
     description = _description(folder, manifest)
+    if description.no_assets:
+        raise CheckpointError(
+            "A layer could not write its assets. Make a .weights.h5 file instead. "
+            f"Received: {description.no_assets}"
+        )
     names = keras_saving.FILES
     with tempfile.TemporaryDirectory(dir=out.parent) as beside, zipfile.ZipFile(out, "w") as file:
         file.writestr(names["metadata"], description.metadata or "")
@@ -100,6 +107,11 @@ def _keras(folder: Path, manifest: Manifest, out: Path) -> None:
         weights = Path(beside) / names["weights"]
         _write_h5(folder, manifest, weights, description)
         file.write(weights, names["weights"])
+        if ASSETS in manifest.files:
+            assets = io.BytesIO(read_file(folder, manifest, ASSETS))
+            with zipfile.ZipFile(assets) as archive:
+                for one in archive.infolist():
+                    file.writestr(one, archive.read(one))
 
 
 def _weights(folder: Path, manifest: Manifest, out: Path) -> None:
@@ -117,8 +129,18 @@ def _write_h5(folder: Path, manifest: Manifest, out: Path, description: KerasDes
             made = file.create_dataset(path, array.shape, dtype)
             if array.dtype == "bfloat16":
                 made.attrs["dtype"] = "bfloat16"
+            added = description.factors(manifest, path)
             for box, values in _pieces(reader, array):
-                made[box if box else ()] = values
+                more = 0 if added is None else _product(reader, added, box).astype(dtype)
+                made[box if box else ()] = values + more if added else values
+
+
+def _product(reader: Reader, added: tuple[SavedArray, SavedArray, float], box: Box) -> np.ndarray:
+    """The part of `factor * matmul(a, b)` in a box."""
+    a, b, factor = added
+    rows = reader.read(a, (*box[:-1], slice(0, a.shape[-1])))
+    columns = reader.read(b, (slice(0, b.shape[0]), box[-1]))
+    return factor * np.matmul(rows, columns)
 
 
 def _safetensors(folder: Path, manifest: Manifest, out: Path) -> None:

@@ -13,7 +13,7 @@ from kdist._compat.version import VERSION
 from kdist.api.parallelize import parallel_of
 from kdist.checkpoint import shares
 from kdist.checkpoint.directory import read_file
-from kdist.checkpoint.keras_description import FILE, KerasDescription, KnownPlaces
+from kdist.checkpoint.keras_description import ASSETS, FILE, VALUES, KerasDescription, KnownPlaces
 from kdist.checkpoint.manifest import STORE, CheckpointError, Manifest, SavedArray
 from kdist.checkpoint.matching import match
 from kdist.checkpoint.store import Reader
@@ -109,12 +109,14 @@ def snapshot(
             found.setdefault(one.part.store, []).append(one)
     parts = in_host_memory(found.pop(STORE, ()), copied)
     others = [shares.Share(some[0].process, some, copied) for some in found.values()]
-    if arrays:
-        kept = [one_part(f"{CALLBACKS}/{n}", array) for n, array in enumerate(arrays)]
-        groups[CALLBACKS] = tuple(array for array, _ in kept)
-        parts += [part for _, part in kept]
+    description, values, assets = KerasDescription.of(model, variables_of, known)
+    for group, further in ((CALLBACKS, arrays), (VALUES, values)):
+        if further:
+            kept = [one_part(f"{group}/{n}", array) for n, array in enumerate(further)]
+            groups[group] = tuple(array for array, _ in kept)
+            parts += [part for _, part in kept]
     manifest = Manifest(step, groups, dict(progress or {}), made_by=VERSION)
-    of_keras = {FILE: KerasDescription.of(model, variables_of, known).to_bytes()}
+    of_keras = {FILE: description.to_bytes(), **({ASSETS: assets} if assets else {})}
     return Snapshot(manifest, parts, {**of_keras, **(files or {})}, others)
 
 

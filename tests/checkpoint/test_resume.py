@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import kdist
-from kdist._compat import keras_saving
+from kdist._compat import keras_places
 from kdist.callbacks import ShardedCheckpoint
 from kdist.checkpoint import directory as directories
 from kdist.checkpoint.callback_state import CallbackStates
@@ -125,8 +125,8 @@ def test_a_run_that_ended_is_not_run_again(tmp_path):
 def test_a_model_is_described_once(tmp_path, monkeypatch):
     """What training waits for is the copy; a model that changes is described again."""
     found = []
-    own = keras_saving.places
-    monkeypatch.setattr(keras_saving, "places", lambda model: found.append(1) or own(model))
+    own = keras_places.places
+    monkeypatch.setattr(keras_places, "places", lambda model: found.append(1) or own(model))
     model = build({"data": 2}, 1)
     for n, edit in enumerate((lambda: None, lambda: model.get_layer("up").enable_lora(2))):
         edit()
