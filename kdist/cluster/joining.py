@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
-import sys
 import warnings
 from typing import Any
 
 from kdist._compat import cluster_runtime, environment
 from kdist.cluster import output
 from kdist.cluster.controller import Controller
+from kdist.cluster.ending import Ending
 from kdist.cluster.place import Place
 from kdist.cluster.reach import outside_addresses
 from kdist.cluster.server import serve
@@ -21,7 +20,6 @@ from kdist.cluster.sources import find, number
 _ARGUMENTS = ("coordinator", "num_processes", "process_id")
 _DEVICES = "KDIST_CPU_DEVICES"
 _controller: Controller | None = None
-_exit_code = 0
 
 
 def init(
@@ -162,7 +160,7 @@ def _join(
         made.end(1, str(error))
         raise
     _controller = made
-    _tell_at_the_end(made)
+    Ending(lambda code, error: made.end(code, output.described(error) if error else "")).watch()
     if outside := outside_addresses():
         warnings.warn(
             "kdist.init: TensorFlow's servers listen on every address of their machines and ask "
@@ -171,20 +169,3 @@ def _join(
             f"Received: a machine with {', '.join(outside)}",
             stacklevel=3,
         )
-
-
-def _tell_at_the_end(made: Controller) -> None:
-    """The others end with this process, and with its exit code."""
-    plain_exit, plain_hook = sys.exit, sys.excepthook
-
-    def noting_exit(status: Any = None) -> Any:
-        global _exit_code
-        _exit_code = status if isinstance(status, int) else int(status is not None)
-        plain_exit(status)
-
-    def noting_hook(kind: Any, error: Any, trace: Any) -> None:
-        plain_hook(kind, error, trace)
-        made.end(130 if issubclass(kind, KeyboardInterrupt) else 1, output.described(error))
-
-    sys.exit, sys.excepthook = noting_exit, noting_hook
-    atexit.register(lambda: made.end(_exit_code))

@@ -80,6 +80,15 @@ def test_all_end_with_the_exit_code_of_process_0(scenario: str, code: int) -> No
         )
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize(("way", "code"), [("quit", 3), ("hook", 1), ("caught", 0)])
+def test_all_end_with_the_exit_code_of_process_0_by_other_ways(way: str, code: int) -> None:
+    """The other ways are rows of `test_ending.py`."""
+    with program("leaves", 2, TEST_CODE="3", TEST_WAY=way) as both:
+        assert [one.ends() for one in both] == [code, code]
+    assert ("failed: KeyError: 'of the user'" in both[1].text) == (way == "hook")
+
+
 @pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.wide)])
 def test_a_process_that_dies_or_freezes(how: str) -> None:
     with program("goes_on", 3, TEST_SILENCE="4", TEST_DEVICES="1", TEST_MESH="3") as all_:
