@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kdist.checkpoint.array_rows import as_array, between
 from kdist.checkpoint.manifest import CheckpointError
 from kdist.checkpoint.sources import Arrays, Generated, Indexed, Source
 from kdist.checkpoint.tf_data_source import Pipeline
@@ -157,13 +158,7 @@ def source_of(arguments: Mapping[str, Any], seed: int) -> tuple[Source, dict[str
     if isinstance(x, tf.data.Dataset):
         source = Pipeline(x, seed, one_iterator=steps is not None)
     elif isinstance(x, keras.utils.PyDataset):
-        if steps is not None and x.num_batches is not None:
-            raise CheckpointError(
-                "steps_per_epoch cuts the epochs of a PyDataset that has a length, and no number "
-                "says then where a run is. Leave it out, or make the dataset endless "
-                f"(num_batches=None). Received: steps_per_epoch={steps}"
-            )
-        source = Indexed(x, bool(shuffle), seed)
+        source = Indexed(x, bool(shuffle), steps is not None, seed)
     elif hasattr(x, "__next__"):
         source = Generated(x, seed)
     else:
@@ -180,11 +175,12 @@ def _arrays(
     batch_size = changed.get("batch_size") or 32
     share = changed.pop("validation_split", 0.0)
     if share and changed.get("validation_data") is None:
-        data = keras.tree.map_structure(np.asarray, data)
-        rows = keras.tree.flatten(data)[0].shape[0]
+        data = keras.tree.map_structure(as_array, data)
+        rows = int(keras.tree.flatten(data)[0].shape[0])
         at = int(np.floor(rows * (1 - share)))
-        changed["validation_data"] = keras.tree.map_structure(lambda a: a[at:], data)
-        data = keras.tree.map_structure(lambda a: a[:at], data)
+        held_out = keras.tree.map_structure(lambda a: between(a, at, rows), data)
+        changed["validation_data"] = held_out
+        data = keras.tree.map_structure(lambda a: between(a, 0, at), data)
     changed["batch_size"] = None
     changed["validation_batch_size"] = changed.get("validation_batch_size") or batch_size
     return Arrays(data, batch_size, shuffle, steps is not None, seed)

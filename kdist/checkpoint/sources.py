@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kdist.checkpoint.array_rows import as_array, gathered, none_of, spec_of
 from kdist.checkpoint.manifest import CheckpointError
 from kdist.runtime.keras_contract import as_spec
 
@@ -91,7 +92,7 @@ class Arrays(Source):
         self, data: tuple[Any, ...], batch_size: int, shuffle: Any, endless: bool, seed: int
     ) -> None:
         super().__init__(seed)
-        self.data = keras.tree.map_structure(_tensor, data)
+        self.data = keras.tree.map_structure(as_array, data)
         self.rows = int(keras.tree.flatten(self.data)[0].shape[0])
         self.batch_size, self.shuffle = batch_size, shuffle
         self.consumes = not endless
@@ -104,9 +105,7 @@ class Arrays(Source):
 
     def example(self) -> Any:
         """See `Source`."""
-        return keras.tree.map_structure(
-            lambda t: keras.KerasTensor((None, *t.shape[1:]), t.dtype.name), self.data
-        )
+        return keras.tree.map_structure(spec_of, self.data)
 
     def arguments(self) -> dict[str, Any]:
         """See `Source`."""
@@ -114,7 +113,7 @@ class Arrays(Source):
             self._batches, output_signature=tf.TensorSpec([None], tf.int64)
         )
         rows = numbers.map(
-            lambda n: keras.tree.map_structure(lambda t: tf.gather(t, n), self.data),
+            lambda n: keras.tree.map_structure(lambda t: gathered(t, n), self.data),
             num_parallel_calls=tf.data.AUTOTUNE,
         )
         size = tf.data.INFINITE_CARDINALITY if self.steps is None else self.steps
@@ -154,18 +153,28 @@ class Arrays(Source):
 
 
 class Indexed(Source):
-    """A `keras.utils.PyDataset`, whose batches have numbers."""
+    """A `keras.utils.PyDataset`, whose batches have numbers.
 
-    def __init__(self, dataset: keras.utils.PyDataset, shuffle: bool, seed: int) -> None:
+    Args:
+        dataset: With a length, or endless.
+        shuffle: Whether each pass over a dataset with a length has an order of its own.
+        endless: Whether one pass follows the other, whatever the epoch.
+        seed: See `Source`.
+    """
+
+    def __init__(
+        self, dataset: keras.utils.PyDataset, shuffle: bool, endless: bool, seed: int
+    ) -> None:
         super().__init__(seed)
         self.dataset, self.shuffle = dataset, shuffle
-        self.consumes = dataset.num_batches is not None
+        self._endless = endless or dataset.num_batches is None
+        self.consumes = not self._endless
         self._first = dataset[0]
 
     @property
     def steps(self) -> int | None:
         """See `Source`."""
-        return self.dataset.num_batches
+        return None if self._endless else self.dataset.num_batches
 
     def example(self) -> Any:
         """See `Source`."""
@@ -178,16 +187,19 @@ class Indexed(Source):
 
     def __getitem__(self, number: int) -> Any:
         """A batch of the present epoch; an empty one in place of those that are passed over."""
-        if self.steps is None:
+        per_pass = self.dataset.num_batches
+        if per_pass is None:
             return self.dataset[number + self.total]
+        if self._endless:
+            epoch, number = divmod(number + self.total, per_pass)
+            return self.dataset[int(self.order(epoch)[number])]
         if number < self.skipped:
-            return keras.tree.map_structure(lambda t: t[:0], self._first)
+            return keras.tree.map_structure(none_of, self._first)
         return self.dataset[int(self.order(self.epoch)[number])]
 
     def order(self, epoch: int) -> np.ndarray:
-        """The order of an epoch's batches."""
-        assert self.steps is not None
-        numbers = np.arange(self.steps)
+        """The order of the batches of an epoch, or of a pass."""
+        numbers = np.arange(self.dataset.num_batches)
         draw = np.random.default_rng((self.seed, epoch))
         return draw.permutation(numbers) if self.shuffle else numbers
 
@@ -258,18 +270,3 @@ class Generated(Source):
                 "The generator ended before the batch at which training goes on. Give fit the "
                 f"generator that the run began with. Received: {passed} batches of {total}"
             )
-
-
-def _tensor(value: Any) -> Any:
-    """An array as Keras feeds it: on the host, floats in Keras's floatx."""
-    if not isinstance(value, tf.Tensor | tf.RaggedTensor):
-        value = np.asarray(value)
-        if value.dtype == object:
-            raise CheckpointError(
-                "Data of Python objects has no positions. Make arrays, or a tf.data.Dataset, of "
-                f"it. Received: an array of dtype object and shape {value.shape}"
-            )
-    with tf.device("CPU:0"):
-        tensor = tf.identity(value) if isinstance(value, tf.RaggedTensor) else value
-        tensor = tf.convert_to_tensor(tensor) if isinstance(tensor, np.ndarray) else tensor
-        return tf.cast(tensor, keras.config.floatx()) if tensor.dtype.is_floating else tensor

@@ -9,6 +9,7 @@ import kdist
 
 import keras
 import numpy as np
+import scipy.sparse
 import tensorflow as tf
 
 ROWS, BATCH = 44, 8
@@ -107,7 +108,15 @@ def source(kind: str) -> dict[str, Any]:
         },
         "split": lambda: {"x": x, "y": y, "batch_size": BATCH, "validation_split": 0.2},
         "endless": lambda: {"x": x, "y": y, "batch_size": BATCH, "steps_per_epoch": 5},
+        "sparse": lambda: {"x": scipy.sparse.csr_matrix(x), "y": y, "batch_size": BATCH},
+        "sparse_split": lambda: {
+            "x": tf.sparse.from_dense(x),
+            "y": y,
+            "batch_size": BATCH,
+            "validation_split": 0.2,
+        },
         "batches": lambda: {"x": Batches()},
+        "cut": lambda: {"x": Batches(), "steps_per_epoch": 5},
         "workers": lambda: {"x": Batches(workers=2)},
         "dataset": lambda: {"x": dataset("known")},
         "unknown": lambda: {"x": dataset("unknown")},

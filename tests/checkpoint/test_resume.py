@@ -35,6 +35,9 @@ KINDS = (
     "weighted",
     "split",
     "endless",
+    "sparse",
+    "sparse_split",
+    "cut",
     "batches",
     "workers",
     "dataset",
@@ -50,6 +53,8 @@ DEFAULT = [
     ("dataset", 7, "data2"),
     ("unknown", 7, "data2"),
     ("generator", 4, "data2"),
+    ("sparse_split", 7, "data2"),
+    ("cut", 10, "data2"),
 ]
 
 
