@@ -15,7 +15,8 @@ from kdist.cluster.place import Place
 from kdist.cluster.reach import outside_addresses
 from kdist.cluster.server import serve
 from kdist.cluster.settings import Deadlines, described
-from kdist.cluster.sources import find, number
+from kdist.cluster.sources import find
+from kdist.cluster.variables import number
 
 _ARGUMENTS = ("coordinator", "num_processes", "process_id")
 _DEVICES = "KDIST_CPU_DEVICES"

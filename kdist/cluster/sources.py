@@ -1,27 +1,30 @@
 """Where a process learns its place: what launchers and schedulers leave in the environment.
 
 Each reader takes the environment and returns a place, or None where its variables are not there. A
-source that says a part only is an error, never a guess.
+source that says a part only is an error, never a guess; one that lacks an address alone may leave
+that to another.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist._compat import ray_train
-from kdist.cluster.host_list import expanded, host_file
 from kdist.cluster.place import Place, joined_address, port_of
+from kdist.cluster.schedulers import (
+    daemons_of_slurm,
+    of_kubernetes,
+    of_mpi,
+    of_rank_table,
+    of_slurm,
+)
+from kdist.cluster.variables import HERE, INDEX, KDIST, Environment, Rank, check_all, number
 
-Environment = Mapping[str, str]
 TOKEN = "KDIST_TOKEN"
 ADDRESS = "KDIST_ADDRESS"
-_KDIST = ("KDIST_COORDINATOR", "KDIST_NUM_PROCESSES", "KDIST_PROCESS_ID")
-_KUBERNETES = "JOB_COMPLETION_INDEX"
-_HERE = "127.0.0.1"
 
 
 def of_kdist(environment: Environment) -> Place | None:
@@ -29,37 +32,32 @@ def of_kdist(environment: Environment) -> Place | None:
 
     In an indexed job of Kubernetes the manifest gives the first two, and the job the number.
     """
-    coordinator, count, process = _KDIST
-    given = {name: environment[name] for name in _KDIST if environment.get(name)}
+    coordinator, count, process = KDIST
+    given = {name: environment[name] for name in KDIST if environment.get(name)}
     if not given:
         return None
     source = "KDIST_*"
-    if process not in given and environment.get(_KUBERNETES):
-        given[process], source = environment[_KUBERNETES], f"KDIST_* and {_KUBERNETES}"
-    _check_all("KDIST_*", given, _KDIST)
+    if set(given) == {count} and number(given, count) == 1:
+        return Place(0, 1, joined_address(HERE, port_of("alone")), source)
+    if process not in given and environment.get(INDEX):
+        given[process], source = environment[INDEX], f"KDIST_* and {INDEX}"
+    check_all("KDIST_*", given, KDIST)
     return Place(number(given, process), number(given, count), given[coordinator], source)
-
-
-def of_kubernetes(environment: Environment) -> Place | None:
-    """An indexed job alone: it says which process this is, and not how many, nor where."""
-    if not environment.get(_KUBERNETES) or any(environment.get(name) for name in _KDIST):
-        return None
-    raise ValueError(
-        "An indexed job of Kubernetes says which process this is, and not how many there are nor "
-        "where they meet. Set KDIST_COORDINATOR and KDIST_NUM_PROCESSES in its manifest, as in "
-        f"examples/cluster/. Received: {_KUBERNETES}={environment[_KUBERNETES]!r}"
-    )
 
 
 def of_tf_config(environment: Environment) -> Place | None:
     """TF_CONFIG, as `tf.distribute` reads it: `chief`, then `worker` of its cluster."""
     text = environment.get("TF_CONFIG", "")
-    config = _json("TF_CONFIG", text) if text.strip() else {}
+    config = _json(text) if text.strip() else {}
     if not config.get("cluster"):
         return None
     jobs, task = config["cluster"], config.get("task", {})
-    strangers = sorted(set(jobs) - {"chief", "worker"})
-    if strangers or task.get("type") not in jobs or "index" not in task:
+    well_formed = isinstance(task, dict) and isinstance(jobs, dict)
+    if well_formed:
+        lists = all(isinstance(one, list) for one in jobs.values()) and any(jobs.values())
+        known = not set(jobs) - {"chief", "worker"} and task.get("type") in jobs
+        well_formed = lists and known and str(task.get("index", "")).isdecimal()
+    if not well_formed:
         raise ValueError(
             "TF_CONFIG has a cluster of 'worker', maybe 'chief', and the type and index of this "
             "task; kdist has no parameter servers and evaluates in the processes that train. "
@@ -72,66 +70,9 @@ def of_tf_config(environment: Environment) -> Place | None:
     return Place(process, len(addresses), addresses[0], "TF_CONFIG", address=own)
 
 
-def of_slurm(environment: Environment) -> Place | None:
-    """A step that `srun` started; a batch script or a shell outside of one is a process alone."""
-    names = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
-    given = {name: environment[name] for name in names if environment.get(name)}
-    if names[0] not in given:
-        return None
-    _check_all("Slurm", given, names)
-    job = f"slurm-{given[names[3]]}.{environment.get('SLURM_STEP_ID', '0')}"
-    first = expanded(given[names[2]])[0]
-    return Place(
-        number(given, names[1]),
-        number(given, names[0]),
-        joined_address(first, port_of(job)),
-        "Slurm",
-        token=job,
-    )
-
-
-def of_mpi(environment: Environment) -> Place | None:
-    """Open MPI's or PMI's variables; they lack addresses, which HOST_FILE gives."""
-    for rank, size, local, job in (
-        (
-            "OMPI_COMM_WORLD_RANK",
-            "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_SIZE",
-            "PMIX_NAMESPACE",
-        ),
-        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "PMI_JOBID"),
-    ):
-        given = {name: environment[name] for name in (rank, size) if environment.get(name)}
-        if not given:
-            continue
-        _check_all("MPI", given, (rank, size))
-        name = environment.get(job, "mpi")
-        if path := environment.get("HOST_FILE"):
-            hosts = host_file(Path(path).read_text(encoding="utf-8"))
-            slots = sum(count for _, count in hosts)
-            if not hosts or slots < number(given, size):
-                raise ValueError(
-                    f"HOST_FILE has a slot for each process. Received: {slots} slots in {path}, "
-                    f"{size}={given[size]}"
-                )
-            first = hosts[0][0]
-        elif environment.get(local) == given[size]:
-            first = _HERE
-        else:
-            raise ValueError(
-                "MPI's variables do not say on which machine process 0 is. Set HOST_FILE to the "
-                "path of the file of hosts ('host slots=n' a line), or KDIST_COORDINATOR, "
-                f"KDIST_NUM_PROCESSES and KDIST_PROCESS_ID. Received: {given}, "
-                f"{local}={environment.get(local)!r}"
-            )
-        coordinator = joined_address(first, port_of(name))
-        return Place(number(given, rank), number(given, size), coordinator, "MPI", token=name)
-    return None
-
-
 def of_ray(environment: Environment) -> Place | None:
     """A worker of Ray Train: `kdist.ray.Trainer` says KDIST_*, other trainers say nothing."""
-    if ray_train.workers() < 2 or environment.get(_KDIST[0]):
+    if ray_train.workers() < 2 or environment.get(KDIST[0]):
         return None
     raise ValueError(
         "Ray Train's workers become one program, and end as one, with kdist.ray.Trainer in place "
@@ -146,51 +87,12 @@ def of_torchrun(environment: Environment) -> Place | None:
     given = {name: environment[name] for name in names if environment.get(name)}
     if not {"RANK", "WORLD_SIZE"} & set(given):
         return None
-    _check_all("torchrun", given, names)
+    check_all("torchrun", given, names)
     taken = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = joined_address(given["MASTER_ADDR"], number(given, "MASTER_PORT") + taken)
     job = environment.get("TORCHELASTIC_RUN_ID", "")
     process, count = number(given, "RANK"), number(given, "WORLD_SIZE")
     return Place(process, count, address, "torchrun", token=job)
-
-
-def of_rank_table(environment: Environment) -> Place | None:
-    """RANK_TABLE_FILE: JSON with servers, their devices and the rank of each; RANK_ID is this one.
-
-    ```json
-    {"version": "1.0", "status": "completed", "server_count": "1", "server_list": [
-      {"server_id": "10.0.0.1", "device": [{"device_id": "0", "rank_id": "0"}, ...]}]}
-    ```
-    """
-    path = environment.get("RANK_TABLE_FILE")
-    if not path:
-        return None
-    _check_all("RANK_TABLE_FILE", environment, ("RANK_ID",))
-    text = Path(path).read_text(encoding="utf-8")
-    try:
-        servers = {
-            int(device["rank_id"]): (str(server["server_id"]), str(device["device_id"]))
-            for server in json.loads(text)["server_list"]
-            for device in server["device"]
-        }
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            "A rank table has 'server_list', servers with 'server_id' and 'device', devices with "
-            f"'device_id' and 'rank_id'. Received: {path}, {type(error).__name__}: {error}"
-        ) from error
-    rank, count = number(environment, "RANK_ID"), len(servers)
-    said = {
-        "RANK_SIZE": str(count),
-        "DEVICE_ID": servers.get(rank, ("", None))[1],
-    }
-    wrong = {n: environment[n] for n, v in said.items() if environment.get(n) not in (None, "", v)}
-    if sorted(servers) != list(range(count)) or wrong or rank >= count:
-        raise ValueError(
-            "A rank table has the ranks from 0 on, once each, and agrees with RANK_ID, RANK_SIZE "
-            f"and DEVICE_ID. Received: ranks {sorted(servers)} in {path}, RANK_ID={rank}, {wrong}"
-        )
-    coordinator = joined_address(servers[0][0], port_of(text))
-    return Place(rank, count, coordinator, "RANK_TABLE_FILE", token=str(port_of(text)))
 
 
 def of_keras(environment: Environment) -> Place | None:
@@ -201,7 +103,7 @@ def of_keras(environment: Environment) -> Place | None:
     given = {name: environment[name] for name in names if environment.get(name)}
     if not given:
         return None
-    _check_all("KERAS_DISTRIBUTION_*", given, names)
+    check_all("KERAS_DISTRIBUTION_*", given, names)
     addresses = [one.strip() for one in given[names[0]].split(",")]
     count, process = number(given, names[1]), number(given, names[2])
     if len(addresses) not in (1, count):
@@ -224,7 +126,7 @@ class Source:
     """
 
     name: str
-    read: Callable[[Environment], Place | None]
+    read: Callable[[Environment], Place | Rank | None]
     near: bool
 
 
@@ -264,6 +166,8 @@ def find(
     far = [one for one in sources if not one.near]
     if near is None:
         found = _agreed(far, environment)
+        if found is not None and found.source == "MPI" and daemons_of_slurm(environment):
+            say(f"{_said(found)}; the step of Slurm around it is of mpirun's daemons.")
     else:
         found = near
         around = [one.name for one in far if _is_there(one, environment)]
@@ -293,37 +197,35 @@ def _is_there(source: Source, environment: Environment) -> bool:
 def _agreed(sources: Sequence[Source], environment: Environment) -> Place | None:
     """The first place that is said; all others must be the same process of as many."""
     found = [place for one in sources if (place := one.read(environment)) is not None]
-    for other in found[1:]:
-        if (other.process, other.count) != (found[0].process, found[0].count):
-            raise ValueError(
-                "Two sources tell this process different places. Unset the variables of one. "
-                f"Received: process {found[0].process} of {found[0].count} from "
-                f"{found[0].source}, process {other.process} of {other.count} from {other.source}"
-            )
-    return found[0] if found else None
+    for number_of_first, first in enumerate(found):
+        for other in found[number_of_first + 1 :]:
+            counts = {first.count, other.count} - {None}
+            if first.process != other.process or len(counts) > 1:
+                raise ValueError(
+                    "Two sources tell this process different places. Unset the variables of one. "
+                    f"Received: {_said(first)}, {_said(other)}"
+                )
+    for one in found:
+        if isinstance(one, Place):
+            return one
+    if found:
+        assert isinstance(found[0], Rank)
+        raise ValueError(found[0].lacks)
+    return None
 
 
-def _check_all(source: str, given: Environment, names: Sequence[str]) -> None:
-    missing = [name for name in names if not given.get(name)]
-    if missing:
-        there = {name: given[name] for name in names if given.get(name)}
-        raise ValueError(
-            f"{source} says a part of this process's place only. Set {', '.join(missing)} too, or "
-            f"unset the others. Received: {there}"
-        )
+def _said(one: Place | Rank) -> str:
+    count = "an unknown number" if one.count is None else one.count
+    return f"process {one.process} of {count} from {one.source}"
 
 
-def number(given: Environment, name: str) -> int:
-    """The integer that a variable says."""
-    try:
-        return int(given[name])
-    except ValueError:
-        raise ValueError(f"{name} is an integer. Received: {given[name]!r}") from None
-
-
-def _json(name: str, text: str) -> dict[str, Any]:
+def _json(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{name} is JSON. Received: {text!r}, {error}") from error
-    return found if isinstance(found, dict) else {}
+        raise ValueError(f"TF_CONFIG is JSON. Received: {text!r}, {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"TF_CONFIG is an object of JSON with 'cluster' and 'task'. Received: {text!r}"
+        )
+    return found

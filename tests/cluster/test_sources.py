@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from kdist.cluster import sources
 from kdist.cluster.place import Place, port_of
 from kdist.cluster.sources import SOURCES, find
 
@@ -78,6 +79,10 @@ SLURM_PORT = port_of("slurm-512.0")
 MPI_PORT = port_of("prterun-node-41@1")
 
 
+PMI2 = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_JOBID": "512.0", "PMI_FD": "10"}
+PMIX = {"PMIX_RANK": "5", "PMIX_NAMESPACE": "slurm.pmix.512.0"}
+
+
 @pytest.mark.parametrize(
     ("variables", "place"),
     [
@@ -87,6 +92,8 @@ MPI_PORT = port_of("prterun-node-41@1")
         (OPEN_MPI, (1, 2, f"127.0.0.1:{MPI_PORT}", "MPI")),
         (PMI, (0, 4, f"127.0.0.1:{port_of('kvs_9')}", "MPI")),
         (TORCHRUN, (1, 2, "10.0.0.1:29501", "torchrun")),
+        (SLURM | PMI2, (5, 8, f"gpu07:{SLURM_PORT}", "Slurm")),
+        (SLURM | PMIX, (5, 8, f"gpu07:{SLURM_PORT}", "Slurm")),
         (KUBERNETES, (2, 4, "train-0.train:4000", "KDIST_* and JOB_COMPLETION_INDEX")),
         (KERAS, (1, 2, "10.0.0.1:1234", "KERAS_DISTRIBUTION_*")),
     ],
@@ -150,6 +157,9 @@ PARTS = [
     (TORCHRUN, "MASTER_PORT"),
     (TORCHRUN, "WORLD_SIZE"),
     (KERAS, "KERAS_DISTRIBUTION_PROCESS_ID"),
+    ({"RANK_ID": "1", "RANK_SIZE": "4", "DEVICE_ID": "1"}, "RANK_TABLE_FILE"),
+    ({"RANK_SIZE": "4"}, "RANK_TABLE_FILE, RANK_ID"),
+    ({"RANK_TABLE_FILE": "table.json"}, "RANK_ID"),
 ]
 
 
@@ -167,6 +177,36 @@ def test_a_job_of_kubernetes_alone_says_too_little() -> None:
         find({"JOB_COMPLETION_INDEX": "2"})
 
 
+@pytest.mark.parametrize("around", [{}, {"JOB_COMPLETION_INDEX": "2"}])
+def test_one_process_is_alone_wherever_it_is(around: dict[str, str]) -> None:
+    found = find(around | {"KDIST_NUM_PROCESSES": "1"})
+    assert found is not None and (found.process, found.count) == (0, 1)
+
+
+@pytest.mark.parametrize("said", [{"RANK_SIZE": "1"}, {"RANK_ID": "0", "RANK_SIZE": "1"}])
+def test_there_is_no_table_of_one(said: dict[str, str]) -> None:
+    assert find(said | {"DEVICE_ID": "3"}) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[1]", '"x"', "{", '{"cluster": [1]}', '{"cluster": {"worker": "a:1"}}']
+    + [
+        json.dumps({"cluster": {"worker": addresses}, "task": task})
+        for addresses, task in (
+            (["a:1", "b:1"], {"type": "worker", "index": "x"}),
+            (["a:1", "b:1"], {"type": "worker", "index": -1}),
+            (["a:1", "b:1"], {"type": "worker"}),
+            (["a:1", "b:1"], [1]),
+            ([], {"type": "worker", "index": 0}),
+        )
+    ],
+)
+def test_what_is_no_tf_config(text: str) -> None:
+    with pytest.raises(ValueError, match="^TF_CONFIG (has|is) .*Received: "):
+        find({"TF_CONFIG": text})
+
+
 def test_parameter_servers_are_refused() -> None:
     config = {"cluster": {"worker": ["a:1"], "ps": ["b:1"]}, "task": {"type": "ps", "index": 0}}
     with pytest.raises(ValueError, match="no parameter servers"):
@@ -174,7 +214,12 @@ def test_parameter_servers_are_refused() -> None:
 
 
 NEAR = {"KDIST_*": KDIST, "TF_CONFIG": TF_CONFIG, "torchrun": TORCHRUN, "KERAS": KERAS}
-FAR = {"Slurm": SLURM, "MPI": OPEN_MPI, "Kubernetes": {"JOB_COMPLETION_INDEX": "0"}}
+FAR = {
+    "Slurm": SLURM,
+    "MPI": OPEN_MPI,
+    "Kubernetes": {"JOB_COMPLETION_INDEX": "0"},
+    "RANK_TABLE_FILE": {"RANK_TABLE_FILE": "table.json", "RANK_ID": "0"},
+}
 
 
 @pytest.mark.parametrize("far", FAR)
@@ -189,13 +234,63 @@ def test_what_is_nearer_wins_with_one_line(near: str, far: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "both", [KDIST | TORCHRUN, TF_CONFIG | KERAS, SLURM | OPEN_MPI, TORCHRUN | TF_CONFIG]
+    "both",
+    [
+        *(KDIST | TORCHRUN, TF_CONFIG | KERAS, SLURM | OPEN_MPI, TORCHRUN | TF_CONFIG),
+        SLURM | PMI2 | {"PMI_RANK": "4"},
+        SLURM | PMI2 | {"PMI_SIZE": "9"},
+        SLURM | PMIX | {"PMIX_RANK": "4"},
+    ],
 )
 def test_two_that_are_equally_near_and_disagree(both: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="Two sources tell this process different places") as found:
         find(both)
     named = [one.name for one in SOURCES if re.search(re.escape(one.name), str(found.value))]
     assert len(named) == 2
+
+
+DAEMONS = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-node-41@1",
+}
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n2"},
+        {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_NODELIST": "n[1-2]"},
+    ],
+)
+@pytest.mark.parametrize("hydra", [False, True])
+def test_mpirun_inside_of_slurm(step: dict[str, str], hydra: bool, tmp_path: Path) -> None:
+    """The step around a process is of the daemon on its node."""
+    (tmp_path / "hosts").write_text("n1 slots=2\nn2 slots=2\n")
+    mpi = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"} if hydra else DAEMONS
+    variables = SLURM | step | mpi | {"HOST_FILE": str(tmp_path / "hosts")}
+    said: list[str] = []
+    found = find(variables, say=said.append)
+    assert found is not None and (found.process, found.count, found.source) == (3, 4, "MPI")
+    assert found.coordinator.startswith("n1:")
+    assert said == ["process 3 of 4 from MPI; the step of Slurm around it is of mpirun's daemons."]
+    with pytest.raises(ValueError, match="Set HOST_FILE to the path"):
+        find({name: value for name, value in variables.items() if name != "HOST_FILE"})
+
+
+def test_a_rank_alone_is_too_little() -> None:
+    with pytest.raises(ValueError, match="PMIx says which process this is, and not how many"):
+        find(PMIX)
+
+
+@pytest.mark.parametrize("far", ["Slurm", "Kubernetes"])
+def test_ray_inside_of_a_scheduler(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`kdist.ray.Trainer` sets KDIST_*; other trainers say nothing, which is an error there too."""
+    monkeypatch.setattr(sources.ray_train, "workers", lambda: 4)
+    assert find(KDIST | FAR[far]) == find(KDIST)
+    with pytest.raises(ValueError, match="with kdist.ray.Trainer in place"):
+        find(FAR[far])
 
 
 def test_two_that_agree() -> None:
