@@ -40,6 +40,18 @@ def build() -> keras.Model:
     return keras.Model(tokens, keras.layers.Dense(WIDTH, name="head")(x))
 
 
+def build_tied() -> keras.Model:
+    """A table whose weight the output uses too."""
+    keras.utils.set_random_seed(12)
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    table = keras.layers.ReversibleEmbedding(VOCABULARY, WIDTH, name="table")
+    x = keras.layers.Dense(4 * WIDTH, activation="gelu", name="up")(table(tokens))
+    x = keras.layers.Dense(WIDTH, name="down")(x)
+    x = keras.layers.GlobalAveragePooling1D(name="pool")(x)
+    x = table(x, reverse=True)
+    return keras.Model(tokens, keras.layers.Dense(WIDTH, name="head")(x))
+
+
 def adam() -> keras.optimizers.Optimizer:
     """Adam that does not make steps of rounding errors where a gradient is nothing else."""
     return keras.optimizers.Adam(1e-2, epsilon=1e-2, global_clipnorm=2.0)
@@ -56,6 +68,8 @@ class Kind:
         config: Further options of `ParallelConfig`, made when they are needed.
         declare: What is declared on the built model.
         optimizer: Makes the optimizer.
+        state: Further options of `OptimizerConfig`.
+        build: Makes the model.
     """
 
     mesh: Mapping[str, int] | None = None
@@ -64,16 +78,18 @@ class Kind:
     config: Callable[[], dict[str, Any]] = dict
     declare: Callable[[keras.Model], Any] = lambda model: None
     optimizer: Callable[[], Any] = lambda: adam()
+    state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    build: Callable[[], keras.Model] = lambda: build()
 
     def model(self) -> keras.Model:
         """A new model, compiled."""
-        model = build()
+        model = self.build()
         if self.mesh is not None:
             self.declare(model)
             config = kdist.ParallelConfig(
                 mesh=kdist.mesh(**self.mesh),
                 layout_map=LAYOUTS if self.layouts else None,
-                optimizer=kdist.OptimizerConfig(level=self.level, threshold_kb=0),
+                optimizer=kdist.OptimizerConfig(level=self.level, threshold_kb=0, **self.state),
                 **self.config(),
             )
             kdist.parallelize(model, config)
@@ -83,6 +99,17 @@ class Kind:
 
 def _pipeline() -> dict[str, Any]:
     return {"pipeline": kdist.PipelineConfig(micro_batches=2)}
+
+
+def _interleaved() -> dict[str, Any]:
+    return {"pipeline": kdist.PipelineConfig(micro_batches=4, schedule="interleaved")}
+
+
+def _explicit() -> dict[str, Any]:
+    stages = {"table": 0, "up": 1, "down": 2, "head": 3}
+    return {
+        "pipeline": kdist.PipelineConfig(micro_batches=3, schedule="zero_bubble", stages=stages)
+    }
 
 
 def _split(axis: str, rows: tuple[int, ...]) -> Callable[[keras.Model], Any]:
@@ -99,6 +126,10 @@ KINDS: Mapping[str, Kind] = {
     "data2-model2-level3": Kind({"data": 2, "model": 2}, 3, True),
     "pipe2-data2-level1": Kind({"pipe": 2, "data": 2}, 1, config=_pipeline),
     "pipe2-model2": Kind({"pipe": 2, "model": 2}, 0, True, config=_pipeline),
+    "pipe2-interleaved": Kind({"pipe": 2}, config=_interleaved),
+    "pipe4-zero-bubble": Kind({"pipe": 4}, config=_explicit),
+    "state-host": Kind({"data": 2}, 2, state={"state_on": "host"}),
+    "global": Kind({"data": 2, "model": 2}, 1, True, config=lambda: {"batch_semantics": "global"}),
     "host-table": Kind(
         {"data": 2}, 1, declare=lambda model: kdist.place(model.get_layer("table"), "host")
     ),

@@ -20,7 +20,7 @@ import pytest
 
 from ..equivalence.harness import precision
 from ..equivalence.matrix import product, spread
-from .kinds import KINDS, Kind, adam, state, train
+from .kinds import KINDS, Kind, adam, build_tied, state, train
 
 NAMES = tuple(KINDS)
 DEFAULT = [
@@ -30,6 +30,10 @@ DEFAULT = [
     ("data2-model2-level3", "data3-level1"),
     ("pipe2-data2-level1", "data4-level3"),
     ("split-model", "host-table"),
+    ("pipe2-interleaved", "state-host"),
+    ("state-host", "pipe4-zero-bubble"),
+    ("pipe4-zero-bubble", "global"),
+    ("global", "pipe2-interleaved"),
 ]
 
 
@@ -72,14 +76,38 @@ LAZY_DEFAULT = [("host-table", "split-data"), ("data4-level3", "plain")]
 
 @pytest.mark.parametrize(("source", "target"), spread(product(LAZY, LAZY), LAZY_DEFAULT))
 def test_tables_with_optimizers_of_their_own_go_on_anywhere(source, target, tmp_path):
-    model, again = (
-        dataclasses.replace(KINDS[name], optimizer=_lazy_adagrad).model()
-        for name in (source, target)
-    )
+    kinds = [dataclasses.replace(KINDS[n], optimizer=_lazy_adagrad) for n in (source, target)]
+    goes_on(*kinds, tmp_path)
+
+
+TIED = ("plain", "data4-level3", "data2-model2", "pipe2-data2-level1", "pipe2-interleaved")
+TIED_DEFAULT = [("pipe2-data2-level1", "data4-level3"), ("data2-model2", "pipe2-interleaved")]
+
+
+@pytest.mark.parametrize(("source", "target"), spread(product(TIED, TIED), TIED_DEFAULT))
+def test_a_weight_of_both_ends_goes_on_anywhere(source, target, tmp_path):
+    goes_on(*(dataclasses.replace(KINDS[n], build=build_tied) for n in (source, target)), tmp_path)
+
+
+CODED = ("data2-model2", "data3-level1", "data4-level3", "pipe2-data2-level1")
+CODED_DEFAULT = [("data3-level1", "data4-level3")]
+
+
+@pytest.mark.parametrize(("source", "target"), spread(product(CODED, CODED), CODED_DEFAULT))
+def test_16_bit_moments_go_on_anywhere(source, target, tmp_path):
+    """Their values are saved, which their formats have; so they come back to the bit."""
+    coded = {"state_format": kdist.StateFormatConfig(first="1-6-9", second="0-6-10")}
+    kinds = [dataclasses.replace(KINDS[name], state=coded) for name in (source, target)]
+    goes_on(*kinds, tmp_path)
+
+
+def goes_on(source, target, directory):
+    """The state of one kind goes to another, to the bit, and then the losses are equal."""
+    model, again = source.model(), target.model()
     train(model, 1)
-    kdist.checkpoint.save(model, tmp_path)
+    kdist.checkpoint.save(model, directory)
     saved, losses = state(model), train(model, 1)
-    kdist.checkpoint.restore(again, tmp_path)
+    kdist.checkpoint.restore(again, directory)
     for a, b in zip(saved, state(again), strict=True):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_allclose(train(again, 1), losses, rtol=1e-9)
@@ -179,27 +207,14 @@ def test_bytes_written_and_read_are_those_of_the_parts(tmp_path, level):
     assert arrays < store.bytes_read() - before < 1.05 * arrays
 
 
-def test_16_bit_moments_and_loss_scale_come_back():
-    kinds = [
-        Kind(
-            mesh,
-            level,
-            optimizer=lambda: keras.optimizers.LossScaleOptimizer(
-                adam(), initial_scale=64.0, dynamic_growth_steps=3
-            ),
+def test_loss_scale_comes_back(tmp_path):
+    def scaled():
+        return keras.optimizers.LossScaleOptimizer(
+            adam(), initial_scale=64.0, dynamic_growth_steps=3
         )
-        for mesh, level in (({"data": 2}, 1), ({"data": 4}, 3))
-    ]
-    model = kinds[0].model()
-    train(model, 1)
-    directory = tempfile.mkdtemp()
-    kdist.checkpoint.save(model, directory)
-    saved = state(model)
-    other = kinds[1].model()
-    kdist.checkpoint.restore(other, directory)
-    for a, b in zip(saved, state(other), strict=True):
-        np.testing.assert_array_equal(a, b)
-    np.testing.assert_allclose(train(other, 1), train(model, 1), rtol=1e-9)
+
+    kinds = [Kind({"data": 2}, 1, optimizer=scaled), Kind({"data": 4}, 3, optimizer=scaled)]
+    goes_on(*kinds, tmp_path)
 
 
 def test_compressed_gradients_go_on_with_what_they_had_not_sent():
