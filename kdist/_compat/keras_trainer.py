@@ -347,6 +347,14 @@ def run_after(operation: tf.Operation, others: Sequence[tf.Operation]) -> None:
     operation._add_control_inputs([op for op in others if op is not operation])
 
 
+def runs_independently(operation: tf.Operation) -> bool:
+    """Whether `run_independently` was called for an operation."""
+    try:
+        return operation.get_attr("_independent_side_effects")
+    except ValueError:
+        return False
+
+
 def run_independently(operation: tf.Operation | None) -> None:
     """Takes a stateful operation of the graph being traced out of TensorFlow's automatic order.
 

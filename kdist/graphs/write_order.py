@@ -67,3 +67,30 @@ def _barriers(operations: list[tf.Operation]) -> dict[Any, tf.Operation]:
 def _variables(op: tf.Operation) -> list[Any]:
     """References to the handles of variables among an operation's inputs, each once."""
     return list(dict.fromkeys(i.ref() for i in op.inputs if i.dtype == tf.resource))
+
+
+def order_to_come(graph: Any) -> dict[tf.Operation, list[tf.Operation]]:
+    """What TensorFlow will make operations wait for when the function of a graph is complete.
+
+    It keeps reads and writes of a variable, and what has other effects, in the order in which they
+    were made. A function that is given a variable counts as one that writes it.
+    """
+    found: dict[tf.Operation, list[tf.Operation]] = {}
+    written: dict[Any, tf.Operation] = {}
+    read: dict[Any, list[tf.Operation]] = {}
+    for op in graph.get_operations():
+        handles = _variables(op)
+        if not handles and op.op_def.is_stateful:
+            handles = [None]
+        if handles and keras_trainer.runs_independently(op):
+            continue
+        for handle in handles:
+            before = [written[handle]] if handle in written else []
+            if op.type in READS:
+                read.setdefault(handle, []).append(op)
+            else:
+                before += read.pop(handle, [])
+                written[handle] = op
+            if before:
+                found.setdefault(op, []).extend(before)
+    return found

@@ -35,6 +35,7 @@ class Reduction:
     Attributes:
         gradients: Number of the job -> what its variable is updated with.
         accumulated: Variables whose gradients have been accumulated.
+        rounds: Variables whose gradients were summed together, and the operations that did it.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Reduction:
         self.source = source if self._compressed is None else self._compressed
         self.gradients: dict[int, Any] = {}
         self.accumulated: set[int] = set()
+        self.rounds: list[tuple[set[int], list[tf.Operation]]] = []
         self._together = [set(one.members) for one in jobs.exchanges]
         self._buckets = [one for one in jobs.buckets if self.live.issuperset(one.members)]
         fused = {n for one in self._buckets for units in one.units for n in units}
@@ -87,7 +89,7 @@ class Reduction:
         complete = set(complete)
         late = {v for members in self._together if not members <= complete for v in members}
         ready = complete - late
-        made = self._accumulate(complete)
+        made, before = self._accumulate(complete), set(self.gradients)
         for bucket in [one for one in self._buckets if ready.issuperset(one.members)]:
             self._buckets.remove(bucket)
             made += self._sum_bucket(bucket)
@@ -99,7 +101,11 @@ class Reduction:
             self._compressed.last_uses.clear()
         if tf.executing_eagerly():
             return []
-        return [(t.values if isinstance(t, tf.IndexedSlices) else t).op for t in made]
+        operations = [(t.values if isinstance(t, tf.IndexedSlices) else t).op for t in made]
+        jobs = [self.jobs.jobs[n] for n in self.gradients.keys() - before]
+        units = [self.jobs.units[n] for job in jobs for n in job.units]
+        self.rounds.append(({unit.variable for unit in units}, operations))
+        return operations
 
     def _accumulate(self, complete: set[int]) -> list[Any]:
         made = []

@@ -83,7 +83,7 @@ class DistributedUpdate:
         near = config.level > 0 and config.state_on == "device"
         self._sum_locally = near and not config.gradient_accumulation_shard
         # Gradients that are freed, and values that leave one after the other, take less memory.
-        self._one_by_one = config.level >= 2
+        self.one_by_one = config.level >= 2
         self.sums: dict[int, LocalSums] = {}
         self._unfused: frozenset[int] = frozenset()
         self.jobs.build(keys, self._whole)
@@ -159,7 +159,7 @@ class DistributedUpdate:
         """
         live = set(connected)
         self._settle(source, live)
-        frees = self._one_by_one
+        frees = self.one_by_one
         if not accumulate:
             dense = live - source.rows
             return Reduction(
@@ -348,7 +348,7 @@ class DistributedUpdate:
             self.inner._iterations.assign_add(1)
         overwritten = any(leaf.use_ema for leaf, _ in self.groups)
         numbers = range(len(self.jobs.jobs)) if overwritten else gradients
-        send_values(self.jobs, numbers, self._one_by_one, self._changed_rows(gradients))
+        send_values(self.jobs, numbers, self.one_by_one, self._changed_rows(gradients))
 
     def _changed_rows(self, gradients: dict[int, Any]) -> dict[int, Any]:
         """By job that updates some rows of a table alone, their numbers."""
@@ -385,4 +385,4 @@ class DistributedUpdate:
         if self.inner not in [leaf for leaf, _ in self.groups]:
             self.inner._iterations.assign_add(1)
         if any(leaf.weight_decay is not None for leaf, _ in self.groups):
-            send_values(self.jobs, live, self._one_by_one)
+            send_values(self.jobs, live, self.one_by_one)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.graphs.write_order import writes_after_reads
+from kdist.optimizer.early import update_early
 from kdist.optimizer.gradients import GradientSource
 from kdist.optimizer.reduction import Reduction
 from kdist.optimizer.slice_gradients import part_of
@@ -135,7 +136,10 @@ class Step:
         with writes_after_reads():
             self._keep_state(batch, result, training=True)
             self.apply_result(result, reduction)
-            return self._logs(batch, result)
+            logs = self._logs(batch, result)
+        if reduction is not None and self.update.one_by_one:
+            update_early(reduction)
+        return logs
 
     def apply_result(self, result: StepResult, reduction: Reduction | None = None) -> None:
         """Reduces the slices' gradients and updates the parameters."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kdist._compat import keras_trainer
 from kdist.sharding.device import Device
 
 import tensorflow as tf
@@ -45,7 +46,11 @@ def apart(tensor: Any) -> Any:
     A sum takes over the memory of a summand that nobody else reads. Where that is a part of a
     larger tensor, it is the memory of all of it, which stays as long as the sum does.
     """
-    return tf.raw_ops.DeepCopy(x=tensor, name="reduced")
+    copy = tf.raw_ops.DeepCopy(x=tensor, name="reduced")
+    if not tf.executing_eagerly():
+        # TensorFlow takes it for an effect: on all devices one copy would wait for the other.
+        keras_trainer.run_independently(copy.op)
+    return copy
 
 
 def added(

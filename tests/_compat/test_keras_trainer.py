@@ -203,6 +203,17 @@ def test_run_independently():
     keras_trainer.run_independently(None)
 
 
+def test_runs_independently():
+    @tf.function
+    def clocks():
+        times = [tf.timestamp(), tf.timestamp()]
+        keras_trainer.run_independently(times[1].op)
+        assert [keras_trainer.runs_independently(t.op) for t in times] == [False, True]
+        return times
+
+    clocks()
+
+
 def test_write():
     variable = keras.Variable(np.zeros(2, np.float32))
     assert keras_trainer.write(variable, tf.ones(2)) is None
