@@ -44,7 +44,7 @@ def made(level: int, mesh: str, layers: int, optimizer: Any = "adam") -> LiveTen
 
 
 def parameters_alive(live: LiveTensors, device: str = "/device:CPU:0") -> float:
-    """Of the most that is alive, in kernels: gradients, gathered weights, new values and moments."""
+    """Of the most that is alive, in kernels: gradients, gathered weights, new values."""
     found = live.peak(device)
     return sum(t.nbytes for t in found.tensors if t.kind != "activation") / KERNEL
 
