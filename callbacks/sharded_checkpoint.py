@@ -5,14 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+from kdist.api.fitted_model import ArrangeAgain
 from kdist.api.parallelize import Parallel
 from kdist.checkpoint import directory as directories
 from kdist.checkpoint import snapshot as snapshots
 from kdist.checkpoint.callback_state import CallbackStates
-from kdist.checkpoint.checkpoints import PathLike, Restored, first_whole, target_of
+from kdist.checkpoint.checkpoints import (
+    PathLike,
+    Restored,
+    first_whole,
+    target_of,
+    tell_damaged,
+)
 from kdist.checkpoint.keras_description import KnownPlaces
+from kdist.checkpoint.manifest import DamagedError, Manifest
 from kdist.checkpoint.monitored import Monitored
-from kdist.checkpoint.position import Position, ResumingCallbacks, check_execution, source_of
+from kdist.checkpoint.position import (
+    Position,
+    ResumingCallbacks,
+    can_begin_again,
+    check_execution,
+    source_of,
+)
 from kdist.checkpoint.store import Compression
 from kdist.checkpoint.writer import BackgroundWriter, write
 
@@ -90,6 +104,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._before = 0
         self._seed = 0
         self._known = KnownPlaces()
+        self._files: dict[str, bytes] = {}
+        self._damaged: set[Path] = set()
 
     @property
     def best(self) -> float | None:
@@ -107,7 +123,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             The arguments that `fit` goes on with.
         """
         model = parallel.model
-        self.restored = self._find()
+        self.restored = self._find(can_begin_again(arguments))
         progress = {} if self.restored is None else dict(self.restored.progress)
         self._seed = int(progress.get("seed", np.random.randint(2**31)))
         self._monitored.begin(tuple(progress.get("best", self._monitored.best)))
@@ -119,7 +135,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         steps = arguments.get("steps_per_epoch") or source.steps
         check_execution(batch, model.steps_per_execution, steps)
         if self.restored is not None:
-            source.resume(self._files(), position.total)
+            source.resume(self._files, position.total)
             if progress.get("stopped"):
                 epoch = arguments["epochs"] = max(arguments.get("epochs", 1), epoch)
         others = [c for c in _as_list(arguments.get("callbacks")) if c is not self]
@@ -148,10 +164,17 @@ class ShardedCheckpoint(keras.callbacks.Callback):
                     one.append = True  # else it would empty the file of the run before
         return {**arguments, "callbacks": callbacks}
 
-    def _find(self) -> Restored | None:
+    def _find(self, can_begin_again: bool) -> Restored | None:
+        """The checkpoint to go on from: its arrays are checked as they are loaded, if they may."""
         if not self.resume or not directories.folders(self.target.directory):
             return None
-        return first_whole(self.target.directory, None, snapshots.check)
+
+        def read(folder: Path, manifest: Manifest) -> None:
+            self._files = directories.read_files(folder, manifest)
+            if not can_begin_again:
+                snapshots.check(folder, manifest)
+
+        return first_whole(self.target.directory, None, read, self._damaged)
 
     def _steps_before(self, model: keras.Model) -> int:
         """Steps that were trained before those that this run, and what it resumes, counts."""
@@ -160,11 +183,6 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         there = directories.folders(self.target.directory)
         newest = directories.step_of(there[-1]) if there else 0
         return max(newest, int(model.optimizer.iterations))
-
-    def _files(self) -> dict[str, bytes]:
-        assert self.restored is not None
-        folder, manifest = self.restored.folder, self.restored.manifest
-        return {name: directories.read_file(folder, manifest, name) for name in manifest.files}
 
     def _load(self, parallel: Parallel, within: bool, first: tuple[int, int]) -> None:
         """Gives model and callbacks their states, once what callbacks do at the start is done.
@@ -179,8 +197,14 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             return
         parallel.prepare("train", self._position.source.example())
         folder, manifest = self.restored.folder, self.restored.manifest
-        snapshots.load(parallel.model, folder, manifest, within)
-        arrays = snapshots.kept_arrays(folder, manifest)
+        try:
+            snapshots.load(parallel.model, folder, manifest, within)
+            arrays = snapshots.kept_arrays(folder, manifest)
+        except DamagedError as error:
+            self._damaged.add(folder)
+            there = directories.folders(self.target.directory)[::-1]
+            tell_damaged(error, [one for one in there if one not in self._damaged])
+            raise ArrangeAgain from error
         self._states.load(manifest.progress.get("callbacks", []), arrays)
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -222,6 +246,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         """Called by `fit` at its end, also one by an error: waits for what is being written."""
         self._position = self._states = None
         self._known = KnownPlaces()
+        self._files, self._damaged = {}, set()
         self._writer.wait()
 
     def _save(self, epoch: int, batch: int, logs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,6 +17,10 @@ from kdist.runtime.worker_data import WorkerDatasets, is_dataset
 from kdist.storage.variables import materialised
 
 import keras
+
+
+class ArrangeAgain(Exception):
+    """What a callback with `arrange` has found out means another beginning."""
 
 
 class Position(Protocol):
@@ -38,7 +43,10 @@ class FittedModel(SteppedModel):
         self.datasets = WorkerDatasets(self.warn_once)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """`keras.Model.fit`; a callback with `arrange` may change what it is called with."""
+        """`keras.Model.fit`; a callback with `arrange` may change what it is called with.
+
+        If it raises `ArrangeAgain` before the first step, it is asked again.
+        """
         with naming_failures():
             return self._fit(*args, **kwargs)
 
@@ -50,7 +58,9 @@ class FittedModel(SteppedModel):
         if arranging is None:
             return plain(self.model, **arguments)
         try:
-            return plain(self.model, **arranging.arrange(self, arguments))
+            while True:
+                with contextlib.suppress(ArrangeAgain):
+                    return plain(self.model, **arranging.arrange(self, dict(arguments)))
         finally:
             self.position = None
             arranging.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,34 +161,48 @@ def prepare(model: keras.Model) -> None:
         parallel.place()
 
 
-def first_whole(directory: Path, step: int | None, load: Any) -> Restored:
+def first_whole(
+    directory: Path, step: int | None, load: Any, without: Collection[Path] = ()
+) -> Restored:
     """The newest checkpoint that `load` takes; tells of those that are damaged.
 
     Args:
         directory: Of checkpoints, or one checkpoint's folder.
         step: Which; None for the newest.
         load: Called with a folder and its manifest.
+        without: Folders that are known to be damaged.
 
     Raises:
         CheckpointError: See `restore`.
     """
-    candidates = _candidates(directory, step)
+    candidates = [one for one in _candidates(directory, step) if one not in without]
     for n, folder in enumerate(candidates):
         try:
             manifest = directories.load(folder)
             load(folder, manifest)
             return Restored(folder, manifest)
         except DamagedError as error:
-            if n + 1 == len(candidates):
-                raise
-            warnings.warn(
-                f"{error}. The checkpoint before it is taken: {candidates[n + 1]}", stacklevel=3
-            )
+            tell_damaged(error, candidates[n + 1 :])
     raise CheckpointError(
         "There is no whole checkpoint here. Name a directory that kdist.checkpoint.save or "
         f"ShardedCheckpoint wrote to. Received: {directory}"
         + (f", step={step}" if step is not None else "")
     )
+
+
+def tell_damaged(error: DamagedError, others: Sequence[Path]) -> None:
+    """Says that a checkpoint is damaged, and which is taken instead.
+
+    Args:
+        error: What was found.
+        others: Checkpoints that may be taken, the best first.
+
+    Raises:
+        DamagedError: There is no other.
+    """
+    if not others:
+        raise error
+    warnings.warn(f"{error}. The checkpoint before it is taken: {others[0]}", stacklevel=4)
 
 
 def _candidates(directory: Path, step: int | None) -> list[Path]:

@@ -130,6 +130,11 @@ def prune(directory: Path, keep: int | None, also: Sequence[Path] = ()) -> list[
     return gone
 
 
+def read_files(folder: Path, manifest: Manifest) -> dict[str, bytes]:
+    """All further files of a checkpoint, by name; see `read_file`."""
+    return {name: read_file(folder, manifest, name) for name in manifest.files}
+
+
 def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
     """A further file of a checkpoint.
 

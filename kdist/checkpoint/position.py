@@ -117,10 +117,11 @@ class ResumingCallbacks(keras.callbacks.CallbackList):
         """See `keras.callbacks.Callback`."""
         passed = self._first[1] if epoch == self._first[0] and self._passed is None else 0
         self._passed = passed
-        self.position.begin_epoch(epoch, passed)
         super().on_epoch_begin(epoch, logs)
         if passed:
             self._begun(True)
+        # Last, as it makes iterators: whoever begins again has to find as many as there were.
+        self.position.begin_epoch(epoch, passed)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback`."""
@@ -165,6 +166,11 @@ def source_of(arguments: Mapping[str, Any], seed: int) -> tuple[Source, dict[str
         source = _arrays(changed, x, y, weights, shuffle, steps, seed)
     changed |= source.arguments()
     return source, changed
+
+
+def can_begin_again(arguments: Mapping[str, Any]) -> bool:
+    """Whether the training data of `fit` is the same if it is asked for once more."""
+    return not hasattr(arguments.get("x"), "__next__")
 
 
 def _arrays(

@@ -12,7 +12,7 @@ from kdist._compat import keras_optimizers
 from kdist._compat.version import VERSION
 from kdist.api.parallelize import parallel_of
 from kdist.checkpoint import shares
-from kdist.checkpoint.directory import read_file
+from kdist.checkpoint.directory import read_files
 from kdist.checkpoint.keras_description import ASSETS, FILE, VALUES, KerasDescription, KnownPlaces
 from kdist.checkpoint.manifest import STORE, CheckpointError, Manifest, SavedArray
 from kdist.checkpoint.matching import match
@@ -195,8 +195,7 @@ def check(folder: Path, manifest: Manifest) -> None:
         DamagedError: Files are missing or damaged; says which array.
     """
     reader = Reader(folder)
-    for name in manifest.files:
-        read_file(folder, manifest, name)
+    read_files(folder, manifest)
     for _, array in manifest.arrays:
         for part in array.parts:
             reader.read(array, part.box)
