@@ -6,6 +6,7 @@ held by `tests/cluster/test_training.py`:
 
 - `Server` makes as many CPU devices as `device_count` says, and its target is the address that it
   listens on, the port included that the system chose for port 0.
+- A server shares its port with sockets that have SO_REUSEPORT where TF_GRPC_REUSE_PORT is set.
 - Connections of TensorFlow's runtime are sockets of this process. When one breaks, calls that wait
   for it fail; a call to a process that is frozen ends in no other way (cancelling it does not).
 """
@@ -24,6 +25,7 @@ from tensorflow.python.eager import context
 
 JOB = "worker"
 _FILES = "/proc/self/fd"
+_held: list[socket.socket] = []
 
 
 def serve(process: int, host: str, port: int, cpu_devices: int, threads_per_op: int) -> int:
@@ -50,6 +52,27 @@ def serve(process: int, host: str, port: int, cpu_devices: int, threads_per_op: 
         cluster, job_name=JOB, task_index=process, protocol="grpc", config=config
     )
     return int(server.target.rpartition(":")[2])
+
+
+def reserve(port: int) -> int:
+    """Keeps a port for `use`, which starts this process's server later.
+
+    Args:
+        port: 0 for a free one.
+
+    Returns:
+        The port.
+
+    Raises:
+        OSError: It is taken.
+    """
+    held = socket.socket()
+    # The server may take what is held by this user's sockets with this option, nothing else may.
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    os.environ["TF_GRPC_REUSE_PORT"] = "1"
+    held.bind(("", port))
+    _held.append(held)
+    return int(held.getsockname()[1])
 
 
 def use(addresses: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from kdist.cluster.channel import Channel, Refused, let_in
 from kdist.cluster.errors import PeerError
 from kdist.cluster.output import say
 from kdist.cluster.place import Place, joined_address, split_address
+from kdist.cluster.reach import listener
 from kdist.cluster.settings import Deadlines, first_difference
 
 _GRACE_SECONDS = 5.0
@@ -55,20 +56,14 @@ class Controller:
 
     def _listen(self) -> socket.socket:
         host, port = split_address(self.place.coordinator, self.place.source)
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(address)
+            return listener(host, port, self.place.count + 8)
         except OSError as error:
-            listener.close()
             raise OSError(
                 "Process 0 waits for the others at the coordinator's address, which is taken, or "
                 "of another machine. Is process 0 there twice, or another program at that port? "
                 f"Received: {self.place.coordinator}, from {self.place.source}: {error}"
             ) from error
-        listener.listen(self.place.count + 8)
-        return listener
 
     def gather(self) -> None:
         """Waits until all processes are there, and starts TensorFlow on all of them.
@@ -104,11 +99,10 @@ class Controller:
                 f"Processes of one program have the same versions and devices: {difference}.", wrong
             )
         self.check()
-        host, _ = split_address(self.place.coordinator, self.place.source)
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-        own = joined_address(host, port)
+        host, port = split_address(self.place.coordinator, self.place.source)[0], 0
+        if self.place.address is not None:
+            host, port = split_address(self.place.address, self.place.source)
+        own = joined_address(host, cluster_runtime.reserve(port))
         self.addresses = [own, *(self._said[k]["address"] for k in others)]
         self._check_reachable()
         for peer in self._peers.values():

@@ -11,11 +11,11 @@ from kdist._compat import cluster_runtime, environment
 from kdist.cluster import output
 from kdist.cluster.controller import Controller
 from kdist.cluster.ending import Ending
-from kdist.cluster.place import Place
-from kdist.cluster.reach import outside_addresses
+from kdist.cluster.place import Place, split_address
+from kdist.cluster.reach import outside_addresses, without_token
 from kdist.cluster.server import serve
 from kdist.cluster.settings import Deadlines, described
-from kdist.cluster.sources import find
+from kdist.cluster.sources import TOKEN, find
 from kdist.cluster.variables import number
 
 _ARGUMENTS = ("coordinator", "num_processes", "process_id")
@@ -162,6 +162,9 @@ def _join(
         raise
     _controller = made
     Ending(lambda code, error: made.end(code, output.described(error) if error else "")).watch()
+    host, _ = split_address(place.coordinator, place.source)
+    if not os.environ.get(TOKEN) and (line := without_token(host, place.source)):
+        warnings.warn(f"kdist.init: {line}", stacklevel=3)
     if outside := outside_addresses():
         warnings.warn(
             "kdist.init: TensorFlow's servers listen on every address of their machines and ask "

@@ -15,6 +15,7 @@ from kdist.cluster.channel import Channel, Refused, call
 from kdist.cluster.errors import PeerError
 from kdist.cluster.output import say
 from kdist.cluster.place import Place, joined_address, split_address
+from kdist.cluster.reach import address_for_others
 from kdist.cluster.settings import Deadlines
 
 _AGAIN_SECONDS = 0.2
@@ -51,7 +52,8 @@ def serve(
         PeerError: It did not start, does not let this process in, or died.
     """
     channel = _reach(place, deadlines)
-    host, port = channel.here, 0
+    coordinator, _ = split_address(place.coordinator, place.source)
+    host, port = address_for_others(channel.here, coordinator), 0
     if place.address is not None:
         host, port = split_address(place.address, place.source)
     port = cluster_runtime.serve(place.process, host, port, cpu_devices, threads)

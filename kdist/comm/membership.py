@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kdist._compat import collective_runtime
+from kdist.cluster.joining import controller
 from kdist.comm import processes
 from kdist.comm.processes import TIMEOUT_SECONDS, Connection
 
@@ -49,7 +50,7 @@ def connect(
     Raises:
         ValueError: for addresses that are not distinct `host:port`, an index that does not exist,
             a timeout that is not finite or below a millisecond, or if TensorFlow has started
-            already.
+            already, or kdist.init has joined several processes.
 
     Example:
         >>> kdist.init(cpu_devices=1)
@@ -69,6 +70,13 @@ def connect(
             f"Received: index={index!r}"
         )
     processes.check_timeout(timeout_seconds)
+    if (joined := controller()) is not None:
+        raise ValueError(
+            "kdist.init has joined the processes of this program, and process 0 runs it alone: its "
+            "steps send what others need by themselves. kdist.comm.connect is for scripts that run "
+            "in each process, which call kdist.init(num_processes=1). Leave one of both out. "
+            f"Received: kdist.init joined {joined.place.count} processes"
+        )
     if processes.current() is not None or collective_runtime.runtime_started():
         raise ValueError(
             "A process joins others once, before TensorFlow starts. Call kdist.comm.connect right "

@@ -7,8 +7,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+NAMES = Path("/etc/netns")
+"""Where `ip netns exec` finds what it puts in place of the files in /etc."""
 
 
 def run(*command: str) -> None:
@@ -31,6 +35,13 @@ class Host:
     def run(self, *command: str) -> None:
         """Runs a command there."""
         run(*self.within, *command)
+
+    def call(self, name: str, address: str) -> None:
+        """Has its own file of hosts call an address by a name."""
+        file = NAMES / self.name / "hosts"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a") as names:
+            names.write(f"{address} {name}\n")
 
     def cut(self) -> None:
         """Takes its cable out: nothing arrives any more, and nobody is told."""
@@ -70,3 +81,4 @@ def network(count: int) -> Iterator[list[Host]]:
     finally:
         for one in made:
             subprocess.run(["ip", "netns", "del", one.name], capture_output=True)
+            shutil.rmtree(NAMES / one.name, ignore_errors=True)

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import resource
+import socket
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import kdist
 from kdist._compat import cluster_runtime
+from kdist.cluster.joining import controller
 from kdist.graphs.executed import largest, watch
 from kdist.storage.transfer import process_of
 
@@ -91,6 +93,31 @@ def writes() -> None:
     joined()
     (folder / f"after-{process}").write_text("")
     print("devices", len(kdist.mesh(data=int(os.environ["TEST_MESH"])).devices.flat), flush=True)
+
+
+def wanted() -> None:
+    """Somebody takes process 0's port while the others start; then a second way to join."""
+    use = cluster_runtime.use
+
+    def late(addresses: Any) -> None:
+        port = int(addresses[0].rpartition(":")[2])
+        try:
+            taken.append(socket.create_server(("", port)))
+        except OSError:
+            print("held", flush=True)
+        use(addresses)
+
+    taken: list[socket.socket] = []
+    cluster_runtime.use = late
+    joined()
+    print("server at", controller().addresses[0], flush=True)
+    try:
+        kdist.comm.connect(["127.0.0.1:1", "127.0.0.1:2"], 0)
+    except ValueError as error:
+        print("REFUSED", error, flush=True)
+    made, (x, y) = model(), data()
+    made.fit(x, y, batch_size=8, verbose=0)
+    print("trained", flush=True)
 
 
 def trains() -> None:

@@ -167,6 +167,17 @@ def test_the_port_is_taken() -> None:
 
 
 @pytest.mark.wide
+def test_nobody_takes_the_port_of_process_0s_server_meanwhile() -> None:
+    own = f"127.0.0.1:{free_port()}"
+    with program("wanted", 2, each={0: {"KDIST_ADDRESS": own}}) as both:
+        assert [one.ends() for one in both] == [0, 0], both[0].text[-3000:]
+    assert {"held", "trained", f"server at {own}"} <= set(both[0].lines)
+    refused = next(line for line in both[0].lines if line.startswith("REFUSED"))
+    assert "kdist.init has joined the processes of this program" in refused
+    assert refused.endswith("Received: kdist.init joined 2 processes")
+
+
+@pytest.mark.wide
 def test_another_token_is_not_let_in() -> None:
     other = {1: {"KDIST_TOKEN": "of somebody else"}}
     with program("ends", 2, each=other, TEST_START="6", TEST_CODE="0") as both:

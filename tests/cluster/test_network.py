@@ -2,18 +2,20 @@
 
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from kdist.cluster import reach
 
 import pytest
 
 from .hosts import Host, network
-from .processes import MEMBER, Process, program
+from .processes import MEMBER, Process, free_port, program
 
 SOON_SECONDS = 30
 ASKS_FOR_NO_PASSWORD = "TensorFlow's servers listen on every address of their machines"
@@ -56,6 +58,60 @@ def test_addresses_of_a_machine(tmp_path: Path) -> None:
     assert reach.outside_addresses(tmp_path) == ["10.0.0.7", "fd00::2"]
 
 
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [("localhost", True), ("a.localhost", True), ("127.0.1.1", True), ("::1", True)]
+    + [("node-a", False), ("10.0.0.7", False), ("fd00::2", False)],
+)
+def test_names_of_the_loopback(host: str, own: bool) -> None:
+    assert reach.is_loopback(host) == own
+    assert (reach.without_token(host, "a test") is None) == own
+
+
+def test_who_is_on_the_machine_of_process_0_is_reached_by_its_name() -> None:
+    assert reach.address_for_others("127.0.0.1", "node-a") == "node-a"
+    assert reach.address_for_others("10.0.0.2", "node-a") == "10.0.0.2"
+    assert reach.address_for_others("127.0.0.1", "localhost") == "127.0.0.1"
+
+
+def test_a_name_that_is_the_loopback_here_is_listened_at_everywhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = [one for one in reach.outside_addresses() if "." in one and one != reach.UNKNOWN]
+    if not own:
+        pytest.skip("this machine has no address besides its loopback")
+    plain = socket.getaddrinfo
+
+    def as_on_debian(host: str, *given: Any, **named: Any) -> Any:
+        return plain("127.0.1.1" if host == "node-a" else host, *given, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", as_on_debian)
+    for host, outside in (("node-a", True), ("127.0.1.1", False), (own[0], True)):
+        with reach.listener(host, free_port(), 1) as listening:
+            port = listening.getsockname()[1]
+            for address in (own[0], "127.0.1.1")[: 2 if host == "node-a" else 1]:
+                call = socket.create_connection
+                if outside:
+                    call((address, port), timeout=2).close()
+                else:
+                    with pytest.raises(OSError):
+                        call((address, port), timeout=2)
+
+
+@pytest.mark.wide
+def test_a_name_as_debian_writes_it(hosts: list[Host]) -> None:
+    """Process 1 is beside process 0; process 2, elsewhere, has to reach both."""
+    for one, address in zip(hosts[:2], ("127.0.1.1", hosts[0].address), strict=True):
+        one.call("localhost", "127.0.0.1")
+        one.call("node-a", address)
+    before = {0: hosts[0].within, 1: hosts[0].within, 2: hosts[1].within}
+    variables = {"TEST_DEVICES": "1", "TEST_MESH": "3", "KDIST_TOKEN": "", "TEST_START": "40"}
+    with program("trains", 3, host="node-a", before=before, **variables) as all_:
+        assert [one.ends() for one in all_] == [0, 0, 0], all_[0].text[-3000:]
+    assert all_[0].text.count("KDIST_TOKEN is not set") == 1
+    assert "a coordinator at node-a, from KDIST_*" in all_[0].text
+
+
 @pytest.mark.wide
 def test_a_machine_of_its_own_says_nothing(tmp_path: Path) -> None:
     """The recipe for one machine: a network of its own, without any rights."""
@@ -81,6 +137,7 @@ def test_the_cable_of_a_machine_is_cut(hosts: list[Host]) -> None:
         both[0].until("training")
         assert both[0].text.count(ASKS_FOR_NO_PASSWORD) == 1 and hosts[0].address in both[0].text
         assert ASKS_FOR_NO_PASSWORD not in both[1].text
+        assert "KDIST_TOKEN is not set" not in both[0].text
         started = time.monotonic()
         hosts[1].cut()
         assert [one.ends(SOON_SECONDS) for one in both] == [1, 1]
