@@ -11,7 +11,7 @@ from typing import Any
 from kdist._compat import keras_optimizers
 from kdist._compat.version import VERSION
 from kdist.api.parallelize import parallel_of
-from kdist.checkpoint import shares
+from kdist.checkpoint import shares, unsent
 from kdist.checkpoint.directory import read_files
 from kdist.checkpoint.keras_description import ASSETS, FILE, VALUES, KerasDescription, KnownPlaces
 from kdist.checkpoint.manifest import STORE, CheckpointError, Manifest, SavedArray
@@ -148,12 +148,20 @@ def load(model: keras.Model, folder: Path, manifest: Manifest, within_epoch: boo
         else:
             with keras_optimizers.build_scope(optimizer):
                 optimizer.build(model.trainable_variables)
-    pairs = []
+    pairs, reader = [], Reader(folder)
+    saved = unsent.families([(one.path, one) for one in manifest.groups.get(COMPRESSION, ())])
+    kept: unsent.Families = {}
     for group, variables in groups_of(model).items():
         if group == METRICS and not within_epoch:
             continue
+        if group == COMPRESSION:
+            kept = unsent.families(variables)
+            if unsent.can_be_dealt(saved, kept):
+                continue
+            kept = {}
         pairs += _pairs(group, variables, manifest)
-    restore(pairs, Reader(folder))
+    restore(pairs, reader)
+    unsent.deal(saved, kept, reader)
 
 
 BEGINS_ANEW = {
@@ -161,8 +169,8 @@ BEGINS_ANEW = {
         "The metrics are not those of the checkpoint: what they have counted so far is dropped."
     ),
     COMPRESSION: (
-        "The checkpoint was saved on another mesh, or with other compression: what compressed "
-        "gradients had not sent yet is dropped, and compression begins anew."
+        "The checkpoint was saved with other inner axes, or with other compression: what "
+        "compressed gradients had not sent yet is dropped, and compression begins anew."
     ),
 }
 

@@ -223,19 +223,22 @@ def test_compressed_gradients_go_on_with_what_they_had_not_sent():
             "compression": kdist.CompressionConfig(patterns={".*kernel": kdist.PowerSGD(rank=2)})
         }
 
-    kind = Kind({"data": 2}, config=compressed)
+    kind = Kind({"data": 3}, config=compressed)
+    others = Kind({"data": 4}, 1, config=compressed), Kind({"data": 2}, 3, config=compressed)
     model = kind.model()
     train(model, 1)
     directory = tempfile.mkdtemp()
     kdist.checkpoint.save(model, directory)
-    same = kind.model()
-    train(same, 1)  # what compression keeps exists after the first step
-    kdist.checkpoint.restore(same, directory)
-    np.testing.assert_allclose(train(same, 1), train(model, 1), rtol=1e-12)
-    other = Kind({"data": 4}, config=compressed).model()
-    train(other, 1)
+    losses = train(model, 1)
+    for other, trained in ((kind, False), (others[0], True), (others[1], False)):
+        same = other.model()
+        if trained:
+            train(same, 1)
+        kdist.checkpoint.restore(same, directory)
+        np.testing.assert_allclose(train(same, 1), losses, rtol=1e-9)
+    cut = Kind({"data": 2, "model": 2}, layouts=True, config=compressed).model()
     with pytest.warns(UserWarning, match="compression begins anew"):
-        kdist.checkpoint.restore(other, directory)
+        kdist.checkpoint.restore(cut, directory)
 
 
 def test_another_model_is_refused_and_stays_as_it_was():
