@@ -36,6 +36,7 @@ class Inspection:
         islands: Operations that DTensor cannot expand, and which every device of a slice therefore
             runs whole: what is gathered for them, and the share of the step's floating point
             operations (those of matrix products, estimated from shapes) that is not divided.
+        closed: Why activations are not counted, "" if they are, or nothing of the step is.
     """
 
     collectives: tuple[Collective, ...]
@@ -46,6 +47,7 @@ class Inspection:
     not_analysed: str = ""
     rows: ModelStudy = ModelStudy()
     islands: tuple[Island, ...] = ()
+    closed: str = ""
 
     def count(self, kind: str, layer: str | None = None, phase: str | None = None) -> int:
         """Number of collectives of a kind, optionally of one layer or phase."""
@@ -63,6 +65,8 @@ class Inspection:
         parts.append(device_memory.table(self.memory))
         if self.not_analysed:
             parts.append(f"gradients and gathered parameters not counted: {self.not_analysed}")
+        if self.closed:
+            parts.append(f"activations not counted: {self.closed}")
         parts.append("between replicas, per step")
         for t in self.plan.traffic():
             parts.append(f"  {t.what} over {t.axis}: {t.messages} messages, {readable(t.nbytes)}")
@@ -141,6 +145,7 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
         reason,
         parallel.study_rows(training=True),
         tuple(islands),
+        "" if isinstance(live, str) else device_memory.closed(live),
     )
 
 

@@ -281,6 +281,7 @@ def imported(definition: Any) -> tf.Graph:
     for node in unique.node:
         node.name = importable(node.name)
         node.input[:] = map(importable, node.input)
+        node.attr.pop("_class", None)  # of a call's body, by names that it had there
     try:
         return _graph(unique)
     except ValueError:

@@ -20,6 +20,7 @@ def repeated_peak(
     *,
     calls: bool,
     ordering: Collection[str] = (),
+    gradients: Collection[str] | None = None,
 ) -> int:
     """Bytes of activations that may be there at once in a program of which nodes run again.
 
@@ -31,6 +32,7 @@ def repeated_peak(
         nbytes: Tells the bytes of a reference's tensor, of those.
         calls: See `activation_peak`.
         ordering: Nodes whose edges only order, and are not executed.
+        gradients: Results that are gradients of parameters; by default all of the backward pass.
     """
 
     def original(name: str) -> str:
@@ -46,11 +48,13 @@ def repeated_peak(
         for name, references in {**made.graph.inputs, **made.gates}.items()
     }
     results = made.graph.results
+    owned = [r for r in results if node_of(r) in passes.seeded]
+    owned = [r for r in owned if gradients is None or r in gradients]
     return activation_peak(
         chunks(made.graph),
         taken,
-        [r for r in results if node_of(r) not in passes.seeded],
-        [r for r in results if node_of(r) in passes.seeded],
+        [r for r in results if r not in owned],
+        owned,
         lambda name: "Identity" if name in made.gates else kind(original(name)),
         nbytes_of,
         calls=calls,

@@ -6,7 +6,13 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kdist.pipeline.instructions import Backward, Forward, Instruction
+from kdist.pipeline.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+)
 
 if TYPE_CHECKING:
     from kdist.pipeline.chart import Chart
@@ -111,6 +117,10 @@ class Schedule:
         """
         return tuple(_peak_live(row) for row in self.stages)
 
+    def peak_put_off(self) -> tuple[int, ...]:
+        """Per stage, the most weight gradients that it has put off when a backward pass begins."""
+        return tuple(_peak_put_off(row) for row in self.stages)
+
     def chart(self, costs: Costs | None = None) -> Chart:
         """The planned timeline, to print or to save as PNG or Chrome trace.
 
@@ -149,4 +159,15 @@ def _peak_live(row: tuple[Instruction, ...]) -> int:
             peak = max(peak, live)
         elif one.letter in "BW":
             live -= 1
+    return peak
+
+
+def _peak_put_off(row: tuple[Instruction, ...]) -> int:
+    off = peak = 0
+    for one in row:
+        if isinstance(one, BackwardInput):
+            peak = max(peak, off)
+            off += 1
+        elif isinstance(one, BackwardWeight):
+            off -= 1
     return peak

@@ -12,6 +12,7 @@ from typing import Any
 from kdist._compat import dtensor_internals
 from kdist.graphs.chunks import node_of
 
+import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2
 
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
@@ -27,6 +28,8 @@ class Opener:
         library: `FunctionDef`s by name.
         before: `NodeDef`s by name of the graph that calls them, before it was optimized.
         needed: Which outputs of a call by name something needs; None of a call that is unknown.
+        folded: Of a call by name and a number, the shape of that argument if TensorFlow may have
+            put its value into the function; else None.
 
     Attributes:
         closed: Names of calls of these functions that stayed, since TensorFlow made variants of
@@ -38,8 +41,9 @@ class Opener:
         library: Mapping[str, Any],
         before: Mapping[str, Any],
         needed: Callable[[str], Sequence[int] | None],
+        folded: Callable[[str, int], tf.TensorShape | None],
     ) -> None:
-        self.library, self.before, self.needed = library, before, needed
+        self.library, self.before, self.needed, self.folded = library, before, needed, folded
         self.closed: set[str] = set()
 
     def opened(self, nodes: Iterable[Any]) -> Iterator[Any]:
@@ -63,23 +67,25 @@ class Opener:
     def _constants(self, call: Any, signature: Any) -> dict[int, Any] | None:
         """Arguments that a call no longer hands over, by position; None if they are not known.
 
-        A variant of a function that is specialized for a call has the call's constants inside.
+        A variant of a function that is specialized for a call has the call's constants inside, and
+        maybe what became constant before.
         """
-        taken = call.attr["Tin"].list.type
-        if len(signature.input_arg) == len(taken):
+        missing = len(signature.input_arg) - len(call.attr["Tin"].list.type)
+        if not missing:
             return {}
         original = self.before.get(call.name)
         given = [] if original is None else [r for r in original.input if not r.startswith("^")]
-        found = {}
-        for i, reference in enumerate(given):
-            source = self.before.get(node_of(reference))
-            if source is not None and source.op == "Const":
-                found[i] = node_def_pb2.NodeDef()
-                found[i].CopyFrom(source)
-                found[i].name, found[i].device = f"{call.name}/kdist_constant_{i}", call.device
-                del found[i].input[:]
-        right = len(given) == len(signature.input_arg) == len(taken) + len(found)
-        return found if right else None
+        if len(given) != len(signature.input_arg):
+            return None
+        sources = [self.before.get(node_of(reference)) for reference in given]
+        found = {i: s for i, s in enumerate(sources) if s is not None and s.op == "Const"}
+        if len(found) != missing:
+            shapes = {i: self.folded(call.name, i) for i in range(len(given)) if i not in found}
+            known = {i: shape for i, shape in shapes.items() if shape is not None}
+            found |= {i: _unknown(signature.input_arg[i].type, known[i]) for i in known}
+        if len(found) != missing:
+            return None
+        return {i: _named(s, f"{call.name}/kdist_constant_{i}", call) for i, s in found.items()}
 
     def _returned(self, call: Any, signature: Any) -> Sequence[int] | None:
         """Which results a call still returns; None if that is not known.
@@ -91,6 +97,23 @@ class Opener:
             return every
         needed = self.needed(call.name)
         return needed if needed is not None and len(needed) == count else None
+
+
+def _named(source: Any, name: str, call: Any) -> Any:
+    """A copy of a node, on the device of a call."""
+    copy = node_def_pb2.NodeDef()
+    copy.CopyFrom(source)
+    copy.name, copy.device = name, call.device
+    del copy.input[:]
+    return copy
+
+
+def _unknown(dtype: int, shape: tf.TensorShape) -> Any:
+    """A node of a value that is not known."""
+    made = node_def_pb2.NodeDef(op="Placeholder")
+    made.attr["dtype"].type = dtype
+    made.attr["shape"].shape.CopyFrom(shape.as_proto())
+    return made
 
 
 def _opened(

@@ -108,6 +108,17 @@ def _activations(live: LiveTensors, device: str) -> int | None:
     return None if live.closed else live.peak(device, ("activation",)).nbytes
 
 
+def closed(live: LiveTensors) -> str:
+    """Why activations are not known, "" if they are."""
+    calls = sorted(live.opened().closed)
+    if not calls:
+        return ""
+    return (
+        f"TensorFlow made variants of {len(calls)} functions, and does not tell what they take: "
+        f"{calls[0]}{' and others' * (len(calls) > 1)}"
+    )
+
+
 def nbytes(variable: keras.Variable) -> int:
     """Bytes of the buffers behind a local variable; those of codes, if it is kept encoded."""
     backing = backing_of(variable)

@@ -17,6 +17,7 @@ from kdist.graphs.chunks import node_of
 from kdist.graphs.executed import importable, imported
 from kdist.graphs.live_tensors import RECEIVES, LiveTensors, Op, Output
 from kdist.program.step_result import StepResult
+from kdist.report.folded import is_folded
 from kdist.report.inside_calls import CALLS, GIVEN, Opener
 from kdist.sharding.device import Device
 from kdist.storage.fetched_table import taking_any_ids
@@ -162,7 +163,7 @@ class ExecutedGraph:
             graphs = (function.pre_optimization_graph, function.post_optimization_graph)
             library = {f.signature.name: f for one in graphs for f in one.library.function}
             before = {node.name: node for node in function.pre_optimization_graph.node}
-            opener = Opener(library, before, self._needed_outputs)
+            opener = Opener(library, before, self._needed_outputs, self._folded)
             every = list(opener.opened(every))
             self.closed = frozenset(opener.closed)
         self._inside = inside
@@ -236,6 +237,11 @@ class ExecutedGraph:
         if len(outputs) == len(node.attr[kind].list.type):
             return outputs
         return [outputs[i] for i in self._needed_outputs(node.name) or ()]
+
+    def _folded(self, call: str, argument: int) -> tf.TensorShape | None:
+        """The shape of what a traced call is given, if its value is known; see `Opener`."""
+        given = self._traced[call].inputs[argument] if call in self._traced else None
+        return given.shape if given is not None and is_folded(given) else None
 
     def _needed_outputs(self, call: str) -> list[int] | None:
         """Which outputs of a traced call something needs; None of one that was not traced."""

@@ -19,6 +19,7 @@ from kdist.program.blocks import block_of
 from kdist.program.vjp import Cut, PureFunction, Vjp, unflatten
 from kdist.stages.body import StageBody
 from kdist.stages.node_seconds import operation_seconds
+from kdist.stages.waiting import nbytes, together, waiting
 from kdist.storage import sparse
 
 import tensorflow as tf
@@ -101,9 +102,7 @@ class StageVjp(Vjp):
         if not self._split:
             super()._cut_backward(joint, wrap, feeds, fetches)
             return
-        sizes = [0 if k is None else 1 if k == "dense" else 2 for k in self._kinds]
-        count = sum(sizes[: self._sizes[0]])
-        weights, inward = fetches[:count], fetches[count:]
+        weights, inward = self._of_weights(fetches)
         first = _backward_operations(inward, feeds, self._forward_ops)
         kept = self._made_by(first, weights, feeds)
         # With nothing to compute, the first half still is an operation, to be ordered and seen.
@@ -113,6 +112,12 @@ class StageVjp(Vjp):
         self._call_input = Cut(joint, feeds, [*inward, *kept, *passed], wrap, late)
         if weights:
             self._call_weight = Cut(joint, [*feeds, *kept], weights, wrap, late)
+
+    def _of_weights(self, fetches: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Gradients of parameters, and those of inputs."""
+        sizes = [0 if k is None else 1 if k == "dense" else 2 for k in self._kinds]
+        count = sum(sizes[: self._sizes[0]])
+        return fetches[:count], fetches[count:]
 
     def _runs_again(
         self, graph: Any, fetches: Sequence[Any], depends: dict[str, bool]
@@ -137,25 +142,33 @@ class StageVjp(Vjp):
         every = Passes.of(joint, seeds)
         known = Nodes(
             kind=lambda n: nodes[n].type,
-            nbytes=lambda n: sum(map(_nbytes, nodes[n].outputs)),
+            nbytes=lambda n: sum(map(nbytes, nodes[n].outputs)),
             seconds=lambda n: operation_seconds(nodes[n]),
             communication={n for i, n in enumerate(nodes) if i in self._communicate},
             unknown=self._unknown(),
             once=self._live == 1,
         )
 
+        weights, inward = self._of_weights(fetches)
+        lasting, count = self._outputs[self._count() :], self._body.staged.schedule.micro_batches
+
         def peak(again: set[str]) -> int:
-            # What runs before is kept once per micro-batch that waits for its backward pass.
             self._again = again - kept
-            saved = sum(map(_nbytes, self._frontier(fetches, depends)))
+            saved = self._frontier(fetches, depends)
             made = repeat(joint, every, self._again, seeds)
-            return (self._live - 1) * saved + repeated_peak(
-                made,
-                every,
-                lambda graph: _two_chunks(graph, every),
-                lambda n: nodes[n].type,
-                lambda r: _nbytes(nodes[node_of(r)].outputs[int(r.rpartition(":")[2])]),
-                calls=True,
+            halves = self._put_off * together(self._handed(weights, inward, saved))
+            return (
+                halves
+                + waiting(saved, lasting, inward, self._live, count)
+                + repeated_peak(
+                    made,
+                    every,
+                    lambda graph: _two_chunks(graph, every),
+                    lambda n: nodes[n].type,
+                    lambda r: nbytes(nodes[node_of(r)].outputs[int(r.rpartition(":")[2])]),
+                    calls=True,
+                    gradients={t.name for t in weights},
+                )
             )
 
         staged = self._body.staged
@@ -172,6 +185,20 @@ class StageVjp(Vjp):
         """Micro-batches that a stage keeps something of at a time."""
         staged = self._body.staged
         return max(staged.schedule.peak_live()[staged.stage_of(self._body.virtual)], 1)
+
+    @property
+    def _put_off(self) -> int:
+        """Weight gradients that a stage has put off while it computes others."""
+        staged = self._body.staged
+        return staged.schedule.peak_put_off()[staged.stage_of(self._body.virtual)]
+
+    def _handed(
+        self, weights: Sequence[Any], inward: Sequence[Any], saved: Sequence[Any]
+    ) -> list[Any]:
+        """What the first half of a backward would give to the second, if so much is saved."""
+        feeds = [*self._arguments[0], *saved, *self._given]
+        first = _backward_operations(inward, feeds, self._forward_ops)
+        return self._made_by(first, weights, feeds)
 
     def _unknown(self) -> str:
         """Why sizes per device are not known, "" if they are."""
@@ -232,12 +259,6 @@ class StageVjp(Vjp):
         given = [cotangents[i] for i in self._cotangents]
         flat = self._call_weight(*where, *params, *saved, *given, *kept[: self._kept])
         return unflatten(kinds, flat)
-
-
-def _nbytes(tensor: Any) -> int:
-    """Bytes of a tensor, 0 if its shape is not known."""
-    known = tensor.shape.is_fully_defined()
-    return tensor.shape.num_elements() * (tensor.dtype.size or 0) if known else 0
 
 
 def _two_chunks(graph: Graph, passes: Passes) -> list[Chunk]:

@@ -79,6 +79,11 @@ def test_live_activations_of_1f1b_and_gpipe():
     assert build("zero_bubble", 4, 8).peak_live() == (4, 4, 4, 4)
 
 
+def test_weight_gradients_that_are_put_off():
+    assert build("zero_bubble", 4, 8).peak_put_off() == (0, 1, 2, 3)
+    assert build("1f1b", 4, 8).peak_put_off() == (0, 0, 0, 0)
+
+
 def test_properties():
     schedule = build("interleaved", 2, 4, 3)
     shape = schedule.num_stages, schedule.micro_batches, schedule.chunks, schedule.virtual_stages

@@ -330,3 +330,13 @@ def test_what_cannot_be_read_is_said(options: dict[str, Any], reason: str) -> No
     assert reason in inspection.not_analysed
     assert {m.gradients for m in inspection.memory} == {None}
     assert f"not counted: {inspection.not_analysed}" in str(inspection)
+
+
+def test_a_look_up_in_a_program_of_one_device() -> None:
+    """Its nodes become the step's own, and name neighbours by the names that they had before."""
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Embedding(20, 4)])
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=1))).compile("sgd", "mse")
+    model.train_on_batch(np.zeros((4, 6), "int32"), np.zeros((4, 6, 4)))
+    (found,) = kdist.inspect(model, 4).memory
+    rows = 4 * 6 * 4 * 4
+    assert rows <= (found.activations or 0) <= 6 * rows

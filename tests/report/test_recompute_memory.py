@@ -41,7 +41,9 @@ def trained(depth: int, axes: dict[str, int], **options: Any) -> keras.Model:
 
 def peak(model: keras.Model) -> int:
     """Activations on the device that has the most."""
-    return max(one.activations or 0 for one in kdist.inspect(model, ROWS).memory)
+    found = [one.activations for one in kdist.inspect(model, ROWS).memory]
+    assert None not in found
+    return max(found)  # type: ignore[type-var]
 
 
 def again(**options: Any) -> kdist.RecomputeConfig:
@@ -215,3 +217,24 @@ def test_activations_are_seen_inside_programs(axes: dict[str, int], overlap: boo
     found = [one.activations for one in kdist.inspect(model, rows).memory]
     assert all(n is not None for n in found)
     assert hidden <= max(found) <= 4 * hidden
+
+
+STAGES = kdist.PipelineConfig(micro_batches=2)
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "again"])
+def test_activations_of_stages_are_seen(keep: bool) -> None:
+    """TensorFlow puts what it knows of micro-batches into variants of the stages' functions."""
+    model = trained(1, {"pipe": 2}, pipeline=STAGES, recompute=None if keep else again())
+    inspection = kdist.inspect(model, ROWS)
+    # An output of the block, or what it is given, of one micro-batch.
+    assert all((one.activations or 0) > ROWS / 2 * 32 * 32 * 4 for one in inspection.memory)
+    assert not inspection.closed
+
+
+def test_why_activations_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kdist.report.step_graph.is_folded", lambda tensor: False)
+    inspection = kdist.inspect(trained(1, {"pipe": 2}, pipeline=STAGES), ROWS)
+    assert {one.activations for one in inspection.memory} == {None}
+    assert "variants of 4 functions" in inspection.closed
+    assert f"activations not counted: {inspection.closed}" in str(inspection)
