@@ -54,7 +54,7 @@ def listener(host: str, port: int, backlog: int) -> socket.socket:
         OSError: The port is taken, or the address is of another machine.
     """
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    if ipaddress.ip_address(address[0].partition("%")[0]).is_loopback and not is_loopback(host):
+    if is_loopback(str(address[0])) and not is_loopback(host):
         if socket.has_dualstack_ipv6():
             return socket.create_server(
                 ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
