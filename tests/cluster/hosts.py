@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from .wires import TUNNEL, Wires
+
 NAMES = Path("/etc/netns")
 """Where `ip netns exec` finds what it puts in place of the files in /etc."""
 
@@ -49,14 +51,17 @@ class Host:
 
 
 @contextlib.contextmanager
-def network(count: int) -> Iterator[list[Host]]:
+def network(count: int, wires: Wires | None = None) -> Iterator[list[Host]]:
     """Hosts on one network, apart from this machine's.
 
     Args:
         count: How many.
+        wires: What their packets go through; a bridge without delay by default.
     """
     if not shutil.which("ip") or os.geteuid() != 0:
         pytest.skip("network namespaces need `ip` and the rights of root")
+    if wires is not None and not os.path.exists(TUNNEL):
+        pytest.skip(f"no {TUNNEL} on this machine")
     prefix = f"kdist{os.getpid()}"
     middle = Host(f"{prefix}-m", "")
     hosts = [Host(f"{prefix}-{k}", f"10.77.0.{k + 1}") for k in range(count)]
@@ -69,16 +74,28 @@ def network(count: int) -> Iterator[list[Host]]:
                 pytest.skip(f"no network namespaces on this machine: {error.stderr}")
             made.append(one)
             one.run("ip", "link", "set", "lo", "up")
-        middle.run("ip", "link", "add", "bridge", "type", "bridge")
-        middle.run("ip", "link", "set", "bridge", "up")
+        if wires is None:
+            _bridge(middle, hosts)
         for k, one in enumerate(hosts):
-            ends = ("wire", "netns", one.name, "type", "veth", "peer", "name", f"port{k}")
-            middle.run("ip", "link", "add", *ends)
-            middle.run("ip", "link", "set", f"port{k}", "master", "bridge", "up")
+            if wires is not None:
+                end = f"kd{os.getpid()}-{k}"
+                wires.end(end, one.address)
+                run("ip", "link", "set", end, "netns", one.name, "name", "wire")
             one.run("ip", "address", "add", f"{one.address}/24", "dev", "wire")
             one.run("ip", "link", "set", "wire", "up")
-        yield hosts
+        with contextlib.nullcontext() if wires is None else wires.carrying():
+            yield hosts
     finally:
         for one in made:
             subprocess.run(["ip", "netns", "del", one.name], capture_output=True)
             shutil.rmtree(NAMES / one.name, ignore_errors=True)
+
+
+def _bridge(middle: Host, hosts: list[Host]) -> None:
+    """Connects hosts with each other."""
+    middle.run("ip", "link", "add", "bridge", "type", "bridge")
+    middle.run("ip", "link", "set", "bridge", "up")
+    for k, one in enumerate(hosts):
+        ends = ("wire", "netns", one.name, "type", "veth", "peer", "name", f"port{k}")
+        middle.run("ip", "link", "add", *ends)
+        middle.run("ip", "link", "set", f"port{k}", "master", "bridge", "up")

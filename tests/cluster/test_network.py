@@ -12,10 +12,13 @@ from typing import Any
 
 from kdist.cluster import reach
 
+import numpy as np
 import pytest
 
 from .hosts import Host, network
 from .processes import MEMBER, Process, free_port, program
+from .test_joining import result
+from .wires import Wires
 
 SOON_SECONDS = 30
 ASKS_FOR_NO_PASSWORD = "TensorFlow's servers listen on every address of their machines"
@@ -145,6 +148,40 @@ def test_the_cable_of_a_machine_is_cut(hosts: list[Host]) -> None:
     assert "Process 1 of 2 (10.77.0.2:" in both[0].text
     assert "gave no sign of life for 4 s" in both[0].text
     assert "Process 0 (10.77.0.1:" in both[1].text and "is silent" in both[1].text
+
+
+@pytest.mark.wide
+def test_a_slow_network_that_loses_packets_changes_nothing() -> None:
+    wires = Wires(delay=0.02, loss=0.01)
+    with network(2, wires) as both_hosts, program("trains", 2, **between(both_hosts)) as both:
+        assert [one.ends() for one in both] == [0, 0], both[0].text[-3000:]
+    assert wires.lost > 3
+    with program("trains", 1, TEST_DEVICES="4") as alone:
+        assert alone[0].ends() == 0
+    found, wanted = result(both[0]), result(alone[0])
+    np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=0, atol=1e-12)
+    for mine, other in zip(found["weights"], wanted["weights"], strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.wide
+def test_a_network_that_stalls() -> None:
+    """For a moment: training goes on. For longer: the others end, which are told so in time."""
+    wires = Wires()
+    with (
+        network(2, wires) as both_hosts,
+        program("goes_on", 2, TEST_SILENCE="8", **between(both_hosts)) as both,
+    ):
+        both[0].until("training")
+        wires.stall()
+        time.sleep(3)
+        wires.stall(False)
+        trains_on(both[0])
+        started = time.monotonic()
+        wires.stall()
+        assert [one.ends(SOON_SECONDS) for one in both] == [1, 1]
+        assert time.monotonic() - started < SOON_SECONDS
+    assert "gave no sign of life for 8 s" in both[0].text and "is silent" in both[1].text
 
 
 @pytest.mark.wide
