@@ -66,9 +66,11 @@ def training_pass(parallel: Parallel, data: Any, compress: bool = True) -> Train
     try:
         return parallel.step_for(data).gradients(data, compress)
     except CannotExpand as reason:
-        parallel.fall_back(
-            f"DTensor cannot run {reason}. The model runs on gathered weights instead."
-        )
+        text = f"DTensor cannot run {reason}. The model runs on gathered weights instead."
+        if reason.of_batch:
+            parallel.warn_once(f"kdist.gradients: {text}")
+        else:
+            parallel.fall_back(text)
         return parallel.plain_step.gradients(data, compress)
 
 
@@ -94,7 +96,7 @@ def apply_gradients(model: keras.Model, gradients: Sequence[Any]) -> None:
         gradients: One whole gradient, or None, per trainable variable.
 
     Raises:
-        ValueError: The number of gradients is not that of the trainable variables.
+        ValueError: The number of gradients is not that of the trainable variables, or all are None.
     """
     count = len(model.trainable_variables)
     if len(gradients) != count:
@@ -102,9 +104,16 @@ def apply_gradients(model: keras.Model, gradients: Sequence[Any]) -> None:
             "Pass one gradient (or None) per variable of model.trainable_variables: "
             f"{count} of them. Received: {len(gradients)} gradients"
         )
-    attached(model).step_for(None).apply_whole(list(gradients))
+    step = attached(model).step_for(None)
+    if count and all(gradient is None for gradient in gradients):
+        raise ValueError(
+            "At least one gradient is needed: check that the loss depends on trainable weights. "
+            f"Received: None for all {count} variables of model {model.name!r}"
+        )
+    step.apply_whole(list(gradients))
 
 
+@unconverted
 def reduce(model: keras.Model, function: Callable, *data: Any, op: str = "mean") -> Any:
     """Calls a function on every replica's rows, on its device, and combines the results.
 

@@ -30,7 +30,16 @@ ALL = 1 - 1e-9
 
 
 class CannotExpand(Exception):
-    """The program cannot run over the inner axes; carries what of it."""
+    """The program cannot run over the inner axes; carries what of it.
+
+    Args:
+        what: It.
+        of_batch: Whether it is about one kind of batch, and others may do.
+    """
+
+    def __init__(self, what: str, *, of_batch: bool = False) -> None:
+        super().__init__(what)
+        self.of_batch = of_batch
 
 
 class Retrace(Exception):

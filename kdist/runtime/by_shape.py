@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.dtensor import sizes
-from kdist.dtensor.call import MAX_SHAPES, CannotExpand
+from kdist.dtensor.call import MAX_SHAPES, CannotExpand, signature, tensor_spec
 from kdist.runtime.families import BatchShape, Family, families
 
 import tensorflow as tf
@@ -48,6 +48,7 @@ class ByShape:
         self._parts = parts
         self._tell = tell
         self._kinds: dict[Any, _Kind] = {}
+        self._of_any_size: dict[Any, Callable] = {}
         self._alone: OrderedDict[Any, Callable] = OrderedDict()
 
     def __call__(self, data: Any, *options: Any) -> Any:
@@ -56,10 +57,10 @@ class ByShape:
         Raises:
             CannotExpand: DTensor cannot run it.
         """
-        if not tf.executing_eagerly():
-            return self._nested(data, *options)
         leaves = tf.nest.flatten(data)
         given = [t for t in leaves if t is not None]
+        if not tf.executing_eagerly():
+            return self._in_graph(data, given, options)
         kind = (_structure(data, leaves), tuple(t.dtype for t in given), options)
         shapes = tuple(tuple(t.shape) for t in given)
         graph = self._alone.get((kind, shapes)) or self._shared(kind, shapes)
@@ -69,19 +70,30 @@ class ByShape:
             self._alone.move_to_end((kind, shapes))
         return graph(*given)
 
+    def _in_graph(self, data: Any, given: Sequence[Any], options: Any) -> Any:
+        """Calls it in the graph of a caller, who may not know the sizes of a batch."""
+        dense = not any(isinstance(t, tf.SparseTensor) for t in given)
+        if not dense or all(t.shape.is_fully_defined() for t in given):
+            return self._nested(data, *options)
+        key = (_structure(data, tf.nest.flatten(data)), signature(data), options)
+        if key not in self._of_any_size:
+            # Not in an `init_scope`: it stops every tape, those of the function too.
+            specs = tf.nest.map_structure(tensor_spec, data)
+            self._of_any_size[key] = self.for_specs(specs, *options)
+        return self._of_any_size[key](*given)
+
     def for_specs(self, data: Any, *options: Any) -> Callable:
         """One graph for all batches of some specs; a function of the leaves that are not None.
 
         Args:
-            data: A structure of specs; a dim of None is any size. Such dims of several tensors may
-                differ if a program can be made for that, and are alike otherwise.
+            data: A structure of specs, and None; a dim of None is any size. Such dims of several
+                tensors may differ if a program can be made for that, and are alike otherwise.
             *options: See `__call__`.
 
         Raises:
             CannotExpand: DTensor cannot run it, or not for all sizes.
         """
-        leaves = tf.nest.flatten(data)
-        shapes = [tuple(spec.shape) for spec in leaves]
+        shapes = [tuple(spec.shape) for spec in tf.nest.flatten(data) if spec is not None]
         if all(None not in shape for shape in shapes):
             return self._trace(data, shapes, options)
         kind = _Kind()
@@ -91,7 +103,8 @@ class ByShape:
                 if (family := kind.shared[-1][0]).fits_all:
                     return graph
                 kind.reason = f"sizes are limited to those like {family.examples}"
-        raise CannotExpand(f"batches of any size, here {shapes}: {kind.reason}")
+        what = f"batches of any size, here {shapes}: {kind.reason}"
+        raise CannotExpand(what, of_batch=True)
 
     def _shared(self, kind: Any, shapes: BatchShape) -> Callable | None:
         known = self._kinds.setdefault(kind, _Kind())

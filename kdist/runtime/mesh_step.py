@@ -63,9 +63,9 @@ class MeshStep(Step):
         leaves = [leaf for leaf in tf.nest.flatten((x, y, sample_weight)) if leaf is not None]
         for leaf in leaves:
             if isinstance(leaf, tf.SparseTensor):
-                raise CannotExpand("sparse inputs")
+                raise CannotExpand("sparse inputs", of_batch=True)
             if not leaf.shape.is_fully_defined() and sizes.active() is None:
-                raise CannotExpand(f"batches of unknown size, here {leaf.shape}")
+                raise CannotExpand(f"batches of unknown size, here {leaf.shape}", of_batch=True)
         sizes.note(leaves)
         batch = split(x, y, sample_weight, self.topology.data_size, static=True)
         # One device would have traced the step for this size.
@@ -76,7 +76,9 @@ class MeshStep(Step):
         """See `Step.gradients`."""
         data = as_tensors(data)
         loss, found, shown = self._gradients(data, compress)
-        return TrainingPass(loss, found, self.split(data), [SliceResult(**one) for one in shown])
+        if not isinstance(data, SplitBatch):
+            data = super().cut(*keras.utils.unpack_x_y_sample_weight(data))
+        return TrainingPass(loss, found, data, [SliceResult(**one) for one in shown])
 
     def _seen_gradients(self, data: Any, compress: bool) -> tuple[Any, list[Any], list[Any]]:
         """Loss, whole gradients, and what a `TrainingPass` shows of the slices' results."""

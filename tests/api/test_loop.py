@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -172,7 +173,7 @@ def test_a_loop_in_one_function(axes):
     assert_same_weights(plain, parallel)
 
 
-def test_batches_of_unknown_size_run_on_gathered_weights():
+def test_batches_of_unknown_size_stay_cut():
     plain, parallel = compiled(MESHES[1])
     x, y = data(6)
 
@@ -180,7 +181,8 @@ def test_batches_of_unknown_size_run_on_gathered_weights():
     def gradients(x: Any, y: Any) -> Any:
         return kdist.gradients(parallel, x, y)
 
-    with pytest.warns(UserWarning, match="batches of unknown size.*on gathered weights"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         loss, found = gradients(x, y)
     expected, wanted = plain_gradients(plain, x, y)
     assert_close(expected, loss)
