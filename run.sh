@@ -3,9 +3,10 @@
 # into .venv beside this file, once, at the versions of constraints.txt.
 #
 #   sh run.sh train [flags]   the GPT example       (--help lists the flags)
-#   sh run.sh test [args]     the tests             (--wide adds the rows that CI runs too; --long adds
-#                                                    all, and installs KerasHub for them; --part 2/3 runs the second third of what
-#                                                    is selected; other args go to pytest)
+#   sh run.sh test [args]     the tests             (--wide adds the rows that CI runs too, and installs
+#                                                    ONNX for them; --long adds all, and installs
+#                                                    KerasHub too; --part 2/3 runs the second third
+#                                                    of what is selected; other args go to pytest)
 #   sh run.sh lint            ruff and mypy
 #   sh run.sh bench [flags]   step times against plain Keras, MirroredStrategy, JAX
 #   sh run.sh python [args]   Python inside the environment
@@ -111,10 +112,21 @@ ensure_hub() {
     fi
 }
 
+# What exports to ONNX; where no package index has it, its tests are skipped.
+ensure_onnx() {
+    if ! "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("onnxruntime") is None)'; then
+        printf 'kdist: installing ONNX into %s, once\n' "$venv" >&2
+        "$python" -m pip install --disable-pip-version-check --progress-bar off \
+            --constraint "$here/constraints.txt" tf2onnx onnx onnxruntime >>"$log" 2>&1 ||
+            printf 'kdist: cannot install ONNX; its tests are skipped. The log is in %s\n' "$log" >&2
+    fi
+}
+
 run_tests() {
     cd "$here"
     for argument in "$@"; do
         if [ "$argument" = --long ]; then ensure_hub; fi
+        case $argument in --wide | --long) ensure_onnx ;; esac
     done
     # Tracing holds the interpreter lock, so processes help and threads do not; above four, memory
     # (about 2 GB each) becomes the limit.

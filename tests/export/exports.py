@@ -44,9 +44,9 @@ def whole_table() -> keras.Model:
     return tokens(keras.layers.Embedding(24, 4, name="table"))
 
 
-def mixed() -> keras.Model:
+def mixed(policy: str = "mixed_bfloat16") -> keras.Model:
     before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy("mixed_bfloat16")
+    keras.config.set_dtype_policy(policy)
     try:
         return dense()
     finally:
