@@ -272,6 +272,8 @@ def _placeholders(
             for t, layout in zip(inputs, layouts, strict=True)
         ]
 
+    if not inputs:  # DTensor runs no function that makes nothing
+        return []
     with without_notices(), dtensor.default_mesh(mesh):
         return list(tf.function(make, autograph=False).get_concrete_function()())
 

@@ -213,6 +213,8 @@ class LoweredPart(Lowered):
 
     def call(self, s: int, *inputs: Any) -> list[Sharded]:
         """Calls it on slice `s`; a plain tensor is the same on every device."""
+        if not self.concrete.outputs:  # the backward of a stage without weights; not for DTensor
+            return []
         given = [t if isinstance(t, Sharded) else replicate(t, self.mesh) for t in inputs]
         return list(self(s, None, given))
 

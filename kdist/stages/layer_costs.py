@@ -22,6 +22,7 @@ _CONVOLUTIONS = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
 _TRANSPOSED = (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose)
 _DEPTHWISE = (layers.DepthwiseConv1D, layers.DepthwiseConv2D)
 _SEPARABLE = (layers.SeparableConv1D, layers.SeparableConv2D)
+_VIEWS = (layers.Flatten, layers.Reshape, layers.Identity)
 _RECURRENT = (layers.LSTM, layers.GRU, layers.SimpleRNN, layers.RNN, layers.Bidirectional)
 
 
@@ -78,7 +79,8 @@ def layer_cost(
 
     Returns:
         The estimate. A layer of an unknown class with weights counts 2 operations per weight and
-        position, positions being all dims but the batch and the last.
+        position, positions being all dims but the batch and the last. One that only changes a shape
+        costs nothing.
 
     Example:
     ```python
@@ -90,6 +92,8 @@ def layer_cost(
     layer_cost(dense, [x], [dense(x)]).flops  # 2 * 16 * 4
     ```
     """
+    if isinstance(operation, _VIEWS):
+        return LayerCost(flops=0, weight_bytes=0, activation_bytes=0)
     arguments = arguments or {}
     shapes = [_example_shape(t, unknown_dim) for t in inputs]
     made = [_example_shape(t, unknown_dim) for t in outputs]

@@ -133,3 +133,10 @@ def test_work_grows_with_the_program_and_no_faster() -> None:
         return next(counted)
 
     assert calls(20) < 2.3 * calls(10)
+
+
+def test_a_program_that_takes_nothing() -> None:
+    mesh, _ = inner_mesh(a=2)
+    found, program = run(mesh, lambda: tf.range(3))
+    assert not [one for one in program.arguments if one.position is not None]
+    assert [part.numpy().tolist() for part in found.parts] == [[0, 1, 2]] * 2

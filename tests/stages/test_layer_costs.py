@@ -107,6 +107,11 @@ def test_layers_without_weights_count_what_they_make():
     assert layer_cost(node._keras_history.operation, [x, y], [node]).flops == 2 * T * D * 3
 
 
+@pytest.mark.parametrize("layer", [layers.Flatten(), layers.Reshape((D, T))], ids=str)
+def test_a_change_of_shape_costs_nothing(layer):
+    assert cost_of(layer, [ROWS]) == LayerCost(flops=0, weight_bytes=0, activation_bytes=0)
+
+
 def test_unknown_dims_count_as_told():
     x = keras.Input((None, D))
     dense = layers.Dense(4)

@@ -213,3 +213,12 @@ def test_a_large_model_is_cut_evenly():
         result = partition(described.graph, stages)
         assert {len(names) for names in result.stages} == {40 // stages}
     assert keras_models.functional_of(Subclassed()) is None
+
+
+def test_a_change_of_shape_is_no_stage():
+    """Behind one that moves more than all later layers compute."""
+    model = keras.Sequential([keras.Input((6, 12)), layers.Flatten()])
+    for width in (8, 8, 3):
+        model.add(layers.Dense(width))
+    first, _ = partition(graph_of(model, examples=4).graph, 2).stages
+    assert len(first) > 1
