@@ -24,7 +24,7 @@ def scope(config: ParallelConfig) -> Iterator[None]:
     A variable gets its values when its parts are first used, and then part by part: the very values
     that a plain build draws from the same seed. So compile the model before anything reads its
     weights, and they are made where the optimizer's level wants them. No weight is ever whole, with
-    Keras's own initializers that draw once or are constant. `Orthogonal` and `Identity` make a
+    Keras's own initializers that draw once, are constant, or `Identity`. `Orthogonal` makes a
     whole variable, of which the parts are kept; so does an initializer of your own, at once (it is
     named if its variable is large).
 

@@ -59,6 +59,21 @@ class Constant:
 
 
 @dataclasses.dataclass(frozen=True)
+class Diagonal:
+    """One number on the diagonal of a matrix, zeros elsewhere."""
+
+    value: float
+    whole: bool = False
+
+    def block(self, shape: tuple[int, ...], dtype: str, start: int, count: int) -> Any:
+        """See `Recipe`."""
+        apart = shape[1] + 1
+        first, stop = (min(-(-at // apart), *shape) for at in (start, start + count))
+        places = np.arange(first, stop)[:, None] * apart - start
+        return tf.scatter_nd(places, tf.fill([len(places)], tf.cast(self.value, dtype)), [count])
+
+
+@dataclasses.dataclass(frozen=True)
 class Draw:
     """One draw of `keras.random`.
 
@@ -192,8 +207,8 @@ def recipe_of(initializer: Any, shape: tuple[int, ...], dtype: str) -> Recipe | 
         return Constant(initializer.value)
     if keras_births.draws_once(initializer) and tf.as_dtype(dtype).is_floating:
         return Draw(*keras_births.recorded_draw(initializer, shape, dtype))
-    if kind is keras.initializers.Identity:
-        return AtOnce(initializer)
+    if kind is keras.initializers.Identity and len(shape) == 2 and tf.as_dtype(dtype).is_floating:
+        return Diagonal(initializer.gain)
     if kind is keras.initializers.Orthogonal and isinstance(initializer.seed, int):
         return AtOnce(initializer)
     return None

@@ -24,7 +24,7 @@ INITIALIZERS = {
     "lecun_uniform": keras.initializers.LecunUniform,
     "untruncated": lambda: keras.initializers.VarianceScaling(2.0, "fan_out", "untruncated_normal"),
     "orthogonal": keras.initializers.Orthogonal,
-    "identity": keras.initializers.Identity,
+    "identity": lambda: keras.initializers.Identity(0.3),
 }
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
@@ -55,6 +55,16 @@ def test_any_range_is_that_of_the_whole(name: str, dtype: str) -> None:
         count = chance.randrange(1, expected.size - start + 1)
         part = found.block(shape, dtype, start, count).numpy()
         np.testing.assert_array_equal(part, expected[start : start + count])
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (7, 2), (2, 7), (1, 5), (5, 1), (0, 2)])
+def test_an_identity_is_made_in_parts(shape: tuple[int, ...]) -> None:
+    expected = whole("identity", shape, "float32").reshape(-1)
+    found = recipe("identity", shape, "float32")
+    assert not found.whole
+    for start, stop in itertools.combinations_with_replacement(range(expected.size + 1), 2):
+        part = found.block(shape, "float32", start, stop - start)
+        np.testing.assert_array_equal(part, expected[start:stop])
 
 
 @pytest.mark.parametrize("name", ["glorot_uniform", "truncated", "normal"])
@@ -105,6 +115,7 @@ def test_what_must_be_made_at_once() -> None:
 
     for initializer in (Own(), lambda shape, dtype: keras.ops.ones(shape, dtype)):
         assert recipes.recipe_of(initializer, (2, 2), "float32") is None
+    assert recipes.recipe_of(keras.initializers.Identity(), (2, 2, 2), "float32") is None
     generator = keras.random.SeedGenerator(1)
     assert (
         recipes.recipe_of(keras.initializers.Orthogonal(seed=generator), (2, 2), "float32") is None
