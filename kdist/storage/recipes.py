@@ -70,7 +70,9 @@ class Diagonal:
         apart = shape[1] + 1
         first, stop = (min(-(-at // apart), *shape) for at in (start, start + count))
         places = np.arange(first, stop)[:, None] * apart - start
-        return tf.scatter_nd(places, tf.fill([len(places)], tf.cast(self.value, dtype)), [count])
+        return tf.scatter_nd(
+            places, tf.fill([len(places)], tf.constant(self.value, dtype)), [count]
+        )
 
 
 @dataclasses.dataclass(frozen=True)
