@@ -5,9 +5,12 @@
 A stack of dense layers with Adam on four CPU devices, at level 3. "copy" is NumPy's of the same
 arrays, one after the other, into new memory; "snapshot" is all that `ShardedCheckpoint` does
 before training goes on. Both are measured in turns, as wall and as CPU time of the process: the
-latter says the same on a machine that is busy with other things. Kept with --keep: results_file.py.
+latter says the same on a machine that is busy with other things. "fit, every k" is what `fit` waits
+at each checkpoint but the first: the snapshot, and before it the rest of the write before, if that
+takes longer than k steps. Kept with --keep: results_file.py.
 """
 
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +51,28 @@ def timed(work: Callable[[], Any]) -> tuple[float, float]:
     return spent
 
 
+class Timed(kdist.callbacks.ShardedCheckpoint):
+    """Notes how long each step's end takes."""
+
+    def __init__(self, every: int) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        super().__init__(self.folder.name, every_steps=every, keep=1)
+        self.spent: list[tuple[float, float]] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """See `kdist.callbacks.ShardedCheckpoint`."""
+        self.spent.append(timed(lambda: super(Timed, self).on_train_batch_end(batch, logs)))
+
+
+def waits(model: keras.Model, every: int, saves: int) -> list[tuple[float, float]]:
+    """What `fit` waits at checkpoints that another came before."""
+    saver, steps = Timed(every), every * saves + 1
+    x = np.ones((4 * steps, FLAGS.width), "float32")
+    model.fit(x, x, batch_size=4, verbose=0, callbacks=[saver])
+    saver.folder.cleanup()
+    return saver.spent[2 * every - 1 : steps - 1 : every]
+
+
 def main(_: Any) -> None:
     """Measures and prints."""
     kdist.init(cpu_devices=4)
@@ -61,19 +86,23 @@ def main(_: Any) -> None:
     for _ in range(FLAGS.rounds):
         for name, work in ways.items():
             times[name].append(timed(work))
+    for every in map(int, FLAGS.every):
+        times[f"fit, every {every}"] = waits(model, every, FLAGS.saves)
     print(f"{sum(one.nbytes for one in arrays) / 2**20:.0f} MiB")
     rows = []
     for name, found in times.items():
         wall, cpu = (results_file.spread_of(one) for one in zip(*found))
         rows.append({"name": name, "wall": wall, "cpu": cpu})
-        print(f"{name:10s} wall {wall['min']:.3f} to {wall['max']:.3f} s, cpu {cpu['min']:.3f} s")
-    settings = {name: FLAGS[name].value for name in ("layers", "width", "rounds")}
+        print(f"{name:14s} wall {wall['min']:.3f} to {wall['max']:.3f} s, cpu {cpu['min']:.3f} s")
+    settings = {name: FLAGS[name].value for name in ("layers", "width", "rounds", "every", "saves")}
     print(results_file.save("checkpoints", settings, rows, keep=FLAGS.keep))
 
 
 if __name__ == "__main__":
     flags.DEFINE_integer("layers", 24, "Dense layers.")
     flags.DEFINE_integer("width", 1024, "Of each.")
-    flags.DEFINE_integer("rounds", 9, "Of both.")
+    flags.DEFINE_integer("rounds", 9, "Of the copy and the snapshot.")
+    flags.DEFINE_list("every", ["1", "4", "16"], "Steps from one checkpoint to the next.")
+    flags.DEFINE_integer("saves", 5, "Checkpoints of each `fit`.")
     flags.DEFINE_bool("keep", False, "Keep the result: see results_file.py.")
     app.run(main)
