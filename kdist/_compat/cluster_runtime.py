@@ -25,7 +25,6 @@ from tensorflow.python.eager import context
 
 JOB = "worker"
 _FILES = "/proc/self/fd"
-_held: list[socket.socket] = []
 
 
 def serve(process: int, host: str, port: int, cpu_devices: int, threads_per_op: int) -> int:
@@ -71,8 +70,9 @@ def reserve(port: int) -> int:
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     os.environ["TF_GRPC_REUSE_PORT"] = "1"
     held.bind(("", port))
-    _held.append(held)
-    return int(held.getsockname()[1])
+    given = int(held.getsockname()[1])
+    held.detach()  # open for as long as the process lives
+    return given
 
 
 def use(addresses: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import keras
@@ -21,6 +21,7 @@ from keras.src.losses import losses as keras_losses
 from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.trainers.compile_utils import CompileLoss, MetricsList
+from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
 __all__ = [
     "TensorFlowTrainer",
@@ -340,6 +341,11 @@ def compute_loss(
 ) -> Any:
     """The model's loss, through its own `compute_loss`, whatever arguments that takes."""
     return model._compute_loss(x, y, y_pred, sample_weight, training=training)
+
+
+def class_weighted(dataset: tf.data.Dataset, weights: Mapping[int, float]) -> tf.data.Dataset:
+    """A dataset with the weights of the classes of its labels, as `fit(class_weight=)` makes it."""
+    return dataset.map(make_class_weight_map_fn(weights))
 
 
 def run_after(operation: tf.Operation, others: Sequence[tf.Operation]) -> None:

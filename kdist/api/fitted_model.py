@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from kdist._compat import keras_saving
+from kdist._compat import keras_saving, keras_trainer
 from kdist.api.stepped_model import SteppedModel
 from kdist.cluster.joining import has_joined, naming_failures
 from kdist.config.parallel import ParallelConfig
@@ -79,19 +79,21 @@ class FittedModel(SteppedModel):
         del given[next(iter(given))]  # the model
         return {**given.pop("kwargs", {}), **given}
 
-    def _read_by_workers(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of `fit` or `evaluate`, in which each process reads its rows of datasets."""
+    def _read_by_workers(self, arguments: dict[str, Any], in_parts: bool = False) -> dict[str, Any]:
+        """Arguments of `fit`, `evaluate` or `predict`, whose datasets each process reads."""
         names = [n for n in ("x", "validation_data") if is_dataset(arguments.get(n))]
         if not has_joined() or not names:
             return arguments
         cause = self._read_by_process_0()
-        if "x" in names and cause is None and arguments.get("class_weight") is not None:
-            cause = "class_weight makes another dataset of it"
         if cause is not None:
             self.datasets.stays(cause)
             return arguments
+        weights = arguments.get("class_weight")
+        if "x" in names and weights is not None:
+            weighted = keras_trainer.class_weighted(arguments["x"], weights)
+            arguments = arguments | {"x": weighted, "class_weight": None}
         devices = [one.devices[0] for one in self.topology.slices]
-        read = self.datasets.read([arguments[n] for n in names], devices)
+        read = self.datasets.read([arguments[n] for n in names], devices, in_parts)
         return arguments | dict(zip(names, read, strict=True))
 
     def _read_by_process_0(self) -> str | None:
@@ -106,9 +108,11 @@ class FittedModel(SteppedModel):
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.predict`."""
-        adapt_callbacks(kwargs.get("callbacks"))
+        plain = type(self.model).predict
         with naming_failures():
-            return type(self.model).predict(self.model, *args, **kwargs)
+            arguments = self._read_by_workers(self._by_name(plain, args, kwargs), in_parts=True)
+            adapt_callbacks(arguments.get("callbacks"))
+            return plain(self.model, **arguments)
 
     def export(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.export`, with the weights gathered into plain variables meanwhile."""

@@ -19,7 +19,7 @@ from kdist.config.fusion import FusionConfig
 from kdist.config.parallel import ParallelConfig
 from kdist.dtensor.call import CannotExpand
 from kdist.graphs.instantiation import traced_without_collection
-from kdist.runtime.keras_contract import is_built, peek, step_function
+from kdist.runtime.keras_contract import example_of, is_built, peek, step_function
 from kdist.runtime.mesh_step import BatchFunction
 from kdist.runtime.metrics import overrides
 from kdist.runtime.step import Step
@@ -243,7 +243,7 @@ class Parallel(PreparedModel):
                 with naming_failures():
                     return made["inner"](source)
             if kind == "predict":
-                example = source[0]
+                example = example_of(source[0])
             else:
                 if kind == "train":
                     source = self.verify_first(source)

@@ -6,7 +6,8 @@ each process gets one generator for each of the user's, which all datasets there
 
 That needs draws in an order that follows from the program alone. Iterators draw when they are made,
 before what prepares batches in the background begins. What draws *late*, in the middle of the data
-(a shuffle that is repeated, a cache of shuffled rows that fills) depends on how far that is.
+(a shuffle that is repeated, a cache of shuffled rows that fills) depends on how far that is. Of two
+datasets that take turns so, results differ from run to run in one process too.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdist._compat import keras_models, keras_optimizers
-from kdist.runtime.worker_data import WorkerDataset, WorkerIterator, ending_together
+from kdist.runtime.worker_data import Taken, WorkerDataset, WorkerIterator, ending_together
 
 import keras
 import tensorflow as tf
@@ -52,14 +52,37 @@ def step_function(
 def _predict_function(step: Callable, eager: bool) -> Callable:
     """Keras's predict function over a step on plain devices."""
     one = step if eager else tf.function(step, autograph=False, reduce_retracing=True)
+    where_read = _WhereRead(step)
+
+    def run(batch: Any) -> Any:
+        return where_read(batch) if isinstance(batch, Taken) else one(batch)
 
     def predict(batches: list[Any]) -> Any:
-        outputs = [one(batch) for batch in batches]
+        outputs = [run(batch) for batch in batches]
         if len(outputs) == 1:
             return outputs[0]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
     return predict
+
+
+class _WhereRead:
+    """A step on batches whose rows are taken where they are read: a graph for each dataset."""
+
+    def __init__(self, step: Callable) -> None:
+        self._step = step
+        self._made: weakref.WeakKeyDictionary[WorkerDataset, Callable] = weakref.WeakKeyDictionary()
+
+    def __call__(self, batch: Taken) -> Any:
+        if batch.dataset not in self._made:
+            taken, step = weakref.proxy(batch.dataset).taken, self._step
+            self._made[batch.dataset] = tf.function(
+                lambda first, others: step(taken(first.get_value(), others)),
+                autograph=False,
+                reduce_retracing=True,
+            )
+        with ending_together():
+            return self._made[batch.dataset](batch.first, batch.others)
 
 
 def _train_function(
@@ -92,26 +115,16 @@ def _or_by_workers(
     step: Callable, function: Callable, model: keras.Model, no_batch: Callable[[], None]
 ) -> Callable:
     """`function`, but for data that workers read: of that, a step takes the rows where they are."""
-    made: weakref.WeakKeyDictionary[WorkerDataset, Callable] = weakref.WeakKeyDictionary()
-
-    def once(dataset: WorkerDataset) -> Callable:
-        taken = weakref.proxy(dataset).taken
-        return tf.function(
-            lambda first, others: step(taken(first.get_value(), others)),
-            autograph=False,
-            reduce_retracing=True,
-        )
+    where_read = _WhereRead(step)
 
     def call(iterator: Any) -> Any:
         if not isinstance(iterator, WorkerIterator):
             return function(iterator)
-        one = made.setdefault(iterator.dataset, once(iterator.dataset))
         logs = None
         for _ in range(model.steps_per_execution):
             first = iterator.take_first()
             if first.has_value():
-                with ending_together():
-                    logs = one(first, iterator.others)
+                logs = where_read(Taken(iterator.dataset, first, iterator.others))
             elif logs is not None:
                 return logs
             else:
@@ -144,6 +157,11 @@ def as_spec(leaf: Any) -> Any:
         leaf = tf.convert_to_tensor(leaf)
     dtype = keras.backend.standardize_dtype(leaf.dtype)
     return keras.KerasTensor(tuple(leaf.shape), dtype)
+
+
+def example_of(batch: Any) -> Any:
+    """A batch to predict on; its specs where it is not here."""
+    return batch.dataset.rows.spec if isinstance(batch, Taken) else batch
 
 
 def peek(iterator: Any) -> tuple[Any, Any]:

@@ -226,8 +226,10 @@ class Step:
 
     def predict(self, data: Any, known_size: bool = True) -> Any:
         """Outputs for a global batch, rows in order."""
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        batch = self.cut(x, None, None)
+        if isinstance(data, SplitBatch):  # of rows that each process read by itself
+            batch = data
+        else:
+            batch = self.cut(keras.utils.unpack_x_y_sample_weight(data)[0], None, None)
         results = self.runner.outputs(batch)
         with writes_after_reads():
             self._combine(*self._changed(results, training=False), batch)

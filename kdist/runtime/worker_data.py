@@ -80,7 +80,12 @@ class WorkerDataset:
                 made.append(tf.data.experimental.from_variant(there, spec))
         return made
 
-    def __iter__(self) -> WorkerIterator:
+    def begin(self, in_parts: bool = False) -> WorkerIterator:
+        """A new iterator.
+
+        Args:
+            in_parts: Whether its batches are `Taken`.
+        """
         if self.draws.late and self._last is not None and not self._last.reached:
             # How far the last one has drawn follows from how far each process has read ahead.
             self._readers = self._placed(self._texts)
@@ -92,15 +97,18 @@ class WorkerDataset:
                 # come before what makes its iterator.
                 tf.identity(tf.constant(0)).numpy()
         self._made += 1
-        iterator = WorkerIterator(self, made)
+        iterator = WorkerIterator(self, made, in_parts)
         self._last = iterator.end
         return iterator
 
-    def in_place_of(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    def __iter__(self) -> WorkerIterator:
+        return self.begin()
+
+    def in_place_of(self, dataset: tf.data.Dataset, in_parts: bool) -> tf.data.Dataset:
         """The same dataset to Keras, but for its iterators, which are of this one."""
         made = copy.copy(dataset)
         base: Any = type(dataset)
-        made.__class__ = type(base.__name__, (base,), {"__iter__": lambda _: iter(self)})
+        made.__class__ = type(base.__name__, (base,), {"__iter__": lambda _: self.begin(in_parts)})
         made.read_by_workers = self
         return made
 
@@ -129,6 +137,21 @@ class End:
     reached: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """A batch whose rows are where they were read, or will be.
+
+    Attributes:
+        dataset: What it is of.
+        first: What process 0 kept of it.
+        others: The other processes' iterators.
+    """
+
+    dataset: WorkerDataset
+    first: tf.experimental.Optional
+    others: Sequence[Any]
+
+
 class WorkerIterator:
     """What `fit` reads a `WorkerDataset` by.
 
@@ -139,8 +162,10 @@ class WorkerIterator:
         end: Of the data.
     """
 
-    def __init__(self, dataset: WorkerDataset, iterators: Sequence[Any]) -> None:
-        self.dataset = dataset
+    def __init__(
+        self, dataset: WorkerDataset, iterators: Sequence[Any], in_parts: bool = False
+    ) -> None:
+        self.dataset, self._in_parts = dataset, in_parts
         self.first, *self.others = iterators
         self.end = End()
         self.element_spec = dataset.rows.spec
@@ -163,10 +188,12 @@ class WorkerIterator:
         return first
 
     def __next__(self) -> Any:
-        """The next batch, whole: for what looks at one outside of a step."""
+        """The next batch; whole, for what looks at one outside of a step, or `Taken`."""
         kept = self.take_first()
         if not kept.has_value():
             raise StopIteration
+        if self._in_parts:
+            return Taken(self.dataset, kept, self.others)
         with ending_together():
             return self.dataset.batch(kept.get_value(), self.others)
 
@@ -235,12 +262,15 @@ class WorkerDatasets:
             weakref.WeakKeyDictionary()
         )
 
-    def read(self, data: Sequence[Any], devices: Sequence[str]) -> list[Any]:
+    def read(
+        self, data: Sequence[Any], devices: Sequence[str], in_parts: bool = False
+    ) -> list[Any]:
         """What Keras gets in place of data: datasets that workers read, where that can be.
 
         Args:
             data: Of one call. What is no dataset, or one that process 0 reads, stays as it is.
             devices: Of the replicas.
+            in_parts: See `WorkerDataset.begin`.
         """
         found = [one for one in data if is_dataset(one) and not hasattr(one, "read_by_workers")]
         before = {id(one) for one in found if one in self._made}
@@ -257,7 +287,9 @@ class WorkerDatasets:
             if made is not None and made.draws.apart and id(one) not in before:
                 self._say(_APART)
         read = {id(one): made for one in found if (made := self._made[one]) is not None}
-        return [read[id(one)].in_place_of(one) if id(one) in read else one for one in data]
+        return [
+            read[id(one)].in_place_of(one, in_parts) if id(one) in read else one for one in data
+        ]
 
     def _make(self, data: Any, devices: Sequence[str]) -> None:
         try:

@@ -280,3 +280,10 @@ def test_compiles_by_itself(kinds: str, able: bool, monkeypatch: pytest.MonkeyPa
     found = [types.SimpleNamespace(device_type=one) for one in kinds.split()]
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda *args: found)
     assert keras_trainer.compiles_by_itself(model) == ("GPU" in kinds and able)
+
+
+def test_class_weighted():
+    labels = np.array([[0.0], [2.0], [1.0], [0.0]])
+    dataset = tf.data.Dataset.from_tensor_slices((labels, labels)).batch(3)
+    batches = list(keras_trainer.class_weighted(dataset, {0: 0.5, 2: 3.0}))
+    assert [weights.numpy().tolist() for *_, weights in batches] == [[0.5, 3.0, 1.0], [0.5]]
