@@ -12,6 +12,7 @@ from kdist.api.sharded_optimizer import config_for, parallel_optimizer
 from kdist.config.compression import Classes, Compressor
 from kdist.config.optimizer import OptimizerConfig
 from kdist.config.parallel import ParallelConfig
+from kdist.config.pipeline import PipelineConfig
 from kdist.config.recompute_blocks import Blocks, Choice, blocks_of
 from kdist.config.whole_batch import GLOBAL, SYNCHRONIZED, WholeBatch
 from kdist.dtensor.model_layouts import ModelLayouts, place_weights, placements
@@ -67,6 +68,7 @@ class PlacedModel:
         self.update: DistributedUpdate | None = None
         self.low_rank: KnownStates = {}
         self.staged: StagedModel | None = None
+        self._one_stage: StagedModel | str = ""
         self.example_input: Any = None
         self.loss_terms: tuple[LossTerm, ...] | None = None
 
@@ -182,6 +184,7 @@ class PlacedModel:
         Raises:
             ValueError: It does not allow the one that was asked for.
         """
+        self._one_stage = ""
         if self.staged is not None and self.config.pipeline is not None:
             self.staged = self.staged.scheduled(self.config.pipeline, self.whole_loss)
 
@@ -298,16 +301,46 @@ class PlacedModel:
         return whole_loss(self.model, self.loss_terms or (), parts)
 
     @property
+    def one_stage(self) -> StagedModel | None:
+        """The model as one stage, where its loss comes between its forward and backward pass.
+
+        None where nothing asks for that: there are stages, or no inner axes, or the loss is one of
+        rows. And where the model cannot be one; then `loss_on_gathered_weights`.
+        """
+        wanted = self.whole_loss and self.compute.inner_size > 1 and self.config.pipeline is None
+        if not wanted or self.layouts is None or self.model.run_eagerly:
+            return None
+        if self._one_stage == "":
+            self._one_stage = self._as_one_stage()
+        return None if isinstance(self._one_stage, str) else self._one_stage
+
+    def _as_one_stage(self) -> StagedModel | str:
+        """The model as one stage, or why it cannot be one."""
+        assert self.layouts is not None
+        if self.layouts.fetched_layers:
+            return "rows of tables on the host, or split by hand, are fetched for whole steps"
+        if self.blocks:
+            return "what is recomputed follows the loss"
+        try:
+            pipeline = PipelineConfig(micro_batches=1)
+            return StagedModel.of(self.model, pipeline, self.topology, whole_loss=self.whole_loss)
+        except ValueError as reason:
+            return str(reason).split(". ")[0]
+
+    @property
     def loss_on_gathered_weights(self) -> bool:
-        """Whether a loss over the whole batch takes weights whole: without stages, over axes."""
-        staged = self.config.pipeline is not None
+        """Whether a loss over the whole batch takes weights whole, over inner axes."""
+        staged = self.config.pipeline is not None or self.one_stage is not None
         return bool(self.whole_loss) and self.compute.inner_size > 1 and not staged
 
     @property
     def whole_loss_note(self) -> str:
         """One line about that, for the user."""
-        stages = self.topology.num_stages
-        return whole_loss_note(self.whole_loss, self.compute, stages, self.config.pipeline)
+        stages, reason = self.topology.num_stages, ""
+        if self.loss_on_gathered_weights:
+            reason = self._one_stage if isinstance(self._one_stage, str) else ""
+            reason = reason or "operations run one by one"
+        return whole_loss_note(self.whole_loss, reason, stages, self.config.pipeline)
 
     def _whole_batch(self) -> WholeBatch | None:
         """Why `data` must be inside DTensor, None if replicas compute apart."""

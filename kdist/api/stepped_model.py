@@ -111,10 +111,11 @@ class SteppedModel(PlannedModel):
         """The model's pure functions, by stages or whole."""
         mean = self.config.loss_from_layers == "mean"
         self.schedule_stages()
-        if self.staged is None:
+        staged = self.staged or self.one_stage
+        if staged is None:
             program = Program(self.model, mean)
         else:
-            program = PipelineProgram(self.model, mean, self.staged)
+            program = PipelineProgram(self.model, mean, staged)
         program.blocks = self.blocks
         assert self.layouts is not None
         program.place_tables(self.layouts.fetched_layers)

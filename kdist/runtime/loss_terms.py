@@ -17,7 +17,6 @@ from kdist.config.pipeline import PipelineConfig
 from kdist.pipeline.formulas import live_formula
 from kdist.rows import Flow, NotStudied, study
 from kdist.runtime.metrics import overrides
-from kdist.sharding.mesh import Topology
 
 import keras
 import tensorflow as tf
@@ -76,6 +75,8 @@ def loss_terms(model: keras.Model, data: Any) -> tuple[LossTerm, ...]:
         data: Specs of a batch: (x, y, sample_weight).
     """
     compiled = keras_trainer.compiled_losses(model)
+    if not compiled:  # no loss, or one that an overridden `compute_loss` makes nothing of
+        return ()
     seen = [_Seen(entry.loss) for entry in compiled]
     if not (_has_dims(model) and all(one.is_known for one in seen)):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -169,20 +170,18 @@ class _Seen:
         return values, keras_trainer.get_mask(values)
 
 
-def whole_loss_note(
-    why: str, compute: Topology, stages: int, pipeline: PipelineConfig | None
-) -> str:
+def whole_loss_note(why: str, gathered: str, stages: int, pipeline: PipelineConfig | None) -> str:
     """One line for the user about a loss over the whole batch.
 
     Args:
         why: Why it is, as `whole_loss` says.
-        compute: The mesh as programs see it.
+        gathered: Why weights are gathered for it, "" if they are not.
         stages: Number of pipeline stages.
         pipeline: Settings of the pipeline, if there is one.
     """
     how = "computed once, over the gathered outputs of all replicas"
-    if compute.inner_size > 1 and pipeline is None:
-        how = "computed over the whole batch, on gathered weights"
+    if gathered:
+        how = f"computed over the whole batch, on gathered weights ({gathered})"
     if pipeline is not None:
         count = pipeline.micro_batches
         usual = live_formula("1f1b", stages, count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import kdist
@@ -18,12 +19,38 @@ from ..parity import CUTS, assert_close, data, mlp
 LINE = "over the gathered outputs of all replicas"
 
 
-def told(loss: Any, axes: dict[str, int] | None = None, **options: Any) -> tuple[Any, list[str]]:
+class Subclassed(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = keras.layers.Dense(8, "tanh", name="up")
+        self.down = keras.layers.Dense(3, name="down")
+
+    def build(self, shape: Any) -> None:
+        self.up.build(shape)
+        self.down.build((None, 8))
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        return self.down(self.up(x))
+
+
+def subclassed() -> keras.Model:
+    model = Subclassed()
+    model.build((None, 6))
+    return model
+
+
+def told(
+    loss: Any,
+    axes: dict[str, int] | None = None,
+    make: Callable[[], keras.Model] = mlp,
+    **options: Any,
+) -> tuple[Any, list[str]]:
     """A model that was evaluated on a batch, and the warnings that it gave."""
     axes = axes or {"data": 4}
     cuts = CUTS if "model" in axes else None
     config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts, **options)
-    model = kdist.parallelize(mlp(), config)
+    model = kdist.parallelize(make(), config)
     model.compile("sgd", loss)
     x, y = data(8)
     with warnings.catch_warnings(record=True) as caught:
@@ -90,10 +117,22 @@ def test_one_replica_has_the_whole_batch():
     assert not model.plan().notes
 
 
-def test_inner_axes_say_that_weights_are_gathered():
+def test_over_inner_axes_the_model_stays_cut():
+    """It is one stage, with the loss between its forward and its backward pass."""
     model, lines = told(keras.losses.Dice(), {"data": 2, "model": 2})
     assert len(lines) == 1
-    assert "on gathered weights" in lines[0]
+    assert "over the gathered outputs" in lines[0]
+    x, y = data(8)
+    model.train_on_batch(x, y)
+    found = kdist.inspect(model)
+    assert "gathered weights" not in str(found)
+    assert [one.kind for one in found.collectives] == ["all-reduce"]
+
+
+def test_weights_are_gathered_where_it_cannot_be_one_stage():
+    model, lines = told(keras.losses.Dice(), {"data": 2, "model": 2}, make=subclassed)
+    assert len(lines) == 1
+    assert "on gathered weights (Only a Functional model" in lines[0]
     assert "on gathered weights" in str(kdist.inspect(model))
 
 
@@ -152,7 +191,7 @@ class LazyHead(keras.Model):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("mesh", [{"data": 4}, {"pipe": 2, "data": 2}])
+@pytest.mark.parametrize("mesh", [{"data": 4}, {"pipe": 2, "data": 2}, {"data": 2, "model": 2}])
 def test_layers_that_the_loss_builds_are_trained(mesh):
     pipeline = kdist.PipelineConfig(micro_batches=3) if "pipe" in mesh else None
     x, y = data(10)
@@ -161,10 +200,36 @@ def test_layers_that_the_loss_builds_are_trained(mesh):
         model = mlp()
         model = LazyHead(model.inputs, model.outputs[0])
         if parallel:
-            config = kdist.ParallelConfig(mesh=kdist.mesh(**mesh), pipeline=pipeline)
+            cuts = CUTS if "model" in mesh else None
+            config = kdist.ParallelConfig(
+                mesh=kdist.mesh(**mesh), layout_map=cuts, pipeline=pipeline
+            )
             model = kdist.parallelize(model, config)
         model.compile(keras.optimizers.Adam(0.1), "mse")
         model.fit(x, y, batch_size=5, shuffle=False, verbose=0)
         weights.append(model.get_weights())
     assert np.ptp(weights[0][-2]) > 0  # the head's kernel moved
+    assert_close(*weights)
+
+
+class Own(Subclassed):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.max(ops.abs(y - y_pred))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "model": 2}])
+def test_a_subclassed_model_whose_own_loss_leaves_the_compiled_one_alone(mesh):
+    x, y = data(8)
+    weights = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(0)
+        model = Own()
+        model.build((None, 6))
+        if parallel:
+            config = kdist.ParallelConfig(mesh=kdist.mesh(**mesh))
+            model = kdist.parallelize(model, config)
+        model.compile("sgd", "mse")
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
     assert_close(*weights)
