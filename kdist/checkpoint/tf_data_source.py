@@ -127,23 +127,25 @@ class Pipeline(Source):
 
     def _saved(self, iterator: Any) -> dict[str, bytes]:
         """The state of an iterator; {} if it has none that can be saved, which is told once."""
-        if isinstance(iterator, WorkerIterator):  # one in each process; epochs are read again
-            self._cannot = True
+        if isinstance(iterator, WorkerIterator):
+            self._tell("each process has an iterator of its own")
             return {}
         with tempfile.TemporaryDirectory() as folder:
             try:
                 tf.train.Checkpoint(iterator=iterator).write(f"{folder}/{STATE}")
             except tf.errors.OpError as error:
-                self._cannot = True
-                reason = str(error.message).split("} ")[-1].split(" [Op")[0]
-                warnings.warn(
-                    "The position in this tf.data.Dataset cannot be saved. A run that goes on "
-                    "reads the epoch's batches once more and passes over them: it has to give the "
-                    f"same ones in the same order. Received: {reason}",
-                    stacklevel=2,
-                )
+                self._tell(str(error.message).split("} ")[-1].split(" [Op")[0])
                 return {}
             return {one.name: one.read_bytes() for one in Path(folder).iterdir()}
+
+    def _tell(self, reason: str) -> None:
+        self._cannot = True
+        warnings.warn(
+            "The position in this tf.data.Dataset cannot be saved. A run that goes on reads the "
+            "epoch's batches once more and passes over them: it has to give the same ones in the "
+            f"same order. Received: {reason}",
+            stacklevel=3,
+        )
 
 
 def _shuffles(state: Mapping[str, bytes]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -365,6 +366,54 @@ def resumes() -> None:
         x, y, batch_size=8, epochs=3, verbose=0, callbacks=[again, Failing()]
     ).history
     print("RESULT " + json.dumps({"loss": history["loss"]}), flush=True)
+
+
+def reads_again() -> None:
+    """Trains on a dataset that both processes read, whole, and stopped within an epoch twice."""
+    joined()
+    x, y = data()
+
+    class Stopped(Exception):
+        """A run ends here."""
+
+    class StopAfter(keras.callbacks.Callback):
+        """Ends a run after some of its own steps."""
+
+        def __init__(self, steps: int) -> None:
+            super().__init__()
+            self.left = steps
+
+        def get_state(self) -> dict[str, Any]:
+            return {}
+
+        def set_state(self, state: dict[str, Any]) -> None:
+            pass
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.left -= 1
+            if not self.left:
+                raise Stopped
+
+    def run(name: str, steps: int = -1) -> Any:
+        folder = f"{os.environ['TEST_FOLDER']}/{name}"
+        saver = kdist.callbacks.ShardedCheckpoint(folder, every_steps=3, resume=True)
+        made = model()
+        rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), seed=5).batch(8)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with contextlib.suppress(Stopped):
+                calls = [saver, StopAfter(steps)]
+                losses = made.fit(rows, epochs=3, verbose=0, callbacks=calls).history["loss"]
+                lines = sum("position in this tf.data" in str(one.message) for one in told)
+                assert lines == 1, [str(one.message) for one in told]
+                step = saver.restored and saver.restored.step
+                return losses, [w.tolist() for w in made.get_weights()], step
+        return None
+
+    *whole, _ = run("whole")
+    assert run("stopped", 7) is None  # four steps are an epoch
+    *found, step = run("stopped")
+    print("RESULT " + json.dumps({"equal": found == whole, "step": step}), flush=True)
 
 
 def survives() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -54,6 +55,17 @@ def test_each_process_writes_its_own(tmp_path: Path) -> None:
     before = plain.get_weights()
     assert kdist.checkpoint.restore(plain, tmp_path).step == 8
     assert not any(map(np.array_equal, before[::2], plain.get_weights()[::2]))
+
+
+@pytest.mark.wide
+def test_a_dataset_that_processes_read_goes_on_within_an_epoch(tmp_path: Path) -> None:
+    """It is read once more, and passed over, which a line says."""
+    with program("reads_again", 2, TEST_FOLDER=str(tmp_path)) as both:
+        assert [one.ends() for one in both] == [0, 0], both[0].text
+        found = next(line for line in both[0].lines if line.startswith("RESULT "))
+    result = json.loads(found.removeprefix("RESULT "))
+    assert result["equal"], both[0].text
+    assert result["step"] % 3 == 0 < result["step"]
 
 
 @pytest.mark.wide
