@@ -41,6 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU, and is skipped without one")
+    if config.option.durations is None:  # what is slow is seen before it adds up
+        config.option.durations, config.option.durations_min = 25, 2.0
     # The default expression is in pyproject.toml; an expression of the user's own stays.
     if config.option.markexpr == "not long and not wide":
         if config.getoption("--long"):

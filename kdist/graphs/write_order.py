@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kdist._compat import keras_trainer
@@ -25,43 +25,62 @@ _covered: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def writes_after_reads() -> Iterator[None]:
+def writes_after_reads(apart: bool = False) -> Iterator[None]:
     """Makes what the block writes wait for all reads that the graph of now has before the block.
 
-    For each variable one operation waits for its reads, and its writes wait for that. It has a
-    state in TensorFlow's eyes, so that no edge from or to it is ever taken for another path's. One
-    for all variables of a device would keep gradients and new values until the last layer's
-    weights have been read. When executing eagerly everything is in order.
+    One operation per device waits for the reads there, and the writes there wait for it. It has a
+    state in TensorFlow's eyes, so that no edge from or to it is ever taken for another path's. When
+    executing eagerly everything is in order.
+
+    Args:
+        apart: One operation per variable: a device that frees gradients as it goes would otherwise
+            keep all until the last layer's weights have been read.
     """
     if tf.executing_eagerly():
         yield
         return
     graph = tf.compat.v1.get_default_graph()
     before = graph.get_operations()
-    barriers = _barriers(before[_covered.get(graph, 0) :])
+    key = _variables if apart else _Devices(graph).of
+    barriers = _barriers(before[_covered.get(graph, 0) :], key)
     _covered[graph] = len(before) + len(barriers)
     yield
     for op in graph.get_operations()[_covered[graph] :]:
         if op.type not in READS:
-            waits = [barriers[handle] for handle in _variables(op) if handle in barriers]
+            waits = [barriers[one] for one in key(op) if one in barriers]
             if waits:
                 keras_trainer.run_after(op, waits)
 
 
-def _barriers(operations: list[tf.Operation]) -> dict[Any, tf.Operation]:
-    """By variable, an operation that waits for its reads."""
+def _barriers(
+    operations: list[tf.Operation], key: Callable[[tf.Operation], list[Any]]
+) -> dict[Any, tf.Operation]:
+    """By variable, or by device, an operation that waits for the reads there."""
     reads: dict[Any, list[tf.Operation]] = {}
     for op in operations:
         if op.type in READS:
-            for handle in _variables(op):
-                reads.setdefault(handle, []).append(op)
+            for one in key(op):
+                reads.setdefault(one, []).append(op)
     barriers = {}
-    for handle, found in reads.items():
+    for one, found in reads.items():
         with tf.control_dependencies(found):
-            barrier = tf.raw_ops.VarIsInitializedOp(resource=handle.deref()).op
+            barrier = tf.raw_ops.VarIsInitializedOp(resource=found[0].inputs[0]).op
         keras_trainer.run_independently(barrier)
-        barriers[handle] = barrier
+        barriers[one] = barrier
     return barriers
+
+
+class _Devices:
+    """Where the variables lie that operations of a graph read or write."""
+
+    def __init__(self, graph: Any) -> None:
+        captures = getattr(graph, "captures", ())
+        self._device = {inner.ref(): str(outer.device) for outer, inner in captures}
+
+    def of(self, op: tf.Operation) -> list[str]:
+        """Devices of the variables among an operation's inputs, each once."""
+        handles = [i for i in op.inputs if i.dtype == tf.resource]
+        return list(dict.fromkeys(self._device.get(i.ref(), i.device) for i in handles))
 
 
 def _variables(op: tf.Operation) -> list[Any]:

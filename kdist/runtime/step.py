@@ -133,11 +133,12 @@ class Step:
             result: What they gave.
             reduction: What sums the gradients, if it has begun.
         """
-        with writes_after_reads():
+        frees = self.update is not None and self.update.one_by_one
+        with writes_after_reads(apart=frees):
             self._keep_state(batch, result, training=True)
             self.apply_result(result, reduction)
             logs = self._logs(batch, result)
-        if reduction is not None and self.update.one_by_one:
+        if reduction is not None and frees:
             update_early(reduction)
         return logs
 
