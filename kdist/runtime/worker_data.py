@@ -45,6 +45,11 @@ class WorkerDataset:
         dataset: The user's; its elements are global batches.
         devices: Of the replicas, in order: one for each.
 
+    Attributes:
+        rows: Which rows are read where.
+        draws: What they are drawn from.
+        length: How many batches there are; None where that is not known yet.
+
     Raises:
         StaysWithProcess0: It cannot be read by other processes.
     """
@@ -62,8 +67,10 @@ class WorkerDataset:
         kept = [dataset.map(self.rows.cut(k)).prefetch(AHEAD) for k in range(len(replicas))]
         self._specs = [one.element_spec for one in kept]
         self.draws = Draws(graph, self._devices)
-        self._last: End | None = None
+        self._last: WorkerIterator | None = None
         self._made = 0
+        count = int(dataset.cardinality())
+        self.length = count if count >= 0 else None
         texts = [drawing.graph_of(one).SerializeToString() for one in kept]
         self._readers = self._placed(texts)
         self._texts = texts if self.draws.late else []
@@ -86,7 +93,7 @@ class WorkerDataset:
         Args:
             in_parts: Whether its batches are `Taken`.
         """
-        if self.draws.late and self._last is not None and not self._last.reached:
+        if self._last is not None and not self._last.is_settled():
             # How far the last one has drawn follows from how far each process has read ahead.
             self._readers = self._placed(self._texts)
         made = []
@@ -98,7 +105,7 @@ class WorkerDataset:
                 tf.identity(tf.constant(0)).numpy()
         self._made += 1
         iterator = WorkerIterator(self, made, in_parts)
-        self._last = iterator.end
+        self._last = iterator if self.draws.late else None
         return iterator
 
     def __iter__(self) -> WorkerIterator:
@@ -126,17 +133,6 @@ class WorkerDataset:
         return tuple(found[: len(spec)]) if isinstance(spec, tuple) else found[0]
 
 
-@dataclasses.dataclass
-class End:
-    """Of an iterator.
-
-    Attributes:
-        reached: Whether all processes have come to it.
-    """
-
-    reached: bool = False
-
-
 @dataclasses.dataclass(frozen=True)
 class Taken:
     """A batch whose rows are where they were read, or will be.
@@ -159,7 +155,7 @@ class WorkerIterator:
         dataset: The dataset.
         first: Process 0's iterator.
         others: Those of the other processes, on their devices.
-        end: Of the data.
+        ended: Whether all of them have come to the end of the data.
     """
 
     def __init__(
@@ -167,7 +163,7 @@ class WorkerIterator:
     ) -> None:
         self.dataset, self._in_parts = dataset, in_parts
         self.first, *self.others = iterators
-        self.end = End()
+        self.ended, self._given = False, 0
         self.element_spec = dataset.rows.spec
 
     def __iter__(self) -> WorkerIterator:
@@ -180,12 +176,24 @@ class WorkerIterator:
             RuntimeError: That is the end in process 0 alone.
         """
         first = self.first.get_next_as_optional()
-        if not first.has_value() and not self.end.reached:
+        if first.has_value():
+            self._given += 1
+        elif not self.ended:
             # Asked, the others have come to the end too, and a cache has all of its rows.
             if any(bool(one.get_next_as_optional().has_value()) for one in self.others):
                 raise RuntimeError(f"{_SAME} Received: more batches than in process 0")
-            self.end.reached = True
+            self.ended, self.dataset.length = True, self._given
         return first
+
+    def is_settled(self) -> bool:
+        """Whether it has drawn as much in each process: nothing was read ahead, or all was.
+
+        Keras makes iterators that it never reads, and does not ask for more where it knows how many
+        batches there are.
+        """
+        if self._given == self.dataset.length and not self.ended:
+            self.take_first()
+        return self.ended or self._given == 0
 
     def __next__(self) -> Any:
         """The next batch; whole, for what looks at one outside of a step, or `Taken`."""

@@ -158,7 +158,10 @@ def datasets(folder: Path) -> dict[str, Any]:
     )
     shuffled = parsed.shuffle(50, seed=4)
     columns = shuffled.map(lambda x, y: x), shuffled.map(lambda x, y: y)
+    counted = parsed.apply(tf.data.experimental.assert_cardinality(45))
     return {
+        "cached": counted.shuffle(50, seed=6).cache().repeat(2).batch(7),
+        "repeated": counted.shuffle(50, seed=6).repeat(2).batch(7),
         "split": shuffled.skip(8).batch(7),
         "split, to look at": shuffled.take(8).batch(7),
         "columns": tf.data.Dataset.zip(columns).batch(7),

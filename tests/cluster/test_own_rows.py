@@ -26,7 +26,10 @@ def files(tmp_path: Path) -> Path:
 @pytest.mark.wide
 @pytest.mark.parametrize(
     "name",
-    ["plain", "seeded", "full", "python", "split", "columns", "weighted"],
+    [
+        *("plain", "seeded", "full", "python", "split", "columns", "weighted", "cached"),
+        "repeated",
+    ],
 )
 def test_datasets_over_two_processes_equal_one(name: str, files: Path) -> None:
     """Losses, which depend on the order, and sums of labels, on whether each counts once."""

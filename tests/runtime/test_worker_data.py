@@ -153,6 +153,26 @@ def test_of_two_calls_the_second_begins_anew_with_a_line():
     assert batches(later.read_by_workers) == batches(numbers(40).shuffle(40, seed=4).batch(40))
 
 
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("late", ["repeat", "cache"])
+def test_a_dataset_that_draws_late_goes_on_where_its_last_batch_was_taken(late, known):
+    """As Keras reads it, which does not ask for a batch after the last one where it knows that."""
+    given, plain = (
+        getattr(numbers(13).shuffle(13, seed=4), late)(*[2] * (late == "repeat")).batch(5)
+        for _ in range(2)
+    )
+    count = len(plain)
+    if not known:
+        given = given.filter(lambda x, y: True)
+    read = WorkerDataset(given, DEVICES)
+    if not known:
+        assert batches(read) == batches(plain)
+    for _ in range(3):
+        iterator = iter(read)
+        assert batches(next(iterator) for _ in range(count)) == batches(plain)
+        iter(read), iter(plain)  # which draw, and nobody reads them
+
+
 def test_a_dataset_that_draws_late_goes_on_where_all_processes_are():
     """After its end as without kdist; before it, in an order that no reading ahead decides."""
     given, plain = (numbers(10).shuffle(10, seed=4).repeat(2).batch(5) for _ in range(2))
