@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import json
 import os
 import resource
@@ -19,8 +17,6 @@ from typing import Any
 import kdist
 from kdist._compat import cluster_runtime
 from kdist.cluster.joining import controller
-from kdist.graphs.executed import largest, watch
-from kdist.storage.transfer import process_of
 
 import keras
 import numpy as np
@@ -141,104 +137,6 @@ def strategy() -> None:
     except ValueError as error:
         print("REFUSED", error, flush=True)
     os._exit(0)  # the strategy's servers wait for each other
-
-
-def datasets(folder: Path) -> dict[str, Any]:
-    """Datasets over files: each element is read, parsed and shuffled; ends are uneven."""
-    files = sorted(str(one) for one in folder.glob("rows-*"))
-
-    def rows(line: Any) -> Any:
-        numbers = tf.strings.to_number(tf.strings.split(line, ","), tf.float64)
-        return tf.reshape(numbers, (16,))[:12], tf.reshape(numbers, (16,))[12:]
-
-    lines = tf.data.TextLineDataset(files)
-    parsed = lines.map(rows, num_parallel_calls=2)
-    python = lines.map(lambda line: tf.py_function(rows, [line], [tf.float64] * 2)).map(
-        lambda x, y: (tf.ensure_shape(x, (12,)), tf.ensure_shape(y, (4,)))
-    )
-    shuffled = parsed.shuffle(50, seed=4)
-    columns = shuffled.map(lambda x, y: x), shuffled.map(lambda x, y: y)
-    counted = parsed.apply(tf.data.experimental.assert_cardinality(45))
-    return {
-        "cached": counted.shuffle(50, seed=6).cache().repeat(2).batch(7),
-        "repeated": counted.shuffle(50, seed=6).repeat(2).batch(7),
-        "split": shuffled.skip(8).batch(7),
-        "split, to look at": shuffled.take(8).batch(7),
-        "columns": tf.data.Dataset.zip(columns).batch(7),
-        "weighted": parsed.map(lambda x, y: (x, tf.cast(y[:1] > 0, tf.float64))).batch(7),
-        "plain": parsed.batch(7),
-        "seeded": parsed.shuffle(50, seed=3).batch(7),
-        "unseeded": parsed.shuffle(50).batch(7),
-        "full": parsed.batch(8, drop_remainder=True).repeat(),
-        "python": python.batch(7),
-        "loose": parsed.shuffle(50).batch(7).with_options(loose()),
-    }
-
-
-def loose() -> tf.data.Options:
-    """Options of a dataset whose order is not known."""
-    options = tf.data.Options()
-    options.deterministic = False
-    return options
-
-
-def reads() -> None:
-    """Trains and evaluates on a dataset over files; says what was seen, and who reads it."""
-    joined()
-    folder, name = Path(os.environ["TEST_FOLDER"]), os.environ["TEST_DATA"]
-    made_of = datasets(folder)
-    given, whole = made_of[name], made_of.get(f"{name}, to look at", made_of["plain"])
-    if name == "unseeded":
-        next(iter(given))  # which draws seeds in this process alone
-    made = model()
-
-    class Failing(keras.callbacks.Callback):
-        """Ends a start in the middle of an epoch, if that is asked for."""
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if "TEST_FAILS" in os.environ and self.model.optimizer.iterations == 10:
-                raise RuntimeError("of the first start")
-
-    class Seen(keras.metrics.Metric):
-        """The sum of all labels that a pass has seen."""
-
-        def __init__(self) -> None:
-            super().__init__(name="seen")
-            self.total = self.add_weight(name="total", dtype="float64", initializer="zeros")
-
-        def update_state(self, y: Any, outputs: Any, sample_weight: Any = None) -> None:
-            self.total.assign_add(tf.reduce_sum(y))
-
-        def result(self) -> Any:
-            return self.total
-
-    made.compile(keras.optimizers.Adam(0.01), "mse", metrics=[Seen()])
-    calls: list[keras.callbacks.Callback] = []
-    if states := os.environ.get("TEST_STATES"):
-        calls = [kdist.callbacks.ShardedCheckpoint(states, every_steps=2, resume=True), Failing()]
-    steps = 4 if name == "full" else None
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        history = made.fit(
-            given,
-            epochs=3,
-            steps_per_epoch=steps,
-            verbose=0,
-            validation_data=whole,
-            callbacks=calls,
-            class_weight={0: 1.0, 1: 2.5} if name == "weighted" else None,
-        ).history
-        scores = made.evaluate(datasets(folder)["plain"], verbose=0)
-        predicted = made.predict(datasets(folder)["plain"], verbose=0)
-    found = {
-        "history": history,
-        "scores": scores,
-        "predicted": predicted.tolist(),
-        "weights": [w.tolist() for w in made.get_weights()],
-        "said": [str(one.message) for one in said],
-        "step": int(made.optimizer.iterations),
-    }
-    print("RESULT " + json.dumps(found), flush=True)
 
 
 def goes_on() -> None:
@@ -439,97 +337,6 @@ def survives() -> None:
     history = made.fit(x, y, batch_size=8, epochs=epochs, verbose=0, callbacks=calls).history
     weights = [w.tolist() for w in made.get_weights()]
     print("RESULT " + json.dumps({"loss": history["loss"], "weights": weights}), flush=True)
-
-
-def read_rows() -> tf.data.Dataset:
-    """A batch of 8 rows of 256 numbers, twice, from a file."""
-    numbers = tf.data.FixedLengthRecordDataset(os.environ["TEST_FOLDER"] + "/rows", 256 * 4)
-    rows = numbers.map(lambda text: tf.reshape(tf.io.decode_raw(text, tf.float32), (256,)))
-    return rows.map(lambda row: (row, row)).batch(8, drop_remainder=True)
-
-
-def sends() -> None:
-    """Prints what an executed step sends between processes, and what its plan says."""
-    joined()
-    keras.utils.set_random_seed(7)
-    layers = [keras.layers.Dense(256, activation="gelu", name=f"up{i}") for i in range(3)]
-    made = keras.Sequential([keras.Input((256,)), *layers])
-    axes = json.loads(os.environ["TEST_AXES"])
-    if "model" in axes:
-        kdist.shard(layers[0], ((1, 1), (1, axes["model"])))
-        kdist.shard(layers[1], ((1, axes["model"]), (axes["model"], 1)))
-    level = int(os.environ["TEST_LEVEL"])
-    config = kdist.ParallelConfig(
-        mesh=kdist.mesh(**axes), optimizer=kdist.OptimizerConfig(level=level, threshold_kb=0)
-    )
-    kdist.parallelize(made, config)
-    made.compile(keras.optimizers.SGD(0.01), "mse")
-    x = np.zeros((8, 256), "float32")
-    made.evaluate(x, x, verbose=0)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        if "TEST_FOLDER" in os.environ:
-            step = largest(watch(lambda: made.fit(read_rows(), verbose=0)))
-        else:
-            step = largest(watch(lambda: made.train_on_batch(x, x)))
-    crossing = [t for t in step.transfers if process_of(t.source) != process_of(t.target)]
-    found = {
-        "sent": [(t.tensor, t.nbytes) for t in crossing if not t.control],
-        "planned": dataclasses.asdict(made.plan().between_processes()),
-        "printed": str(made.plan()),
-        "said": [str(one.message) for one in said],
-    }
-    print("RESULT " + json.dumps(found), flush=True)
-
-
-def routes() -> None:
-    """Trains by each algorithm, and by one plain device; prints what differs and what is sent."""
-    joined()
-    keras.config.set_floatx("float64")
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(16, 48)), rng.normal(size=(16, 4))
-    axes = json.loads(os.environ["TEST_AXES"])
-
-    def built() -> keras.Model:
-        keras.utils.set_random_seed(7)
-        # No biases: pieces of them were as small as the scalars that travel too.
-        layers = [keras.layers.Dense(48, "gelu", False, name=f"up{i}") for i in range(3)]
-        out = keras.layers.Dense(4, use_bias=False, name="out")
-        made = keras.Sequential([keras.Input((48,)), *layers, out])
-        if "model" in axes:
-            kdist.shard(layers[0], ((1, 1), (1, axes["model"])))
-            kdist.shard(layers[1], ((1, axes["model"]), (axes["model"], 1)))
-        return made
-
-    plain = built()
-    plain.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), "mse")
-    with tf.device("CPU:0"):
-        plain.fit(x, y, batch_size=16, epochs=3, verbose=0)
-    found = []
-    for level in json.loads(os.environ["TEST_LEVELS"]):
-        for algorithm in json.loads(os.environ["TEST_ALGORITHMS"]):
-            made = built()
-            config = kdist.ParallelConfig(
-                mesh=kdist.mesh(**axes),
-                pipeline=kdist.PipelineConfig(micro_batches=2) if "pipe" in axes else None,
-                optimizer=kdist.OptimizerConfig(level=level, threshold_kb=0),
-                # The two largest parameters travel alone, the others in buckets.
-                fusion=kdist.FusionConfig(mode="size", size_mb=0.02, algorithm=algorithm),
-            )
-            kdist.parallelize(made, config)
-            made.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), "mse")
-            step = largest(watch(functools.partial(made.train_on_batch, x, y)))
-            made.fit(x, y, batch_size=16, epochs=2, verbose=0)
-            crossing = [t for t in step.transfers if process_of(t.source) != process_of(t.target)]
-            pairs = zip(made.get_weights(), plain.get_weights(), strict=True)
-            one = {
-                "case": [level, algorithm],
-                "off": max(float(np.abs(a - b).max()) for a, b in pairs),
-                "sent": [(t.tensor, t.nbytes) for t in crossing if not t.control],
-                "planned": dataclasses.asdict(made.plan().between_processes()),
-            }
-            found.append(one)
-    print("RESULT " + json.dumps(found), flush=True)
 
 
 def large_model() -> keras.Model:

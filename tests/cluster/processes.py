@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 MEMBER = Path(__file__).with_name("member.py")
+OTHERS = {"reads": "member_data.py", "sends": "member_sent.py", "routes": "member_sent.py"}
+"""Files of the scenarios that are not in `member.py`."""
 LIMIT_SECONDS = 90
 
 
@@ -83,7 +85,7 @@ def program(
     before: Mapping[int, Sequence[str]] | None = None,
     **variables: str,
 ) -> Iterator[list[Process]]:
-    """Runs a function of `member.py` in several processes, and kills those that are left.
+    """Runs a function of a file of members in several processes; kills those that are left.
 
     Args:
         scenario: Its name.
@@ -104,9 +106,10 @@ def program(
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "PYTHONUNBUFFERED": "1",
     } | variables
+    script = MEMBER.with_name(OTHERS.get(scenario, MEMBER.name))
     found = [
         Process(
-            [*(before or {}).get(k, ()), sys.executable, str(MEMBER), scenario],
+            [*(before or {}).get(k, ()), sys.executable, str(script), scenario],
             common | {"KDIST_PROCESS_ID": str(k)} | dict((each or {}).get(k, {})),
         )
         for k in (range(count) if only is None else only)

@@ -1,0 +1,114 @@
+"""What the processes of the tests of what is sent run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import sys
+import warnings
+
+import kdist
+from kdist.graphs.executed import largest, watch
+from kdist.storage.transfer import process_of
+
+import keras
+import numpy as np
+import tensorflow as tf
+from member import joined
+
+
+def read_rows() -> tf.data.Dataset:
+    """A batch of 8 rows of 256 numbers, twice, from a file."""
+    numbers = tf.data.FixedLengthRecordDataset(os.environ["TEST_FOLDER"] + "/rows", 256 * 4)
+    rows = numbers.map(lambda text: tf.reshape(tf.io.decode_raw(text, tf.float32), (256,)))
+    return rows.map(lambda row: (row, row)).batch(8, drop_remainder=True)
+
+
+def sends() -> None:
+    """Prints what an executed step sends between processes, and what its plan says."""
+    joined()
+    keras.utils.set_random_seed(7)
+    layers = [keras.layers.Dense(256, activation="gelu", name=f"up{i}") for i in range(3)]
+    made = keras.Sequential([keras.Input((256,)), *layers])
+    axes = json.loads(os.environ["TEST_AXES"])
+    if "model" in axes:
+        kdist.shard(layers[0], ((1, 1), (1, axes["model"])))
+        kdist.shard(layers[1], ((1, axes["model"]), (axes["model"], 1)))
+    level = int(os.environ["TEST_LEVEL"])
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(**axes), optimizer=kdist.OptimizerConfig(level=level, threshold_kb=0)
+    )
+    kdist.parallelize(made, config)
+    made.compile(keras.optimizers.SGD(0.01), "mse")
+    x = np.zeros((8, 256), "float32")
+    made.evaluate(x, x, verbose=0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if "TEST_FOLDER" in os.environ:
+            step = largest(watch(lambda: made.fit(read_rows(), verbose=0)))
+        else:
+            step = largest(watch(lambda: made.train_on_batch(x, x)))
+    crossing = [t for t in step.transfers if process_of(t.source) != process_of(t.target)]
+    found = {
+        "sent": [(t.tensor, t.nbytes) for t in crossing if not t.control],
+        "planned": dataclasses.asdict(made.plan().between_processes()),
+        "printed": str(made.plan()),
+        "said": [str(one.message) for one in said],
+    }
+    print("RESULT " + json.dumps(found), flush=True)
+
+
+def routes() -> None:
+    """Trains by each algorithm, and by one plain device; prints what differs and what is sent."""
+    joined()
+    keras.config.set_floatx("float64")
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(16, 48)), rng.normal(size=(16, 4))
+    axes = json.loads(os.environ["TEST_AXES"])
+
+    def built() -> keras.Model:
+        keras.utils.set_random_seed(7)
+        # No biases: pieces of them were as small as the scalars that travel too.
+        layers = [keras.layers.Dense(48, "gelu", False, name=f"up{i}") for i in range(3)]
+        out = keras.layers.Dense(4, use_bias=False, name="out")
+        made = keras.Sequential([keras.Input((48,)), *layers, out])
+        if "model" in axes:
+            kdist.shard(layers[0], ((1, 1), (1, axes["model"])))
+            kdist.shard(layers[1], ((1, axes["model"]), (axes["model"], 1)))
+        return made
+
+    plain = built()
+    plain.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), "mse")
+    with tf.device("CPU:0"):
+        plain.fit(x, y, batch_size=16, epochs=3, verbose=0)
+    found = []
+    for level in json.loads(os.environ["TEST_LEVELS"]):
+        for algorithm in json.loads(os.environ["TEST_ALGORITHMS"]):
+            made = built()
+            config = kdist.ParallelConfig(
+                mesh=kdist.mesh(**axes),
+                pipeline=kdist.PipelineConfig(micro_batches=2) if "pipe" in axes else None,
+                optimizer=kdist.OptimizerConfig(level=level, threshold_kb=0),
+                # The two largest parameters travel alone, the others in buckets.
+                fusion=kdist.FusionConfig(mode="size", size_mb=0.02, algorithm=algorithm),
+            )
+            kdist.parallelize(made, config)
+            made.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), "mse")
+            step = largest(watch(functools.partial(made.train_on_batch, x, y)))
+            made.fit(x, y, batch_size=16, epochs=2, verbose=0)
+            crossing = [t for t in step.transfers if process_of(t.source) != process_of(t.target)]
+            pairs = zip(made.get_weights(), plain.get_weights(), strict=True)
+            one = {
+                "case": [level, algorithm],
+                "off": max(float(np.abs(a - b).max()) for a, b in pairs),
+                "sent": [(t.tensor, t.nbytes) for t in crossing if not t.control],
+                "planned": dataclasses.asdict(made.plan().between_processes()),
+            }
+            found.append(one)
+    print("RESULT " + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
