@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from kdist.api.placed_model import PlacedModel
 from kdist.api.sharded_optimizer import parallel_optimizer
@@ -98,9 +98,20 @@ class PlannedModel(PlacedModel):
             ),
             gathered=tuple(spread) if config.level == 3 else (),
             repeated=tuple(one.name for one in self.blocks.blocks),
+            keep_communication=tuple(
+                one.name for one in self.blocks.blocks if not one.setting.mp_comm_recompute
+            ),
+            asked_to_gather=self._asked_to_gather(spread if config.level == 3 else ()),
             travels=any(len(p.slices) > 1 for _, p in self._placements()),
         )
         return without_effect(self.config, config, self.topology, facts)
+
+    def _asked_to_gather(self, spread: Collection[str]) -> tuple[str, ...]:
+        """See `ModelFacts`; `spread` are paths of what level 3 gathers."""
+        freed = self.blocks.freed
+        asked = [v for v in self.model.trainable_variables if id(v) in freed]
+        gathered = {p.path for _, p in self._placements() if p.gathered} | set(spread)
+        return () if gathered & {v.path for v in asked} else tuple(v.path for v in asked)
 
     def warn_without_effect(self) -> None:
         """Warns of settings without effect, of each once."""

@@ -61,6 +61,9 @@ class ModelFacts:
         asked_tables: Paths of tables that are split by hand by rows, which are looked up as asked.
         gathered: Paths of what level 3 gathers.
         repeated: Names of the blocks that run again in the backward pass.
+        keep_communication: Of these, names of those with mp_comm_recompute=False.
+        asked_to_gather: Paths of which it was said whether they are gathered again in the backward
+            pass, where no such weight is gathered at all.
         travels: Whether any gradient goes from one slice to another.
     """
 
@@ -76,6 +79,8 @@ class ModelFacts:
     asked_tables: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
+    keep_communication: tuple[str, ...] = ()
+    asked_to_gather: tuple[str, ...] = ()
     travels: bool = True
 
 
@@ -241,12 +246,26 @@ def _fusion(case: _Case) -> Iterator[WithoutEffect]:
 
 
 def _recompute(case: _Case) -> Iterator[WithoutEffect]:
-    """Blocks that run again where operations run one by one."""
+    """Blocks that run again where operations run one by one, or have nothing to communicate."""
     if case.facts.repeated and case.facts.eager:
         yield WithoutEffect(
             f"recompute of {named(case.facts.repeated)}",
             "run_eagerly computes operation by operation, and a tape keeps what it needs",
             "Compile without run_eagerly, or leave it out",
+        )
+    mesh = case.topology.describe_axes()
+    if case.facts.keep_communication and case.topology.inner_size == 1:
+        yield WithoutEffect(
+            f"mp_comm_recompute=False of {named(case.facts.keep_communication)}",
+            f"it is about collectives of inner axes, and the mesh {mesh} has none above 1",
+            "Add an axis such as model=2, or leave it out",
+        )
+    if case.facts.asked_to_gather:
+        yield WithoutEffect(
+            f"parallel_optimizer_comm_recompute of {named(case.facts.asked_to_gather)}",
+            f"none of these weights is gathered before use on the mesh {mesh}",
+            "Cut them over the replicas with OptimizerConfig(level=3) or a layout with the data "
+            "axis, or leave it out",
         )
 
 

@@ -7,7 +7,13 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import kdist
-from kdist import CompressionConfig, FusionConfig, OptimizerConfig, PipelineConfig
+from kdist import (
+    CompressionConfig,
+    FusionConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RecomputeConfig,
+)
 
 import keras
 import numpy as np
@@ -96,7 +102,7 @@ def made(
     model = build()
     setting(model)
     if "model" in axes and build is dense:
-        options["layout_map"] = CUTS
+        options.setdefault("layout_map", CUTS)
     config = kdist.ParallelConfig(
         mesh=kdist.mesh(**axes), optimizer=level or OptimizerConfig(), **options
     )
@@ -107,6 +113,11 @@ def made(
 
 def at(number: int, **options: Any) -> dict[str, Any]:
     return {"level": OptimizerConfig(level=number, threshold_kb=0, **options)}
+
+
+def again(**options: Any) -> Callable[[keras.Model], Any]:
+    """Declares that a layer runs again."""
+    return lambda model: kdist.recompute(model.get_layer("up"), **options)
 
 
 PIPE = {"pipe": 2, "data": 2}
@@ -213,6 +224,25 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"axes": {"model": 2}, "compression": CompressionConfig(rest="bf16")},
         ["compression has no effect: gradients travel between replicas"],
     ),
+    "collectives of no inner axes": (
+        {"axes": {"data": 2}, "setting": again(mp_comm_recompute=False)},
+        ["mp_comm_recompute=False of 'up' has no effect: it is about collectives of inner axes"],
+    ),
+    "gathers of no parameter": (
+        {
+            "axes": {"data": 2},
+            "recompute": RecomputeConfig(layers=["up"], parallel_optimizer_comm_recompute=True),
+        },
+        ["_comm_recompute of 'up/kernel', 'up/bias' has no effect: none of these weights"],
+    ),
+    "gathers of other parameters": (
+        {
+            "axes": {"data": 2, "model": 2},
+            "setting": again(parallel_optimizer_comm_recompute=False),
+            "layout_map": {"down/kernel": ("data", None)},
+        },
+        ["_comm_recompute of 'up/kernel', 'up/bias' has no effect: none of these weights"],
+    ),
 }
 
 
@@ -246,6 +276,20 @@ QUIET: dict[str, dict[str, Any]] = {
         **at(3, keep_gathered=True),
     },
     "defaults": {"axes": {"data": 2}},
+    "collectives of inner axes": {
+        "axes": {"model": 2},
+        "setting": again(mp_comm_recompute=False),
+    },
+    "gathers at level 3": {
+        "axes": {"data": 2},
+        "setting": again(parallel_optimizer_comm_recompute=True),
+        **at(3),
+    },
+    "gathers by a layout": {
+        "axes": {"data": 2, "model": 2},
+        "setting": again(parallel_optimizer_comm_recompute=True),
+        "layout_map": {"up/kernel": ("data", "model")},
+    },
     "data x model": {"axes": {"data": 2, "model": 2}, "enable_alltoall": True},
     "a table that is split over data": {
         "axes": {"data": 2},
