@@ -47,8 +47,9 @@ class DistributedEmbedding(keras.layers.Layer):
 
     Call arguments:
         inputs: Integer ids in the structure of `feature_configs`, of each feature's `input_shape`.
-            Ids below 0 are padding: they look up nothing, and a row of none is zero. `preprocess`
-            makes such ids of ragged and sparse ones.
+            Ids below 0 are padding: they look up nothing, and a row of none is zero. Ragged and
+            sparse ids are padded so; `preprocess` does it before, which inner axes and tables that
+            are on the host or split need.
         weights: None, or a factor for each id, in the same structure and shapes.
 
     Output shape:
@@ -131,6 +132,10 @@ class DistributedEmbedding(keras.layers.Layer):
 
     def _look_up(self, feature: FeatureConfig, ids: Any, weights: Any) -> Any:
         table = feature.table
+        if _is_composite(ids):
+            ids = _dense(feature, ids)
+        if _is_composite(weights):
+            weights = _dense(feature, weights, 0)
         ids = ops.cast(ids, "int64" if ids.dtype == "int64" else "int32")
         ids, valid = _in_table(ids, feature)
         rows = self._tables[table.name](ids)
@@ -247,13 +252,19 @@ def _check_shape(feature: FeatureConfig, shape: tuple[int | None, ...]) -> None:
         )
 
 
-def _dense(feature: FeatureConfig, ids: Any) -> Any:
+def _is_composite(tensor: Any) -> bool:
+    return isinstance(tensor, tf.SparseTensor | tf.RaggedTensor)
+
+
+def _dense(feature: FeatureConfig, ids: Any, padding: int = PADDING) -> Any:
+    """Ids (or their weights) of a feature, with padding up to its `input_shape`."""
     if isinstance(ids, tf.SparseTensor):
-        ids = tf.sparse.to_dense(ids, default_value=PADDING)
+        default = tf.cast(padding, ids.dtype)
+        ids = tf.sparse.to_dense(tf.sparse.reorder(ids), default_value=default)
     elif isinstance(ids, list):
         ids = tf.ragged.constant(ids, dtype="int32")
     if isinstance(ids, tf.RaggedTensor):
-        ids = ids.to_tensor(PADDING)
+        ids = ids.to_tensor(padding)
     ids = tf.convert_to_tensor(ids)
     room = [(have, want) for have, want in zip(ids.shape[1:], feature.input_shape[1:], strict=True)]
     if any(None not in both and both[0] > both[1] for both in room):
@@ -266,4 +277,5 @@ def _dense(feature: FeatureConfig, ids: Any) -> Any:
         [0, 0 if want is None else want - sizes[j + 1]]
         for j, want in enumerate(feature.input_shape[1:])
     ]
-    return tf.pad(ids, [[0, 0], *missing], constant_values=PADDING)
+    padded = tf.pad(ids, [[0, 0], *missing], constant_values=tf.cast(padding, ids.dtype))
+    return tf.ensure_shape(padded, (None, *feature.input_shape[1:]))

@@ -122,6 +122,12 @@ def as_tensors(data: Any) -> Any:
     """Arrays of a structure as tensors; None stays None."""
 
     def convert(leaf: Any) -> Any:
+        if isinstance(leaf, tf.RaggedTensor):
+            raise ValueError(
+                "Over inner axes, and one step ahead, a batch has sizes, and ragged tensors have "
+                "none. Pad them before: x.to_tensor(), or preprocess of a DistributedEmbedding. "
+                f"Received: a ragged tensor of shape {leaf.shape}"
+            )
         keep = leaf is None or isinstance(leaf, tf.SparseTensor)
         return leaf if keep else tf.convert_to_tensor(leaf)
 
@@ -131,7 +137,8 @@ def as_tensors(data: Any) -> Any:
 class BatchFunction:
     """What Keras calls as a train, test or predict function that takes batches before its graph.
 
-    For a model with inner axes, and one whose tables are looked up a step ahead. Falls back, once
+    For a model with inner axes, one whose tables are looked up a step ahead, and one that repeats
+    what a budget of memory asks for, which needs sizes. Falls back, once
     and with a warning that says why, to plain devices with gathered weights, for models with an
     operation that DTensor cannot run.
 

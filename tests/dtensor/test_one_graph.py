@@ -108,3 +108,15 @@ def test_sparse_inputs_run_on_gathered_weights_and_say_so(steps: int) -> None:
     with pytest.warns(UserWarning, match="sparse inputs.*gathered weights"):
         found = model.fit(x, Y, **options).history["loss"]
     np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+def test_ragged_inputs_are_refused() -> None:
+    given = keras.Input((None,), dtype="int32", ragged=True)
+    table = kdist.layers.TableConfig("words", 9, 4)
+    feature = kdist.layers.FeatureConfig("words", table, (None, 3), (None, 4))
+    rows = kdist.layers.DistributedEmbedding(feature)(given)
+    model = keras.Model(given, keras.layers.Dense(1)(rows))
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(model=2))).compile("sgd", "mse")
+    words = tf.ragged.constant([[1], [2, 3], [], [4, 5, 6]], dtype=tf.int32)
+    with pytest.raises(ValueError, match="ragged tensors have none. Pad them before"):
+        model.train_on_batch(words, np.ones((4, 1), "float32"))

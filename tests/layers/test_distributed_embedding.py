@@ -116,6 +116,26 @@ def test_an_id_outside_its_table_is_dropped_or_hashed() -> None:
     np.testing.assert_allclose(rows, [values[0] + values[0], 3 * values[2]], rtol=1e-6)
 
 
+KINDS = {
+    "ragged": tf.ragged.constant([[5], [], [1, 2, 3]], dtype=tf.int32),
+    "sparse": tf.SparseTensor([[0, 0], [2, 0], [2, 1], [2, 2]], [5, 1, 2, 3], (3, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_layer_pads_ids_itself(kind: str, weighted: bool) -> None:
+    layer = DistributedEmbedding(_feature(combiner="mean", oov="hash"))
+    given = KINDS[kind]
+    weights = tf.cast(given, tf.float32) + 1.0 if kind == "ragged" else tf.cast(given, tf.float32)
+    dense = weights.to_tensor(0.0) if kind == "ragged" else tf.sparse.to_dense(weights)
+    expected = layer(layer.preprocess(given), dense if weighted else None)
+    found = tf.function(layer.call)(given, weights if weighted else None)
+    np.testing.assert_array_equal(found, expected)
+    if not weighted:
+        np.testing.assert_array_equal(layer(given), expected)
+
+
 @pytest.mark.parametrize(
     "given",
     [
