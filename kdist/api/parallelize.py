@@ -289,7 +289,7 @@ class Parallel(PreparedModel):
         self.prepare(kind, example)
         no_batch = self.no_batch if kind == "train" else (lambda: None)
         over = self.over_inner_axes(kind)
-        if over or (kind == "train" and self.looks_ahead()):
+        if over or (kind == "train" and (self.looks_ahead() or self.needs_sizes(example))):
             function = BatchFunction(
                 self.mesh_step if over else self.plain_step,
                 kind,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from .case import CLASSES, TOKENS, VOCABULARY
+from .features import BY_NAME as FEATURES
 from .matrix import spread
 from .recompute_parts import BLOCKS, PLAN, Block, twins
 
@@ -63,6 +64,7 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "mixed": {"dtype": "mixed_bfloat16"},
     "subclassed": {"case": dataclasses.replace(BLOCKS, build=_subclassed)},
     "shared": {"case": dataclasses.replace(BLOCKS, build=_shared)},
+    "several": {"samples": 27, "features": [FEATURES["three_steps_per_execution"]]},
 }
 MESHES: dict[str, dict[str, int]] = {
     "data2": {"data": 2},
@@ -76,7 +78,8 @@ ROWS = [
     # A subclassed model has no graph to cut into stages.
     if (condition, mesh) != ("subclassed", "pipe2_data2")
 ]
-DEFAULT = [("ragged", "full", "data2"), ("subclassed", "budget", "data2")]
+ROWS += [("ragged", "budget", "data2"), ("several", "budget", "data2")]
+DEFAULT = [("ragged", "budget", "data2"), ("subclassed", "budget", "data2")]
 
 
 @pytest.mark.parametrize(("condition", "plan", "mesh"), spread(ROWS, DEFAULT, quick=0))

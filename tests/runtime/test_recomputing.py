@@ -6,10 +6,12 @@ import warnings
 from typing import Any
 
 import kdist
+from kdist.api.parallelize import attached
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 layers = keras.layers
 NOTE = "recompute (full): 2 blocks, from block0_down, block1_down"
@@ -82,3 +84,57 @@ def test_a_pass_without_anything_to_repeat_is_told(kind: type[keras.Model], coun
     found = messages(kind)
     assert len(found) == count
     assert all(f"Received: {NOTE}" in one for one in found)
+
+
+def budgeted(axes: dict[str, int], **options: Any) -> keras.Model:
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(8)])
+    for k in range(2):
+        for width in (64, 8):
+            model.add(layers.Dense(width, "gelu", name=f"block{k}_{width}"))
+    again = kdist.RecomputeConfig(layers=[r"block(\d)_.*"], policy="budget", budget_mb=0.02)
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), recompute=again, **options)
+    kdist.parallelize(model, config).compile("sgd", "mse")
+    return model
+
+
+STAGES = {"pipeline": kdist.PipelineConfig(micro_batches=2)}
+
+
+@pytest.mark.parametrize("source", ["arrays", "dataset"])
+@pytest.mark.parametrize(
+    ("axes", "options"), [({"data": 2}, {}), ({"pipe": 2}, STAGES)], ids=["data2", "pipe2"]
+)
+def test_a_budget_where_the_last_batch_is_smaller(
+    axes: dict[str, int], options: dict[str, Any], source: str
+) -> None:
+    """Keras does not say how many rows a batch has then; it is chosen by the first one."""
+    model = budgeted(axes, **options)
+    x, y = np.ones((20, 8), "float32"), np.ones((20, 8), "float32")
+    if source == "arrays":
+        model.fit(x, y, batch_size=16, verbose=0)
+    else:
+        model.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(16), verbose=0)
+    whole = budgeted(axes, **options)
+    whole.fit(x[:16], y[:16], batch_size=16, verbose=0)
+    found, expected = attached(model).choices, attached(whole).choices
+    assert expected
+    assert all(one.repeated > 0 for one in expected.values())
+    for name, one in expected.items():
+        assert (found[name].peak, found[name].why) == (one.peak, "")
+        assert found[name].repeated == pytest.approx(one.repeated)
+
+
+def test_a_budget_and_ragged_inputs() -> None:
+    """They have no size to choose by."""
+    given = keras.Input((None,), dtype="int32", ragged=True)
+    table = kdist.layers.TableConfig("words", 9, 4)
+    feature = kdist.layers.FeatureConfig("words", table, (None, 3), (None, 4))
+    rows = kdist.layers.DistributedEmbedding(feature)(given)
+    model = keras.Model(given, layers.Dense(1, name="head")(rows))
+    again = kdist.RecomputeConfig(layers=["head"], policy="budget", budget_mb=1.0)
+    config = kdist.ParallelConfig(mesh=kdist.mesh(data=2), recompute=again)
+    kdist.parallelize(model, config).compile("sgd", "mse")
+    words = tf.ragged.constant([[1], [2, 3], [], [4, 5, 6], [7], [8, 1]], dtype=tf.int32)
+    data = tf.data.Dataset.from_tensor_slices((words, np.ones((6, 1), "float32"))).batch(4)
+    model.fit(data, verbose=0)
+    assert "everything runs again" in "".join(model.plan().notes)
