@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 
+from kdist.api.dealt_tables import dealt_notes
 from kdist.api.placed_model import PlacedModel
 from kdist.api.sharded_optimizer import parallel_optimizer
 from kdist.api.table_optimizers import table_notes
@@ -188,7 +189,7 @@ class PlannedModel(PlacedModel):
             notes.append(self.blocks.describe())
         if self.uses_host:
             notes.append(self._host_note())
-        notes += table_notes(self.model)
+        notes += [*table_notes(self.model), *dealt_notes(self.model)]
         return notes
 
     @property

@@ -299,3 +299,37 @@ def test_tables_are_dealt_by_columns() -> None:
     assert (split.split_columns, split.input_dim, split.output_dim) == ((32, 32), 3, 64)
     again = DistributedEmbedding.from_config(layer.get_config())
     assert again.tables["t"].split_columns == (32, 32)
+
+
+def test_the_plan_says_where_tables_went() -> None:
+    """What was dealt, with the bytes of each device, and what nothing was decided of."""
+    auto = [TableConfig(name, 30, 4) for name in ("first", "second")]
+    dealt, _ = kdist.deal_tables(auto, 2, lookups={"first": 9, "second": 9})
+    tables = [*dealt, TableConfig("left", 6, 4), TableConfig("far", 6, 4, placement="host")]
+    features = [FeatureConfig(f"of_{t.name}", t, (None,), (None, 4)) for t in tables]
+    inputs = [keras.Input((), dtype="int32", name=one.name) for one in features]
+    layer = DistributedEmbedding(features, name="tables")
+    rows = keras.layers.Concatenate()(layer(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(1)(rows))
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    (note,) = [one for one in model.plan().notes if one.startswith("tables of 'tables'")]
+    for part in (
+        f"'first' by rows {dealt[0].rows} over 'data'",
+        "'left' whole on every device (placement='auto', which kdist.deal_tables did not deal)",
+        "'far' on the host",
+        "parts per device of 'data': 480 B, 480 B",
+    ):
+        assert part in note
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_errors_name_feature_table_and_value(compiled: bool) -> None:
+    table = TableConfig("vocabulary", 500, 2)
+    layer = DistributedEmbedding(FeatureConfig("query", table, (None, 3), (None, 2)))
+    layer.build(None)
+    call = tf.function(layer.call) if compiled else layer
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        call(np.array([[0, 7123, -1]], np.int32))
+    text = str(error.value)
+    assert "Feature query has an id that table vocabulary does not have" in text
+    assert "7123" in text
