@@ -238,3 +238,23 @@ def test_why_activations_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {one.activations for one in inspection.memory} == {None}
     assert "variants of 4 functions" in inspection.closed
     assert f"activations not counted: {inspection.closed}" in str(inspection)
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "model": 2}], ids=str)
+def test_each_layer_says_whether_what_a_layout_cuts_over_data_is_gathered_again(
+    axes: dict[str, int],
+) -> None:
+    """Counted from the plan of a step that was made: twice with True, once with False."""
+    x = inputs = keras.Input((8,))
+    for name in ("first", "again", "kept"):
+        x = keras.layers.Dense(8, "gelu", name=name)(x)
+    model = keras.Model(inputs, keras.layers.Dense(4, name="head")(x))
+    kdist.recompute(model.get_layer("again"), parallel_optimizer_comm_recompute=True)
+    kdist.recompute(model.get_layer("kept"), parallel_optimizer_comm_recompute=False)
+    layouts = {"(again|kept)/kernel": ("data", None)}
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=layouts)
+    kdist.parallelize(model, config).compile("sgd", "mse")
+    model.train_on_batch(np.ones((ROWS, 8)), np.ones((ROWS, 4)))
+    gathers = Counter(i for gather in model.plan().gathers for i in gather.weights)
+    paths = [v.path for v in model.trainable_variables]
+    assert {paths[i]: n for i, n in gathers.items()} == {"again/kernel": 2, "kept/kernel": 1}
