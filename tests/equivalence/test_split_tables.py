@@ -21,11 +21,12 @@ STAGED = {
     "pipe2_data2": {"pipe": 2, "data": 2},
     "pipe2_data2_model2": {"pipe": 2, "data": 2, "model": 2},
 }
+EXPERTS = {"data2_expert2": {"data": 2, "expert": 2}}
 
 
 def split(mesh: str, axis: str) -> Callable[[keras.Model], None]:
     """Splits every table over an axis: unevenly, and of four devices the first has no rows."""
-    size = {**MESHES, **STAGED}[mesh][axis]
+    size = {**MESHES, **STAGED, **EXPERTS}[mesh][axis]
 
     def declare(model: keras.Model) -> None:
         for layer in model._flatten_layers():
@@ -160,6 +161,20 @@ def test_pipelines(level: str, alltoall: bool, axis: str, mesh: str) -> None:
         optimizer=OPTIMIZERS["adam"],
         config=config,
         declare=split(mesh, axis),
+    )
+
+
+@pytest.mark.parametrize(
+    ("alltoall", "level"), spread([(True, 0), (True, 3), (False, 0)], [(True, 0)], quick=0)
+)
+def test_an_inner_axis_of_any_name(alltoall: bool, level: int) -> None:
+    """Experts' devices hold parts of tables too."""
+    compare(
+        TABLES,
+        EXPERTS["data2_expert2"],
+        optimizer=OPTIMIZERS["adam"],
+        config=way(alltoall, f"level{level}"),
+        declare=split("data2_expert2", "expert"),
     )
 
 
