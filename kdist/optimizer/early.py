@@ -41,19 +41,21 @@ def update_early(reduction: Reduction) -> int:
         return 0
     entries, writes = reduction.jobs.entries, _writes(graph)
     latest = _latest(graph, {op: r for r, (_, sums) in enumerate(rounds) for op in sums})
-    by_device: dict[str, list[tuple[int, list[tf.Operation], list[tf.Operation]]]] = {}
+    by_device: dict[str, list[tuple[int, list[tf.Operation], list[list[tf.Operation]]]]] = {}
     for r, (variables, sums) in enumerate(rounds):
         at: dict[str, list[tf.Operation]] = {}
         for op in sums:
             at.setdefault(Device.parse(op.device).name, []).append(op)
         for device, ops in at.items():
-            ends = [w for v in variables for w in _on(device, entries[v], writes)]
+            ends = [_on(device, entries[v], writes) for v in sorted(variables)]
             by_device.setdefault(device, []).append((r, ops, ends))
     found = 0
     for mine in by_device.values():
         for (_, _, ends), (r, sums, _) in zip(mine, mine[1 + IN_FLIGHT :]):
-            # What follows from these sums, or from later ones, cannot come before them.
-            early = [op for op in ends if latest[op] < r]
+            # What follows from these sums, or from later ones, cannot come before them. Of a
+            # parameter all writes or none: where one came before these sums and another seemed to
+            # follow from them, TensorFlow might take that for the order of the two.
+            early = [op for one in ends if all(latest[op] < r for op in one) for op in one]
             for op in sums:
                 keras_trainer.run_after(op, early)
             found += len(early) * len(sums)

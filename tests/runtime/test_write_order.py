@@ -152,6 +152,11 @@ def test_a_step_reads_before_it_writes(optimizer: str, level: int, mesh: str) ->
     assert found.undecided() == []
 
 
+def test_a_decay_that_comes_early_is_before_its_update() -> None:
+    """Muon's updates seem to follow from all sums, its decay from none."""
+    assert executed("muon", 2, "data4", "gpt_tied").undecided() == []
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", ["data4", "data2_model2", *PIPES])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
