@@ -20,6 +20,7 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
 import kdist
 from kdist.api.parallelize import attached
+from kdist.graphs.in_order import peak_in_order
 
 import keras
 import numpy as np
@@ -98,7 +99,15 @@ def allocated(one: Trained) -> dict[str, Any]:
     peak = tf.config.experimental.get_memory_info("CPU:0")["peak"] - before
     live = attached(one.model).live[FLAGS.rows].opened()
     said = sum(live.peak(device).nbytes for device in live.devices)
-    return {"policy": one.name, "allocator": peak, "analysis": said, "ratio": peak / said}
+    order = peak_in_order(live)
+    return {
+        "policy": one.name,
+        "allocator": peak,
+        "analysis": said,
+        "ratio": peak / said,
+        "one order": order,
+        "ratio of one order": peak / order,
+    }
 
 
 def draw(rows: list[dict[str, Any]], path: str) -> None:
