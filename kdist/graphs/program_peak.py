@@ -129,8 +129,12 @@ class _Peak:
             edges = tuple(
                 names[r[1:]] for r in self.inputs[name] if r.startswith("^") and r[1:] in names
             )
-            sizes = tuple(map(self.nbytes, places[name]))
-            self._op(names[name], self.kind(name), data, (*edges, *waits), sizes)
+            sizes, kind = tuple(map(self.nbytes, places[name])), self.kind(name)
+            if kind == EACH:  # of its outputs those that something reads have a place
+                numbers = [int(r.rpartition(":")[2]) for r in places[name]]
+                there = max(numbers, default=0) < len(data)
+                data, kind = (tuple(data[n] for n in numbers), EACH) if there else (data, "")
+            self._op(names[name], kind, data, (*edges, *waits), sizes)
         self._end(number, chunk, calls, [where(r) for r in chunk.gives], tuple(names.values()))
 
     def _begin(
