@@ -99,9 +99,10 @@ def variable_key(optimizer: Any, variable: keras.Variable) -> Any:
 
 @contextlib.contextmanager
 def built_without_values() -> Iterator[None]:
-    """Meanwhile, building an optimizer reads no variable, neither for its key nor for its device.
+    """Meanwhile, building an optimizer reads no view, neither for its key nor for its device.
 
-    Outside of `tf.distribute` strategies, for which Keras puts a slot where its variable is.
+    Keras would put a view's parts together for each. It puts a slot where its variable is, which
+    says nothing of a view; slots of views become views themselves.
     """
     own: Any = tensorflow_optimizer.TFOptimizer
     of_keras = {name: getattr(own, name) for name in ("_var_key", "add_variable_from_reference")}
@@ -110,8 +111,14 @@ def built_without_values() -> Iterator[None]:
         known = getattr(variable, "__dict__", {}).get(KEY)
         return of_keras["_var_key"](self, variable) if known is None else known
 
+    def create(self: Any, reference_variable: Any, *given: Any, **options: Any) -> Any:
+        view = KEY in getattr(reference_variable, "__dict__", {})
+        base = keras_base_optimizer.BaseOptimizer.add_variable_from_reference
+        make = base if view else of_keras["add_variable_from_reference"]
+        return make(self, reference_variable, *given, **options)
+
     own._var_key = key
-    own.add_variable_from_reference = keras_base_optimizer.BaseOptimizer.add_variable_from_reference
+    own.add_variable_from_reference = create
     try:
         yield
     finally:

@@ -95,6 +95,7 @@ class PreparedModel(FittedModel):
             with (
                 keras_optimizers.build_scope(optimizer),
                 unborn_variables(lambda variable, why: None),
+                keras_optimizers.built_without_values(),
             ):
                 optimizer.build(self.model.trainable_variables)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -109,6 +110,20 @@ class Stored:
         self.unborn = None
         if len(self._locals) == 1 and self.placement.is_whole:
             become_view(self.variable, self, next(iter(self._locals.values())))
+        self.share_key()
+
+    def share_key(self) -> None:
+        """Gives a local that is the whole value the key that optimizers know the variable by.
+
+        It is what reading the variable gives, and has to have that key before an optimizer of its
+        own is built, whoever reads first.
+        """
+        there = [s for s in self.placement.shards if math.prod(s.shape)] or self.placement.shards[
+            :1
+        ]
+        if self.unborn is None and len(there) == 1:
+            whole = keras_trainer.tf_variable(self._locals[there[0].holders[0]])
+            whole._unique_id = self.variable.__dict__[KEY]
 
     def _by_part(self) -> list[tuple[Index, list[Coordinate]]]:
         """The different parts, each with the coordinates that hold it."""
@@ -284,6 +299,7 @@ def distribute(
     if entry.unborn is None and len(entry.locals) == 1:
         only = next(iter(entry.locals.values()))
     become_view(variable, entry, only if placement.is_whole else None)
+    entry.share_key()
     return entry
 
 

@@ -1,0 +1,83 @@
+"""The largest single thing that is made while weights and slots are born: a shard and a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kdist
+from kdist.api.parallelize import attached
+from kdist.storage import recipes, unborn
+
+import keras
+import numpy as np
+import pytest
+from tensorflow.python.framework import op_callbacks
+
+WIDTH, PARTS, CHUNK = 256, 4, 16 << 10
+WHOLE = 4 * WIDTH * WIDTH
+CONFIG = {"level": 3, "threshold_kb": 0}
+
+
+def build() -> keras.Model:
+    keras.utils.set_random_seed(4)
+    layers = [
+        keras.layers.Dense(WIDTH, kernel_initializer=kind, name=f"of_{kind}")
+        for kind in ("glorot_uniform", "truncated_normal", "ones", "identity")
+    ]
+    return keras.Sequential([keras.Input((WIDTH,)), *layers])
+
+
+def born() -> keras.Model:
+    mesh = kdist.mesh(data=PARTS)
+    with kdist.scope(kdist.ParallelConfig(mesh=mesh, optimizer=kdist.OptimizerConfig(**CONFIG))):
+        model = build()
+    model.compile(keras.optimizers.Adam(), "mse")
+    return model
+
+
+def largest(work: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes of the largest result of an operation, or array to be filled, meanwhile."""
+    sizes = [0]
+
+    def note(kind: str, inputs: Any, attrs: Any, outputs: Any, *_: Any, **__: Any) -> None:
+        # Reading a variable, and taking over an array, make nothing.
+        if kind not in ("ReadVariableOp", "Bitcast", "Identity"):
+            sizes.extend(one.numpy().nbytes for one in outputs if one.dtype.is_numpy_compatible)
+
+    own = unborn.aligned
+
+    def aligned(*given: Any) -> np.ndarray:
+        made = own(*given)
+        sizes.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(unborn, "aligned", aligned)
+    op_callbacks.add_op_callback(note)
+    try:
+        work()
+    finally:
+        op_callbacks.clear_op_callbacks()
+    return max(sizes)
+
+
+def parts(model: keras.Model) -> None:
+    """Makes all of them."""
+    attached(model).prepare_optimizer()
+    for entry in attached(model).entries.values():
+        entry.stored_parts()
+
+
+def test_no_more_than_a_shard_and_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain build shows that what is whole is seen."""
+    monkeypatch.setattr(recipes, "CHUNK", CHUNK)
+    made: list[keras.Model] = []
+    assert largest(lambda: parts(made.append(born()) or made[0]), monkeypatch) <= (
+        WHOLE // PARTS + CHUNK
+    )
+    kdist.checkpoint.save(made[0], tmp_path)
+    again = born()
+    read = largest(lambda: kdist.checkpoint.restore(again, tmp_path), monkeypatch)
+    assert 0 < read <= WHOLE // PARTS + CHUNK
+    assert largest(build, monkeypatch) >= WHOLE
