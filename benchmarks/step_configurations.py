@@ -57,13 +57,26 @@ STEP_ROWS = (
     Configuration("MirroredStrategy, 8 replicas", "mirrored", (("data", 8),)),
     Configuration("kdist, data 8", "kdist", (("data", 8),)),
     Configuration("kdist, data 8, level 1", "kdist", (("data", 8),), level=1),
+    Configuration("kdist, data 8, level 2", "kdist", (("data", 8),), level=2),
     Configuration("kdist, data 8, level 3", "kdist", (("data", 8),), level=3),
     Configuration("kdist, data 2 x model 2", "kdist", (("data", 2), ("model", 2))),
     Configuration(
         "kdist, data 2 x model 2, level 3", "kdist", (("data", 2), ("model", 2)), level=3
     ),
     Configuration("kdist, data 2 x model 4", "kdist", (("data", 2), ("model", 4))),
+    Configuration(
+        "kdist, pipe 2 x data 2 x model 2", "kdist", (("pipe", 2), ("data", 2), ("model", 2))
+    ),
 )
+DEEP_SMALL = Sizes(layers=24, width=16, length=8, vocabulary=64, batch=8)
+"""Many weights and little arithmetic: what a step costs beside its arithmetic."""
+DEEP_ROWS = (
+    Configuration("plain Keras, deep and small", "plain"),
+    Configuration("kdist, data 4, deep and small", "kdist", (("data", 4),)),
+    Configuration("kdist, data 4, level 3, deep and small", "kdist", (("data", 4),), level=3),
+    Configuration("kdist, data 2 x model 2, deep and small", "kdist", (("data", 2), ("model", 2))),
+)
+"""Of `DEEP_SMALL`, whatever the sizes of the other rows are."""
 PROCESS_ROWS = (
     *(
         Configuration(
@@ -110,7 +123,7 @@ def growth_rows(sizes: Sizes) -> tuple[Configuration, ...]:
             (("data", 2), ("model", 2)),
             dataclasses.replace(sizes, layers=layers),
         )
-        for layers in (2, 4, 8)
+        for layers in (2, 4, 6, 8, 24)
     )
     replicas = tuple(
         Configuration(

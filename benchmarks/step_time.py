@@ -2,6 +2,7 @@
 
     sh run.sh bench                  plain Keras, MirroredStrategy, kdist
     sh run.sh bench --with-jax       and Keras on JAX, in an environment of its own
+    sh run.sh bench --deep           and a deep small model: what a step costs beside its arithmetic
     sh run.sh bench --with-processes --only=processes    one mesh in one and in several processes
 
 Each configuration is a process of its own and stays alive; the rounds go through all of them in
@@ -201,13 +202,15 @@ def python_with(package: str, folder: Path) -> str:
 
 
 def step_table(records: list[dict[str, Any]]) -> Table:
-    """Makes the table of step times; ratios are to the first row."""
+    """Makes the table of step times; ratios are to the plain row of the same model."""
     table = Table(title="training step, same model and global batch")
     table.add_column("configuration", no_wrap=True)
     for column in ("used", "first, s", "step, s", "to plain", "MiB", "losses"):
         table.add_column(column, justify="right")
-    base = statistics.median(records[0]["steps_s"]) if records[0].get("steps_s") else float("nan")
+    base = float("nan")
     for record in records:
+        if record["runner"] == "plain" and record.get("steps_s"):
+            base = statistics.median(record["steps_s"])  # of the rows that follow it
         if "error" in record:
             table.add_row(record["name"], "", "failed", "", "", "", "")
             continue
@@ -244,6 +247,7 @@ def _flags() -> flags.FlagValues:
         "steps", 3, "steps of a configuration in a round", lower_bound=1, flag_values=values
     )
     flags.DEFINE_bool("with_jax", False, "add the rows of Keras on JAX", flag_values=values)
+    flags.DEFINE_bool("deep", False, "add rows of a deep small model", flag_values=values)
     flags.DEFINE_bool(
         "with_processes", False, "add the rows of several processes", flag_values=values
     )
@@ -286,6 +290,8 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
     chosen += rows.TORCH_ROWS if args.with_processes and args.with_torch else ()
     chosen = tuple(row for row in chosen if row is rows.PLAIN or args.only in row.name)
     chosen = tuple(dataclasses.replace(row, sizes=sizes) for row in chosen)
+    if args.deep:
+        chosen += tuple(dataclasses.replace(row, sizes=rows.DEEP_SMALL) for row in rows.DEEP_ROWS)
     pythons = {}
     if args.with_jax:
         pythons["jax"] = python_with("jax", Path(args.jax_venv))

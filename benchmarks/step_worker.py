@@ -16,6 +16,7 @@ from typing import Any
 import step_configurations as rows
 
 MARK = "@step "
+MICRO_BATCHES = 4  # of rows with an axis `pipe`
 Step = Callable[[], tuple[float, float]]  # runs one step; returns its seconds and the loss
 
 
@@ -115,6 +116,7 @@ def with_kdist(configuration: rows.Configuration) -> Step:
         mesh=kdist.mesh(**axes),
         layout_map=layout_of(configuration),
         optimizer=kdist.OptimizerConfig(level=configuration.level),
+        pipeline=kdist.PipelineConfig(micro_batches=MICRO_BATCHES) if "pipe" in axes else None,
     )
     model = kdist.parallelize(build(configuration.sizes), config)
     return compiled(model, configuration.sizes)
