@@ -6,6 +6,7 @@ import comm_fusion
 import keras
 import numpy as np
 import pytest
+import wide_and_deep
 
 import click_data
 import click_through
@@ -100,6 +101,19 @@ def test_click_through_learns_alike_wherever_tables_are():
         ["click_through", *CLICKS, "--examples=4000", "--tables=all"]
     )
     assert others == pytest.approx([plain] * 6, abs=1e-3)
+
+
+def test_wide_and_deep_on_the_host_trains_as_plain_keras(capsys):
+    sizes = ["--rows=64", "--rows=16", "--buckets=500", "--batch=64", "--examples=2000"]
+    losses = [
+        wide_and_deep.main(["wide_and_deep", *sizes, f"--tables={tables}", "--mesh=data=2"])
+        for tables in ("plain", "host")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[0][0] < np.log(2)
+    out = capsys.readouterr().out
+    assert "rows of tables on the host" in out
+    assert "wide/crosses/embeddings" in out and "deep/column_1/embeddings" in out
 
 
 def test_clicks_use_the_rows_of_each_table():
