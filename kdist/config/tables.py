@@ -17,9 +17,6 @@ import keras
 Where = Literal["host", "device"]
 WHERE = ("host", "device")
 
-LOOKS_UP = (keras.layers.Embedding, keras.layers.ReversibleEmbedding)
-"""Layers whose `call` looks rows of their table up, and does nothing else with it."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Place:
@@ -47,8 +44,9 @@ def place(
     numbers: rows are fetched before the model's program runs.
 
     Args:
-        layer: A `keras.layers.Embedding`, or a `keras.layers.ReversibleEmbedding` with
-            `tie_weights=False`, built or not.
+        layer: A `keras.layers.Embedding`, built or not. A subclass may have a `call` of its own,
+            which looks rows up by `super().call(ids)`, as often as it likes; a
+            `keras.layers.ReversibleEmbedding` has `tie_weights=False`.
         where: "host", or "device" to take that back.
         prefetch: Whether `fit` looks up the rows of the next batch, and sends them, while it
             computes this one; those that this step changes are sent again after its update, so
@@ -190,7 +188,8 @@ def _check_layer(layer: keras.layers.Layer, what: str) -> None:
     """Refuses layers that do anything but look rows up in a table that is `what`."""
     received = f"Received: layer {layer.name!r} of type {type(layer).__name__}"
     if not isinstance(layer, keras.layers.Embedding):
-        inside = [one for one in keras_models.flat_layers(layer)[1:] if isinstance(one, LOOKS_UP)]
+        others = keras_models.flat_layers(layer)[1:]
+        inside = [one for one in others if isinstance(one, keras.layers.Embedding)]
         fix = f"Name these one by one: {[one.path or one.name for one in inside]}"
         raise ValueError(
             f"Only a table of which layers look rows up can be {what}: that of a "
@@ -202,12 +201,6 @@ def _check_layer(layer: keras.layers.Layer, what: str) -> None:
             f"A table that is {what} is used row by row. This one is used whole a second time: "
             "call(..., reverse=True) multiplies by it. Use tie_weights=False, or leave it whole "
             f"on the device. {received}"
-        )
-    if type(layer).call not in [known.call for known in LOOKS_UP]:
-        raise ValueError(
-            f"What a table that is {what} gives is known of the `call` of Keras's Embedding alone; "
-            "this class has its own. Put what it adds into a layer around an Embedding, and name "
-            f"that. {received}"
         )
 
 

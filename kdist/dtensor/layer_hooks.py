@@ -13,7 +13,7 @@ from typing import Any
 from kdist.config.operands import lay_out, operands
 from kdist.dtensor import limits, relayout
 from kdist.dtensor.model_layouts import ModelLayouts
-from kdist.program.fetched_tables import looking_up
+from kdist.program.table_layers import looking_up
 from kdist.sharding.dims import Dim, Dims
 
 import keras

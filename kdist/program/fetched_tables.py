@@ -21,11 +21,9 @@ from kdist.program.batch import SplitBatch
 from kdist.program.vjp import pruned
 from kdist.storage.fetched_table import Ahead, FetchedTable
 from kdist.storage.sparse import LookUp, depends_on
-from kdist.storage.variables import backing_of
 
 import keras
 import tensorflow as tf
-from keras import ops
 
 RANDOM = ("Random", "StatefulRandom", "StatefulStandard", "StatefulUniform", "Multinomial")
 """How the names of operations begin that draw other numbers each time they run."""
@@ -82,59 +80,6 @@ class Recorded:
         dtype = tf.int64 if any(t.dtype == tf.int64 for t in found) else tf.int32
         flat = [tf.reshape(tf.cast(t, dtype), [-1]) for t in found]
         return tf.concat(flat, 0) if flat else tf.zeros([0], dtype)
-
-
-@contextlib.contextmanager
-def looking_up(layers: Sequence[keras.layers.Embedding]) -> Iterator[None]:
-    """Has layers take the rows of their tables from the scope that they are called in.
-
-    Within another such block it does nothing.
-    """
-    fresh = [one for one in layers if not backing_of(one.embeddings).by_rows]
-    before = [one.__dict__.get("call") for one in fresh]
-    for layer in fresh:
-        backing_of(layer.embeddings).by_rows = True
-        object.__setattr__(layer, "call", _looks_up(layer, layer.call))
-    try:
-        yield
-    finally:
-        for layer, call in zip(fresh, before):
-            backing_of(layer.embeddings).by_rows = False
-            layer.__dict__.pop("call")
-            if call is not None:
-                object.__setattr__(layer, "call", call)
-
-
-def _looks_up(layer: keras.layers.Embedding, call: Callable) -> Callable:
-    def looks_up(inputs: Any, reverse: bool = False) -> Any:
-        if reverse:
-            return call(inputs, reverse=True)
-        if isinstance(inputs, tf.SparseTensor | tf.RaggedTensor):
-            raise ValueError(
-                "A table on the host, or split by hand, is looked up with dense indices. Make them "
-                "dense, with to_dense() or to_tensor(). "
-                f"Received: layer {layer.name!r} called with {inputs}"
-            )
-        _check_columns(layer, inputs)
-        ids = inputs if inputs.dtype in (tf.int32, tf.int64) else ops.cast(inputs, "int32")
-        rows = keras_trainer.running_scope().tables.look_up(layer, ids)
-        made = ops.cast(rows, layer.compute_dtype)
-        mask = layer.compute_mask(inputs)
-        if mask is not None:
-            keras_trainer.set_mask(made, mask)
-        return made
-
-    return looks_up
-
-
-def _check_columns(layer: keras.layers.Embedding, ids: Any) -> None:
-    """Refuses ids without a column for each part, where each part looks up its own."""
-    columns = backing_of(layer.embeddings).local_columns
-    if columns is not None and (not ids.shape or ids.shape[-1] != columns):
-        raise ValueError(
-            "With local_columns the last dim of the ids has a column for each part of the table: "
-            f"{columns}. Received: layer {layer.name!r} called with ids of shape {ids.shape}"
-        )
 
 
 @dataclasses.dataclass(frozen=True)

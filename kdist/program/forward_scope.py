@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kdist.program.fetched_tables import looking_up
+from kdist.program.table_layers import looking_up
 
 import keras
 import tensorflow as tf

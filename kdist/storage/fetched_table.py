@@ -311,8 +311,9 @@ class FetchedTable(Stored):
         where = graph.get_name_scope() if graph is not None else ""
         what = "split by hand" if self.placement.split else "on the host"
         return ValueError(
-            f"A table {what} is used row by row, by look-ups of its layer. Leave it whole on the "
-            "device, without kdist.place or manual_split, or do not use it a second time. "
+            f"A table {what} is used row by row, by look-ups of its layer: super().call(ids), "
+            "where the layer has a call of its own. Look rows up so, and do not use the table a "
+            "second time, or leave it whole on the device, without kdist.place or manual_split. "
             f"Received: table {self.variable.path!r}, read whole in {where or 'the model'!r}"
         )
 

@@ -57,13 +57,14 @@ def test_tied_weights_are_a_second_use() -> None:
         kdist.place(tied)
 
 
-def test_a_call_of_its_own() -> None:
-    class Scaled(keras.layers.Embedding):
+def test_a_call_that_reads_the_table_itself() -> None:
+    class Taking(keras.layers.Embedding):
         def call(self, inputs: Any) -> Any:
-            return 2 * super().call(inputs)
+            return keras.ops.take(self.embeddings, inputs, axis=0)
 
-    with pytest.raises(ValueError, match="this class has its own.*type Scaled"):
-        kdist.place(Scaled(5, 2))
+    made = model(kdist.place(Taking(5, 2, name="taking")))
+    with pytest.raises(ValueError, match=r"super\(\).call\(ids\).*read whole in '.*taking"):
+        trained(made)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,32 @@ def _frozen() -> keras.Model:
     return model
 
 
+class Shifted(keras.layers.Embedding):
+    """A `call` of its own: two look-ups, and a weight beside the table."""
+
+    def build(self, input_shape: Any = None) -> None:
+        super().build(input_shape)
+        self.scale = self.add_weight(shape=(self.output_dim,), initializer="uniform", name="scale")
+
+    def call(self, ids: Any) -> Any:
+        after = super().call((ids + 1) % self.input_dim)
+        return super().call(ids) * self.scale + after
+
+
+def _own_calls() -> keras.Model:
+    tokens = keras.Input((6,), dtype="int32", name="tokens")
+    x = Shifted(ROWS, 8, mask_zero=True, name="vocabulary")(tokens)
+    x = keras.layers.GlobalAveragePooling1D(name="pool")(x)
+    x = keras.layers.Dense(16, "gelu", name="up")(x)
+    x = keras.layers.Dense(8, name="down")(x)
+    return keras.Model(tokens, keras.layers.Dense(CLASSES, name="head")(x), name="own_calls")
+
+
+def _tokens(seed: int, samples: int) -> Any:
+    (tokens, _), y, weights = _data(seed, samples)
+    return tokens, y, weights
+
+
 def _data(seed: int, samples: int) -> Any:
     rng = np.random.default_rng(seed)
     tokens = labels(rng, samples, 6, classes=12)
@@ -75,6 +101,7 @@ def _data(seed: int, samples: int) -> Any:
 
 TABLES = Case(name="tables", build=_build, data=_data, layout_map=FEED_FORWARD)
 FROZEN = Case(name="frozen", build=_frozen, data=_data, layout_map=FEED_FORWARD)
+OWN_CALLS = Case(name="own_calls", build=_own_calls, data=_tokens, layout_map=FEED_FORWARD)
 SUBCLASSED = Case(name="subclassed", build=_subclassed, data=_data, layout_map=FEED_FORWARD)
 
 

@@ -1,0 +1,48 @@
+"""Tables of layers that do more than look up equal one plain device: own calls, penalties."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kdist
+
+import pytest
+
+from .harness import compare
+from .host_tables import OWN_CALLS, on_host
+from .matrix import MESHES, level_config, product, spread
+from .optimizer_zoo import OPTIMIZERS
+from .test_split_tables import STAGED, split
+
+OVER = {**{name: MESHES[name] for name in ("data2", "model2", "data2_model2")}, **STAGED}
+
+
+def on(mesh: str, level: str) -> dict[str, Any]:
+    """Settings of a level, and of stages where the mesh has them."""
+    staged = {"pipeline": kdist.PipelineConfig(micro_batches=2)} if "pipe" in OVER[mesh] else {}
+    return {**level_config(level), **staged}
+
+
+OWN = [
+    *product(("host",), ("level0", "level3"), OVER),
+    ("data", "level0", "data2"),
+    ("model", "level3", "data2_model2"),
+    ("data", "level0", "pipe2_data2"),
+]
+DEFAULT = [
+    ("host", "level0", "data2"),
+    ("host", "level0", "data2_model2"),
+    ("host", "level0", "pipe2_data2"),
+    ("data", "level0", "data2"),
+]
+
+
+@pytest.mark.parametrize(("place", "level", "mesh"), spread(OWN, DEFAULT, quick=3))
+def test_a_layer_with_a_call_of_its_own(place: str, level: str, mesh: str) -> None:
+    compare(
+        OWN_CALLS,
+        OVER[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        config=on(mesh, level),
+        declare=on_host if place == "host" else split(mesh, place),
+    )
