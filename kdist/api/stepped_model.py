@@ -235,6 +235,7 @@ class SteppedModel(PlannedModel):
                 f"out. Received: steps_per_execution=1, tables {[t.layer.path for t in tables]}"
             )
         rows = row_updates(self.model.optimizer, self.model.trainable_variables)
+        rows -= {one.position for one in self.program.tables.penalized}
         if wrong := [one.layer.path for one in tables if one.trains and one.position not in rows]:
             raise ValueError(
                 "prefetch=True is for tables of which a step changes only the rows that its batch "

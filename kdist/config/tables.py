@@ -16,6 +16,7 @@ import keras
 
 Where = Literal["host", "device"]
 WHERE = ("host", "device")
+ON_HOST = "on the host"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ def place(
         )
     check_not_placed(layer, "kdist.place")
     if where == "host":
-        _check_layer(layer, "on the host")
+        _check_layer(layer, ON_HOST)
     host_setting.set(layer, Place(where, prefetch))
     return layer
 
@@ -243,7 +244,7 @@ def host_layers(model: keras.Model) -> dict[keras.layers.Embedding, Place]:
         if found is not None and found.where == "host":
             placed[layer] = found
     for layer in placed:
-        _check_table(layer, "on the host")
+        _check_table(layer, ON_HOST)
     return placed
 
 
@@ -258,7 +259,7 @@ def _check_table(layer: keras.layers.Embedding, what: str) -> None:
         why = "is quantized: leave it whole on the device"
     elif layer.lora_enabled:
         why = "has LoRA factors: leave it whole on the device"
-    elif layer.embeddings_regularizer is not None:
+    elif layer.embeddings_regularizer is not None and what != ON_HOST:
         why = "has a penalty over all of its rows: use optimizer weight decay, or none"
     if why:
         raise ValueError(

@@ -85,6 +85,8 @@ class DistributedUpdate:
         # Gradients that are freed, and values that leave one after the other, take less memory.
         self.one_by_one = config.level >= 2
         self.sums: dict[int, LocalSums] = {}
+        # Of a penalty, as large as the table: accumulated where the table is.
+        self._fetched = {v for v, entry in enumerate(entries) if entry.placement.fetched}
         self._unfused: frozenset[int] = frozenset()
         self.jobs.build(keys, self._whole)
         self._override_finalize()
@@ -165,7 +167,7 @@ class DistributedUpdate:
             return Reduction(
                 self.jobs, source, live, dense, self.scale(), compress=compress, frees=frees
             )
-        self._build_sums(live - source.rows)
+        self._build_sums(live - source.rows - self._fetched)
         summed = {v for sums in self.sums.values() for v in sums.sums}
         # With a dynamic loss scale, it is not known yet whether the step counts.
         early = self.sums if self.loss_scale is None else {}

@@ -91,12 +91,14 @@ class LookedUp:
         position: Among the trainable variables, and behind them those that programs carry.
         entry: Where it is.
         trains: Whether it is a trainable one.
+        penalty: Its regularizer, if it has one.
     """
 
     layer: keras.layers.Embedding
     position: int
     entry: FetchedTable
     trains: bool
+    penalty: Any = None
 
 
 RowsAhead = Sequence[tuple[LookedUp, int, Ahead]]
@@ -212,6 +214,11 @@ class FetchedTables:
     def prefetched(self) -> list[LookedUp]:
         """The tables whose rows are looked up a step ahead."""
         return [table for table in self.tables if table.entry.prefetch]
+
+    @property
+    def penalized(self) -> list[LookedUp]:
+        """The tables with a penalty over all of their rows."""
+        return [table for table in self.tables if table.trains and table.penalty is not None]
 
     def refuse_frozen(self) -> None:
         """Refuses tables that do not train: stages carry state, and get no rows of it.

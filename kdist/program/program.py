@@ -76,6 +76,7 @@ class Program:
                 known[id(layer.embeddings)],
                 backing_of(layer.embeddings),
                 id(layer.embeddings) in trainable,
+                layer.embeddings.regularizer,
             )
             for layer in layers
         ]

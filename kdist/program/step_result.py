@@ -44,7 +44,8 @@ class StepResult:
     Attributes:
         loss: The loss of the global batch, a scalar.
         slices: What each slice gave.
-        once: Gradients of weights that a loss over the whole batch itself uses, by position.
+        once: Gradients, by position, of weights that a loss over the whole batch itself uses, and
+            of penalties of tables on the host.
         state: All variables that a step with such a loss writes, and their new values, by identity
             of the variable.
     """

@@ -28,15 +28,20 @@ def looking_up(layers: Sequence[keras.layers.Embedding]) -> Iterator[None]:
     Within another such block it does nothing.
     """
     fresh = [one for one in layers if not backing_of(one.embeddings).by_rows]
-    before: list[Any] = [(type(one), one.__dict__.pop("call", None)) for one in fresh]
-    for layer, (kind, _) in zip(fresh, before, strict=True):
+    before: list[Any] = [
+        (type(one), one.__dict__.pop("call", None), one.embeddings.regularizer) for one in fresh
+    ]
+    for layer, (kind, _, _) in zip(fresh, before, strict=True):
         backing_of(layer.embeddings).by_rows = True
+        # Of all rows; see `kdist.runtime.table_penalties`.
+        layer.embeddings.regularizer = None
         object.__setattr__(layer, "__class__", _with_rows(kind))
     try:
         yield
     finally:
-        for layer, (kind, call) in zip(fresh, before, strict=True):
+        for layer, (kind, call, penalty) in zip(fresh, before, strict=True):
             backing_of(layer.embeddings).by_rows = False
+            layer.embeddings.regularizer = penalty
             object.__setattr__(layer, "__class__", kind)
             layer.__dict__.pop("call", None)
             if call is not None:

@@ -25,7 +25,9 @@ from kdist.program.state import combine
 from kdist.program.step_result import SliceResult, StepResult
 from kdist.program.training_pass import TrainingPass
 from kdist.runtime import metrics
+from kdist.runtime.loss_terms import OVERRIDDEN
 from kdist.runtime.plain_runner import Begin
+from kdist.runtime.table_penalties import TablePenalties, table_penalties
 from kdist.sharding.mesh import Topology
 from kdist.sharding.owners import UpdateUnit
 from kdist.sharding.placement import Coordinate
@@ -72,7 +74,7 @@ class Step:
             return begun[0]
 
         there = begin if self.program.state.trainable else None
-        result = self._differentiated(batch, self._scale(), there)
+        result = self._penalized(batch, self._scale(), there)
         return self.finish_training(batch, result, *begun)
 
     def look_ahead(self, data: Any, there: Any, known_size: bool = True) -> RowsAhead:
@@ -109,6 +111,29 @@ class Step:
     def _parts(self, batch: SplitBatch) -> Sequence[Sequence[Any]]:
         """Per replica, the parts that look rows of tables up."""
         return [[part] for part in batch.parts]
+
+    def _penalized(self, batch: SplitBatch, scale: Any, begin: Begin | None) -> StepResult:
+        """`_differentiated`, with the penalties of tables on the host."""
+        penalties = self._penalties(scale, training=True)
+        result = self._differentiated(batch, scale, penalties.joining(begin))
+        return penalties.added_to(result)
+
+    def _penalties(self, scale: Any, training: bool) -> TablePenalties:
+        """The penalties of tables on the host.
+
+        Raises:
+            ValueError: Whether they count is not known.
+        """
+        tables = self.program.tables
+        if tables.penalized and self.parallel.whole_loss == OVERRIDDEN:
+            raise ValueError(
+                "The penalty of a table on the host is computed there, and added to the loss; an "
+                "overridden compute_loss may leave penalties out. Use weight_decay of the "
+                "optimizer, Keras's compute_loss, or leave the table on the device. Received: "
+                f"compute_loss of {type(self.model).__name__}, embeddings_regularizer of "
+                f"{[one.layer.path for one in tables.penalized]}"
+            )
+        return table_penalties(tables, scale, training)
 
     def _differentiated(
         self, batch: SplitBatch, scale: Any, begin: Begin | None = None
@@ -159,11 +184,13 @@ class Step:
 
     def _connected(self, result: StepResult) -> list[int]:
         """Positions of the trainable variables that have a gradient."""
-        return self.program.trained.connected
+        return sorted({*self.program.trained.connected, *result.once})
 
     def _source(self, result: StepResult) -> GradientSource:
         """Where the update reads the gradients."""
-        return self.runner.gradient_at([one.gradients for one in result.slices])
+        source: GradientSource = self.runner.gradient_at([one.gradients for one in result.slices])
+        source.once = result.once  # type: ignore[attr-defined]
+        return source
 
     def gradients(self, data: Any, compress: bool = True) -> TrainingPass:
         """Loss and whole gradients of a global batch, for the user's own loop.
@@ -181,7 +208,7 @@ class Step:
             return begun[0]
 
         there = begin if self.program.state.trainable else None
-        result = self._differentiated(batch, scale, there)
+        result = self._penalized(batch, scale, there)
         with writes_after_reads():
             self._keep_state(batch, result, training=True)
         if there is not None and not begun:
@@ -211,7 +238,7 @@ class Step:
     def test(self, data: Any, known_size: bool = True) -> dict[str, Any]:
         """One evaluation step on a global batch; returns the logs; see `train`."""
         batch = self.split(data, known_size)
-        result = self._evaluated(batch)
+        result = self._penalties(None, training=False).added_to(self._evaluated(batch))
         return self.finish_testing(batch, result)
 
     def _evaluated(self, batch: SplitBatch) -> StepResult:

@@ -148,14 +148,6 @@ class WholeLossStep(Step):
         for variable, value in result.state.values():
             variable.assign(value)
 
-    def _connected(self, result: StepResult) -> list[int]:
-        return sorted({*self.program.trained.connected, *result.once})
-
-    def _source(self, result: StepResult) -> GradientSource:
-        source = self.runner.gradient_at([one.gradients for one in result.slices])
-        source.once = result.once
-        return source
-
 
 class WholeLossPipelineStep(WholeLossStep, PipelineStep):
     """The steps of a pipeline whose loss is computed over the whole batch."""

@@ -10,6 +10,7 @@ from kdist.program.program import Program
 from kdist.program.vjp import pruned
 from kdist.stages.leaves import leaves, rebuild, signature, specs
 from kdist.stages.stages import StagedModel
+from kdist.storage.fetched_table import is_fetched
 
 import keras
 import tensorflow as tf
@@ -31,8 +32,9 @@ class PipelineProgram(Program):
 
     @property
     def penalized(self) -> list[int]:
-        """Trainable variables with a weight penalty."""
-        return [i for i, v in enumerate(self.state.trainable) if v.regularizer is not None]
+        """Trainable variables with a weight penalty that a stage computes."""
+        trainable = enumerate(self.state.trainable)
+        return [i for i, v in trainable if v.regularizer is not None and not is_fetched(v)]
 
     def stage_with(self, variable: keras.Variable) -> int:
         """The first stage that uses a variable."""

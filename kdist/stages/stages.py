@@ -18,6 +18,7 @@ from kdist.sharding.placement import Group
 from kdist.stages.layer_lists import chained, with_lists
 from kdist.stages.measured_costs import Costs, measure
 from kdist.stages.model_graph import EXAMPLES, ModelGraph, graph_of
+from kdist.storage.fetched_table import is_fetched
 
 import keras
 
@@ -160,7 +161,9 @@ class StagedModel:
             penalized = [
                 i
                 for i in mine
-                if variables[i].regularizer and users[id(variables[i])][0] == virtual
+                if variables[i].regularizer
+                and not is_fetched(variables[i])
+                and users[id(variables[i])][0] == virtual
             ]
             found.append(
                 WeightUse(

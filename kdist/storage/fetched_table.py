@@ -17,7 +17,7 @@ from kdist._compat import keras_trainer
 from kdist.layers.lazy import SummedRows
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Placement, coordinate_of
-from kdist.storage.variables import Stored
+from kdist.storage.variables import Stored, stored
 
 import keras
 import tensorflow as tf
@@ -316,6 +316,11 @@ class FetchedTable(Stored):
             "second time, or leave it whole on the device, without kdist.place or manual_split. "
             f"Received: table {self.variable.path!r}, read whole in {where or 'the model'!r}"
         )
+
+
+def is_fetched(variable: keras.Variable) -> bool:
+    """Whether a variable is such a table."""
+    return isinstance(stored(variable), FetchedTable)
 
 
 def _joined(micro_batches: Sequence[Any]) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 from kdist._compat import keras_models
 from kdist.layers.lazy import rows_summed
 from kdist.sharding.placement import Index
+from kdist.storage.fetched_table import is_fetched
 
 import keras
 import tensorflow as tf
@@ -150,7 +151,8 @@ def looked_up(model: keras.Model) -> list[keras.Variable]:
 def gradients_of_rows(model: keras.Model) -> list[keras.Variable]:
     """The tables whose gradients are rows, as far as layers tell before a step is traced.
 
-    The gradient of a table that is regularized, or is the head's kernel too, is dense.
+    The gradient of a table that is regularized, or is the head's kernel too, is dense: one on the
+    host gets rows even so, and adds those of its penalty.
     """
     layers = keras_models.flat_layers(model)
     return [
@@ -159,6 +161,6 @@ def gradients_of_rows(model: keras.Model) -> list[keras.Variable]:
         if isinstance(one, keras.layers.Embedding)
         and one.built
         and one.embeddings.trainable
-        and one.embeddings.regularizer is None
+        and (one.embeddings.regularizer is None or is_fetched(one.embeddings))
         and not getattr(one, "tie_weights", False)
     ]

@@ -67,17 +67,41 @@ def test_a_call_that_reads_the_table_itself() -> None:
         trained(made)
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"embeddings_regularizer": "l2"}, "penalty over all of its rows"),
-        ({"lora_rank": 2}, "LoRA"),
-    ],
-)
-def test_tables_that_cannot(options: dict[str, Any], why: str) -> None:
-    made = model(kdist.place(keras.layers.Embedding(5, 2, name="table", **options)))
-    with pytest.raises(ValueError, match=f"layer 'table', whose table.*{why}"):
+def test_a_table_with_lora_factors() -> None:
+    made = model(kdist.place(keras.layers.Embedding(5, 2, name="table", lora_rank=2)))
+    with pytest.raises(ValueError, match="layer 'table', whose table.*LoRA"):
         parallel(made)
+
+
+def penalized() -> keras.layers.Embedding:
+    return keras.layers.Embedding(5, 2, name="table", embeddings_regularizer="l2")
+
+
+def test_a_penalty_of_a_table_that_is_split() -> None:
+    made = model(kdist.shard(penalized(), manual_split=(2, 3), axis="data"))
+    with pytest.raises(
+        ValueError, match="layer 'table', whose table.*penalty over all of its rows"
+    ):
+        parallel(made)
+
+
+def test_a_penalty_that_a_loss_of_ones_own_may_leave_out() -> None:
+    class Own(keras.Model):
+        def compute_loss(self, x: Any, y: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
+            return keras.ops.mean(y_pred)
+
+    inner = model(kdist.place(penalized()))
+    with pytest.raises(
+        ValueError, match=r"compute_loss of Own, embeddings_regularizer of \['table"
+    ):
+        trained(Own(inner.inputs, inner.outputs))
+
+
+def test_a_penalty_of_rows_that_are_looked_up_ahead() -> None:
+    made = parallel(model(kdist.place(penalized(), prefetch=True)))
+    made.compile("sgd", "mse", steps_per_execution=2)
+    with pytest.raises(ValueError, match="which changes all rows of .'table'"):
+        made.fit(TOKENS, np.zeros((4, 1)), batch_size=2, verbose=0)
 
 
 def test_a_layout() -> None:

@@ -87,6 +87,16 @@ def _own_calls() -> keras.Model:
     return keras.Model(tokens, keras.layers.Dense(CLASSES, name="head")(x), name="own_calls")
 
 
+def _penalized() -> keras.Model:
+    """Of three tables one has a penalty over all of its rows, and so has a kernel."""
+    model = _build()
+    for layer, names in (("vocabulary", "embeddings"), ("up", "kernel")):
+        penalty = keras.regularizers.L1L2(l1=1e-3, l2=0.05)
+        setattr(model.get_layer(layer), f"{names}_regularizer", penalty)
+        getattr(model.get_layer(layer), names).regularizer = penalty
+    return model
+
+
 def _tokens(seed: int, samples: int) -> Any:
     (tokens, _), y, weights = _data(seed, samples)
     return tokens, y, weights
@@ -101,6 +111,7 @@ def _data(seed: int, samples: int) -> Any:
 
 TABLES = Case(name="tables", build=_build, data=_data, layout_map=FEED_FORWARD)
 FROZEN = Case(name="frozen", build=_frozen, data=_data, layout_map=FEED_FORWARD)
+PENALIZED = Case(name="penalized", build=_penalized, data=_data, layout_map=FEED_FORWARD)
 OWN_CALLS = Case(name="own_calls", build=_own_calls, data=_tokens, layout_map=FEED_FORWARD)
 SUBCLASSED = Case(name="subclassed", build=_subclassed, data=_data, layout_map=FEED_FORWARD)
 

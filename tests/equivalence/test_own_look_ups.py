@@ -8,8 +8,9 @@ import kdist
 
 import pytest
 
+from .features import BY_NAME as FEATURES
 from .harness import compare
-from .host_tables import OWN_CALLS, on_host
+from .host_tables import OWN_CALLS, PENALIZED, on_host
 from .matrix import MESHES, level_config, product, spread
 from .optimizer_zoo import OPTIMIZERS
 from .test_split_tables import STAGED, split
@@ -45,4 +46,47 @@ def test_a_layer_with_a_call_of_its_own(place: str, level: str, mesh: str) -> No
         optimizer=OPTIMIZERS["adam"],
         config=on(mesh, level),
         declare=on_host if place == "host" else split(mesh, place),
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "level", "mesh"),
+    spread(
+        product(("adam", "sgd_momentum"), ("level0", "level2", "level3"), OVER),
+        [
+            ("adam", "level0", "data2"),
+            ("adam", "level3", "data2_model2"),
+            ("adam", "level0", "pipe2_data2"),
+        ],
+        quick=3,
+    ),
+)
+def test_a_penalty_over_all_rows(optimizer: str, level: str, mesh: str) -> None:
+    compare(
+        PENALIZED,
+        OVER[mesh],
+        optimizer=OPTIMIZERS[optimizer],
+        config=on(mesh, level),
+        declare=on_host,
+    )
+
+
+FEATURED = ("gradient_accumulation", "global_clipnorm", "loss_scale_factor", "run_eagerly")
+
+
+@pytest.mark.parametrize(
+    ("feature", "level", "mesh"),
+    spread(
+        product(FEATURED, ("level0", "level2"), OVER),
+        [("gradient_accumulation", "level2", "data2")],
+    ),
+)
+def test_a_penalty_with(feature: str, level: str, mesh: str) -> None:
+    compare(
+        PENALIZED,
+        OVER[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        config=on(mesh, level),
+        features=[FEATURES[feature]],
+        declare=on_host,
     )

@@ -22,7 +22,10 @@ TABLE = 4 * ROWS * WIDTH
 def build(**options: Any) -> keras.Model:
     keras.utils.set_random_seed(1)
     tokens = keras.Input((6,), dtype="int32")
-    x = kdist.layers.HostEmbedding(ROWS, WIDTH, name="table")(tokens)
+    penalty = options.pop("penalty", None)
+    x = kdist.layers.HostEmbedding(ROWS, WIDTH, name="table", embeddings_regularizer=penalty)(
+        tokens
+    )
     x = keras.layers.Dense(32, name="up")(keras.layers.Flatten()(x))
     model = keras.Model(tokens, keras.layers.Dense(1, name="head")(x))
     return kdist.parallelize(model, kdist.ParallelConfig(**options))
@@ -36,11 +39,14 @@ def batch() -> tuple[np.ndarray, np.ndarray]:
 MESHES = {"data2": ({"data": 2}, 0), "data2_model2": ({"data": 2, "model": 2}, 3)}
 
 
-def first_step(mesh: str, optimizer: str) -> tuple[keras.Model, ExecutedFunction]:
+def first_step(
+    mesh: str, optimizer: Any, penalty: str | None = None
+) -> tuple[keras.Model, ExecutedFunction]:
     axes, level = MESHES[mesh]
     layouts = {"up/kernel": (None, "model")} if "model" in axes else {}
     config = kdist.OptimizerConfig(level=level, **({"threshold_kb": 0} if level else {}))
-    model = build(mesh=kdist.mesh(**axes), layout_map=layouts, optimizer=config)
+    mesh_of = kdist.mesh(**axes)
+    model = build(mesh=mesh_of, layout_map=layouts, optimizer=config, penalty=penalty)
     model.compile(optimizer, "mse")
     return model, executed.largest(executed.watch(lambda: model.train_on_batch(*batch())))
 
@@ -61,6 +67,19 @@ def test_rows_travel_and_no_device_has_the_table(mesh: str, optimizer: str) -> N
     assert not [n for n in near if n.shape and n.shape[0] == ROWS]
     assert {n.device for n in step.select("ResourceGather")} == {host}
     assert host in step.count(ASSIGNMENTS)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_what_a_penalty_reads_and_gives_stays_on_the_host(mesh: str) -> None:
+    accumulating = keras.optimizers.Adam(gradient_accumulation_steps=2)
+    model, step = first_step(mesh, accumulating, penalty="l2")
+    assert not [one for one in step.transfers if one.shape and one.shape[0] == ROWS]
+    found = {one.device: one for one in memory.measure(attached(model), live(model))}
+    host = found.pop(attached(model).topology.host)
+    assert host.live is not None and host.live > TABLE
+    for one in found.values():
+        assert one.live is not None and one.live < TABLE / 10
+    assert len(model.plan().host_tables()) == 1
 
 
 def test_live_tensors_of_devices_are_small() -> None:
@@ -115,10 +134,11 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     np.testing.assert_allclose(served(x), loaded.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
 
 
-def test_own_loop() -> None:
+@pytest.mark.parametrize("penalty", [None, "l2"])
+def test_own_loop(penalty: str | None) -> None:
     x, y = batch()
-    fitted, _ = first_step("data2", "adam")
-    looped = build(mesh=kdist.mesh(data=2))
+    fitted, _ = first_step("data2", "adam", penalty)
+    looped = build(mesh=kdist.mesh(data=2), penalty=penalty)
     looped.compile("adam", "mse")
     _, gradients = kdist.gradients(looped, x, y)
     kdist.apply_gradients(looped, gradients)
