@@ -60,16 +60,15 @@ class FlatFunction:
         Args:
             arguments: Of each call, tensors or specs; of one structure.
         """
-        key = repr(tf.nest.map_structure(_kind, arguments[0]))
+        like = tf.nest.map_structure(_like, *arguments)
+        key = repr(tf.nest.map_structure(_kind, like))
         if key not in self._functions:
-            self._functions[key] = self._traceable(arguments[0])
+            self._functions[key] = self._traceable(like)
         specs = [_general(tensors) for tensors in zip(*map(flat, arguments), strict=True)]
         concrete = self._functions[key].get_concrete_function(*specs)
         return Traced(concrete, _leaves(concrete.structured_outputs))
 
-    def _traceable(self, example: Any) -> Any:
-        like = tf.nest.map_structure(_like, example)
-
+    def _traceable(self, like: Any) -> Any:
         def call(*tensors: Any) -> Any:
             given = iter(tensors)
             leaves = tf.nest.flatten(like, expand_composites=True)
@@ -89,17 +88,17 @@ def _is_constant(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, bool)
 
 
-def _like(leaf: Any) -> Any:
-    if _is_constant(leaf) or isinstance(leaf, tf.TypeSpec):
-        return leaf
-    return tf.type_spec_from_value(leaf)
+def _like(*leaves: Any) -> Any:
+    """Spec of what has the place of some leaves; a constant as it is."""
+    if _is_constant(leaves[0]):
+        return leaves[0]
+    specs = [t if isinstance(t, tf.TypeSpec) else tf.type_spec_from_value(t) for t in leaves]
+    return specs[0].most_specific_common_supertype(specs[1:])
 
 
-def _kind(leaf: Any) -> str:
-    if _is_constant(leaf):
-        return repr(leaf)
-    composite = isinstance(leaf, tf.SparseTensor | tf.RaggedTensor | tf.SparseTensorSpec)
-    return type(leaf).__name__ if composite else "."
+def _kind(like: Any) -> str:
+    """What traces differ in; a composite tensor that is put together has the shape of its spec."""
+    return "." if isinstance(like, tf.TensorSpec) else repr(like)
 
 
 def _general(tensors: Sequence[Any]) -> tf.TensorSpec:
