@@ -123,8 +123,6 @@ class SteppedModel(PlannedModel):
         program.place_tables(self.layouts.fetched_layers)
         variables = self.model.trainable_variables
         summed = sums_rows(self.model.optimizer if self.model.compiled else None, variables)
-        if self.staged is not None:
-            program.tables.refuse_frozen()
         for table in program.tables.tables:
             table.entry.combined = table.position in summed
             table.entry.prefetch = table.layer in self.layouts.prefetched

@@ -100,6 +100,16 @@ class LookedUp:
     trains: bool
     penalty: Any = None
 
+    def slice_of(self, replica: int) -> int:
+        """The slice of a replica that looks the table up."""
+        entry = self.entry
+        return next(s for s in entry.placement.slices if entry.topology.slices[s].index == replica)
+
+    def rows(self, replica: int, micro_batch: int) -> Any:
+        """The rows that a micro-batch looks up, on the device in scope."""
+        self.entry.micro_batch = micro_batch
+        return tf.identity(self.entry.used_at((self.slice_of(replica), 0)))
+
 
 RowsAhead = Sequence[tuple[LookedUp, int, Ahead]]
 """Tables, slices, and what each slice will look up."""
@@ -176,7 +186,7 @@ class FetchedTables:
     ) -> Iterator[tuple[LookedUp, int, Sequence[Any], Callable]]:
         """Per table and replica, what `FetchedTable.look_up` takes."""
         for r, row in enumerate(parts) if self.tables else ():
-            where = [self._slice(one, r) for one in self.tables]
+            where = [one.slice_of(r) for one in self.tables]
             with tf.device(self.tables[0].entry.device((where[0], 0))):
                 indices = [self._indices(x, training) for x, _, _ in row]
             for number, (table, s) in enumerate(zip(self.tables, where, strict=True)):
@@ -220,40 +230,24 @@ class FetchedTables:
         """The tables with a penalty over all of their rows."""
         return [table for table in self.tables if table.trains and table.penalty is not None]
 
-    def refuse_frozen(self) -> None:
-        """Refuses tables that do not train: stages carry state, and get no rows of it.
-
-        Raises:
-            ValueError: There is one.
-        """
-        if frozen := [table.layer.path for table in self.tables if not table.trains]:
-            raise ValueError(
-                "In a pipeline, a table on the host, or split by hand, trains. Leave it whole on "
-                f"the device, or set trainable=True. Received: trainable=False for {frozen}"
-            )
-
-    def spec(self, position: int, part: tuple[int, int] | None = None) -> tf.TensorSpec | None:
+    def spec(
+        self, variable: keras.Variable, part: tuple[int, int] | None = None
+    ) -> tf.TensorSpec | None:
         """Spec of what a program takes as a table; None for a variable that is none.
 
         Args:
-            position: Of the trainable variable.
+            variable: The variable.
             part: Replica and micro-batch whose sizes it has; None for any.
         """
-        table = next((one for one in self.tables if one.position == position), None)
+        table = next((one for one in self.tables if one.layer.embeddings is variable), None)
         if table is None:
             return None
         size = None
         if part is not None:
-            sizes = table.entry.wanted[self._slice(table, part[0])].sizes
+            sizes = table.entry.wanted[table.slice_of(part[0])].sizes
             size = sizes[part[1]] if len(sizes) > 1 else sizes[0]
         dtype, columns = table.layer.embeddings.dtype, table.layer.embeddings.shape[1]
         return tf.TensorSpec([size if isinstance(size, int) else None, columns], dtype)
-
-    @staticmethod
-    def _slice(table: LookedUp, replica: int) -> int:
-        """The slice of a replica that looks a table up."""
-        entry = table.entry
-        return next(s for s in entry.placement.slices if entry.topology.slices[s].index == replica)
 
     def _indices_on(
         self, row: Sequence[Any], training: bool, number: int, device: str

@@ -91,6 +91,15 @@ class Program:
         with ForwardScope(mapping, self.state.trainable, tables, self.tables.layers):
             self._call(x, training)
 
+    def spec(self, variable: keras.Variable, part: tuple[int, int] | None = None) -> tf.TensorSpec:
+        """Spec of a variable as programs take it; of a fetched table, of rows.
+
+        Args:
+            variable: The variable.
+            part: Replica and micro-batch that look up as many rows; None for any.
+        """
+        return self.tables.spec(variable, part) or tf.TensorSpec(variable.shape, variable.dtype)
+
     @functools.cached_property
     def kinds(self) -> list[TermKind]:
         """How each compiled loss combines over replicas."""

@@ -22,7 +22,9 @@ from kdist.program.step_result import SliceResult
 from kdist.runtime.micro_batches import MicroBatches
 from kdist.runtime.recorder import Recorder, Stamps
 from kdist.stages.functions import Saved, StageFunctions
+from kdist.storage.fetched_table import is_fetched
 from kdist.storage.sparse import add, is_sparse, joined
+from kdist.storage.variables import backing_of
 
 import keras
 import tensorflow as tf
@@ -148,7 +150,7 @@ class Flow:
             share = self.micro.shares[self.replica][i]
         variables = [self.program.state.trainable[n] for n in body.trainable]
         params = [self._parameter(position, s, i) for position in body.trainable]
-        state = {id(v): self._value(v, s) for v in body.carried}
+        state = {id(v): self._carried(v, s, i) for v in body.carried}
         given = body.given(boundary, masks, state, x, loss, share)
         output, saved = functions.forward(s, params, given)
         before = {**state, **{id(v): p for v, p in zip(variables, params)}}
@@ -248,6 +250,13 @@ class Flow:
         if (key, s) not in self._read:
             self._read[key, s] = self.backend.read(variable, s)
         return self._read[key, s]
+
+    def _carried(self, variable: keras.Variable, s: int, i: int) -> Sharded:
+        """The value of state that micro-batch `i` takes; of a fetched table, its rows."""
+        if not is_fetched(variable):
+            return self._value(variable, s)
+        backing_of(variable).micro_batch = i
+        return self.backend.read(variable, s)
 
     def _parameter(self, position: int, s: int, i: int | None = None) -> Sharded:
         """A trainable variable's value now, on a slice; gathered before, if it is not stored.

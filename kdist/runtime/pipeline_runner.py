@@ -260,28 +260,23 @@ class PipelineRunner:
             return None
         example = general([part for row in micro.parts for part in row])
         function = self.program.count_function(example, wanted.training)
-        counted = []
+        used = [i for i in function.used if i < function.variables]
+        tables = {table.position: table for table in self.program.tables.tables}
+        counted: list[list[Any]] = []
         for r, device in enumerate(self.devices):
             with tf.device(device):
-                values = {i: self._value(r, i) for i in function.used if i < function.variables}
-                counted.append(
-                    [
-                        function(values.__getitem__, part, rows)
-                        for part, rows in zip(micro.parts[r], micro.counts[r])
-                    ]
-                )
+                values = {i: self._value(r, i) for i in used if i not in tables}
+                counted.append([])
+                for i, (part, rows) in enumerate(zip(micro.parts[r], micro.counts[r])):
+                    # Masks may follow from rows of a table.
+                    values.update({n: tables[n].rows(r, i) for n in used if n in tables})
+                    counted[-1].append(function(values.__getitem__, part, rows))
         return counted
 
     def _value(self, replica: int, position: int) -> Any:
         """A variable's value for the counting pass, trainable ones first, then carried."""
         state = self.program.state
         variable = (*state.trainable, *state.carried)[position]
-        if any(table.position == position for table in self.program.tables.tables):
-            raise ValueError(
-                "Masks of the outputs decide what the loss counts, and follow from rows of a table "
-                "that is on the host or split by hand. Leave the table whole on the device, or "
-                f"pass sample_weight. Received: table {variable.path!r}"
-            )
         return value_at(state, variable, self.topology, self.topology.slice_number(0, replica))
 
     def gradient_at(self, results: Sequence[Any]) -> GradientSource:

@@ -89,10 +89,7 @@ class StageFunctions:
         self.parts: list[Any] = []
         program = body.program
         variables = [program.state.trainable[i] for i in body.trainable]
-        params = [
-            program.tables.spec(i, rows) or tf.TensorSpec(v.shape, v.dtype)
-            for i, v in zip(body.trainable, variables)
-        ]
+        params = [program.spec(v, rows) for v in variables]
         inputs = specs(example.flat())
         try:
             if wanted.differentiate:

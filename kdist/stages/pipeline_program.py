@@ -76,9 +76,7 @@ class CountFunction:
             return program.counts(list(params), list(carried), data, flat[-1], training)
 
         variables = [*state.trainable, *state.carried]
-        wanted = [tf.TensorSpec(v.shape, v.dtype) for v in variables]
-        for table in program.tables.tables:
-            wanted[table.position] = program.tables.spec(table.position)
+        wanted = [program.spec(v) for v in variables]
         wanted += [*specs(given), tf.TensorSpec([], tf.int32)]
         whole = tf.compat.v1.wrap_function(count, wanted)
         needed = _ancestors(whole.outputs)

@@ -97,6 +97,26 @@ def _penalized() -> keras.Model:
     return model
 
 
+def _masked_by_rows() -> keras.Model:
+    """The loss counts tokens whose row is not zero."""
+    tokens = keras.Input((6,), dtype="int32", name="tokens")
+    table = keras.layers.Embedding(ROWS, 8, name="vocabulary")
+    x = keras.layers.Masking(name="present")(table(tokens))
+    x = keras.layers.Dense(16, "gelu", name="up")(x)
+    x = keras.layers.Dense(8, name="down")(x)
+    values = table.embeddings.numpy()
+    values[1:12:3] = 0
+    table.embeddings.assign(values)
+    return keras.Model(tokens, keras.layers.Dense(CLASSES, name="head")(x), name="masked_by_rows")
+
+
+def _labelled_tokens(seed: int, samples: int) -> Any:
+    rng = np.random.default_rng(seed)
+    tokens = labels(rng, samples, 6, classes=12)
+    tokens[:, 0] = 3  # a position that counts in every example
+    return tokens, labels(rng, samples, 6), None
+
+
 def _tokens(seed: int, samples: int) -> Any:
     (tokens, _), y, weights = _data(seed, samples)
     return tokens, y, weights
@@ -112,6 +132,9 @@ def _data(seed: int, samples: int) -> Any:
 TABLES = Case(name="tables", build=_build, data=_data, layout_map=FEED_FORWARD)
 FROZEN = Case(name="frozen", build=_frozen, data=_data, layout_map=FEED_FORWARD)
 PENALIZED = Case(name="penalized", build=_penalized, data=_data, layout_map=FEED_FORWARD)
+MASKED_BY_ROWS = Case(
+    name="masked_by_rows", build=_masked_by_rows, data=_labelled_tokens, layout_map=FEED_FORWARD
+)
 OWN_CALLS = Case(name="own_calls", build=_own_calls, data=_tokens, layout_map=FEED_FORWARD)
 SUBCLASSED = Case(name="subclassed", build=_subclassed, data=_data, layout_map=FEED_FORWARD)
 

@@ -16,6 +16,7 @@ from .optimizer_zoo import OPTIMIZERS
 from .outcome import TOLERANCES, check
 from .test_split_tables import split
 
+PLACES = {"host": on_host, "split": split("data2", "data")}
 HOSTED = ("data2", "data4", "model2", "data2_model2")
 DEFAULT = [
     ("sgd_momentum", "level0", "data2"),
@@ -104,6 +105,27 @@ def test_pipelines(schedule: Any, level: str, mesh: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("place", "level", "mesh"),
+    spread(
+        product(PLACES, ("level0", "level3"), ("pipe2_data2", "pipe2_data2_model2")),
+        [
+            ("host", "level0", "pipe2_data2"),
+            ("host", "level3", "pipe2_data2_model2"),
+            ("split", "level0", "pipe2_data2"),
+        ],
+    ),
+)
+def test_a_table_that_does_not_train_in_a_stage(place: str, level: str, mesh: str) -> None:
+    compare(
+        FROZEN,
+        STAGED_MESHES[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        config={"pipeline": kdist.PipelineConfig(micro_batches=2), **level_config(level)},
+        declare=PLACES[place],
+    )
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", STAGED_MESHES)
 @pytest.mark.parametrize("feature", ["own_compute_loss", "gradient_accumulation", "run_eagerly"])
@@ -154,7 +176,6 @@ def test_batches_of_any_size(level: str, mesh: str) -> None:
     check(expected, actual, TOLERANCES[run.dtype], title=run.title)
 
 
-PLACES = {"host": on_host, "split": split("data2", "data")}
 FROZEN_ROWS = product(PLACES, ("level0", "level3"), ("data2", "data2_model2"))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from .features import BY_NAME as FEATURES
 from .harness import compare
-from .host_tables import OWN_CALLS, PENALIZED, on_host
+from .host_tables import MASKED_BY_ROWS, OWN_CALLS, PENALIZED, on_host
 from .matrix import MESHES, level_config, product, spread
 from .optimizer_zoo import OPTIMIZERS
 from .test_split_tables import STAGED, split
@@ -89,4 +89,25 @@ def test_a_penalty_with(feature: str, level: str, mesh: str) -> None:
         config=on(mesh, level),
         features=[FEATURES[feature]],
         declare=on_host,
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "level", "mesh"),
+    spread(
+        [
+            *product(("host",), ("level0", "level3"), OVER),
+            ("data", "level0", "data2"),
+            ("data", "level0", "pipe2_data2"),
+        ],
+        [("host", "level0", "pipe2_data2"), ("host", "level0", "data2")],
+    ),
+)
+def test_masks_that_follow_from_rows(place: str, level: str, mesh: str) -> None:
+    compare(
+        MASKED_BY_ROWS,
+        OVER[mesh],
+        optimizer=OPTIMIZERS["sgd"],
+        config=on(mesh, level),
+        declare=on_host if place == "host" else split(mesh, place),
     )
