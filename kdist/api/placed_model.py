@@ -153,17 +153,18 @@ class PlacedModel:
             )
 
     def _refuse_in_two_stages(self) -> None:
-        """Refuses fetched tables that several virtual stages look up: each would take the rows."""
+        """Refuses fetched tables that several virtual stages of one slice look up."""
         assert self.layouts is not None
         users = {} if self.staged is None else self.staged.users()
         for layer in self.layouts.fetched_layers:
             found = users.get(id(layer.embeddings), ())
-            if len(found) > 1:
+            stages = {self.staged.stage_of(v) for v in found} if self.staged else ()
+            if len(stages) < len(found):
                 raise ValueError(
-                    "A table on the host, or split by hand, is looked up in one stage of a "
-                    "pipeline. Put its look-ups into one stage with kdist.set_stage, or leave the "
-                    f"table whole on the device. Received: layer {layer.path or layer.name!r} in "
-                    f"virtual stages {found}"
+                    "A table on the host, or split by hand, is looked up in one virtual stage of a "
+                    "device. Put its look-ups there into one stage with kdist.set_stage, leave "
+                    "chunks out, or leave the table whole on the device. "
+                    f"Received: layer {layer.path or layer.name!r} in virtual stages {found}"
                 )
 
     def _cut_into_stages(self) -> None:

@@ -58,25 +58,28 @@ class Recorded:
     """Notes what is looked up, and returns placeholders for the rows.
 
     Attributes:
-        ids: By identity of the table, the indices of each look-up.
+        ids: By identity of the table, the virtual stage and the indices of each look-up.
         rows: The placeholders, with the layer.
+        virtual: The virtual stage that is called now; None where stages do not matter.
     """
 
     def __init__(self) -> None:
-        self.ids: dict[int, list[Any]] = {}
+        self.ids: dict[int, list[tuple[int | None, Any]]] = {}
+        self.virtual: int | None = None
         self.rows: list[tuple[Any, str]] = []
 
     def look_up(self, layer: keras.layers.Embedding, ids: Any) -> Any:
         """See `TableRows`."""
         table = layer.embeddings
-        self.ids.setdefault(id(table), []).append(ids)
+        self.ids.setdefault(id(table), []).append((self.virtual, ids))
         rows = tf.compat.v1.placeholder(table.dtype, [*ids.shape, table.shape[1]])
         self.rows.append((rows, f"rows of {table.path!r}"))
         return keras_trainer.autocast(table, rows)
 
-    def indices(self, table: keras.Variable) -> Any:
-        """Those of all look-ups in a table, flat."""
-        found = self.ids.get(id(table), [])
+    def indices(self, table: LookedUp) -> Any:
+        """Those of all look-ups in a table, flat; of its virtual stage alone, if it has one."""
+        every = self.ids.get(id(table.layer.embeddings), [])
+        found = [t for virtual, t in every if table.virtual in (None, virtual)]
         dtype = tf.int64 if any(t.dtype == tf.int64 for t in found) else tf.int32
         flat = [tf.reshape(tf.cast(t, dtype), [-1]) for t in found]
         return tf.concat(flat, 0) if flat else tf.zeros([0], dtype)
@@ -92,6 +95,8 @@ class LookedUp:
         entry: Where it is.
         trains: Whether it is a trainable one.
         penalty: Its regularizer, if it has one.
+        stage: Of the mesh, where it is looked up, if several stages do that.
+        virtual: The virtual stage, in that case.
     """
 
     layer: keras.layers.Embedding
@@ -99,11 +104,14 @@ class LookedUp:
     entry: FetchedTable
     trains: bool
     penalty: Any = None
+    stage: int | None = None
+    virtual: int | None = None
 
     def slice_of(self, replica: int) -> int:
         """The slice of a replica that looks the table up."""
-        entry = self.entry
-        return next(s for s in entry.placement.slices if entry.topology.slices[s].index == replica)
+        slices = self.entry.topology.slices
+        mine = [s for s in self.entry.placement.slices if self.stage in (None, slices[s].stage)]
+        return next(s for s in mine if slices[s].index == replica)
 
     def rows(self, replica: int, micro_batch: int) -> Any:
         """The rows that a micro-batch looks up, on the device in scope."""
@@ -134,7 +142,7 @@ class FetchedTables:
     """The tables of a model that are on the host, or split by hand.
 
     Args:
-        tables: The tables.
+        tables: The tables; one that several stages look up, once for each.
         forward: Calls the model in a scope whose look-ups are given: (x, training, look-ups,
             values by identity of the variable).
         variables: All variables that the model reads, but the tables.
@@ -150,7 +158,7 @@ class FetchedTables:
         variables: Sequence[keras.Variable],
     ) -> None:
         self.tables = list(tables)
-        self.layers = [one.layer for one in tables]
+        self.layers = list(dict.fromkeys(one.layer for one in tables))
         self.look_ups: dict[int, LookUp] = {}
         self._forward = forward
         self._variables = list(variables)
@@ -191,7 +199,7 @@ class FetchedTables:
                 indices = [self._indices(x, training) for x, _, _ in row]
             for number, (table, s) in enumerate(zip(self.tables, where, strict=True)):
                 # What does not depend on the batch is looked up once, as by one device.
-                different = row if self._by_batch[training, table.position] else row[:1]
+                different = row if self._by_batch[training, number] else row[:1]
                 found = [one[number] for one in indices[: len(different)]]
                 on = functools.partial(self._indices_on, different, training, number)
                 yield table, s, found, on
@@ -228,18 +236,25 @@ class FetchedTables:
     @property
     def penalized(self) -> list[LookedUp]:
         """The tables with a penalty over all of their rows."""
-        return [table for table in self.tables if table.trains and table.penalty is not None]
+        found = {one.position: one for one in self.tables if one.trains and one.penalty is not None}
+        return list(found.values())
 
     def spec(
-        self, variable: keras.Variable, part: tuple[int, int] | None = None
+        self,
+        variable: keras.Variable,
+        part: tuple[int, int] | None = None,
+        virtual: int | None = None,
     ) -> tf.TensorSpec | None:
         """Spec of what a program takes as a table; None for a variable that is none.
 
         Args:
             variable: The variable.
             part: Replica and micro-batch whose sizes it has; None for any.
+            virtual: The virtual stage that looks it up.
         """
-        table = next((one for one in self.tables if one.layer.embeddings is variable), None)
+        every = [one for one in self.tables if one.layer.embeddings is variable]
+        found = [one for one in every if virtual is None or one.virtual in (None, virtual)]
+        table = next(iter(found), None)
         if table is None:
             return None
         size = None
@@ -283,14 +298,22 @@ class FetchedTables:
             filled = tf.nest.pack_sequence_as(x, leaves, expand_composites=True)
             self._forward(filled, training, recorded, values)
             sources.extend(recorded.rows)
-            return [recorded.indices(one.layer.embeddings) for one in self.tables]
+            return [recorded.indices(one) for one in self.tables]
 
         whole = tf.compat.v1.wrap_function(indices, list(specs))
         inputs, results = whole.inputs[: len(specs)], whole.outputs
-        for table, result in zip(self.tables, results, strict=True):
+        for number, (table, result) in enumerate(zip(self.tables, results, strict=True)):
             _check_sources(table, result, sources)
             by_batch = depends_on(result, inputs)
-            self._by_batch[training, table.position] = by_batch
+            self._by_batch[training, number] = by_batch
+            if table.virtual is not None and not by_batch:
+                raise ValueError(
+                    "Stages that look up one table on the host, or split by hand, look it up by "
+                    "ids of the batch: each sends gradients of its rows. Put the look-ups into one "
+                    "stage with kdist.set_stage. Received: indices of layer "
+                    f"{table.layer.path or table.layer.name!r} that are the same in each batch, in "
+                    f"virtual stage {table.virtual}"
+                )
             if training and table.trains:
                 self.look_ups[table.position] = LookUp(by_batch, index_bytes=result.dtype.size)
         return pruned(whole, inputs, results)

@@ -77,12 +77,18 @@ class Program:
                 backing_of(layer.embeddings),
                 id(layer.embeddings) in trainable,
                 layer.embeddings.regularizer,
+                *where,
             )
             for layer in layers
+            for where in self._look_up_stages(layer)
         ]
         placed = {id(layer.embeddings) for layer in layers}
         others = [v for v in self.state.written if id(v) not in placed]
         self.tables = FetchedTables(tables, self._for_tables, others)
+
+    def _look_up_stages(self, layer: keras.layers.Embedding) -> Sequence[tuple[int, int] | tuple]:
+        """Stage and virtual stage of each part of the model that looks a table up for itself."""
+        return [()]
 
     def _for_tables(self, x: Any, training: bool, tables: Any, values: Mapping[int, Any]) -> None:
         """See `FetchedTables`."""
@@ -91,14 +97,21 @@ class Program:
         with ForwardScope(mapping, self.state.trainable, tables, self.tables.layers):
             self._call(x, training)
 
-    def spec(self, variable: keras.Variable, part: tuple[int, int] | None = None) -> tf.TensorSpec:
+    def spec(
+        self,
+        variable: keras.Variable,
+        part: tuple[int, int] | None = None,
+        virtual: int | None = None,
+    ) -> tf.TensorSpec:
         """Spec of a variable as programs take it; of a fetched table, of rows.
 
         Args:
             variable: The variable.
             part: Replica and micro-batch that look up as many rows; None for any.
+            virtual: The virtual stage that takes it.
         """
-        return self.tables.spec(variable, part) or tf.TensorSpec(variable.shape, variable.dtype)
+        found = self.tables.spec(variable, part, virtual)
+        return found or tf.TensorSpec(variable.shape, variable.dtype)
 
     @functools.cached_property
     def kinds(self) -> list[TermKind]:

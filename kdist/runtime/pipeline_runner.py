@@ -262,6 +262,13 @@ class PipelineRunner:
         function = self.program.count_function(example, wanted.training)
         used = [i for i in function.used if i < function.variables]
         tables = {table.position: table for table in self.program.tables.tables}
+        if wrong := [tables[i] for i in used if i in tables and tables[i].virtual is not None]:
+            raise ValueError(
+                "Masks of the outputs decide what the loss counts, and follow from rows of a table "
+                "that several stages look up, each for itself. Put the look-ups into one stage, "
+                "leave the table whole on the device, or pass sample_weight. "
+                f"Received: table {wrong[0].layer.embeddings.path!r}"
+            )
         counted: list[list[Any]] = []
         for r, device in enumerate(self.devices):
             with tf.device(device):

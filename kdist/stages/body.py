@@ -13,17 +13,17 @@ parameters, [from the stage before][masks][state][inputs of the model][loss data
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from kdist._compat import keras_models, keras_trainer
-from kdist.program.blocks import named
 from kdist.program.forward_scope import ForwardScope
 from kdist.program.loss import added_parts
 from kdist.program.loss_parts import LossParts, collected
 from kdist.program.program import Program
 from kdist.stages.leaves import leaves, rebuild
 from kdist.stages.stages import StagedModel
+from kdist.stages.walk import walk
 
 import keras
 import tensorflow as tf
@@ -56,23 +56,6 @@ class Backend(Protocol):
 
         If it is rows, `by_batch` tells whether they are for rows of the batch, one after the other.
         """
-
-
-class StageCall(keras.layers.Layer):
-    """Runs a stage's nodes with the call context that the model's own call would give them."""
-
-    def __init__(self, run: Callable[[], Any], policy: Any) -> None:
-        super().__init__(dtype=policy)
-        self._run = run
-        self.supports_masking = True
-        self.built = True
-
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
-        """Runs the nodes; `inputs` reach them by name."""
-        return self._run()
-
-    def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
-        """Masks of the outputs are those that the nodes put on them."""
 
 
 @dataclasses.dataclass
@@ -290,7 +273,7 @@ class StageBody:
         for layer in self._layers:
             keras_trainer.clear_losses(layer)
         with scope:
-            self._walk(table, training)
+            self.unmasked.update(walk(self.program, self.staged, self.virtual, table, training))
             result = self._loss(table, given, training)
             if whole:
                 self._collect_losses(result, scope)
@@ -306,31 +289,6 @@ class StageBody:
             if now is not scope.given.get(id(variable)):
                 result.state[id(variable)] = self.backend.like(now, before[id(variable)])
         return result
-
-    def _walk(self, table: dict[str, Any], training: bool) -> None:
-        """Runs the nodes; `table` gets the value of every tensor's name."""
-        sources = {name: self.staged.described.sources[name] for name in self.names}
-        # As Keras's trainer: a model whose `call` does not take it passes none to its layers.
-        flag = training if keras_models.takes_training(self.program.model) else None
-
-        def run() -> None:
-            for name, source in sources.items():
-                arguments = source.node.arguments
-                values = {id(t): table[n] for t, n in zip(arguments.keras_tensors, source.inputs)}
-                args, kwargs = arguments.fill_in(values)
-                operation = source.node.operation
-                if flag is not None and keras_models.takes_training(operation):
-                    kwargs["training"] = flag
-                masked = [x for x in values.values() if _has_mask(x)]
-                made = keras.tree.flatten(operation(*args, **kwargs))
-                bare = {id(x) for x in masked if not _has_mask(x)}
-                self.unmasked[name] = {n for n, x in table.items() if id(x) in bare}
-                table.update(zip(source.outputs, made))
-
-        call = StageCall(run, self.program.model.dtype_policy)
-        tensors = [t for t in table.values() if t is not None]
-        with keras_models.as_model_call(call), named(self.program.blocks):
-            call(tensors, training=flag)
 
     def _loss(self, table: Mapping[str, Any], given: StageInput, training: bool) -> StageOutput:
         result = StageOutput({}, {})
@@ -379,7 +337,3 @@ class StageBody:
         values += [value for _, value in added]
         if values:
             result.loss = values[0] if len(values) == 1 else ops.sum(ops.stack(values))
-
-
-def _has_mask(value: Any) -> bool:
-    return value is not None and keras_trainer.get_mask(value) is not None

@@ -89,7 +89,7 @@ class StageFunctions:
         self.parts: list[Any] = []
         program = body.program
         variables = [program.state.trainable[i] for i in body.trainable]
-        params = [program.spec(v, rows) for v in variables]
+        params = [program.spec(v, rows, body.virtual) for v in variables]
         inputs = specs(example.flat())
         try:
             if wanted.differentiate:

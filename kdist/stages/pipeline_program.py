@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_models
+from kdist.program.forward_scope import ForwardScope
 from kdist.program.program import Program
 from kdist.program.vjp import pruned
 from kdist.stages.leaves import leaves, rebuild, signature, specs
 from kdist.stages.stages import StagedModel
+from kdist.stages.walk import walk
 from kdist.storage.fetched_table import is_fetched
 
 import keras
@@ -35,6 +37,23 @@ class PipelineProgram(Program):
         """Trainable variables with a weight penalty that a stage computes."""
         trainable = enumerate(self.state.trainable)
         return [i for i, v in trainable if v.regularizer is not None and not is_fetched(v)]
+
+    def _look_up_stages(self, layer: keras.layers.Embedding) -> Sequence[tuple[int, int] | tuple]:
+        """See `Program`: where several do it."""
+        virtual = self.staged.users().get(id(layer.embeddings), ())
+        return [(self.staged.stage_of(v), v) for v in virtual] if len(virtual) > 1 else [()]
+
+    def _for_tables(self, x: Any, training: bool, tables: Any, values: Mapping[int, Any]) -> None:
+        """See `FetchedTables`; stage by stage where each looks up for itself."""
+        if all(one.virtual is None for one in self.tables.tables):
+            super()._for_tables(x, training, tables, values)
+            return
+        mapping = [(v, values[id(v)]) for v in self.state.written if id(v) in values]
+        found = self.inputs_by_name(x)
+        with ForwardScope(mapping, self.state.trainable, tables, self.tables.layers):
+            for virtual in range(self.staged.schedule.virtual_stages):
+                tables.virtual = virtual
+                walk(self, self.staged, virtual, found, training)
 
     def stage_with(self, variable: keras.Variable) -> int:
         """The first stage that uses a variable."""

@@ -96,7 +96,7 @@ class StagePrograms:
             shares = tf.TensorSpec([terms], tf.float64)
             share = tf.TensorSpec([], tf.float64)
         for body in self.bodies:
-            state = {id(v): self.program.spec(v, rows) for v in body.carried}
+            state = {id(v): self.program.spec(v, rows, body.virtual) for v in body.carried}
             loss = None if terms is None else (y, sample_weight, shares)
             given = body.given(boundary, masks, state, x, loss, share)
             with self.backend.tracing():

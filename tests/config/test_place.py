@@ -159,17 +159,36 @@ def test_host_embedding_comes_back_from_its_configuration() -> None:
     assert not parallel(model(kdist.place(layer, "device"))).plan().weights[0].on_host
 
 
-def test_look_ups_in_two_stages() -> None:
+def in_stages(count: int, ids: Callable[[Any], Any], last: int) -> keras.Model:
+    """A chain of stages; the first one looks rows up, and so does stage `count - 1`."""
     table = kdist.place(keras.layers.Embedding(6, 2, name="table"))
-    first, last = keras.layers.Dense(2, name="first"), keras.layers.Dense(2, name="last")
-    kdist.set_stage(first, 0)
-    kdist.set_stage(last, 1)
     tokens = keras.Input((3,), dtype="int32")
-    x = keras.layers.Add()([last(first(table(tokens))), table(tokens)])
-    made = keras.Model(tokens, keras.layers.Dense(1)(keras.layers.Flatten()(x)))
-    pipeline = kdist.PipelineConfig(micro_batches=2)
-    with pytest.raises(ValueError, match=r"layer 'table' in virtual stages \(0, 1\)"):
-        parallel(made, mesh={"pipe": 2}, pipeline=pipeline)
+    x = table(tokens)
+    for stage in range(count):
+        layer = keras.layers.Dense(2, name=f"layer_{stage}")
+        kdist.set_stage(layer, stage)
+        x = layer(x)
+    x = keras.layers.Add()([x, table(ids(tokens))])
+    head = keras.layers.Dense(1, name="head")
+    kdist.set_stage(head, last)
+    return keras.Model(tokens, head(keras.layers.Flatten()(x)))
+
+
+def test_look_ups_in_two_chunks_of_a_device() -> None:
+    pipeline = kdist.PipelineConfig(micro_batches=2, schedule="interleaved", chunks=2)
+    with pytest.raises(
+        ValueError, match=r"one virtual stage.*layer 'table' in virtual stages .0, "
+    ):
+        parallel(in_stages(3, lambda x: x, last=3), mesh={"pipe": 2}, pipeline=pipeline)
+
+
+def test_look_ups_in_two_stages_of_the_same_ids_in_each_batch() -> None:
+    def same(tokens: Any) -> Any:
+        return keras.ops.zeros_like(tokens)
+
+    staged = {"mesh": {"pipe": 2}, "pipeline": kdist.PipelineConfig(micro_batches=2)}
+    with pytest.raises(ValueError, match="ids of the batch.*layer 'table'.*in virtual stage 1"):
+        trained(in_stages(2, same, last=1), **staged)
 
 
 def test_a_table_that_does_not_train() -> None:

@@ -117,6 +117,18 @@ def _labelled_tokens(seed: int, samples: int) -> Any:
     return tokens, labels(rng, samples, 6), None
 
 
+def _twice() -> keras.Model:
+    """The second stage looks up, in the same table, what the first does not."""
+    tokens = keras.Input((6,), dtype="int32", name="tokens")
+    tags = keras.Input((2,), dtype="int32", name="tags")
+    table = keras.layers.Embedding(ROWS, 8, mask_zero=True, name="vocabulary")
+    x = keras.layers.GlobalAveragePooling1D(name="pool")(table(tokens))
+    x = keras.layers.Dense(16, "gelu", name="up")(x)
+    x = keras.layers.Dense(8, name="down")(x)
+    both = keras.layers.Concatenate(name="both")([x, keras.layers.Flatten()(table(tags))])
+    return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(both), name="twice")
+
+
 def _tokens(seed: int, samples: int) -> Any:
     (tokens, _), y, weights = _data(seed, samples)
     return tokens, y, weights
@@ -135,6 +147,7 @@ PENALIZED = Case(name="penalized", build=_penalized, data=_data, layout_map=FEED
 MASKED_BY_ROWS = Case(
     name="masked_by_rows", build=_masked_by_rows, data=_labelled_tokens, layout_map=FEED_FORWARD
 )
+TWICE = Case(name="twice", build=_twice, data=_data, layout_map=FEED_FORWARD)
 OWN_CALLS = Case(name="own_calls", build=_own_calls, data=_tokens, layout_map=FEED_FORWARD)
 SUBCLASSED = Case(name="subclassed", build=_subclassed, data=_data, layout_map=FEED_FORWARD)
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import kdist
 
+import keras
 import pytest
 
 from .features import BY_NAME as FEATURES
 from .harness import compare
-from .host_tables import MASKED_BY_ROWS, OWN_CALLS, PENALIZED, on_host
+from .host_tables import MASKED_BY_ROWS, OWN_CALLS, PENALIZED, TWICE, on_host
 from .matrix import MESHES, level_config, product, spread
 from .optimizer_zoo import OPTIMIZERS
 from .test_split_tables import STAGED, split
@@ -110,4 +111,33 @@ def test_masks_that_follow_from_rows(place: str, level: str, mesh: str) -> None:
         optimizer=OPTIMIZERS["sgd"],
         config=on(mesh, level),
         declare=on_host if place == "host" else split(mesh, place),
+    )
+
+
+STAGED_OVER = [name for name in OVER if "pipe" in name]
+
+
+@pytest.mark.parametrize(
+    ("place", "optimizer", "level", "mesh"),
+    spread(
+        product(("host", "data"), ("adam", "adagrad", "sgd"), ("level0", "level3"), STAGED_OVER),
+        [
+            ("host", "adagrad", "level0", "pipe2_data2"),
+            ("host", "sgd", "level3", "pipe2_data2_model2"),
+            ("data", "adam", "level0", "pipe2_data2"),
+        ],
+    ),
+)
+def test_look_ups_in_two_stages(place: str, optimizer: str, level: str, mesh: str) -> None:
+    def declare(model: keras.Model) -> None:
+        (on_host if place == "host" else split(mesh, place))(model)
+        kdist.set_stage(model.get_layer("down"), 0)
+        kdist.set_stage(model.get_layer("both"), 1)
+
+    compare(
+        TWICE,
+        OVER[mesh],
+        optimizer=OPTIMIZERS[optimizer],
+        config=on(mesh, level),
+        declare=declare,
     )
