@@ -9,6 +9,7 @@ from kdist._compat import keras_optimizers
 
 import keras
 import tensorflow as tf
+from keras import ops
 
 
 class SummedRows(tf.IndexedSlices):
@@ -45,22 +46,28 @@ class Lazy(keras.optimizers.Optimizer):
     alone. Steps are counted for all rows together. So Adam is PyTorch's `SparseAdam`, and what an
     update costs does not depend on the table's size. Any other gradient updates as in Keras.
 
+    With `gradient_accumulation_steps`, what a step updates are the rows that any of its batches
+    looked up, by the mean of the batches' sums: one step of the lazy optimizer on them.
+
     `update_step` of the optimizer has to find state by `_get_variable_index`, to write it by
     `assign`, `assign_add` and `assign_sub`, and to treat each element alone.
 
     Raises:
-        ValueError: Gradients accumulate, or weights are averaged: both are of all rows.
+        ValueError: Weights are averaged, which is of all rows.
+
+    Attributes:
+        accumulates_rows: Whether rows have been accumulated.
     """
+
+    accumulates_rows = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        wrong = {name: getattr(self, name) for name in ("gradient_accumulation_steps", "use_ema")}
-        if any(wrong.values()):
+        if self.use_ema:
             raise ValueError(
-                "A lazy optimizer touches rows that a batch looks up, and accumulated gradients "
-                "and averages of weights are of all rows. Leave these out, or take Keras's "
-                "optimizer as it is: TableConfig(..., dense=True). "
-                f"Received: { ({name: one for name, one in wrong.items() if one}) }"
+                "A lazy optimizer touches rows that a batch looks up, and averages of weights are "
+                "of all rows. Leave them out, or take Keras's optimizer as it is: "
+                "TableConfig(..., dense=True). Received: use_ema=True"
             )
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
@@ -76,6 +83,55 @@ class Lazy(keras.optimizers.Optimizer):
         on_rows: Any = super().update_step
         on_rows.__func__(rows, gradient.values, rows.variable, learning_rate)
         rows.write()
+
+    def _backend_apply_gradients(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
+        """As Keras's, but that rows accumulate row by row."""
+        steps = self.gradient_accumulation_steps
+        if not steps or not any(isinstance(one, tf.IndexedSlices) for one in grads):
+            super()._backend_apply_gradients(grads, variables)
+            return
+        self.accumulates_rows = True
+        sums = [self._accumulated_gradients[self._get_variable_index(v)] for v in variables]
+        for gradient, total in zip(grads, sums, strict=True):
+            if isinstance(gradient, tf.IndexedSlices):
+                self._accumulate_rows(total, rows_summed(gradient))
+        ops.cond(
+            (self._iterations + 1) % steps == 0,
+            lambda: self._update_accumulated(grads, variables, sums),
+            lambda: self._accumulate_dense(grads, sums),
+        )
+
+    def _accumulate_rows(self, total: Any, gradient: Any) -> None:
+        """Adds rows to their sums, and marks these as looked up."""
+        values = self.read_rows(total, gradient.indices) + gradient.values
+        first = values[:, :1]
+        # Where nothing was looked up there is +0.
+        first = tf.where(first == 0, tf.constant(-0.0, first.dtype), first)
+        values = tf.concat([first, values[:, 1:]], 1)
+        self.assign(total, tf.IndexedSlices(values, gradient.indices))
+
+    def _accumulate_dense(self, grads: Sequence[Any], sums: Sequence[Any]) -> None:
+        pairs = [pair for pair in zip(grads, sums) if not isinstance(pair[0], tf.IndexedSlices)]
+        if pairs:
+            self._backend_increment_gradient_accumulators(*zip(*pairs))
+
+    def _update_accumulated(
+        self, grads: Sequence[Any], variables: Sequence[Any], sums: Sequence[Any]
+    ) -> None:
+        """Updates by what has accumulated, and begins anew."""
+        steps, means = self.gradient_accumulation_steps, []
+        for gradient, total in zip(grads, sums, strict=True):
+            if isinstance(gradient, tf.IndexedSlices):
+                rows = _looked_up(total)
+                shape = gradient.dense_shape
+                means.append(SummedRows(self.read_rows(total, rows) / steps, rows, shape))
+            else:
+                means.append((gradient + total) / steps)
+        clipped = self._clip_gradients(means)
+        self._backend_update_step(clipped, variables, self.learning_rate)
+        for mean, total in zip(means, sums, strict=True):
+            zeros = with_values(mean, tf.zeros_like(values_of(mean)))
+            self.assign(total, zeros)
 
     def _decays(self, variable: Any) -> bool:
         return self.weight_decay is not None and self._use_weight_decay(variable)
@@ -97,6 +153,16 @@ class Lazy(keras.optimizers.Optimizer):
         """Some rows of a variable, or of state of its shape."""
         keras_variable = isinstance(variable, keras.Variable)
         return tf.gather(variable.value if keras_variable else variable, indices)
+
+
+def _looked_up(total: Any) -> Any:
+    """The numbers of the rows that were added to a sum since it was reset, (n,)."""
+    value = total.value if isinstance(total, keras.Variable) else total
+    places = tf.range(total.shape[0])[:, tf.newaxis] * [1, 0]
+    # Not read whole: variables whose rows are written are copied then.
+    first = tf.gather_nd(value, places)
+    bits = tf.bitcast(first, {2: tf.int16, 4: tf.int32, 8: tf.int64}[first.dtype.size])
+    return tf.where(bits != 0)[:, 0]
 
 
 class _Rows:
@@ -141,6 +207,8 @@ class _OnRows:
         number = optimizer._get_variable_index(variable)
         count = len(optimizer._trainable_variables)
         for name, slots in keras_optimizers.families(optimizer, count).items():
+            if name == "_accumulated_gradients":
+                continue
             part = _Rows(slots[number], optimizer.read_rows(slots[number], indices))
             setattr(self, name, [part])
             self._parts.append(part)
@@ -218,7 +286,7 @@ def lazy(optimizer: Any) -> Any:
         A Keras optimizer of a class that `.keras` files can hold.
 
     Raises:
-        ValueError: For another optimizer; if gradients accumulate, or weights are averaged.
+        ValueError: For another optimizer; if weights are averaged.
 
     Example:
         >>> users = kdist.layers.HostEmbedding(10_000_000, 64, name="users")

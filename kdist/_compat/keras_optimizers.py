@@ -273,6 +273,9 @@ def decay_and_count(optimizer: Any, variables: list[keras.Variable]) -> None:
     """What `apply` does to the weights, and to its own state, that needs no gradient."""
     steps = optimizer.gradient_accumulation_steps
     if steps:
+        # What rows have accumulated is read behind this step's, which do not come.
+        if getattr(optimizer, "accumulates_rows", False):
+            return
 
         def due() -> None:
             optimizer._apply_weight_decay(variables)

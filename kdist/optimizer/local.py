@@ -109,7 +109,8 @@ def changes_rows_only(optimizer: Any, variable: keras.Variable) -> bool:
     that to other rows.
     """
     if isinstance(optimizer, Lazy):
-        return not needs_whole(optimizer, variable)
+        accumulates = optimizer.gradient_accumulation_steps
+        return not needs_whole(optimizer, variable) and not accumulates
     name = type(optimizer).__name__
     if name not in ROW_WISE or needs_whole(optimizer, variable):
         return False

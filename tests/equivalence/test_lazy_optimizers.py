@@ -111,6 +111,47 @@ def _scaled(**_: Any) -> Any:
     return _O.LossScaleOptimizer(several("adam")(), initial_scale=64.0, dynamic_growth_steps=2)
 
 
+ACCUMULATED = product(
+    ("adamw", "adagrad", "ftrl"), ("level0", "level1", "level3"), PLACES, ("data2", "data2_model2")
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "place", "mesh"),
+    spread(
+        [row for row in ACCUMULATED if row[2] != "split" or row[3] == "data2"],
+        [
+            ("adamw", "level0", "host", "data2"),
+            ("adagrad", "level1", "device", "data2"),
+            ("adamw", "level3", "split", "data2"),
+            ("ftrl", "level3", "host", "data2_model2"),
+        ],
+    ),
+)
+def test_accumulation(name: str, level: str, place: str, mesh: str) -> None:
+    compare(
+        TABLES,
+        MESHES[mesh],
+        optimizer=several(name),
+        features=[FEATURES["gradient_accumulation"]],
+        config=level_config(level),
+        declare=PLACES[place],
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("feature", ("global_clipnorm", "clipvalue", "run_eagerly", "weight_decay"))
+def test_accumulation_with(feature: str, place: str) -> None:
+    compare(
+        TABLES,
+        MESHES["data2"],
+        optimizer=several("adam"),
+        features=[FEATURES["gradient_accumulation"], FEATURES[feature]],
+        declare=PLACES[place],
+    )
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("level", ("level0", "level2"))
 @pytest.mark.parametrize("place", ("host", "device"))
