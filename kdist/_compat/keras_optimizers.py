@@ -168,7 +168,9 @@ def swap_keras_variables(callback: keras.callbacks.SwapEMAWeights) -> None:
 def update_through_keras_variables(optimizer: Any, scatter: Callable) -> None:
     """Makes one optimizer assign through `keras.Variable`, where Keras takes the `tf.Variable`.
 
-    For views (see `kdist.storage.variables`): parts of a variable, or kept in another format.
+    For views (see `kdist.storage.variables`): parts of a variable, or kept in another format. And
+    for all: a strategy's sum over the one replica, which Keras makes, would let no variable be
+    updated before the gradients of all have come.
 
     Args:
         optimizer: A Keras optimizer.

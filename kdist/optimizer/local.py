@@ -168,8 +168,7 @@ class LocalOptimizer:
         with tf.device(device):
             self.optimizer = clone(logical)
             self._carry_weight_decay_rules(logical, logical_variables)
-            if any(keras_trainer.is_view(v) for v in variables):
-                keras_optimizers.update_through_keras_variables(self.optimizer, scatter_rows)
+            keras_optimizers.update_through_keras_variables(self.optimizer, scatter_rows)
             if isinstance(self.optimizer, Lazy):
                 read = functools.partial(read_rows, self.optimizer)
                 object.__setattr__(self.optimizer, "read_rows", read)

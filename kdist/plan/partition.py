@@ -5,7 +5,9 @@ Pure: placements and flags in, decisions out.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
 
@@ -132,6 +134,41 @@ def residents(
     return where
 
 
+def deal_alike(
+    decisions: Sequence[Decision],
+    placements: Sequence[Placement],
+    keys: Sequence[Hashable | None],
+    tables: frozenset[int],
+) -> tuple[Decision, ...]:
+    """Deals out whole what would be cut, where every replica gets as much either way.
+
+    Of m parameters of equal size, such as those of a model's blocks, the N devices that have one
+    get m // N each, in turn; the m % N last ones stay cut. A whole parameter is one sum, one update and one message
+    to each holder, N times fewer than its rows on N replicas are: graphs are traced, prepared and
+    run sooner.
+
+    Args:
+        decisions: See `decide`.
+        placements: As the layouts alone would place them.
+        keys: Parameters with the same key travel together; they stay as they are.
+        tables: Positions of parameters whose gradients are rows; they stay as they are.
+    """
+    company = collections.Counter(key for key in keys if key is not None)
+    alike: dict[Hashable, list[int]] = {}
+    for i, (one, decision, key) in enumerate(zip(placements, decisions, keys)):
+        if decision.how == "slice" and i not in tables and (key is None or company[key] == 1):
+            sizes = tuple(math.prod(shard.shape) for shard in one.shards)
+            alike.setdefault((sizes, one.itemsize, one.groups, one.home), []).append(i)
+    found = list(decisions)
+    for members in alike.values():
+        # Several devices of a replica may have the same part, of which one updates it.
+        devices = len(placements[members[0]].shards[0].holders)
+        for i in members[: len(members) // devices * devices]:
+            reason = f"one of {len(members)} of equal size, for {devices} devices that have them"
+            found[i] = dataclasses.replace(decisions[i], how="parameter", reason=reason)
+    return tuple(found)
+
+
 @dataclasses.dataclass(frozen=True)
 class Spread:
     """How optimizer parallelism places and updates the trainable parameters.
@@ -185,14 +222,10 @@ def spread(
         ValueError: For what `decide`, `check_replicas` or `routed` refuses.
     """
     decisions = decide(placements, whole, wanted, config, topology)
-    placed = list(placements)
-    if config.level == 3:
-        where = residents(placements, decisions, topology)
-        for i, (placement, decision) in enumerate(zip(placements, decisions)):
-            if decision.how == "slice":
-                placed[i] = _again(placement, topology, _cut_rows(placement.layout, topology))
-            elif decision.how == "parameter":
-                placed[i] = _again(placement, topology, placement.layout, where[i])
+    placed = _stored(placements, decisions, config, topology)
+    if _may_deal(config, topology):
+        decisions = deal_alike(decisions, placements, fuse(placed), tables)
+        placed = _stored(placements, decisions, config, topology)
     cut = [d.how == "slice" and config.level < 3 for d in decisions]
     keys = tuple(fuse(placed))
     # What is spread to save memory is dealt evenly; only what is not may gather on one owner.
@@ -212,6 +245,37 @@ def spread(
         buckets = tuple(make_buckets(units, placed, keys, whole))
     exchanges = make_exchanges(units, placed, compressors, keys, buckets)
     return Spread(config, decisions, tuple(placed), units, keys, buckets, exchanges)
+
+
+def _may_deal(config: OptimizerConfig, topology: Topology) -> bool:
+    """Whether parameters that could be cut may be dealt out whole.
+
+    Their owner receives N whole gradients to add up, where each of N owners of rows would receive
+    one gradient's bytes. At level 1 that is as much in a step; from level 2 on, which sums chunk by
+    chunk to save memory, only devices that read each other's memory do so.
+    """
+    if config.partition != "auto" or config.level == 0 or config.state_on == "host":
+        return False
+    return config.level == 1 or topology.shares_memory
+
+
+def _stored(
+    placements: Sequence[Placement],
+    decisions: Sequence[Decision],
+    config: OptimizerConfig,
+    topology: Topology,
+) -> list[Placement]:
+    """Where parameters are stored: at level 3 what is spread is cut, or one slice has it."""
+    if config.level < 3:
+        return list(placements)
+    where = residents(placements, decisions, topology)
+    placed = list(placements)
+    for i, (placement, decision) in enumerate(zip(placements, decisions)):
+        if decision.how == "slice":
+            placed[i] = _again(placement, topology, _cut_rows(placement.layout, topology))
+        elif decision.how == "parameter":
+            placed[i] = _again(placement, topology, placement.layout, where[i])
+    return placed
 
 
 def _on_host(

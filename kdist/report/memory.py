@@ -156,9 +156,8 @@ def analyse(parallel: Any, rows: int) -> LiveTensors | str:
     entries = parallel.entries.values()
     weights = [v for entry in entries for v in entry.locals.values()]
     weights += [master for entry in entries for _, master in entry.masters]
-    kinds = {Device.parse(d).kind for d in parallel.topology.devices}
     if rows not in parallel.live:
-        shared = kinds == {"CPU"}
+        shared = parallel.topology.shares_memory
         parallel.live[rows] = live_tensors(step, batch, weights, shared_memory=shared)
     return parallel.live[rows]
 

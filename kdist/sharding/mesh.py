@@ -224,6 +224,12 @@ class Topology:
         return tuple(device for piece in self.slices for device in piece.devices)
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether a device reads what another one made where it lies: CPU devices of a process."""
+        found = [Device.parse(device) for device in self.devices]
+        return {(d.process, d.kind) for d in found} == {(found[0].process, "CPU")}
+
+    @property
     def rows_axis(self) -> str | None:
         """The inner axis that cuts the batch: the data axis, after `with_data_inside`."""
         return next((name for name, _ in self.inner_axes if name in DATA_NAMES), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -156,3 +157,61 @@ def test_settings_print_readably() -> None:
         "level 3, threshold 64 KB, partition auto, gathered parameters kept, "
         "accumulated gradients sharded"
     )
+
+
+def decided(topo: Topology, shapes: Sequence[Any], keys: Any = None, **options: Any) -> list[str]:
+    config = OptimizerConfig(**{"level": 3, "threshold_kb": 0, **options})
+    count = len(shapes)
+    fuse = (lambda placed: keys) if keys else (lambda placed: list(range(count)))
+    tables = frozenset({0}) if options.get("level") == 1 else frozenset()
+    found = spread(
+        placed(topo, *shapes), [False] * count, [None] * count, config, topo, fuse, tables=tables
+    )
+    return [d.how[0] for d in found.decisions]
+
+
+def test_of_parameters_of_equal_size_as_many_as_divide_are_dealt_out() -> None:
+    topo = topology(data=2)
+    assert decided(topo, [(8, 4)] * 5) == list("pppps")
+    assert decided(topo, [(8, 4), (8, 2), (4, 8), (8, 2), (8, 4)]) == list("pppps")
+    assert decided(topo, [(8, 4)] * 2, level=2) == list("pp")
+
+
+def test_what_shares_a_bucket_and_tables_are_cut() -> None:
+    topo = topology(data=2)
+    assert decided(topo, [(8, 4)] * 4, keys=["a", "a", "b", "c"]) == list("sspp")
+    assert decided(topo, [(8, 4)] * 3, level=1) == list("spp")
+    assert decided(topo, [(8, 4)] * 2, partition="slice") == list("ss")
+
+
+def test_devices_with_memory_of_their_own_receive_no_whole_gradients_from_level_2_on() -> None:
+    topo = topology(data=2)
+    slices = tuple(
+        dataclasses.replace(one, devices=(f"/device:GPU:{n}",)) for n, one in enumerate(topo.slices)
+    )
+    gpus = dataclasses.replace(topo, slices=slices)
+    assert topo.shares_memory and not gpus.shares_memory
+    for level, how in ((1, "p"), (2, "s"), (3, "s")):
+        found = spread(
+            placed(topo, *[(8, 4)] * 4),
+            [False] * 4,
+            [None] * 4,
+            OptimizerConfig(level=level, threshold_kb=0),
+            gpus,
+        )
+        assert {d.how[0] for d in found.decisions} == {how}
+
+
+@given(
+    data=st.sampled_from([1, 2, 4]),
+    level=st.sampled_from([1, 2, 3]),
+    shapes=st.lists(st.sampled_from([(4, 4), (8, 2), (8, 8), (4,)]), min_size=1, max_size=12),
+)
+def test_state_is_spread_evenly_whatever_is_dealt_out(data: int, level: int, shapes: Any) -> None:
+    topo = topology(data=data)
+    config = OptimizerConfig(level=level, threshold_kb=0)
+    found = spread(placed(topo, *shapes), [False] * len(shapes), [None] * len(shapes), config, topo)
+    load = [0] * data
+    for unit in found.units:
+        load[unit.owner[0]] += unit.nbytes(found.placements[unit.variable])
+    assert len(set(load)) == 1

@@ -29,13 +29,16 @@ def stack(layers: int) -> keras.Model:
     return keras.Model(inputs, x)
 
 
-def made(level: int, mesh: str, layers: int, optimizer: Any = "adam") -> LiveTensors:
+def made(
+    level: int, mesh: str, layers: int, optimizer: Any = "adam", partition: Any = "slice"
+) -> LiveTensors:
     axes = MESHES[mesh]
     model = prepared(
         level,
         mesh=kdist.mesh(**axes),
         layout_map=IN_TURN if "model" in axes else {},
         make=lambda: stack(layers),
+        partition=partition,
     )
     model.compile(optimizer, "mse")
     batch = np.zeros((ROWS, WIDTH), np.float32)
@@ -49,14 +52,18 @@ def parameters_alive(live: LiveTensors, device: str = "/device:CPU:0") -> float:
     return sum(t.nbytes for t in found.tensors if t.kind != "activation") / KERNEL
 
 
+@pytest.mark.parametrize("partition", ["slice", "auto"])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_deeper_model_needs_no_more_at_level_3(mesh: str) -> None:
-    shallow, deep = (parameters_alive(made(3, mesh, layers)) for layers in (6, 12))
+def test_a_deeper_model_needs_no_more_at_level_3(mesh: str, partition: str) -> None:
+    found = (made(3, mesh, layers, partition=partition) for layers in (6, 12))
+    shallow, deep = map(parameters_alive, found)
     assert deep <= shallow + 0.5
 
 
-def test_inner_axes_at_level_3_have_three_fifths_of_level_0() -> None:
-    whole, cut = made(0, "data2_model2", 16), made(3, "data2_model2", 16)
+@pytest.mark.parametrize("partition", ["slice", "auto"])
+def test_inner_axes_at_level_3_have_three_fifths_of_level_0(partition: str) -> None:
+    whole = made(0, "data2_model2", 16, partition="auto")
+    cut = made(3, "data2_model2", 16, partition=partition)
     for device in ("/device:CPU:0", "/device:CPU:3"):
         assert cut.peak(device).nbytes <= 0.6 * whole.peak(device).nbytes
 
@@ -80,4 +87,5 @@ def test_what_needs_all_sums_waits_for_all(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(step, "update_early", noted)
     made(3, "data4", 8)
     made(3, "data4", 8, keras.optimizers.Adam(global_clipnorm=1.0))
-    assert [n > 0 for n in added] == [True, False]
+    made(3, "data4", 16, partition="auto")
+    assert [n > 0 for n in added] == [True, False, True]

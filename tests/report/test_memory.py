@@ -56,7 +56,7 @@ def test_variables_take_the_formula_s_bytes(level: int, at_level: Callable) -> N
     assert {m.parameters for m in found} == {stored}
     # Together one copy of the moments.
     assert sum(m.slots - SCALARS for m in found) == 2 * (CUT + WHOLE)
-    # Cut, or dealt out: six kernels to four devices.
+    # Cut, or dealt out: six kernels to four devices, of which two are cut from level 1 on.
     least, most = (2 * KERNEL, 4 * KERNEL) if level == 0 else (2 * CUT // REPLICAS,) * 2
     for m in found:
         assert least <= m.slots - SCALARS <= most + 2 * WHOLE
@@ -150,9 +150,9 @@ def test_the_sum_is_the_formula_s(level: int, at_level: Callable) -> None:
 
 
 @pytest.mark.parametrize("level", [2, 3])
-def test_copies_on_devices_with_memory_of_their_own(level: int, at_level: Callable) -> None:
+def test_copies_on_devices_with_memory_of_their_own(level: int) -> None:
     """There what is received is a copy: one more chunk, and two more buckets, in flight."""
-    model = at_level(level)
+    model = prepared(level, partition="slice")  # as it is there
     live = with_edges(analysed(model), lambda op: op, shared_memory=False)
     seg, buck = chunk(model), bucket(model)
     assert most(live, "gradient") <= CUT / REPLICAS + REPLICAS * WHOLE + seg + 3 * buck
@@ -235,6 +235,7 @@ def test_a_stage_has_the_parameters_of_one_chunk(inner: int, keep: bool) -> None
         layout_map=CUT_INSIDE if inner > 1 else {},
         pipeline=pipeline,
         keep_gathered=keep,
+        partition="slice",
     )
     live = analysed(model)
     layers = 8 if keep else 2  # of a stage, of a chunk of it
@@ -271,7 +272,7 @@ def test_a_stage_frees_the_gradients_of_a_chunk_when_it_is_done(inner: int) -> N
 
 
 def test_keep_gathered_keeps_all() -> None:
-    live = analysed(prepared(3, replicas=2, layers=4, keep_gathered=True))
+    live = analysed(prepared(3, replicas=2, layers=4, keep_gathered=True, partition="slice"))
     # But the first layer's kernel, at which no backward pass looks.
     assert live.peak("/device:CPU:0", ["gathered"]).nbytes == 3 * KERNEL
 
