@@ -143,9 +143,9 @@ def deal_alike(
     """Deals out whole what would be cut, where every replica gets as much either way.
 
     Of m parameters of equal size, such as those of a model's blocks, the N devices that have one
-    get m // N each, in turn; the m % N last ones stay cut. A whole parameter is one sum, one update and one message
-    to each holder, N times fewer than its rows on N replicas are: graphs are traced, prepared and
-    run sooner.
+    get m // N each, in turn; the m % N last ones stay cut. A whole parameter is one sum, one update
+    and one message to each holder, N times fewer than its rows on N replicas are: graphs are
+    traced, prepared and run sooner.
 
     Args:
         decisions: See `decide`.

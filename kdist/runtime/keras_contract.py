@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable
@@ -42,28 +43,40 @@ def step_function(
         no_batch: Called when data to train on has run out.
     """
     if kind == "predict":
-        return _predict_function(step, model.run_eagerly)
+        return _predict_function(step, model)
     function = model._make_function(step)
     if kind == "train":
         function = _train_function(step, function, model, no_batch)
     return _or_by_workers(step, function, model, no_batch)
 
 
-def _predict_function(step: Callable, eager: bool) -> Callable:
+def _predict_function(step: Callable, model: keras.Model) -> Callable:
     """Keras's predict function over a step on plain devices."""
-    one = step if eager else tf.function(step, autograph=False, reduce_retracing=True)
+    if model.run_eagerly:
+        return lambda batches: one_after_the_other([step(batch) for batch in batches])
+    one = tf.function(step, autograph=False, reduce_retracing=True)
     where_read = _WhereRead(step)
 
-    def run(batch: Any) -> Any:
-        return where_read(batch) if isinstance(batch, Taken) else one(batch)
+    @functools.partial(tf.function, autograph=False, reduce_retracing=True)
+    def several(batches: list[Any]) -> Any:
+        return one_after_the_other([one(batch) for batch in batches])
 
     def predict(batches: list[Any]) -> Any:
-        outputs = [run(batch) for batch in batches]
-        if len(outputs) == 1:
-            return outputs[0]
-        return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+        if any(isinstance(batch, Taken) for batch in batches):
+            return one_after_the_other([where_read(batch) for batch in batches])
+        # The last ones may be fewer: a step on each is no trace of its own.
+        if len(batches) == model.steps_per_execution > 1:
+            return several(batches)
+        return one_after_the_other([one(batch) for batch in batches])
 
     return predict
+
+
+def one_after_the_other(outputs: list[Any]) -> Any:
+    """The outputs of several batches as those of one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
 
 class _WhereRead:

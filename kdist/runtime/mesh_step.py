@@ -6,6 +6,7 @@ like it (`kdist.runtime.by_shape`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from kdist.program.fetched_tables import tensors_of, with_tensors
 from kdist.program.step_result import SliceResult, StepResult
 from kdist.program.training_pass import TrainingPass
 from kdist.runtime.by_shape import ByShape
-from kdist.runtime.keras_contract import single_steps, without_optionals
+from kdist.runtime.keras_contract import one_after_the_other, single_steps, without_optionals
 from kdist.runtime.pipeline_step import PipelineStep
 from kdist.runtime.step import Step
 from kdist.runtime.whole_loss import WholeLossStep
@@ -163,7 +164,8 @@ class BatchFunction:
         self.steps, self._step = steps, getattr(steps, kind)
         tables = steps.program.tables.prefetched if kind == "train" else []
         self.ahead = [one.layer.embeddings.path for one in tables]
-        self.one, self.several = steps.by_shape(self._step), steps.by_shape(self._in_one_graph)
+        several = self._predicted if kind == "predict" else self._in_one_graph
+        self.one, self.several = steps.by_shape(self._step), steps.by_shape(several)
         self.model = model
         self.inspected = inspected
         self.no_batch = no_batch
@@ -287,7 +289,14 @@ class BatchFunction:
 
     def predict(self, batches: list[Any]) -> Any:
         """The contract of Keras's predict function."""
-        outputs = [self.on_batch(without_optionals(b)) for b in batches]
-        if len(outputs) == 1:
-            return outputs[0]
-        return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
+        batches = [as_tensors(without_optionals(batch)) for batch in batches]
+        shapes = {signature(batch) for batch in batches}
+        if len(batches) == self.model.steps_per_execution > 1 == len(shapes) and self._expandable:
+            with contextlib.suppress(CannotExpand):  # the first batch alone says so
+                return self.several(batches)
+        return one_after_the_other([self.on_batch(batch) for batch in batches])
+
+    def _predicted(self, batches: list[Any], known: bool = True) -> Any:
+        """What is predicted on some batches, in one graph."""
+        one = tf.function(self._step, autograph=False)
+        return one_after_the_other([one(batch, known) for batch in batches])

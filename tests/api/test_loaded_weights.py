@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 CUT = {".*up/kernel": (None, "model"), ".*down/kernel": ("model", None)}
-SHARDS = kdist.OptimizerConfig(level=3, threshold_kb=0)
+SHARDS = kdist.OptimizerConfig(level=3, threshold_kb=0, partition="slice")
 KINDS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "level3": ({"data": 4}, {"optimizer": SHARDS}),
     "inner": ({"model": 4}, {"layout_map": CUT}),

@@ -19,6 +19,7 @@ MESHES = {
     "data2_model2": {"data": 2, "model": 2},
     "pipe2_data2_model2": {"pipe": 2, "data": 2, "model": 2},
 }
+WITHOUT_INNER_AXES = {"data4": {"data": 4}, "pipe2_data2": {"pipe": 2, "data": 2}}
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(24, 6)), RNG.normal(size=(24, 4))
 
@@ -30,8 +31,9 @@ def build(mesh: str | None, **options: Any) -> keras.Model:
     model = keras.Model(inputs, keras.layers.Dense(4, name="down")(x))
     if mesh is not None:
         pipeline = kdist.PipelineConfig(micro_batches=2) if "pipe" in mesh else None
+        axes = {**MESHES, **WITHOUT_INNER_AXES}[mesh]
         config = kdist.ParallelConfig(
-            mesh=kdist.mesh(**MESHES[mesh]), layout_map=CUTS, pipeline=pipeline
+            mesh=kdist.mesh(**axes), layout_map=CUTS if "model" in axes else {}, pipeline=pipeline
         )
         kdist.parallelize(model, config)
     model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], **options)
@@ -73,6 +75,20 @@ def test_several_steps_are_one_call(mesh: str) -> None:
         np.testing.assert_allclose(found[0][name], values, rtol=1e-9)
     for a, b in zip(plain.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-12)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("mesh", [*MESHES, *WITHOUT_INNER_AXES])
+def test_predictions_on_several_batches_are_one_call(mesh: str) -> None:
+    """Of whole executions; at the end of the data there may be fewer batches, or a smaller one."""
+    made = ((None, 3), (mesh, 1), (mesh, 3))
+    plain, single, model = (build(one, steps_per_execution=k) for one, k in made)
+    expected = plain.predict(X[:21], batch_size=4, verbose=0)
+    once = only(executed.watch(lambda: single.predict(X[:4], batch_size=4, verbose=0)), PRODUCTS)
+    functions = executed.watch(lambda: model.predict(X[:12], batch_size=4, verbose=0))
+    several = only(functions, PRODUCTS)
+    assert several.count(PRODUCTS) == {d: 3 * n for d, n in once.count(PRODUCTS).items()}
+    np.testing.assert_allclose(model.predict(X[:21], batch_size=4, verbose=0), expected, atol=1e-12)
 
 
 @pytest.mark.usefixtures("float64")

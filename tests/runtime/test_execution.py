@@ -127,7 +127,9 @@ def test_level_3_gathers_a_chunk_s_parameters_each_time_as_planned(
     config = kdist.ParallelConfig(
         mesh=kdist.mesh(pipe=2, data=2, model=inner),
         layout_map=CUTS if inner > 1 else {},
-        optimizer=kdist.OptimizerConfig(level=3, threshold_kb=0, keep_gathered=keep),
+        optimizer=kdist.OptimizerConfig(
+            level=3, threshold_kb=0, keep_gathered=keep, partition="slice"
+        ),
         pipeline=kdist.PipelineConfig(micro_batches=4, schedule="interleaved", chunks=chunks),
         fusion=kdist.FusionConfig(mode=mode),
     )

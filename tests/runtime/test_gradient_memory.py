@@ -19,7 +19,7 @@ def test_each_sum_of_parts_has_memory_of_its_own(level: int, axes: dict[str, int
     model = keras.Sequential([keras.Input((8,)), *layers])
     config = kdist.ParallelConfig(
         mesh=kdist.mesh(**axes),
-        optimizer=kdist.OptimizerConfig(level=level, threshold_kb=0),
+        optimizer=kdist.OptimizerConfig(level=level, threshold_kb=0, partition="slice"),
         layout_map={".*kernel": (None, "model")} if "model" in axes else None,
     )
     kdist.parallelize(model, config)
