@@ -120,5 +120,3 @@ def test_sharded_sums_equal_one_device(mesh: str, level: int, engine: str) -> No
         features=[FEATURES["gradient_accumulation"]],
         config=config(level, mesh, gradient_accumulation_shard=True),
     )
-
-
