@@ -103,12 +103,14 @@ class Draw:
             alg=tf.raw_ops.StatelessRandomGetAlg(),
             dtype=tf.as_dtype(dtype),
         )[start - first * group :]
-        # As TensorFlow scales them, operation by operation.
+        # As TensorFlow scales them, operation by operation; two results at a time are there.
         if self.kind == "uniform":
             low, high = (tf.cast(self.bounds[name], dtype) for name in ("minval", "maxval"))
-            return drawn * (high - low) + low
+            drawn = drawn * (high - low)
+            return drawn + low
         mean, stddev = (tf.constant(self.bounds[name], dtype) for name in ("mean", "stddev"))
-        return drawn * stddev + mean
+        drawn = drawn * stddev
+        return drawn + mean
 
 
 @dataclasses.dataclass(frozen=True)

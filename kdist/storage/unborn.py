@@ -109,6 +109,7 @@ class Unborn:
             for n, both in there:
                 if both is not None:
                     arrays[n][relative(both, indices[n])] = made[relative(both, box)]
+            del made  # before the next is drawn
         while arrays:
             yield as_tensor(arrays.pop(0))
 
