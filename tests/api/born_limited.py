@@ -3,7 +3,8 @@
     python born_limited.py WHAT FOLDER
 
 It does all on a small model first, and then sets the limit: a quarter more than what it should
-need, over what the process has by then. Prints lines of JSON, in mebibytes.
+need, over what the process has by then. With "pooled" there is no limit, but a look at TensorFlow's
+pool. Prints lines of JSON, in mebibytes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kdist.storage.variables import parts_of
 import h5py
 import keras
 import numpy as np
+import tensorflow as tf
 
 HEADROOM = 1.25
 SMALL, WIDTH, LAYERS = 64, 1024, 24
@@ -167,11 +169,24 @@ def main(what: str, folder: Path) -> None:
         say("built")
         return
     parameters = 4 * LAYERS * (WIDTH + 1) * WIDTH
-    limit(4 * parameters)  # themselves, two slots, gradients
+    needed = 4 * parameters  # themselves, two slots, gradients
+    if not make.startswith("pooled"):
+        limit(needed)
     model = born(WIDTH, [WIDTH] * LAYERS)
-    second = model.get_weights() if make == "copied" else None
+    second = [tf.identity(v) for v in model.weights] if make.endswith("copied") else None
     trained(model, folder / "large")
     del second
+    if make.startswith("pooled"):
+        pooled(needed, parameters)
+
+
+def pooled(needed: int, parameters: int) -> None:
+    """Says what of TensorFlow's pool was in use at most, with the parts that are not from it."""
+    try:
+        used = tf.config.experimental.get_memory_info("CPU:0")["peak"] + parameters >> 20
+    except ValueError:
+        used = None
+    say("pool", used=used, allowed=int(HEADROOM * needed) >> 20)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,20 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 
 
-def run(what: str, folder: Path) -> tuple[int, list[dict[str, Any]], str]:
-    """How a process ended, and what it said."""
+def run(what: str, folder: Path, pool: bool = False) -> tuple[int, list[dict[str, Any]], str]:
+    """How a process ended, and what it said.
+
+    Args:
+        what: It does.
+        folder: For its files.
+        pool: Whether TensorFlow keeps a pool of memory, as it does with oneDNN.
+    """
     given = [sys.executable, str(Path(__file__).with_name("born_limited.py")), what, str(folder)]
     # So that what is freed is given back, and the limit is one of what is in use.
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
     malloc = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(256 << 10)}
+    # A pool takes addresses by powers of two, and gives none back.
+    quiet["TF_ENABLE_ONEDNN_OPTS"] = str(int(pool))
     done = subprocess.run(
         given,
         env={**os.environ, **quiet, **malloc},
@@ -56,6 +64,18 @@ def test_a_plain_build_dies_there(tmp_path: Path) -> None:
 def test_a_step_a_checkpoint_and_back_within_a_quarter_more(tmp_path: Path) -> None:
     code, lines, text = run("born-train", tmp_path)
     assert code == 0 and after_limit(lines) == ["trained", "saved", "restored"], text
+
+
+def test_of_a_pool_no_more_is_in_use(tmp_path: Path) -> None:
+    """By the pool's own count; a second copy is seen in it."""
+    used = {}
+    for kind in ("pooled", "pooledcopied"):
+        code, lines, text = run(f"{kind}-train", tmp_path, pool=True)
+        assert code == 0, text
+        used[kind], allowed = lines[-1]["used"], lines[-1]["allowed"]
+        if used[kind] is None:
+            pytest.skip("This build of TensorFlow has no such pool")
+    assert used["pooled"] <= allowed < used["pooledcopied"]
 
 
 def test_a_second_copy_dies_there(tmp_path: Path) -> None:
