@@ -3,7 +3,9 @@
 - `saving_lib._save_state` goes through a model, and `saving_lib.H5IOStore` is what it writes to:
   `places` has one that notes. An optimizer would give arrays, each of them a whole copy: what it
   saves is noted here, as `_walk_saveable` and `_save_container_state` would find it.
-- `saving_lib.DiskIOStore` packs what layers keep in files of their own: vocabularies.
+- `saving_lib.DiskIOStore` packs what layers keep in files of their own: vocabularies; and
+  `saving_lib._load_state` hands them back.
+- `_save_state` asks whether it has seen an object right before it asks where to store it.
 
 `tests/_compat/test_keras_places.py` fails when one of them moves.
 """
@@ -56,6 +58,7 @@ class Places:
         added: Path -> what is added to the variable there.
         assets: An archive of the other files; empty if there are none.
         no_assets: Why there are none although there should be, "" if all is well.
+        layers: Path of a group -> the layer that stores it.
     """
 
     found: Mapping[str, Any]
@@ -63,20 +66,34 @@ class Places:
     added: Mapping[str, Product]
     assets: bytes
     no_assets: str
+    layers: Mapping[str, Any]
+
+
+class _Seen(set[int]):
+    """Ids of what was stored; and which one was asked for last."""
+
+    last = 0
+
+    def __contains__(self, one: object) -> bool:
+        self.last = one if isinstance(one, int) else 0
+        return super().__contains__(one)
 
 
 class _Recorder(saving_lib.H5IOStore):
     """Notes what is stored where, and stores nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, seen: _Seen) -> None:
         super().__init__(io.BytesIO(), mode="w")
         self.found: dict[str, Any] = {}
         self.names: dict[str, str] = {}
+        self.ids: dict[str, int] = {}
+        self._seen = seen
         self._at = ""
 
     def make(self, path: str, metadata: Mapping[str, Any] | None = None) -> Any:
         """See Keras's."""
         self._at = f"{path}/vars" if path else "vars"
+        self.ids[self._at] = self._seen.last
         if metadata:
             self.names[self._at] = metadata[GROUP_NAME]
         return self
@@ -91,12 +108,12 @@ class _Recorder(saving_lib.H5IOStore):
 
 def places(model: keras.Model) -> Places:
     """What `model.save` puts where, of its layers and its optimizer."""
-    recorder = _Recorder()
     optimizer = getattr(model, "optimizer", None)
     seen = {id(optimizer)}
+    recorder = _Recorder(seen_now := _Seen(seen))
     try:
         with _without_lora(model) as products:
-            saving_lib._save_state(model, recorder, None, "", set(seen))
+            saving_lib._save_state(model, recorder, None, "", seen_now)
     finally:
         recorder.close()
     if optimizer is not None and optimizer.built:
@@ -104,7 +121,9 @@ def places(model: keras.Model) -> Places:
     found = recorder.found.items()
     added = {path: products[id(value)] for path, value in found if id(value) in products}
     assets, reason = _assets(model, seen)
-    return Places(recorder.found, recorder.names, added, assets, reason)
+    own = {id(layer): layer for layer in keras_models.flat_layers(model)}
+    layers = {path: own[one] for path, one in recorder.ids.items() if one in own}
+    return Places(recorder.found, recorder.names, added, assets, reason, layers)
 
 
 @contextlib.contextmanager
@@ -166,3 +185,14 @@ def _assets(model: keras.Model, seen: set[int]) -> tuple[bytes, str]:
             store.close()
         empty = not archive.namelist()
     return b"" if empty else packed.getvalue(), ""
+
+
+def load_assets(model: keras.Model, assets: bytes) -> None:
+    """Gives layers the files that `places` packed."""
+    with zipfile.ZipFile(io.BytesIO(assets)) as archive:
+        store = saving_lib.DiskIOStore(FILES["assets"], archive=archive, mode="r")
+        try:
+            seen = {id(getattr(model, "optimizer", None))}
+            saving_lib._load_state(model, None, store, "", visited_saveables=seen)
+        finally:
+            store.close()

@@ -14,6 +14,7 @@ from kdist.api.parallelize import parallel_of
 from kdist.checkpoint import shares, unsent
 from kdist.checkpoint.directory import read_files
 from kdist.checkpoint.keras_description import ASSETS, FILE, VALUES, KerasDescription, KnownPlaces
+from kdist.checkpoint.layer_files import LayerFiles
 from kdist.checkpoint.manifest import STORE, CheckpointError, Manifest, SavedArray
 from kdist.checkpoint.matching import match
 from kdist.checkpoint.store import Reader
@@ -149,9 +150,11 @@ def load(model: keras.Model, folder: Path, manifest: Manifest, within_epoch: boo
             with keras_optimizers.build_scope(optimizer):
                 optimizer.build(model.trainable_variables)
     pairs, reader = [], Reader(folder)
+    files = LayerFiles.read(folder, manifest, reader)
     saved = unsent.families([(one.path, one) for one in manifest.groups.get(COMPRESSION, ())])
     kept: unsent.Families = {}
-    for group, variables in groups_of(model).items():
+    groups = groups_of(model)
+    for group, variables in groups.items():
         if group == METRICS and not within_epoch:
             continue
         if group == COMPRESSION:
@@ -162,6 +165,7 @@ def load(model: keras.Model, folder: Path, manifest: Manifest, within_epoch: boo
         pairs += _pairs(group, variables, manifest)
     restore(pairs, reader)
     unsent.deal(saved, kept, reader)
+    files.give(model, groups)
 
 
 BEGINS_ANEW = {
