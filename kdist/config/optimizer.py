@@ -105,11 +105,11 @@ class OptimizerConfig:
                 "gradient_accumulation_shard out, or raise the level. "
                 "Received: gradient_accumulation_shard=True, level=0"
             )
-        if self.partition != "auto" and self.state_on == "host":
+        if self.partition != "auto" and self.state_on == "host" and self.level < 3:
             raise ValueError(
-                "What is updated on the host is not cut over devices. Leave partition out, or "
-                "state_on='host'. "
-                f"Received: partition={self.partition!r}, state_on='host'"
+                "What is updated on the host is cut over devices at level 3 alone, where weights "
+                "are. Set level=3, or leave partition or state_on='host' out. "
+                f"Received: partition={self.partition!r}, state_on='host', level={self.level}"
             )
         if self.partition != "auto" and self.level == 0:
             raise ValueError(

@@ -175,8 +175,7 @@ class CompressedGradients:
         return found
 
     def _at_root(self, exchange: Exchange, function: Callable[[], Any]) -> Any:
-        s, k = exchange.root
-        with tf.device(self.compression.devices[s][k]):
+        with tf.device(self.compression.topology.device(exchange.root)):
             return function()
 
     def _vectors(self, exchange: Exchange) -> dict[int, Any]:
@@ -212,8 +211,8 @@ class CompressedGradients:
         messages, scale = self._cast(exchange, matrices)
         cut = self._each(exchange, lambda s: tf.unstack(messages[s], len(bucket.owners)))
         vectors = []
-        for n, (s, _) in enumerate(bucket.owners):
-            with tf.device(self._device(exchange, s)):
+        for n, owner in enumerate(bucket.owners):
+            with tf.device(self.compression.topology.device(owner)):
                 vectors.append(add([widened(parts[n], scale, dtype) for parts in cut.values()]))
         return vectors
 

@@ -22,6 +22,7 @@ from typing import Literal
 
 from kdist.config.compression import Compressor, PowerSGD, matrix_shape
 from kdist.plan.bucket import Bucket
+from kdist.sharding.mesh import HOST
 from kdist.sharding.owners import UpdateUnit
 from kdist.sharding.placement import Coordinate, Group, Placement, shape_of
 
@@ -80,7 +81,7 @@ class Exchange:
 
     def _cast(self) -> Sent:
         # An owner at another inner coordinate gets the part of its own slice, too.
-        senders = len(self.slices) - (self.root[1] == self.inner)
+        senders = len(self.slices) - (self.root[1] == self.inner and self.root != HOST)
         size = 2 * self.elements
         back = (senders, size)
         values = (senders * self.owners, size // self.owners)

@@ -15,7 +15,13 @@ from kdist.config.compression import Compressor
 from kdist.config.fusion import FusionConfig
 from kdist.config.optimizer import OptimizerConfig
 from kdist.plan.bucket import Bucket, make_buckets
-from kdist.plan.exchange import Exchange, check_replicas, make_exchanges, on_every_slice
+from kdist.plan.exchange import (
+    Exchange,
+    check_replicas,
+    is_low_rank,
+    make_exchanges,
+    on_every_slice,
+)
 from kdist.plan.routes import routed
 from kdist.sharding.dims import axes_of
 from kdist.sharding.layout import WeightLayout
@@ -236,7 +242,8 @@ def spread(
     compressors = ["none"] * len(placed) if compressors is None else list(compressors)
     check_replicas(placed, compressors)
     every = [d.how == "whole" and c != "none" for d, c in zip(decisions, compressors)]
-    every = [e and p.data_dim is None for e, p in zip(every, placed)]
+    near = config.state_on == "device"
+    every = [e and near and p.data_dim is None for e, p in zip(every, placed)]
     units = on_every_slice(units, every, placed)
     buckets = tuple(make_buckets(units, placed, keys, whole))
     if fusion is not None:
@@ -284,13 +291,13 @@ def _on_host(
     """Every parameter is updated whole on the host, which has a copy unless it has the parameter.
 
     Raises:
-        ValueError: A gradient travels compressed.
+        ValueError: A gradient travels as factors.
     """
-    if wrong := [p.path for p, c in zip(placements, compressors or ()) if c != "none"]:
+    if wrong := [p.path for p, c in zip(placements, compressors or ()) if is_low_rank(c)]:
         raise ValueError(
-            "Gradients are compressed between replicas, and with state_on='host' they go to the "
-            "host. Leave CompressionConfig out, or state_on='host'. "
-            f"Received: state_on='host' with compressed gradients, of {wrong[0]!r} for one"
+            "PowerSGD makes its factors of sums that all replicas get back, and with "
+            "state_on='host' gradients go to the host alone. Use 'bf16' or 'fp16', or leave "
+            f"state_on='host' out. Received: state_on='host' with PowerSGD for {wrong[0]!r}"
         )
     return tuple(
         UpdateUnit(v, 0 if one.on_host else None, HOST) for v, one in enumerate(placements)

@@ -189,6 +189,52 @@ def test_equals_numpy(kind: str, level: int, name: str, mesh: str) -> None:
     assert_equal(model, reference.model)
 
 
+ON_HOST = sorted(
+    product(("fp16", "bf16"), (0, 3), ("sgd", "scaled", "lamb"), ("data4", "data2_model2", *PIPES))
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "name", "mesh"),
+    spread(
+        ON_HOST,
+        [
+            ("bf16", 0, "sgd", "data4"),
+            ("fp16", 3, "scaled", "data2_model2"),
+            ("fp16", 0, "sgd", "pipe2_data2"),
+        ],
+    ),
+)
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_gradients_travel_to_the_host_compressed(
+    kind: str, level: int, name: str, mesh: str, fused: bool
+) -> None:
+    """The host adds in full precision; nothing travels between replicas, and values as they are."""
+    config, rule = rule_of(RULES[kind])
+    axes, make = {**MESHES, **PIPES}[mesh], OPTIMIZERS[name]
+    with precision("float64"):
+        model = parallel(
+            axes,
+            make(),
+            config,
+            optimizer=OptimizerConfig(level=level, threshold_kb=0, state_on="host"),
+            fusion=FusionConfig(mode="auto" if fused else "none"),
+        )
+        reference = Reference(
+            model=build(),
+            optimizer=getattr(make(), "inner_optimizer", make()),
+            replicas=axes["data"],
+            rule=rule,
+            twice=False,
+            one_scale=fused,
+            parts=PARTS if "model" in axes else {},
+        )
+        train(model, batches())
+        for x, y in batches():
+            reference.step(x, y)
+    assert_equal(model, reference.model)
+
+
 STORED = {
     "data4": (STORED_CUT, {}),
     "data2_model2": (STORED_CUT_TWICE, PARTS),

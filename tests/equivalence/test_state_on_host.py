@@ -15,8 +15,8 @@ from .optimizer_zoo import OPTIMIZERS
 from .zoo import BY_NAME
 
 
-def on_host(level: int, **options: Any) -> dict[str, Any]:
-    cut = {"threshold_kb": 0} if level else {}
+def on_host(level: int, partition: Any = "auto", **options: Any) -> dict[str, Any]:
+    cut = {"threshold_kb": 0, "partition": partition} if level else {}
     return {"optimizer": kdist.OptimizerConfig(level=level, state_on="host", **cut), **options}
 
 
@@ -31,6 +31,15 @@ ROWS = product(
 def test_levels(name: str, level: int, mesh: str) -> None:
     case, config = BY_NAME[name], on_host(level)
     compare(case, MESHES[mesh], optimizer=OPTIMIZERS["adam"], config=config)
+
+
+@pytest.mark.parametrize(
+    ("partition", "mesh"),
+    spread(product(("slice", "parameter"), ("data2", "data2_model2")), [("parameter", "data2")]),
+)
+def test_weights_are_stored_as_partition_says(partition: str, mesh: str) -> None:
+    config = on_host(3, partition=partition)
+    compare(BY_NAME["mlp"], MESHES[mesh], optimizer=OPTIMIZERS["adam"], config=config)
 
 
 STAGED = product((0, 3), ({"pipe": 2}, {"pipe": 2, "data": 2}, {"pipe": 2, "data": 2, "model": 2}))
