@@ -174,5 +174,13 @@ def write(folder: Path, name: str) -> dict[str, np.ndarray]:
         np.save(folder / f"{name}-{rows}.npy", x)
         expected[f"keep-{rows}"] = model.predict(x, verbose=0, batch_size=64)
         expected[f"gather-{rows}"] = again.predict(x, verbose=0, batch_size=64)
-    words = tf.nn.softmax(again.predict(given["words"].before(TEXT), verbose=0)).numpy()
-    return {**expected, "keep-words": words, "gather-words": words}
+    x = given["words"].before(TEXT)
+    words = tf.nn.softmax(again.predict(x, verbose=0)).numpy()
+    kept = words
+    if model.compute_dtype == "bfloat16":
+        # With oneDNN, TensorFlow's optimizer joins a product and its bias in a plain model's graph,
+        # and rounds once there. A kept program rounds after each, as the model's own does, and
+        # eager Keras.
+        kept = tf.nn.softmax(model.predict(x, verbose=0)).numpy()
+        np.testing.assert_array_equal(kept, tf.nn.softmax(again(x)).numpy())
+    return {**expected, "keep-words": kept, "gather-words": words}
