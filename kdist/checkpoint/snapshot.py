@@ -152,7 +152,9 @@ def load(model: keras.Model, folder: Path, manifest: Manifest, within_epoch: boo
     pairs, reader = [], Reader(folder)
     files = LayerFiles.read(folder, manifest, reader)
     saved = unsent.families([(one.path, one) for one in manifest.groups.get(COMPRESSION, ())])
+    shapes = [tuple(int(n) for n in v.shape) for v in model.trainable_variables]
     kept: unsent.Families = {}
+    cut: unsent.Families = {}
     groups = groups_of(model)
     for group, variables in groups.items():
         if group == METRICS and not within_epoch:
@@ -161,10 +163,15 @@ def load(model: keras.Model, folder: Path, manifest: Manifest, within_epoch: boo
             kept = unsent.families(variables)
             if unsent.can_be_dealt(saved, kept):
                 continue
+            if unsent.can_be_cut(saved, kept, shapes):
+                warnings.warn(CUT, stacklevel=4)
+                cut, kept = kept, {}
+                continue
             kept = {}
         pairs += _pairs(group, variables, manifest)
     restore(pairs, reader)
     unsent.deal(saved, kept, reader)
+    unsent.cut(saved, cut, shapes, reader)
     files.give(model, groups)
 
 
@@ -173,10 +180,14 @@ BEGINS_ANEW = {
         "The metrics are not those of the checkpoint: what they have counted so far is dropped."
     ),
     COMPRESSION: (
-        "The checkpoint was saved with other inner axes, or with other compression: what "
-        "compressed gradients had not sent yet is dropped, and compression begins anew."
+        "The checkpoint was saved with other compression: what compressed gradients had not sent "
+        "yet is dropped, and compression begins anew."
     ),
 }
+CUT = (
+    "The checkpoint was saved with other inner axes, or another rank: what compressed gradients "
+    "had not sent yet goes on, the factors of PowerSGD begin anew."
+)
 
 
 def _pairs(group: str, variables: Named, manifest: Manifest) -> list[Any]:

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import kdist
+from kdist.api.parallelize import attached
 from kdist.checkpoint import store, variables
 from kdist.checkpoint.manifest import STORE
 from kdist.optimizer.local import SlotParts
@@ -236,9 +237,60 @@ def test_compressed_gradients_go_on_with_what_they_had_not_sent():
             train(same, 1)
         kdist.checkpoint.restore(same, directory)
         np.testing.assert_allclose(train(same, 1), losses, rtol=1e-9)
-    cut = Kind({"data": 2, "model": 2}, layouts=True, config=compressed).model()
+
+
+def not_sent(model):
+    """By number of the weight, the sum of what replicas have not sent of its gradients."""
+    found = {}
+    weights = model.trainable_variables
+    position = {id(v): n for n, v in enumerate(weights)}
+    for (variable, start), kept in attached(model).low_rank.items():
+        n = position[variable]
+        total = found.setdefault(n, np.zeros(weights[n].shape))
+        box = tuple(slice(a, a + size) for a, size in zip(start, kept.shape))
+        total[box] += sum(one.numpy() for one in kept.errors.values()).reshape(kept.shape)
+    return found
+
+
+def powers(rank, pattern=".*kernel"):
+    """Options of a kind."""
+    power = kdist.PowerSGD(rank=rank)
+    return lambda: {"compression": kdist.CompressionConfig(patterns={pattern: power})}
+
+
+UNSENT = {
+    "data3": Kind({"data": 3}, config=powers(2)),
+    "inner": Kind({"data": 2, "model": 2}, 3, layouts=True, config=powers(2)),
+    "rank1": Kind({"data": 2}, config=powers(1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("data3", "inner"), ("inner", "data3"), ("inner", "rank1")]
+)
+def test_what_was_not_sent_is_cut_as_weights_are(source, target, tmp_path):
+    model = UNSENT[source].model()
+    train(model, 1)
+    kdist.checkpoint.save(model, tmp_path)
+    other = UNSENT[target].model()
+    train(other, 1)
+    with pytest.warns(UserWarning, match="had not sent yet goes on"):
+        kdist.checkpoint.restore(other, tmp_path)
+    before, after = not_sent(model), not_sent(other)
+    assert before.keys() == after.keys() and any(np.abs(v).max() > 1e-4 for v in before.values())
+    for n, total in before.items():
+        np.testing.assert_allclose(after[n], total, rtol=1e-12, atol=1e-15)
+    train(other, 1)
+
+
+def test_what_was_not_sent_of_other_gradients_is_dropped(tmp_path):
+    model = UNSENT["data3"].model()
+    train(model, 1)
+    kdist.checkpoint.save(model, tmp_path)
+    other = Kind({"data": 3}, config=powers(2, "up/kernel")).model()
+    train(other, 1)
     with pytest.warns(UserWarning, match="compression begins anew"):
-        kdist.checkpoint.restore(cut, directory)
+        kdist.checkpoint.restore(other, tmp_path)
 
 
 def test_another_model_is_refused_and_stays_as_it_was():
