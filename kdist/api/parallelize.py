@@ -323,7 +323,7 @@ class Parallel(PreparedModel):
                 return lambda x: concrete(*tf.nest.flatten(x))
             graphs = self.mesh_step.by_shape(self.mesh_step.predict)
             try:
-                serve = graphs.for_specs((x,), True)
+                serve = graphs.for_specs((x,), True, pads=lambda: self.rows_stay_apart(x))
             except CannotExpand as reason:
                 raise ValueError(
                     "Parts can be kept where the program runs on parts, or for sizes that it is "

@@ -109,6 +109,12 @@ class SteppedModel(PlannedModel):
             self.warn_once(text)
         return study
 
+    def rows_stay_apart(self, x: Any) -> bool:
+        """Whether each row of what the model predicts follows from that row of its input alone."""
+        with keras_remat.taken_back(self.model):
+            study = study_model(self.model, x, False, self.config.loss_from_layers)
+        return study == ModelStudy()
+
     def make_program(self) -> Program:
         """The model's pure functions, by stages or whole."""
         mean = self.config.loss_from_layers == "mean"

@@ -82,13 +82,18 @@ class ByShape:
             self._of_any_size[key] = self.for_specs(specs, *options)
         return self._of_any_size[key](*given)
 
-    def for_specs(self, data: Any, *options: Any) -> Callable:
+    def for_specs(
+        self, data: Any, *options: Any, pads: Callable[[], bool] = lambda: False
+    ) -> Callable:
         """One graph for all batches of some specs; a function of the leaves that are not None.
 
         Args:
             data: A structure of specs, and None; a dim of None is any size. Such dims of several
                 tensors may differ if a program can be made for that, and are alike otherwise.
             *options: See `__call__`.
+            pads: Whether a program that takes multiples of rows alone gets more rows, copies of the
+                last, whose results are dropped: each result must follow from its own row. Asked
+                where that would help.
 
         Raises:
             CannotExpand: DTensor cannot run it, or not for all sizes.
@@ -97,11 +102,21 @@ class ByShape:
         if all(None not in shape for shape in shapes):
             return self._trace(data, shapes, options)
         kind = _Kind()
+        specs = [one for one in tf.nest.flatten(data) if one is not None]
+        dense = all(isinstance(one, tf.TensorSpec) for one in specs)
         for alike in (False, True):
             kind = _Kind(seen=dict.fromkeys(_examples(shapes, self._parts, alike)))
-            if (graph := self._lifted(data, kind, options)) is not None:
-                if (family := kind.shared[-1][0]).fits_all:
+            graph = self._lifted(data, kind, options)
+            if graph is None and dense and (rows := kind.multiples.rows) > 1 and pads():
+                examples = _examples(shapes, rows * self._parts, alike)
+                kind = _Kind(dict.fromkeys(examples), multiples=kind.multiples)
+                graph = self._lifted(data, kind, options)
+            if graph is not None:
+                family = kind.shared[-1][0]
+                if family.fits_all:
                     return graph
+                if family.but_for_rows.fits_all and dense and pads():
+                    return padded(graph, shapes, family.multiples.rows * self._parts)
                 kind.reason = f"sizes are limited to those like {family.examples}"
         what = f"batches of any size, here {shapes}: {kind.reason}"
         raise CannotExpand(what, of_batch=True)
@@ -169,6 +184,28 @@ class ByShape:
         ]
         concrete: Callable = tf.function(call, autograph=False).get_concrete_function(*specs)
         return concrete
+
+
+def padded(graph: Callable, shapes: Sequence[Any], each: int) -> Callable:
+    """A graph for multiples of some number of rows, for any number.
+
+    Args:
+        graph: A function of tensors; each row of its results follows from that row alone.
+        shapes: Of its arguments; dim 0 of None is the rows.
+        each: The number.
+    """
+    first = next(n for n, shape in enumerate(shapes) if shape and shape[0] is None)
+
+    def call(*tensors: Any) -> Any:
+        rows = tf.shape(tensors[first])[0]
+        last_again = tf.minimum(tf.range(rows + -rows % each), rows - 1)
+        more = [
+            tf.gather(one, last_again) if shape and shape[0] is None else one
+            for one, shape in zip(tensors, shapes, strict=True)
+        ]
+        return tf.nest.map_structure(lambda one: one[:rows], graph(*more))
+
+    return call
 
 
 def _examples(shapes: Sequence[Any], parts: int, alike: bool) -> list[BatchShape]:

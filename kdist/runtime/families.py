@@ -81,6 +81,12 @@ class Family:
         return each and not self.bounded
 
     @property
+    def but_for_rows(self) -> Family:
+        """The same, if rows came in multiples only."""
+        multiples = dataclasses.replace(self.multiples, rows=1)
+        return dataclasses.replace(self, multiples=multiples)
+
+    @property
     def general(self) -> tuple[tuple[int | None, ...], ...]:
         """The shapes, with None for dims that change."""
         return self._with([None] * len(self.changing))

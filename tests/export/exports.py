@@ -90,6 +90,9 @@ SHARDS = kdist.OptimizerConfig(level=3, threshold_kb=0)
 EXPORTS = {
     "level3": Export({"data": 4}, options={"optimizer": SHARDS}),
     "inner": Export({"data": 2, "model": 2}, options={"layout_map": CUT}),
+    "global": Export(
+        {"data": 2, "model": 2}, options={"layout_map": CUT, "batch_semantics": "global"}
+    ),
     "pipeline": Export({"pipe": 2, "model": 2}, options={"layout_map": CUT, "pipeline": PIPELINE}),
     "host": Export({"data": 2}, on_host, plain=whole_table),
     "uneven": Export({"data": 2}, uneven, plain=whole_table),

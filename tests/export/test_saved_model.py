@@ -208,7 +208,30 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert not at.exists()
 
 
+def test_any_number_of_rows_where_programs_take_multiples(tmp_path: Path) -> None:
+    """Layers over the whole batch cut its rows over data: more rows are given, and dropped."""
+    model = parallel(batch_semantics="global", layout_map=CUT)
+    kdist.export.saved_model(model, tmp_path / "served", shards="keep")
+    served = tf.saved_model.load(str(tmp_path / "served"))
+    for rows in (1, 2, 5, 8, 11):
+        x = batch(model, rows)
+        expected = model.predict(x, verbose=0)
+        found = served.serve(x)
+        assert found.shape == expected.shape
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+class Centred(keras.layers.Layer):
+    """Takes off the mean over the batch."""
+
+    def call(self, x: Any) -> Any:
+        return x - keras.ops.mean(x, axis=0, keepdims=True)
+
+
 def test_sizes_that_a_program_cannot_have(tmp_path: Path) -> None:
-    """Layers over the whole batch cut its rows: then only multiples can be served."""
-    model = parallel(batch_semantics="global")
+    """Where rows meet, there is no row that could be added."""
+    inputs = keras.Input((8,))
+    outputs = keras.layers.Dense(6, name="down")(Centred()(inputs))
+    config = kdist.ParallelConfig(mesh=kdist.mesh(data=2, model=2), batch_semantics="global")
+    model = kdist.parallelize(keras.Model(inputs, outputs), config)
     refused("inputs of known sizes", model, tmp_path / "served", shards="keep")
