@@ -11,6 +11,7 @@ would get no gradient.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import types
@@ -97,7 +98,7 @@ def wraps_functions(layer: keras.layers.Layer) -> bool:
     for kind in type(layer).__mro__:
         if kind.__module__.partition(".")[0] != "keras":
             held.extend(vars(kind).values())
-    return any(_is_wrapper(one) or _wraps(one) for one in held)
+    return any(_leads_to_remat(one, set()) for one in held)
 
 
 def _is_wrapper(value: Any) -> bool:
@@ -105,21 +106,49 @@ def _is_wrapper(value: Any) -> bool:
     return getattr(decorator, "decorator_name", None) == WRAPPER
 
 
-def _wraps(value: Any) -> bool:
-    """Whether a function names `keras.remat`, or `tf.recompute_grad`, in its code."""
-    if not isinstance(value, types.FunctionType):
+def _leads_to_remat(value: Any, seen: set[int]) -> bool:
+    """Whether a value is what `keras.remat` made, or a function that makes or calls such.
+
+    Args:
+        value: Anything.
+        seen: Identities of functions that were looked at.
+    """
+    if value is keras.remat or value is tf.recompute_grad or _is_wrapper(value):
+        return True
+    if isinstance(value, functools.partial):
+        return any(_leads_to_remat(one, seen) for one in (value.func, *value.args))
+    if isinstance(value, staticmethod | classmethod | types.MethodType):
+        return _leads_to_remat(value.__func__, seen)
+    if not isinstance(value, types.FunctionType) or id(value) in seen or _is_library(value):
         return False
-    code = [value.__code__]
+    seen.add(id(value))
+    return any(_leads_to_remat(one, seen) for one in _reached(value))
+
+
+def _is_library(function: types.FunctionType) -> bool:
+    """Whether a function is Keras's, TensorFlow's or NumPy's: none of these wraps what users do."""
+    package = (function.__module__ or "").partition(".")[0]
+    return package in ("keras", "tensorflow", "numpy")
+
+
+def _reached(function: types.FunctionType) -> list[Any]:
+    """What a function's code may name: globals, what modules among them have, closed-over values.
+
+    Of nested functions too.
+    """
+    code = [function.__code__]
     names: set[str] = set()
     while code:
         one = code.pop()
         names.update(one.co_names)
         code.extend(c for c in one.co_consts if isinstance(c, types.CodeType))
-    known = [value.__globals__.get(name) for name in names]
-    mine = (keras.remat, tf.recompute_grad)
+    known = [function.__globals__.get(name) for name in names]
     modules = [one for one in known if isinstance(one, types.ModuleType)]
     known += [getattr(module, "__dict__", {}).get(name) for module in modules for name in names]
-    return any(one is function for one in known for function in mine)
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # of a name that has no value yet
+            known.append(cell.cell_contents)
+    return known
 
 
 def described(call: Callable) -> str:

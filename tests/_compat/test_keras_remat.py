@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from kdist._compat import keras_remat
@@ -53,11 +54,37 @@ class Wrapper(Holder):
         return [keras.remat(one)(x) for one in self.held]
 
 
+def helper(function: Any, x: Any) -> Any:
+    return keras.remat(function)(x)
+
+
+class ByHelper(Holder):
+    def call(self, x: Any) -> Any:
+        return helper(keras.ops.tanh, x)
+
+
+DOUBLED = keras.remat(lambda x: 2 * x)
+
+
+class Global(Holder):
+    def call(self, x: Any) -> Any:
+        return DOUBLED(x)
+
+
+def closed_over(function: Any) -> Any:
+    return lambda x: function(x)
+
+
 def test_layers_that_wrap_functions_are_known() -> None:
     assert keras_remat.wraps_functions(Holder(keras.remat(keras.ops.tanh)))
     assert keras_remat.wraps_functions(Holder(keras.remat(keras.layers.Dense(2))))
     assert keras_remat.wraps_functions(Wrapper())
     assert keras_remat.wraps_functions(keras.layers.Lambda(lambda x: keras.remat(abs)(x)))
+    assert keras_remat.wraps_functions(ByHelper())
+    assert keras_remat.wraps_functions(Global())
+    assert keras_remat.wraps_functions(keras.layers.Lambda(closed_over(keras.remat(abs))))
+    assert keras_remat.wraps_functions(keras.layers.Lambda(functools.partial(helper, abs)))
+    assert not keras_remat.wraps_functions(keras.layers.Lambda(closed_over(abs)))
     assert not keras_remat.wraps_functions(Holder(keras.ops.tanh, keras.layers.Dense(2)))
 
 
