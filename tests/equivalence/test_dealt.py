@@ -15,9 +15,10 @@ import keras
 import pytest
 
 from .features import BY_NAME as FEATURES
-from .harness import compare
+from .harness import Run, compare, train
 from .matrix import product, spread
 from .optimizer_zoo import OPTIMIZERS
+from .outcome import FLOAT64, check
 from .zoo import MLP
 
 LAYERS = 7
@@ -120,3 +121,24 @@ def test_sharded_sums_equal_one_device(mesh: str, level: int, engine: str) -> No
         features=[FEATURES["gradient_accumulation"]],
         config=config(level, mesh, gradient_accumulation_shard=True),
     )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rest", ["fp16", kdist.PowerSGD(rank=2)], ids=["fp16", "low rank"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_compressed_as_what_is_cut(mesh: str, level: int, rest: Any) -> None:
+    """Who owns a parameter changes nothing of how its gradient is rounded."""
+    found = []
+    for partition in ("slice", "auto"):
+        run = Run(
+            case=CASE,
+            mesh_axes=MESHES[mesh],
+            optimizer=OPTIMIZERS["adam"],
+            config={
+                **config(level, mesh, partition=partition),
+                "compression": kdist.CompressionConfig(rest=rest),
+            },
+        )
+        found.append(train(run, "kdist"))
+    check(*found, FLOAT64, (), title=run.title)
