@@ -258,3 +258,76 @@ def test_each_layer_says_whether_what_a_layout_cuts_over_data_is_gathered_again(
     gathers = Counter(i for gather in model.plan().gathers for i in gather.weights)
     paths = [v.path for v in model.trainable_variables]
     assert {paths[i]: n for i, n in gathers.items()} == {"again/kernel": 2, "kept/kernel": 1}
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize("keep", [False, True])
+def test_each_layer_says_whether_what_level_3_cuts_is_gathered_again(
+    keep: bool, axes: dict[str, int]
+) -> None:
+    """A weight is gathered once, and again if it is freed and a backward pass looks at it.
+
+    That looks at kernels, but for the first one, and at all that a block repeats; never in the last
+    chunk, which it begins with.
+    """
+    x = inputs = keras.Input((8,))
+    for name in ("first", "again", "kept", "other"):
+        x = keras.layers.Dense(8, "gelu", name=name)(x)
+    model = keras.Model(inputs, keras.layers.Dense(4, name="head")(x))
+    kdist.recompute(model.get_layer("again"), parallel_optimizer_comm_recompute=True)
+    kdist.recompute(model.get_layer("kept"), parallel_optimizer_comm_recompute=False)
+    spread = kdist.OptimizerConfig(level=3, threshold_kb=0, keep_gathered=keep)
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), optimizer=spread)
+    kdist.parallelize(model, config).compile("sgd", "mse")
+    model.train_on_batch(np.ones((ROWS, 8)), np.ones((ROWS, 4)))
+    gathers = Counter(i for gather in model.plan().gathers for i in gather.weights)
+    freed = {"again/kernel", "again/bias"} | (set() if keep else {"other/kernel"})
+    wanted = {v.path: 1 + (v.path in freed) for v in model.trainable_variables}
+    paths = [v.path for v in model.trainable_variables]
+    assert {paths[i]: n for i, n in gathers.items()} == wanted
+
+
+def pair(x: Any, name: str, activation: str | None = None) -> Any:
+    """Two products, cut by columns and by rows: one sum, which makes its output."""
+    up = keras.layers.Dense(16, "gelu", name=f"{name}_up")
+    return keras.layers.Dense(8, activation, name=f"{name}_down")(up(x))
+
+
+def normed(x: Any, name: str) -> Any:
+    return keras.layers.LayerNormalization(name=f"{name}_norm")(pair(x, name))
+
+
+KINDS = {
+    # A sum that is the block's output is kept, and one that is only added to is not looked at.
+    "pair": (1, 0, pair),
+    "added": (1, 0, lambda x, n: keras.layers.Add(name=f"{n}_add")([x, pair(x, f"{n}_a")])),
+    # What a norm, an activation or a product in the block takes, the backward pass needs.
+    "normed": (1, 1, normed),
+    "activated": (1, 1, lambda x, n: pair(x, n, "gelu")),
+    "two pairs": (2, 1, lambda x, n: pair(pair(x, f"{n}_a"), f"{n}_b")),
+    "two normed": (2, 2, lambda x, n: normed(normed(x, f"{n}_a"), f"{n}_b")),
+}
+
+
+@pytest.mark.parametrize("comm", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_repeats_the_sums_that_its_backward_pass_needs(kind: str, comm: bool) -> None:
+    """By the kind of block: so many sums forward, of which so many run again, or none."""
+    sums, needed, made = KINDS[kind]
+    keras.utils.clear_session(free_memory=False)
+    x = inputs = keras.Input((8,))
+    for n in range(2):
+        x = made(keras.layers.Dense(8, "gelu", name=f"before_{n}")(x), f"block_{n}")
+    model = keras.Model(inputs, keras.layers.Dense(4, name="head")(x))
+    layouts = {".*up/kernel": (None, "model"), ".*up/bias": ("model",)}
+    layouts[".*down/kernel"] = ("model", None)
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(model=2), layout_map=layouts, recompute=again(mp_comm_recompute=comm)
+    )
+    kdist.parallelize(model, config).compile("sgd", "mse")
+    model.train_on_batch(np.ones((ROWS, 8)), np.ones((ROWS, 4)))
+    found = sum(n for op, n in repeated(model).items() if op in COLLECTIVES)
+    listed = [one for one in kdist.inspect(model).collectives if one.phase == "forward"]
+    forward = {one.node for one in listed if one.layer.startswith("block_")}
+    assert len(forward) == 2 * sums
+    assert found == 2 * needed * comm
