@@ -48,8 +48,7 @@ class DistributedEmbedding(keras.layers.Layer):
     Call arguments:
         inputs: Integer ids in the structure of `feature_configs`, of each feature's `input_shape`.
             Ids below 0 are padding: they look up nothing, and a row of none is zero. Ragged and
-            sparse ids are padded so; `preprocess` does it before, which inner axes and tables that
-            are on the host or split need.
+            sparse ids are padded so; `preprocess` does it before, which inner axes need.
         weights: None, or a factor for each id, in the same structure and shapes.
 
     Output shape:

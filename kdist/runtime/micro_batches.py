@@ -66,7 +66,7 @@ def _tensors(data: Any) -> Any:
     """Arrays of a user's own loop as tensors."""
 
     def convert(leaf: Any) -> Any:
-        keep = leaf is None or isinstance(leaf, tf.SparseTensor)
+        keep = leaf is None or isinstance(leaf, tf.SparseTensor | tf.RaggedTensor)
         return leaf if keep else tf.convert_to_tensor(leaf)
 
     return keras.tree.map_structure(convert, data)

@@ -48,6 +48,9 @@ def general(parts: Sequence[Any]) -> Any:
     def relaxed(*tensors: Any) -> Any:
         if tensors[0] is None or isinstance(tensors[0], tf.SparseTensor):
             return tensors[0]
+        if isinstance(tensors[0], tf.RaggedTensor):
+            specs = [tf.type_spec_from_value(one) for one in tensors]
+            return specs[0].most_specific_common_supertype(specs[1:])
         shape = tensors[0].shape
         for tensor in tensors[1:]:
             shape = shape.most_specific_compatible_shape(tensor.shape)

@@ -18,10 +18,11 @@ ROOM = 5
 
 def _model(kind: str, placement: Any) -> keras.Model:
     keras.utils.set_random_seed(0)
-    table = TableConfig("words", 30, 4, placement=placement)
+    rows = (10, 20) if placement == "split" else None
+    table = TableConfig("words", 30, 4, placement=placement, rows=rows)
     ids = keras.Input((ROOM,), dtype="int32", **{kind: True})
-    rows = DistributedEmbedding(FeatureConfig("text", table, (None, ROOM), (None, 4)))(ids)
-    return keras.Model(ids, keras.layers.Dense(1)(rows))
+    text = DistributedEmbedding(FeatureConfig("text", table, (None, ROOM), (None, 4)))(ids)
+    return keras.Model(ids, keras.layers.Dense(1)(text))
 
 
 def _batch(kind: str, rng: np.random.Generator, size: int) -> tuple[Any, np.ndarray]:
@@ -32,18 +33,30 @@ def _batch(kind: str, rng: np.random.Generator, size: int) -> tuple[Any, np.ndar
 
 
 @pytest.mark.parametrize(
-    ("kind", "placement", "level"),
-    [("ragged", "auto", 0), ("ragged", "host", 3), ("sparse", "auto", 0)],
+    ("kind", "placement", "level", "stages", "eager"),
+    [
+        ("ragged", "auto", 0, 1, False),
+        ("ragged", "host", 3, 1, False),
+        ("sparse", "auto", 0, 1, False),
+        ("ragged", "split", 0, 1, False),
+        ("ragged", "auto", 0, 2, False),
+        ("ragged", "host", 0, 2, True),
+        ("sparse", "host", 0, 2, False),
+    ],
 )
-def test_train_on_batch_of_many_sizes(kind: str, placement: str, level: int, float64: None) -> None:
+def test_train_on_batch_of_many_sizes(
+    kind: str, placement: str, level: int, stages: int, eager: bool, float64: None
+) -> None:
     rng = np.random.default_rng(0)
     batches = [_batch(kind, rng, size) for size in (8, 6, 7, 1, 8)]
     config = kdist.ParallelConfig(
-        mesh=kdist.mesh(data=2), optimizer=kdist.OptimizerConfig(level=level)
+        mesh=kdist.mesh(data=2) if stages == 1 else kdist.mesh(pipe=2, data=2),
+        optimizer=kdist.OptimizerConfig(level=level),
+        pipeline=None if stages == 1 else kdist.PipelineConfig(micro_batches=2),
     )
     found = []
     for model in (_model(kind, "device"), kdist.parallelize(_model(kind, placement), config)):
-        model.compile("adam", "mse")
+        model.compile("adam", "mse", run_eagerly=eager)
         losses = [model.train_on_batch(*batch) for batch in batches]
         losses += [model.test_on_batch(*batch) for batch in batches]
         outputs = [model.predict_on_batch(x) for x, _ in batches]
