@@ -111,8 +111,8 @@ def test_pipelines(schedule: Any, level: str, mesh: str) -> None:
         product(PLACES, ("level0", "level3"), ("pipe2_data2", "pipe2_data2_model2")),
         [
             ("host", "level0", "pipe2_data2"),
-            ("host", "level3", "pipe2_data2_model2"),
             ("split", "level0", "pipe2_data2"),
+            ("host", "level3", "pipe2_data2_model2"),
         ],
     ),
 )

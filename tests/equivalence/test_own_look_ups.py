@@ -123,8 +123,8 @@ STAGED_OVER = [name for name in OVER if "pipe" in name]
         product(("host", "data"), ("adam", "adagrad", "sgd"), ("level0", "level3"), STAGED_OVER),
         [
             ("host", "adagrad", "level0", "pipe2_data2"),
-            ("host", "sgd", "level3", "pipe2_data2_model2"),
             ("data", "adam", "level0", "pipe2_data2"),
+            ("host", "sgd", "level3", "pipe2_data2_model2"),
         ],
     ),
 )
