@@ -18,6 +18,9 @@ from kdist.rows.model import ModelStudy
 import keras
 import tensorflow as tf
 
+LISTED = 6
+"""Weights that are gathered before use and listed line by line; at level 3 all may be."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
@@ -79,12 +82,21 @@ class Inspection:
                 f"  look-ups in {two.path}, parts of {two.sizes}: {two.messages} messages, {two}"
                 + f" ({two.compared()})" * bool(two.others)
             )
-        parts.extend(f"gathered before use: {path}" for path in self.gathered)
+        parts.extend(self._gathered_lines())
         parts.extend(f"on gathered operands: {island}" for island in self.islands)
         parts.extend(f"not over DTensor: {reason}" for reason in self.fallbacks)
         parts.extend(f"note: {note}" for note in self.plan.notes if note not in self.fallbacks)
         parts.extend(self.rows.lines())
         return "\n".join(parts)
+
+    def _gathered_lines(self) -> list[str]:
+        if len(self.gathered) <= LISTED:
+            return [f"gathered before use: {path}" for path in self.gathered]
+        first, last = self.gathered[0], self.gathered[-1]
+        return [
+            f"gathered before use: {len(self.gathered)} weights, from {first} to {last} "
+            "(`gathered` has all)"
+        ]
 
     def save_memory(self, path: str | pathlib.Path, title: str = "") -> None:
         """Draws the memory per device, by what it is for, as PNG.

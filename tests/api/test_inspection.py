@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import kdist
@@ -160,6 +161,9 @@ def test_weights_that_are_gathered_are_named() -> None:
     inspection = kdist.inspect(kdist.parallelize(model, config))
     assert inspection.gathered == ("conv/kernel",)
     assert "gathered before use: conv/kernel" in str(inspection)
+    many = dataclasses.replace(inspection, gathered=tuple(f"d{n}/kernel" for n in range(9)))
+    (line,) = (one for one in str(many).splitlines() if "gathered before use" in one)
+    assert line.startswith("gathered before use: 9 weights, from d0/kernel to d8/kernel")
 
 
 def test_a_fallback_says_why() -> None:
