@@ -23,10 +23,10 @@ def scope(config: ParallelConfig) -> Iterator[None]:
 
     A variable gets its values when its parts are first used, and then part by part: the very values
     that a plain build draws from the same seed. So compile the model before anything reads its
-    weights, and they are made where the optimizer's level wants them. No weight is ever whole, with
-    Keras's own initializers that draw once, are constant, or `Identity`. `Orthogonal` makes a
-    whole variable, of which the parts are kept; so does an initializer of your own, at once (it is
-    named if its variable is large).
+    weights, and they are made where the optimizer's level wants them. No device ever has more of a
+    weight than it keeps, with Keras's own initializers that draw once, are constant, or `Identity`.
+    `Orthogonal` makes a whole variable, of which the parts are kept; so does an initializer of your
+    own, at once (it is named if its variable is large).
 
     Weights of `.h5` and `.keras` files that are loaded in the block, as KerasHub's `from_preset`
     does, are read in the same way: part by part, once the parts are used. Arrays that are assigned
