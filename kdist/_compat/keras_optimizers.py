@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kdist._compat.keras_trainer import KEY, is_view, tf_variable
@@ -204,9 +204,17 @@ def own_class(optimizer: Any) -> type:
     return getattr(type(optimizer), "_kdist_own_class", type(optimizer))
 
 
+def _update_each(
+    optimizer: Any, gradients: Any, variables: Sequence[Any], learning_rate: Any
+) -> None:
+    """`_backend_update_step`; optimizers of users' own get the variables that Keras hands them."""
+    for gradient, variable in zip(gradients, variables):
+        given = variable if is_view(variable) else variable.value
+        optimizer.update_step(gradient, given, learning_rate)
+
+
 _OF_STRATEGIES = (
     "_apply_weight_decay",
-    "_backend_update_step",
     "_overwrite_model_variables_with_average_value",
     "_backend_increment_gradient_accumulators",
 )
@@ -219,6 +227,7 @@ def _without_strategies(own: type) -> type:
     What the class itself overrides stays, and calls those (Nadam does).
     """
     methods = {name: getattr(keras_base_optimizer.BaseOptimizer, name) for name in _OF_STRATEGIES}
+    methods["_backend_update_step"] = _update_each
     neutral: Any = type("Neutral", (keras.optimizers.Optimizer,), methods)
     body = {"__module__": own.__module__, "__doc__": own.__doc__, "_kdist_own_class": own}
     return type(own.__name__, (own, neutral), body)

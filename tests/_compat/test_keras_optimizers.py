@@ -248,6 +248,29 @@ def test__without_strategies():
     assert type(ours).__name__ == "Nadam" and isinstance(ours, keras.optimizers.Nadam)
 
 
+def test__update_each():
+    """What is no view is updated as Keras hands it over, and waits for no gradient but its own."""
+
+    class Own(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            assert isinstance(variable, tf.Variable) and variable.shape.as_list() == [3]
+            variable.assign_sub(tf.cast(learning_rate, variable.dtype) * gradient)
+
+    optimizer = Own(0.5)
+    variables = [keras.Variable(np.ones((3,)), dtype="float32") for _ in range(2)]
+    keras_optimizers.update_through_keras_variables(optimizer, lambda *_: False)
+    optimizer.build(variables)
+
+    @tf.function
+    def update(gradients):
+        optimizer.apply(gradients, variables)
+
+    graph = update.get_concrete_function([tf.ones(3), tf.ones(3)]).graph
+    assert "IdentityN" not in {op.type for op in graph.get_operations()}
+    update([tf.ones(3), 2 * tf.ones(3)])
+    assert [one.numpy().tolist() for one in variables] == [[0.5] * 3, [0.0] * 3]
+
+
 def test_own_class():
     optimizer = keras.optimizers.Nadam()
     assert keras_optimizers.own_class(optimizer) is keras.optimizers.Nadam
