@@ -228,6 +228,7 @@ class PlacedModel:
         whole = whole_updates(optimizer, variables)
         groups = optimizer_groups(optimizer, variables)
         classes = self.classes()
+        kinds = {v: n for n, (_, members) in enumerate(groups) for v in members}
         how: Sequence[Compressor] = ["none"] * len(variables)
         if classes is not None:
             how = classes.compressors()
@@ -246,6 +247,7 @@ class PlacedModel:
             how,
             self.config.fusion,
             self._tables(),
+            [kinds.get(v, 0) for v in range(len(variables))],
         )
 
     @property

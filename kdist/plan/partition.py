@@ -124,16 +124,20 @@ def _decide_one(
 
 
 def residents(
-    placements: Sequence[Placement], decisions: Sequence[Decision], topology: Topology
+    placements: Sequence[Placement],
+    decisions: Sequence[Decision],
+    topology: Topology,
+    kinds: Sequence[int] = (),
 ) -> list[int | None]:
     """Which slice alone stores each parameter that is dealt out whole at level 3.
 
     Biggest first, to the least loaded slice (longest-processing-time rule, Graham 1969).
     """
     load = [0] * len(topology.slices)
+    kinds = kinds or [0] * len(placements)
     where: list[int | None] = [None] * len(placements)
     dealt = [i for i, d in enumerate(decisions) if d.how == "parameter"]
-    for i in sorted(dealt, key=lambda i: (-placements[i].nbytes, i)):
+    for i in sorted(dealt, key=lambda i: (-placements[i].nbytes, kinds[i], i)):
         slice_number = min(placements[i].home, key=lambda s: (load[s], s))
         load[slice_number] += placements[i].nbytes
         where[i] = slice_number
@@ -145,6 +149,7 @@ def deal_alike(
     placements: Sequence[Placement],
     keys: Sequence[Hashable | None],
     tables: frozenset[int],
+    kinds: Sequence[int] = (),
 ) -> tuple[Decision, ...]:
     """Deals out whole what would be cut, where every replica gets as much either way.
 
@@ -158,13 +163,15 @@ def deal_alike(
         placements: As the layouts alone would place them.
         keys: Parameters with the same key travel together; they stay as they are.
         tables: Positions of parameters whose gradients are rows; they stay as they are.
+        kinds: See `spread`.
     """
+    kinds = kinds or [0] * len(placements)
     company = collections.Counter(key for key in keys if key is not None)
     alike: dict[Hashable, list[int]] = {}
     for i, (one, decision, key) in enumerate(zip(placements, decisions, keys)):
         if decision.how == "slice" and i not in tables and (key is None or company[key] == 1):
             sizes = tuple(math.prod(shard.shape) for shard in one.shards)
-            alike.setdefault((sizes, one.itemsize, one.groups, one.home), []).append(i)
+            alike.setdefault((sizes, one.itemsize, one.groups, one.home, kinds[i]), []).append(i)
     found = list(decisions)
     for members in alike.values():
         # Several devices of a replica may have the same part, of which one updates it.
@@ -208,6 +215,7 @@ def spread(
     compressors: Sequence[Compressor] | None = None,
     fusion: FusionConfig | None = None,
     tables: frozenset[int] = frozenset(),
+    kinds: Sequence[int] = (),
 ) -> Spread:
     """Decides, then places (at level 3 parameters are stored cut, or by one slice) and deals.
 
@@ -223,20 +231,22 @@ def spread(
             to send.
         fusion: How sums and new values go between processes.
         tables: Positions of parameters whose gradients are rows.
+        kinds: Per parameter, the number of the optimizer that updates it: state is as large for
+            parameters of equal size and kind. None given: all are of one kind.
 
     Raises:
         ValueError: For what `decide`, `check_replicas` or `routed` refuses.
     """
     decisions = decide(placements, whole, wanted, config, topology)
-    placed = _stored(placements, decisions, config, topology)
+    placed = _stored(placements, decisions, config, topology, kinds)
     if _may_deal(config, topology):
-        decisions = deal_alike(decisions, placements, fuse(placed), tables)
-        placed = _stored(placements, decisions, config, topology)
+        decisions = deal_alike(decisions, placements, fuse(placed), tables, kinds)
+        placed = _stored(placements, decisions, config, topology, kinds)
     cut = [d.how == "slice" and config.level < 3 for d in decisions]
     keys = tuple(fuse(placed))
     # What is spread to save memory is dealt evenly; only what is not may gather on one owner.
     together = [key if d.how == "whole" else None for key, d in zip(keys, decisions)]
-    units = assign_owners(placed, whole, topology, cut, together)
+    units = assign_owners(placed, whole, topology, cut, together, kinds)
     if config.state_on == "host":
         units = _on_host(placed, compressors)
     compressors = ["none"] * len(placed) if compressors is None else list(compressors)
@@ -271,11 +281,12 @@ def _stored(
     decisions: Sequence[Decision],
     config: OptimizerConfig,
     topology: Topology,
+    kinds: Sequence[int],
 ) -> list[Placement]:
     """Where parameters are stored: at level 3 what is spread is cut, or one slice has it."""
     if config.level < 3:
         return list(placements)
-    where = residents(placements, decisions, topology)
+    where = residents(placements, decisions, topology, kinds)
     placed = list(placements)
     for i, (placement, decision) in enumerate(zip(placements, decisions)):
         if decision.how == "slice":

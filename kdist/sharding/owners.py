@@ -47,6 +47,7 @@ def assign_owners(
     topology: Topology,
     cut: Sequence[bool] | None = None,
     together: Sequence[Hashable | None] | None = None,
+    kinds: Sequence[int] = (),
 ) -> tuple[UpdateUnit, ...]:
     """Deals every update to exactly one device, balanced by bytes.
 
@@ -63,6 +64,7 @@ def assign_owners(
             each (`partition="slice"`); none by default. Their number must divide.
         together: Per variable, a key: parts of variables with the same key that may have the same
             owners have them. None, the default, for no such wish.
+        kinds: Per variable, a number: those of equal size are dealt out kind after kind.
 
     Returns:
         The units, ordered by variable, shard, rows.
@@ -85,7 +87,7 @@ def assign_owners(
                 work.append((unit.nbytes(placement), [unit], [(c,) for c in shard.holders]))
     load = dict.fromkeys((*every, HOST), 0)
     units = []
-    for size, families, choices in _merged(work, together):
+    for size, families, choices in _merged(work, together, kinds or [0] * len(placements)):
         owners = min(choices, key=lambda c: (load[c[0]], c))
         for family in families:
             units += [dataclasses.replace(unit, owner=o) for unit, o in zip(family, owners)]
@@ -94,7 +96,9 @@ def assign_owners(
     return tuple(sorted(units, key=_order))
 
 
-def _merged(work: Sequence[Any], together: Sequence[Hashable | None] | None) -> list[Any]:
+def _merged(
+    work: Sequence[Any], together: Sequence[Hashable | None] | None, kinds: Sequence[int]
+) -> list[Any]:
     """What is dealt out at once: (bytes, families, choices), biggest first."""
     groups: dict[Any, list[Any]] = {}
     for n, (_, family, choices) in enumerate(work):
@@ -105,7 +109,12 @@ def _merged(work: Sequence[Any], together: Sequence[Hashable | None] | None) -> 
         (sum(size for size, _, _ in group), [family for _, family, _ in group], group[0][2])
         for group in groups.values()
     ]
-    return sorted(merged, key=lambda w: (-w[0], _order(w[1][0][0])))
+
+    def rank(one: Any) -> tuple[Any, ...]:
+        first = one[1][0][0]
+        return -one[0], kinds[first.variable], _order(first)
+
+    return sorted(merged, key=rank)
 
 
 def _cut_rows(v: int, placement: Placement) -> list:

@@ -215,3 +215,13 @@ def test_state_is_spread_evenly_whatever_is_dealt_out(data: int, level: int, sha
     for unit in found.units:
         load[unit.owner[0]] += unit.nbytes(found.placements[unit.variable])
     assert len(set(load)) == 1
+
+
+def test_state_is_spread_evenly_where_each_of_two_optimizers_has_some() -> None:
+    """One keeps moments, the other none: alike in turn, one device would get all moments."""
+    topo = topology(data=2)
+    config = OptimizerConfig(level=1, threshold_kb=0)
+    shapes, kinds = [(8, 4)] * 4, [0, 1, 0, 1]
+    found = spread(placed(topo, *shapes), [False] * 4, [None] * 4, config, topo, kinds=kinds)
+    owners = {kind: {u.owner for u in found.units if kinds[u.variable] == kind} for kind in (0, 1)}
+    assert {len(one) for one in owners.values()} == {2}
