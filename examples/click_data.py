@@ -1,8 +1,13 @@
-"""Synthetic advertisement clicks that a model can learn: the data of the click-through example."""
+"""Synthetic advertisement clicks that a model can learn: the data of two examples."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
+from absl import flags
+
+Part = tuple[dict[str, np.ndarray], np.ndarray]
+"""Inputs by name, `categories` and `numbers`, and who clicked."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,3 +56,40 @@ def make(count: int, rows: tuple[int, ...], numbers: int, seed: int) -> Clicks:
     log_odds += dense @ rng.normal(0, 0.5, numbers)
     clicked = rng.random(count) < 1 / (1 + np.exp(-log_odds))
     return Clicks(categories, dense, clicked.astype(np.float32)[:, None], rows)
+
+
+def define_flags(values: flags.FlagValues, epochs: int) -> None:
+    """Adds the flags of the data, and of how a model trains on it.
+
+    Args:
+        values: gets them.
+        epochs: passes over the impressions, if nothing else is said.
+    """
+    flags.DEFINE_multi_integer(
+        "rows", [4096, 2048, 512, 128, 64, 16], "values of a category column", flag_values=values
+    )
+    for name, default, meaning in (
+        ("numbers", 8, "numeric columns"),
+        ("width", 16, "features of an embedding"),
+        ("examples", 80_000, "impressions to train on"),
+        ("batch", 512, "impressions in a global batch"),
+        ("epochs", epochs, "passes over the impressions"),
+    ):
+        flags.DEFINE_integer(name, default, meaning, lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("seed", 0, "seed of weights and data", flag_values=values)
+
+
+def learn_and_rest(args: Any) -> tuple[Part, Part]:
+    """Impressions to train on, and a tenth as many, at least a batch, that are held out.
+
+    Args:
+        args: values of `define_flags`.
+    """
+    held_out = max(args.batch, args.examples // 10)
+    clicks = make(args.examples + held_out, tuple(args.rows), args.numbers, args.seed)
+    inputs = {"categories": clicks.categories, "numbers": clicks.numbers}
+
+    def part(rows: slice) -> Part:
+        return {name: column[rows] for name, column in inputs.items()}, clicks.clicked[rows]
+
+    return part(slice(0, args.examples)), part(slice(args.examples, None))

@@ -254,21 +254,7 @@ def _flags() -> flags.FlagValues:
     )
     flags.DEFINE_string("axis", "data", "axis of dealt, split and cut", flag_values=values)
     flags.DEFINE_bool("alltoall", True, "whether rows go by all-to-all", flag_values=values)
-    flags.DEFINE_multi_integer(
-        "rows", [4096, 2048, 512, 128, 64, 16], "rows of a table", flag_values=values
-    )
-    flags.DEFINE_integer("numbers", 8, "numeric columns", lower_bound=1, flag_values=values)
-    flags.DEFINE_integer("width", 16, "features of an embedding", lower_bound=1, flag_values=values)
-    flags.DEFINE_integer(
-        "examples", 80_000, "impressions to train on", lower_bound=1, flag_values=values
-    )
-    flags.DEFINE_integer(
-        "batch", 512, "impressions in a global batch", lower_bound=1, flag_values=values
-    )
-    flags.DEFINE_integer(
-        "epochs", 2, "passes over the impressions", lower_bound=1, flag_values=values
-    )
-    flags.DEFINE_integer("seed", 0, "seed of weights and data", flag_values=values)
+    click_data.define_flags(values, epochs=2)
     return values
 
 
@@ -276,14 +262,7 @@ def main(argv: Sequence[str]) -> list[float]:
     """Runs the example; returns the AUC on held-out impressions of each variant."""
     args = example_flags.parse(_flags(), argv, __doc__)
     example_flags.start()
-    held_out = max(args.batch, args.examples // 10)
-    clicks = click_data.make(args.examples + held_out, tuple(args.rows), args.numbers, args.seed)
-    inputs = {"categories": clicks.categories, "numbers": clicks.numbers}
-
-    def part(rows: slice) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        return {name: column[rows] for name, column in inputs.items()}, clicks.clicked[rows]
-
-    data = part(slice(0, args.examples)), part(slice(args.examples, None))
+    data = click_data.learn_and_rest(args)
     found = [(variant, *train(variant, args, data)) for variant in variants(args)]
     table = Table("tables", title="held-out AUC (0.5 is guessing), and speed of the median batch")
     table.add_column("AUC", justify="right")

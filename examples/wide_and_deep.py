@@ -162,24 +162,10 @@ def _flags() -> flags.FlagValues:
         "of these one after the other",
         flag_values=values,
     )
-    flags.DEFINE_multi_integer(
-        "rows", [4096, 2048, 512, 128, 64, 16], "values of a category column", flag_values=values
-    )
     flags.DEFINE_integer(
         "buckets", 100_000, "weights of crosses", lower_bound=1, flag_values=values
     )
-    flags.DEFINE_integer("numbers", 8, "numeric columns", lower_bound=1, flag_values=values)
-    flags.DEFINE_integer("width", 16, "features of an embedding", lower_bound=1, flag_values=values)
-    flags.DEFINE_integer(
-        "examples", 80_000, "impressions to train on", lower_bound=1, flag_values=values
-    )
-    flags.DEFINE_integer(
-        "batch", 512, "impressions in a global batch", lower_bound=1, flag_values=values
-    )
-    flags.DEFINE_integer(
-        "epochs", 1, "passes over the impressions", lower_bound=1, flag_values=values
-    )
-    flags.DEFINE_integer("seed", 0, "seed of weights and data", flag_values=values)
+    click_data.define_flags(values, epochs=1)
     return values
 
 
@@ -187,14 +173,7 @@ def main(argv: Sequence[str]) -> list[float]:
     """Runs the example; returns the loss on held-out impressions, wherever tables are."""
     args = example_flags.parse(_flags(), argv, __doc__)
     example_flags.start()
-    held_out = max(args.batch, args.examples // 10)
-    clicks = click_data.make(args.examples + held_out, tuple(args.rows), args.numbers, args.seed)
-    inputs = {"categories": clicks.categories, "numbers": clicks.numbers}
-
-    def part(rows: slice) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        return {name: column[rows] for name, column in inputs.items()}, clicks.clicked[rows]
-
-    data = part(slice(0, args.examples)), part(slice(args.examples, None))
+    data = click_data.learn_and_rest(args)
     places = ["plain", "device", "host"] if args.tables == "all" else [args.tables]
     found = {place: train(place, args, data) for place in places}
     table = Table("tables", title="on held-out impressions (an AUC of 0.5 is guessing)")
