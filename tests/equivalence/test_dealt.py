@@ -82,6 +82,24 @@ def test_some_are_dealt_out_and_some_are_cut(mesh: str, level: int) -> None:
         assert len(set(state.values())) == 1
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_each_device_has_as_much_state_of_each_optimizer(level: int) -> None:
+    """Blocks are Adam's and SGD's in turn; SGD has no state."""
+    rules = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1))
+    rules[r".*block\d_0/.*"] = keras.optimizers.Adam(0.01)
+    model = kdist.parallelize(
+        stack(), kdist.ParallelConfig(mesh=kdist.mesh(data=2), **config(level, "data2"))
+    )
+    model.compile(keras.optimizers.MultiOptimizer(rules), "mse")
+    plan = model.plan()
+    adams: Counter[int] = Counter()
+    for unit in plan.units:
+        placement = plan.weights[plan.trainable[unit.variable]]
+        if "_0/kernel" in placement.path:
+            adams[unit.owner[0]] += unit.nbytes(placement)
+    assert adams[0] == adams[1] > 0
+
+
 ROWS = product(COMPOSED, LEVELS, MESHES)
 
 
