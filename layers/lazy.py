@@ -49,26 +49,17 @@ class Lazy(keras.optimizers.Optimizer):
     With `gradient_accumulation_steps`, what a step updates are the rows that any of its batches
     looked up, by the mean of the batches' sums: one step of the lazy optimizer on them.
 
+    With `use_ema`, averages are Keras's, of all rows: each step reads and writes them whole, since
+    files and `keras.callbacks.SwapEMAWeights` read them after any step.
+
     `update_step` of the optimizer has to find state by `_get_variable_index`, to write it by
     `assign`, `assign_add` and `assign_sub`, and to treat each element alone.
-
-    Raises:
-        ValueError: Weights are averaged, which is of all rows.
 
     Attributes:
         accumulates_rows: Whether rows have been accumulated.
     """
 
     accumulates_rows = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.use_ema:
-            raise ValueError(
-                "A lazy optimizer touches rows that a batch looks up, and averages of weights are "
-                "of all rows. Leave them out, or take Keras's optimizer as it is: "
-                "TableConfig(..., dense=True). Received: use_ema=True"
-            )
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Updates a variable: rows of it if the gradient is rows, each once, else all of it."""
@@ -100,6 +91,7 @@ class Lazy(keras.optimizers.Optimizer):
             lambda: self._update_accumulated(grads, variables, sums),
             lambda: self._accumulate_dense(grads, sums),
         )
+        keras_optimizers.average_weights(self)
 
     def _accumulate_rows(self, total: Any, gradient: Any) -> None:
         """Adds rows to their sums, and marks these as looked up."""
@@ -286,7 +278,7 @@ def lazy(optimizer: Any) -> Any:
         A Keras optimizer of a class that `.keras` files can hold.
 
     Raises:
-        ValueError: For another optimizer; if weights are averaged.
+        ValueError: For another optimizer.
 
     Example:
         >>> users = kdist.layers.HostEmbedding(10_000_000, 64, name="users")

@@ -280,6 +280,20 @@ def apply_nothing(optimizer: Any) -> None:
     optimizer._iterations.assign_add(1)
 
 
+def average_weights(optimizer: Any) -> None:
+    """What `apply` does last if `use_ema` is set: averages, and every few steps weights of them."""
+    if not optimizer.use_ema:
+        return
+    variables = optimizer._trainable_variables
+    optimizer._update_model_variables_moving_average(variables)
+    if every := optimizer.ema_overwrite_frequency:
+        keras.ops.cond(
+            (optimizer.iterations + 1) % every == 0,
+            lambda: optimizer._overwrite_model_variables_with_average_value(variables),
+            lambda: None,
+        )
+
+
 def decay_and_count(optimizer: Any, variables: list[keras.Variable]) -> None:
     """What `apply` does to the weights, and to its own state, that needs no gradient."""
     steps = optimizer.gradient_accumulation_steps

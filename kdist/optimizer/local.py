@@ -105,12 +105,12 @@ def changes_rows_only(optimizer: Any, variable: keras.Variable) -> bool:
     """True if an update of a table from rows leaves all its other rows as they are, to the bit.
 
     What looks at, or writes, all rows says no: momentum, decay of weights or of their averages
-    into them, accumulated gradients, clipping by a norm, constraints. A lazy optimizer does none of
-    that to other rows.
+    into them, accumulated gradients, clipping by a norm, constraints. A lazy optimizer writes other
+    rows only where averages are written into them.
     """
     if isinstance(optimizer, Lazy):
-        accumulates = optimizer.gradient_accumulation_steps
-        return not needs_whole(optimizer, variable) and not accumulates
+        more = optimizer.gradient_accumulation_steps or optimizer.ema_overwrite_frequency
+        return not needs_whole(optimizer, variable) and not more
     name = type(optimizer).__name__
     if name not in ROW_WISE or needs_whole(optimizer, variable):
         return False

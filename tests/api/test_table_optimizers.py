@@ -97,6 +97,26 @@ def test_trains_as_one_device(place: str, float64: None) -> None:
     assert "table 'tables/words' is updated by Adam" in notes
 
 
+@pytest.mark.parametrize("level", [0, 2])
+@pytest.mark.parametrize("place", PLACEMENTS)
+def test_averages_of_weights(place: str, level: int, float64: None) -> None:
+    """Of all rows, written into all every second step, as one device's lazy optimizer has them."""
+
+    def own() -> Any:
+        return _O.Adam(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
+
+    plain = trained(network({}, {}), several(kdist.lazy(own()), _O.Adam(0.1)))
+    tables = {"optimizer": own(), **PLACEMENTS[place]}, {"optimizer": _O.Adam(0.1), "dense": True}
+    model = trained(parallel(network(*tables), level), _O.Adam(0.01))
+    assert_same_weights(plain, model)
+    x, y = data(1)[0]
+    for one in (plain, model):  # fit ends with averages as weights
+        one.fit(x, y, batch_size=8, verbose=0)
+    assert_same_weights(plain, model)
+    for one, other in zip(plain.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-9, atol=1e-12)
+
+
 def test_rows_nobody_looked_up_stay(float64: None) -> None:
     model = parallel(network({"optimizer": "adam", "placement": "host"}, {}))
     before = model.get_layer("tables").tables["users"].embeddings.numpy()
@@ -263,7 +283,6 @@ def test_another_optimizer_for_the_table_is_refused(optimizer: Any) -> None:
         (lambda: TableConfig("t", 5, 2, dense=True), "dense=True"),
         (lambda: TableConfig("t", 5, 2, optimizer=_O.LossScaleOptimizer(_O.SGD())), "LossScale"),
         (lambda: TableConfig("t", 5, 2, optimizer=kdist.lazy("sgd"), dense=True), "LazySGD"),
-        (lambda: TableConfig("t", 5, 2, optimizer=_O.SGD(use_ema=True)), "use_ema"),
     ],
 )
 def test_what_is_refused(make: Any, wrong: str) -> None:

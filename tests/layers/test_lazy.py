@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import kdist
-from kdist.layers.lazy import LAZY, LazyAdam
+from kdist.layers.lazy import LAZY, Lazy, LazyAdam
 
 import keras
 import numpy as np
@@ -157,6 +157,22 @@ def test_clips_what_rows_sum_up_to(option: str, float64: None) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("every", [None, 3])
+def test_averages_are_of_all_rows(every: int | None, float64: None) -> None:
+    """Keras's averages of the weights that lazy steps leave, also in rows nobody looks up."""
+    options = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": every}
+    found, optimizer = _trained(kdist.lazy(_O.SGD(0.1, **options)))
+    weights, average = _start(), np.zeros((ROWS, COLUMNS))
+    for step, (rows, values) in enumerate(_gradients(), 1):
+        np.subtract.at(weights, rows, 0.1 * values)
+        average = weights.copy() if step == 1 else 0.5 * average + 0.5 * weights
+        if every and step % every == 0:
+            weights = average.copy()
+    np.testing.assert_allclose(found, weights, rtol=1e-12)
+    (averages,) = optimizer._model_variables_moving_average
+    np.testing.assert_allclose(averages.numpy(), average, rtol=1e-12)
+
+
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_accumulates_rows_of_several_batches(name: str, zero: bool, float64: None) -> None:
@@ -179,6 +195,22 @@ def test_accumulates_rows_of_several_batches(name: str, zero: bool, float64: Non
     assert not np.array_equal(found, _start())
     totals = [one.numpy() for one in accumulating._accumulated_gradients]
     assert not any(np.any(one) or np.signbit(one).any() for one in totals)
+
+
+def test_averages_while_rows_accumulate(float64: None) -> None:
+    """As in Keras, which SGD's sums of rows equal."""
+    options = {"use_ema": True, "ema_momentum": 0.5, "gradient_accumulation_steps": 2}
+    found = []
+    for optimizer in (_O.SGD(0.1, **options), kdist.lazy(_O.SGD(0.1, **options))):
+        table = keras.Variable(_start(), dtype="float64")
+        optimizer.build([table])
+        for rows, values in _gradients():
+            gradient = tf.IndexedSlices(values, tf.constant(rows), tf.constant([ROWS, COLUMNS]))
+            lazy = isinstance(optimizer, Lazy)
+            optimizer.apply([gradient if lazy else tf.convert_to_tensor(gradient)], [table])
+        (average,) = optimizer._model_variables_moving_average
+        found.append((table.numpy(), average.numpy()))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -242,7 +274,6 @@ def test_settings_are_kept() -> None:
     [
         (lambda: kdist.lazy("nadam"), "Nadam"),
         (lambda: kdist.lazy(_O.LossScaleOptimizer(_O.Adam())), "LossScaleOptimizer"),
-        (lambda: kdist.lazy(_O.SGD(use_ema=True)), "use_ema=True"),
     ],
 )
 def test_what_is_refused(make: Any, wrong: str) -> None:
