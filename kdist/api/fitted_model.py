@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -144,9 +144,10 @@ class FittedModel(SteppedModel):
         for entry in self.entries.values():
             entry.stored_parts()
 
-    def whole_variables(self) -> AbstractContextManager[None]:
-        """Meanwhile, each weight is a plain variable with its whole value."""
-        return materialised([entry.variable for entry in self.entries.values()])
+    def whole_variables(self, but: Sequence[keras.Variable] = ()) -> AbstractContextManager[None]:
+        """Meanwhile, each weight, but for some, is a plain variable with its whole value."""
+        left = set(map(id, but))
+        return materialised([e.variable for key, e in self.entries.items() if key not in left])
 
     def passes(self, source: Any) -> bool:
         """Whether a training step is passed over; see `Position`."""

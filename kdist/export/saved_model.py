@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from kdist._compat import saved_functions
 from kdist.api.parallelize import attached
-from kdist.export.signature import Signature, leaf_specs
+from kdist.export.signature import Signature, input_specs, leaf_specs
+from kdist.export.tables import layers_without, part_by_part, together
 
 import keras
 import tensorflow as tf
 
 WAYS = {"gather": "inline", "keep": "split"}
-"""What becomes of a table's parts, by what becomes of all others."""
+"""What becomes of a table's parts by default, by what becomes of all others."""
 
 
 def saved_model(
@@ -38,14 +39,13 @@ def saved_model(
             mesh, and the program is the one that `model.predict` runs: no weight is ever put
             together, neither here nor where it is served. There, as many (logical) devices of the
             kind must exist before it is loaded; TensorFlow puts what has none on the first.
-        host_tables: What becomes of tables on the host and those split by hand: "inline", with
-            "gather", is one variable; "split", with "keep", its parts. By default what goes with
-            `shards`.
+        host_tables: What becomes of tables on the host and those split by hand: "inline" is one
+            variable for each, on the host with "keep"; "split" is its parts. By default "inline"
+            with "gather" and "split" with "keep".
         verbose: Whether Keras prints the signatures.
 
     Raises:
-        ValueError: For what the model does not allow; or another pair of `shards` and
-            `host_tables`.
+        ValueError: For what the model does not allow.
 
     Example:
         >>> kdist.export.saved_model(model, "served", shards="keep")
@@ -53,19 +53,28 @@ def saved_model(
         >>> served.serve(x)
     """
     parallel = attached(model)
-    if WAYS.get(shards) is None or host_tables not in (None, WAYS[shards]):
+    tables = WAYS.get(shards) if host_tables is None else host_tables
+    if shards not in WAYS or tables not in WAYS.values():
         raise ValueError(
-            'What is served is whole, shards="gather" with host_tables="inline", or in parts, '
-            'shards="keep" with host_tables="split". '
+            'What is served is whole, shards="gather", or in parts, shards="keep", with tables on '
+            'the host or split by hand whole, host_tables="inline", or in parts, "split". '
             f"Received: shards={shards!r}, host_tables={host_tables!r}"
         )
     chosen = _checked({"serve": Signature()} if signatures is None else signatures)
+    if parallel.layouts is None and tables != WAYS[shards]:
+        parallel.prepare("predict", (input_specs(model),))  # finds the tables
+    fetched = [] if parallel.layouts is None else parallel.layouts.fetched_layers
+    at = os.fspath(path)
     if shards == "gather":
-        with parallel.whole_variables():
-            _write(model, os.fspath(path), chosen, dict.fromkeys(chosen, model), verbose)
+        apart = fetched if tables == "split" else []
+        call = part_by_part(model, apart) if apart else model
+        with parallel.whole_variables(but=[one.embeddings for one in apart]):
+            tracked = layers_without(model, apart)
+            _write(model, at, chosen, dict.fromkeys(chosen, call), verbose, tracked)
         return
     calls = {name: lambda x: parallel.predictor(leaf_specs(x))(x) for name in chosen}
-    _write(model, os.fspath(path), chosen, calls, verbose, keep=True)
+    with together(fetched if tables == "inline" else []):
+        _write(model, at, chosen, calls, verbose, keep=True)
     saved_functions.complete(Path(path))
 
 
@@ -84,11 +93,12 @@ def _write(
     signatures: Mapping[str, Signature],
     calls: Mapping[str, Any],
     verbose: bool,
+    tracked: Sequence[keras.layers.Layer] = (),
     keep: bool = False,
 ) -> None:
     archive = keras.export.ExportArchive()
-    if not keep:
-        archive.track(model)
+    for layer in tracked:
+        archive.track(layer)
     for name, one in signatures.items():
         one.build_layers(model)
         for layer in one.layers:

@@ -68,13 +68,18 @@ class Signature:
         if isinstance(self.before, keras.layers.Layer) and not self.before.built:
             self.before(*map(_symbol, self.specs(model)))
         if isinstance(self.after, keras.layers.Layer) and not self.after.built:
-            x = keras.tree.map_structure(_symbol, keras_saving.input_signature(model))
-            self.after(model(x[0] if isinstance(x, list) and len(x) == 1 else x))
+            self.after(model(keras.tree.map_structure(_symbol, input_specs(model))))
 
     @property
     def layers(self) -> list[keras.layers.Layer]:
         """Whose vocabularies belong to the file."""
         return [one for one in (self.before, self.after) if isinstance(one, keras.layers.Layer)]
+
+
+def input_specs(model: keras.Model) -> Any:
+    """Specs of what a built model is called with."""
+    x = keras_saving.input_signature(model)
+    return x[0] if isinstance(x, list) and len(x) == 1 else x
 
 
 def _symbol(spec: Any) -> Any:

@@ -8,6 +8,7 @@ were fetched. What else reads the table is refused by name.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import types
 from collections.abc import Iterator, Sequence
@@ -20,12 +21,18 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+_tables: contextvars.ContextVar[Any] = contextvars.ContextVar("tables", default=None)
+
 
 @contextlib.contextmanager
-def looking_up(layers: Sequence[keras.layers.Embedding]) -> Iterator[None]:
-    """Has layers take the rows of their tables from the scope that they are called in.
+def looking_up(layers: Sequence[keras.layers.Embedding], tables: Any = None) -> Iterator[None]:
+    """Has layers take the rows of their tables from elsewhere than the variable.
 
     Within another such block it does nothing.
+
+    Args:
+        layers: The layers.
+        tables: Has `look_up(layer, ids)`; by default what the scope has that they are called in.
     """
     fresh = [one for one in layers if not backing_of(one.embeddings).by_rows]
     before: list[Any] = [
@@ -36,9 +43,12 @@ def looking_up(layers: Sequence[keras.layers.Embedding]) -> Iterator[None]:
         # Of all rows; see `kdist.runtime.table_penalties`.
         layer.embeddings.regularizer = None
         object.__setattr__(layer, "__class__", _with_rows(kind))
+    outer = _tables.set(tables) if fresh else None
     try:
         yield
     finally:
+        if outer is not None:
+            _tables.reset(outer)
         for layer, (kind, call, penalty) in zip(fresh, before, strict=True):
             backing_of(layer.embeddings).by_rows = False
             layer.embeddings.regularizer = penalty
@@ -69,7 +79,8 @@ class _RowsOfScope(keras.layers.Embedding):
             )
         _check_columns(self, inputs)
         ids = inputs if inputs.dtype in (tf.int32, tf.int64) else ops.cast(inputs, "int32")
-        rows = keras_trainer.running_scope().tables.look_up(self, ids)
+        tables = _tables.get() or keras_trainer.running_scope().tables
+        rows = tables.look_up(self, ids)
         return ops.cast(rows, self.compute_dtype)
 
 

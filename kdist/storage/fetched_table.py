@@ -15,7 +15,7 @@ from typing import Any
 
 from kdist._compat import keras_trainer
 from kdist.layers.lazy import SummedRows
-from kdist.sharding.mesh import Topology
+from kdist.sharding.mesh import HOST, Topology
 from kdist.sharding.placement import Coordinate, Placement, coordinate_of
 from kdist.storage.variables import Stored, stored
 
@@ -103,9 +103,12 @@ class FetchedTable(Stored):
         prefetch: Whether what the next step looks up is fetched during this one.
         micro_batch: Which micro-batch's rows are taken as the table now; None for those of all.
         by_rows: True while programs are traced, in which the table cannot be read whole.
+        together: One variable with all parts, in which programs that are traced look rows up
+            instead, if set: for files.
     """
 
     combined = by_rows = prefetch = False
+    together: tf.Variable | None = None
 
     def __init__(self, variable: keras.Variable, placement: Placement, topology: Topology) -> None:
         super().__init__(variable, placement, topology)
@@ -147,8 +150,7 @@ class FetchedTable(Stored):
             indices = _joined(micro_batches)
             unique, positions = tf.unique(indices)
             if split is not None and not self.local_columns:
-                what = f"The table {self.variable.path} does not have a row that is looked up."
-                unique = _checked(unique, slice(0, self.placement.shape[0]), what)
+                unique = self.checked(unique)
             asked = [unique] * len(self.placement.shards)
             if split is not None and split.dim == 0 and not split.masked:
                 unique = tf.sort(unique)
@@ -158,6 +160,11 @@ class FetchedTable(Stored):
                 bounds = tf.searchsorted(unique, ends)
                 asked = [unique[bounds[p] : bounds[p + 1]] for p in range(len(rows))]
         return Wanted(indices, unique, positions, asked, sizes, indices_on)
+
+    def checked(self, ids: Any) -> Any:
+        """Ids, after it is sure that the table has such rows."""
+        what = f"The table {self.variable.path} does not have a row that is looked up."
+        return _checked(ids, slice(0, self.placement.shape[0]), what)
 
     def look_ahead(
         self, s: int, micro_batches: Sequence[Any], indices_on: IndicesOn, there: Any
@@ -217,6 +224,9 @@ class FetchedTable(Stored):
         wanted, split = self.wanted[at[0]], self.placement.split
         if at in self._there:
             return tf.gather(self._there[at], self._of_micro_batch(wanted.positions, wanted.sizes))
+        if self.together is not None:
+            rows = self._rows_of_all_parts(at[0], self.together)
+            return tf.gather(rows, self._of_micro_batch(wanted.positions, wanted.sizes))
         sources = [self.source(at, p) for p in self._parts]
         if split is not None and split.way == "all-reduce":
             joined = tf.identity(self._reduced(at[0], sources))
@@ -264,6 +274,13 @@ class FetchedTable(Stored):
         if split is not None and split.masked:
             return tf.add_n(rows)
         return tf.concat(rows, 0 if split is None else split.dim)
+
+    def _rows_of_all_parts(self, s: int, together: tf.Variable) -> Any:
+        """What slice `s` wants, from one variable with all parts."""
+        if (s, HOST) not in self._sums:
+            with tf.device(together.device), tf.name_scope(FETCHED):
+                self._sums[s, HOST] = tf.gather(together, tf.identity(self.wanted[s].unique))
+        return self._sums[s, HOST]
 
     def _reduced(self, s: int, sources: Sequence[Coordinate]) -> Any:
         """The same sum for all devices that ask these sources: made on the first of them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +35,24 @@ def on_host() -> keras.Model:
     return tokens(kdist.layers.HostEmbedding(24, 4, name="table"))
 
 
-def uneven() -> keras.Model:
+def uneven(**options: Any) -> keras.Model:
     table = keras.layers.Embedding(24, 4, name="table")
-    return tokens(kdist.shard(table, manual_split=(5, 19), axis="data"))
+    return tokens(kdist.shard(table, manual_split=(5, 19), axis="data", **options))
+
+
+def columns() -> keras.Model:
+    return tokens(kdist.layers.SplitEmbedding(24, (1, 3), axis="data", name="table"))
 
 
 def whole_table() -> keras.Model:
     return tokens(keras.layers.Embedding(24, 4, name="table"))
 
 
-def mixed(policy: str = "mixed_bfloat16") -> keras.Model:
+def mixed(policy: str = "mixed_bfloat16", build: Callable[[], keras.Model] = dense) -> keras.Model:
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)
     try:
-        return dense()
+        return build()
     finally:
         keras.config.set_dtype_policy(before)
 
@@ -164,19 +168,32 @@ ROWS = (1, 3, 8, 11)
 TEXT = np.array([[WORDS[(i * j + j) % 5] for j in range(6)] for i in range(3)])
 
 
-def write(folder: Path, name: str) -> dict[str, np.ndarray]:
-    """Exports one model both ways; what a plain model and the parallel one give, by key."""
-    one = EXPORTS[name]
-    model, again = trained(one)
+WAYS: dict[str, dict[str, Any]] = {"keep": {"shards": "keep"}, "gather": {}}
+"""What becomes of weights."""
+TABLE_WAYS: dict[str, dict[str, Any]] = {
+    "keep_inline": {"shards": "keep", "host_tables": "inline"},
+    "gather_split": {"host_tables": "split"},
+}
+"""The same, and otherwise of tables on the host, or split by hand."""
+
+
+def write(
+    folder: Path,
+    name: str,
+    ways: Mapping[str, dict[str, Any]] = WAYS,
+    one: Export | None = None,
+) -> dict[str, np.ndarray]:
+    """Exports one model in some ways; what a plain model and the parallel one give, by key."""
+    model, again = trained(one or EXPORTS[name])
     given = signatures(model)
-    kdist.export.saved_model(model, folder / f"{name}-keep", given, shards="keep")
-    kdist.export.saved_model(model, folder / f"{name}-gather", given)
-    expected = {}
+    for way, how in ways.items():
+        kdist.export.saved_model(model, folder / f"{name}-{way}", given, **how)
+    predicted, called = {}, {}
     for rows in ROWS:
         x = batch(model, rows)
         np.save(folder / f"{name}-{rows}.npy", x)
-        expected[f"keep-{rows}"] = model.predict(x, verbose=0, batch_size=64)
-        expected[f"gather-{rows}"] = again.predict(x, verbose=0, batch_size=64)
+        predicted[f"{rows}"] = model.predict(x, verbose=0, batch_size=64)
+        called[f"{rows}"] = again.predict(x, verbose=0, batch_size=64)
     x = given["words"].before(TEXT)
     words = tf.nn.softmax(again.predict(x, verbose=0)).numpy()
     kept = words
@@ -186,4 +203,9 @@ def write(folder: Path, name: str) -> dict[str, np.ndarray]:
         # eager Keras.
         kept = tf.nn.softmax(model.predict(x, verbose=0)).numpy()
         np.testing.assert_array_equal(kept, tf.nn.softmax(again(x)).numpy())
-    return {**expected, "keep-words": kept, "gather-words": words}
+    predicted["words"], called["words"] = kept, words
+    return {
+        f"{way}-{key}": value
+        for way, how in ways.items()
+        for key, value in (predicted if how.get("shards") == "keep" else called).items()
+    }

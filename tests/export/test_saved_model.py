@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,55 +16,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from .exports import CUT, EXPORTS, ROWS, TEXT, batch, dense, write
-
-SERVE = """
-import sys, json, numpy as np, tensorflow as tf
-folder, names, rows = sys.argv[1], sys.argv[2].split(","), json.loads(sys.argv[3])
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 8)
-text = tf.constant(np.load(folder + "/text.npy"))
-there = tf.saved_model.LoadOptions(experimental_variable_policy="save_variable_devices")
-for name in names:
-    for way in ("keep", "gather"):
-        found, at = {}, f"{folder}/{name}-{way}"
-        try:
-            served = tf.saved_model.load(at, options=there)
-            for n in rows:
-                x = tf.constant(np.load(f"{folder}/{name}-{n}.npy"))
-                found[str(n)] = tf.cast(served.serve(x), tf.float32).numpy()
-            (default,) = served.signatures["serving_default"](x).values()
-            found["default"] = tf.cast(default, tf.float32).numpy()
-            found["words"] = tf.cast(served.words(text), tf.float32).numpy()
-            found["where"] = json.dumps(
-                [[v.device[-1:], int(np.prod(v.shape))] for v in served._all_variables])
-        except Exception as error:
-            found["error"] = repr(error)
-        np.savez(at + ".npz", **found)
-assert not any(m.split(".")[0] == "kdist" for m in sys.modules)
-"""
-
-
-def in_a_fresh_process(folder: Path, names: list[str]) -> None:
-    np.save(folder / "text.npy", TEXT)
-    given = [sys.executable, "-c", SERVE, str(folder), ",".join(names), str(list(ROWS))]
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    environment.pop("PYTHONPATH", None)
-    done = subprocess.run(
-        given, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def compare(folder: Path, name: str, way: str, expected: dict[str, np.ndarray]) -> Any:
-    """Compares what was served with what was expected; where its variables were."""
-    with np.load(folder / f"{name}-{way}.npz") as served:
-        assert "error" not in served.files, str(served["error"])
-        for key in (*map(str, ROWS), "words"):
-            want = np.asarray(expected[f"{way}-{key}"], "float32")
-            np.testing.assert_allclose(served[key], want, rtol=1e-6, atol=1e-6, err_msg=key)
-        np.testing.assert_array_equal(served["default"], served[str(ROWS[-1])])
-        return json.loads(str(served["where"]))
+from .exports import CUT, EXPORTS, WAYS, batch, dense, write
+from .serving import compare, in_a_fresh_process
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +25,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     """Every model, exported both ways and served by one fresh process."""
     folder = tmp_path_factory.mktemp("served")
     expected = {name: write(folder, name) for name in EXPORTS}
-    in_a_fresh_process(folder, list(EXPORTS))
+    in_a_fresh_process(folder, [f"{name}-{way}" for name in EXPORTS for way in WAYS])
     return folder, expected
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["keep", "gather"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", EXPORTS)
 def test_served_by_plain_tensorflow(served: Any, name: str, way: str) -> None:
     folder, expected = served
@@ -90,12 +42,12 @@ def test_served_by_plain_tensorflow(served: Any, name: str, way: str) -> None:
 def test_parts_are_served_where_they_were(tmp_path: Path) -> None:
     """No device has a whole weight that is cut."""
     expected = write(tmp_path, "inner")
-    in_a_fresh_process(tmp_path, ["inner"])
+    in_a_fresh_process(tmp_path, ["inner-keep", "inner-gather"])
     where = compare(tmp_path, "inner", "keep", expected)
     compare(tmp_path, "inner", "gather", expected)
-    elements = [size for _, size in where]
-    assert elements.count(8 * 16 // 2) == 4 and elements.count(16 * 6 // 2) == 4
-    assert 8 * 16 not in elements and 16 * 6 not in elements
+    shapes = [shape for _, shape in where]
+    assert shapes.count([8, 16 // 2]) == 4 and shapes.count([16 // 2, 6]) == 4
+    assert [8, 16] not in shapes and [16, 6] not in shapes
     assert {device for device, _ in where} == set("0123")
 
 
@@ -196,8 +148,7 @@ def refused(match: str, *args: Any, **options: Any) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     at, model = tmp_path / "served", parallel()
     refused("is a plain Keras model", dense(), at)
-    refused("shards='gather', host_tables='split'", model, at, host_tables="split")
-    refused("shards='keep', host_tables='inline'", model, at, shards="keep", host_tables="inline")
+    refused("host_tables='both'", model, at, host_tables="both")
     refused("shards='all'", model, at, shards="all")
     refused("signatures={}", model, at, {})
     refused("signatures=", model, at, {"serve": [tf.TensorSpec([None, 8])]})
