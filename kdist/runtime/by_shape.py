@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 from kdist.dtensor import sizes
 from kdist.dtensor.call import MAX_SHAPES, CannotExpand, signature, tensor_spec
 from kdist.runtime.families import BatchShape, Family, families
+from kdist.runtime.in_pieces import PIECES, in_pieces
 
 import tensorflow as tf
 
@@ -92,8 +94,9 @@ class ByShape:
                 tensors may differ if a program can be made for that, and are alike otherwise.
             *options: See `__call__`.
             pads: Whether a program that takes multiples of rows alone gets more rows, copies of the
-                last, whose results are dropped: each result must follow from its own row. Asked
-                where that would help.
+                last, whose results are dropped, and programs of some numbers of rows compute a
+                batch piece by piece where there is none for all: each result must follow from its
+                own row. Asked where that would help.
 
         Raises:
             CannotExpand: DTensor cannot run it, or not for all sizes.
@@ -118,8 +121,21 @@ class ByShape:
                 if family.but_for_rows.fits_all and dense and pads():
                     return padded(graph, shapes, family.multiples.rows * self._parts)
                 kind.reason = f"sizes are limited to those like {family.examples}"
+        if dense and any(shape and shape[0] is None for shape in shapes) and pads():
+            with contextlib.suppress(CannotExpand):
+                return self._in_pieces(data, shapes, options, kind.multiples.rows)
         what = f"batches of any size, here {shapes}: {kind.reason}"
         raise CannotExpand(what, of_batch=True)
+
+    def _in_pieces(self, data: Any, shapes: Sequence[Any], options: Any, multiple: int) -> Callable:
+        """A function of any number of rows, by programs for some numbers of them."""
+
+        def program(rows: int) -> Callable:
+            specs = tf.nest.map_structure(lambda one: _with_rows(one, rows), data)
+            return self.for_specs(specs, *options)
+
+        unit = self._parts * max(multiple, 1)
+        return in_pieces({unit * n: program(unit * n) for n in PIECES}, shapes)
 
     def _shared(self, kind: Any, shapes: BatchShape) -> Callable | None:
         known = self._kinds.setdefault(kind, _Kind())
@@ -206,6 +222,13 @@ def padded(graph: Callable, shapes: Sequence[Any], each: int) -> Callable:
         return tf.nest.map_structure(lambda one: one[:rows], graph(*more))
 
     return call
+
+
+def _with_rows(spec: Any, rows: int) -> Any:
+    """A spec with a number of rows, if it has any number of them."""
+    if spec is None or not spec.shape or spec.shape[0] is not None:
+        return spec
+    return tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype)
 
 
 def _examples(shapes: Sequence[Any], parts: int, alike: bool) -> list[BatchShape]:
