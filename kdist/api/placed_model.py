@@ -152,21 +152,6 @@ class PlacedModel:
                 f"the device. Received: {self.whole_batch.cause}, with such tables of {names}"
             )
 
-    def _refuse_in_two_stages(self) -> None:
-        """Refuses fetched tables that several virtual stages of one slice look up."""
-        assert self.layouts is not None
-        users = {} if self.staged is None else self.staged.users()
-        for layer in self.layouts.fetched_layers:
-            found = users.get(id(layer.embeddings), ())
-            stages = {self.staged.stage_of(v) for v in found} if self.staged else ()
-            if len(stages) < len(found):
-                raise ValueError(
-                    "A table on the host, or split by hand, is looked up in one virtual stage of a "
-                    "device. Put its look-ups there into one stage with kdist.set_stage, leave "
-                    "chunks out, or leave the table whole on the device. "
-                    f"Received: layer {layer.path or layer.name!r} in virtual stages {found}"
-                )
-
     def _cut_into_stages(self) -> None:
         if self.config.pipeline is not None:
             self.staged = StagedModel.of(
@@ -177,7 +162,6 @@ class PlacedModel:
                 self.staged,
                 self.whole_loss,
             )
-            self._refuse_in_two_stages()
 
     def schedule_stages(self) -> None:
         """Gives the stages the schedule that the model's loss, known by now, allows.

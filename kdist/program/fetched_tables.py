@@ -76,13 +76,16 @@ class Recorded:
         self.rows.append((rows, f"rows of {table.path!r}"))
         return keras_trainer.autocast(table, rows)
 
-    def indices(self, table: LookedUp) -> Any:
-        """Those of all look-ups in a table, flat; of its virtual stage alone, if it has one."""
+    def indices(self, table: LookedUp) -> list[Any]:
+        """Those of all look-ups in a table, flat; of each of its virtual stages, if it has some."""
         every = self.ids.get(id(table.layer.embeddings), [])
-        found = [t for virtual, t in every if table.virtual in (None, virtual)]
-        dtype = tf.int64 if any(t.dtype == tf.int64 for t in found) else tf.int32
-        flat = [tf.reshape(tf.cast(t, dtype), [-1]) for t in found]
-        return tf.concat(flat, 0) if flat else tf.zeros([0], dtype)
+        dtype = tf.int64 if any(t.dtype == tf.int64 for _, t in every) else tf.int32
+        found = []
+        for mine in table.virtuals or (None,):
+            asked = [t for virtual, t in every if mine in (None, virtual)]
+            flat = [tf.reshape(tf.cast(t, dtype), [-1]) for t in asked]
+            found.append(tf.concat(flat, 0) if flat else tf.zeros([0], dtype))
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +99,7 @@ class LookedUp:
         trains: Whether it is a trainable one.
         penalty: Its regularizer, if it has one.
         stage: Of the mesh, where it is looked up, if several stages do that.
-        virtual: The virtual stage, in that case.
+        virtuals: The virtual stages there, in that case.
     """
 
     layer: keras.layers.Embedding
@@ -105,7 +108,13 @@ class LookedUp:
     trains: bool
     penalty: Any = None
     stage: int | None = None
-    virtual: int | None = None
+    virtuals: tuple[int, ...] = ()
+
+    def turn(self, micro_batch: int, virtual: int | None = None) -> int:
+        """Which look-ups a micro-batch makes in a virtual stage; see `FetchedTable.turn`."""
+        if virtual is None or len(self.virtuals) < 2:
+            return micro_batch
+        return micro_batch * len(self.virtuals) + self.virtuals.index(virtual)
 
     def slice_of(self, replica: int) -> int:
         """The slice of a replica that looks the table up."""
@@ -115,7 +124,7 @@ class LookedUp:
 
     def rows(self, replica: int, micro_batch: int) -> Any:
         """The rows that a micro-batch looks up, on the device in scope."""
-        self.entry.micro_batch = micro_batch
+        self.entry.turn = micro_batch
         return tf.identity(self.entry.used_at((self.slice_of(replica), 0)))
 
 
@@ -200,7 +209,7 @@ class FetchedTables:
             for number, (table, s) in enumerate(zip(self.tables, where, strict=True)):
                 # What does not depend on the batch is looked up once, as by one device.
                 different = row if self._by_batch[training, number] else row[:1]
-                found = [one[number] for one in indices[: len(different)]]
+                found = [t for one in indices[: len(different)] for t in one[number]]
                 on = functools.partial(self._indices_on, different, training, number)
                 yield table, s, found, on
 
@@ -239,6 +248,31 @@ class FetchedTables:
         found = {one.position: one for one in self.tables if one.trains and one.penalty is not None}
         return list(found.values())
 
+    def of(self, variable: keras.Variable, virtual: int | None = None) -> LookedUp | None:
+        """A table, as a virtual stage looks it up; None for a variable that is none."""
+        every = [one for one in self.tables if one.layer.embeddings is variable]
+        found = [one for one in every if virtual is None or virtual in (one.virtuals or (virtual,))]
+        return next(iter(found), None)
+
+    def turn(self, variable: keras.Variable, virtual: int, micro_batch: int) -> int:
+        """See `LookedUp.turn`."""
+        table = self.of(variable, virtual)
+        assert table is not None
+        return table.turn(micro_batch, virtual)
+
+    def joined(self, s: int, position: int, gradients: Mapping[int, Any]) -> Any:
+        """A slice's gradient of a table's rows, look-up by look-up, of those of turns."""
+        if not self.look_ups[position].by_batch:
+            return tf.add_n(list(gradients.values()))
+        like = next(iter(gradients.values()))
+        entry = next(one.entry for one in self.tables if one.position == position)
+        # Look-ups from which nothing is learned have none.
+        parts = [
+            gradients[turn] if turn in gradients else tf.zeros([size, like.shape[1]], like.dtype)
+            for turn, size in enumerate(entry.wanted[s].sizes)
+        ]
+        return tf.concat(parts, 0)
+
     def spec(
         self,
         variable: keras.Variable,
@@ -252,15 +286,13 @@ class FetchedTables:
             part: Replica and micro-batch whose sizes it has; None for any.
             virtual: The virtual stage that looks it up.
         """
-        every = [one for one in self.tables if one.layer.embeddings is variable]
-        found = [one for one in every if virtual is None or one.virtual in (None, virtual)]
-        table = next(iter(found), None)
+        table = self.of(variable, virtual)
         if table is None:
             return None
         size = None
         if part is not None:
             sizes = table.entry.wanted[table.slice_of(part[0])].sizes
-            size = sizes[part[1]] if len(sizes) > 1 else sizes[0]
+            size = sizes[table.turn(part[1], virtual)] if len(sizes) > 1 else sizes[0]
         dtype, columns = table.layer.embeddings.dtype, table.layer.embeddings.shape[1]
         return tf.TensorSpec([size if isinstance(size, int) else None, columns], dtype)
 
@@ -269,10 +301,10 @@ class FetchedTables:
     ) -> Sequence[Any]:
         """The indices of some micro-batches in one table, computed on a device."""
         with tf.device(device):
-            return [self._indices(x, training)[number] for x, _, _ in row]
+            return [t for x, _, _ in row for t in self._indices(x, training)[number]]
 
-    def _indices(self, x: Any, training: bool) -> Sequence[Any]:
-        """Per table, all indices that a replica looks up in it, in order, flat."""
+    def _indices(self, x: Any, training: bool) -> Sequence[Sequence[Any]]:
+        """Per table and virtual stage of it, what a replica looks up, in order, flat."""
         leaves = tf.nest.flatten(x, expand_composites=True)
         given = [tf.convert_to_tensor(t) for t in leaves if t is not None]
         specs = tuple(tf.TensorSpec(t.shape, t.dtype) for t in given)
@@ -280,7 +312,8 @@ class FetchedTables:
         if key not in self._functions:
             with tf.init_scope():
                 self._functions[key] = self._function(x, specs, training)
-        return self._functions[key](*given)
+        found = iter(self._functions[key](*given))
+        return [[next(found) for _ in one.virtuals or (None,)] for one in self.tables]
 
     def _function(self, x: Any, specs: Sequence[tf.TensorSpec], training: bool) -> Callable:
         """From the model's inputs to the indices: that part of the model's call alone."""
@@ -298,21 +331,23 @@ class FetchedTables:
             filled = tf.nest.pack_sequence_as(x, leaves, expand_composites=True)
             self._forward(filled, training, recorded, values)
             sources.extend(recorded.rows)
-            return [recorded.indices(one) for one in self.tables]
+            return [t for one in self.tables for t in recorded.indices(one)]
 
         whole = tf.compat.v1.wrap_function(indices, list(specs))
         inputs, results = whole.inputs[: len(specs)], whole.outputs
-        for number, (table, result) in enumerate(zip(self.tables, results, strict=True)):
+        places = [(n, v) for n, one in enumerate(self.tables) for v in one.virtuals or (None,)]
+        for (number, virtual), result in zip(places, results, strict=True):
+            table = self.tables[number]
             _check_sources(table, result, sources)
             by_batch = depends_on(result, inputs)
             self._by_batch[training, number] = by_batch
-            if table.virtual is not None and not by_batch:
+            if virtual is not None and not by_batch:
                 raise ValueError(
                     "Stages that look up one table on the host, or split by hand, look it up by "
                     "ids of the batch: each sends gradients of its rows. Put the look-ups into one "
                     "stage with kdist.set_stage. Received: indices of layer "
                     f"{table.layer.path or table.layer.name!r} that are the same in each batch, in "
-                    f"virtual stage {table.virtual}"
+                    f"virtual stage {virtual}"
                 )
             if training and table.trains:
                 self.look_ups[table.position] = LookUp(by_batch, index_bytes=result.dtype.size)

@@ -86,8 +86,8 @@ class Program:
         others = [v for v in self.state.written if id(v) not in placed]
         self.tables = FetchedTables(tables, self._for_tables, others)
 
-    def _look_up_stages(self, layer: keras.layers.Embedding) -> Sequence[tuple[int, int] | tuple]:
-        """Stage and virtual stage of each part of the model that looks a table up for itself."""
+    def _look_up_stages(self, layer: keras.layers.Embedding) -> Sequence[tuple]:
+        """Stages that look a table up, each for itself, with their virtual stages that do."""
         return [()]
 
     def _for_tables(self, x: Any, training: bool, tables: Any, values: Mapping[int, Any]) -> None:

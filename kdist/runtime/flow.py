@@ -149,8 +149,8 @@ class Flow:
             loss = (y, sample_weight, self.shares[i])
             share = self.micro.shares[self.replica][i]
         variables = [self.program.state.trainable[n] for n in body.trainable]
-        params = [self._parameter(position, s, i) for position in body.trainable]
-        state = {id(v): self._carried(v, s, i) for v in body.carried}
+        params = [self._parameter(position, s, (virtual, i)) for position in body.trainable]
+        state = {id(v): self._carried(v, s, (virtual, i)) for v in body.carried}
         given = body.given(boundary, masks, state, x, loss, share)
         output, saved = functions.forward(s, params, given)
         before = {**state, **{id(v): p for v, p in zip(variables, params)}}
@@ -229,7 +229,9 @@ class Flow:
         """Adds a micro-batch's gradients to the sum; rows are put together at the end."""
         for position, gradient in zip(self.functions[i][virtual].body.trainable, found):
             if gradient is not None and self.runner.entries[position].placement.fetched:
-                self._fetched.setdefault((s, position), {})[i] = gradient
+                variable = self.program.state.trainable[position]
+                turn = self.program.tables.turn(variable, virtual, i)
+                self._fetched.setdefault((s, position), {})[turn] = gradient
             elif is_sparse(gradient):
                 self._rows.setdefault((s, position, virtual), []).append(gradient)
             elif gradient is not None:
@@ -251,22 +253,18 @@ class Flow:
             self._read[key, s] = self.backend.read(variable, s)
         return self._read[key, s]
 
-    def _carried(self, variable: keras.Variable, s: int, i: int) -> Sharded:
-        """The value of state that micro-batch `i` takes; of a fetched table, its rows."""
+    def _carried(self, variable: keras.Variable, s: int, unit: Unit) -> Sharded:
+        """The value of state that a forward takes; of a fetched table, its rows."""
         if not is_fetched(variable):
             return self._value(variable, s)
-        backing_of(variable).micro_batch = i
+        backing_of(variable).turn = self.program.tables.turn(variable, *unit)
         return self.backend.read(variable, s)
 
-    def _parameter(self, position: int, s: int, i: int | None = None) -> Sharded:
-        """A trainable variable's value now, on a slice; gathered before, if it is not stored.
-
-        Of a fetched table, the rows that micro-batch `i` looks up.
-        """
-        variable, entry = self.program.state.trainable[position], self.runner.entries[position]
-        if entry.placement.fetched:
-            entry.micro_batch = i
-            return self.backend.read(variable, s)
+    def _parameter(self, position: int, s: int, unit: Unit | None = None) -> Sharded:
+        """A trainable variable's value now, on a slice; gathered before, if it is not stored."""
+        variable = self.program.state.trainable[position]
+        if unit is not None and is_fetched(variable):
+            return self._carried(variable, s, unit)
         if id(variable) in self._state or position not in self.runner.gathered:
             return self._value(variable, s)
         return self.held[s][position]
@@ -376,9 +374,8 @@ class Flow:
             found.setdefault(s, {})[position] = []
             for k, device in enumerate(self.backend.devices(s)):
                 with tf.device(device):
-                    parts = [gradient.parts[k] for _, gradient in sorted(gradients.items())]
-                    by_batch = self.program.tables.look_ups[position].by_batch
-                    found[s][position].append(tf.concat(parts, 0) if by_batch else tf.add_n(parts))
+                    parts = {turn: gradient.parts[k] for turn, gradient in gradients.items()}
+                    found[s][position].append(self.program.tables.joined(s, position, parts))
         return found
 
     def _table(self, position: int, virtual: int, k: int, rows: Sequence[Any]) -> Any:

@@ -262,7 +262,7 @@ class PipelineRunner:
         function = self.program.count_function(example, wanted.training)
         used = [i for i in function.used if i < function.variables]
         tables = {table.position: table for table in self.program.tables.tables}
-        if wrong := [tables[i] for i in used if i in tables and tables[i].virtual is not None]:
+        if wrong := [tables[i] for i in used if i in tables and tables[i].virtuals]:
             raise ValueError(
                 "Masks of the outputs decide what the loss counts, and follow from rows of a table "
                 "that several stages look up, each for itself. Put the look-ups into one stage, "

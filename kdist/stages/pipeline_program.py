@@ -38,14 +38,17 @@ class PipelineProgram(Program):
         trainable = enumerate(self.state.trainable)
         return [i for i, v in trainable if v.regularizer is not None and not is_fetched(v)]
 
-    def _look_up_stages(self, layer: keras.layers.Embedding) -> Sequence[tuple[int, int] | tuple]:
+    def _look_up_stages(self, layer: keras.layers.Embedding) -> Sequence[tuple]:
         """See `Program`: where several do it."""
-        virtual = self.staged.users().get(id(layer.embeddings), ())
-        return [(self.staged.stage_of(v), v) for v in virtual] if len(virtual) > 1 else [()]
+        users = self.staged.users().get(id(layer.embeddings), ())
+        if len(users) < 2:
+            return [()]
+        stages = dict.fromkeys(map(self.staged.stage_of, users))
+        return [(s, tuple(v for v in users if self.staged.stage_of(v) == s)) for s in stages]
 
     def _for_tables(self, x: Any, training: bool, tables: Any, values: Mapping[int, Any]) -> None:
         """See `FetchedTables`; stage by stage where each looks up for itself."""
-        if all(one.virtual is None for one in self.tables.tables):
+        if not any(one.virtuals for one in self.tables.tables):
             super()._for_tables(x, training, tables, values)
             return
         mapping = [(v, values[id(v)]) for v in self.state.written if id(v) in values]

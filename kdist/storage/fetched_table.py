@@ -54,7 +54,7 @@ class Wanted:
         unique: The same, each once; in ascending order if parts are asked for their own rows.
         positions: Of each look-up, where in `unique` it is.
         asked: Of each part of the table, the rows of the table that it is asked for.
-        sizes: Look-ups of each micro-batch.
+        sizes: Look-ups of each turn; see `FetchedTable`.
         indices_on: The same indices, computed on another device.
     """
 
@@ -101,7 +101,8 @@ class FetchedTable(Stored):
         combined: Whether gradients of a row that is looked up more than once are summed before they
             travel; see `kdist.optimizer.local.is_linear`.
         prefetch: Whether what the next step looks up is fetched during this one.
-        micro_batch: Which micro-batch's rows are taken as the table now; None for those of all.
+        turn: Which part of a step's look-ups is taken as the table now: a micro-batch's, in one
+            virtual stage; None for those of all.
         by_rows: True while programs are traced, in which the table cannot be read whole.
         together: One variable with all parts, in which programs that are traced look rows up
             instead, if set: for files.
@@ -113,7 +114,7 @@ class FetchedTable(Stored):
     def __init__(self, variable: keras.Variable, placement: Placement, topology: Topology) -> None:
         super().__init__(variable, placement, topology)
         self.wanted: dict[int, Wanted] = {}
-        self.micro_batch: int | None = None
+        self.turn: int | None = None
         self._parts = [p for p, shard in enumerate(placement.shards) if 0 not in shard.shape]
         self._sent: dict[tuple[int, Coordinate], Any] = {}
         self._sums: dict[tuple[int, Coordinate], Any] = {}
@@ -126,15 +127,15 @@ class FetchedTable(Stored):
         local = split is not None and split.local_columns
         return len(self.placement.shards) if local else None
 
-    def look_up(self, s: int, micro_batches: Sequence[Any], indices_on: IndicesOn) -> None:
+    def look_up(self, s: int, turns: Sequence[Any], indices_on: IndicesOn) -> None:
         """Notes what a slice looks up.
 
         Args:
             s: The slice.
-            micro_batches: Of each, the indices of all look-ups of a program, in their order; (n,).
+            turns: Of each, the indices of all look-ups of a program, in their order; (n,).
             indices_on: Computes the same on another device.
         """
-        self._want(s, self._wanted(s, micro_batches, indices_on))
+        self._want(s, self._wanted(s, turns, indices_on))
 
     def _want(self, s: int, wanted: Wanted) -> None:
         self.wanted[s] = wanted
@@ -142,12 +143,12 @@ class FetchedTable(Stored):
         self._sums = {key: rows for key, rows in self._sums.items() if key[0] != s}
         self._there = {key: rows for key, rows in self._there.items() if key[0] != s}
 
-    def _wanted(self, s: int, micro_batches: Sequence[Any], indices_on: IndicesOn) -> Wanted:
-        known = [t.shape[0] for t in micro_batches]
+    def _wanted(self, s: int, turns: Sequence[Any], indices_on: IndicesOn) -> Wanted:
+        known = [t.shape[0] for t in turns]
         split = self.placement.split
         with tf.device(self.device((s, 0))), tf.name_scope(ASKED):
-            sizes = known if None not in known else [tf.size(t) for t in micro_batches]
-            indices = _joined(micro_batches)
+            sizes = known if None not in known else [tf.size(t) for t in turns]
+            indices = _joined(turns)
             unique, positions = tf.unique(indices)
             if split is not None and not self.local_columns:
                 unique = self.checked(unique)
@@ -166,18 +167,16 @@ class FetchedTable(Stored):
         what = f"The table {self.variable.path} does not have a row that is looked up."
         return _checked(ids, slice(0, self.placement.shape[0]), what)
 
-    def look_ahead(
-        self, s: int, micro_batches: Sequence[Any], indices_on: IndicesOn, there: Any
-    ) -> Ahead:
+    def look_ahead(self, s: int, turns: Sequence[Any], indices_on: IndicesOn, there: Any) -> Ahead:
         """Fetches what a slice looks up in the next step, as the rows are now; see `look_up`.
 
         Args:
             s: The slice.
-            micro_batches: See `look_up`.
+            turns: See `look_up`.
             indices_on: See `look_up`.
             there: Whether there is a next step, a boolean scalar; no row is fetched otherwise.
         """
-        wanted = self._wanted(s, micro_batches, indices_on)
+        wanted = self._wanted(s, turns, indices_on)
         with tf.device(self.device((s, 0))), tf.name_scope(ASKED):
             unique = wanted.unique[: tf.where(there, tf.size(wanted.unique), 0)]
         wanted = dataclasses.replace(wanted, unique=unique, asked=[unique])
@@ -223,18 +222,18 @@ class FetchedTable(Stored):
         """What compute takes as the table: the rows of its look-ups, one after the other."""
         wanted, split = self.wanted[at[0]], self.placement.split
         if at in self._there:
-            return tf.gather(self._there[at], self._of_micro_batch(wanted.positions, wanted.sizes))
+            return tf.gather(self._there[at], self._of_turn(wanted.positions, wanted.sizes))
         if self.together is not None:
             rows = self._rows_of_all_parts(at[0], self.together)
-            return tf.gather(rows, self._of_micro_batch(wanted.positions, wanted.sizes))
+            return tf.gather(rows, self._of_turn(wanted.positions, wanted.sizes))
         sources = [self.source(at, p) for p in self._parts]
         if split is not None and split.way == "all-reduce":
             joined = tf.identity(self._reduced(at[0], sources))
         else:
             joined = self._join(at[0], sources)
         if self.local_columns:
-            return self._of_micro_batch(joined, wanted.sizes)
-        return tf.gather(joined, self._of_micro_batch(wanted.positions, wanted.sizes))
+            return self._of_turn(joined, wanted.sizes)
+        return tf.gather(joined, self._of_turn(wanted.positions, wanted.sizes))
 
     def whole_at(self, s: int) -> Any:
         """See `used_at`."""
@@ -255,9 +254,9 @@ class FetchedTable(Stored):
             and coordinate_of(self.topology, slices[s].index, k) == wanted
         )
 
-    def _of_micro_batch(self, look_ups: Any, sizes: Sequence[Any]) -> Any:
-        """Of one entry a look-up, those of the micro-batch that is computed now."""
-        number = self.micro_batch
+    def _of_turn(self, look_ups: Any, sizes: Sequence[Any]) -> Any:
+        """Of one entry a look-up, those of what is computed now."""
+        number = self.turn
         if number is None or len(sizes) == 1:
             return look_ups
         start = sum(sizes[1:number], sizes[0]) if number else 0
@@ -340,8 +339,8 @@ def is_fetched(variable: keras.Variable) -> bool:
     return isinstance(stored(variable), FetchedTable)
 
 
-def _joined(micro_batches: Sequence[Any]) -> Any:
-    return micro_batches[0] if len(micro_batches) == 1 else tf.concat(micro_batches, 0)
+def _joined(turns: Sequence[Any]) -> Any:
+    return turns[0] if len(turns) == 1 else tf.concat(turns, 0)
 
 
 def _checked(ids: Any, rows: slice, what: str) -> Any:

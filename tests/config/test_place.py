@@ -174,14 +174,6 @@ def in_stages(count: int, ids: Callable[[Any], Any], last: int) -> keras.Model:
     return keras.Model(tokens, head(keras.layers.Flatten()(x)))
 
 
-def test_look_ups_in_two_chunks_of_a_device() -> None:
-    pipeline = kdist.PipelineConfig(micro_batches=2, schedule="interleaved", chunks=2)
-    with pytest.raises(
-        ValueError, match=r"one virtual stage.*layer 'table' in virtual stages .0, "
-    ):
-        parallel(in_stages(3, lambda x: x, last=3), mesh={"pipe": 2}, pipeline=pipeline)
-
-
 def test_look_ups_in_two_stages_of_the_same_ids_in_each_batch() -> None:
     def same(tokens: Any) -> Any:
         return keras.ops.zeros_like(tokens)

@@ -129,6 +129,24 @@ def _twice() -> keras.Model:
     return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(both), name="twice")
 
 
+def _in_chunks() -> keras.Model:
+    """Four virtual stages, three of which look up in one table; from one feature none learns."""
+    tokens = keras.Input((6,), dtype="int32", name="tokens")
+    tags = keras.Input((2,), dtype="int32", name="tags")
+    table = keras.layers.Embedding(ROWS, 8, name="vocabulary")
+    x = keras.layers.Dense(16, "gelu", name="up")(keras.layers.Flatten()(table(tokens)))
+    x = keras.layers.Dense(8, name="down")(x)
+    known = keras.ops.stop_gradient(keras.layers.Flatten()(table((tags + 1) % ROWS)))
+    x = keras.layers.Concatenate(name="both")([x, known])
+    x = keras.layers.Dense(8, "gelu", name="join")(x)
+    x = keras.layers.Concatenate(name="all")([x, keras.layers.Flatten()(table(tags))])
+    return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(x), name="chunks")
+
+
+CHUNKS = {"up": 0, "down": 1, "both": 2, "join": 2, "all": 3, "head": 3}
+"""Virtual stages of the layers of `_in_chunks`."""
+
+
 def _tokens(seed: int, samples: int) -> Any:
     (tokens, _), y, weights = _data(seed, samples)
     return tokens, y, weights
@@ -148,6 +166,7 @@ MASKED_BY_ROWS = Case(
     name="masked_by_rows", build=_masked_by_rows, data=_labelled_tokens, layout_map=FEED_FORWARD
 )
 TWICE = Case(name="twice", build=_twice, data=_data, layout_map=FEED_FORWARD)
+IN_CHUNKS = Case(name="chunks", build=_in_chunks, data=_data, layout_map=FEED_FORWARD)
 OWN_CALLS = Case(name="own_calls", build=_own_calls, data=_tokens, layout_map=FEED_FORWARD)
 SUBCLASSED = Case(name="subclassed", build=_subclassed, data=_data, layout_map=FEED_FORWARD)
 

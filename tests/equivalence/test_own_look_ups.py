@@ -11,7 +11,15 @@ import pytest
 
 from .features import BY_NAME as FEATURES
 from .harness import compare
-from .host_tables import MASKED_BY_ROWS, OWN_CALLS, PENALIZED, TWICE, on_host
+from .host_tables import (
+    CHUNKS,
+    IN_CHUNKS,
+    MASKED_BY_ROWS,
+    OWN_CALLS,
+    PENALIZED,
+    TWICE,
+    on_host,
+)
 from .matrix import MESHES, level_config, product, spread
 from .optimizer_zoo import OPTIMIZERS
 from .test_split_tables import STAGED, split
@@ -139,5 +147,34 @@ def test_look_ups_in_two_stages(place: str, optimizer: str, level: str, mesh: st
         OVER[mesh],
         optimizer=OPTIMIZERS[optimizer],
         config=on(mesh, level),
+        declare=declare,
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "optimizer", "level", "mesh"),
+    spread(
+        product(("host", "data"), ("adam", "sgd"), ("level0", "level3"), STAGED_OVER),
+        [
+            ("host", "adam", "level0", "pipe2_data2"),
+            ("data", "sgd", "level3", "pipe2_data2"),
+            ("host", "sgd", "level0", "pipe2_data2_model2"),
+        ],
+    ),
+)
+def test_look_ups_in_two_chunks_of_a_device(
+    place: str, optimizer: str, level: str, mesh: str
+) -> None:
+    def declare(model: keras.Model) -> None:
+        (on_host if place == "host" else split(mesh, place))(model)
+        for name, virtual in CHUNKS.items():
+            kdist.set_stage(model.get_layer(name), virtual)
+
+    pipeline = kdist.PipelineConfig(micro_batches=2, schedule="interleaved", chunks=2)
+    compare(
+        IN_CHUNKS,
+        OVER[mesh],
+        optimizer=OPTIMIZERS[optimizer],
+        config={**level_config(level), "pipeline": pipeline},
         declare=declare,
     )
