@@ -259,8 +259,6 @@ def _check_table(layer: keras.layers.Embedding, what: str) -> None:
         why = "is quantized: leave it whole on the device"
     elif layer.lora_enabled:
         why = "has LoRA factors: leave it whole on the device"
-    elif layer.embeddings_regularizer is not None and what != ON_HOST:
-        why = "has a penalty over all of its rows: use optimizer weight decay, or none"
     if why:
         raise ValueError(
             f"A table that is {what} is built, and is used row by row. "

@@ -18,7 +18,7 @@ from kdist.sharding.placement import (
 )
 from kdist.storage import sparse
 from kdist.storage.fetched_table import FetchedTable
-from kdist.storage.parts import distinct_parts, whole_of
+from kdist.storage.parts import InParts, distinct_parts, whole_of
 from kdist.storage.transfer import added
 from kdist.storage.variables import Stored, assemble
 
@@ -44,8 +44,9 @@ class SliceGradients:
             by default.
 
     Attributes:
-        once: Whole gradients that are there once for all slices, on the first one's first device,
-            by trainable variable: of weights that a loss over the whole batch uses.
+        once: Gradients that are there once for all slices, on the first one's first device, by
+            trainable variable: of weights that a loss over the whole batch uses; of penalties of
+            fetched tables, where these are.
     """
 
     def __init__(
@@ -96,8 +97,8 @@ class SliceGradients:
             own = self._own(variable, at[1])
             parts.append(self._cut(tf.convert_to_tensor(found), index, own))
         if at[0] == placement.slices[0] and variable in self.once:
-            whole = tf.convert_to_tensor(self.once[variable])
-            parts.append(part_of(whole, index, placement.shape))
+            part = part_of(self.once[variable], index, placement.shape)
+            parts.append(tf.convert_to_tensor(part))
         if not parts:  # a tied weight, on a stage through which no gradient flows
             return tf.zeros(shape_of(index), self.entries[variable].variable.dtype)
         return parts[0] if len(parts) == 1 else tf.add_n(parts)
@@ -174,6 +175,8 @@ class SliceGradients:
 
 def part_of(gradient: Any, index: Index, shape: Sequence[int]) -> Any:
     """The part of a variable's gradient at `index`; `shape` is that of the gradient."""
+    if isinstance(gradient, InParts):
+        return gradient.at(index)
     if covers(index, shape):
         return gradient
     if sparse.is_sparse(gradient):

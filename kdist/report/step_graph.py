@@ -21,6 +21,7 @@ from kdist.report.folded import is_folded
 from kdist.report.inside_calls import CALLS, GIVEN, Opener
 from kdist.sharding.device import Device
 from kdist.storage.fetched_table import taking_any_ids
+from kdist.storage.parts import InParts
 
 import keras
 import tensorflow as tf
@@ -94,7 +95,11 @@ def _noting_gradients(step: Any, noted: list[Any]) -> Iterator[None]:
 
     def apply_result(result: StepResult, *more: Any) -> None:
         # Lists by variable; in a pipeline, dicts by slice and variable.
-        found = [[one.gradients for one in result.slices], dict(result.once)]
+        once = [
+            [part for _, part in one.parts] if isinstance(one, InParts) else one
+            for one in result.once.values()
+        ]
+        found = [[one.gradients for one in result.slices], once]
         noted.extend(g for g in tf.nest.flatten(found) if g is not None)
         original(result, *more)
 

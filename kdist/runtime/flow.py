@@ -374,8 +374,8 @@ class Flow:
             found.setdefault(s, {})[position] = []
             for k, device in enumerate(self.backend.devices(s)):
                 with tf.device(device):
-                    parts = {turn: gradient.parts[k] for turn, gradient in gradients.items()}
-                    found[s][position].append(self.program.tables.joined(s, position, parts))
+                    there = {turn: gradient.parts[k] for turn, gradient in gradients.items()}
+                    found[s][position].append(self.program.tables.joined(s, position, there))
         return found
 
     def _table(self, position: int, virtual: int, k: int, rows: Sequence[Any]) -> Any:

@@ -113,13 +113,13 @@ class Step:
         return [[part] for part in batch.parts]
 
     def _penalized(self, batch: SplitBatch, scale: Any, begin: Begin | None) -> StepResult:
-        """`_differentiated`, with the penalties of tables on the host."""
+        """`_differentiated`, with the penalties of fetched tables."""
         penalties = self._penalties(scale, training=True)
         result = self._differentiated(batch, scale, penalties.joining(begin))
         return penalties.added_to(result)
 
     def _penalties(self, scale: Any, training: bool) -> TablePenalties:
-        """The penalties of tables on the host.
+        """The penalties of fetched tables.
 
         Raises:
             ValueError: Whether they count is not known.
@@ -127,9 +127,10 @@ class Step:
         tables = self.program.tables
         if tables.penalized and self.parallel.whole_loss == OVERRIDDEN:
             raise ValueError(
-                "The penalty of a table on the host is computed there, and added to the loss; an "
-                "overridden compute_loss may leave penalties out. Use weight_decay of the "
-                "optimizer, Keras's compute_loss, or leave the table on the device. Received: "
+                "The penalty of a table on the host, or split by hand, is computed there, and "
+                "added to the loss; an overridden compute_loss may leave penalties out. Use "
+                "weight_decay of the optimizer, Keras's compute_loss, or leave the table whole on "
+                "the device. Received: "
                 f"compute_loss of {type(self.model).__name__}, embeddings_regularizer of "
                 f"{[one.layer.path for one in tables.penalized]}"
             )

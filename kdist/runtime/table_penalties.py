@@ -1,7 +1,7 @@
-"""Penalties of tables on the host, which are over all of their rows: computed where the table is.
+"""Penalties of tables on the host, or split by hand: over all rows, computed where these are.
 
-No device holds what a penalty reads, so no program computes it. Its gradient, of the table's size,
-stays on the host, and joins the rows of the slices there.
+No device of a slice holds what a penalty reads, so no program computes it. Its gradient, of the
+table's size, stays where the table is, in parts if that is, and joins the rows of the slices there.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from typing import Any
 from kdist._compat import keras_trainer
 from kdist.optimizer.gradients import GradientSource
 from kdist.optimizer.reduction import Reduction
-from kdist.program.fetched_tables import FetchedTables
+from kdist.program.fetched_tables import FetchedTables, LookedUp
 from kdist.program.loss_parts import LossParts, merged, penalty_name
 from kdist.program.step_result import StepResult
 from kdist.runtime.plain_runner import Begin
+from kdist.sharding.placement import Index, covers
+from kdist.storage.parts import InParts
+from kdist.storage.variables import assemble
 
 import keras
 import tensorflow as tf
@@ -28,7 +31,7 @@ class TablePenalties:
 
     Attributes:
         parts: By name, their values.
-        gradients: Of trainable variables, by position: dense.
+        gradients: Of trainable variables, by position: dense, or `InParts`.
     """
 
     parts: LossParts
@@ -69,10 +72,14 @@ def _summed(some: Mapping[int, Any], others: Mapping[int, Any]) -> dict[int, Any
     return found
 
 
+BY_ELEMENT = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+"""Penalties that are sums of what each element gives: a table's is the sum of its parts'."""
+
+
 def table_penalties(
     tables: FetchedTables, scale: Any = None, differentiate: bool = True
 ) -> TablePenalties:
-    """Computes the penalties of a model's tables on the host, in the graph of now.
+    """Computes the penalties of a model's tables where these are, in the graph of now.
 
     Args:
         tables: The tables.
@@ -80,18 +87,49 @@ def table_penalties(
         differentiate: Whether gradients are asked for.
     """
     parts: LossParts = {}
-    gradients = {}
+    gradients: dict[int, Any] = {}
     for table in tables.penalized:
-        entry = table.entry
-        (home,) = entry.placement.shards[0].holders
-        with tf.device(entry.device(home)):
-            value = tf.identity(keras_trainer.tf_variable(entry.locals[home]))
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch(value)
-                penalty = tf.cast(tf.reduce_sum(table.penalty(value)), keras.config.floatx())
-                target = penalty if scale is None else penalty * tf.cast(scale, penalty.dtype)
-            if differentiate:
-                found = tape.gradient(target, value)
-                gradients[table.position] = tf.zeros_like(value) if found is None else found
-        parts[penalty_name(table.layer.embeddings)] = [penalty]
+        found = [
+            _penalty(table, index, value, scale, differentiate) for index, value in _values(table)
+        ]
+        home = table.entry.placement.shards[0].holders[0]
+        with tf.device(table.entry.device(home)):
+            values = [value for value, _ in found]
+            total = values[0] if len(values) == 1 else tf.add_n(values)
+        parts[penalty_name(table.layer.embeddings)] = [total]
+        if differentiate:
+            made = [gradient for _, gradient in found]
+            whole = len(made) == 1 and covers(made[0][0], table.entry.placement.shape)
+            gradients[table.position] = made[0][1] if whole else InParts(made)
     return TablePenalties(parts, gradients)
+
+
+def _values(table: LookedUp) -> list[tuple[Index, Any]]:
+    """A table, in the parts that its penalty is computed of, each where it is."""
+    entry, found = table.entry, []
+    for shard in entry.placement.shards:
+        if 0 not in shard.shape:
+            home = shard.holders[0]
+            with tf.device(entry.device(home)):
+                value = tf.identity(keras_trainer.tf_variable(entry.locals[home]))
+            found.append((shard.index, value))
+    if len(found) == 1 or type(table.penalty) in BY_ELEMENT:
+        return found
+    # A penalty of the user's own may be of any elements together.
+    with tf.device(found[0][1].device):
+        return [(tuple(slice(0, n) for n in entry.placement.shape), assemble(found))]
+
+
+def _penalty(
+    table: LookedUp, index: Index, value: Any, scale: Any, differentiate: bool
+) -> tuple[Any, tuple[Index, Any]]:
+    """The penalty of a part of a table, and where its gradient lies and what it is."""
+    with tf.device(value.device):
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(value)
+            penalty = tf.cast(tf.reduce_sum(table.penalty(value)), keras.config.floatx())
+            target = penalty if scale is None else penalty * tf.cast(scale, penalty.dtype)
+        gradient = tape.gradient(target, value) if differentiate else None
+        if differentiate and gradient is None:
+            gradient = tf.zeros_like(value)
+    return penalty, (index, gradient)

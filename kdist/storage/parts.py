@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist.sharding.placement import Index, Placement
+from kdist.sharding.placement import Index, Placement, covers, relative, shape_of
 from kdist.storage.variables import assemble
+
+import tensorflow as tf
 
 
 def whole_of(placement: Placement, part: Callable[[int], Any]) -> Any:
@@ -21,3 +24,29 @@ def distinct_parts(placement: Placement) -> list[tuple[Index, int]]:
         index = placement.inner_index(k)
         found.setdefault(tuple(i.start for i in index), (index, k))
     return list(found.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class InParts:
+    """A tensor that is nowhere whole.
+
+    Attributes:
+        parts: Disjoint parts that tile it, with where they lie in it.
+    """
+
+    parts: Sequence[tuple[Index, Any]]
+
+    def at(self, index: Index) -> Any:
+        """What it has at `index`, cut where the parts are."""
+        found = []
+        for own, tensor in self.parts:
+            both = tuple(
+                slice(max(a.start, b.start), min(a.stop, b.stop))
+                for a, b in zip(own, index, strict=True)
+            )
+            if all(one.start < one.stop for one in both):
+                inside = relative(both, own)
+                with tf.device(tensor.device):
+                    cut = tensor if covers(inside, shape_of(own)) else tensor[inside]
+                found.append((both, cut))
+        return assemble(found) if found else tf.zeros(shape_of(index), self.parts[0][1].dtype)

@@ -69,9 +69,3 @@ def test_not_on_the_host_too() -> None:
 def test_no_embedding() -> None:
     with pytest.raises(ValueError, match="can be split by hand.*type Dense"):
         kdist.shard(keras.layers.Dense(3), manual_split=(3, 7))
-
-
-def test_a_penalty() -> None:
-    layer = kdist.shard(table(embeddings_regularizer="l2"), manual_split=(3, 7))
-    with pytest.raises(ValueError, match="split by hand is built.*penalty over all of its rows"):
-        parallel(layer, model=2)

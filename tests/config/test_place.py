@@ -77,14 +77,6 @@ def penalized() -> keras.layers.Embedding:
     return keras.layers.Embedding(5, 2, name="table", embeddings_regularizer="l2")
 
 
-def test_a_penalty_of_a_table_that_is_split() -> None:
-    made = model(kdist.shard(penalized(), manual_split=(2, 3), axis="data"))
-    with pytest.raises(
-        ValueError, match="layer 'table', whose table.*penalty over all of its rows"
-    ):
-        parallel(made)
-
-
 def test_a_penalty_that_a_loss_of_ones_own_may_leave_out() -> None:
     class Own(keras.Model):
         def compute_loss(self, x: Any, y: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:

@@ -80,6 +80,41 @@ def test_a_penalty_over_all_rows(optimizer: str, level: str, mesh: str) -> None:
     )
 
 
+SPLIT = [
+    ("data", "data2"),
+    *(("model", mesh) for mesh in ("model2", "data2_model2", "pipe2_data2_model2")),
+    ("data", "pipe2_data2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "level", "axis", "mesh"),
+    spread(
+        [
+            (*row, *where)
+            for row in product(("adam", "sgd_momentum"), ("level0", "level2", "level3"))
+            for where in SPLIT
+        ],
+        [
+            ("adam", "level0", "data", "data2"),
+            ("adam", "level3", "model", "data2_model2"),
+            ("adam", "level0", "data", "pipe2_data2"),
+        ],
+        quick=3,
+    ),
+)
+def test_a_penalty_of_a_table_that_is_split(
+    optimizer: str, level: str, axis: str, mesh: str
+) -> None:
+    compare(
+        PENALIZED,
+        OVER[mesh],
+        optimizer=OPTIMIZERS[optimizer],
+        config=on(mesh, level),
+        declare=split(mesh, axis),
+    )
+
+
 FEATURED = ("gradient_accumulation", "global_clipnorm", "loss_scale_factor", "run_eagerly")
 
 

@@ -8,6 +8,7 @@ import kdist
 from kdist.api.parallelize import attached
 from kdist.graphs import executed
 from kdist.graphs.executed import ExecutedFunction
+from kdist.report import memory
 from kdist.report.look_ups import sent_by_look_ups
 
 import keras
@@ -29,9 +30,12 @@ MESHES: dict[str, dict[str, int]] = {
 def build(where: str, rows: tuple[int, ...], **options: Any) -> keras.Model:
     axis, axes = where.rstrip("4").removesuffix("_of_two"), MESHES[where]
     local, columns = options.pop("local_columns", False), options.pop("columns", WIDTH)
+    penalty = options.pop("penalty", None)
     tokens = keras.Input((len(rows) if local else 8,), dtype="int32")
     given: Any = rows if columns == WIDTH else sum(rows)
-    table = kdist.layers.SplitEmbedding(given, columns, axis, local, name="table")
+    table = kdist.layers.SplitEmbedding(
+        given, columns, axis, local, name="table", embeddings_regularizer=penalty
+    )
     x = keras.layers.Dense(8, name="up")(keras.layers.Flatten()(table(tokens)))
     model = keras.Model(tokens, keras.layers.Dense(1, name="head")(x))
     layouts = {"up/kernel": (None, "model")} if "model" in axes else {}
@@ -45,9 +49,10 @@ def first_step(model: keras.Model, ids: np.ndarray) -> ExecutedFunction:
     return executed.largest(executed.watch(lambda: model.train_on_batch(ids, targets)))
 
 
+@pytest.mark.parametrize("penalty", [None, "l2"])
 @pytest.mark.parametrize("where", ["data", "model_of_two"])
-def test_parts_are_as_declared(where: str) -> None:
-    model = build(where, ROWS)
+def test_parts_are_as_declared(where: str, penalty: str | None) -> None:
+    model = build(where, ROWS, penalty=penalty)
     step = first_step(model, np.zeros((BATCH, 8), "int32"))
     entry = attached(model).entries[id(model.get_layer("table").embeddings)]
     for (s, k), local in entry.locals.items():
@@ -61,6 +66,46 @@ def test_parts_are_as_declared(where: str) -> None:
             holders = {entry.device(at) for at in entry.placement.shards[part].holders}
             assert node.device in holders
     assert "split by hand" in str(model.plan())
+
+
+class Together(keras.regularizers.Regularizer):
+    """No sum of what elements give."""
+
+    def __call__(self, x: Any) -> Any:
+        return 0.1 * tf.sqrt(tf.reduce_sum(tf.square(x)))
+
+
+@pytest.mark.parametrize("columns", [WIDTH, (2, 6)])
+@pytest.mark.parametrize("penalty", ["l2", Together()])
+@pytest.mark.parametrize("where", ["data", "model_of_two"])
+def test_gradients_of_penalties(where: str, penalty: Any, columns: Any, float64: None) -> None:
+    """Own loops get them whole, and evaluation counts the penalty."""
+    found = []
+    for wanted in (None, penalty):
+        keras.utils.set_random_seed(0)
+        model = build(where, (3, 13), columns=columns, penalty=wanted)
+        x, y = np.arange(16, dtype="int32").reshape(2, 8), np.ones((2, 1))
+        loss, gradients = kdist.gradients(model, x, y)
+        found.append((float(loss), gradients[0], model.evaluate(x, y, verbose=0)))
+    weights = tf.Variable(model.get_layer("table").embeddings.numpy())
+    with tf.GradientTape() as tape:
+        expected = keras.regularizers.get(penalty)(weights)
+    more = tf.convert_to_tensor(found[1][1]) - tf.convert_to_tensor(found[0][1])
+    np.testing.assert_allclose(more, tape.gradient(expected, weights), rtol=1e-9, atol=1e-12)
+    for number in (0, 2):
+        np.testing.assert_allclose(found[1][number] - found[0][number], expected, rtol=1e-9)
+
+
+def test_live_tensors_of_a_penalty() -> None:
+    """A device has its part of the gradient, and no other."""
+    model = build("data", ROWS, penalty="l2")
+    first_step(model, np.zeros((BATCH, 8), "int32"))
+    live = memory.analyse(attached(model), BATCH)
+    assert isinstance(live, memory.LiveTensors)
+    found = {one.device: one.live for one in memory.measure(attached(model), live)}
+    small, large = [found[device] for device in attached(model).topology.devices]
+    assert small is not None and large is not None
+    assert small < large < 6 * 4 * ROWS[1] * WIDTH
 
 
 @pytest.mark.parametrize("alltoall", [False, True])
