@@ -25,6 +25,8 @@ PAGES = (
     "docs/pipeline.md",
     "docs/collectives.md",
     "docs/processes.md",
+    "docs/tables.md",
+    "docs/optimizer_parallelism.md",
 )
 PLACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.S)
 
@@ -138,6 +140,44 @@ def processes(record: dict[str, Any]) -> str:
     return table(header, found) + "\n" + table(("one process", "first step", "memory"), grown)
 
 
+def recompute(record: dict[str, Any]) -> str:
+    """Activations and time of a step, by policy."""
+    rows = [
+        [
+            row["policy"],
+            readable(row["activations"]),
+            f"{row['memory']:.2f}",
+            f"{row['ratio']['median']:.2f}",
+        ]
+        for row in record["rows"]
+    ]
+    return table(("policy", "activations", "to none", "step, to none"), rows)
+
+
+def tables(record: dict[str, Any]) -> str:
+    """Steps with a large table in different places, and what is sent of it."""
+    rows = [
+        [
+            row["optimizer"],
+            row["table"],
+            f"{row['by_keras']['median']:.2f}",
+            *(f"{row[way]:,}" if way in row else "" for way in ("to_devices", "to_host")),
+        ]
+        for row in record["rows"]
+    ]
+    header = ("optimizer", "table", "step, to plain Keras", "bytes to devices", "bytes to the host")
+    return table(header, rows)
+
+
+def overlap(record: dict[str, Any]) -> str:
+    """How much of the sums' time lies before the last backward pass ends."""
+    rows = [
+        [name, str(row["sums"]), str(row["early"]), f"{row['share']:.0%}"]
+        for name, row in record["rows"].items()
+    ]
+    return table(("", "sums", "before the backward pass ends", "of their time"), rows)
+
+
 KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "step_time": step_time,
     "memory_levels_data4": memory_levels,
@@ -147,6 +187,9 @@ KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "collectives": collectives,
     "reduction": reduction,
     "processes": processes,
+    "recompute_data2": recompute,
+    "tables": tables,
+    "overlap": overlap,
 }
 
 
