@@ -36,8 +36,11 @@ class TableConfig:
         combiner: How the rows of one example become one: "sum", "mean" (divided by the sum of
             weights) or "sqrtn" (divided by the root of the sum of squared weights).
         placement: "host" keeps the table in host memory, see `kdist.place`; "split" keeps some of
-            its rows on each device of an axis, see `rows`; "device" and "auto" keep it on every
-            device, or cut as the layout map says. `kdist.deal_tables` decides for all tables.
+            its rows on each device of an axis, see `rows`; "device" keeps it on every device, or
+            cut as the layout map says. "auto" is "device" for a table of up to 256 MB, and one that
+            a layout map cuts. Larger ones are dealt over the batch axis, without one over the first
+            inner axis; on one device they go to the host, if that is another. `kdist.deal_tables`
+            decides for all tables, by what you know of look-ups and memory.
         oov: What happens to an id of `vocabulary_size` or more: "error" names the feature and the
             id, "drop" leaves it out like padding, "hash" looks up the row `id % vocabulary_size`.
         rows: With `placement="split"`, how many rows each device of the axis holds, 0 included;

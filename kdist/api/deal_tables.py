@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 from kdist.layers.tables import TableConfig
-from kdist.plan.deal import COLUMNS, HOST, ROWS, Deal, Dealt, TableLoad, deal
+from kdist.plan.auto_tables import placed
+from kdist.plan.deal import Deal, TableLoad, deal
 
 import keras
 import numpy as np
@@ -67,22 +67,8 @@ def deal_tables(
         for one in dealt
     ]
     found = deal(loads, devices, capacity=device_bytes, host=host)
-    placed = {
-        one.name: _placed(one, choice, devices, axis)
+    choices = {
+        one.name: placed(one, choice, devices, axis)
         for one, choice in zip(dealt, found.choices, strict=True)
     }
-    return [placed.get(one.name, one) for one in tables], found
-
-
-def _placed(table: TableConfig, choice: Dealt, devices: int, axis: str) -> TableConfig:
-    if choice.kind == HOST:
-        return dataclasses.replace(table, placement="host")
-    if choice.kind == COLUMNS:
-        columns = (table.embedding_dim // devices,) * devices
-        return dataclasses.replace(table, placement="split", columns=columns, axis=axis)
-    size = table.vocabulary_size
-    if choice.kind == ROWS:
-        rows = [len(range(device, size, devices)) for device in range(devices)]
-    else:
-        rows = [size if device == choice.device else 0 for device in range(devices)]
-    return dataclasses.replace(table, placement="split", rows=tuple(rows), axis=axis)
+    return [choices.get(one.name, one) for one in tables], found

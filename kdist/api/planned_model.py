@@ -189,7 +189,8 @@ class PlannedModel(PlacedModel):
             notes.append(self.blocks.describe())
         if self.uses_host:
             notes.append(self._host_note())
-        notes += [*table_notes(self.model), *dealt_notes(self.model)]
+        chosen = {} if self.layouts is None else self.layouts.chosen
+        notes += [*table_notes(self.model), *dealt_notes(self.model, chosen)]
         return notes
 
     @property

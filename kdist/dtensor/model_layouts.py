@@ -9,10 +9,12 @@ from typing import Any
 from kdist._compat import keras_models
 from kdist.config.parallel import ParallelConfig
 from kdist.config.shard import ResolvedShard, declarations, resolve_declaration
-from kdist.config.tables import host_layers, split_layers
+from kdist.config.tables import Place, Split, host_layers, split_layers
 from kdist.config.without_effect import WithoutEffect
 from kdist.dtensor.lowering import Island
 from kdist.layers.relayout import Relayout
+from kdist.layers.tables import TableConfig
+from kdist.plan.auto_tables import chosen
 from kdist.sharding.dims import Dims, WeightFit, inner_dims
 from kdist.sharding.layout import WeightLayout, match_pattern, resolve_layouts
 from kdist.sharding.merged_axes import Cut, merged_axes
@@ -46,6 +48,7 @@ class ModelLayouts:
         prefetched: Those of them whose rows are looked up a step ahead.
         on_host: Identities of tables on the host.
         split: By identity of a table that is split by hand, sizes of its parts, and how.
+        chosen: Large tables with `placement="auto"`, and where they go.
         left_whole: A line for each dim of a weight that its layout cuts and that does not divide.
     """
 
@@ -69,6 +72,12 @@ class ModelLayouts:
         for layer, resolved in self.layers:
             self._add_declared(layer, resolved)
         hosted, split = host_layers(model), split_layers(model)
+        self.chosen = {} if data_inside else self._chosen(model, [*hosted, *split])
+        for layer, table in self.chosen.items():
+            if table.placement == "host":
+                hosted[layer] = Place("host")
+            else:
+                split[layer] = Split(table.rows or (), table.axis, columns=table.columns or ())
         self.on_host = {id(layer.embeddings) for layer in hosted}
         self.prefetched = [layer for layer, place in hosted.items() if place.prefetch]
         self.split = {
@@ -86,6 +95,10 @@ class ModelLayouts:
         merged = merged_axes(list(self._cuts(model)), self.compute)
         self.topology = topology.with_merged(merged)
         self.compute = self.compute.with_merged(merged)
+
+    def _chosen(self, model: keras.Model, layers: Iterable[Any]) -> dict[Any, TableConfig]:
+        cut = {key for key, layout in self.weights.items() if not layout.is_replicated}
+        return chosen(model, self.topology, cut | {id(one.embeddings) for one in layers})
 
     def _refuse_cut_tables(self) -> None:
         for layer in self.fetched_layers:

@@ -374,7 +374,8 @@ def _check_sources(table: LookedUp, ids: Any, sources: Sequence[tuple[Any, str]]
             raise ValueError(
                 "Rows of a table on the host, or split by hand, are fetched before the model runs, "
                 "so which they are must follow from the model's inputs alone. Leave the table "
-                "whole on the device, without kdist.place or manual_split. Received: layer "
+                "whole on the device, without kdist.place or manual_split, and with "
+                "placement='device' in a TableConfig. Received: layer "
                 f"{table.layer.path or table.layer.name!r}, whose indices follow from {what}"
             )
         waiting.extend(t.op for t in operation.inputs)

@@ -329,7 +329,8 @@ class FetchedTable(Stored):
         return ValueError(
             f"A table {what} is used row by row, by look-ups of its layer: super().call(ids), "
             "where the layer has a call of its own. Look rows up so, and do not use the table a "
-            "second time, or leave it whole on the device, without kdist.place or manual_split. "
+            "second time, or leave it whole on the device, without kdist.place or manual_split, "
+            "and with placement='device' in a TableConfig. "
             f"Received: table {self.variable.path!r}, read whole in {where or 'the model'!r}"
         )
 

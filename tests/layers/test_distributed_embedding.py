@@ -315,7 +315,7 @@ def test_the_plan_says_where_tables_went() -> None:
     (note,) = [one for one in model.plan().notes if one.startswith("tables of 'tables'")]
     for part in (
         f"'first' by rows {dealt[0].rows} over 'data'",
-        "'left' whole on every device (placement='auto', which kdist.deal_tables did not deal)",
+        "'left' whole on every device, 'far'",
         "'far' on the host",
         "parts per device of 'data': 480 B, 480 B",
     ):
