@@ -112,7 +112,7 @@ def study_model(model: keras.Model, x: Any, training: bool, loss_from_layers: st
         if x is None:
             raise NotStudied("its inputs are not known before the first batch")
         program = Program(model, loss_from_layers == "mean")
-        specs = keras.tree.map_structure(_spec, x)
+        specs = keras.tree.map_structure(_spec, _with_declared_sizes(x, model))
         sizes = [n for v in program.state.written for n in v.shape]
         names: list[str] = []
         with chance_kept(), _statistics_row_by_row(model):
@@ -135,6 +135,22 @@ def _spec(leaf: Any) -> tf.TensorSpec | None:
     if getattr(leaf, "sparse", False) or getattr(leaf, "ragged", False):
         raise NotStudied("an input is sparse or ragged")
     return tf.TensorSpec(leaf.shape, leaf.dtype)
+
+
+def _with_declared_sizes(x: Any, model: keras.Model) -> Any:
+    """Inputs, with sizes that a batch leaves open, as a ragged one does, as the model names them."""
+
+    def filled(given: Any, declared: Any) -> Any:
+        if given is None or getattr(given, "sparse", False) or getattr(given, "ragged", False):
+            return given
+        both = zip(given.shape, declared.shape, strict=True)
+        shape = [want if have is None else have for have, want in both]
+        return keras.KerasTensor(shape, keras.backend.standardize_dtype(given.dtype))
+
+    try:
+        return keras.tree.map_structure(filled, x, model.input)
+    except (AttributeError, TypeError, ValueError):  # another structure, or none that is known
+        return x
 
 
 def _static_batch(model: keras.Model) -> int | None:

@@ -32,6 +32,7 @@ def _batch(kind: str, rng: np.random.Generator, size: int) -> tuple[Any, np.ndar
     return ids if kind == "ragged" else ids.to_sparse(), rng.normal(size=(size, 1))
 
 
+@pytest.mark.filterwarnings("error:.*could not be found out whether rows")
 @pytest.mark.parametrize(
     ("kind", "placement", "level", "stages", "eager"),
     [
