@@ -1,9 +1,10 @@
 """A program for test_born_limited.py: what a model is made, trained, saved under a limit of memory.
 
-    python born_limited.py WHAT FOLDER
+    python born_limited.py WHAT FOLDER [GROUP]
 
 It does all on a small model first, and then sets the limit: a quarter more than what it should
-need, over what the process has by then. With "pooled" there is no limit, but a look at TensorFlow's
+need, over what the process has by then; of resident memory, where there is a GROUP of
+`tests.memory_group`, else of addresses. With "pooled" there is no limit, but a look at TensorFlow's
 pool. Prints lines of JSON, in mebibytes.
 """
 
@@ -25,6 +26,8 @@ import h5py
 import keras
 import numpy as np
 import tensorflow as tf
+
+from tests.memory_group import enter
 
 HEADROOM = 1.25
 SMALL, WIDTH, LAYERS = 64, 1024, 24
@@ -144,15 +147,18 @@ def loaded(does: str, folder: Path) -> None:
     say("same")
 
 
-def limit(needed: int) -> None:
+def limit(needed: int, group: Path | None) -> None:
     """From now on the process may have a quarter more than it needs, on top of what it has."""
     base = size("VmSize")
     allowed = base + int(HEADROOM * needed)
-    resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
+    if group is not None:
+        enter(group, int(HEADROOM * needed))
+    else:
+        resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
     say("limit", base=base >> 20, needed=needed >> 20, allowed=allowed >> 20)
 
 
-def main(what: str, folder: Path) -> None:
+def main(what: str, folder: Path, group: Path | None = None) -> None:
     kdist.init(cpu_devices=4)
     make, does = what.split("-")
     if make == "file":
@@ -160,7 +166,7 @@ def main(what: str, folder: Path) -> None:
         return
     trained(born(SMALL, [SMALL] * LAYERS), folder / "small")
     if does == "build":
-        limit(4 * LARGE[0] * LARGE[1])
+        limit(4 * LARGE[0] * LARGE[1], group)
         units = [LARGE[1], SMALL]
         if make == "born":
             touch(born(LARGE[0], units))
@@ -171,7 +177,7 @@ def main(what: str, folder: Path) -> None:
     parameters = 4 * LAYERS * (WIDTH + 1) * WIDTH
     needed = 4 * parameters  # themselves, two slots, gradients
     if not make.startswith("pooled"):
-        limit(needed)
+        limit(needed, group)
     model = born(WIDTH, [WIDTH] * LAYERS)
     second = [tf.identity(v) for v in model.weights] if make.endswith("copied") else None
     trained(model, folder / "large")
@@ -190,4 +196,4 @@ def pooled(needed: int, parameters: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], *map(Path, sys.argv[2:]))
