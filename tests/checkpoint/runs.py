@@ -116,6 +116,7 @@ def source(kind: str) -> dict[str, Any]:
             "validation_split": 0.2,
         },
         "batches": lambda: {"x": Batches()},
+        "batches_in_order": lambda: {"x": Batches(), "shuffle": False},
         "cut": lambda: {"x": Batches(), "steps_per_epoch": 5},
         "workers": lambda: {"x": Batches(workers=2)},
         "dataset": lambda: {"x": dataset("known")},
@@ -135,27 +136,28 @@ def callbacks() -> list[keras.callbacks.Callback]:
     ]
 
 
-def build(mesh: dict[str, int], level: int, **compile_options: Any) -> keras.Model:
-    """A model with dropout and statistics."""
+def build(mesh: dict[str, int] | None, level: int, **compile_options: Any) -> keras.Model:
+    """A model with dropout and statistics; without a mesh, a plain one."""
     keras.utils.set_random_seed(21)
     inputs = keras.Input((6,))
     x = keras.layers.Dense(8, activation="tanh", name="up")(inputs)
     x = keras.layers.Dropout(0.3, name="drop")(x)
     x = keras.layers.BatchNormalization(name="statistics")(x)
     model = keras.Model(inputs, keras.layers.Dense(3, name="head")(x))
-    config = kdist.ParallelConfig(
-        mesh=kdist.mesh(**mesh),
-        layout_map=LAYOUTS if "model" in mesh else None,
-        optimizer=kdist.OptimizerConfig(level=level, threshold_kb=0),
-    )
-    kdist.parallelize(model, config)
+    if mesh is not None:
+        config = kdist.ParallelConfig(
+            mesh=kdist.mesh(**mesh),
+            layout_map=LAYOUTS if "model" in mesh else None,
+            optimizer=kdist.OptimizerConfig(level=level, threshold_kb=0),
+        )
+        kdist.parallelize(model, config)
     model.compile(keras.optimizers.Adam(1e-2), "mse", metrics=["mae"], **compile_options)
     return model
 
 
 def run(
     model: keras.Model,
-    saver: kdist.callbacks.ShardedCheckpoint,
+    saver: kdist.callbacks.ShardedCheckpoint | None,
     kind: str,
     stop: int | None = None,
     epochs: int = 3,
@@ -163,13 +165,14 @@ def run(
 ) -> dict[str, Any]:
     """One run; what is seen of it, if it ends."""
     seen = Seen()
+    saving = [] if saver is None else [saver]
     rest = [StopAfter(stop)] if stop else []
     with contextlib.suppress(Stopped):
         history = model.fit(
             **source(kind),
             epochs=epochs,
             verbose=0,
-            callbacks=[*callbacks(), *also, seen, saver, *rest],
+            callbacks=[*callbacks(), *also, seen, *saving, *rest],
         )
         return {
             "history": history.history,
