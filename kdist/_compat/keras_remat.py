@@ -14,6 +14,7 @@ import contextlib
 import functools
 import inspect
 import math
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -24,6 +25,14 @@ from tensorflow.python.ops import custom_gradient
 
 WRAPPER = "recompute_grad"
 """Function in which wrappers are made, as TensorFlow notes it."""
+LIBRARIES = frozenset({*sys.stdlib_module_names, "keras", "tensorflow", "numpy", "kdist"})
+LOOKED_AT = 10_000
+"""So many values of a layer are looked at in search of wrappers."""
+_NOT_LOOKED_INTO = (
+    *(keras.layers.Layer, keras.Variable, keras.KerasTensor, tf.Tensor, tf.Variable),
+    *(types.ModuleType, types.BuiltinFunctionType, str, bytes, bool, int, float, type(None)),
+)
+"""Layers are looked at each for itself."""
 
 
 def operations_of(model: keras.Model) -> list[Any]:
@@ -88,17 +97,14 @@ def taken_back(model: keras.Model) -> Iterator[None]:
 
 
 def wraps_functions(layer: keras.layers.Layer) -> bool:
-    """Whether a layer has what `keras.remat` made, or makes it in a method of its own."""
-    held: list[Any] = []
-    for value in vars(layer).values():
-        if isinstance(value, dict):
-            held.extend(value.values())
-        else:
-            held.extend(value if isinstance(value, list | tuple) else [value])
-    for kind in type(layer).__mro__:
-        if kind.__module__.partition(".")[0] != "keras":
-            held.extend(vars(kind).values())
-    return any(_leads_to_remat(one, set()) for one in held)
+    """Whether a layer has what `keras.remat` made, or makes it in a method of its own.
+
+    It may be in lists, dicts and objects that the layer has, at any depth; of these, and of
+    functions on the way, so many are looked at.
+    """
+    held = [*vars(layer).values(), *_of_class(type(layer))]
+    seen: dict[int, Any] = {}
+    return any(_leads_to_remat(one, seen) for one in held)
 
 
 def _is_wrapper(value: Any) -> bool:
@@ -106,29 +112,59 @@ def _is_wrapper(value: Any) -> bool:
     return getattr(decorator, "decorator_name", None) == WRAPPER
 
 
-def _leads_to_remat(value: Any, seen: set[int]) -> bool:
-    """Whether a value is what `keras.remat` made, or a function that makes or calls such.
+def _leads_to_remat(value: Any, seen: dict[int, Any]) -> bool:
+    """Whether a value is what `keras.remat` made, or leads to what is or makes such.
 
     Args:
         value: Anything.
-        seen: Identities of functions that were looked at.
+        seen: What was looked at, by identity; kept, so that no other value gets its identity.
     """
-    if value is keras.remat or value is tf.recompute_grad or _is_wrapper(value):
-        return True
+    waiting = [value]
+    while waiting and len(seen) < LOOKED_AT:
+        one = waiting.pop()
+        if one is keras.remat or one is tf.recompute_grad:
+            return True
+        if id(one) in seen or isinstance(one, _NOT_LOOKED_INTO):
+            continue
+        seen[id(one)] = one
+        if _is_wrapper(one):
+            return True
+        waiting.extend(_held_by(one))
+    return False
+
+
+def _held_by(value: Any) -> list[Any]:
+    """What a container, function, class or object has, if it is the user's."""
+    if isinstance(value, dict):
+        return [*value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [*value]
     if isinstance(value, functools.partial):
-        return any(_leads_to_remat(one, seen) for one in (value.func, *value.args))
-    if isinstance(value, staticmethod | classmethod | types.MethodType):
-        return _leads_to_remat(value.__func__, seen)
-    if not isinstance(value, types.FunctionType) or id(value) in seen or _is_library(value):
-        return False
-    seen.add(id(value))
-    return any(_leads_to_remat(one, seen) for one in _reached(value))
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, staticmethod | classmethod):
+        return [value.__func__]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, types.FunctionType):
+        return [] if _is_library(value) else _reached(value)
+    kind = value if isinstance(value, type) else type(value)
+    if _is_library(kind) or issubclass(kind, keras.layers.Layer):
+        return []
+    own = [] if isinstance(value, type) else [*getattr(value, "__dict__", {}).values()]
+    slots = [name for one in kind.__mro__ for name in vars(one).get("__slots__", ())]
+    own += [getattr(value, name, None) for name in slots]
+    return [*own, *_of_class(kind)]
 
 
-def _is_library(function: types.FunctionType) -> bool:
-    """Whether a function is Keras's, TensorFlow's or NumPy's: none of these wraps what users do."""
-    package = (function.__module__ or "").partition(".")[0]
-    return package in ("keras", "tensorflow", "numpy")
+def _of_class(kind: type) -> list[Any]:
+    """What a class and its bases have, those of libraries apart."""
+    return [one for base in kind.__mro__ if not _is_library(base) for one in vars(base).values()]
+
+
+def _is_library(value: types.FunctionType | type) -> bool:
+    """Whether a function or class is of a library: none of these wraps what users do."""
+    package = (value.__module__ or "").partition(".")[0]
+    return package in LIBRARIES
 
 
 def _reached(function: types.FunctionType) -> list[Any]:

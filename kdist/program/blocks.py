@@ -107,9 +107,9 @@ def _wrapped(call: Callable, within: list[str], calls: Iterator[int]) -> Callabl
     if not within:
         raise ValueError(
             "keras.remat is taken to kdist's recompute where a layer that calls the result has it "
-            "as an attribute, or in a list or dict, or whose methods lead to it by functions, "
-            "global or closed over. Wrap it there, or declare the layer with "
-            "kdist.recompute(layer) instead. "
+            "as an attribute, in lists, dicts and objects too, or whose methods lead to it by "
+            "functions and classes, global or closed over. Wrap it there, or declare the layer "
+            "with kdist.recompute(layer) instead. "
             f"Received: {keras_remat.described(call)}, wrapped elsewhere"
         )
     number = within[-1].removeprefix(WRAPPING)

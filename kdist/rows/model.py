@@ -138,7 +138,7 @@ def _spec(leaf: Any) -> tf.TensorSpec | None:
 
 
 def _with_declared_sizes(x: Any, model: keras.Model) -> Any:
-    """Inputs, with sizes that a batch leaves open, as a ragged one does, as the model names them."""
+    """Inputs, in which sizes that a batch (a ragged one, say) leaves open are the model's."""
 
     def filled(given: Any, declared: Any) -> Any:
         if given is None or getattr(given, "sparse", False) or getattr(given, "ragged", False):

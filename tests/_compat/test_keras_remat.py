@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import time
 from typing import Any
 
 from kdist._compat import keras_remat
@@ -86,6 +88,59 @@ def test_layers_that_wrap_functions_are_known() -> None:
     assert keras_remat.wraps_functions(keras.layers.Lambda(functools.partial(helper, abs)))
     assert not keras_remat.wraps_functions(keras.layers.Lambda(closed_over(abs)))
     assert not keras_remat.wraps_functions(Holder(keras.ops.tanh, keras.layers.Dense(2)))
+
+
+@dataclasses.dataclass
+class Box:
+    """No layer."""
+
+    held: Any = None
+
+
+class Slotted:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Calling:
+    def __call__(self, x: Any) -> Any:
+        return keras.remat(keras.ops.tanh)(x)
+
+    def run(self, x: Any) -> Any:
+        return x
+
+
+class MakesOne(Holder):
+    def call(self, x: Any) -> Any:
+        return Calling()(x)
+
+
+def test_wrappers_in_containers_and_objects_are_known() -> None:
+    one = keras.remat(keras.ops.tanh)
+    for held in (
+        [[one]],
+        {"a": {"b": (one,)}},
+        Box(one),
+        [Box({"a": Slotted([Box(one)])})],
+        Calling(),
+        Calling().run,
+        functools.partial(helper, x=Box(one)),
+    ):
+        assert keras_remat.wraps_functions(Holder(held)), held
+    assert keras_remat.wraps_functions(MakesOne())
+    circle = Box([])
+    circle.held.append(circle)
+    for held in (circle, [[keras.ops.tanh]], Box(Slotted({"a": abs})), list(range(100_000))):
+        assert not keras_remat.wraps_functions(Holder(held))
+
+
+def test_the_search_is_bounded() -> None:
+    """What is not found is refused when it is called."""
+    started = time.perf_counter()
+    assert not keras_remat.wraps_functions(Holder([Box(Box()) for _ in range(100_000)]))
+    assert time.perf_counter() - started < 2
 
 
 @pytest.mark.parametrize("in_graph", [True, False])
