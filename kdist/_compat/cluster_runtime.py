@@ -7,6 +7,10 @@ held by `tests/cluster/test_training.py`:
 - `Server` makes as many CPU devices as `device_count` says, and its target is the address that it
   listens on, the port included that the system chose for port 0.
 - A server shares its port with sockets that have SO_REUSEPORT where TF_GRPC_REUSE_PORT is set.
+- A `MultiWorkerMirroredStrategy` of several workers starts a server in each of them, for
+  collectives, and a coordination service with a table of texts. Other servers can be started beside
+  its own, at other ports, and `use` works in a context that has one: what was made before can be
+  read. (Joining its own servers, by `Context.update_server_def`, hangs.)
 - Connections of TensorFlow's runtime are sockets of this process. When one breaks, calls that wait
   for it fail; a call to a process that is frozen ends in no other way (cancelling it does not).
 """
@@ -21,6 +25,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.eager import context
 
 JOB = "worker"
@@ -81,6 +86,9 @@ def use(addresses: Sequence[str]) -> None:
     Args:
         addresses: `host:port` of each process's server; this one's starts here.
     """
+    if strategy_job() is not None:
+        _use_beside_strategy(addresses)
+        return
     tf.config.experimental_connect_to_cluster(
         tf.train.ClusterSpec({JOB: list(addresses)}),
         job_name=JOB,
@@ -90,9 +98,47 @@ def use(addresses: Sequence[str]) -> None:
     )
 
 
+def _use_beside_strategy(addresses: Sequence[str]) -> None:
+    """The same in a context that has a server, without what belongs to that one's cluster.
+
+    With its coordination service, the others' servers would never answer.
+    """
+    running = context.context()
+    server = tensorflow_server_pb2.ServerDef(job_name=JOB, task_index=0, protocol="grpc")
+    server.cluster.CopyFrom(tf.train.ClusterSpec({JOB: list(addresses)}).as_cluster_def())
+    server.default_session_config.CopyFrom(running.config)
+    for field in ("coordination_config", "collective_group_leader"):
+        server.default_session_config.experimental.ClearField(field)
+    del server.default_session_config.device_filters[:]
+    running.set_server_def(server)
+
+
 def has_started() -> bool:
     """Whether TensorFlow has made its devices, after which no process can be joined."""
     return bool(context.context()._initialized)
+
+
+def strategy_job() -> str | None:
+    """This process's job in the cluster of a strategy that has started servers, if one has."""
+    server = context.context()._collective_ops_server_def
+    return None if server is None else str(server.job_name)
+
+
+def say_to_strategy_cluster(name: str, text: str) -> None:
+    """Puts a text where the other processes of a strategy find it."""
+    context.context().set_config_key_value(name, text)
+
+
+def heard_in_strategy_cluster(name: str, seconds: float) -> str:
+    """What a process of a strategy has said, or says within some time.
+
+    Raises:
+        TimeoutError: None did.
+    """
+    try:
+        return str(context.context().get_config_key_value(name, int(1000 * seconds)))
+    except tf.errors.OpError as error:
+        raise TimeoutError(str(error).split("\n", maxsplit=1)[0]) from error
 
 
 def devices_of_all() -> list[str]:

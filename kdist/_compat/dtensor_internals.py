@@ -26,11 +26,14 @@ _LOWERED = "_func_"
 
 
 def context_devices() -> int | None:
-    """Number of logical CPU devices of the running context; None before it starts."""
+    """Number of this process's CPU devices in the running context; None before it starts."""
     running = context.context()
     if not running._initialized:
         return None
-    return len(tf.config.list_logical_devices("CPU"))
+    server = running._server_def or running._collective_ops_server_def
+    mine = None if server is None else (server.job_name, server.task_index)
+    found = [tf.DeviceSpec.from_string(one.name) for one in tf.config.list_logical_devices("CPU")]
+    return sum(mine is None or (one.job, one.task) in (mine, (None, None)) for one in found)
 
 
 def lowered_names() -> frozenset[str]:

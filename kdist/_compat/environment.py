@@ -80,6 +80,11 @@ def set_up_devices(cpu_devices: int | None = None, threads_per_op: int | None = 
     _set_threads(threads_per_op)
 
 
+def running_cpu_devices() -> int | None:
+    """CPU devices of this process, if TensorFlow has started."""
+    return dtensor_internals.context_devices()
+
+
 def grow_gpu_memory() -> None:
     """Has TensorFlow take memory of GPUs as it needs it, not all of it at the start.
 

@@ -10,7 +10,10 @@ import math
 from typing import Any
 
 from kdist._compat import keras_optimizers, keras_trainer
+from kdist._compat.cluster_runtime import JOB
+from kdist.cluster.joining import has_joined
 from kdist.config.parallel import ParallelConfig
+from kdist.sharding.device import Device
 from kdist.sharding.mesh import Topology, mesh
 
 import keras
@@ -55,8 +58,9 @@ def mesh_from_strategy(
     """A mesh of the devices that a `tf.distribute` strategy trains on.
 
     Args:
-        strategy: A `OneDeviceStrategy`, `MirroredStrategy`, `MultiWorkerMirroredStrategy` of one
-            worker, or `TPUStrategy`.
+        strategy: A `OneDeviceStrategy`, `MirroredStrategy`, `MultiWorkerMirroredStrategy` or
+            `TPUStrategy`. With several workers, `kdist.init()` comes after the strategy in each of
+            them, and goes on in the first.
         **axes: Sizes of further axes, after `data`, which gets what is left of the devices; see
             `kdist.mesh`.
 
@@ -74,7 +78,7 @@ def mesh_from_strategy(
         >>> kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh))
     """
     check_kind(strategy)
-    devices = [short_name(d) for d in strategy.extended.worker_devices]
+    devices = devices_of(strategy)
     rest = math.prod(axes.values())
     if "data" in axes or rest < 1 or len(devices) % rest:
         raise ValueError(
@@ -96,24 +100,37 @@ def check_kind(strategy: Any) -> None:
             "strategies, and give the devices with kdist.mesh. "
             f"Received: strategy={strategy!r}"
         )
-    resolver = getattr(strategy, "cluster_resolver", None)
-    cluster = None if resolver is None else resolver.cluster_spec()
-    workers = 0 if not cluster else sum(cluster.num_tasks(job) for job in cluster.jobs)
-    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and workers > 1:
+    workers = workers_of(strategy)
+    if workers > 1 and not has_joined():
         raise ValueError(
-            "One process of kdist drives the devices of all workers. The servers that this "
-            "strategy started run their own process's operations only, and TensorFlow starts no "
-            "others beside them. Leave the strategy and its scope out, keep TF_CONFIG, and begin "
-            "the script with kdist.init(): kdist.mesh then has the devices of all workers. "
+            "One process of kdist drives the devices of all workers. Call kdist.init() in each of "
+            "them, after the strategy is made: it goes on in the first alone. "
             f"Received: a MultiWorkerMirroredStrategy of {workers} workers"
         )
+
+
+def workers_of(strategy: Any) -> int:
+    """How many processes a strategy is over."""
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return 1
+    cluster = strategy.cluster_resolver.cluster_spec()
+    return max(1, sum(cluster.num_tasks(job) for job in cluster.jobs) if cluster else 1)
+
+
+def devices_of(strategy: Any) -> list[str]:
+    """The devices that a strategy trains on; of several workers all, worker after worker."""
+    mine = [short_name(d) for d in strategy.extended.worker_devices]
+    if (workers := workers_of(strategy)) == 1:
+        return mine
+    return [f"/job:{JOB}/task:{k}/device:{d.upper()}" for k in range(workers) for d in mine]
 
 
 def check_devices(strategy: tf.distribute.Strategy, topology: Topology) -> None:
     """Refuses a mesh whose devices are not those of the strategy in scope."""
     check_kind(strategy)
-    mine = {short_name(d) for d in topology.devices}
-    theirs = {short_name(d) for d in strategy.extended.worker_devices}
+    shown = short_name if workers_of(strategy) == 1 else _full_name
+    mine = {shown(d) for d in topology.devices}
+    theirs = {shown(d) for d in devices_of(strategy)}
     if mine != theirs:
         raise ValueError(
             "A model built in the scope of a strategy uses that strategy's devices. Leave the "
@@ -126,6 +143,10 @@ def short_name(device: str) -> str:
     """`cpu:3` for any form of a device string."""
     spec = tf.DeviceSpec.from_string(device)
     return f"{spec.device_type.lower()}:{spec.device_index}"
+
+
+def _full_name(device: str) -> str:
+    return Device.parse(device).name
 
 
 def refuse_scope() -> None:
@@ -153,10 +174,15 @@ def detach(model: keras.Model) -> None:
 
 
 def make_plain(variable: keras.Variable) -> None:
-    """Replaces a mirrored variable behind a Keras variable by one `tf.Variable`."""
+    """Replaces a mirrored variable behind a Keras variable by one `tf.Variable`.
+
+    Of one that workers hold apart, the sums of metrics, it takes this worker's part: collectives of
+    the strategy have ended.
+    """
     value = keras_trainer.tf_variable(variable)
     if not isinstance(value, tf.distribute.DistributedValues):
         return
-    plain = tf.Variable(tf.convert_to_tensor(value), trainable=value.trainable, name=variable.name)
+    here = value.values[0] if workers_of(value.distribute_strategy) > 1 else value
+    plain = tf.Variable(tf.convert_to_tensor(here), trainable=value.trainable, name=variable.name)
     plain._unique_id = value._unique_id
     keras_trainer.set_tf_variable(variable, plain)

@@ -9,6 +9,7 @@ from typing import Any
 
 from kdist._compat import cluster_runtime, environment
 from kdist.cluster import output
+from kdist.cluster.beside_strategy import check_strategy, place_beside, tell_where
 from kdist.cluster.controller import Controller
 from kdist.cluster.ending import Ending
 from kdist.cluster.place import Place, split_address
@@ -35,7 +36,8 @@ def init(
 ) -> None:
     """Prepares the devices of this process, and joins it with the others of its program.
 
-    Call it before the first tensor is made. Where nothing says that there are several processes,
+    Call it before the first tensor is made, or after a `MultiWorkerMirroredStrategy` of several
+    workers. Where nothing says that there are several processes,
     this one is alone. Otherwise the same script runs in each of them, and this call returns in
     process 0 only: the others lend it their devices, and end here with its exit code when it ends.
     So what stands behind it (arrays, callbacks, files, logs) happens once. The devices of all
@@ -88,15 +90,14 @@ def init(
         environment.set_up_devices(cpu_devices, threads_per_op)
         return
     place = _place(coordinator, num_processes, process_id)
-    if place is not None and place.count > 1 and cluster_runtime.has_started():
-        raise ValueError(
-            "A process joins the others before TensorFlow starts. Call kdist.init right after the "
-            "imports, before any tensor, variable, layer or kdist.comm.connect. "
-            f"Received: process {place.process} of {place.count}, from {place.source}"
-        )
+    beside = place is not None and place.count > 1 and cluster_runtime.has_started()
+    if place is not None and beside:
+        check_strategy(place)
+        running = environment.running_cpu_devices()
+        cpu_devices = running if cpu_devices is None else cpu_devices
     environment.set_up_devices(cpu_devices, threads_per_op)
     if place is not None and place.count > 1:
-        _join(place, deadlines, cpu_devices, threads_per_op)
+        _join(place, deadlines, cpu_devices, threads_per_op, beside)
 
 
 def controller() -> Controller | None:
@@ -146,9 +147,16 @@ def _place(
 
 
 def _join(
-    place: Place, deadlines: Deadlines, cpu_devices: int | None, threads_per_op: int | None
+    place: Place,
+    deadlines: Deadlines,
+    cpu_devices: int | None,
+    threads_per_op: int | None,
+    beside: bool,
 ) -> None:
+    """Joins the others; `beside` a strategy that has servers of its own."""
     global _controller
+    if beside:
+        place = place_beside(place, deadlines.start)
     mine = described(cpu_devices, threads_per_op)
     if place.process:
         head = f"process {place.process} of {place.count} serves {place.coordinator}"
@@ -156,6 +164,8 @@ def _join(
         serve(place, mine, deadlines, cpu_devices or 1, environment.threads())
     made = Controller(place, mine, deadlines)
     try:
+        if beside:
+            tell_where(place)
         made.gather()
     except BaseException as error:
         made.end(1, str(error))

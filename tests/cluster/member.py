@@ -129,14 +129,44 @@ def trains() -> None:
 
 def strategy() -> None:
     """A model from the scope of a strategy that has started a cluster of its own."""
-    scope = tf.distribute.MultiWorkerMirroredStrategy().scope()
-    with scope:
-        made = keras.Sequential([keras.Input((12,)), keras.layers.Dense(4)])
+    keras.config.set_floatx("float64")
+    scope = tf.distribute.MultiWorkerMirroredStrategy()
+
+    def build() -> keras.Model:
+        layers = [keras.layers.Dense(16, activation="gelu"), keras.layers.Dense(4)]
+        made = keras.Sequential([keras.Input((12,)), *layers])
+        made.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+        return made
+
+    with scope.scope():
+        made = build()
+    before = tf.Variable(3.0)
     try:
         kdist.parallelize(made)
     except ValueError as error:
         print("REFUSED", error, flush=True)
-    os._exit(0)  # the strategy's servers wait for each other
+    try:
+        kdist.init(start_timeout_s=START, peer_timeout_s=SILENCE)
+    except ValueError as error:
+        print("REFUSED", error, flush=True)
+        os._exit(3)  # the strategy's servers wait for each other
+    kdist.init()
+    mesh = kdist.mesh_from_strategy(scope)
+    print("devices", [str(one) for one in mesh.devices.flat], flush=True)
+    kdist.parallelize(made)
+    plain, (x, y) = build(), data()
+    plain.set_weights(made.get_weights())
+    found, wanted = (
+        one.fit(x, y, batch_size=8, epochs=3, verbose=0, shuffle=False).history
+        for one in (made, plain)
+    )
+    assert float(before) == 3.0, "what was made before stays"
+    for name, values in wanted.items():
+        np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-9)
+    for mine, other in zip(made.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-9)
+    print("equal", flush=True)
+    sys.exit(int(os.environ.get("TEST_CODE", "0")))
 
 
 def goes_on() -> None:

@@ -37,23 +37,38 @@ def test_training_over_two_processes_equals_one() -> None:
     assert "joined" not in both[1].text, "the script goes on in process 0 only"
 
 
-@pytest.mark.wide
-def test_a_strategy_with_a_cluster_of_its_own_is_refused_and_its_place_taken() -> None:
-    """What the refusal says to do instead works, with the very same TF_CONFIG."""
-    workers = {"worker": [f"127.0.0.1:{free_port()}" for _ in range(2)]}
-    each = {
-        k: {
-            "TF_CONFIG": json.dumps({"cluster": workers, "task": {"type": "worker", "index": k}}),
-            "KDIST_COORDINATOR": "",
-            "KDIST_NUM_PROCESSES": "",
-            "KDIST_PROCESS_ID": "",
-        }
-        for k in range(2)
+def of_tf_config(jobs: dict[str, int]) -> dict[int, dict[str, str]]:
+    """What each process finds in its environment, by the number of processes of each job."""
+    cluster = {job: [f"127.0.0.1:{free_port()}" for _ in range(n)] for job, n in jobs.items()}
+    tasks = [{"type": job, "index": k} for job, n in jobs.items() for k in range(n)]
+    none = {f"KDIST_{name}": "" for name in ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID")}
+    return {
+        k: {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task}), **none}
+        for k, task in enumerate(tasks)
     }
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_strategy_of_several_workers_is_joined(workers: int) -> None:
+    """In the processes in which it has started servers; equal to one device."""
+    each = of_tf_config({"worker": workers})
+    with program("strategy", workers, each=each, TEST_CODE="7") as all_:
+        assert [one.ends() for one in all_] == [7] * workers, all_[0].text[-2000:]
+    refused = "REFUSED One process of kdist drives the devices of all workers. Call kdist.init()"
+    assert all(refused in one.text for one in all_)
+    assert [one.lines.count("equal") for one in all_] == [1, *[0] * (workers - 1)]
+    devices = [f"/job:worker/task:{k}/device:CPU:0" for k in range(workers)]
+    assert f"devices {devices}" in all_[0].text
+
+
+@pytest.mark.wide
+def test_a_strategy_with_a_chief_is_refused_and_its_place_taken() -> None:
+    """What the refusal says to do instead works, with the very same TF_CONFIG."""
+    each = of_tf_config({"chief": 1, "worker": 1})
     with program("strategy", 2, each=each) as both:
-        for one in both:
-            one.until("REFUSED One process of kdist drives the devices of all workers.")
-            assert "keep TF_CONFIG, and begin the script with kdist.init()" in one.text
+        assert [one.ends() for one in both] == [3, 3]
+    assert all("REFUSED Variables of a strategy keep the names" in one.text for one in both)
     with program("trains", 2, each=each) as both:
         assert [one.ends() for one in both] == [0, 0], both[0].text[-2000:]
     assert result(both[0])["loss"]
