@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 
@@ -40,6 +41,16 @@ class PlannedModel(PlacedModel):
         rows = {id(v) for v in gradients_of_rows(self.model)}
         trainable = self.model.trainable_variables
         return {i: LookUp() for i, v in enumerate(trainable) if id(v) in rows}
+
+    def _look_ups_of_stages(self) -> Mapping[int, LookUp]:
+        """`look_ups`, with how many virtual stages make them."""
+        if self.staged is None:
+            return self.look_ups()
+        users, variables = self.staged.users(), self.model.trainable_variables
+        return {
+            v: dataclasses.replace(one, users=max(1, len(users.get(id(variables[v]), ()))))
+            for v, one in self.look_ups().items()
+        }
 
     def works(self) -> list[Work]:
         """What is done in each pass of a training step; the weights are placed.
@@ -158,12 +169,18 @@ class PlannedModel(PlacedModel):
             exchanges,
             self.classes(),
             [one for work in works for one in work if isinstance(one, Gather)],
-            self.look_ups(),
+            self._look_ups_of_stages(),
             1 if self.config.pipeline is None else self.config.pipeline.micro_batches,
             row_updates(optimizer, self.model.trainable_variables),
             works,
             sums_rows(optimizer, self.model.trainable_variables),
+            self._looked_up_ahead(),
         )
+
+    def _looked_up_ahead(self) -> frozenset[int]:
+        """Positions of trainable variables whose rows `fit` looks up a step ahead."""
+        ahead = {id(one.embeddings) for one in self.layouts.prefetched} if self.layouts else set()
+        return frozenset(n for n, v in enumerate(self.model.trainable_variables) if id(v) in ahead)
 
     def _notes(self) -> list[str]:
         """What the plan says beside its tables."""

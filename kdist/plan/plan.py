@@ -108,6 +108,7 @@ class Plan:
         micro_batches: That each replica's part of a batch is cut into.
         row_updates: Trainable variables of which an update from rows changes these rows alone.
         summed_rows: Trainable variables of which gradients of one row may be summed.
+        ahead: Trainable variables of which rows are looked up a step ahead in `fit`.
         works: What stages, or a model in chunks, do instruction by instruction; per pass, of which
             a loss over the whole batch makes two.
     """
@@ -126,6 +127,7 @@ class Plan:
     micro_batches: int = 1
     row_updates: frozenset[int] = frozenset()
     summed_rows: frozenset[int] = frozenset()
+    ahead: frozenset[int] = frozenset()
     works: tuple[Work, ...] = dataclasses.field(default=(), compare=False)
 
     @property
@@ -221,14 +223,33 @@ class Plan:
             units = [unit for unit in self.units if unit.variable == variable]
             placement = self.weights[self.trainable[variable]]
             by_rows = variable in self.row_updates
-            found.append(table_traffic(placement, units, look_up, self.micro_batches, by_rows))
+            pieces = self._pieces(variable, look_up)
+            found.append(table_traffic(placement, units, look_up, pieces, by_rows))
         return [table for table in found if table.messages]
+
+    def _pieces(self, variable: int, look_up: LookUp) -> int:
+        """In how many pieces the rows of a replica's gradient travel.
+
+        TensorFlow joins those of several replicas and those of micro-batches at once.
+        """
+        placement = self.weights[self.trainable[variable]]
+        if not placement.fetched:
+            return self.micro_batches
+        if variable in self.summed_rows:
+            return 1
+        return self.micro_batches * look_up.users // max(1, len(placement.groups))
 
     def host_tables(self) -> list[HostTraffic]:
         """What goes between the host and the devices per step, by tables on the host."""
         placed = [(v, self.weights[self.trainable[v]], look_up) for v, look_up in self.look_ups]
         return [
-            host_traffic(placement, look_up, v in self.summed_rows)
+            host_traffic(
+                placement,
+                look_up,
+                v in self.summed_rows,
+                self._pieces(v, look_up),
+                v in self.ahead,
+            )
             for v, placement, look_up in placed
             if placement.on_host
         ]
@@ -349,6 +370,7 @@ def make_plan(
     row_updates: frozenset[int] = frozenset(),
     works: Sequence[Work] = (),
     summed_rows: frozenset[int] = frozenset(),
+    ahead: frozenset[int] = frozenset(),
 ) -> Plan:
     """Puts a plan together; without `gathers`, what is not stored whole is gathered once."""
     if gathers is None:
@@ -369,4 +391,5 @@ def make_plan(
         row_updates=row_updates,
         works=tuple(works),
         summed_rows=summed_rows,
+        ahead=ahead,
     )

@@ -13,8 +13,11 @@ from collections.abc import Sequence
 
 from kdist.sharding.mesh import HOST
 from kdist.sharding.owners import UpdateUnit
-from kdist.sharding.placement import Placement
+from kdist.sharding.placement import Placement, shape_of
 from kdist.storage.sparse import LookUp
+
+PLACE_BYTES = 8
+"""Of the number that says which of a replica's rows one is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +77,8 @@ class HostTraffic:
             `combined`, else one for each look-up.
         combined: Whether gradients of one row are summed before they travel.
         replicas: How many replicas look up rows of their own.
+        again: Bytes sent to the devices of a replica, divided by those of its rows that the step
+            before has changed, where rows are looked up a step ahead; else 0.
     """
 
     path: str
@@ -84,43 +89,59 @@ class HostTraffic:
     back: int
     combined: bool
     replicas: int
+    again: int = 0
 
-    def sent(self, rows: int, look_ups: int) -> tuple[int, int]:
+    def sent(self, rows: int, look_ups: int, changed: int = 0) -> tuple[int, int]:
         """Bytes (to the devices, to the host) of a step.
 
         Args:
             rows: Different rows that one replica looks up.
             look_ups: How many look-ups these are.
+            changed: How many of the rows the step before has changed, if rows are looked up ahead.
         """
         gradients = rows if self.combined else look_ups
         to_host = rows * self.up + gradients * self.back
-        return self.replicas * rows * self.down, self.replicas * to_host
+        to_devices = rows * self.down + changed * self.again
+        return self.replicas * to_devices, self.replicas * to_host
 
     def __str__(self) -> str:
         back = "" if self.combined else f", {self.back} B x look-ups"
         up = self.up + self.back * self.combined
-        return f"{self.down} B x rows of a replica to it; {up} B x rows{back} to the host"
+        again = f", {self.again} B x those just changed" * bool(self.again)
+        return f"{self.down} B x rows of a replica to it{again}; {up} B x rows{back} to the host"
 
 
-def host_traffic(placement: Placement, look_up: LookUp, combined: bool) -> HostTraffic:
+def host_traffic(
+    placement: Placement,
+    look_up: LookUp,
+    combined: bool,
+    pieces: int = 1,
+    ahead: bool = False,
+) -> HostTraffic:
     """Counts what goes between the host and the replicas that look rows of a table up.
 
     Args:
         placement: Where the table is: on the host.
         look_up: How its rows are looked up.
         combined: Whether gradients of one row are summed before they travel.
+        pieces: In how many pieces the gradient of a replica travels, where there are several.
+        ahead: Whether rows are looked up a step ahead; then the numbers of a step's rows travel
+            twice, and rows that it has changed, with their places, to those that will use them.
     """
     replicas, devices = len(placement.slices), len(placement.table[0])
     row = placement.nbytes // placement.shape[0]
+    gradients = replicas * (pieces if look_up.by_batch and replicas > 1 else 1)
+    each = 1 + devices + (not combined) + (1 + 2 * devices) * ahead
     return HostTraffic(
         path=placement.path,
         nbytes=placement.nbytes,
-        messages=replicas * (1 + devices + 2 - combined),
+        messages=replicas * each + gradients,
         down=row * devices,
-        up=look_up.index_bytes,
+        up=look_up.index_bytes * (1 + ahead),
         back=row + look_up.index_bytes * (not combined),
         combined=combined,
         replicas=replicas,
+        again=(row + PLACE_BYTES) * devices * ahead,
     )
 
 
@@ -128,7 +149,7 @@ def table_traffic(
     placement: Placement,
     units: Sequence[UpdateUnit],
     look_up: LookUp,
-    micro_batches: int = 1,
+    pieces: int = 1,
     row_updates: bool = False,
 ) -> TableTraffic:
     """Counts what a table's gradient sends to the owners of its parts, and what they send back.
@@ -137,15 +158,16 @@ def table_traffic(
         placement: Where the table is stored.
         units: Who updates which part of it.
         look_up: How its rows are looked up.
-        micro_batches: Of a replica; the rows of each travel by themselves, but for those that are
-            picked out for a part of the table.
+        pieces: In how many pieces the rows of a replica's gradient travel, those of each
+            micro-batch, but for rows that are picked out for a part of the table.
         row_updates: Whether owners send rows that changed; else the table, which is counted
             elsewhere.
     """
     replicas = len(placement.slices)
     blocks = _columns(placement)
     by_columns: dict[tuple[int, int], list[UpdateUnit]] = {}
-    for unit in units:
+    # Of a table that is split by hand, a part may be empty.
+    for unit in (one for one in units if 0 not in shape_of(one.index(placement))):
         columns = unit.index(placement)[1]
         by_columns.setdefault((columns.start, columns.stop), []).append(unit)
     messages = row_bytes = 0
@@ -153,16 +175,16 @@ def table_traffic(
     for (start, stop), sharing in by_columns.items():
         row = (stop - start) * placement.itemsize + look_up.index_bytes
         if sharing[0].owner == HOST:
-            sent, rows = replicas * blocks * micro_batches, replicas * blocks
+            sent, rows = replicas * blocks * pieces, replicas * blocks
         elif sharing[0].shard is None and blocks > 1:
             # An update of the whole table gets each block of columns from every replica.
-            sent, rows = (replicas * blocks - 1) * micro_batches, replicas * blocks
+            sent, rows = (replicas * blocks - 1) * pieces, replicas * blocks
             at_most = True
         elif len(sharing) == 1:
-            sent, rows = (replicas - 1) * micro_batches, replicas - 1
+            sent, rows = (replicas - 1) * pieces, replicas - 1
         elif sharing[0].rows is not None and len(placement.table[0]) == 1:
             # All rows meet on one replica, which deals them out to the owners of the others.
-            sent, rows = (replicas - 1) * micro_batches + len(sharing) - 1, 2 * replicas - 1
+            sent, rows = (replicas - 1) * pieces + len(sharing) - 1, 2 * replicas - 1
             at_most = True
         else:
             # Each row goes to the one owner of the part that it falls on.

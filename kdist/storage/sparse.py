@@ -36,11 +36,13 @@ class LookUp:
         merged: Look-ups of the same row were merged before they were made
             (`embedding_lookup_sparse`, sparse inputs), so the whole batch's are to be merged too.
         index_bytes: Bytes of an index.
+        users: How many virtual stages look up, of a pipeline.
     """
 
     by_batch: bool = True
     merged: bool = False
     index_bytes: int = 4
+    users: int = 1
 
 
 PASSED_ON = frozenset({"Cast", "Identity", "Reshape", "ConcatV2", "StopGradient"})
