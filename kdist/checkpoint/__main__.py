@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kdist.checkpoint import directory as directories
+from kdist.checkpoint.codes import CODES
 from kdist.checkpoint.manifest import CheckpointError, SavedArray
 from kdist.checkpoint.one_file import consolidate
 from kdist.checkpoint.snapshot import check
@@ -64,7 +65,7 @@ def _inspect(found: Sequence[Path], console: Console) -> int:
     for group, array in manifest.arrays:
         shape = " x ".join(map(str, array.shape)) or "scalar"
         parts, size = str(len(array.parts)), decimal(_bytes(array))
-        table.add_row(group, array.path, array.dtype, shape, parts, size)
+        table.add_row(group, array.path, array.codes or array.dtype, shape, parts, size)
     console.print(table)
     total = sum(_bytes(array) for _, array in manifest.arrays)
     console.print(f"{len(manifest.arrays)} arrays, {decimal(total)}")
@@ -86,7 +87,7 @@ def _verify(found: Sequence[Path], console: Console) -> int:
 
 
 def _bytes(array: SavedArray) -> int:
-    return array.elements * dtype_of(array.dtype).itemsize
+    return array.elements * (CODES if array.codes else dtype_of(array.dtype)).itemsize
 
 
 if __name__ == "__main__":

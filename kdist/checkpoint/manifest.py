@@ -12,8 +12,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-FORMAT = "kdist checkpoint 1"
-"""What a manifest begins with; another number for what this version cannot read."""
+FORMAT, CODED = "kdist checkpoint 1", "kdist checkpoint 2"
+"""What a manifest begins with: the second where arrays are codes, which versions that do not know
+them must not read as numbers. Another number is for what this version cannot read."""
 
 STORE = "arrays"
 """Of a checkpoint, the folder of the store that the program itself writes."""
@@ -65,12 +66,14 @@ class SavedArray:
         shape: Whole.
         dtype: Name of the dtype of its elements.
         parts: What it is put together from; disjoint.
+        codes: What its elements are written as, see `kdist.checkpoint.codes`; "" for themselves.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[SavedPart, ...]
+    codes: str = ""
 
     @property
     def elements(self) -> int:
@@ -99,7 +102,8 @@ class Manifest:
     def to_json(self) -> str:
         """As text, with a checksum of the rest."""
         body = json.dumps(dataclasses.asdict(self), sort_keys=True)
-        head = {"format": FORMAT, "sha256": hashlib.sha256(body.encode()).hexdigest()}
+        known = CODED if any(array.codes for _, array in self.arrays) else FORMAT
+        head = {"format": known, "sha256": hashlib.sha256(body.encode()).hexdigest()}
         return json.dumps(head) + "\n" + body + "\n"
 
     @classmethod
@@ -116,10 +120,10 @@ class Manifest:
             known, wanted = head["format"], head["sha256"]
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedError(f"The manifest's first line is damaged: {error}") from error
-        if known != FORMAT:
+        if known not in (FORMAT, CODED):
             raise CheckpointError(
                 "The checkpoint was written in another format. Restore it with the kdist that "
-                f"wrote it. Received: {known!r}, known: {FORMAT!r}"
+                f"wrote it. Received: {known!r}, known: {FORMAT!r}, {CODED!r}"
             )
         if hashlib.sha256(body.removesuffix("\n").encode()).hexdigest() != wanted:
             raise DamagedError("The manifest's checksum differs from its text: it is damaged.")
@@ -140,4 +144,5 @@ def _array(values: Mapping[str, Any]) -> SavedArray:
         SavedPart(one["key"], tuple(one["start"]), tuple(one["shape"]), one.get("store", STORE))
         for one in values["parts"]
     ]
-    return SavedArray(values["path"], tuple(values["shape"]), values["dtype"], tuple(parts))
+    shape, codes = tuple(values["shape"]), values.get("codes", "")
+    return SavedArray(values["path"], shape, values["dtype"], tuple(parts), codes)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from kdist.checkpoint.codes import decode
 from kdist.checkpoint.manifest import Box, CheckpointError, DamagedError, SavedArray, SavedPart
 
 import numpy as np
@@ -145,9 +146,10 @@ class Reader:
         if begun is None:
             return np.empty([one.stop - one.start for one in box], dtype_of(array.dtype))
         try:
-            return np.asarray(begun.result())
+            values = np.asarray(begun.result())
         except (ValueError, OSError) as error:
             raise self._damaged(array, error) from error
+        return decode(values, array.codes, dtype_of(array.dtype)) if array.codes else values
 
     def read(self, array: SavedArray, box: Box | None = None) -> np.ndarray:
         """The values of a box, by default of the whole array; see `finish`."""

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from kdist.checkpoint.codes import described
 from kdist.checkpoint.manifest import Box, CheckpointError, SavedArray, SavedPart
 from kdist.checkpoint.store import Reader, dtype_of
+from kdist.optimizer.formatted_slots import coded
 from kdist.optimizer.local import Vectors
 from kdist.plan.bucket import Piece
 from kdist.sharding.device import Device
@@ -86,15 +88,19 @@ class Written:
     Attributes:
         part: As the checkpoint describes it.
         target: Of the part, see `storage.variables.Part`.
+        as_codes: Whether its codes are written, not what they mean.
     """
 
     part: SavedPart
     target: Any
+    as_codes: bool = False
 
     @property
     def holder(self) -> Any:
         """The variable with the values: a bucket's vector holds those of all its pieces."""
-        return self.target.flat if isinstance(self.target, Piece) else self.target
+        held = _held(self.target)
+        slot = coded(held) if self.as_codes else None
+        return held if slot is None else slot.codes
 
     @property
     def start(self) -> int:
@@ -139,6 +145,20 @@ def cut(values: np.ndarray, start: int, shape: Sequence[int]) -> np.ndarray:
     return values[start : start + math.prod(shape)].reshape(shape)
 
 
+def _held(target: Any) -> Any:
+    return target.flat if isinstance(target, Piece) else target
+
+
+def _codes(parts: Sequence[Part]) -> str:
+    """What all parts are codes of, described; "" if some hold numbers, or are coded otherwise."""
+    slots = [coded(_held(part.target)) for part in parts]
+    forms = {None if slot is None else slot.format for slot in slots}
+    form = forms.pop() if len(forms) == 1 else None
+    if form is None:
+        return ""
+    return described(form.signed, form.exponent_bits, form.mantissa_bits, form.bias)
+
+
 def _value(holder: Any) -> Any:
     return holder if isinstance(holder, tf.Variable) else holder.value
 
@@ -154,13 +174,16 @@ def saved(
         store_of: The store that a part is written to.
     """
     found = []
+    codes = _codes([part for _, part in boxes.disjoint])
     for n, (box, part) in enumerate(boxes.disjoint):
         shape = tuple(one.stop - one.start for one in box)
         if math.prod(shape) == 0 and boxes.shape and math.prod(boxes.shape):
             continue  # a device without rows of a table that is split by hand
-        one = Written(SavedPart(f"{key}/{n}", tuple(s.start for s in box), shape), part.target)
+        saved_part = SavedPart(f"{key}/{n}", tuple(s.start for s in box), shape)
+        one = Written(saved_part, part.target, bool(codes))
         found.append(dataclasses.replace(one, part=one.part.to(store_of(one))))
-    array = SavedArray(boxes.path, boxes.shape, boxes.dtype, tuple(one.part for one in found))
+    parts = tuple(one.part for one in found)
+    array = SavedArray(boxes.path, boxes.shape, boxes.dtype, parts, codes)
     return array, found
 
 

@@ -22,7 +22,12 @@ JSON = st.recursive(
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 PARTS = st.builds(SavedPart, st.text(), SHAPES, SHAPES)
 ARRAYS = st.builds(
-    SavedArray, st.text(), SHAPES, st.sampled_from(["float32", "int64"]), st.tuples(PARTS)
+    SavedArray,
+    st.text(),
+    SHAPES,
+    st.sampled_from(["float32", "int64"]),
+    st.tuples(PARTS),
+    st.sampled_from(["", "1-6-9/39"]),
 )
 MANIFESTS = st.builds(
     Manifest,
@@ -55,3 +60,13 @@ def test_another_format_is_named():
     with pytest.raises(CheckpointError, match="kdist checkpoint 9") as caught:
         Manifest.from_json(other)
     assert not isinstance(caught.value, DamagedError)
+
+
+def test_what_reads_no_codes_refuses_them_and_reads_all_else():
+    """A version from before them knows the first format alone."""
+    part = SavedPart("0", (0,), (2,))
+    for codes, number in (("", 1), ("1-6-9/39", 2)):
+        made = Manifest(1, {"optimizer": (SavedArray("m", (2,), "float32", (part,), codes),)})
+        head, _, body = made.to_json().partition("\n")
+        assert json.loads(head)["format"] == f"kdist checkpoint {number}"
+        assert Manifest.from_json(f"{head}\n{body}") == made

@@ -46,9 +46,10 @@ def model() -> keras.Model:
     layers = [keras.layers.Dense(16, activation="gelu"), keras.layers.Dense(4)]
     made = keras.Sequential([keras.Input((12,)), *layers])
     devices = int(os.environ.get("TEST_MESH", "4"))
-    config = kdist.ParallelConfig(
-        mesh=kdist.mesh(data=devices), optimizer=kdist.OptimizerConfig(level=1, threshold_kb=0)
-    )
+    coded = kdist.StateFormatConfig(first="1-6-9", second="0-6-10")
+    state = {"state_format": coded} if "TEST_CODED" in os.environ else {}
+    optimizer = kdist.OptimizerConfig(level=1, threshold_kb=0, **state)
+    config = kdist.ParallelConfig(mesh=kdist.mesh(data=devices), optimizer=optimizer)
     kdist.parallelize(made, config)
     made.compile(keras.optimizers.Adam(0.01), "mse")
     return made

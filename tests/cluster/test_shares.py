@@ -58,6 +58,17 @@ def test_each_process_writes_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
+def test_each_process_writes_its_own_codes(tmp_path: Path) -> None:
+    """16-bit moments as they lie there."""
+    with program("shares", 2, TEST_FOLDER=str(tmp_path), TEST_CODED="1") as both:
+        run(both)
+    arrays = directory.load(directory.folders(tmp_path)[-1]).groups["optimizer"]
+    moments = [one for one in arrays if one.path.endswith(("_momentum", "_velocity"))]
+    assert {one.codes for one in moments} == {"1-6-9/39", "0-6-10/47"}
+    assert {part.store for one in moments for part in one.parts} == {STORE, f"{STORE}.1"}
+
+
+@pytest.mark.wide
 def test_a_dataset_that_processes_read_goes_on_within_an_epoch(tmp_path: Path) -> None:
     """It is read once more, and passed over, which a line says."""
     with program("reads_again", 2, TEST_FOLDER=str(tmp_path)) as both:
