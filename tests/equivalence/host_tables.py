@@ -143,6 +143,12 @@ def _in_chunks() -> keras.Model:
     return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(x), name="chunks")
 
 
+def _frozen_in_chunks() -> keras.Model:
+    model = _in_chunks()
+    model.get_layer("vocabulary").trainable = False
+    return model
+
+
 CHUNKS = {"up": 0, "down": 1, "both": 2, "join": 2, "all": 3, "head": 3}
 """Virtual stages of the layers of `_in_chunks`."""
 
@@ -167,6 +173,9 @@ MASKED_BY_ROWS = Case(
 )
 TWICE = Case(name="twice", build=_twice, data=_data, layout_map=FEED_FORWARD)
 IN_CHUNKS = Case(name="chunks", build=_in_chunks, data=_data, layout_map=FEED_FORWARD)
+FROZEN_IN_CHUNKS = Case(
+    name="frozen_chunks", build=_frozen_in_chunks, data=_data, layout_map=FEED_FORWARD
+)
 OWN_CALLS = Case(name="own_calls", build=_own_calls, data=_tokens, layout_map=FEED_FORWARD)
 SUBCLASSED = Case(name="subclassed", build=_subclassed, data=_data, layout_map=FEED_FORWARD)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import kdist
@@ -9,10 +10,12 @@ import kdist
 import keras
 import pytest
 
+from .case import Case
 from .features import BY_NAME as FEATURES
 from .harness import compare
 from .host_tables import (
     CHUNKS,
+    FROZEN_IN_CHUNKS,
     IN_CHUNKS,
     MASKED_BY_ROWS,
     OWN_CALLS,
@@ -84,6 +87,8 @@ SPLIT = [
     ("data", "data2"),
     *(("model", mesh) for mesh in ("model2", "data2_model2", "pipe2_data2_model2")),
     ("data", "pipe2_data2"),
+    ("data", "data4"),
+    ("model", "model4"),
 ]
 
 
@@ -108,14 +113,25 @@ def test_a_penalty_of_a_table_that_is_split(
 ) -> None:
     compare(
         PENALIZED,
-        OVER[mesh],
+        {**MESHES, **STAGED}[mesh],
         optimizer=OPTIMIZERS[optimizer],
-        config=on(mesh, level),
+        config=on(mesh, level) if mesh in OVER else level_config(level),
         declare=split(mesh, axis),
     )
 
 
-FEATURED = ("gradient_accumulation", "global_clipnorm", "loss_scale_factor", "run_eagerly")
+LOSS_SCALE = "loss_scale_sgd"
+FEATURED = ("gradient_accumulation", "global_clipnorm", LOSS_SCALE, "run_eagerly")
+
+
+def featured(feature: str) -> dict[str, Any]:
+    """What a run takes; losses are scaled by the optimizer around the one that updates.
+
+    Keras's `loss_scale_factor` fails on gradients of embeddings.
+    """
+    if feature == LOSS_SCALE:
+        return {"optimizer": OPTIMIZERS[LOSS_SCALE]}
+    return {"optimizer": OPTIMIZERS["adam"], "features": [FEATURES[feature]]}
 
 
 @pytest.mark.parametrize(
@@ -129,10 +145,9 @@ def test_a_penalty_with(feature: str, level: str, mesh: str) -> None:
     compare(
         PENALIZED,
         OVER[mesh],
-        optimizer=OPTIMIZERS["adam"],
         config=on(mesh, level),
-        features=[FEATURES[feature]],
         declare=on_host,
+        **featured(feature),
     )
 
 
@@ -154,6 +169,17 @@ def test_masks_that_follow_from_rows(place: str, level: str, mesh: str) -> None:
         optimizer=OPTIMIZERS["sgd"],
         config=on(mesh, level),
         declare=on_host if place == "host" else split(mesh, place),
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("feature", FEATURED)
+def test_a_penalty_of_a_table_that_is_split_with(feature: str) -> None:
+    compare(
+        PENALIZED,
+        OVER["data2"],
+        declare=split("data2", "data"),
+        **featured(feature),
     )
 
 
@@ -186,6 +212,20 @@ def test_look_ups_in_two_stages(place: str, optimizer: str, level: str, mesh: st
     )
 
 
+INTERLEAVED = kdist.PipelineConfig(micro_batches=2, schedule="interleaved", chunks=2)
+
+
+def in_chunks(declare: Callable[[keras.Model], None]) -> Callable[[keras.Model], None]:
+    """Declares where tables are, and the virtual stages of layers."""
+
+    def declared(model: keras.Model) -> None:
+        declare(model)
+        for name, virtual in CHUNKS.items():
+            kdist.set_stage(model.get_layer(name), virtual)
+
+    return declared
+
+
 @pytest.mark.parametrize(
     ("place", "optimizer", "level", "mesh"),
     spread(
@@ -200,16 +240,23 @@ def test_look_ups_in_two_stages(place: str, optimizer: str, level: str, mesh: st
 def test_look_ups_in_two_chunks_of_a_device(
     place: str, optimizer: str, level: str, mesh: str
 ) -> None:
-    def declare(model: keras.Model) -> None:
-        (on_host if place == "host" else split(mesh, place))(model)
-        for name, virtual in CHUNKS.items():
-            kdist.set_stage(model.get_layer(name), virtual)
-
-    pipeline = kdist.PipelineConfig(micro_batches=2, schedule="interleaved", chunks=2)
     compare(
         IN_CHUNKS,
         OVER[mesh],
         optimizer=OPTIMIZERS[optimizer],
-        config={**level_config(level), "pipeline": pipeline},
-        declare=declare,
+        config={**level_config(level), "pipeline": INTERLEAVED},
+        declare=in_chunks(on_host if place == "host" else split(mesh, place)),
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("feature", [*FEATURED, "steps_per_execution", "ema_overwrite"])
+@pytest.mark.parametrize("case", [IN_CHUNKS, FROZEN_IN_CHUNKS], ids=lambda case: case.name)
+def test_look_ups_in_two_chunks_with(case: Case, feature: str) -> None:
+    compare(
+        case,
+        OVER["pipe2_data2"],
+        config={"pipeline": INTERLEAVED},
+        declare=in_chunks(on_host),
+        **featured(feature),
     )
