@@ -108,7 +108,7 @@ def wraps_functions(layer: keras.layers.Layer) -> bool:
 
 
 def _is_wrapper(value: Any) -> bool:
-    decorator = getattr(value, "_tf_decorator", None)
+    decorator = inspect.getattr_static(value, "_tf_decorator", None)
     return getattr(decorator, "decorator_name", None) == WRAPPER
 
 
@@ -150,10 +150,20 @@ def _held_by(value: Any) -> list[Any]:
     kind = value if isinstance(value, type) else type(value)
     if _is_library(kind) or issubclass(kind, keras.layers.Layer):
         return []
-    own = [] if isinstance(value, type) else [*getattr(value, "__dict__", {}).values()]
-    slots = [name for one in kind.__mro__ for name in vars(one).get("__slots__", ())]
-    own += [getattr(value, name, None) for name in slots]
-    return [*own, *_of_class(kind)]
+    return [*([] if isinstance(value, type) else _attributes(value)), *_of_class(kind)]
+
+
+def _attributes(value: Any) -> list[Any]:
+    """What an object has, without asking it, as a proxy would answer in its own way."""
+    found: list[Any] = []
+    for kind in type(value).__mro__:
+        for name in ("__dict__", *vars(kind).get("__slots__", ())):
+            slot = vars(kind).get(name)
+            with contextlib.suppress(AttributeError):  # none, or without a value yet
+                if isinstance(slot, types.GetSetDescriptorType | types.MemberDescriptorType):
+                    held = slot.__get__(value)
+                    found += held.values() if name == "__dict__" else [held]
+    return found
 
 
 def _of_class(kind: type) -> list[Any]:

@@ -136,6 +136,21 @@ def test_wrappers_in_containers_and_objects_are_known() -> None:
         assert not keras_remat.wraps_functions(Holder(held))
 
 
+class Hostile:
+    """Does as it likes when it is asked."""
+
+    __slots__ = ("held",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def test_objects_are_not_asked() -> None:
+    """As a proxy would look up, or connect to, what it stands for."""
+    assert not keras_remat.wraps_functions(Holder(Hostile(), Box(Hostile())))
+    assert keras_remat.wraps_functions(Holder(Hostile(), Box(keras.remat(keras.ops.tanh))))
+
+
 def test_the_search_is_bounded() -> None:
     """What is not found is refused when it is called."""
     started = time.perf_counter()
