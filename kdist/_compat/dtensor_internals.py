@@ -88,14 +88,15 @@ class Registered:
 
     Args:
         definition: A `FunctionDef`; its nodes name their devices, and its control outputs are what
-            has to run though no result needs it.
+            has to run though no result needs it, or what others wait for.
         needs: What has to live as long.
+        pure: Whether nothing has to run that no result needs.
     """
 
-    def __init__(self, definition: Any, needs: Any = None) -> None:
+    def __init__(self, definition: Any, needs: Any = None, *, pure: bool = False) -> None:
         self.needs = needs
         self.name = definition.signature.name
-        self.has_effects = bool(definition.signature.control_output)
+        self.has_effects = bool(definition.signature.control_output) and not pure
         context.context().add_function_def(definition)
         weakref.finalize(self, _forget, self.name).atexit = False
 

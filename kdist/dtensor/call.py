@@ -81,7 +81,7 @@ class Lowered:
         jit_compile: bool = False,
     ) -> None:
         self.function = function
-        self.seeds, self.jit_compile = seeds, jit_compile
+        self.seeds, self.jit_compile, self.awaited = seeds, jit_compile, False
         self.paths = list(paths)
         self.layouts = layouts
         self.topology = layouts.compute
@@ -112,7 +112,9 @@ class Lowered:
         program = self.stitchers[key].program
         if (key, s) not in self._calls:
             self._calls[key, s] = self.stitchers[key].stitch(
-                self.topology.slices[s].devices, jit_compile=self.jit_compile
+                self.topology.slices[s].devices,
+                jit_compile=self.jit_compile,
+                awaited=self.awaited,
             )
         sizes.found(bounded=program.bounded)
         positions = [one.position for one in program.arguments if one.position is not None]

@@ -52,10 +52,24 @@ class Bodies:
 
 
 class Copies:
-    """The copies of a program on the devices of one slice, as one function definition."""
+    """The copies of a program on the devices of one slice, as one function definition.
+
+    Args:
+        stitcher: Of the program.
+        devices: Of the slice.
+        chunk: What of the program it runs.
+        clusters: Mark what XLA is to compile.
+        awaited: Whether what waits for a call waits for all that it returns.
+    """
 
     def __init__(
-        self, stitcher: Stitcher, devices: Sequence[str], chunk: Chunk, *, clusters: bool
+        self,
+        stitcher: Stitcher,
+        devices: Sequence[str],
+        chunk: Chunk,
+        *,
+        clusters: bool,
+        awaited: bool,
     ) -> None:
         self.stitcher, self.devices, self.chunk = stitcher, list(devices), chunk
         self.clusters = clusters
@@ -75,6 +89,8 @@ class Copies:
             else:
                 self._add_copies(stitcher.bodies.renamed(stitcher.as_made(node)))
         self._add_outputs()
+        if awaited:
+            self._add_ends()
 
     def _add_inputs(self) -> None:
         for k in range(self.program.size):
@@ -95,6 +111,21 @@ class Copies:
                 name = f"done_{k}_{i}"
                 self.definition.signature.control_output.append(name)
                 self.definition.control_ret[name] = f"{_on(k)}/{node}"
+
+    def _add_ends(self) -> None:
+        """One operation per device that comes after all that is returned from there.
+
+        A function of several devices becomes part of the graph that calls it, and what waits for
+        the call then waits for these.
+        """
+        made = {node.name for node in self.definition.node_def}
+        for k, device in enumerate(self.devices):
+            given = [self.definition.ret[f"out_{k}_{i}"] for i in range(len(self.chunk.gives))]
+            end = self.definition.node_def.add(name=f"{_on(k)}/kdist_end", op="NoOp", device=device)
+            waits = dict.fromkeys(name for one in given if (name := node_of(one)) in made)
+            end.input.extend(f"^{name}" for name in waits)
+            self.definition.signature.control_output.append(f"end_{k}")
+            self.definition.control_ret[f"end_{k}"] = end.name
 
     def _add_copies(self, node: Any) -> None:
         data = [one for one in node.input if not one.startswith("^")]

@@ -23,6 +23,7 @@ class StitchedFunction:
         shapes: Of what it returns on one device, as far as they are known.
         size: Number of devices.
         needs: What has to live as long: the functions that it calls.
+        pure: Whether nothing of it has an effect.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class StitchedFunction:
         shapes: Sequence[tf.TensorShape],
         size: int,
         needs: Any,
+        *,
+        pure: bool,
     ) -> None:
         self.chunk, self.size = chunk, size
         self.name = definition.signature.name
         self._shapes = list(shapes)
         self._dtypes = [tf.as_dtype(one.type) for one in definition.signature.output_arg]
-        self._registered = dtensor_internals.Registered(definition, needs)
+        self._registered = dtensor_internals.Registered(definition, needs, pure=pure)
         self._call = self._registered.call
 
     def compile(self, lists: Sequence[str]) -> None:

@@ -136,7 +136,12 @@ class Stitcher:
         self.live = list(repeated.graph.inputs)
 
     def stitch(
-        self, devices: Sequence[str], chunk: Chunk | None = None, *, jit_compile: bool = False
+        self,
+        devices: Sequence[str],
+        chunk: Chunk | None = None,
+        *,
+        jit_compile: bool = False,
+        awaited: bool = False,
     ) -> StitchedFunction:
         """The function of one slice.
 
@@ -146,6 +151,7 @@ class Stitcher:
             chunk: The part of the program that it runs; all of it by default.
             jit_compile: Compile it with XLA: whole, on one device; on several, what each of them
                 computes between two collectives.
+            awaited: Whether what waits for a call is to wait for all that it returns.
 
         Raises:
             ValueError: XLA is to compile what takes or returns lists of tensors, as a whole.
@@ -154,13 +160,16 @@ class Stitcher:
             taken = tuple(one.name for one in self.program.arguments if one.position is not None)
             chunk = Chunk(taken, tuple(self.live), self.program.results)
         apart = jit_compile and len(devices) > 1
-        definition = Copies(self, devices, chunk, clusters=apart).definition
+        waits = awaited and len(devices) > 1
+        definition = Copies(self, devices, chunk, clusters=apart, awaited=waits).definition
+        pure = not set(self.effects) & set(chunk.nodes)
         # Graphs that call it on several devices then are not the larger for it.
         if devices == [""]:
             for name, value in function_graphs.of_one_device().items():
                 definition.attr[name].b = value
         shapes = [self.shape(reference) for reference in chunk.gives]
-        function = StitchedFunction(definition, chunk, shapes, self.program.size, self.bodies)
+        size = self.program.size
+        function = StitchedFunction(definition, chunk, shapes, size, self.bodies, pure=pure)
         if jit_compile and not apart:
             function.compile([r for r in (*chunk.takes, *chunk.gives) if self.dtype(r) == VARIANT])
         return function

@@ -26,6 +26,9 @@ MB = 2**20
 RAISED = 1.05
 """What estimates of peaks are raised by. Executed steps were up to 2 % above them, since TensorFlow
 rewrites what it is given."""
+OVER_INNER_AXES = 1.05
+"""What an estimate is raised by there, beside: chunks and stages are no calls, and parts of a loss
+may wait longer than it knows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Nodes:
         seconds: Estimates how long a node runs.
         communication: Those that communicate over inner axes.
         unknown: Why sizes are not known, "" if they are.
+        later: Whether sizes will be known when the program is traced once more.
         once: Whether the program's backward pass follows its forward pass, so that what the last
             block has inside is there when it begins, kept or not.
     """
@@ -47,6 +51,7 @@ class Nodes:
     seconds: Callable[[str], float]
     communication: Collection[str] = ()
     unknown: str = ""
+    later: bool = False
     once: bool = True
 
 
@@ -151,6 +156,8 @@ class _Choosing:
         """The nodes; see `nodes_again`."""
         assert blocks.budget is not None
         total = sum(self.seconds[n] for n in self.every.again)
+        if self.nodes.later:
+            return set(self.every.again)
         if self.nodes.unknown:
             name = ", ".join(
                 filter(None, [where, "other sizes" if where in blocks.choices else ""])

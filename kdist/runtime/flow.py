@@ -190,8 +190,8 @@ class Flow:
         found, inward = self.functions[i][virtual].backward(s, saved)
         del self._saved[virtual, i]
         self._returned[virtual, i] = inward
-        self._accumulate(s, virtual, i, found)
-        return _ends([*found, *inward])
+        sums = self._accumulate(s, virtual, i, found)
+        return _ends([*found, *inward], sums)
 
     def backward_input(self, s: int, virtual: int, i: int) -> Ends:
         """Gradient of the inputs."""
@@ -206,8 +206,7 @@ class Flow:
         saved = self._saved.pop((virtual, i))
         self._take_up(s, virtual, i, saved)
         found = self.functions[i][virtual].backward_weight(s, saved)
-        self._accumulate(s, virtual, i, found)
-        return _ends(found)
+        return _ends(found, self._accumulate(s, virtual, i, found))
 
     def _with_cotangents(self, s: int, virtual: int, i: int) -> Saved:
         saved = self._saved[virtual, i]
@@ -225,8 +224,13 @@ class Flow:
             position = self.functions[i][virtual].body.trainable[n]
             saved.params[n] = held.get(position, self.backend.described(position))
 
-    def _accumulate(self, s: int, virtual: int, i: int, found: Sequence[Any]) -> None:
-        """Adds a micro-batch's gradients to the sum; rows are put together at the end."""
+    def _accumulate(self, s: int, virtual: int, i: int, found: Sequence[Any]) -> list[Any]:
+        """Adds a micro-batch's gradients to the sum; rows are put together at the end.
+
+        Returns:
+            The operations that add.
+        """
+        made: list[Any] = []
         for position, gradient in zip(self.functions[i][virtual].body.trainable, found):
             if gradient is not None and self.runner.entries[position].placement.fetched:
                 variable = self.program.state.trainable[position]
@@ -235,14 +239,17 @@ class Flow:
             elif is_sparse(gradient):
                 self._rows.setdefault((s, position, virtual), []).append(gradient)
             elif gradient is not None:
-                self._add(s, position, gradient)
+                made += self._add(s, position, gradient)
+        return made
 
-    def _add(self, s: int, position: int, gradient: Sharded) -> None:
+    def _add(self, s: int, position: int, gradient: Sharded) -> list[Any]:
         """Adds to the sum of a slice; both are laid out as the parameter is."""
         sums = self.gradients.setdefault(s, {})
-        if position in sums:
+        first = position not in sums
+        if not first:
             gradient = each(operator.add, self.backend.devices(s), sums[position], gradient)
         sums[position] = gradient
+        return [] if first or tf.executing_eagerly() else [part.op for part in gradient.parts]
 
     def _value(self, variable: keras.Variable, s: int) -> Sharded:
         """A variable's value now, on a slice."""
@@ -390,14 +397,17 @@ class Flow:
         return tf.convert_to_tensor(total)[part]
 
 
-def _ends(tensors: Sequence[Any]) -> Ends:
-    """The operation that made some tensors, and one that runs when they are there."""
+def _ends(tensors: Sequence[Any], sums: Sequence[Any] = ()) -> Ends:
+    """The call that made some tensors, and what runs when they are there, and have been added.
+
+    Args:
+        tensors: Of one call.
+        sums: The operations that add some of them to sums. The next call waits for these: a
+            gradient is gone by then, and TensorFlow does not make one sum of all micro-batches',
+            for which all would have to be there.
+    """
     made = [(t.values if is_sparse(t) else t).parts for t in tensors if t is not None]
     if not made or tf.executing_eagerly():
         return None, None
     first = made[0][0].op
-    if len(made[0]) == 1:
-        return first, first
-    # A function of several devices becomes part of the step's graph: what waits for the call waits
-    # for nothing. Of what it makes, the first comes late, and so does the last.
-    return first, tf.group(*(tf.identity(part) for part in (*made[0], *made[-1])))
+    return first, tf.group(first, *sums) if sums else first

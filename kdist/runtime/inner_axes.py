@@ -25,10 +25,11 @@ from kdist.dtensor.partial_sums import summand
 from kdist.dtensor.program_layouts import laid_out, like, loss_view, whole_in_program, whole_readers
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.dtensor.stitching import Stitcher
+from kdist.graphs.chunks import node_of
 from kdist.graphs.layer_names import operation_of
 from kdist.optimizer.slice_gradients import SliceGradients
 from kdist.program.model_state import ModelState
-from kdist.runtime.recomputing import all_again
+from kdist.runtime.recomputing import Sizes, all_again
 from kdist.stages.functions import StageFunctions
 from kdist.stages.penalties import penalty_function
 from kdist.storage.sparse import LookUp
@@ -209,7 +210,7 @@ class LoweredPart(Lowered):
         self.concrete = concrete
         self.late = late
         self.traces[None, sizes.active()] = concrete
-        self.gather_first = gather_first
+        self.gather_first, self.awaited = gather_first, True
 
     def call(self, s: int, *inputs: Any) -> list[Sharded]:
         """Calls it on slice `s`; a plain tensor is the same on every device."""
@@ -243,6 +244,25 @@ class LoweredPart(Lowered):
         traced = {op.name for op in self.concrete.graph.get_operations()}
         nodes = [n for n in stitcher.live if stitcher.nodes[n].op in COLLECTIVES]
         return {operation_of(stitcher.originals.get(n, n), traced) for n in nodes}
+
+    def result_bytes(self) -> dict[str, tuple[int, ...]]:
+        """By traced operation, the bytes that a device has of its results, once lowered."""
+        operations = {op.name: op for op in self.concrete.graph.get_operations()}
+        found: dict[str, tuple[int, ...]] = {}
+        for stitcher in self.stitchers.values():
+            nodes: dict[str, list[str]] = {}
+            inputs, sizes = stitcher.graph.inputs, Sizes(stitcher)
+            for node in stitcher.live:
+                name = operation_of(stitcher.originals.get(node, node), operations)
+                nodes.setdefault(name, []).append(node)
+            for name in nodes.keys() & operations.keys():
+                # What DTensor added for an operation comes after it, or before it.
+                mine = set(nodes[name])
+                read = {node_of(r) for n in mine for r in inputs[n]}
+                last = [n for n in nodes[name] if n not in read]
+                if len(last) == 1:
+                    found[name] = sizes.of_results(last[0])
+        return found
 
     def flops(self) -> float:
         """Of its matrix products."""

@@ -15,15 +15,12 @@ from kdist.graphs.chunks import Chunk, Graph, node_of
 from kdist.graphs.layer_names import BACKWARD
 from kdist.graphs.program_peak import repeated_peak
 from kdist.graphs.recompute import Passes, descendants, repeat
-from kdist.program.again import Nodes, nodes_again
+from kdist.program.again import OVER_INNER_AXES, Nodes, nodes_again
 from kdist.stages.node_seconds import operation_seconds
 
 import tensorflow as tf
 
 UNKNOWN = "the sizes of a batch are not known when the step is traced"
-OVER_INNER_AXES = 1.05
-"""What an estimate is raised by there: chunks are no calls, and parts of a loss may wait longer
-than it knows."""
 
 
 def run_again(
@@ -47,7 +44,7 @@ def run_again(
     """
     graph = stitcher.graph
     passes = Passes.of(graph, seeds, [n for n in graph.inputs if BACKWARD in n])
-    sizes = _Sizes(stitcher)
+    sizes = Sizes(stitcher)
     nodes = sizes.nodes()
     communication = set(nodes.communication)
 
@@ -121,7 +118,7 @@ class _Operation:
         return getattr(value, value.WhichOneof("value"))
 
 
-class _Sizes:
+class Sizes:
     """The sizes of a program's tensors on one device."""
 
     def __init__(self, stitcher: Stitcher) -> None:
@@ -135,7 +132,7 @@ class _Sizes:
         known = all(stitcher.shape(name).is_fully_defined() for name in given)
         return Nodes(
             kind=lambda name: stitcher.nodes[name].op,
-            nbytes=lambda name: sum(map(self.of, self._results(name))),
+            nbytes=lambda name: sum(self.of_results(name)),
             seconds=self._seconds,
             communication={n for n in stitcher.live if stitcher.nodes[n].op in COLLECTIVES},
             unknown="" if known else UNKNOWN,
@@ -148,6 +145,10 @@ class _Sizes:
             elements = one.shape.num_elements() if one.shape.is_fully_defined() else 0
             self._known[reference] = elements * (one.dtype.size or 0)
         return self._known[reference]
+
+    def of_results(self, name: str) -> tuple[int, ...]:
+        """Bytes of each of a node's results."""
+        return tuple(map(self.of, self._results(name)))
 
     def _results(self, name: str) -> list[str]:
         dtypes = dtensor_internals.output_dtypes(self.stitcher.nodes[name])

@@ -14,6 +14,7 @@ from kdist.program.vjp import CapturesVariables
 from kdist.stages.body import StageBody, StageInput, StageOutput
 from kdist.stages.halves import StageVjp
 from kdist.stages.leaves import specs
+from kdist.stages.lowered import UNKNOWN, Known
 from kdist.storage.sparse import LookUp
 
 import tensorflow as tf
@@ -66,7 +67,7 @@ class StageFunctions:
         wanted: The pass.
         backend: What runs it.
         rows: Replica and micro-batch that look up as many rows of fetched tables; None for any.
-        communicate: Numbers of operations of the joint trace that communicate, as far as known.
+        known: What lowering has shown of the virtual stage.
 
     Attributes:
         example_output: Outputs as the trace made them: names, masks, dtypes, shapes.
@@ -83,7 +84,7 @@ class StageFunctions:
         wanted: Pass,
         backend: Any,
         rows: tuple[int, int] | None = None,
-        communicate: Collection[int] = (),
+        known: Known = UNKNOWN,
     ) -> None:
         self.body, self._example, self.wanted, self._backend = body, example, wanted, backend
         self.parts: list[Any] = []
@@ -103,7 +104,7 @@ class StageFunctions:
                     state=example.state_range,
                     targets=lambda: self._targets,
                     split=wanted.split,
-                    communicate=communicate,
+                    known=known,
                 )
             else:
                 self._forward = self._part(self._traced(params, inputs))
@@ -216,15 +217,25 @@ class StageFunctions:
         Raises:
             ValueError: It does not show which operation communicates.
         """
-        local = self._vjp.local if self.wanted.differentiate else {}
+        local = self._vjp.local if self.wanted.differentiate else frozenset()
         if not local:
             return frozenset()
         forward, *backward = [part.communicating() for part in self.parts]
         again = set().union(*backward)
-        self._refuse_unknown(again - self._vjp.names)
-        if not again & local.keys():
+        self._refuse_unknown(again - self._vjp.numbers.keys())
+        if not again & local:
             return frozenset()
-        return frozenset(local[name] for name in (again | forward) & local.keys())
+        return frozenset(self._vjp.numbers[name] for name in (again | forward) & local)
+
+    def sizes(self) -> dict[int, tuple[int, ...]]:
+        """By number of an operation, the bytes that a device has of its results, once lowered."""
+        if not self.wanted.differentiate:
+            return {}
+        by_name: dict[str, tuple[int, ...]] = {}
+        for part in self.parts:
+            by_name = part.result_bytes() | by_name
+        numbers = self._vjp.numbers
+        return {numbers[name]: found for name, found in by_name.items() if name in numbers}
 
     def _refuse_unknown(self, nodes: set[str]) -> None:
         """Refuses what DTensor added of which it does not show for what."""

@@ -14,12 +14,13 @@ from typing import Any
 from kdist.graphs.chunks import Chunk, Graph, node_of
 from kdist.graphs.program_peak import repeated_peak
 from kdist.graphs.recompute import Passes, repeat
-from kdist.program.again import Nodes, nodes_again
+from kdist.program.again import OVER_INNER_AXES, Nodes, nodes_again
 from kdist.program.blocks import block_of
 from kdist.program.vjp import Cut, PureFunction, Vjp, unflatten
 from kdist.stages.body import StageBody
+from kdist.stages.lowered import UNKNOWN, Known
 from kdist.stages.node_seconds import operation_seconds
-from kdist.stages.waiting import nbytes, together, waiting
+from kdist.stages.waiting import together, waiting
 from kdist.storage import sparse
 
 import tensorflow as tf
@@ -41,12 +42,11 @@ class StageVjp(Vjp):
         state: Which inputs are state.
         targets: Tells, once the function has run, how many outputs take a cotangent.
         split: Whether the backward is also cut into halves.
-        communicate: Numbers of operations that are known to communicate over inner axes.
+        known: What lowering has shown of the stage.
 
     Attributes:
-        names: Of the operations of the joint trace.
-        local: By name, the numbers of operations that run again, of blocks of which nothing may
-            that communicates.
+        numbers: Of the operations of the joint trace, by name.
+        local: Operations that run again, of blocks of which nothing may that communicates.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class StageVjp(Vjp):
         state: range,
         targets: Callable[[], int],
         split: bool,
-        communicate: Collection[int] = (),
+        known: Known = UNKNOWN,
     ) -> None:
         self.boundary, self._count, self._split = boundary, targets, split
-        self._body, self._state, self._communicate = body, state, communicate
-        self.names: frozenset[str] = frozenset()
-        self.local: dict[str, int] = {}
+        self._body, self._state, self._known = body, state, known
+        self.numbers: dict[str, int] = {}
+        self.local: frozenset[str] = frozenset()
         super().__init__(function, params, inputs, wrap)
 
     def _sources(self, params: list[Any], inputs: list[Any]) -> list[Any]:
@@ -127,7 +127,7 @@ class StageVjp(Vjp):
         if not blocks:
             return ()
         nodes = {op.name: op for op in graph.get_operations()}
-        self.names = frozenset(nodes)
+        self.numbers = {name: i for i, name in enumerate(nodes)}
         inputs = {name: [t.name for t in op.inputs] for name, op in nodes.items()}
         kept = {n for n, op in nodes.items() if op.op_def is None or op.op_def.is_stateful}
         if not self._body.backend.draws_alike:
@@ -142,10 +142,11 @@ class StageVjp(Vjp):
         every = Passes.of(joint, seeds)
         known = Nodes(
             kind=lambda n: nodes[n].type,
-            nbytes=lambda n: sum(map(nbytes, nodes[n].outputs)),
+            nbytes=lambda n: sum(map(self._size, nodes[n].outputs)),
             seconds=lambda n: operation_seconds(nodes[n]),
-            communication={n for i, n in enumerate(nodes) if i in self._communicate},
+            communication={n for n, i in self.numbers.items() if i in self._known.communicate},
             unknown=self._unknown(),
+            later=self._lowered_later,
             once=self._live == 1,
         )
 
@@ -156,29 +157,39 @@ class StageVjp(Vjp):
             self._again = again - kept
             saved = self._frontier(fetches, depends)
             made = repeat(joint, every, self._again, seeds)
-            halves = self._put_off * together(self._handed(weights, inward, saved))
-            return (
+            halves = self._put_off * together(self._handed(weights, inward, saved), self._size)
+            found = (
                 halves
-                + waiting(saved, lasting, inward, self._live, count)
+                + waiting(saved, lasting, inward, self._live, count, self._size)
                 + repeated_peak(
                     made,
                     every,
                     lambda graph: _two_chunks(graph, every),
-                    lambda n: nodes[n].type,
-                    lambda r: nbytes(nodes[node_of(r)].outputs[int(r.rpartition(":")[2])]),
-                    calls=True,
+                    lambda n: self._known.kind(nodes[n], self.numbers),
+                    lambda r: self._size(nodes[node_of(r)].outputs[int(r.rpartition(":")[2])]),
+                    calls=self._body.backend.draws_alike,
                     gradients={t.name for t in weights},
                 )
             )
+            return found if self._known.sizes is None else int(found * OVER_INNER_AXES)
 
         staged = self._body.staged
         where = f"stage {staged.stage_of(self._body.virtual)}"
         if staged.schedule.chunks > 1:
             where += f", chunk {self._body.virtual // staged.schedule.num_stages}"
         again = nodes_again(whole, passes, blocks, known, peak, where) - kept
-        local = {n for n in again if blocks.keeps_communication(block_of(n))}
-        self.local = {n: i for i, n in enumerate(nodes) if n in local}
+        self.local = frozenset(n for n in again if blocks.keeps_communication(block_of(n)))
         return again
+
+    def _size(self, tensor: Any) -> int:
+        """Bytes of a tensor on a device."""
+        return self._known.size(tensor, self.numbers)
+
+    @property
+    def _lowered_later(self) -> bool:
+        """Whether lowering is still to show what a device has of each tensor."""
+        unlowered = not self._body.backend.draws_alike and self._known.sizes is None
+        return unlowered and not self._unknown()
 
     @property
     def _live(self) -> int:
@@ -203,8 +214,6 @@ class StageVjp(Vjp):
     def _unknown(self) -> str:
         """Why sizes per device are not known, "" if they are."""
         params, inputs = self._arguments
-        if not self._body.backend.draws_alike:
-            return "over inner axes a stage is lowered after the choice, so its parts have no sizes"
         if all(t.shape.is_fully_defined() for t in (*params, *inputs)):
             return ""
         return "the sizes of a micro-batch are not known when the step is traced"

@@ -9,6 +9,7 @@ from kdist.dtensor import sizes
 from kdist.dtensor.call import MAX_SHAPES, Retrace
 from kdist.stages.body import StageBody
 from kdist.stages.functions import Pass, StageFunctions
+from kdist.stages.lowered import UNKNOWN, Known
 from kdist.stages.mask_order import check_mask_order
 from kdist.stages.pipeline_program import PipelineProgram, batch_key
 from kdist.storage.sparse import LookUp
@@ -30,8 +31,8 @@ class StagePrograms:
         count = self.staged.schedule.virtual_stages
         self.bodies = [StageBody(program, self.staged, n, backend) for n in range(count)]
         self._traced: dict[Any, list[StageFunctions]] = {}
-        self._communicate: dict[Any, frozenset[int]] = {}
-        """By key of what was traced and virtual stage; see `StageFunctions`."""
+        self._known: dict[Any, Known] = {}
+        """By key of what was traced, and virtual stage."""
 
     def functions(
         self, wanted: Pass, part: Any, terms: int | None, rows: tuple[int, int] | None = None
@@ -58,24 +59,36 @@ class StagePrograms:
         """Forgets what was traced, to trace it again."""
         if reason.gather_first:
             self.backend.gather_first = True
-            self._communicate.clear()
+            self._known.clear()
         self._traced.clear()
 
     def settle(self) -> None:
-        """Looks at what a pass was lowered to: which operations communicate is known by now.
+        """Looks at what a pass was lowered to: what communicates, and sizes, are known by now.
 
         Raises:
-            Retrace: Some run again that do, and should not; when traced again, they do not.
+            Retrace: Operations run again that communicate, and should not, or what runs again is
+                to be chosen by sizes; traced once more, it is as it should be.
             ValueError: It does not show which operation communicates.
         """
-        known = dict(self._communicate)
+        before = dict(self._known)
         for key, functions in self._traced.items():
             for one in functions:
-                if found := one.repeated_communication():
-                    place = key, one.body.virtual
-                    self._communicate[place] = known.get(place, frozenset()) | found
-        if self._communicate != known:
+                place = key, one.body.virtual
+                known = self._known.get(place, UNKNOWN)
+                communicate = known.communicate | one.repeated_communication()
+                sizes = known.sizes
+                if sizes is None and self._by_sizes(key):
+                    sizes = one.sizes()
+                self._known[place] = Known(communicate, sizes)
+        if any(one != before.get(place, UNKNOWN) for place, one in self._known.items()):
             raise Retrace(gather_first=False)
+
+    def _by_sizes(self, key: Any) -> bool:
+        """Whether what a device has of each tensor matters, and lowering alone shows it."""
+        wanted, _, family, *_ = key
+        blocks = self.program.blocks
+        budget = blocks is not None and blocks.budget is not None
+        return budget and wanted.differentiate and not family and not self.backend.draws_alike
 
     def trained_parts(self) -> list[Any]:
         """What runs the functions of a training step, of the first micro-batch."""
@@ -100,7 +113,7 @@ class StagePrograms:
             loss = None if terms is None else (y, sample_weight, shares)
             given = body.given(boundary, masks, state, x, loss, share)
             with self.backend.tracing():
-                known = self._communicate.get((key, body.virtual), frozenset())
+                known = self._known.get((key, body.virtual), UNKNOWN)
                 made = self.backend.functions(body, given, wanted, self.backend, rows, known)
             found.append(made)
             output = found[-1].example_output

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kdist.graphs.live_tensors import VIEWS
 
 
 def waiting(
-    saved: Sequence[Any], outputs: Sequence[Any], sent: Sequence[Any], live: int, micro_batches: int
+    saved: Sequence[Any],
+    outputs: Sequence[Any],
+    sent: Sequence[Any],
+    live: int,
+    micro_batches: int,
+    size: Callable[[Any], int] | None = None,
 ) -> int:
     """Bytes of what other micro-batches keep.
 
@@ -19,12 +24,14 @@ def waiting(
         sent: Gradients that it sends to the stage before, where the last may not have arrived.
         live: Micro-batches that wait for their backward pass at a time.
         micro_batches: How many there are.
+        size: Bytes of a tensor; by default `nbytes`.
     """
+    size = size or nbytes
     held = {_made(t).ref() for t in saved}
     lasting = sum(
-        nbytes(t) * (micro_batches - (live if _made(t).ref() in held else 1)) for t in outputs
+        size(t) * (micro_batches - (live if _made(t).ref() in held else 1)) for t in outputs
     )
-    return (live - 1) * together(saved) + lasting + together(sent)
+    return (live - 1) * together(saved, size) + lasting + together(sent, size)
 
 
 def nbytes(tensor: Any) -> int:
@@ -33,9 +40,9 @@ def nbytes(tensor: Any) -> int:
     return tensor.shape.num_elements() * (tensor.dtype.size or 0) if known else 0
 
 
-def together(tensors: Iterable[Any]) -> int:
+def together(tensors: Iterable[Any], size: Callable[[Any], int] = nbytes) -> int:
     """Bytes of some tensors, of which views take none beside what they are of."""
-    return sum(map(nbytes, {(made := _made(t)).ref(): made for t in tensors}.values()))
+    return sum(map(size, {(made := _made(t)).ref(): made for t in tensors}.values()))
 
 
 def _made(tensor: Any) -> Any:

@@ -94,6 +94,7 @@ ALL = tuple(range(1, 11))
         pytest.param(12, DATA, ALL, marks=pytest.mark.long),
         pytest.param(4, INNER, ALL, marks=pytest.mark.long),
         pytest.param(4, STAGED, ALL, marks=pytest.mark.long),
+        pytest.param(4, {"model": 2, **STAGED}, ALL[2:], marks=pytest.mark.long),
         pytest.param(4, {**DATA, "level": 3}, ALL, marks=pytest.mark.long),
     ],
     ids=str,

@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kdist
 from kdist.pipeline import live_formula
 
+import keras
+import numpy as np
 import pytest
 
 PEAK = """
@@ -91,3 +94,35 @@ def test_1f1b_keeps_less_than_gpipe_by_the_formula() -> None:
     activations = 2 * 8192 // 8 * 256 * 4  # of two layers, for one micro-batch, float32
     expected = sum(8 - kept for kept in live) * activations
     assert peak("gpipe") - peak("1f1b") == pytest.approx(expected, rel=0.2)
+
+
+def of_activations(micro_batches: int, **axes: int) -> int:
+    """The most that a device has, by the executed graph; all micro-batches are of two rows."""
+    keras.utils.set_random_seed(0)
+    x = inputs = keras.Input((16,))
+    for i in range(6):
+        x = keras.layers.Dense(16, "gelu", name=f"{'up' if i % 2 else 'down'}_{i}")(x)
+    layouts = {"up.*kernel": (None, "model"), "down.*kernel": ("model", None)}
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(pipe=2, **axes),
+        layout_map=layouts if axes else None,
+        pipeline=kdist.PipelineConfig(micro_batches=micro_batches, schedule="1f1b"),
+    )
+    model = kdist.parallelize(keras.Model(inputs, x), config)
+    model.compile("sgd", "mse")
+    rows = 2 * micro_batches
+    model.train_on_batch(np.zeros((rows, 16), "f4"), np.zeros((rows, 16), "f4"))
+    found = [one.activations for one in kdist.inspect(model, rows).memory]
+    assert None not in found
+    return max(found)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("axes", [{}, {"model": 2}], ids=str)
+def test_more_micro_batches_of_one_size_take_no_more(axes: dict[str, int]) -> None:
+    """What a micro-batch made inside is gone, and its gradients are added, before the next one.
+
+    Stages of several devices are part of the step's graph, so that nothing but edges says so. What
+    grows are the rows that come in and go out.
+    """
+    given = 2 * 16 * 4 * 3  # inputs, targets, outputs
+    assert of_activations(8, **axes) - of_activations(4, **axes) <= 4 * given

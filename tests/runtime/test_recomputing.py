@@ -113,12 +113,12 @@ def test_a_pass_without_anything_to_repeat_is_told(kind: type[keras.Model], coun
     assert all(f"Received: {NOTE}" in one for one in found)
 
 
-def budgeted(axes: dict[str, int], **options: Any) -> keras.Model:
+def budgeted(axes: dict[str, int], budget: float = 0.02, **options: Any) -> keras.Model:
     model = keras.Sequential([keras.Input((8,)), layers.Dense(8)])
     for k in range(2):
         for width in (64, 8):
             model.add(layers.Dense(width, "gelu", name=f"block{k}_{width}"))
-    again = kdist.RecomputeConfig(layers=[r"block(\d)_.*"], policy="budget", budget_mb=0.02)
+    again = kdist.RecomputeConfig(layers=[r"block(\d)_.*"], policy="budget", budget_mb=budget)
     config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), recompute=again, **options)
     kdist.parallelize(model, config).compile("sgd", "mse")
     return model
@@ -165,3 +165,24 @@ def test_a_budget_and_ragged_inputs() -> None:
     data = tf.data.Dataset.from_tensor_slices((words, np.ones((6, 1), "float32"))).batch(4)
     model.fit(data, verbose=0)
     assert "everything runs again" in "".join(model.plan().notes)
+
+
+CUT = {
+    "pipeline": kdist.PipelineConfig(micro_batches=2),
+    "layout_map": {".*block._64/kernel": (None, "model"), ".*block._8/kernel": ("model", None)},
+}
+
+
+def test_a_budget_of_stages_over_inner_axes() -> None:
+    """What a device has of each tensor is known once a stage is lowered, and chosen by then."""
+    repeated = []
+    for budget in (0.0105, 0.012):
+        model = budgeted({"pipe": 2, "model": 2}, budget, **CUT)
+        model.train_on_batch(np.ones((16, 8), "float32"), np.ones((16, 8), "float32"))
+        choices = attached(model).choices.values()
+        assert [one.why for one in choices] == ["", ""]
+        assert all(0 < one.peak <= budget * 2**20 for one in choices)
+        found = [one.activations for one in kdist.inspect(model, 16).memory]
+        assert all(one is not None and one <= budget * 2**20 for one in found), found
+        repeated.append(sum(one.repeated for one in choices))
+    assert repeated[0] > repeated[1]
