@@ -374,6 +374,26 @@ def test_decay_and_count(use_ema):
     assert (float(optimizer._u_product.numpy()) == product) == use_ema
 
 
+@pytest.mark.parametrize("every", [None, 2])
+def test_average_weights(every):
+    """As `apply` does last."""
+    found = []
+    for parts in (False, True):
+        variable = keras.Variable(np.ones(2), name="a")
+        settings = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": every}
+        optimizer = keras.optimizers.SGD(0.5, **settings)
+        optimizer.build([variable])
+        for _ in range(3):
+            if parts:
+                variable.assign_sub(np.full(2, 0.5))
+                keras_optimizers.average_weights(optimizer)
+                optimizer._iterations.assign_add(1)
+            else:
+                optimizer.apply([tf.ones(2)], [variable])
+        found.append([variable.numpy(), optimizer._model_variables_moving_average[0].numpy()])
+    assert_close(*found)
+
+
 def test_families():
     model = mlp()
     optimizer = keras.optimizers.Adam()
