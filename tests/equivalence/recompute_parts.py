@@ -103,17 +103,19 @@ def saved(model: keras.Model) -> int:
     return found
 
 
-def planned(plan: str, devices: int) -> kdist.RecomputeConfig:
+def planned(plan: str, devices: int, dtype: str = "float64") -> kdist.RecomputeConfig:
     """The plan; a budget such that something runs again on so many devices."""
     config = STAGED_PLAN[plan]
-    small = config.budget_mb is not None and devices > 2
-    return dataclasses.replace(config, budget_mb=0.045) if small else config
+    if config.budget_mb is None:
+        return config
+    sizes = (0.03, 0.02) if dtype.startswith("mixed") else (config.budget_mb, 0.045)
+    return dataclasses.replace(config, budget_mb=sizes[devices > 2])
 
 
 def twins(trained: list[keras.Model], plan: str, **options: Any) -> None:
     """Trains twice over a mesh, once with recompute, and compares."""
     run = Run(**{"case": BLOCKS, "optimizer": OPTIMIZERS["adam"], **options})
-    recompute = planned(plan, math.prod(run.mesh_axes.values()))
+    recompute = planned(plan, math.prod(run.mesh_axes.values()), run.dtype)
     again = dataclasses.replace(run, config={**run.config, "recompute": recompute})
     expected, actual = train(run, "kdist"), train(again, "kdist")
     check(expected, actual, TOLERANCES[run.dtype], title=f"{run.title} [{plan}]")
