@@ -74,6 +74,7 @@ class Blocks:
         scoped: Operations that `keras.RematScope` would have repeated by a way of its own.
         choices: What was chosen for it, by stage of a pipeline, "" without one; filled when a
             training step is traced.
+        short: Of stages whose activations do not fit it, the least bytes that do.
     """
 
     blocks: tuple[Block, ...] = ()
@@ -84,6 +85,7 @@ class Blocks:
     budget: int | None = None
     scoped: tuple[Any, ...] = ()
     choices: dict[str, Choice] = dataclasses.field(default_factory=dict)
+    short: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.blocks)

@@ -74,7 +74,7 @@ def nodes_again(
         where: The stage of a pipeline.
 
     Raises:
-        ValueError: Activations do not fit the budget.
+        ValueError: Activations do not fit the budget; of stages that is noted, see `refuse_short`.
     """
     within = {
         name: segment
@@ -104,6 +104,25 @@ def nodes_again(
         choosing = _Choosing(graph, nodes, mine, read, again)
         return again | choosing.chosen(blocks, peak, where)
     return again
+
+
+def refuse_short(blocks: Blocks) -> None:
+    """Refuses a budget that some stages do not fit, once all of them are known.
+
+    Raises:
+        ValueError: With the least that all fit.
+    """
+    if not blocks.short:
+        return
+    assert blocks.budget is not None
+    where = max(blocks.short, key=blocks.short.__getitem__)
+    least = blocks.short[where]
+    blocks.short.clear()
+    raise ValueError(
+        f"With all that may run again, activations need {_up(least):g} MB "
+        f"on a device{f' of {where}' if where else ''}. Give budget_mb at least that, "
+        f"or name larger blocks. Received: budget_mb={blocks.budget / MB:.4g}"
+    )
 
 
 def _up(nbytes: int) -> float:
@@ -176,11 +195,10 @@ class _Choosing:
         # Halving may pass by a trade that fits, since what repeats less may need less.
         least = trades[0] if found else min(trades, key=needed)
         if found is None and needed(least) > blocks.budget:
-            raise ValueError(
-                f"With all that may run again, activations need {_up(needed(least)):g} MB "
-                f"on a device{f' of {where}' if where else ''}. Give budget_mb at least that, "
-                f"or name larger blocks. Received: budget_mb={blocks.budget / MB:.4g}"
-            )
+            blocks.short[where] = needed(least)
+            if not where:
+                refuse_short(blocks)
+            return set(least.again)
         trade, most = found or (least, needed(least))
         mine = Choice(most, sum(self.seconds[n] for n in trade.again), total)
         # A last batch of an epoch has fewer rows: the largest program is told of.

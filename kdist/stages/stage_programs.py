@@ -7,6 +7,7 @@ from typing import Any
 
 from kdist.dtensor import sizes
 from kdist.dtensor.call import MAX_SHAPES, Retrace
+from kdist.program.again import refuse_short
 from kdist.stages.body import StageBody
 from kdist.stages.functions import Pass, StageFunctions
 from kdist.stages.lowered import UNKNOWN, Known
@@ -118,6 +119,8 @@ class StagePrograms:
             found.append(made)
             output = found[-1].example_output
             boundary, masks = output.boundary, output.masks
+        if self.program.blocks:
+            refuse_short(self.program.blocks)
         self._check(found, terms)
         self._note(found, wanted)
         return found
