@@ -214,6 +214,8 @@ class StageVjp(Vjp):
     def _unknown(self) -> str:
         """Why sizes per device are not known, "" if they are."""
         params, inputs = self._arguments
+        if self._split and not self._body.backend.draws_alike:
+            return "over inner axes a backward pass in halves is lowered after the choice"
         if all(t.shape.is_fully_defined() for t in (*params, *inputs)):
             return ""
         return "the sizes of a micro-batch are not known when the step is traced"

@@ -89,7 +89,8 @@ class StagePrograms:
         wanted, _, family, *_ = key
         blocks = self.program.blocks
         budget = blocks is not None and blocks.budget is not None
-        return budget and wanted.differentiate and not family and not self.backend.draws_alike
+        whole = wanted.differentiate and not wanted.split and not family
+        return budget and whole and not self.backend.draws_alike
 
     def trained_parts(self) -> list[Any]:
         """What runs the functions of a training step, of the first micro-batch."""

@@ -108,7 +108,7 @@ def planned(plan: str, devices: int, dtype: str = "float64") -> kdist.RecomputeC
     config = STAGED_PLAN[plan]
     if config.budget_mb is None:
         return config
-    sizes = (0.03, 0.02, 0.02) if dtype.startswith("mixed") else (config.budget_mb, 0.047, 0.03)
+    sizes = (0.03, 0.02, 0.02) if dtype.startswith("mixed") else (config.budget_mb, 0.047, 0.022)
     return dataclasses.replace(config, budget_mb=sizes[(devices > 2) + (devices > 4)])
 
 
