@@ -67,6 +67,9 @@ class Lowered:
         paths: Paths of the model's layers, to say which layer causes a collective.
         seeds: How many of the last inputs everything in the backward pass depends on.
         jit_compile: See `Stitcher.stitch`.
+
+    Attributes:
+        awaited: See `Stitcher.stitch`.
     """
 
     def __init__(
