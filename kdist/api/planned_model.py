@@ -21,6 +21,7 @@ from kdist.pipeline.work import WeightUse, Work, chunk_schedule, work_of
 from kdist.plan.plan import Plan, make_plan
 from kdist.runtime.keras_contract import is_built
 from kdist.stages.stages import stages_given
+from kdist.storage import nccl
 from kdist.storage.sparse import LookUp, gradients_of_rows, looked_up
 
 import keras
@@ -206,6 +207,7 @@ class PlannedModel(PlacedModel):
             notes.append(self.blocks.describe())
         if self.uses_host:
             notes.append(self._host_note())
+        notes += filter(None, [nccl.note([d for one in self.topology.slices for d in one.devices])])
         chosen = {} if self.layouts is None else self.layouts.chosen
         notes += [*table_notes(self.model), *dealt_notes(self.model, chosen)]
         return notes

@@ -15,6 +15,7 @@ from kdist.comm.algorithms import schedule
 from kdist.comm.call import AUTO, RUNTIME, RUNTIME_DTYPES, Call
 from kdist.comm.execute import FOLDS, Finish, Fold, Held, Row, Shape, Slot, run, shape_of, task_of
 from kdist.comm.messages import PREFIX, RUNNING, Message, Schedule
+from kdist.storage import nccl
 
 import tensorflow as tf
 
@@ -106,6 +107,8 @@ def _whole(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
         fits = _like(values)[1] in RUNTIME_DTYPES
         if call.algorithm == RUNTIME or (call.algorithm == AUTO and fits):
             return _runtime_all_reduce(call, values, row)
+    if _is_summed_by_nccl(call, values, row):
+        return _nccl(call, values, row)
     if algorithm == torus.TORUS and not all(row.local):
         algorithm = torus.of_processes([task_of(device) for device in row.devices])
     plan = schedule(call.operation, algorithm, row.size, call.root)
@@ -166,6 +169,25 @@ def _runtime_all_reduce(call: Call, values: Values, row: Row) -> list[tf.Tensor 
         with row.on(rank):
             results[rank] = tf.identity(total)
     return results
+
+
+def _is_summed_by_nccl(call: Call, values: Values, row: Row) -> bool:
+    if call.operation == "broadcast" or call.reduction not in ("sum", "mean"):
+        return False
+    if call.algorithm != AUTO or tf.executing_eagerly() or not all(row.local):
+        return False
+    return nccl.adds_up(row.devices, row.devices[call.root or 0], _like(values)[1])
+
+
+def _nccl(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
+    """Reduce and all_reduce over cards of this process: one of them gets the sum."""
+    root = call.root or 0
+    total = nccl.summed(values, row.devices, row.devices[root])
+    _, finish = _fold(call)
+    with row.on(root):
+        total = finish(total) if finish else total
+    only = root if call.operation == "reduce" else None
+    return _results(row, lambda rank: tf.identity(total), only)
 
 
 # Operations on blocks: rank j has, or gets, a part of the value along a dim.

@@ -1,8 +1,7 @@
 """What the collectives of a lowered program become where one graph spans all devices of a slice.
 
 A collective is an ordinary operation on one member of its group: the others' values come to it, and
-its result goes to them; to another process once. `TABLE` says which. Cards with NCCL would be
-further entries of it.
+its result goes to them; to another process once. `TABLE` says which. Sums over cards are NCCL's.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kdist.storage import nccl
 from kdist.storage.transfer import process_of
 
 import numpy as np
@@ -29,6 +29,7 @@ COLLECTIVES = frozenset(
 _RESULT = {
     **dict.fromkeys(("Maximum", "Minimum", "Mul", "RealDiv", "LogicalOr", "LogicalAnd"), "z"),
     "AddN": "sum",
+    "NcclReduce": "data",
 }
 _PAIRWISE = {"Max": "Maximum", "Min": "Minimum", "Mul": "Mul"}
 _LOGICAL = {"Add": "LogicalOr", "Max": "LogicalOr", "Mul": "LogicalAnd", "Min": "LogicalAnd"}
@@ -64,14 +65,17 @@ class Group:
     root: int
     nodes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def add(self, op: str, suffix: str, device: int, inputs: Sequence[str], **attrs: int) -> str:
-        """Adds a node; attributes named T... are dtypes, others numbers."""
+    def add(
+        self, op: str, suffix: str, device: int, inputs: Sequence[str], **attrs: int | bytes
+    ) -> str:
+        """Adds a node; attributes named T... are dtypes, others numbers or texts."""
         node = self.definition.node_def.add(
             op=op, name=f"{self.name}/{suffix}", device=self.devices[device]
         )
         node.input.extend(inputs)
         for key, value in attrs.items():
-            setattr(node.attr[key], "type" if key.startswith("T") else "i", value)
+            kind = "s" if isinstance(value, bytes) else "type" if key.startswith("T") else "i"
+            setattr(node.attr[key], kind, value)
         self.nodes[node.name] = node
         return f"{node.name}:{_RESULT.get(op, 'output')}:0"
 
@@ -86,6 +90,18 @@ class Group:
         axis = self.constant(f"{suffix}/axis", device, np.int32(dim))
         n = len(parts)
         return self.add("ConcatV2", suffix, device, [*parts, axis], N=n, T=self.dtype, Tidx=_INT32)
+
+    def sum(self, suffix: str, device: int, parts: Sequence[str]) -> str:
+        """Adds a sum, at a member, of what all members have."""
+        members, count = [self.devices[k] for k in self.members], len(parts)
+        if not nccl.adds_up(members, self.devices[device], self.dtype):
+            return self.add("AddN", suffix, device, parts, N=count, T=self.dtype)
+        terms = [
+            self.add("Identity", f"{suffix}/of{k}", k, [part], T=self.dtype)
+            for k, part in zip(self.members, parts, strict=True)
+        ]
+        attrs: dict[str, Any] = {"reduction": b"sum", "num_devices": count, "T": self.dtype}
+        return self.add("NcclReduce", suffix, device, terms, **attrs)
 
     def split(self) -> list[list[str]]:
         """Adds a split of each member's rows into a part for every member."""
@@ -140,16 +156,16 @@ def _sum(group: Group) -> str:
     by_process: dict[Any, list[tuple[int, str]]] = {}
     for k, part in zip(group.members, group.parts, strict=True):
         by_process.setdefault(process_of(group.devices[k]), []).append((k, part))
-    terms = group.parts
-    if len(by_process) > 1:
-        terms = []
-        for number, mine in enumerate(by_process.values()):
-            term = mine[0][1]
-            if len(mine) > 1:
-                parts = [part for _, part in mine]
-                k = mine[0][0]
-                term = group.add("AddN", f"own{number}", k, parts, N=len(parts), T=group.dtype)
-            terms.append(term)
+    if len(by_process) < 2:
+        return group.sum("sum", group.root, group.parts)
+    terms = []
+    for number, mine in enumerate(by_process.values()):
+        term = mine[0][1]
+        if len(mine) > 1:
+            parts = [part for _, part in mine]
+            k = mine[0][0]
+            term = group.add("AddN", f"own{number}", k, parts, N=len(parts), T=group.dtype)
+        terms.append(term)
     return group.add("AddN", "sum", group.root, terms, N=len(terms), T=group.dtype)
 
 
@@ -182,10 +198,9 @@ def reduce_scatter(node: Any, group: Group) -> list[str]:
     merge = node.attr["merge_op"].s.decode()
     if merge != "Add":
         raise CannotStitch(f"a reduce-scatter by {merge}")
-    blocks, count = group.split(), len(group.parts)
+    blocks = group.split()
     return [
-        group.add("AddN", f"sum{i}", k, [mine[i] for mine in blocks], N=count, T=group.dtype)
-        for i, k in enumerate(group.members)
+        group.sum(f"sum{i}", k, [mine[i] for mine in blocks]) for i, k in enumerate(group.members)
     ]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from kdist.comm.execute import Held, Row, Slot, run
 from kdist.plan.routes import Route, routes
+from kdist.storage import nccl
 from kdist.storage.transfer import Sent, added, process_of
 
 import tensorflow as tf
@@ -25,6 +26,8 @@ def summed(
         name: Of the operations, for graphs and profiles.
         turn: Which of a process's devices adds up; see `kdist.storage.transfer.added`.
     """
+    if not tf.executing_eagerly() and nccl.adds_up(devices, at, parts[0].dtype):
+        return nccl.summed(parts, devices, at, name)
     mine: dict[Any, list[int]] = {}
     for number, device in enumerate(devices):
         mine.setdefault(process_of(device), []).append(number)
