@@ -8,19 +8,22 @@ TensorFlow 2.21 has no public way to do these things; `tests/dtensor/test_lowere
 - `Context.add_function_def`, `Context.remove_function`: a function that was put together node by
   node is called by its name from then on, and forgotten when nobody can call it any more.
 - `op_def_registry.get`: what kind of operation a type is.
+- `error_interpolation.parse_message`: looks for names of nodes in a message, in a time that grows
+  with the square of its length; DTensor's messages are whole programs, and take a minute.
 - `Operation._set_attr`: an attribute whose name begins with an underscore goes through DTensor.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager import context
-from tensorflow.python.framework import op_def_registry
+from tensorflow.python.framework import error_interpolation, op_def_registry
 
 _LOWERED = "_func_"
 
@@ -46,6 +49,17 @@ def lowered_names() -> frozenset[str]:
 def function_def(name: str) -> Any:
     """The `FunctionDef` of a registered function."""
     return context.context().get_function_def(name)
+
+
+@contextlib.contextmanager
+def messages_as_they_are() -> Iterator[None]:
+    """Within it, TensorFlow takes no names of nodes out of the messages of errors."""
+    parse = error_interpolation.parse_message
+    error_interpolation.parse_message = lambda message: (message, [], [])
+    try:
+        yield
+    finally:
+        error_interpolation.parse_message = parse
 
 
 def tag(tensor: Any, name: str, number: int) -> None:

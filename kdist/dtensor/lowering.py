@@ -197,7 +197,12 @@ def lower(
     # What DTensor is called with is eager, wherever this is called.
     with tf.init_scope():
         given = _placeholders(mesh, tagged.inputs, layouts)
-        with without_notices(), lowered.record() as recorder, dtensor.default_mesh(mesh):
+        with (
+            without_notices(),
+            dtensor_internals.messages_as_they_are(),
+            lowered.record() as recorder,
+            dtensor.default_mesh(mesh),
+        ):
             flat = keras_trainer.call_flat(tagged, given, [])
         results = [t for t in tf.nest.flatten(flat) if t is not None]
         found = tuple(map(dtensor.fetch_layout, results))

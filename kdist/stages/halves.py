@@ -25,6 +25,8 @@ from kdist.storage import sparse
 
 import tensorflow as tf
 
+_SIZES = ("Shape", "ShapeN", "Size", "Rank")
+
 
 class StageVjp(Vjp):
     """Forward and backward of a virtual stage.
@@ -240,7 +242,8 @@ class StageVjp(Vjp):
             if tensor.ref() in seen or tensor.op.name in fed | self._forward_ops:
                 continue
             seen.add(tensor.ref())
-            if tensor.op.name in made and self._passes(tensor):
+            again = not self._passes(tensor) or _of_sizes(tensor, fed | self._forward_ops)
+            if tensor.op.name in made and not again:
                 kept[tensor.ref()] = tensor
             else:
                 waiting.extend(tensor.op.inputs)
@@ -291,6 +294,31 @@ def _two_chunks(graph: Graph, passes: Passes) -> list[Chunk]:
             tuple(r for r in gives if node_of(r) in passes.seeded),
         ),
     ]
+
+
+def _of_sizes(tensor: Any, known: set[str]) -> bool:
+    """Whether integers follow from constants and sizes of what is known alone.
+
+    DTensor has to see that: to sum along dims that it is handed, it takes whole operands.
+
+    Args:
+        tensor: The tensor.
+        known: Names of operations that the second half is fed, or runs again.
+    """
+    waiting, seen = [tensor.op], set()
+    while waiting:
+        operation = waiting.pop()
+        if operation.name in seen:
+            continue
+        seen.add(operation.name)
+        sized = operation.type in _SIZES and all(t.op.name in known for t in operation.inputs)
+        if sized:
+            continue
+        integers = all(t.dtype.is_integer for t in operation.outputs)
+        if operation.type == "Placeholder" or operation.op_def.is_stateful or not integers:
+            return False
+        waiting.extend(t.op for t in operation.inputs)
+    return True
 
 
 def _backward_operations(

@@ -220,6 +220,21 @@ def test_each_device_multiplies_its_part_and_loops_the_whole() -> None:
     assert {"down_1" in n.name for n in outside if n.shape == (WIDTH, WIDTH)} == {True}
 
 
+def test_a_backward_pass_in_halves_hands_on_no_sizes() -> None:
+    """DTensor would not know along which dims a bias's gradient is summed, and take it whole."""
+    x = inputs = keras.Input((4, FEATURES))
+    x = layers.Dense(WIDTH, "tanh", name="up")(x)
+    x = layers.Dense(WIDTH, name="down")(x)
+    x = layers.MultiHeadAttention(2, 4, name="mixed")(x, x)
+    model = keras.Model(inputs, layers.Dense(2, name="head")(x))
+    mesh = kdist.mesh(pipe=2, model=2)
+    staged = kdist.PipelineConfig(micro_batches=2, schedule="zero_bubble")
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh, layout_map=CUT, pipeline=staged))
+    model.compile("sgd", "mse")
+    model.train_on_batch(np.ones((4, 4, FEATURES)), np.ones((4, 4, 2)))
+    assert kdist.inspect(model).islands == ()
+
+
 @pytest.mark.usefixtures("float64")
 def test_inspect_says_what_an_island_costs() -> None:
     """An LSTM of 4 steps of 2 features, and what is around it, by hand."""
