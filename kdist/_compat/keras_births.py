@@ -4,7 +4,8 @@
   `variables_made_by` calls something else.
 - `random_initializers.random` is where Keras's initializers draw from, with `seed_generator`'s
   `draw_seed`; `Recorder` notes what they would draw.
-- `Trainer.__init__` is what every model runs when it is made.
+- `Trainer.__init__` is what every model runs when it is made; `sequential.Functional` is what a
+  `Sequential` model makes for itself, each time that it is built.
 
 `tests/_compat/test_keras_births.py` fails when one of them moves.
 """
@@ -21,6 +22,7 @@ from kdist._compat.keras_trainer import KEY
 import keras
 from keras.src.backend.tensorflow import random as tensorflow_random
 from keras.src.initializers import random_initializers
+from keras.src.models import sequential
 from keras.src.random import seed_generator
 from keras.src.trainers.trainer import Trainer
 
@@ -105,17 +107,22 @@ def without_value(variable: keras.Variable, key: str) -> None:
 
 @contextlib.contextmanager
 def noted_models() -> Iterator[list[keras.Model]]:
-    """Meanwhile, notes each model that is made, in order."""
+    """Meanwhile, notes each model that is made, but what a `Sequential` makes for itself."""
     found: list[keras.Model] = []
-    own = Trainer.__init__
+    own, functional = Trainer.__init__, sequential.Functional
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         own(self, *args, **kwargs)
         if isinstance(self, keras.Model) and not any(self is one for one in found):
             found.append(self)
 
-    Trainer.__init__ = made
+    def made_inside(*args: Any, **kwargs: Any) -> keras.Model:
+        model = functional(*args, **kwargs)
+        found[:] = [one for one in found if one is not model]
+        return model
+
+    Trainer.__init__, sequential.Functional = made, made_inside
     try:
         yield found
     finally:
-        Trainer.__init__ = own
+        Trainer.__init__, sequential.Functional = own, functional

@@ -60,7 +60,9 @@ def scope(config: ParallelConfig) -> Iterator[None]:
         keras_optimizers.built_without_values(),
     ):
         yield
-    inside = {id(one) for model in models for one in keras_models.layers_inside(model)}
+    inside = {
+        id(one) for model in models for one in keras_models.flat_layers(model) if one is not model
+    }
     for model in models:
         if id(model) not in inside and parallel_of(model) is None:
             parallelize(model, config)

@@ -173,6 +173,34 @@ def test_outermost_models_become_parallel() -> None:
         other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
     assert parallel_of(inner) is None
     assert parallel_of(outer) is not None and parallel_of(other) is not None
+    assert parallel_of(other._functional) is None  # a part of it
+
+
+@keras.saving.register_keras_serializable("kdist_scope")
+class Block(keras.layers.Layer):
+    """As tutorials write a transformer's block: layers, and a model of layers, inside a layer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.rest = [keras.layers.Dense(4, name="rest")]
+        self.ffn = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(4)])
+
+    def build(self, shape: Any) -> None:
+        self.ffn.build(shape)
+        self.rest[0].build(shape)
+
+    def call(self, x: Any) -> Any:
+        return x + self.rest[0](self.ffn(x))
+
+
+def test_models_inside_of_layers_are_of_the_model_around() -> None:
+    layouts = {".*rest/kernel": (None, "model")}
+    mesh = kdist.mesh(data=2, model=2)
+    with kdist.scope(kdist.ParallelConfig(mesh=mesh, layout_map=layouts)):
+        inputs = keras.Input((4,))
+        block = Block()
+        model = keras.Model(inputs, keras.layers.Dense(4)(block(inputs)))
+    assert parallel_of(block.ffn) is None and parallel_of(model) is not None
 
 
 def test_large_variables_that_are_made_whole_are_named(small_chunks: None) -> None:
