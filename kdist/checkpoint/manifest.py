@@ -101,7 +101,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """As text, with a checksum of the rest."""
-        body = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        body = json.dumps(dataclasses.asdict(self))
         known = CODED if any(array.codes for _, array in self.arrays) else FORMAT
         head = {"format": known, "sha256": hashlib.sha256(body.encode()).hexdigest()}
         return json.dumps(head) + "\n" + body + "\n"
