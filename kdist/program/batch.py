@@ -47,6 +47,23 @@ def part_bounds(size: int, replicas: int) -> list[tuple[int, int]]:
     return list(zip(starts[:-1], starts[1:]))
 
 
+def share_of(count: Any, size: Any) -> Any:
+    """What share of a batch some rows are, a float64 scalar; 0 of a batch without rows.
+
+    A constant where both are known, which TensorFlow need not find out for each device.
+    """
+    known = [tf.get_static_value(one) for one in (count, size)]
+    if None not in known:
+        return tf.constant(known[0] / known[1] if known[1] else 0.0, tf.float64)
+    return tf.math.divide_no_nan(tf.cast(count, tf.float64), tf.cast(size, tf.float64))
+
+
+def for_each_term(share: Any, terms: int) -> Any:
+    """One share for all compiled losses, (terms,); a constant where it is known."""
+    known = tf.get_static_value(share)
+    return tf.fill([terms], share) if known is None else tf.constant([known] * terms, share.dtype)
+
+
 def row_counts(size: Any, replicas: int) -> list[Any]:
     """How many rows each replica takes of a batch, as scalar int32 tensors.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from kdist.dtensor import sizes
 from kdist.dtensor.call import MAX_SHAPES, CannotExpand, signature, tensor_spec
+from kdist.graphs.instantiation import prepared_cheaply
 from kdist.runtime.families import BatchShape, Family, families
 from kdist.runtime.in_pieces import PIECES, in_pieces
 
@@ -37,17 +38,24 @@ class ByShape:
     Args:
         function: `function(data, *options)`, with a structure of tensors and Python values.
         parts: Into how many the rows of a batch are cut: replicas, times micro-batches.
+        devices: Those that compute.
         tell: Told why every shape has to have a graph of its own, if there are many.
 
     Attributes:
         traces: How many graphs were made, those that failed included.
     """
 
-    def __init__(self, function: Callable, parts: int, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        function: Callable,
+        parts: int,
+        devices: Sequence[str],
+        tell: Callable[[str], None],
+    ) -> None:
         self.traces = 0
         self._function = function
         self._nested = tf.function(function, autograph=False)
-        self._parts = parts
+        self._parts, self._devices = parts, list(devices)
         self._tell = tell
         self._kinds: dict[Any, _Kind] = {}
         self._of_any_size: dict[Any, Callable] = {}
@@ -70,7 +78,8 @@ class ByShape:
             graph = self._new(data, kind, shapes, options)
         elif (kind, shapes) in self._alone:
             self._alone.move_to_end((kind, shapes))
-        return graph(*given)
+        with prepared_cheaply(self._devices):
+            return graph(*given)
 
     def _in_graph(self, data: Any, given: Sequence[Any], options: Any) -> Any:
         """Calls it in the graph of a caller, who may not know the sizes of a batch."""

@@ -20,7 +20,7 @@ from kdist.dtensor.model_layouts import ModelLayouts
 from kdist.dtensor.program_layouts import MeshPrograms
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.optimizer.slice_gradients import SliceGradients
-from kdist.program.batch import SplitBatch
+from kdist.program.batch import SplitBatch, for_each_term
 from kdist.program.loss import shares_from_counts
 from kdist.program.program import Program
 from kdist.program.step_result import SliceResult
@@ -229,7 +229,7 @@ class MeshRunner:
         training: bool,
     ) -> list[Any]:
         """Each slice's share of every loss term; see `kdist.program.loss`."""
-        shares = [tf.fill([len(self.program.kinds)], row) for row in rows]
+        shares = [for_each_term(row, len(self.program.kinds)) for row in rows]
         if len(parts) == 1 or not self.program.kinds:
             return shares
         numbers = [shares[0], rows[0], rows[0], *([tf.constant(1.0)] if training else [])]

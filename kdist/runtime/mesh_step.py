@@ -53,7 +53,7 @@ class MeshStep(Step):
     def by_shape(self, function: Callable) -> ByShape:
         """A function of a batch of this model as graphs by its shape."""
         parts = self.topology.data_size * self.micro_batches
-        return ByShape(function, parts, self.parallel.warn_once)
+        return ByShape(function, parts, self.topology.devices, self.parallel.warn_once)
 
     def cut(self, x: Any, y: Any, sample_weight: Any) -> SplitBatch:
         """Cuts a batch over the slices, into parts of known size where the batch's is known.

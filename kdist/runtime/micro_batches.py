@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kdist.program.batch import SplitBatch, split
+from kdist.program.batch import SplitBatch, for_each_term, share_of, split
 from kdist.program.loss import shares_from_counts
 
 import keras
@@ -37,7 +37,6 @@ class MicroBatches:
         """Cuts every replica's part of a batch; see `kdist.program.batch.split`."""
         parts, counts, shares = [], [], []
         full = batch.full
-        size = tf.cast(batch.size, tf.float64)
         for part, rows in zip(batch.parts, batch.counts):
             x, y, sample_weight = _tensors(part)
             cut = split(x, y, sample_weight, micro_batches, static)
@@ -45,7 +44,7 @@ class MicroBatches:
             used = [tf.minimum(count, rows) for count in cut.counts]
             parts.append(cut.parts)
             counts.append(used)
-            shares.append([tf.math.divide_no_nan(tf.cast(n, tf.float64), size) for n in used])
+            shares.append([share_of(n, batch.size) for n in used])
             full = full and cut.full
         return cls(parts, counts, shares, full)
 
@@ -57,7 +56,7 @@ class MicroBatches:
             terms: Number of compiled losses.
         """
         if counted is None:
-            return [[tf.fill([terms], share) for share in row] for row in self.shares]
+            return [[for_each_term(share, terms) for share in row] for row in self.shares]
         flat = iter(shares_from_counts([count for row in counted for count in row]))
         return [[next(flat) for _ in row] for row in counted]
 

@@ -17,7 +17,7 @@ from kdist.graphs.instantiation import instantiated_cheaply
 from kdist.optimizer.gradients import GradientSource
 from kdist.optimizer.reduction import Reduction
 from kdist.optimizer.slice_gradients import SliceGradients
-from kdist.program.batch import SplitBatch
+from kdist.program.batch import SplitBatch, for_each_term, share_of
 from kdist.program.loss import has_rows, shares_from_counts
 from kdist.program.program import Program
 from kdist.program.state import carried_for
@@ -177,7 +177,7 @@ class PlainRunner:
         return contextlib.nullcontext() if self.eager else instantiated_cheaply(self.devices)
 
     def _broadcast_rows(self, share: Any) -> Any:
-        return tf.fill([len(self.program.kinds)], share)
+        return for_each_term(share, len(self.program.kinds))
 
     def _needs_counts(
         self, function: Callable, inputs: tuple, batch: SplitBatch, training: bool, values: tuple
@@ -257,8 +257,7 @@ def not_folded(value: Any) -> Any:
 
 def row_shares(batch: SplitBatch) -> list[Any]:
     """Each replica's share of the rows, float64."""
-    size = tf.cast(batch.size, tf.float64)
-    return [tf.math.divide_no_nan(tf.cast(count, tf.float64), size) for count in batch.counts]
+    return [share_of(count, batch.size) for count in batch.counts]
 
 
 def layer_weights(batch: SplitBatch, mean: bool) -> list[Any]:

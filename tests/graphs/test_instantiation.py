@@ -1,0 +1,64 @@
+"""By which passes TensorFlow optimizes graphs of a step; what users have set is kept."""
+
+import contextlib
+
+import kdist
+from kdist._compat import run_metadata
+from kdist.graphs.instantiation import prepared_cheaply
+from kdist.runtime import by_shape
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+CPUS = ["/device:CPU:0", "/device:CPU:1"]
+options = tf.config.optimizer
+
+
+@contextlib.contextmanager
+def user_settings(**given: bool):
+    """Meanwhile, the user has set passes."""
+    before = options.get_experimental_options()
+    options.set_experimental_options(given)
+    try:
+        yield
+    finally:
+        options.set_experimental_options({name: before.get(name, True) for name in given})
+
+
+def test_one_pass_is_left_on_cpu():
+    with prepared_cheaply(CPUS):
+        inside = options.get_experimental_options()
+    assert not inside["remapping"] and not inside["arithmetic_optimization"]
+    assert inside.get("dependency_optimization", True)
+    assert not inside.get("disable_meta_optimizer", False)
+
+
+def test_gpus_keep_all_passes():
+    with user_settings(remapping=True), prepared_cheaply(["/device:GPU:0", "/device:GPU:1"]):
+        assert options.get_experimental_options()["remapping"]
+
+
+@pytest.mark.parametrize("remapping", [True, False])
+def test_what_the_user_has_set_is_set_again(remapping):
+    with user_settings(remapping=remapping, constant_folding=not remapping):
+        with contextlib.suppress(ZeroDivisionError), prepared_cheaply(CPUS):
+            raise ZeroDivisionError
+        after = options.get_experimental_options()
+    assert after["remapping"] is remapping
+    assert after["constant_folding"] is not remapping
+
+
+@pytest.mark.parametrize("cheaply", [True, False])
+def test_a_step_over_inner_axes_is_prepared_cheaply(cheaply, monkeypatch):
+    """Remapping makes one operation of a product and its bias."""
+    if not cheaply:
+        monkeypatch.setattr(by_shape, "prepared_cheaply", lambda _: contextlib.nullcontext())
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4), keras.layers.Dense(4)])
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2, model=2)))
+    model.compile("sgd", "mse")
+    x = np.ones((4, 6), "float32")
+    graphs = run_metadata.function_graphs(lambda: model.predict_on_batch(x))
+    kinds = {n.op for g in graphs for part in g.partition_graphs for n in part.node}
+    assert ("BiasAdd" in kinds) == cheaply
