@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from kdist._compat import keras_models
 from kdist.api import mirrored_scope
 from kdist.api.sharded_optimizer import config_for, parallel_optimizer
 from kdist.config.compression import Classes, Compressor
@@ -25,6 +26,7 @@ from kdist.program.fixed_batch import refuse_fixed_batch, refuse_row_state
 from kdist.runtime.chunking import Chunking
 from kdist.runtime.loss_terms import LossTerm, whole_loss, whole_loss_note
 from kdist.sharding.placement import Placement, shape_of
+from kdist.stages.one_node import as_functional
 from kdist.stages.stages import StagedModel
 from kdist.storage.sparse import looked_up
 from kdist.storage.variables import Stored, replace
@@ -309,8 +311,11 @@ class PlacedModel:
         if self.blocks:
             return "what is recomputed follows the loss"
         try:
+            model = self.model
+            if keras_models.functional_of(model) is None:
+                model = as_functional(model, self.example_input)
             pipeline = PipelineConfig(micro_batches=1)
-            return StagedModel.of(self.model, pipeline, self.topology, whole_loss=self.whole_loss)
+            return StagedModel.of(model, pipeline, self.topology, whole_loss=self.whole_loss)
         except ValueError as reason:
             return str(reason).split(". ")[0]
 

@@ -112,7 +112,9 @@ class PreparedModel(FittedModel):
         """Creates the variables of layers, metrics, losses and the optimizer, if missing."""
         data = keras.tree.map_structure(as_spec, example)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        self.example_input = x
+        waited, self.example_input = self.example_input is None, x
+        if waited and self.program is not None and self.loss_on_gathered_weights:
+            self.forget_steps(self.jit_compile)  # by its inputs, the model may be one stage
         if not is_built(self.model):
             with self._bearing():
                 keras_trainer.keras_backend.compute_output_spec(self.model, x)

@@ -24,8 +24,13 @@ DEFAULT = [
     ("circle", "data4", "even"),
     ("one_of_two", "data2_model2", "ragged"),
     ("projection", "data4", "ragged"),
+    ("own_call_of_the_model", "data2_model2", "ragged"),
 ]
-DEFAULT_LEVELS = [("centres", 2, "data4"), ("kernel_penalty", 3, "data2_model2")]
+DEFAULT_LEVELS = [
+    ("centres", 2, "data4"),
+    ("kernel_penalty", 3, "data2_model2"),
+    ("own_call_of_the_model", 3, "data2_model2"),
+]
 DEFAULT_FEATURES = [("unreduced", "sample_weight", "data4")]
 
 

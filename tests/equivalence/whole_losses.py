@@ -229,6 +229,44 @@ class DenseCentres(SharedCentres):
         return ops.add(super().extra(x, y, y_pred, training), 0.1 * ops.sum(ops.square(table)))
 
 
+class OwnCall(Own):
+    """A model with a `call` of its own: several outputs, a penalty, and a step for training."""
+
+    def __init__(self) -> None:
+        super().__init__(name="mlp")
+        self.up = layers.Dense(16, activation="tanh", name="up")
+        self.norm = layers.LayerNormalization(name="norm")
+        self.down = layers.Dense(CLASSES, name="down")
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+
+    def build(self, shape: Any) -> None:
+        self.up.build(shape)
+        self.norm.build((None, 16))
+        self.down.build((None, 16))
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        hidden = self.norm(self.up(inputs))
+        if training:
+            hidden = hidden * 1.25
+        penalty = 0.01 * ops.mean(ops.square(hidden))
+        self.add_loss(ops.cast(penalty, keras.config.floatx()))
+        return self.down(hidden)
+
+    def extra(self, x: Any, y: Any, y_pred: Any, training: bool) -> Any:
+        seen = ops.cast(y_pred, self.scale.dtype)
+        likeness = ops.matmul(seen, ops.transpose(seen)) * ops.exp(self.scale)
+        extra = 0.1 * ops.mean(ops.logsumexp(likeness, axis=-1))
+        for loss in self.losses:
+            extra = ops.add(extra, loss)
+        return extra
+
+
+def _own_call() -> keras.Model:
+    model = OwnCall()
+    model.build((None, 12))
+    return model
+
+
 def _like_mlp(kind: type) -> Callable[[], keras.Model]:
     def build() -> keras.Model:
         model = MLP.build()
@@ -257,6 +295,7 @@ WEIGHTED: tuple[Case, ...] = (
     _weighted("projection", _like_mlp(Projection)),
     _weighted("temperature", _like_mlp(Temperature)),
     _weighted("centres", _like_mlp(Centres)),
+    _weighted("own_call_of_the_model", _own_call),
     _weighted("shared_centres", _with_table(SharedCentres), layout_map=FEED_FORWARD),
     _weighted("dense_centres", _with_table(DenseCentres), layout_map=FEED_FORWARD),
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import kdist
+from kdist.api.parallelize import attached
 
 import keras
 import numpy as np
@@ -117,9 +118,10 @@ def test_one_replica_has_the_whole_batch():
     assert not model.plan().notes
 
 
-def test_over_inner_axes_the_model_stays_cut():
+@pytest.mark.parametrize("make", [mlp, subclassed])
+def test_over_inner_axes_the_model_stays_cut(make):
     """It is one stage, with the loss between its forward and its backward pass."""
-    model, lines = told(keras.losses.Dice(), {"data": 2, "model": 2})
+    model, lines = told(keras.losses.Dice(), {"data": 2, "model": 2}, make=make)
     assert len(lines) == 1
     assert "over the gathered outputs" in lines[0]
     x, y = data(8)
@@ -129,10 +131,25 @@ def test_over_inner_axes_the_model_stays_cut():
     assert [one.kind for one in found.collectives] == ["all-reduce"]
 
 
+def test_a_model_with_an_own_call_is_one_stage_once_a_batch_shows_its_inputs():
+    """Its optimizer may be made before, for a checkpoint to fill."""
+    config = kdist.ParallelConfig(mesh=kdist.mesh(data=2, model=2), layout_map=CUTS)
+    model = kdist.parallelize(subclassed(), config)
+    model.compile("adam", keras.losses.Dice())
+    attached(model).prepare_optimizer()
+    model.train_on_batch(*data(8))
+    assert "gathered weights" not in str(kdist.inspect(model))
+
+
 def test_weights_are_gathered_where_it_cannot_be_one_stage():
-    model, lines = told(keras.losses.Dice(), {"data": 2, "model": 2}, make=subclassed)
+    def make() -> keras.Model:
+        model = subclassed()
+        model.activity_regularizer = keras.regularizers.L2(0.01)
+        return model
+
+    model, lines = told(keras.losses.Dice(), {"data": 2, "model": 2}, make=make)
     assert len(lines) == 1
-    assert "on gathered weights (Only a Functional model" in lines[0]
+    assert "on gathered weights (the model has an activity regularizer of its own" in lines[0]
     assert "on gathered weights" in str(kdist.inspect(model))
 
 
