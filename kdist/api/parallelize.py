@@ -23,6 +23,7 @@ from kdist.runtime.keras_contract import example_of, is_built, peek, step_functi
 from kdist.runtime.mesh_step import BatchFunction
 from kdist.runtime.metrics import overrides
 from kdist.runtime.step import Step
+from kdist.storage.variables import stored
 
 import keras
 import tensorflow as tf
@@ -161,6 +162,7 @@ class Parallel(PreparedModel):
         config = self.model._compile_config.config
         if "jit_compile" in config:
             config["jit_compile"] = wanted
+        self._follow_weights("compile")
         self.forget_functions(self.resolved_xla(wanted))
         self.unknown_to_optimizer = None
         if self.layouts is not None and is_built(self.model):
@@ -272,6 +274,7 @@ class Parallel(PreparedModel):
         Raises:
             ValueError: To train, the optimizer has to know the new weights first.
         """
+        self._follow_weights(kind)
         gained, lost = self.gained_and_lost()
         if gained or lost:
             optimizer = self.model.optimizer if self.model.compiled else None
@@ -285,6 +288,25 @@ class Parallel(PreparedModel):
                 "and new layers do. Call model.compile(...) again before training goes on. "
                 f"Received: new weights={gained}, gone={lost}"
             )
+
+    def _follow_weights(self, kind: str) -> None:
+        """Makes the steps anew if another model, which has the same weights, has moved them.
+
+        Raises:
+            ValueError: To train, they have to be where the model's own optimizer updates them.
+        """
+        now = {key: stored(entry.variable) or entry for key, entry in self.entries.items()}
+        moved = [n for n, entry in self.entries.items() if now[n] is not entry]
+        if not moved:
+            return
+        if kind == "train":
+            raise ValueError(
+                "Another model that has the same weights was compiled since, and has moved them to "
+                "where its optimizer updates them. Compile this one again to train it. Received: "
+                f"model={self.model.name!r}, moved={[self.entries[n].variable.path for n in moved]}"
+            )
+        self.entries.update((n, now[n]) for n in moved)
+        self.forget_functions(self.jit_compile)
 
     def _function(self, kind: str, example: Any) -> Callable:
         """What Keras calls: `kind` is "train", "test" or "predict"."""

@@ -246,3 +246,48 @@ def test_what_is_refused() -> None:
         raise ZeroDivisionError
     assert parallel_of(model) is None
     np.testing.assert_array_equal(model.get_weights()[0], build().get_weights()[0])
+
+
+@pytest.mark.parametrize("how", ["scope", "parallelize"])
+@pytest.mark.parametrize("kind", ["replicas", "level3"])
+def test_models_that_have_the_same_weights(kind: str, how: str) -> None:
+    """As of an autoencoder, of which one half is used by itself; the other is compiled."""
+
+    def build_both() -> tuple[keras.Model, keras.Model]:
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((8,))
+        half = keras.layers.Dense(4, "tanh")(inputs)
+        whole = keras.Model(inputs, keras.layers.Dense(8)(half))
+        return keras.Model(inputs, half), whole
+
+    x = np.random.default_rng(0).normal(size=(32, 8)).astype("float32")
+    plain = build_both()
+    compiled(plain[1]).fit(x, x, batch_size=8, shuffle=False, verbose=0)
+    if how == "scope":
+        with kdist.scope(config(kind)):
+            made = build_both()
+    else:
+        made = build_both()
+        for model in made:
+            kdist.parallelize(model, config(kind))
+    made[0].predict(x, verbose=0)  # a program for where weights are before
+    compiled(made[1]).fit(x, x, batch_size=8, shuffle=False, verbose=0)
+    for model, expected in zip(made, plain, strict=True):
+        found = model.predict(x, verbose=0)
+        np.testing.assert_allclose(found, expected.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
+
+
+def test_weights_that_another_model_has_moved() -> None:
+    inputs = keras.Input((8,))
+    half = keras.layers.Dense(4)(inputs)
+    models = [keras.Model(inputs, half), keras.Model(inputs, keras.layers.Dense(8)(half))]
+    x = np.ones((16, 8), "float32")
+    for model in models:
+        kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=4)))
+    for model, level in zip(models, (3, 1), strict=True):
+        adam = keras.optimizers.Adam()
+        model.compile(kdist.ShardedOptimizer(adam, level=level, threshold_kb=0), "mse")
+        if level == 3:
+            model.fit(x, x[:, :4], batch_size=8, verbose=0)
+    with pytest.raises(ValueError, match="Compile this one again.*Received: model="):
+        models[0].fit(x, x[:, :4], batch_size=8, verbose=0)
