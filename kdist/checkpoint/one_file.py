@@ -88,7 +88,8 @@ def _description(folder: Path, manifest: Manifest) -> KerasDescription:
     if found.missing:
         raise CheckpointError(
             "Keras's files cannot be made of this checkpoint. Restore it into the model, and call "
-            f"model.save. Received: {found.missing}"
+            "model.save, or model.save_weights where it has no get_config. "
+            f"Received: {found.missing}"
         )
     return found
 

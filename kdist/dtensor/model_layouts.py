@@ -248,6 +248,12 @@ def place_weights(
     for variable, placement in placed:
         entry: Any = stored(variable)
         if entry is not None and (entry.topology != topology or entry.placement != placement):
+            if entry.topology == topology:
+                raise ValueError(
+                    "A weight is stored in one way, and another model has it by its layouts or "
+                    "level. Of models that share weights, make all parallel before one is "
+                    f"compiled, with the same layouts. Received: {variable.path!r}"
+                )
             raise ValueError(
                 "A weight can live on one mesh only. Build a new model, and load the weights of "
                 f"this one into it, to change the mesh or layout. Received: {variable.path!r}"
