@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 from kdist.pipeline.instructions import (
     Backward,
-    BackwardInput,
-    BackwardWeight,
     Forward,
     Instruction,
 )
@@ -117,9 +115,15 @@ class Schedule:
         """
         return tuple(_peak_live(row) for row in self.stages)
 
-    def peak_put_off(self) -> tuple[int, ...]:
-        """Per stage, the most weight gradients that it has put off when a backward pass begins."""
-        return tuple(_peak_put_off(row) for row in self.stages)
+    def kept_beside(self) -> tuple[frozenset[tuple[int, int]], ...]:
+        """Per stage, what it keeps of other micro-batches while it computes one.
+
+        Returns:
+            Pairs, one or several instructions have each: of how many others the backward pass has
+            not begun, and of how many the weight gradient is put off. A pair of which both numbers
+            are at most those of another one is left out.
+        """
+        return tuple(_kept_beside(row) for row in self.stages)
 
     def chart(self, costs: Costs | None = None) -> Chart:
         """The planned timeline, to print or to save as PNG or Chrome trace.
@@ -162,12 +166,17 @@ def _peak_live(row: tuple[Instruction, ...]) -> int:
     return peak
 
 
-def _peak_put_off(row: tuple[Instruction, ...]) -> int:
-    off = peak = 0
+def _kept_beside(row: tuple[Instruction, ...]) -> frozenset[tuple[int, int]]:
+    begun = off = 0
+    found = set()
     for one in row:
-        if isinstance(one, BackwardInput):
-            peak = max(peak, off)
-            off += 1
-        elif isinstance(one, BackwardWeight):
+        if one.letter in "BI":
+            begun -= 1
+        elif one.letter == "W":
             off -= 1
-    return peak
+        found.add((begun, off))
+        begun += one.letter == "F"
+        off += one.letter == "I"
+    return frozenset(
+        (a, b) for a, b in found if not any(a <= c and b <= d for c, d in found - {(a, b)})
+    )

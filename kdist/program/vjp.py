@@ -228,9 +228,9 @@ class Cut:
     def __init__(
         self, joint: Any, feeds: Sequence[Any], fetches: Sequence[Any], wrap: Callable, late: int
     ) -> None:
-        reached, values = _reached(feeds, fetches), _reached(feeds, fetches, values=True)
+        needed, values = reached(feeds, fetches), reached(feeds, fetches, values=True)
         self.needs = [i for i, t in enumerate(feeds) if t.ref() in values]
-        self._taken = [i for i, t in enumerate(feeds) if t.ref() in reached]
+        self._taken = [i for i, t in enumerate(feeds) if t.ref() in needed]
         self._count = len(feeds)
         seeds = [n for n, i in enumerate(self._taken) if i >= late]
         self._call = wrap(pruned(joint, [feeds[i] for i in self._taken], fetches), seeds)
@@ -241,7 +241,7 @@ class Cut:
         return self._call(*arguments[:first], *(arguments[first + i] for i in self._taken))
 
 
-def _reached(feeds: Sequence[Any], fetches: Sequence[Any], values: bool = False) -> set[Any]:
+def reached(feeds: Sequence[Any], fetches: Sequence[Any], values: bool = False) -> set[Any]:
     """References of the feeds that fetches depend on; with `values`, on more than their layout."""
     fed, fed_ops = {t.ref() for t in feeds}, {t.op for t in feeds}
     found = {t.ref() for t in fetches} & fed

@@ -8,19 +8,19 @@ one joint graph of `kdist.program.vjp.Vjp`; what the first half has computed goe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from kdist.graphs.chunks import Chunk, Graph, node_of
-from kdist.graphs.program_peak import repeated_peak
-from kdist.graphs.recompute import Passes, repeat
+from kdist.graphs.chunks import Graph, node_of
+from kdist.graphs.recompute import Passes
 from kdist.program.again import OVER_INNER_AXES, Nodes, nodes_again
 from kdist.program.blocks import block_of
-from kdist.program.vjp import Cut, PureFunction, Vjp, unflatten
+from kdist.program.vjp import Cut, PureFunction, Vjp, reached, unflatten
 from kdist.stages.body import StageBody
 from kdist.stages.lowered import UNKNOWN, Known
 from kdist.stages.node_seconds import operation_seconds
-from kdist.stages.waiting import together, waiting
+from kdist.stages.stage_peaks import Halves, Trace
+from kdist.stages.waiting import owned, together, waiting
 from kdist.storage import sparse
 
 import tensorflow as tf
@@ -140,8 +140,6 @@ class StageVjp(Vjp):
         passes = Passes(frozenset(self._forward_ops), frozenset())
         whole = Graph(inputs, [t.name for t in self._outputs], effects=kept)
         joint = dataclasses.replace(whole, results=[*whole.results, *(t.name for t in fetches)])
-        seeds = {t.op.name for t in self._given}
-        every = Passes.of(joint, seeds)
         known = Nodes(
             kind=lambda n: nodes[n].type,
             nbytes=lambda n: sum(map(self._size, nodes[n].outputs)),
@@ -152,28 +150,11 @@ class StageVjp(Vjp):
             once=self._live == 1,
         )
 
-        weights, inward = self._of_weights(fetches)
-        lasting, count = self._outputs[self._count() :], self._body.staged.schedule.micro_batches
+        estimate = self._estimate(joint, fetches, depends, nodes)
 
         def peak(again: set[str]) -> int:
             self._again = again - kept
-            saved = self._frontier(fetches, depends)
-            made = repeat(joint, every, self._again, seeds)
-            halves = self._put_off * together(self._handed(weights, inward, saved), self._size)
-            found = (
-                halves
-                + waiting(saved, lasting, inward, self._live, count, self._size)
-                + repeated_peak(
-                    made,
-                    every,
-                    lambda graph: _two_chunks(graph, every),
-                    lambda n: self._known.kind(nodes[n], self.numbers),
-                    lambda r: self._size(nodes[node_of(r)].outputs[int(r.rpartition(":")[2])]),
-                    calls=self._body.backend.draws_alike,
-                    gradients={t.name for t in weights},
-                )
-            )
-            return found if self._known.sizes is None else int(found * OVER_INNER_AXES)
+            return estimate()
 
         staged = self._body.staged
         where = f"stage {staged.stage_of(self._body.virtual)}"
@@ -182,6 +163,53 @@ class StageVjp(Vjp):
         again = nodes_again(whole, passes, blocks, known, peak, where) - kept
         self.local = frozenset(n for n in again if blocks.keeps_communication(block_of(n)))
         return again
+
+    def _estimate(
+        self,
+        joint: Graph,
+        fetches: Sequence[Any],
+        depends: dict[str, bool],
+        nodes: Mapping[str, Any],
+    ) -> Callable[[], int]:
+        """Tells the bytes of activations that are there at once, if `self._again` runs again."""
+        weights, inward = self._of_weights(fetches)
+        schedule, stage = self._body.staged.schedule, self._body.staged.stage_of(self._body.virtual)
+        beside, lasting = schedule.kept_beside(), self._outputs[self._count() :]
+        # What goes to another stage stays here while that stage keeps it.
+        after = 0 if self._body.last else max(map(sum, beside[(stage + 1) % len(beside)]))
+        before = max(b for _, b in beside[stage - 1])
+        trace = Trace(
+            joint,
+            {t.op.name for t in self._given},
+            lambda n: self._known.kind(nodes[n], self.numbers),
+            lambda r: self._size(nodes[node_of(r)].outputs[int(r.rpartition(":")[2])]),
+            self._body.backend.draws_alike,
+        )
+
+        def estimate() -> int:
+            saved = self._frontier(fetches, depends)
+            put_off: list[Any] = []
+            if self._split:
+                handed = self._handed(weights, inward, saved)
+                needed = reached([*saved, *handed, *self._given], weights)
+                put_off = [t for t in (*saved, *handed, *self._given) if t.ref() in needed]
+                halves = Halves(
+                    [t.name for t in self._outputs],
+                    [t.name for t in inward],
+                    owned(handed, self._size),
+                    [t.name for t in weights],
+                    [t.name for t in saved if t.ref() in needed],
+                )
+                found = trace.in_halves(self._again, halves)
+            else:
+                found = trace.in_one(self._again, [t.name for t in weights])
+            count = schedule.micro_batches
+            found += waiting(saved, put_off, lasting, beside[stage], count, self._size)
+            found += after * together(self._outputs[: self._count()], self._size)
+            found += (before + 1) * together(inward, self._size)
+            return found if self._known.sizes is None else int(found * OVER_INNER_AXES)
+
+        return estimate
 
     def _size(self, tensor: Any) -> int:
         """Bytes of a tensor on a device."""
@@ -199,12 +227,6 @@ class StageVjp(Vjp):
         staged = self._body.staged
         return max(staged.schedule.peak_live()[staged.stage_of(self._body.virtual)], 1)
 
-    @property
-    def _put_off(self) -> int:
-        """Weight gradients that a stage has put off while it computes others."""
-        staged = self._body.staged
-        return staged.schedule.peak_put_off()[staged.stage_of(self._body.virtual)]
-
     def _handed(
         self, weights: Sequence[Any], inward: Sequence[Any], saved: Sequence[Any]
     ) -> list[Any]:
@@ -216,8 +238,6 @@ class StageVjp(Vjp):
     def _unknown(self) -> str:
         """Why sizes per device are not known, "" if they are."""
         params, inputs = self._arguments
-        if self._split and not self._body.backend.draws_alike:
-            return "over inner axes a backward pass in halves is lowered after the choice"
         if all(t.shape.is_fully_defined() for t in (*params, *inputs)):
             return ""
         return "the sizes of a micro-batch are not known when the step is traced"
@@ -273,27 +293,6 @@ class StageVjp(Vjp):
         given = [cotangents[i] for i in self._cotangents]
         flat = self._call_weight(*where, *params, *saved, *given, *kept[: self._kept])
         return unflatten(kinds, flat)
-
-
-def _two_chunks(graph: Graph, passes: Passes) -> list[Chunk]:
-    """A stage's forward and its backward pass, each of them a call.
-
-    Args:
-        graph: The joint trace, with what runs again.
-        passes: Which nodes are what.
-    """
-    forward = tuple(n for n in graph.inputs if n in passes.forward)
-    backward = tuple(n for n in graph.inputs if n not in passes.forward)
-    handed = [r for n in backward for r in graph.inputs[n] if node_of(r) in passes.forward]
-    gives = dict.fromkeys([*graph.results, *handed])
-    return [
-        Chunk((), forward, tuple(r for r in gives if node_of(r) in passes.forward)),
-        Chunk(
-            tuple(dict.fromkeys(handed)),
-            backward,
-            tuple(r for r in gives if node_of(r) in passes.seeded),
-        ),
-    ]
 
 
 def _of_sizes(tensor: Any, known: set[str]) -> bool:

@@ -89,7 +89,7 @@ class StagePrograms:
         wanted, _, family, *_ = key
         blocks = self.program.blocks
         budget = blocks is not None and blocks.budget is not None
-        whole = wanted.differentiate and not wanted.split and not family
+        whole = wanted.differentiate and not family
         return budget and whole and not self.backend.draws_alike
 
     def trained_parts(self) -> list[Any]:

@@ -79,9 +79,11 @@ def test_live_activations_of_1f1b_and_gpipe():
     assert build("zero_bubble", 4, 8).peak_live() == (4, 4, 4, 4)
 
 
-def test_weight_gradients_that_are_put_off():
-    assert build("zero_bubble", 4, 8).peak_put_off() == (0, 1, 2, 3)
-    assert build("1f1b", 4, 8).peak_put_off() == (0, 0, 0, 0)
+def test_what_is_kept_of_other_micro_batches():
+    """Either their backward pass has not begun, or their weight gradient is put off."""
+    assert build("zero_bubble", 4, 8).kept_beside() == ({(3, 0)}, {(2, 1)}, {(1, 2)}, {(0, 3)})
+    assert build("1f1b", 4, 8).kept_beside() == ({(3, 0)}, {(2, 0)}, {(1, 0)}, {(0, 0)})
+    assert build("gpipe", 2, 3).kept_beside() == ({(2, 0)}, {(2, 0)})
 
 
 def test_properties():
