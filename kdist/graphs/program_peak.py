@@ -52,8 +52,6 @@ def repeated_peak(
         return "Identity" if name in made.gates else kind(original(name))
 
     results = made.graph.results
-    if not calls:
-        taken = pushed_down(taken, results, kind_of, passes.seeded)
     owned = [r for r in results if node_of(r) in passes.seeded]
     owned = [r for r in owned if gradients is None or r in gradients]
     return activation_peak(
@@ -65,45 +63,6 @@ def repeated_peak(
         nbytes_of,
         calls=calls,
     )
-
-
-def pushed_down(
-    inputs: Mapping[str, Sequence[str]],
-    results: Collection[str],
-    kind: Callable[[str], str],
-    seeded: Collection[str],
-) -> dict[str, Sequence[str]]:
-    """What goes into nodes once TensorFlow has moved constants.
-
-    Of `(gradient * slope) * constant` it makes `(slope * constant) * gradient`, whose first product
-    waits for no gradient, so that all of a block's may be there at once. It does so where shapes
-    are known, and nothing else reads the first product.
-
-    Args:
-        inputs: Per node, the references that go into it.
-        results: References of what is returned.
-        kind: Tells the type of a node.
-        seeded: Nodes that depend on the gradient that a backward pass is given.
-    """
-    readers: dict[str, list[str]] = {}
-    for name, references in inputs.items():
-        for reference in references:
-            if not reference.startswith("^"):
-                readers.setdefault(node_of(reference), []).append(name)
-    returned = set(map(node_of, results))
-    found = {name: list(references) for name, references in inputs.items()}
-    for first in inputs:
-        data = [r for r in found[first] if not r.startswith("^")]
-        late = [r for r in data if node_of(r) in seeded]
-        following = readers.get(first, [])
-        if kind(first) != "Mul" or len(late) != 1 or len(following) != 1 or first in returned:
-            continue
-        (second,) = following
-        others = [r for r in found[second] if not r.startswith("^") and node_of(r) != first]
-        if kind(second) == "Mul" and len(others) == 1 and kind(node_of(others[0])) == "Const":
-            found[first].remove(late[0])
-            found[second].append(late[0])
-    return dict(found)
 
 
 def activation_peak(
