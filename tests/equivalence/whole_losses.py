@@ -229,8 +229,11 @@ class DenseCentres(SharedCentres):
         return ops.add(super().extra(x, y, y_pred, training), 0.1 * ops.sum(ops.square(table)))
 
 
-class OwnCall(Own):
-    """A model with a `call` of its own: several outputs, a penalty, and a step for training."""
+class OwnCall(OwnLoss, keras.Model):
+    """A model with a `call` of its own, a penalty in it, and something for training alone.
+
+    Not an `Own`: Keras makes that a `Functional` for good once a subclass of it is one.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="mlp")
