@@ -11,10 +11,9 @@ import tensorflow as tf
 from keras import ops
 
 from .host_embedding import HostEmbedding
+from .padding import dense, is_composite
 from .split_embedding import SplitEmbedding
 from .tables import FeatureConfig, Features, TableConfig, check_features, flat, mapped
-
-PADDING = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +47,8 @@ class DistributedEmbedding(keras.layers.Layer):
     Call arguments:
         inputs: Integer ids in the structure of `feature_configs`, of each feature's `input_shape`.
             Ids below 0 are padding: they look up nothing, and a row of none is zero. Ragged and
-            sparse ids are padded so; `preprocess` does it before, which inner axes need.
+            sparse ids are padded so. Inner axes and `prefetch` need them dense: `kdist.parallelize`
+            has inputs that no other layer takes padded before a step, and `preprocess` pads others.
         weights: None, or a factor for each id, in the same structure and shapes.
 
     Output shape:
@@ -131,10 +131,10 @@ class DistributedEmbedding(keras.layers.Layer):
 
     def _look_up(self, feature: FeatureConfig, ids: Any, weights: Any) -> Any:
         table = feature.table
-        if _is_composite(ids):
-            ids = _dense(feature, ids)
-        if _is_composite(weights):
-            weights = _dense(feature, weights, 0)
+        if is_composite(ids):
+            ids = dense(feature, ids)
+        if is_composite(weights):
+            weights = dense(feature, weights, 0)
         ids = ops.cast(ids, "int64" if ids.dtype == "int64" else "int32")
         ids, valid = _in_table(ids, feature)
         rows = self._tables[table.name](ids)
@@ -176,8 +176,8 @@ class DistributedEmbedding(keras.layers.Layer):
             [[5, -1, -1], [1, 2, -1]]
         """
         given = self._given.of(inputs, f"What layer {self.name!r} prepares")
-        dense = [_dense(*both) for both in zip(self._given.flat, given, strict=True)]
-        return self._given.packed(dense)
+        padded = [dense(*both) for both in zip(self._given.flat, given, strict=True)]
+        return self._given.packed(padded)
 
     def get_config(self) -> dict[str, Any]:
         """The arguments of the constructor, each table once."""
@@ -249,32 +249,3 @@ def _check_shape(feature: FeatureConfig, shape: tuple[int | None, ...]) -> None:
         raise ValueError(
             f"Feature {feature.name!r} takes ids of shape {feature.input_shape}. Received: {shape}"
         )
-
-
-def _is_composite(tensor: Any) -> bool:
-    return isinstance(tensor, tf.SparseTensor | tf.RaggedTensor)
-
-
-def _dense(feature: FeatureConfig, ids: Any, padding: int = PADDING) -> Any:
-    """Ids (or their weights) of a feature, with padding up to its `input_shape`."""
-    if isinstance(ids, tf.SparseTensor):
-        default = tf.cast(padding, ids.dtype)
-        ids = tf.sparse.to_dense(tf.sparse.reorder(ids), default_value=default)
-    elif isinstance(ids, list):
-        ids = tf.ragged.constant(ids, dtype="int32")
-    if isinstance(ids, tf.RaggedTensor):
-        ids = ids.to_tensor(padding)
-    ids = tf.convert_to_tensor(ids)
-    room = [(have, want) for have, want in zip(ids.shape[1:], feature.input_shape[1:], strict=True)]
-    if any(None not in both and both[0] > both[1] for both in room):
-        raise ValueError(
-            f"Feature {feature.name!r} has room for {feature.input_shape[1:]} ids in an example. "
-            f"Received: {tuple(ids.shape[1:])}"
-        )
-    sizes = tf.shape(ids)
-    missing = [
-        [0, 0 if want is None else want - sizes[j + 1]]
-        for j, want in enumerate(feature.input_shape[1:])
-    ]
-    padded = tf.pad(ids, [[0, 0], *missing], constant_values=tf.cast(padding, ids.dtype))
-    return tf.ensure_shape(padded, (None, *feature.input_shape[1:]))

@@ -20,6 +20,7 @@ from kdist.program.forward_scope import ForwardScope
 from kdist.program.loss import CountedLoss, SharedLoss, TermKind, added_parts, term_kinds
 from kdist.program.loss_parts import collected, penalty_name
 from kdist.program.model_state import ModelState
+from kdist.program.padded_batch import PaddedBatch
 from kdist.storage import sparse
 from kdist.storage.variables import backing_of
 
@@ -53,6 +54,8 @@ class Program:
 
     Attributes:
         blocks: Layers that run again in the backward pass; None where nobody asks.
+        tables: Those of which rows are fetched.
+        padded: Pads ragged and sparse ids before a step, where it has to know sizes.
     """
 
     def __init__(self, model: keras.Model, add_loss_mean: bool) -> None:
@@ -63,6 +66,7 @@ class Program:
         self.trained = Traced()
         self.tested = Traced()
         self.tables = FetchedTables([], self._for_tables, [])
+        self.padded = PaddedBatch(self._for_tables, self.state.written)
 
     def place_tables(self, layers: Sequence[keras.layers.Embedding]) -> None:
         """Notes whose tables are on the host."""
@@ -85,6 +89,7 @@ class Program:
         placed = {id(layer.embeddings) for layer in layers}
         others = [v for v in self.state.written if id(v) not in placed]
         self.tables = FetchedTables(tables, self._for_tables, others)
+        self.padded = PaddedBatch(self._for_tables, others)
 
     def _look_up_stages(self, layer: keras.layers.Embedding) -> Sequence[tuple]:
         """Stages that look a table up, each for itself, with their virtual stages that do."""

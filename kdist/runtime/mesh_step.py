@@ -75,7 +75,7 @@ class MeshStep(Step):
 
     def gradients(self, data: Any, compress: bool = True) -> TrainingPass:
         """See `Step.gradients`."""
-        data = as_tensors(data)
+        data = as_tensors(self.program.padded(data))
         loss, found, shown = self._gradients(data, compress)
         if not isinstance(data, SplitBatch):
             data = super().cut(*keras.utils.unpack_x_y_sample_weight(data))
@@ -126,7 +126,8 @@ def as_tensors(data: Any) -> Any:
         if isinstance(leaf, tf.RaggedTensor):
             raise ValueError(
                 "Over inner axes, and one step ahead, a batch has sizes, and ragged tensors have "
-                "none. Pad them before: x.to_tensor(), or preprocess of a DistributedEmbedding. "
+                "none, but for ids that only a DistributedEmbedding takes. Pad others before: "
+                "x.to_tensor(), or preprocess of the layer. "
                 f"Received: a ragged tensor of shape {leaf.shape}"
             )
         keep = leaf is None or isinstance(leaf, tf.SparseTensor)
@@ -175,7 +176,7 @@ class BatchFunction:
 
     def on_batch(self, data: Any, known_size: bool = True) -> Any:
         """Runs one step on a global batch."""
-        data = as_tensors(data)
+        data = self._dense(data)
         if self._expandable:
             try:
                 return self.one(data, known_size)
@@ -192,6 +193,10 @@ class BatchFunction:
                 lambda data: step(data), autograph=False, reduce_retracing=True
             )
         return self._plain(data)
+
+    def _dense(self, data: Any) -> Any:
+        """A batch as tensors, padded where the model alone would do it."""
+        return as_tensors(self.steps.program.padded(data))
 
     def __call__(self, iterator: Any) -> Any:
         """Runs `steps_per_execution` steps; the contract of Keras's train function."""
@@ -211,7 +216,7 @@ class BatchFunction:
         batches: list[Any] = []
         try:
             for _ in range(self.model.steps_per_execution):
-                batches.append(as_tensors(without_optionals(next(iterator))))
+                batches.append(self._dense(without_optionals(next(iterator))))
         except (StopIteration, tf.errors.OutOfRangeError):
             pass
         return batches
@@ -289,7 +294,7 @@ class BatchFunction:
 
     def predict(self, batches: list[Any]) -> Any:
         """The contract of Keras's predict function."""
-        batches = [as_tensors(without_optionals(batch)) for batch in batches]
+        batches = [self._dense(without_optionals(batch)) for batch in batches]
         shapes = {signature(batch) for batch in batches}
         if len(batches) == self.model.steps_per_execution > 1 == len(shapes) and self._expandable:
             with contextlib.suppress(CannotExpand):  # the first batch alone says so

@@ -64,3 +64,122 @@ def test_train_on_batch_of_many_sizes(
         found.append([np.array(losses), *outputs, *model.get_weights()])
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+def _parallel(model: keras.Model, axes: dict[str, int], level: int = 0) -> keras.Model:
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(**axes),
+        layout_map={".*head/kernel": ("model", None)} if "model" in axes else None,
+        optimizer=kdist.OptimizerConfig(level=level),
+        pipeline=kdist.PipelineConfig(micro_batches=2) if "pipe" in axes else None,
+    )
+    return kdist.parallelize(model, config)
+
+
+INNER = {"data": 2, "model": 2}
+
+
+class Called(keras.Model):
+    """Takes ids in a dict, as no graph of layers says."""
+
+    def __init__(self, placement: str, prefetch: bool) -> None:
+        super().__init__()
+        table = TableConfig("words", 30, 4, "normal", placement=placement, prefetch=prefetch)
+        text = FeatureConfig("text", table, (None, ROOM), (None, 4))
+        other = FeatureConfig("other", table, (None,), (None, 4))
+        self.rows = DistributedEmbedding({"text": text, "other": other})
+        self.head = keras.layers.Dense(1, name="head")
+
+    def call(self, x: Any) -> Any:
+        found = self.rows(x)
+        return self.head(found["text"] * found["other"])
+
+
+@pytest.mark.filterwarnings("error:.*gathered weights")
+@pytest.mark.parametrize(
+    ("kind", "placement", "axes", "level", "prefetch"),
+    [
+        ("ragged", "host", INNER, 3, False),
+        ("sparse", "device", {"model": 2}, 0, False),
+        ("ragged", "host", {"data": 2}, 0, True),
+        pytest.param("sparse", "host", INNER, 3, False, marks=pytest.mark.long),
+        pytest.param("ragged", "device", {"model": 2}, 0, False, marks=pytest.mark.long),
+        pytest.param("sparse", "host", {"data": 2}, 0, True, marks=pytest.mark.long),
+        pytest.param("sparse", "host", INNER, 0, True, marks=pytest.mark.long),
+        pytest.param("ragged", "host", {"pipe": 2, **INNER}, 1, False, marks=pytest.mark.long),
+        pytest.param("sparse", "host", {"pipe": 2, **INNER}, 1, False, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_ids_that_a_layer_alone_takes_are_padded_before(
+    kind: str, placement: str, axes: dict[str, int], level: int, prefetch: bool, float64: None
+) -> None:
+    """Over inner axes, and one step ahead, a batch has sizes."""
+    rng = np.random.default_rng(0)
+    x, y = _batch(kind, rng, 28)
+    more = rng.integers(0, 30, 28)
+    data = tf.data.Dataset.from_tensor_slices(((x, more), y)).batch(8)
+    found = []
+    for kdist_trains in (False, True):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(0)
+        if "pipe" in axes:
+            ids = keras.Input((ROOM,), dtype="int32", **{kind: True})
+            other = keras.Input((), dtype="int64")
+            model = Called(placement, prefetch)
+            rows = model.rows({"text": ids, "other": other})
+            product = keras.layers.Multiply()([rows["text"], rows["other"]])
+            model = keras.Model((ids, other), keras.layers.Dense(1, name="head")(product))
+        else:
+            model = Called(placement, prefetch)
+        names = data.map(lambda x, y: ({"text": x[0], "other": x[1]}, y))
+        given = data if "pipe" in axes else names
+        model(next(iter(given))[0])
+        if kdist_trains:
+            _parallel(model, axes, level)
+        steps = 2 if prefetch else 1
+        model.compile(keras.optimizers.SGD(0.1), "mse", steps_per_execution=steps)
+        losses = model.fit(given, verbose=0).history["loss"]
+        found.append([losses, model.evaluate(given, verbose=0), model.predict(given, verbose=0)])
+        found[-1] += model.get_weights()
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_one_tensor_may_be_several_inputs() -> None:
+    """Each with the room of its own feature."""
+    inputs, rows = [], []
+    for room in (ROOM, ROOM + 2):
+        table = TableConfig(f"words_{room}", 30, 4, placement="device", combiner="sum")
+        feature = FeatureConfig("text", table, (None, room), (None, 4))
+        inputs.append(keras.Input((None,), dtype="int32", ragged=True))
+        rows.append(DistributedEmbedding(feature)(inputs[-1]))
+    head = keras.layers.Dense(1, name="head")
+    model = keras.Model(inputs, head(keras.layers.Concatenate()(rows)))
+    x, _ = _batch("ragged", np.random.default_rng(0), 4)
+    wanted = model([x, x])
+    found = _parallel(model, {"model": 2}).predict_on_batch([x, x])
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*gathered weights")
+def test_ids_that_others_look_at_are_not_padded_before() -> None:
+    ids = keras.Input((ROOM,), dtype="int32", ragged=True)
+    table = TableConfig("words", 30, 4, placement="device")
+    text = DistributedEmbedding(FeatureConfig("text", table, (None, ROOM), (None, 4)))(ids)
+    largest = keras.layers.Lambda(lambda t: tf.reduce_max(t, 1, keepdims=True))(ids)
+    both = keras.layers.Concatenate()([text, keras.ops.cast(largest, "float32")])
+    head = keras.layers.Dense(1, name="head")
+    model = _parallel(keras.Model(ids, head(keras.layers.Dense(4)(both))), {"model": 2})
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="only a DistributedEmbedding takes.*Received: a ragged"):
+        model.train_on_batch(*_batch("ragged", np.random.default_rng(0), 4))
+
+
+def test_ids_that_cannot_be_below_0_are_padded_too() -> None:
+    table = TableConfig("words", 300, 4, combiner="sum")
+    layer = DistributedEmbedding(FeatureConfig("text", table, (None, ROOM), (None, 4)))
+    ids = tf.ragged.constant([[1, 2], [255]], dtype=tf.uint8)
+    found = layer(ids)
+    rows = layer.tables["words"].embeddings.numpy()
+    np.testing.assert_allclose(found, [rows[1] + rows[2], rows[255]], rtol=1e-6)
