@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function import concrete_function
+from tensorflow.python.framework import function_def_to_graph
 
 
 def of_one_device() -> dict[str, bool]:
@@ -57,3 +58,17 @@ def function_graph(graph: Any, name: str) -> Any:
             return getattr(found, "graph", None)
         graph = getattr(graph, "outer_graph", None)
     return None
+
+
+def graph_of_definition(definition: Any, shapes: Sequence[tf.TensorShape]) -> Any:
+    """The graph of a function's definition, on inputs of some shapes.
+
+    Args:
+        definition: A `FunctionDef`; what it calls is known to TensorFlow's runtime.
+        shapes: Of its inputs.
+    """
+    given = type(definition)()
+    given.CopyFrom(definition)
+    for argument in given.arg_attr.values():
+        argument.attr.pop("_output_shapes", None)  # which would count, and not those that are given
+    return function_def_to_graph.function_def_to_graph(given, input_shapes=list(shapes))

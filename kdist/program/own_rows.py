@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist.program.batch import SplitBatch, join, leading, row_counts, split
+from kdist.program.batch import SplitBatch, join, leading, part_bounds, row_counts, split
 
 import keras
 import tensorflow as tf
@@ -45,6 +45,42 @@ class OwnRows:
             return batch.size, tuple(tuple(t for t in part if t is not None) for part in parts)
 
         return keep
+
+    def kept(self, process: int, size: Any) -> Any:
+        """The numbers of the rows that `cut` keeps of a batch of a size, stand-ins too."""
+        replicas, found = self.count, []
+        quotient, extra = size // replicas, size % replicas
+        for r in self.replicas[process]:
+            begin = r * quotient + tf.minimum(r, extra)
+            end = tf.maximum(begin + quotient + tf.cast(r < extra, tf.int32), 1)
+            found.append(tf.range(tf.minimum(begin, end - 1), end))
+        return tf.concat(found, 0)
+
+    def in_parts(self, process: int, size: Any, flat: Sequence[Any]) -> Any:
+        """What `cut` keeps of a batch, of the rows of `kept`.
+
+        Args:
+            process: Its number.
+            size: Of the batch.
+            flat: The rows, as a flat element of the dataset.
+        """
+        known = leading(self.spec).shape[0]
+        if known is None:
+            counts = [tf.maximum(one, 1) for one in row_counts(size, self.count)]
+        else:
+            counts = [max(b - a, 1) for a, b in part_bounds(known, self.count)]
+        begin, parts = 0, []
+        for r in self.replicas[process]:
+            end = begin + counts[r]
+            parts.append(tuple(one[begin:end] for one in self._in_order(flat)))
+            begin = end
+        return size, tuple(parts)
+
+    def _in_order(self, flat: Sequence[Any]) -> list[Any]:
+        """Tensors of an element as `cut` orders them."""
+        element = tf.nest.pack_sequence_as(self.spec, flat)
+        data = keras.utils.unpack_x_y_sample_weight(element)
+        return [one for one in keras.tree.flatten(data) if one is not None]
 
     def joined(self, kept: Sequence[Any]) -> SplitBatch:
         """The batch whose rows the processes kept.

@@ -103,6 +103,31 @@ class Analysis:
         )
 
 
+def rows_stay_apart(
+    graph_on: Callable[[Sequence[tf.TensorShape]], Any],
+    specs: Sequence[Any],
+    constants: Sequence[tf.TensorShape] = (),
+) -> bool:
+    """Whether each row of what a function returns follows from that row of its batch alone.
+
+    Args:
+        graph_on: Makes its graph, on inputs of some shapes.
+        specs: Of its inputs, in order, whose dim 0 is the batch.
+        constants: Shapes of more inputs, that no row decides.
+
+    Raises:
+        NotStudied: The rank of an input is unknown.
+    """
+    taken = {d for spec in specs for d in spec.shape[1:] if d}
+    taken |= {d for shape in constants for d in shape if d}
+    batch = next((p for p in PRIMES if all(n % p for n in taken)), PRIMES[0])
+    shapes = [_sized(spec, batch).shape for spec in specs]
+    graph = graph_on([*shapes, *constants])
+    given = {id(one): Rows(0) for one in graph.inputs[: len(specs)]}
+    found = Interpreter(batch).evaluate(graph, given, graph.outputs)
+    return all(flow_of(one) is Flow.ROWS and not _depends_on_size(one) for one in found)
+
+
 def analyse(
     function: Callable[..., Any],
     *specs: Any,

@@ -12,12 +12,13 @@ import copy
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kdist.program.batch import SplitBatch
 from kdist.program.own_rows import OwnRows
 from kdist.runtime import drawing
+from kdist.runtime.deferred import deferred
 from kdist.runtime.drawing import Draws, StaysWithProcess0
 from kdist.sharding.device import Device
 
@@ -27,6 +28,8 @@ LARGE_BYTES = 16 << 20
 """Of arrays in a dataset, which every process would be sent whole."""
 AHEAD = 2
 """Batches that a process reads ahead."""
+WHOLE = tf.data.experimental.AutoShardPolicy.OFF
+"""Of datasets that each process computes whole."""
 _SAME = (
     "A tf.data.Dataset has the same elements in every process, each of which reads it. Give all of "
     "them the same files, or arrays in place of a Dataset, which process 0 reads."
@@ -64,7 +67,8 @@ class WorkerDataset:
             replicas.setdefault(Device.parse(name).process, []).append(number)
         self.rows = OwnRows(dataset.element_spec, tuple(map(tuple, replicas.values())))
         self._devices = [Device(process, "CPU", 0).name for process in replicas]
-        kept = [dataset.map(self.rows.cut(k)).prefetch(AHEAD) for k in range(len(replicas))]
+        cut = self._cut(dataset, graph)
+        kept = [cut(k).prefetch(AHEAD) for k in range(len(replicas))]
         self._specs = [one.element_spec for one in kept]
         self.draws = Draws(graph, self._devices)
         self._last: WorkerIterator | None = None
@@ -75,6 +79,12 @@ class WorkerDataset:
         self._readers = self._placed(texts)
         self._texts = texts if self.draws.late else []
         self.batch = tf.function(self._batch, autograph=False)
+
+    def _cut(self, dataset: tf.data.Dataset, graph: Any) -> Callable[[int], tf.data.Dataset]:
+        """What a process keeps, by its number."""
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+        found = None if policy == WHOLE else deferred(graph, self.rows)
+        return found or (lambda process: dataset.map(self.rows.cut(process)))
 
     def _placed(self, texts: Sequence[bytes]) -> list[tf.data.Dataset]:
         """Makes the datasets in the processes, of their graphs."""

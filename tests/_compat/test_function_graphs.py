@@ -35,6 +35,14 @@ def test_an_unknown_name_is_none() -> None:
     assert function_graphs.function_graph(graph, "nothing") is None
 
 
+def test_a_definition_has_a_graph_on_inputs_of_given_shapes() -> None:
+    called = tf.function(lambda x, y: 2 * x + y, autograph=False)
+    made = called.get_concrete_function(tf.TensorSpec((None, 3)), tf.TensorSpec(()))
+    shapes = [tf.TensorShape((5, 3)), tf.TensorShape(())]
+    graph = function_graphs.graph_of_definition(made.function_def, shapes)
+    assert [t.shape for t in (*graph.inputs, *graph.outputs)] == [*shapes, (5, 3)]
+
+
 def test_a_device_that_fails_says_why() -> None:
     """Without the attributes, TensorFlow nearly always reports a cancelled transfer instead."""
 

@@ -32,7 +32,9 @@ def datasets(folder: Path) -> dict[str, Any]:
     shuffled = parsed.shuffle(50, seed=4)
     columns = shuffled.map(lambda x, y: x), shuffled.map(lambda x, y: y)
     counted = parsed.apply(tf.data.experimental.assert_cardinality(45))
+    each = tf.data.Dataset.list_files(str(folder / "row-*"), shuffle=True, seed=5)
     return {
+        "a file each": each.map(tf.io.read_file).map(rows, num_parallel_calls=2).batch(7),
         "cached": counted.shuffle(50, seed=6).cache().repeat(2).batch(7),
         "repeated": counted.shuffle(50, seed=6).repeat(2).batch(7),
         "split": shuffled.skip(8).batch(7),

@@ -20,6 +20,8 @@ def files(tmp_path: Path) -> Path:
     lines = [",".join(map(str, row)) for row in draw.normal(size=(ROWS, 16))]
     for number, some in enumerate((lines[:20], lines[20:23], lines[23:])):
         (tmp_path / f"rows-{number}").write_text("\n".join(some) + "\n")
+    for number, line in enumerate(lines):
+        (tmp_path / f"row-{number}").write_text(line)
     return tmp_path
 
 
@@ -28,7 +30,7 @@ def files(tmp_path: Path) -> Path:
     "name",
     [
         *("plain", "seeded", "full", "python", "split", "columns", "weighted", "cached"),
-        "repeated",
+        *("repeated", "a file each"),
     ],
 )
 def test_datasets_over_two_processes_equal_one(name: str, files: Path) -> None:
