@@ -82,23 +82,52 @@ class OwnRows:
         data = keras.utils.unpack_x_y_sample_weight(element)
         return [one for one in keras.tree.flatten(data) if one is not None]
 
+    def shares(self, size: int) -> list[int]:
+        """How many rows of a batch of a size each process has."""
+        counts = [b - a for a, b in part_bounds(size, self.count)]
+        return [sum(counts[r] for r in own) for own in self.replicas]
+
+    def apart(self, element: tuple[Any, ...], count: int) -> Any:
+        """A batch of one process alone: how many rows its replicas have, and their tensors.
+
+        Args:
+            element: Of its dataset.
+            count: Of its replicas.
+        """
+        data = element if len(element) > 1 else element[0]
+        batch = split(*keras.utils.unpack_x_y_sample_weight(data), count)
+        parts = [keras.tree.flatten(part) for part in batch.parts]
+        there = tuple(tuple(t for t in part if t is not None) for part in parts)
+        return tf.stack(batch.counts), there
+
+    def joined_apart(self, found: Sequence[Any]) -> SplitBatch:
+        """The batch of what `apart` gave in each process."""
+        parts: list[Any] = [None] * self.count
+        counts: list[Any] = [None] * self.count
+        for numbers, (own, there) in zip(self.replicas, found, strict=True):
+            for at, (r, tensors) in enumerate(zip(numbers, there, strict=True)):
+                parts[r], counts[r] = self._filled(tensors), own[at]
+        return SplitBatch(_joined(parts, counts), parts, counts, tf.add_n(counts), None, False)
+
+    def _filled(self, tensors: Sequence[Any]) -> Any:
+        """The (x, y, sample_weight) that tensors are all of but what is None."""
+        element, left = keras.utils.unpack_x_y_sample_weight(self.spec), iter(tensors)
+        flat = [None if leaf is None else next(left) for leaf in keras.tree.flatten(element)]
+        return keras.tree.pack_sequence_as(element, flat)
+
     def joined(self, kept: Sequence[Any]) -> SplitBatch:
         """The batch whose rows the processes kept.
 
         Args:
             kept: Of each process, what `cut` gave there.
         """
-        element = keras.utils.unpack_x_y_sample_weight(self.spec)
-        there = [leaf is not None for leaf in keras.tree.flatten(element)]
-        known = leading(element).shape[0]
+        known = leading(self.spec).shape[0]
         size = kept[0][0] if known is None else tf.constant(known, tf.int32)
         counts = row_counts(size if known is None else known, self.count)
         parts: list[Any] = [None] * self.count
         for numbers, (_, found) in zip(self.replicas, kept, strict=True):
             for r, tensors in zip(numbers, found, strict=True):
-                left = iter(tensors)
-                flat = [next(left) if one else None for one in there]
-                parts[r] = keras.tree.pack_sequence_as(element, flat)
+                parts[r] = self._filled(tensors)
         full = known is not None and known >= self.count
         # Written down for what wants all rows; where nothing does, it is never computed.
         whole = _joined(parts, counts)

@@ -135,9 +135,9 @@ def _or_by_workers(
             return function(iterator)
         logs = None
         for _ in range(model.steps_per_execution):
-            first = iterator.take_first()
-            if first.has_value():
-                logs = where_read(Taken(iterator.dataset, first, iterator.others))
+            taken = iterator.take()
+            if taken is not None:
+                logs = where_read(taken)
             elif logs is not None:
                 return logs
             else:

@@ -17,7 +17,7 @@ from typing import Any
 
 from kdist.program.batch import SplitBatch
 from kdist.program.own_rows import OwnRows
-from kdist.runtime import drawing
+from kdist.runtime import by_file, drawing
 from kdist.runtime.deferred import deferred
 from kdist.runtime.drawing import Draws, StaysWithProcess0
 from kdist.sharding.device import Device
@@ -28,8 +28,13 @@ LARGE_BYTES = 16 << 20
 """Of arrays in a dataset, which every process would be sent whole."""
 AHEAD = 2
 """Batches that a process reads ahead."""
+IN_ORDER = tf.data.experimental.AutoShardPolicy.DATA
 WHOLE = tf.data.experimental.AutoShardPolicy.OFF
 """Of datasets that each process computes whole."""
+_APART_FILES = (
+    "each process reads files of its own of this tf.data.Dataset (AutoShardPolicy.FILE): each "
+    "example is seen once, in other batches than those of one process"
+)
 _SAME = (
     "A tf.data.Dataset has the same elements in every process, each of which reads it. Give all of "
     "them the same files, or arrays in place of a Dataset, which process 0 reads."
@@ -50,6 +55,9 @@ class WorkerDataset:
 
     Attributes:
         rows: Which rows are read where.
+        devices: One of each process.
+        apart: Whether each process reads files of its own; see `by_file`.
+        refused: Why not, where the dataset's options say so.
         draws: What they are drawn from.
         length: How many batches there are; None where that is not known yet.
 
@@ -66,30 +74,38 @@ class WorkerDataset:
         for number, name in enumerate(devices):
             replicas.setdefault(Device.parse(name).process, []).append(number)
         self.rows = OwnRows(dataset.element_spec, tuple(map(tuple, replicas.values())))
-        self._devices = [Device(process, "CPU", 0).name for process in replicas]
+        self.devices = [Device(process, "CPU", 0).name for process in replicas]
+        self.apart, self.refused = False, ""
         cut = self._cut(dataset, graph)
         kept = [cut(k).prefetch(AHEAD) for k in range(len(replicas))]
         self._specs = [one.element_spec for one in kept]
-        self.draws = Draws(graph, self._devices)
+        self.draws = Draws(graph, self.devices)
         self._last: WorkerIterator | None = None
         self._made = 0
         count = int(dataset.cardinality())
-        self.length = count if count >= 0 else None
+        self.length = count if count >= 0 and not self.apart else None
         texts = [drawing.graph_of(one).SerializeToString() for one in kept]
         self._readers = self._placed(texts)
         self._texts = texts if self.draws.late else []
         self.batch = tf.function(self._batch, autograph=False)
 
-    def _cut(self, dataset: tf.data.Dataset, graph: Any) -> Callable[[int], tf.data.Dataset]:
-        """What a process keeps, by its number."""
+    def _cut(self, dataset: Any, graph: Any) -> Callable[[int], Any]:
+        """The dataset that a process reads, by its number."""
         policy = dataset.options().experimental_distribute.auto_shard_policy
-        found = None if policy == WHOLE else deferred(graph, self.rows)
-        return found or (lambda process: dataset.map(self.rows.cut(process)))
+        if policy == by_file.POLICY:
+            try:
+                found = by_file.by_file(graph, dataset.element_spec, self.rows)
+                self.apart = True
+                return found
+            except by_file.NotByFile as reason:
+                self.refused = str(reason)
+        chosen = None if policy == WHOLE else deferred(graph, self.rows)
+        return chosen or (lambda process: dataset.map(self.rows.cut(process)))
 
     def _placed(self, texts: Sequence[bytes]) -> list[tf.data.Dataset]:
         """Makes the datasets in the processes, of their graphs."""
         made = []
-        for device, text, spec in zip(self._devices, texts, self._specs, strict=True):
+        for device, text, spec in zip(self.devices, texts, self._specs, strict=True):
             graph = tf.compat.v1.GraphDef.FromString(text)
             placed = self.draws.placed(graph, device, self._made)
             with tf.device(device):
@@ -107,14 +123,15 @@ class WorkerDataset:
             # How far the last one has drawn follows from how far each process has read ahead.
             self._readers = self._placed(self._texts)
         made = []
-        for device, one in zip(self._devices, self._readers, strict=True):
+        for device, one in zip(self.devices, self._readers, strict=True):
             with tf.device(device):
                 made.append(iter(one))
                 # Operations reach a process in order, and functions by another way: a step could
                 # come before what makes its iterator.
                 tf.identity(tf.constant(0)).numpy()
         self._made += 1
-        iterator = WorkerIterator(self, made, in_parts)
+        kind = FileIterator if self.apart else WorkerIterator
+        iterator = kind(self, made, in_parts)
         self._last = iterator if self.draws.late else None
         return iterator
 
@@ -125,7 +142,10 @@ class WorkerDataset:
         """The same dataset to Keras, but for its iterators, which are of this one."""
         made = copy.copy(dataset)
         base: Any = type(dataset)
-        made.__class__ = type(base.__name__, (base,), {"__iter__": lambda _: self.begin(in_parts)})
+        parts: dict[str, Any] = {"__iter__": lambda _: self.begin(in_parts)}
+        if self.apart and int(dataset.cardinality()) >= 0:
+            parts["cardinality"] = lambda _: tf.constant(tf.data.UNKNOWN_CARDINALITY, tf.int64)
+        made.__class__ = type(base.__name__, (base,), parts)
         made.read_by_workers = self
         return made
 
@@ -134,8 +154,10 @@ class WorkerDataset:
 
         Args:
             first: What process 0 kept of it.
-            others: The other processes' iterators.
+            others: The other processes' iterators, or what they kept.
         """
+        if self.apart:
+            return self.rows.joined_apart([first, *(one.get_value() for one in others)])
         return self.rows.joined([first, *(one.get_next() for one in others)])
 
     def _batch(self, first: Any, others: Sequence[Any]) -> Any:
@@ -150,7 +172,7 @@ class Taken:
     Attributes:
         dataset: What it is of.
         first: What process 0 kept of it.
-        others: The other processes' iterators.
+        others: The other processes' iterators; where they read files of their own, what they kept.
     """
 
     dataset: WorkerDataset
@@ -207,13 +229,41 @@ class WorkerIterator:
 
     def __next__(self) -> Any:
         """The next batch; whole, for what looks at one outside of a step, or `Taken`."""
-        kept = self.take_first()
-        if not kept.has_value():
+        taken = self.take()
+        if taken is None:
             raise StopIteration
         if self._in_parts:
-            return Taken(self.dataset, kept, self.others)
+            return taken
         with ending_together():
-            return self.dataset.batch(kept.get_value(), self.others)
+            return self.dataset.batch(taken.first.get_value(), taken.others)
+
+    def take(self) -> Taken | None:
+        """The next batch, where its rows are or will be read; None at the end of the data."""
+        first = self.take_first()
+        return Taken(self.dataset, first, self.others) if first.has_value() else None
+
+
+class FileIterator(WorkerIterator):
+    """The same where each process reads files of its own, some more than others."""
+
+    def take(self) -> Taken | None:
+        """See `WorkerIterator`; the end is where no process has rows left."""
+        kept, rows = [], []
+        for device, one in zip(self.dataset.devices, (self.first, *self.others), strict=True):
+            with tf.device(device):
+                kept.append(one.get_next_as_optional())
+                rows.append(tf.reduce_sum(kept[-1].get_value()[0]))
+        if not sum(map(int, rows)):
+            self.ended, self.dataset.length = True, self._given
+            return None
+        self._given += 1
+        return Taken(self.dataset, kept[0], kept[1:])
+
+    def is_settled(self) -> bool:
+        """See `WorkerIterator`."""
+        if self._given == self.dataset.length and not self.ended:
+            self.take()
+        return self.ended or self._given == 0
 
 
 @contextlib.contextmanager
@@ -266,6 +316,20 @@ def _check_operations(graph: Any) -> None:
             raise StaysWithProcess0(f"{node.op} draws without a seed; give it one")
 
 
+def _in_order(data: Any) -> Any:
+    """A dataset whose processes have the rows of one process's batches."""
+    if not is_dataset(data) or hasattr(data, "read_by_workers"):
+        return data
+    if data.options().experimental_distribute.auto_shard_policy != by_file.POLICY:
+        return data
+    if not hasattr(data, "kdist_in_order"):
+        options = tf.data.Options()
+        # AUTO, which is what options begin with, would not be taken over.
+        options.experimental_distribute.auto_shard_policy = IN_ORDER
+        data.kdist_in_order = data.with_options(options)
+    return data.kdist_in_order
+
+
 class WorkerDatasets:
     """The datasets of one model that workers read.
 
@@ -290,6 +354,8 @@ class WorkerDatasets:
             devices: Of the replicas.
             in_parts: See `WorkerDataset.begin`.
         """
+        if in_parts:  # of predictions, whose order counts
+            data = [_in_order(one) for one in data]
         found = [one for one in data if is_dataset(one) and not hasattr(one, "read_by_workers")]
         before = {id(one) for one in found if one in self._made}
         for one in found:
@@ -311,7 +377,11 @@ class WorkerDatasets:
 
     def _make(self, data: Any, devices: Sequence[str]) -> None:
         try:
-            self._made[data] = WorkerDataset(data, devices)
+            made = self._made[data] = WorkerDataset(data, devices)
+            if made.apart:
+                self._say(_APART_FILES)
+            elif made.refused:
+                self._say(f"AutoShardPolicy.FILE of a tf.data.Dataset is left out: {made.refused}")
         except StaysWithProcess0 as reason:
             self._made[data] = None
             self.stays(str(reason))

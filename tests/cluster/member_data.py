@@ -33,7 +33,14 @@ def datasets(folder: Path) -> dict[str, Any]:
     columns = shuffled.map(lambda x, y: x), shuffled.map(lambda x, y: y)
     counted = parsed.apply(tf.data.experimental.assert_cardinality(45))
     each = tf.data.Dataset.list_files(str(folder / "row-*"), shuffle=True, seed=5)
+    of_files = tf.data.Dataset.list_files(str(folder / "rows-*"), shuffle=True, seed=5)
+    by_file = of_files.interleave(tf.data.TextLineDataset, cycle_length=2).map(rows)
+    by_file = by_file.apply(tf.data.experimental.assert_cardinality(45)).shuffle(9, seed=2)
+    one_file = tf.data.TextLineDataset(files[:1]).map(rows).batch(7)
     return {
+        "by file": by_file.batch(7).with_options(own_files()),
+        "one file": one_file.with_options(own_files()),
+        "one file, to look at": one_file,
         "a file each": each.map(tf.io.read_file).map(rows, num_parallel_calls=2).batch(7),
         "cached": counted.shuffle(50, seed=6).cache().repeat(2).batch(7),
         "repeated": counted.shuffle(50, seed=6).repeat(2).batch(7),
@@ -48,6 +55,13 @@ def datasets(folder: Path) -> dict[str, Any]:
         "python": python.batch(7),
         "loose": parsed.shuffle(50).batch(7).with_options(loose()),
     }
+
+
+def own_files() -> tf.data.Options:
+    """Options of a dataset of which each process reads files of its own."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
+    return options
 
 
 def loose() -> tf.data.Options:

@@ -83,3 +83,18 @@ def test_a_run_goes_on_within_an_epoch(files: Path) -> None:
     again, unbroken = found
     assert again["history"] == unbroken["history"]
     assert again["weights"] == unbroken["weights"]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("name", "count"), [("by file", 2), ("by file", 4), ("one file", 2)])
+def test_files_of_their_own_are_seen_once(name: str, count: int, files: Path) -> None:
+    """In every epoch, though they are of 20, 3 and 22 rows, and fewer than processes."""
+    given = {"TEST_DATA": name, "TEST_FOLDER": str(files), "TEST_DEVICES": str(4 // count)}
+    with program("reads", count, **given) as members:
+        assert [one.ends() for one in members] == [0] * count, members[0].text[-3000:]
+    found = result(members[0])
+    np.testing.assert_allclose(found["history"]["seen"], found["history"]["val_seen"], rtol=1e-9)
+    own = [line for line in found["said"] if "each process reads files of its own" in line]
+    assert len(own) == 1, found["said"]
+    # Batches of 4 and 3 rows: of 22 or 23 rows each, or of 20 and none.
+    assert found["step"] > 3 * (3 if name == "one file" else 5)
