@@ -95,7 +95,8 @@ class OwnRows:
             count: Of its replicas.
         """
         data = element if len(element) > 1 else element[0]
-        batch = split(*keras.utils.unpack_x_y_sample_weight(data), count)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        batch = split(x, y, sample_weight, count)
         parts = [keras.tree.flatten(part) for part in batch.parts]
         there = tuple(tuple(t for t in part if t is not None) for part in parts)
         return tf.stack(batch.counts), there

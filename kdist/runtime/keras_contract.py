@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist._compat import keras_models, keras_optimizers
@@ -63,6 +63,8 @@ def _predict_function(step: Callable, model: keras.Model) -> Callable:
 
     def predict(batches: list[Any]) -> Any:
         if any(isinstance(batch, Taken) for batch in batches):
+            if len(batches) == model.steps_per_execution > 1:
+                return where_read.several(batches)
             return one_after_the_other([where_read(batch) for batch in batches])
         # The last ones may be fewer: a step on each is no trace of its own.
         if len(batches) == model.steps_per_execution > 1:
@@ -80,22 +82,83 @@ def one_after_the_other(outputs: list[Any]) -> Any:
 
 
 class _WhereRead:
-    """A step on batches whose rows are taken where they are read: a graph for each dataset."""
+    """A step on batches whose rows are taken where they are read: graphs for each dataset."""
 
     def __init__(self, step: Callable) -> None:
         self._step = step
-        self._made: weakref.WeakKeyDictionary[WorkerDataset, Callable] = weakref.WeakKeyDictionary()
+        self._made: weakref.WeakKeyDictionary[WorkerDataset, _OfDataset] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def _of(self, dataset: WorkerDataset) -> _OfDataset:
+        if dataset not in self._made:
+            self._made[dataset] = _OfDataset(self._step, dataset)
+        return self._made[dataset]
 
     def __call__(self, batch: Taken) -> Any:
-        if batch.dataset not in self._made:
-            taken, step = weakref.proxy(batch.dataset).taken, self._step
-            self._made[batch.dataset] = tf.function(
-                lambda first, others: step(taken(first.get_value(), others)),
-                autograph=False,
-                reduce_retracing=True,
-            )
         with ending_together():
-            return self._made[batch.dataset](batch.first, batch.others)
+            return self._of(batch.dataset).one(batch.first, batch.others)
+
+    def several(self, batches: list[Taken]) -> Any:
+        """What the step gives for batches of one iterator, in one call, one after the other."""
+        of, others = self._of(batches[0].dataset), batches[0].others
+        with ending_together():
+            return of.several([batch.first for batch in batches], others)
+
+    def up_to(self, count: int, first: Taken, iterator: WorkerIterator) -> Any:
+        """The logs of the last of some steps, in one call; fewer where the data ends.
+
+        Args:
+            count: How many steps there are at most.
+            first: The first batch, which the iterator has given.
+            iterator: Gives the others.
+        """
+        with ending_together():
+            logs, done = self._of(first.dataset).up_to(
+                tf.constant(count), first.first, iterator.first, first.others
+            )
+        iterator.has_given(int(done) - 1)
+        return logs
+
+
+class _OfDataset:
+    """The graphs of a step on batches of a dataset.
+
+    Attributes:
+        one: Of a step.
+        several: Of a step on each of some batches.
+        up_to: Of steps in a loop.
+    """
+
+    def __init__(self, step: Callable, dataset: WorkerDataset) -> None:
+        taken = weakref.proxy(dataset).taken
+        self.one = tf.function(
+            lambda first, others: step(taken(first.get_value(), others)),
+            autograph=False,
+            reduce_retracing=True,
+        )
+        self.several = tf.function(self._several, autograph=False, reduce_retracing=True)
+        self.up_to = tf.function(self._up_to, autograph=False)
+
+    def _several(self, firsts: list[Any], others: Sequence[Any]) -> Any:
+        return one_after_the_other([self.one(first, others) for first in firsts])
+
+    def _up_to(self, count: Any, first: Any, iterator: Any, others: Sequence[Any]) -> Any:
+        """See `_WhereRead.up_to`; returns how many steps there were too."""
+        logs = self.one.get_concrete_function(first, others).structured_outputs
+        zeros = tf.nest.map_structure(lambda t: tf.zeros(t.shape, t.dtype), logs)
+
+        def goes_on(done: Any, _: Any, following: Any) -> Any:
+            return (done < count) & following.has_value()
+
+        def step(done: Any, _: Any, given: Any) -> Any:
+            logs = self.one(given, others)
+            after = tf.cond(done + 1 < count, iterator.get_next_as_optional, lambda: given)
+            return done + 1, logs, after
+
+        start = (tf.constant(0), zeros, first)
+        done, logs, _ = tf.while_loop(goes_on, step, start, parallel_iterations=1)
+        return logs, done
 
 
 def _train_function(
@@ -133,17 +196,20 @@ def _or_by_workers(
     def call(iterator: Any) -> Any:
         if not isinstance(iterator, WorkerIterator):
             return function(iterator)
-        logs = None
-        for _ in range(model.steps_per_execution):
+        wanted = model.steps_per_execution
+        taken = iterator.take()
+        if taken is None:
+            if wanted == 1:
+                no_batch()
+            raise StopIteration
+        if wanted > 1 and iterator.in_graphs and not model.run_eagerly:
+            return where_read.up_to(wanted, taken, iterator)
+        logs = where_read(taken)
+        for _ in range(wanted - 1):
             taken = iterator.take()
-            if taken is not None:
-                logs = where_read(taken)
-            elif logs is not None:
-                return logs
-            else:
-                if model.steps_per_execution == 1:
-                    no_batch()
-                raise StopIteration
+            if taken is None:
+                break
+            logs = where_read(taken)
         return logs
 
     return call

@@ -20,12 +20,11 @@ from kdist.program.own_rows import OwnRows
 from kdist.runtime import by_file, drawing
 from kdist.runtime.deferred import deferred
 from kdist.runtime.drawing import Draws, StaysWithProcess0
+from kdist.runtime.same_everywhere import check_elements, check_operations
 from kdist.sharding.device import Device
 
 import tensorflow as tf
 
-LARGE_BYTES = 16 << 20
-"""Of arrays in a dataset, which every process would be sent whole."""
 AHEAD = 2
 """Batches that a process reads ahead."""
 IN_ORDER = tf.data.experimental.AutoShardPolicy.DATA
@@ -43,7 +42,6 @@ _APART = (
     "this tf.data.Dataset begins anew: it has a shuffle in common with one that was read before, "
     "and one of both draws from it in the middle of its data, so that no turn is known."
 )
-FILES = ("CacheDataset", "CacheDatasetV2", "SnapshotDataset", "SnapshotDatasetV2")
 
 
 class WorkerDataset:
@@ -66,9 +64,9 @@ class WorkerDataset:
     """
 
     def __init__(self, dataset: tf.data.Dataset, devices: Sequence[str]) -> None:
-        _check_elements(dataset)
+        check_elements(dataset)
         graph = drawing.graph_of(dataset)
-        _check_operations(graph)
+        check_operations(graph)
         here = Device.parse(tf.config.list_logical_devices()[0].name).process
         replicas: dict[tuple[str, int], list[int]] = {here: []}
         for number, name in enumerate(devices):
@@ -188,7 +186,10 @@ class WorkerIterator:
         first: Process 0's iterator.
         others: Those of the other processes, on their devices.
         ended: Whether all of them have come to the end of the data.
+        in_graphs: Whether process 0's iterator alone says where the data ends.
     """
+
+    in_graphs = True
 
     def __init__(
         self, dataset: WorkerDataset, iterators: Sequence[Any], in_parts: bool = False
@@ -210,12 +211,24 @@ class WorkerIterator:
         first = self.first.get_next_as_optional()
         if first.has_value():
             self._given += 1
-        elif not self.ended:
-            # Asked, the others have come to the end too, and a cache has all of its rows.
-            if any(bool(one.get_next_as_optional().has_value()) for one in self.others):
-                raise RuntimeError(f"{_SAME} Received: more batches than in process 0")
-            self.ended, self.dataset.length = True, self._given
+        elif self._in_parts:
+            # Keras takes the batches of several steps before the others do.
+            self.dataset.length = self._given
+        else:
+            self._end()
         return first
+
+    def _end(self) -> None:
+        """Asked, the others have come to the end too, and a cache has all of its rows."""
+        if self.ended:
+            return
+        if any(bool(one.get_next_as_optional().has_value()) for one in self.others):
+            raise RuntimeError(f"{_SAME} Received: more batches than in process 0")
+        self.ended, self.dataset.length = True, self._given
+
+    def has_given(self, count: int) -> None:
+        """Counts batches that a graph has taken from the iterators."""
+        self._given += count
 
     def is_settled(self) -> bool:
         """Whether it has drawn as much in each process: nothing was read ahead, or all was.
@@ -225,6 +238,7 @@ class WorkerIterator:
         """
         if self._given == self.dataset.length and not self.ended:
             self.take_first()
+            self._end()
         return self.ended or self._given == 0
 
     def __next__(self) -> Any:
@@ -245,6 +259,8 @@ class WorkerIterator:
 
 class FileIterator(WorkerIterator):
     """The same where each process reads files of its own, some more than others."""
+
+    in_graphs = False
 
     def take(self) -> Taken | None:
         """See `WorkerIterator`; the end is where no process has rows left."""
@@ -284,36 +300,6 @@ def ending_together() -> Iterator[None]:
 def is_dataset(data: Any) -> bool:
     """Whether data is a `tf.data.Dataset`."""
     return isinstance(data, tf.data.Dataset)
-
-
-def _check_elements(dataset: tf.data.Dataset) -> None:
-    if not all(isinstance(one, tf.TensorSpec) for one in tf.nest.flatten(dataset.element_spec)):
-        raise StaysWithProcess0("its elements are not dense tensors alone")
-    if dataset.options().deterministic is False:
-        raise StaysWithProcess0("deterministic=False, and its order is not the same twice")
-
-
-def _check_operations(graph: Any) -> None:
-    """Refuses what differs between processes.
-
-    Raises:
-        StaysWithProcess0: A graph has such operations, or is large.
-    """
-    if (size := graph.ByteSize()) > LARGE_BYTES:
-        raise StaysWithProcess0(f"it has arrays of {size >> 20} MiB in it")
-    inside = [node for one in graph.library.function for node in one.node_def]
-    for node in (*graph.node, *inside):
-        # Reading an attribute that is not there would make it.
-        if "deterministic" in node.attr and node.attr["deterministic"].s == b"false":
-            raise StaysWithProcess0("deterministic=False, and its order is not the same twice")
-    nodes = {node.name: node for node in graph.node}
-    for node in graph.node:
-        inputs = [nodes[drawing.source(name)] for name in node.input]
-        if node.op in FILES and drawing.scalar(inputs[1]) != b"":
-            raise StaysWithProcess0(f"{node.op} writes a file, and processes may share a disk")
-        at = drawing.WITHOUT.get(node.op)
-        if at is not None and not any(drawing.scalar(one) for one in inputs[at : at + 2]):
-            raise StaysWithProcess0(f"{node.op} draws without a seed; give it one")
 
 
 def _in_order(data: Any) -> Any:

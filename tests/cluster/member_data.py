@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import kdist
+from kdist.runtime.worker_data import WorkerIterator
 
 import keras
 import tensorflow as tf
@@ -71,6 +72,19 @@ def loose() -> tf.data.Options:
     return options
 
 
+def counted_takes() -> list[int]:
+    """Grows with each batch that process 0 takes outside of a graph."""
+    found: list[int] = []
+    plain = WorkerIterator.take_first
+
+    def take_first(iterator: WorkerIterator) -> Any:
+        found.append(1)
+        return plain(iterator)
+
+    WorkerIterator.take_first = take_first  # type: ignore[method-assign]
+    return found
+
+
 def reads() -> None:
     """Trains and evaluates on a dataset over files; says what was seen, and who reads it."""
     joined()
@@ -101,11 +115,13 @@ def reads() -> None:
         def result(self) -> Any:
             return self.total
 
-    made.compile(keras.optimizers.Adam(0.01), "mse", metrics=[Seen()])
+    each = int(os.environ.get("TEST_STEPS", "1"))
+    made.compile(keras.optimizers.Adam(0.01), "mse", metrics=[Seen()], steps_per_execution=each)
     calls: list[keras.callbacks.Callback] = []
     if states := os.environ.get("TEST_STATES"):
         calls = [kdist.callbacks.ShardedCheckpoint(states, every_steps=2, resume=True), Failing()]
     steps = 4 if name == "full" else None
+    takes = counted_takes()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         history = made.fit(
@@ -125,6 +141,7 @@ def reads() -> None:
         "predicted": predicted.tolist(),
         "weights": [w.tolist() for w in made.get_weights()],
         "said": [str(one.message) for one in said],
+        "takes": len(takes),
         "step": int(made.optimizer.iterations),
     }
     print("RESULT " + json.dumps(found), flush=True)

@@ -98,3 +98,26 @@ def test_files_of_their_own_are_seen_once(name: str, count: int, files: Path) ->
     assert len(own) == 1, found["said"]
     # Batches of 4 and 3 rows: of 22 or 23 rows each, or of 20 and none.
     assert found["step"] > 3 * (3 if name == "one file" else 5)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["plain", "repeated", "full"])
+def test_several_steps_are_one_call(name: str, files: Path) -> None:
+    """Of 7 batches, 13, or 4 of an endless dataset: three steps a call, and what is left."""
+    given = {"TEST_DATA": name, "TEST_FOLDER": str(files), "TEST_STEPS": "3"}
+    with program("reads", 2, **given) as both:
+        assert [one.ends() for one in both] == [0, 0], both[0].text[-3000:]
+    with program("reads", 1, TEST_DEVICES="4", **given) as alone:
+        assert alone[0].ends() == 0, alone[0].text[-3000:]
+    found, wanted = result(both[0]), result(alone[0])
+    assert found["step"] == wanted["step"]
+    for key, values in wanted["history"].items():
+        np.testing.assert_allclose(found["history"][key], values, rtol=1e-12, err_msg=key)
+    np.testing.assert_allclose(found["scores"], wanted["scores"], rtol=1e-12)
+    np.testing.assert_allclose(found["predicted"], wanted["predicted"], rtol=0, atol=1e-12)
+    for mine, other in zip(found["weights"], wanted["weights"], strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-12)
+    # A call takes one batch outside of its graph; an epoch's end is asked for once more.
+    validation, last = 3 * (3 + 1), (3 + 1) + (7 + 2)
+    calls = {"plain": 3 * (3 + 1), "repeated": 3 * (5 + 1), "full": 3 * 2}[name]
+    assert found["takes"] <= calls + validation + last

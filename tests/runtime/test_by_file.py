@@ -46,7 +46,10 @@ DATASETS = {
         .prefetch(2)
     ),
     "of slices": lambda names: (
-        tf.data.Dataset.from_tensor_slices(names).flat_map(tf.data.TextLineDataset).map(row).batch(7)
+        tf.data.Dataset.from_tensor_slices(names)
+        .flat_map(tf.data.TextLineDataset)
+        .map(row)
+        .batch(7)
     ),
     "one file": lambda names: lines(names[:1]).batch(7),
     "counted": lambda names: (
