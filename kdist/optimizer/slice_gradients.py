@@ -144,16 +144,19 @@ class SliceGradients:
         """
         placement, own = self.placements[variable], self._own(variable, k)
         index = own if index is None else index
-        parts, devices = [], []
+        look_up = self.look_ups.get(variable, sparse.LookUp())
+        parts: dict[tuple[sparse.LookUp, int | None], list[Any]] = {}
+        devices = []
         for s in placement.slices:
             if (found := self._found(variable, s, k)) is not None:
                 devices.append(self.devices[s][0 if self._whole else k])
+                stage = self.entries[variable].topology.slices[s].stage
                 with tf.device(devices[-1]):
-                    parts.append(self._cut(found, index, own))
-        sums = []
-        if parts:
-            look_up = self.look_ups.get(variable, sparse.LookUp())
-            sums.append(add_gradients(parts, look_up, devices, variable, to))
+                    for piece, how in look_up.pieces(found, stage):
+                        # Each stage has rows of its own that all of its replicas look up.
+                        key = how, None if how.by_batch else stage
+                        parts.setdefault(key, []).append(self._cut(piece, index, own))
+        sums = [add_gradients(of, how, devices, variable, to) for (how, _), of in parts.items()]
         if variable in self.once:
             with tf.device(self.devices[placement.slices[0]][0]):
                 sums.append(part_of(self.once[variable], index, placement.shape))

@@ -12,14 +12,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kdist._compat import keras_trainer
 from kdist.program.batch import SplitBatch
+from kdist.program.look_ups import Recorded
 from kdist.program.vjp import pruned
-from kdist.storage.fetched_table import Ahead, FetchedTable
+from kdist.storage.fetched_table import Ahead, Asked, FetchedTable
 from kdist.storage.sparse import LookUp, depends_on
 
 import keras
@@ -27,65 +26,6 @@ import tensorflow as tf
 
 RANDOM = ("Random", "StatefulRandom", "StatefulStandard", "StatefulUniform", "Multinomial")
 """How the names of operations begin that draw other numbers each time they run."""
-
-
-class TableRows:
-    """What a program's look-ups return: the rows that it was given.
-
-    Args:
-        rows: By identity of the table, the rows of all of its look-ups, in their order.
-    """
-
-    def __init__(self, rows: Mapping[int, Any]) -> None:
-        self._rows = dict(rows)
-        self._taken = dict.fromkeys(rows, 0)
-
-    def look_up(self, layer: keras.layers.Embedding, ids: Any) -> Any:
-        """The rows of some indices: the next ones."""
-        table = layer.embeddings
-        rows, start = self._rows[id(table)], self._taken[id(table)]
-        known = None not in ids.shape
-        size = math.prod(ids.shape) if known else tf.size(ids)
-        if not (known and isinstance(start, int) and (start, rows.shape[0]) == (0, size)):
-            rows = rows[start : start + size]
-        self._taken[id(table)] = start + size
-        shape = [*ids.shape] if known else tf.shape(ids)
-        rows = keras_trainer.autocast(table, rows)
-        return tf.reshape(rows, tf.concat([shape, rows.shape[1:]], 0))
-
-
-class Recorded:
-    """Notes what is looked up, and returns placeholders for the rows.
-
-    Attributes:
-        ids: By identity of the table, the virtual stage and the indices of each look-up.
-        rows: The placeholders, with the layer.
-        virtual: The virtual stage that is called now; None where stages do not matter.
-    """
-
-    def __init__(self) -> None:
-        self.ids: dict[int, list[tuple[int | None, Any]]] = {}
-        self.virtual: int | None = None
-        self.rows: list[tuple[Any, str]] = []
-
-    def look_up(self, layer: keras.layers.Embedding, ids: Any) -> Any:
-        """See `TableRows`."""
-        table = layer.embeddings
-        self.ids.setdefault(id(table), []).append((self.virtual, ids))
-        rows = tf.compat.v1.placeholder(table.dtype, [*ids.shape, table.shape[1]])
-        self.rows.append((rows, f"rows of {table.path!r}"))
-        return keras_trainer.autocast(table, rows)
-
-    def indices(self, table: LookedUp) -> list[Any]:
-        """Those of all look-ups in a table, flat; of each of its virtual stages, if it has some."""
-        every = self.ids.get(id(table.layer.embeddings), [])
-        dtype = tf.int64 if any(t.dtype == tf.int64 for _, t in every) else tf.int32
-        found = []
-        for mine in table.virtuals or (None,):
-            asked = [t for virtual, t in every if mine in (None, virtual)]
-            flat = [tf.reshape(tf.cast(t, dtype), [-1]) for t in asked]
-            found.append(tf.concat(flat, 0) if flat else tf.zeros([0], dtype))
-        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,12 +252,21 @@ class FetchedTables:
         if key not in self._functions:
             with tf.init_scope():
                 self._functions[key] = self._function(x, specs, training)
-        found = iter(self._functions[key](*given))
+        function, look_ups = self._functions[key]
+        self.look_ups.update(look_ups)
+        found = iter(function(*given))
         return [[next(found) for _ in one.virtuals or (None,)] for one in self.tables]
 
-    def _function(self, x: Any, specs: Sequence[tf.TensorSpec], training: bool) -> Callable:
-        """From the model's inputs to the indices: that part of the model's call alone."""
+    def _function(
+        self, x: Any, specs: Sequence[tf.TensorSpec], training: bool
+    ) -> tuple[Callable, Mapping[int, LookUp]]:
+        """From the model's inputs to the indices: that part of the model's call alone.
+
+        Returns:
+            The function, and how tables that train are looked up, by position.
+        """
         sources: list[tuple[Any, str]] = []
+        recorded = Recorded()
 
         def indices(*tensors: Any) -> list[Any]:
             given = iter(tensors)
@@ -327,31 +276,67 @@ class FetchedTables:
             for v in self._variables:
                 values[id(v)] = tf.compat.v1.placeholder(v.dtype, v.shape)
                 sources.append((values[id(v)], f"variable {v.path!r}"))
-            recorded = Recorded()
             filled = tf.nest.pack_sequence_as(x, leaves, expand_composites=True)
             self._forward(filled, training, recorded, values)
             sources.extend(recorded.rows)
-            return [t for one in self.tables for t in recorded.indices(one)]
+            return [
+                t
+                for one in self.tables
+                for t in recorded.indices(one.layer.embeddings, one.virtuals)
+            ]
 
         whole = tf.compat.v1.wrap_function(indices, list(specs))
         inputs, results = whole.inputs[: len(specs)], whole.outputs
+        look_ups: dict[int, LookUp] = {}
         places = [(n, v) for n, one in enumerate(self.tables) for v in one.virtuals or (None,)]
         for (number, virtual), result in zip(places, results, strict=True):
             table = self.tables[number]
             _check_sources(table, result, sources)
-            by_batch = depends_on(result, inputs)
+            # Of one that several stages look up, each micro-batch does, whatever the ids are.
+            by_batch = virtual is not None or depends_on(result, inputs)
             self._by_batch[training, number] = by_batch
-            if virtual is not None and not by_batch:
-                raise ValueError(
-                    "Stages that look up one table on the host, or split by hand, look it up by "
-                    "ids of the batch: each sends gradients of its rows. Put the look-ups into one "
-                    "stage with kdist.set_stage. Received: indices of layer "
-                    f"{table.layer.path or table.layer.name!r} that are the same in each batch, in "
-                    f"virtual stage {virtual}"
-                )
             if training and table.trains:
-                self.look_ups[table.position] = LookUp(by_batch, index_bytes=result.dtype.size)
-        return pruned(whole, inputs, results)
+                look_ups[table.position] = LookUp(by_batch, index_bytes=result.dtype.size)
+        for position, look_up in look_ups.items():
+            same = self._alike(position, recorded, inputs) if look_up.by_batch else ()
+            look_ups[position] = dataclasses.replace(look_up, same=same)
+        return pruned(whole, inputs, results), look_ups
+
+    def _alike(
+        self, position: int, recorded: Recorded, inputs: Sequence[Any]
+    ) -> tuple[tuple[int, int], ...]:
+        """How many look-ups of a table are the same in each batch, by stage; tells it which."""
+        same: dict[int, int] = {}
+        for table in (one for one in self.tables if one.position == position):
+            stage = table.entry.topology.slices[table.slice_of(0)].stage
+            for number, virtual in enumerate(table.virtuals or (None,)):
+                found = [
+                    Asked(t.shape.num_elements(), not depends_on(t, inputs))
+                    for t in recorded.asked(table.layer.embeddings, virtual)
+                ]
+                if any(one.same for one in found):
+                    unknown = sum(one.size is None for one in found)
+                    if unknown > 1 or any(one.same and one.size is None for one in found):
+                        _refuse_alike(table, f"look-ups of sizes {[one.size for one in found]}")
+                    same[stage] = same.get(stage, 0) + sum(n.size or 0 for n in found if n.same)
+                table.entry.note_asked(stage, number, found)
+        return tuple(same.items())
+
+
+def _refuse_alike(table: LookedUp, received: str) -> None:
+    """Refuses look-ups of which it is not known where they are the same in each batch.
+
+    Raises:
+        ValueError: Always, but where sums of all rows are what the optimizer takes.
+    """
+    if not table.entry.combined:
+        raise ValueError(
+            "A table on the host, or split by hand, has look-ups by ids of the batch and by ids "
+            "that are the same in each batch; the optimizer takes each row's gradient by itself, "
+            "and which these are has to be known. Give the model's inputs their sizes, or use "
+            "kdist.lazy(...), or leave the table whole on the device. Received: "
+            f"layer {table.layer.path or table.layer.name!r}, {received}"
+        )
 
 
 def _check_sources(table: LookedUp, ids: Any, sources: Sequence[tuple[Any, str]]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.layers.padding import Padded, dense, is_composite, noting_padded
-from kdist.program.fetched_tables import Recorded
+from kdist.program.look_ups import Recorded
 
 import keras
 import tensorflow as tf

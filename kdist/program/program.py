@@ -15,8 +15,9 @@ from typing import Any
 from kdist._compat import keras_models, keras_trainer
 from kdist.config.recompute_blocks import Blocks
 from kdist.program.blocks import named
-from kdist.program.fetched_tables import FetchedTables, LookedUp, TableRows
+from kdist.program.fetched_tables import FetchedTables, LookedUp
 from kdist.program.forward_scope import ForwardScope
+from kdist.program.look_ups import TableRows
 from kdist.program.loss import CountedLoss, SharedLoss, TermKind, added_parts, term_kinds
 from kdist.program.loss_parts import collected, penalty_name
 from kdist.program.model_state import ModelState
@@ -309,15 +310,14 @@ class Program:
         leaves = tf.nest.flatten(data, expand_composites=True)
         sources = [t for t in leaves if t is not None]
         self.trained.connected = [i for i, g in enumerate(found) if g is not None]
-        self.trained.rows = {
-            i: sparse.look_up(g.indices, sources)
-            for i, g in enumerate(found)
-            if g is not None and sparse.is_sparse(g)
-        }
+        given, self.trained.rows = list(found), {}
+        for i, g in enumerate(found):
+            if g is not None and sparse.is_sparse(g):
+                given[i], self.trained.rows[i] = sparse.arranged(g, sources)
         for i, look_up in self.tables.look_ups.items():
             if found[i] is not None:
                 self.trained.rows[i] = look_up
-        return [g for g in found if g is not None]
+        return [g for g in given if g is not None]
 
     def scope(self, params: Sequence[Any], carried: Sequence[Any]) -> ForwardScope:
         """The scope in which the model's variables have these values."""

@@ -39,7 +39,8 @@ class Vjp:
     Attributes:
         saved: Specs of what is kept from the forward to the backward half.
         output_dtypes: Dtypes of the outputs.
-        rows: Parameters whose gradient is rows, with (inputs that the indices depend on, merged).
+        rows: Parameters whose gradient is rows, with (inputs that the indices depend on, merged,
+            how many rows at the end do not depend on the batch).
 
     Raises:
         CapturesVariables: See there.
@@ -112,10 +113,17 @@ class Vjp:
         targets = [outputs[i] for i in self._cotangents]
         found = tape.gradient(targets, watched, output_gradients=self._given)
         rows_allowed = {id(t) for t in params}
+        given, self._alike = self._of_batch(inputs), {}
         self._found = [
             tf.convert_to_tensor(g) if sparse.is_sparse(g) and id(t) not in rows_allowed else g
             for t, g in zip(watched, found)
         ]
+        for i, g in enumerate(self._found):
+            if sparse.is_sparse(g):
+                self._found[i], how = sparse.arranged(g, given)
+                # Where all are alike, all of them are at the end.
+                size = sum(n for _, n in how.same) if how.by_batch else g.indices.shape[0] or 0
+                self._alike[id(watched[i])] = size
         self._arguments, self._watched = (params, inputs), watched
         self._laid = [
             None if g is None else self._laid_out(t, g) for t, g in zip(watched, self._found)
@@ -125,6 +133,10 @@ class Vjp:
     def _laid_out(self, source: Any, gradient: Any) -> Any:
         """A gradient as it is returned."""
         return gradient
+
+    def _of_batch(self, inputs: list[Any]) -> list[Any]:
+        """Inputs that come with the batch."""
+        return inputs
 
     def _sources(self, params: list[Any], inputs: list[Any]) -> list[Any]:
         """What may get a gradient."""
@@ -149,7 +161,7 @@ class Vjp:
         returned: list[Any] = [laid.get(id(t)) for t in (*params, *inputs)]
         self._kinds: list[Any] = []
         fetches: list[Any] = []
-        self.rows: dict[int, tuple[list[int], bool]] = {}
+        self.rows: dict[int, tuple[list[int], bool, int]] = {}
         for i, (g, given) in enumerate(zip(found, returned)):
             if g is None:
                 self._kinds.append(None)
@@ -157,7 +169,8 @@ class Vjp:
                 self._kinds.append(params[i].shape.as_list())
                 fetches += [given.values, given.indices]
                 reached = [j for j, x in enumerate(inputs) if sparse.depends_on(g.indices, [x])]
-                self.rows[i] = (reached, sparse.look_up(g.indices, inputs).merged)
+                alike = self._alike[id(params[i])]
+                self.rows[i] = (reached, sparse.look_up(g.indices, inputs).merged, alike)
             else:
                 self._kinds.append("dense")
                 fetches.append(given)
@@ -169,7 +182,7 @@ class Vjp:
         self._call_forward = wrap(forward)
         self._kept_feeds = len(params) + len(saved)
         self._cut_backward(joint, wrap, [*params, *saved, *self._given], fetches)
-        del self._given, self._found, self._laid, self._arguments, self._watched
+        del self._given, self._found, self._alike, self._laid, self._arguments, self._watched
 
     def _cut_backward(
         self, joint: Any, wrap: Callable, feeds: Sequence[Any], fetches: Sequence[Any]

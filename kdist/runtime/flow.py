@@ -8,7 +8,6 @@ from typing import Any
 
 from kdist._compat import keras_trainer
 from kdist.dtensor.sharded import Sharded, each
-from kdist.optimizer.slice_gradients import as_gradient
 from kdist.pipeline.instructions import (
     Backward,
     BackwardInput,
@@ -19,11 +18,12 @@ from kdist.pipeline.instructions import (
 from kdist.program.batch import join
 from kdist.program.loss_parts import LossParts, collected, merged, penalty_name
 from kdist.program.step_result import SliceResult
+from kdist.runtime.added_rows import AddedRows
 from kdist.runtime.micro_batches import MicroBatches
 from kdist.runtime.recorder import Recorder, Stamps
 from kdist.stages.functions import Saved, StageFunctions
 from kdist.storage.fetched_table import is_fetched
-from kdist.storage.sparse import add, is_sparse, joined
+from kdist.storage.sparse import is_sparse, joined
 from kdist.storage.variables import backing_of
 
 import keras
@@ -369,14 +369,17 @@ class Flow:
             s: {position: list(total.parts) for position, total in sums.items()}
             for s, sums in self.gradients.items()
         }
+        added = AddedRows(self.runner, self.functions[0])
+        tables: dict[tuple[int, int], dict[int, Sequence[Any]]] = {}
         for (s, position, virtual), rows in self._rows.items():
+            tables.setdefault((s, position), {})[virtual] = rows
+        for (s, position), users in tables.items():
             before = found.setdefault(s, {}).get(position)
             found[s][position] = []
             for k, device in enumerate(self.backend.devices(s)):
                 with tf.device(device):
                     parts = [] if before is None else [before[k]]
-                    parts.append(self._table(position, virtual, k, rows))
-                    found[s][position].append(joined(parts))
+                    found[s][position].append(joined([*parts, *added(s, position, k, users)]))
         for (s, position), gradients in self._fetched.items():
             found.setdefault(s, {})[position] = []
             for k, device in enumerate(self.backend.devices(s)):
@@ -384,17 +387,6 @@ class Flow:
                     there = {turn: gradient.parts[k] for turn, gradient in gradients.items()}
                     found[s][position].append(self.program.tables.joined(s, position, there))
         return found
-
-    def _table(self, position: int, virtual: int, k: int, rows: Sequence[Any]) -> Any:
-        """Rows of all micro-batches on device `k`; dense, of what it has, if others are dense."""
-        placement = self.runner.entries[position].placement
-        look_up = self.functions[0][virtual].look_ups()[position]
-        there = [as_gradient((r.values.parts[k], r.indices.parts[k]), placement) for r in rows]
-        total = add(there, look_up.by_batch, look_up.merged)
-        part = self.backend.rows_at(position, k)
-        if part is None or position in self.program.trained.rows:
-            return total
-        return tf.convert_to_tensor(total)[part]
 
 
 def _ends(tensors: Sequence[Any], sums: Sequence[Any] = ()) -> Ends:

@@ -256,8 +256,10 @@ class StageFunctions:
 
     def look_ups(self) -> dict[int, LookUp]:
         """By trainable variable, how gradients that are rows are looked up."""
-        state = self._example.state_range
-        return {
-            self.body.trainable[i]: LookUp(any(j not in state for j in reached), merged)
-            for i, (reached, merged) in self._vjp.rows.items()
-        }
+        state, stage = self._example.state_range, self.body.staged.stage_of(self.body.virtual)
+        found = {}
+        for i, (reached, merged, alike) in self._vjp.rows.items():
+            by_batch = any(j not in state for j in reached)
+            same = ((stage, alike),) if alike and not merged else ()
+            found[self.body.trainable[i]] = LookUp(by_batch, merged, same=same)
+        return found

@@ -71,6 +71,9 @@ class StageVjp(Vjp):
         self.local: frozenset[str] = frozenset()
         super().__init__(function, params, inputs, wrap)
 
+    def _of_batch(self, inputs: list[Any]) -> list[Any]:
+        return [t for j, t in enumerate(inputs) if j not in self._state]
+
     def _sources(self, params: list[Any], inputs: list[Any]) -> list[Any]:
         return super()._sources(params, inputs[: self.boundary])
 
@@ -89,8 +92,7 @@ class StageVjp(Vjp):
 
     def _by_batch(self, gradient: tf.IndexedSlices) -> bool:
         """Whether the rows of a gradient are for rows of the batch, one after the other."""
-        inputs = [t for j, t in enumerate(self._arguments[1]) if j not in self._state]
-        look_up = sparse.look_up(gradient.indices, inputs)
+        look_up = sparse.look_up(gradient.indices, self._of_batch(self._arguments[1]))
         return look_up.by_batch and not look_up.merged
 
     @property

@@ -151,8 +151,7 @@ class StagePrograms:
             look_ups = one.look_ups()
             dense |= set(one.connected()) - set(look_ups)
             for i, look_up in look_ups.items():
-                # Several stages' rows are put one after the other.
-                rows[i] = LookUp() if i in rows else look_up
+                rows[i] = rows[i].beside(look_up) if i in rows else look_up
         program.trained.connected = sorted(dense | set(rows))
         for i in dense & set(program.tables.look_ups):
             rows[i] = program.tables.look_ups[i]

@@ -17,6 +17,7 @@ from kdist._compat import keras_trainer
 from kdist.layers.lazy import SummedRows
 from kdist.sharding.mesh import HOST, Topology
 from kdist.sharding.placement import Coordinate, Placement, coordinate_of
+from kdist.storage.alike_rows import Asked, arranged
 from kdist.storage.variables import Stored, stored
 
 import keras
@@ -115,6 +116,7 @@ class FetchedTable(Stored):
         super().__init__(variable, placement, topology)
         self.wanted: dict[int, Wanted] = {}
         self.turn: int | None = None
+        self._asked: dict[tuple[int, int], dict[int | None, Sequence[Asked]]] = {}
         self._parts = [p for p, shard in enumerate(placement.shards) if 0 not in shard.shape]
         self._sent: dict[tuple[int, Coordinate], Any] = {}
         self._sums: dict[tuple[int, Coordinate], Any] = {}
@@ -315,11 +317,32 @@ class FetchedTable(Stored):
         one = self.wanted[s]
         shape = tf.constant(self.placement.shape, one.indices.dtype)
         if not self.combined:
-            return tf.IndexedSlices(gradient, one.indices, shape)
+            with tf.device(self.device((s, k))):
+                return tf.IndexedSlices(*self._arranged(s, gradient), shape)
         with tf.device(self.device((s, k))):
             size = tf.size(one.unique)
             values = tf.math.unsorted_segment_sum(gradient, one.positions, size)
         return SummedRows(values, one.unique, shape)
+
+    def note_asked(self, stage: int, number: int, asked: Sequence[Asked]) -> None:
+        """Notes the look-ups of a program, in their order.
+
+        Args:
+            stage: Where it runs.
+            number: Of the virtual stage, among those there that look up.
+            asked: What it looks up, for a batch of some size.
+        """
+        sizes = [one.size for one in asked]
+        total = None if None in sizes else sum(n or 0 for n in sizes)
+        self._asked.setdefault((stage, number), {})[total] = asked
+
+    def _arranged(self, s: int, gradient: Any) -> tuple[Any, Any]:
+        """A gradient and its indices: what is the same in each batch at the end, and once."""
+        one, stage = self.wanted[s], self.topology.slices[s].stage
+        known = [by_size for (at, _), by_size in sorted(self._asked.items()) if at == stage]
+        if not any(n.same for by_size in known for asked in by_size.values() for n in asked):
+            return gradient, one.indices
+        return arranged(gradient, one.indices, one.sizes, known)
 
     def read_whole(self) -> ValueError:
         """What is wrong with a program that reads the table itself."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist._compat import keras_models
-from kdist.layers.lazy import rows_summed
+from kdist.layers.lazy import SummedRows, rows_summed
 from kdist.sharding.placement import Index
 from kdist.storage.fetched_table import is_fetched
 
@@ -37,12 +37,40 @@ class LookUp:
             (`embedding_lookup_sparse`, sparse inputs), so the whole batch's are to be merged too.
         index_bytes: Bytes of an index.
         users: How many virtual stages look up, of a pipeline.
+        same: Where some rows depend on the batch, how many others, at the end, all replicas look up
+            alike: stages, and how many there.
     """
 
     by_batch: bool = True
     merged: bool = False
     index_bytes: int = 4
     users: int = 1
+    same: tuple[tuple[int, int], ...] = ()
+
+    def beside(self, other: LookUp) -> LookUp:
+        """How the rows of another virtual stage and these are looked up."""
+        same = dict(self.same)
+        for stage, size in other.same:
+            same[stage] = same.get(stage, 0) + size
+        return LookUp(same=tuple(same.items()))
+
+    def pieces(self, gradient: Any, stage: int) -> list[tuple[Any, LookUp]]:
+        """What of a replica's gradient is to be joined by itself, and how.
+
+        Args:
+            gradient: The gradient.
+            stage: Where it was computed.
+        """
+        size = dict(self.same).get(stage, 0)
+        of_batch = dataclasses.replace(self, same=())
+        if not size or not is_sparse(gradient) or isinstance(gradient, SummedRows):
+            return [(gradient, of_batch)]
+        alike = dataclasses.replace(of_batch, by_batch=False)
+        values, indices, shape = gradient.values, gradient.indices, gradient.dense_shape
+        return [
+            (tf.IndexedSlices(values[:-size], indices[:-size], shape), of_batch),
+            (tf.IndexedSlices(values[-size:], indices[-size:], shape), alike),
+        ]
 
 
 PASSED_ON = frozenset({"Cast", "Identity", "Reshape", "ConcatV2", "StopGradient"})
@@ -52,6 +80,34 @@ PASSED_ON = frozenset({"Cast", "Identity", "Reshape", "ConcatV2", "StopGradient"
 def look_up(indices: Any, sources: Sequence[Any]) -> LookUp:
     """Reads from a traced graph how a gradient's indices came about."""
     return LookUp(depends_on(indices, sources), _is_merged(indices), indices.dtype.size)
+
+
+def arranged(gradient: tf.IndexedSlices, sources: Sequence[Any]) -> tuple[Any, LookUp]:
+    """A gradient with the rows at its end that every replica looks up alike, and how it came about.
+
+    Args:
+        gradient: Of a table in a graph: the rows of each of its look-ups.
+        sources: What the batch gives.
+    """
+    found = look_up(gradient.indices, sources)
+    values, indices = _joined_from(gradient.values), _joined_from(gradient.indices)
+    if not found.by_batch or found.merged or len(values) != len(indices):
+        return gradient, found
+    alike = [not depends_on(t, sources) for t in indices]
+    sizes = [t.shape[0] for t, same in zip(indices, alike) if same]
+    if not sizes or None in sizes:
+        return gradient, found
+    order = sorted(range(len(alike)), key=alike.__getitem__)
+    rows = [tf.concat([parts[i] for i in order], 0) for parts in (values, indices)]
+    arranged = tf.IndexedSlices(*rows, gradient.dense_shape)
+    return arranged, dataclasses.replace(found, same=((0, sum(sizes)),))
+
+
+def _joined_from(tensor: Any) -> list[Any]:
+    """What was put together to a tensor, in its first dim; itself, if nothing was."""
+    if not hasattr(tensor, "graph") or tensor.op.type != "ConcatV2":
+        return [tensor]
+    return [one for part in tensor.op.inputs[:-1] for one in _joined_from(part)]
 
 
 def _is_merged(tensor: Any) -> bool:
@@ -130,6 +186,14 @@ def restrict(gradient: tf.IndexedSlices, index: Index, shape: Sequence[int]) -> 
         values = values[(slice(None), *columns)]
     part = [i.stop - i.start for i in index]
     return tf.IndexedSlices(values, indices, tf.constant(part, indices.dtype))
+
+
+def in_order(gradients: Sequence[tuple[Any, LookUp]], stage: int) -> list[Any]:
+    """The pieces of gradients of one stage's virtual stages, those last that are alike."""
+    pieces = [piece for gradient, how in gradients for piece in how.pieces(gradient, stage)]
+    if not all(is_sparse(gradient) for gradient, _ in pieces):
+        return [gradient for gradient, _ in gradients]
+    return [gradient for gradient, how in sorted(pieces, key=lambda one: not one[1].by_batch)]
 
 
 def joined(gradients: Sequence[Any]) -> Any:

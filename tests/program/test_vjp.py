@@ -106,7 +106,7 @@ def test_rows_of_a_table_stay_rows() -> None:
     (rows,), _ = vjp.backward(params, saved, values((3, 2)))
     assert isinstance(rows, tf.IndexedSlices)
     np.testing.assert_array_equal(rows.indices, [1, 3, 1])
-    assert vjp.rows == {0: ([0], False)}
+    assert vjp.rows == {0: ([0], False, 0)}
 
 
 def test_a_loop_is_cut_too() -> None:

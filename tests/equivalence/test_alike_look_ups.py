@@ -1,0 +1,153 @@
+"""Tables that the batch looks up, and the model too, by ids that are the same in each batch.
+
+One device has one gradient for such a look-up, whatever the batch is; so replicas' and
+micro-batches' are summed, and those of other look-ups, and of other stages, are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import kdist
+
+import keras
+import pytest
+
+from .case import CLASSES, FEED_FORWARD, Case
+from .features import BY_NAME as FEATURES
+from .harness import compare
+from .host_tables import ROWS, _data, on_host
+from .matrix import MESHES, level_config, spread
+from .optimizer_zoo import OPTIMIZERS
+from .test_own_look_ups import INTERLEAVED, OVER, on
+from .test_split_tables import split
+
+
+class Added(keras.layers.Layer):
+    """Adds rows of places, some of which are the same, to what it is given."""
+
+    def __init__(self, table: keras.layers.Embedding, name: str) -> None:
+        super().__init__(name=name)
+        self.table = table
+
+    def call(self, x: Any) -> Any:
+        return x + self.table(keras.ops.arange(x.shape[1]) % 4)
+
+
+def _mixed() -> keras.Model:
+    """Two stages, each of which looks up by both; one row more than once."""
+    tokens = keras.Input((6,), dtype="int32", name="tokens")
+    tags = keras.Input((2,), dtype="int32", name="tags")
+    table = keras.layers.Embedding(ROWS, 8, name="vocabulary")
+    x = Added(table, "first")(table(tokens))
+    x = keras.layers.Dense(16, "gelu", name="up")(x)
+    x = keras.layers.Dense(8, name="down")(x)
+    x = Added(table, "second")(x)
+    x = keras.layers.Concatenate(1, name="both")([x, table(tags)])
+    x = keras.layers.Flatten()(x)
+    return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(x), name="mixed")
+
+
+def _alike() -> keras.Model:
+    """Two stages, neither of which looks up by the batch."""
+    tokens = keras.Input((6,), dtype="int32", name="tokens")
+    tags = keras.Input((2,), dtype="int32", name="tags")
+    table = keras.layers.Embedding(ROWS, 8, name="vocabulary")
+    both = keras.layers.Concatenate(name="given")([tokens, tags])
+    x = keras.ops.expand_dims(keras.ops.cast(both, "float64") / ROWS, -1)
+    x = Added(table, "first")(keras.layers.Dense(8, name="wide")(x))
+    x = keras.layers.Dense(16, "gelu", name="up")(x)
+    x = keras.layers.Dense(8, name="down")(x)
+    x = keras.layers.Flatten()(Added(table, "second")(x))
+    return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(x), name="alike")
+
+
+CASES = {
+    "mixed": Case(name="mixed", build=_mixed, data=_data, layout_map=FEED_FORWARD),
+    "alike": Case(name="alike", build=_alike, data=_data, layout_map=FEED_FORWARD),
+}
+
+
+STAGES = {"first": (0, 0), "up": (0, 1), "down": (1, 2), "second": (1, 2), "head": (1, 3)}
+STAGES |= {"vocabulary": (0, 0)}  # last: it is inside of others
+"""Of layers: the stage of two; of two that have two chunks each, the virtual one."""
+
+
+def declared(place: str, mesh: str, chunks: int = 1) -> Callable[[keras.Model], None]:
+    """Declares where the table is, and stages if there are some."""
+
+    def declare(model: keras.Model) -> None:
+        if place == "host":
+            on_host(model)
+        elif place != "device":
+            split(mesh, place)(model)
+        if "pipe" in mesh:
+            for name, (stage, virtual) in STAGES.items():
+                if name in {layer.name for layer in model.layers}:
+                    kdist.set_stage(model.get_layer(name), virtual if chunks > 1 else stage)
+
+    return declare
+
+
+@pytest.mark.parametrize(
+    ("case", "place", "optimizer", "level", "mesh"),
+    spread(
+        [
+            (case, place, optimizer, level, mesh)
+            for case in CASES
+            for place in ("device", "host", "data")
+            for optimizer in ("adagrad", "adam")
+            for level in ("level0", "level3")
+            for mesh in (*OVER, "data3")
+            if place == "device" or "data" in mesh and mesh in OVER
+        ],
+        [
+            ("mixed", "device", "adagrad", "level0", "data2"),
+            ("mixed", "host", "adam", "level3", "data2_model2"),
+            ("mixed", "data", "adagrad", "level0", "pipe2_data2"),
+            ("mixed", "device", "adagrad", "level3", "pipe2_data2"),
+            ("alike", "device", "adam", "level0", "pipe2_data2"),
+            ("alike", "host", "adagrad", "level0", "pipe2_data2"),
+        ],
+        quick=6,
+    ),
+)
+def test_they_equal_one_device(
+    case: str, place: str, optimizer: str, level: str, mesh: str
+) -> None:
+    compare(
+        CASES[case],
+        {**MESHES, **OVER, "data3": {"data": 3}}[mesh],
+        optimizer=OPTIMIZERS[optimizer],
+        config=on(mesh, level) if mesh in OVER else level_config(level),
+        declare=declared(place, mesh),
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("place", ["device", "host", "data"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("schedule", ["zero_bubble", "interleaved"])
+def test_in_other_schedules(schedule: str, case: str, place: str) -> None:
+    other = kdist.PipelineConfig(micro_batches=2, schedule="zero_bubble")
+    compare(
+        CASES[case],
+        OVER["pipe2_data2"],
+        optimizer=OPTIMIZERS["adagrad"],
+        config={"pipeline": other if schedule == "zero_bubble" else INTERLEAVED},
+        declare=declared(place, "pipe2_data2", 1 if schedule == "zero_bubble" else 2),
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("feature", ["gradient_accumulation", "steps_per_execution"])
+def test_with(feature: str, place: str) -> None:
+    compare(
+        CASES["mixed"],
+        OVER["data2"],
+        optimizer=OPTIMIZERS["adagrad"],
+        features=[FEATURES[feature]],
+        declare=declared(place, "data2"),
+    )
