@@ -12,36 +12,13 @@ import numpy as np
 import scipy.sparse
 import tensorflow as tf
 
+from ..cluster.stopping import StopAfter, Stopped
+
 ROWS, BATCH = 44, 8
 """Six batches an epoch, the last one smaller."""
 
 STEPS = -(-ROWS // BATCH)
 LAYOUTS = {"up/kernel": (None, "model"), "up/bias": ("model",)}
-
-
-class Stopped(Exception):
-    """A run ends here."""
-
-
-class StopAfter(keras.callbacks.Callback):
-    """Ends a run as a crash would, after some of its own steps."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.left = steps
-
-    def get_state(self) -> dict[str, Any]:
-        """Nothing that goes on."""
-        return {}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Nothing."""
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """See `keras.callbacks.Callback`."""
-        self.left -= 1
-        if not self.left:
-            raise Stopped
 
 
 class Seen(keras.callbacks.Callback):

@@ -14,7 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 MEMBER = Path(__file__).with_name("member.py")
-OTHERS = {"reads": "member_data.py", "sends": "member_sent.py", "routes": "member_sent.py"}
+OTHERS = {
+    "reads": "member_data.py",
+    **dict.fromkeys(("sends", "routes"), "member_sent.py"),
+    **dict.fromkeys(("reads_again", "survives", "little_memory"), "member_kept.py"),
+}
 """Files of the scenarios that are not in `member.py`."""
 LIMIT_SECONDS = 90
 
