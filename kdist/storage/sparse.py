@@ -63,7 +63,8 @@ class LookUp:
         """
         size = dict(self.same).get(stage, 0)
         of_batch = dataclasses.replace(self, same=())
-        if not size or not is_sparse(gradient) or isinstance(gradient, SummedRows):
+        of_both = self.by_batch and size and is_sparse(gradient)
+        if not of_both or isinstance(gradient, SummedRows):
             return [(gradient, of_batch)]
         alike = dataclasses.replace(of_batch, by_batch=False)
         values, indices, shape = gradient.values, gradient.indices, gradient.dense_shape
