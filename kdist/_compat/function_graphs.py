@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import concrete_function
 from tensorflow.python.framework import function_def_to_graph
 
@@ -23,6 +25,19 @@ def of_one_device() -> dict[str, bool]:
     processes = {device.name.partition("/device:")[0] for device in devices}
     alone = len(processes) == 1 and all(device.device_type != "GPU" for device in devices)
     return {"_noinline": True, "shared_rendezvous": alone}
+
+
+def of_segments() -> dict[str, bool]:
+    """Attributes of a function that many calls share; TensorFlow makes no variant of it for one."""
+    return of_one_device() | {"_nospecialize": True}
+
+
+def unoptimized() -> bytes:
+    """How a call of a function is configured that is not optimized for each device anew."""
+    config = config_pb2.ConfigProto()
+    config.ParseFromString(context.context().function_call_options.config_proto_serialized)
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    return bytes(config.SerializeToString())
 
 
 def one_device_function(call: Callable, **options: Any) -> Any:

@@ -67,6 +67,7 @@ class Lowered:
         paths: Paths of the model's layers, to say which layer causes a collective.
         seeds: How many of the last inputs everything in the backward pass depends on.
         jit_compile: See `Stitcher.stitch`.
+        outlined: See `Stitcher`.
 
     Attributes:
         awaited: See `Stitcher.stitch`.
@@ -82,8 +83,9 @@ class Lowered:
         seeds: int = 0,
         *,
         jit_compile: bool = False,
+        outlined: bool = True,
     ) -> None:
-        self.function = function
+        self.function, self.outlined = function, outlined
         self.seeds, self.jit_compile, self.awaited = seeds, jit_compile, False
         self.paths = list(paths)
         self.layouts = layouts
@@ -206,9 +208,11 @@ class Lowered:
             numbers = [i for i in results if axis not in layouts[i]]
             summed = Summed(axis, numbers) if numbers else None
         try:
-            return Stitcher(program, summed)
+            stitcher = Stitcher(program, summed)
         except CannotStitch as reason:
             raise _refused(str(reason)) from reason
+        stitcher.outlined = self.outlined
+        return stitcher
 
     def _refuse_alltoall(self, found: Sequence[Collective]) -> None:
         """Operations may cause all-to-alls of their own; then first without, else not at all.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist._compat import dtensor_internals, xla_clusters
 from kdist.dtensor.collectives import COLLECTIVES, TABLE, Group, add_constant, gather_blocks
 from kdist.dtensor.device_number import SHAPES, without_notes
+from kdist.dtensor.outlining import Call, Outlined
 from kdist.dtensor.stitched import VARIANT
 from kdist.graphs.chunks import Chunk, node_of
+from kdist.sharding.device import Device
 
 import numpy as np
 from tensorflow.core.framework import function_pb2
@@ -81,16 +83,33 @@ class Copies:
         self.results: dict[tuple[str, int], str] = {}
         self.constants: dict[tuple[str, int], str] = {}
         self._roots = itertools.count()
+        self.outlined = Outlined(stitcher, chunk) if self._outlines() else None
         self._add_inputs()
-        for name in chunk.nodes:
+        for name in chunk.nodes if self.outlined is None else self.outlined.left:
             node = stitcher.nodes[name]
             if node.op in COLLECTIVES:
                 self._add_collective(node)
             else:
                 self._add_copies(stitcher.bodies.renamed(stitcher.as_made(node)))
+        for call in () if self.outlined is None else self.outlined.calls:
+            self._add_call(call)  # when it is known what the members of collectives get
         self._add_outputs()
         if awaited:
             self._add_ends()
+
+    @property
+    def calls(self) -> list[Any]:
+        """What has to live as long as the definition: the functions that it calls."""
+        return [self.stitcher.bodies, *(self.outlined.functions if self.outlined else ())]
+
+    def _outlines(self) -> bool:
+        """Whether what lies between two communications becomes calls.
+
+        XLA is told node by node what to compile; on GPUs it is not known what calls cost a step.
+        """
+        if len(self.devices) == 1 or self.clusters or not self.stitcher.outlined:
+            return False
+        return all(Device.parse(one).kind == "CPU" for one in self.devices)
 
     def _add_inputs(self) -> None:
         for k in range(self.program.size):
@@ -141,7 +160,24 @@ class Copies:
             copy.name, copy.device = f"{_on(k)}/{node.name}", device
             del copy.input[:]
             copy.input.extend(self._reference(one, k) for one in data)
-            copy.input.extend(f"^{self._on(one, k)}/{one}" for one in waits)
+            copy.input.extend(self._edges(waits, k))
+
+    def _add_call(self, call: Call) -> None:
+        """A call of what lies between two communications, on each device."""
+        for k, device in enumerate(self.devices):
+            copy = self.definition.node_def.add()
+            copy.CopyFrom(call.node)
+            copy.name, copy.device = f"{_on(k)}/{call.node.name}", device
+            copy.input.extend(self._reference(one, k) for one in call.takes)
+            copy.input.extend(self._edges(call.waits, k))
+
+    def _edges(self, waits: Iterable[str], k: int) -> list[str]:
+        """Edges from nodes of the program to one of the copy for device `k`."""
+        nodes = (f"^{self._on(one, k)}/{self._node(one)}" for one in waits)
+        return [*dict.fromkeys(nodes)]
+
+    def _node(self, name: str) -> str:
+        return name if self.outlined is None else self.outlined.node(name)
 
     def _compiles(self, node: Any) -> bool:
         """Whether XLA may take a node.
@@ -186,6 +222,8 @@ class Copies:
             return self._constant(name, k, self.stitcher.values[name][k])
         if (name, k) in self.results:
             return self.results[name, k]
+        if self.outlined is not None:
+            reference = self.outlined.reference(reference)
         return f"{self._on(name, k)}/{reference}"
 
     def _on(self, name: str, k: int) -> str:

@@ -46,6 +46,10 @@ class Stitcher:
         program: The program of one device.
         summed: What it hands out as summands, if anything.
 
+    Attributes:
+        outlined: Whether what lies between two communications becomes calls; see
+            `kdist.dtensor.outlining`.
+
     Raises:
         CannotStitch: It has a collective inside a loop or a branch, or one of an unknown kind.
     """
@@ -61,6 +65,7 @@ class Stitcher:
         self.again: frozenset[str] = frozenset()
         self.arrivals: frozenset[str] = frozenset()
         self.originals: dict[str, str] = {}
+        self.outlined = True
         order = topological(self.nodes)
         known = known_nodes(self.nodes, order, self.number)
         self.folded = {n for n, by_number in known.items() if by_number and is_small(self.nodes[n])}
@@ -91,7 +96,7 @@ class Stitcher:
         """What there is to cut into chunks."""
         return Graph(
             inputs={
-                name: [r for r in self._inputs(self.nodes[name]) if node_of(r) not in self.folded]
+                name: [r for r in self.inputs_of(self.nodes[name]) if node_of(r) not in self.folded]
                 for name in self.live
             },
             results=[r for r in self.program.results if node_of(r) not in self.folded],
@@ -161,7 +166,8 @@ class Stitcher:
             chunk = Chunk(taken, tuple(self.live), self.program.results)
         apart = jit_compile and len(devices) > 1
         waits = awaited and len(devices) > 1
-        definition = Copies(self, devices, chunk, clusters=apart, awaited=waits).definition
+        copies = Copies(self, devices, chunk, clusters=apart, awaited=waits)
+        definition = copies.definition
         pure = not set(self.effects) & set(chunk.nodes)
         # Graphs that call it on several devices then are not the larger for it.
         if devices == [""]:
@@ -169,7 +175,7 @@ class Stitcher:
                 definition.attr[name].b = value
         shapes = [self.shape(reference) for reference in chunk.gives]
         size = self.program.size
-        function = StitchedFunction(definition, chunk, shapes, size, self.bodies, pure=pure)
+        function = StitchedFunction(definition, chunk, shapes, size, copies.calls, pure=pure)
         if jit_compile and not apart:
             function.compile([r for r in (*chunk.takes, *chunk.gives) if self.dtype(r) == VARIANT])
         return function
@@ -202,7 +208,7 @@ class Stitcher:
             return self.program.shape(name, number)
         return _noted(self.nodes[name], number)
 
-    def _inputs(self, node: Any) -> Sequence[str]:
+    def inputs_of(self, node: Any) -> Sequence[str]:
         """What goes into a node; edges between collectives only order them."""
         return [self.source(node)] if node.op in COLLECTIVES else list(node.input)
 
@@ -274,7 +280,7 @@ class Stitcher:
                 continue
             found.add(name)
             node = self.nodes[name]
-            stack.extend(self._inputs(node))
+            stack.extend(self.inputs_of(node))
         return found
 
     def _refuse_bodies(self) -> None:

@@ -49,7 +49,7 @@ def live_tensors(
     with _noting_gradients(step, noted), taking_any_ids():
         function = tf.function(lambda data: step.train(data), autograph=False)
         concrete = function.get_concrete_function(batch)
-    with _kept(concrete.captured_inputs):
+    with _kept(concrete.captured_inputs), step.prepared():
         graphs = run_metadata.function_graphs(lambda: concrete(batch))
     largest = max(graphs, key=lambda g: sum(len(p.node) for p in g.partition_graphs))
     handles = {id(v.value.handle) for v in parameters}

@@ -50,6 +50,7 @@ class InnerAxes:
         alltoall: Whether re-layouts may use all-to-all.
         model: The model.
         jit_compile: See `Stitcher.stitch`.
+        outlined: See `Stitcher`.
 
     Attributes:
         exact: See `OneDevice`.
@@ -69,6 +70,7 @@ class InnerAxes:
         model: keras.Model,
         *,
         jit_compile: bool,
+        outlined: bool,
     ) -> None:
         self.state, self.entries, self.topology = state, list(entries), layouts.compute
         self.layouts, self.alltoall, self.gather_first = layouts, alltoall, False
@@ -87,6 +89,7 @@ class InnerAxes:
             "alltoall": alltoall,
             "paths": paths,
             "jit_compile": jit_compile,
+            "outlined": outlined,
         }
         self._penalties: dict[tuple[int, ...], Lowered] = {}
 

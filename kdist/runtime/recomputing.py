@@ -71,6 +71,8 @@ def run_again(
             f"larger blocks, or leave it out. Received: {blocks.describe()}",
             stacklevel=2,
         )
+    # A call holds what it is given until it ends, which estimates for a budget do not know.
+    stitcher.outlined = blocks.budget is None
     stitcher.repeat(made)
 
 

@@ -7,6 +7,7 @@ so that they equal a single-device run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
@@ -58,6 +59,10 @@ class Step:
     def update(self) -> DistributedUpdate:
         """Applies gradients; there once the model trains, if it has trainable weights."""
         return self.parallel.update
+
+    def prepared(self) -> contextlib.AbstractContextManager[None]:
+        """Meanwhile, what runs for the first time is prepared as the graph of a step is."""
+        return contextlib.nullcontext()
 
     def train(self, data: Any, known_size: bool = True) -> dict[str, Any]:
         """One training step on a global batch; returns the logs.
