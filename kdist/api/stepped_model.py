@@ -334,7 +334,6 @@ class SteppedModel(PlannedModel):
             assert self.layouts is not None
             alltoall = self.config.enable_alltoall
             if isinstance(self.program, PipelineProgram):
-                blocks = self.program.blocks
                 backend = InnerAxes(
                     self.program.state,
                     self.trainable(),
@@ -342,7 +341,7 @@ class SteppedModel(PlannedModel):
                     alltoall,
                     self.model,
                     jit_compile=self.jit_compile is True,
-                    outlined=blocks is None or blocks.budget is None,
+                    outlined=not self.program.blocks,
                 )
                 self._mesh_runner = self._pipeline(self.program, backend)
             else:

@@ -65,12 +65,13 @@ def test_no_call_is_a_variant_for_a_device(monkeypatch: pytest.MonkeyPatch) -> N
     assert calls and not any("specialized" in name for name in functions(calls))
 
 
-@pytest.mark.parametrize("policy", [{"policy": "budget", "budget_mb": 1.0}, {"policy": "full"}])
-def test_a_budget_knows_no_calls(policy: dict[str, Any]) -> None:
-    """A call holds what it is given until it ends, which estimates do not know."""
-    again = kdist.RecomputeConfig(layers=["up.*"], **policy)
-    calls = trained({"data": 2, "model": 2}, 2, recompute=again)
-    assert bool(calls) == (policy["policy"] == "full")
+@pytest.mark.parametrize("mesh", [{"data": 2, "model": 2}, {"pipe": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize("layers", [["up.*"], []], ids=str)
+def test_recompute_does_without(mesh: dict[str, int], layers: list[str]) -> None:
+    """A call holds what it is given until it ends: a twelfth of the memory that is left."""
+    again = kdist.RecomputeConfig(layers=layers) if layers else None
+    calls = trained(mesh, 2, 2 if "pipe" in mesh else 0, recompute=again)
+    assert bool(calls) == (not layers)
 
 
 def test_a_failure_inside_names_the_layer() -> None:
