@@ -27,11 +27,6 @@ def of_one_device() -> dict[str, bool]:
     return {"_noinline": True, "shared_rendezvous": alone}
 
 
-def of_segments() -> dict[str, bool]:
-    """Attributes of a function that many calls share; TensorFlow makes no variant of it for one."""
-    return of_one_device() | {"_nospecialize": True}
-
-
 def unoptimized() -> bytes:
     """How a call of a function is configured that is not optimized for each device anew."""
     config = config_pb2.ConfigProto()

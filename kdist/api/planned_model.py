@@ -176,6 +176,7 @@ class PlannedModel(PlacedModel):
             works,
             sums_rows(optimizer, self.model.trainable_variables),
             self._looked_up_ahead(),
+            () if self.staged is None else self.staged.boundaries(),
         )
 
     def _looked_up_ahead(self) -> frozenset[int]:

@@ -15,61 +15,20 @@ from kdist.config.compression import Classes
 from kdist.pipeline.instructions import Gather
 from kdist.pipeline.work import Work
 from kdist.plan.between_processes import Crossing, between_processes
+from kdist.plan.boundaries import BoundaryTensor, BoundaryTraffic, boundary_traffic
 from kdist.plan.bucket import Bucket, values_from_host
 from kdist.plan.exchange import Exchange
 from kdist.plan.partition import Decision
 from kdist.plan.plan_summary import print_plan
 from kdist.plan.split_traffic import SplitTraffic, split_traffic
 from kdist.plan.table_traffic import HostTraffic, TableTraffic, host_traffic, table_traffic
+from kdist.plan.traffic import Count, Traffic
 from kdist.sharding.mesh import HOST, Topology
 from kdist.sharding.owners import UpdateUnit
 from kdist.sharding.placement import Coordinate, Placement
 from kdist.storage.sparse import LookUp
 
 from rich.console import Console
-
-
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """One kind of communication over the data axis, per step.
-
-    Attributes:
-        what: "reduce", "share" (sums of compressed gradients, which every replica needs),
-            "broadcast", "join" (new rows of several owners meet on one of them, which broadcasts
-            the whole) or "gather" (before use, of what is not stored whole).
-        axis: Name of the mesh axis.
-        collectives: Operations: one per bucket, or per part outside of buckets.
-        messages: Tensors sent from one device to another.
-        nbytes: Their bytes.
-        joined: How many of the collectives go through one owner, where parts of several are put
-            together; the messages of all others go straight from where a value is made to where
-            it is used.
-    """
-
-    what: str
-    axis: str
-    collectives: int
-    messages: int
-    nbytes: int
-    joined: int = 0
-
-
-@dataclasses.dataclass
-class Count:
-    """Collectives, their messages and bytes, added up."""
-
-    collectives: int = 0
-    messages: int = 0
-    nbytes: int = 0
-    joined: int = 0
-
-    def add(self, sent: Sequence[tuple[int, int]], joined: bool = False) -> None:
-        """Adds a collective: (messages, bytes of each)."""
-        made = any(messages for messages, _ in sent)
-        self.collectives += made
-        self.joined += made and joined
-        self.messages += sum(messages for messages, _ in sent)
-        self.nbytes += sum(messages * size for messages, size in sent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +68,7 @@ class Plan:
         row_updates: Trainable variables of which an update from rows changes these rows alone.
         summed_rows: Trainable variables of which gradients of one row may be summed.
         ahead: Trainable variables of which rows are looked up a step ahead in `fit`.
+        boundaries: Tensors that cross from each virtual stage of a pipeline to the next.
         works: What stages, or a model in chunks, do instruction by instruction; per pass, of which
             a loss over the whole batch makes two.
     """
@@ -128,6 +88,7 @@ class Plan:
     row_updates: frozenset[int] = frozenset()
     summed_rows: frozenset[int] = frozenset()
     ahead: frozenset[int] = frozenset()
+    boundaries: tuple[tuple[BoundaryTensor, ...], ...] = ()
     works: tuple[Work, ...] = dataclasses.field(default=(), compare=False)
 
     @property
@@ -209,6 +170,17 @@ class Plan:
             for k, c in counts.items()
             if c.messages
         ]
+
+    def between_stages(self) -> list[BoundaryTraffic]:
+        """What stages of a pipeline send to each other per step, by rows of the batch."""
+        topology = self.topology
+        return boundary_traffic(
+            self.boundaries,
+            topology.num_stages,
+            topology.data_size,
+            self.micro_batches,
+            topology.inner_size,
+        )
 
     def between_processes(self) -> Crossing | None:
         """What goes from one process to another per step; None where there is one process."""
@@ -371,6 +343,7 @@ def make_plan(
     works: Sequence[Work] = (),
     summed_rows: frozenset[int] = frozenset(),
     ahead: frozenset[int] = frozenset(),
+    boundaries: Sequence[Sequence[BoundaryTensor]] = (),
 ) -> Plan:
     """Puts a plan together; without `gathers`, what is not stored whole is gathered once."""
     if gathers is None:
@@ -392,4 +365,5 @@ def make_plan(
         works=tuple(works),
         summed_rows=summed_rows,
         ahead=ahead,
+        boundaries=tuple(map(tuple, boundaries)),
     )

@@ -29,6 +29,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         print_prose(console, f"weights: {near}, all of them whole on every device")
     console.print(_devices(plan, width), "")
     console.print(_traffic(plan, width), "")
+    if plan.boundaries:
+        console.print(_between_stages(plan, width), "")
     if (crossing := plan.between_processes()) is not None:
         print_prose(console, str(crossing))
     if plan.tables():
@@ -81,6 +83,17 @@ def _traffic(plan: Plan, width: int) -> RenderableType:
         for t in plan.traffic()
     ]
     return table("communication outside of layers, per step", columns, rows, width)
+
+
+def _between_stages(plan: Plan, width: int) -> RenderableType:
+    """What stages send to each other; bytes depend on the batch."""
+    columns = [Column("stages"), Column("tensors", prose=True), number("messages")]
+    columns.append(Column("bytes", prose=True))
+    rows = [
+        (f"{t.source} > {t.target}", ", ".join(x.name for x in t.tensors), str(t.messages), str(t))
+        for t in plan.between_stages()
+    ]
+    return table("activations and gradients between stages, per step", columns, rows, width)
 
 
 def _tables(plan: Plan, width: int) -> RenderableType:

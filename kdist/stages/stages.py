@@ -13,6 +13,7 @@ from kdist.pipeline.graph import Graph
 from kdist.pipeline.partition import Partition, partition
 from kdist.pipeline.schedule import Schedule
 from kdist.pipeline.work import WeightUse
+from kdist.plan.boundaries import BoundaryTensor
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Group
 from kdist.stages.layer_lists import chained, with_lists
@@ -21,6 +22,7 @@ from kdist.stages.model_graph import EXAMPLES, ModelGraph, graph_of
 from kdist.storage.fetched_table import is_fetched
 
 import keras
+import tensorflow as tf
 
 stage_setting: Setting[int] = Setting("kdist.set_stage")
 """What `set_stage` said."""
@@ -186,6 +188,15 @@ class StagedModel:
             found[id(variable)] = tuple(topology.group(stage) for stage in stages)
         return found
 
+    def boundaries(self) -> list[list[BoundaryTensor]]:
+        """The tensors that cross from each virtual stage to the next."""
+        tensors = {
+            name: tensor
+            for source in self.described.sources.values()
+            for name, tensor in zip(source.outputs, source.node.outputs, strict=True)
+        }
+        return [[_described(n, tensors[n]) for n in names] for names in self.partition.boundaries]
+
     def describe(self) -> str:
         """The schedule and what each stage has, in a few lines."""
         schedule = self.schedule
@@ -221,6 +232,11 @@ class StagedModel:
         """Tensors that a virtual stage sends on."""
         last = virtual == self.schedule.virtual_stages - 1
         return () if last else self.partition.boundaries[virtual]
+
+
+def _described(name: str, tensor: Any) -> BoundaryTensor:
+    dtype = tf.as_dtype(keras.backend.standardize_dtype(tensor.dtype))
+    return BoundaryTensor(name, tuple(tensor.shape[1:]), dtype.size, dtype.is_floating)
 
 
 def stages_given(model: keras.Model) -> list[tuple[Any, int]]:

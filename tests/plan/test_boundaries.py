@@ -1,0 +1,109 @@
+"""What the plan says that stages send to each other is what the executed step sends."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import kdist
+from kdist.graphs.executed import Transfer, largest, watch
+from kdist.plan.boundaries import BoundaryTensor, boundary_traffic
+
+import keras
+import numpy as np
+import pytest
+
+ROWS, MICRO_BATCHES = 16, 4
+
+
+def model_with_skip() -> keras.Model:
+    """A skip connection passes through the second stage; ids have no gradient."""
+    keras.utils.set_random_seed(0)
+    x = inputs = keras.Input((6,))
+    x = skip = keras.layers.Dense(4, "tanh", name="one")(x)
+    x = keras.layers.Dense(6, "tanh", name="two")(x)
+    x = keras.layers.Concatenate(name="three")([x, skip])
+    x = keras.layers.Dense(3, name="four")(x)
+    return keras.Model(inputs, x)
+
+
+def first_step(micro_batches: int, chunks: int = 1, **axes: int) -> tuple[Any, list[Transfer]]:
+    """The plan, and what crosses from one stage to another in a step's programs."""
+    names = ["one", "two", "three", "four"]
+    stages = {name: min(i, axes["pipe"] * chunks - 1) for i, name in enumerate(names)}
+    cut = {"two/kernel": (None, "model")} if "model" in axes else None
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(**axes),
+        layout_map=cut,
+        pipeline=kdist.PipelineConfig(
+            micro_batches=micro_batches,
+            stages=stages,
+            schedule="1f1b" if chunks == 1 else "interleaved",
+            chunks=chunks,
+        ),
+    )
+    model = kdist.parallelize(model_with_skip(), config)
+    model.compile("sgd", "mse")
+    x, y = np.ones((ROWS, 6), "f4"), np.ones((ROWS, 3), "f4")
+    step = largest(watch(lambda: model.train_on_batch(x, y)))
+    plan = model.plan()
+    stage = {d: one.stage for one in plan.topology.slices for d in one.devices}
+    sent = [t for t in step.transfers if re.search(r"replica\d+/\d+[FBIW]\d+", t.tensor)]
+    return plan, [t for t in sent if not t.control and stage[t.source] != stage[t.target]]
+
+
+@pytest.mark.parametrize(
+    ("axes", "chunks"),
+    [({"pipe": 2, "data": 2}, 1), ({"pipe": 4}, 1), ({"pipe": 2}, 2)],
+    ids=str,
+)
+def test_bytes_and_messages_are_those_of_the_executed_step(
+    axes: dict[str, int], chunks: int
+) -> None:
+    plan, sent = first_step(MICRO_BATCHES, chunks, **axes)
+    planned = plan.between_stages()
+    # The last stage's loss and outputs go to the first device, for metrics.
+    last = re.compile(rf"replica\d+/{axes['pipe'] * chunks - 1}F")
+    sent = [t for t in sent if not last.match(t.tensor)]
+    assert sum(t.messages for t in planned) == len(sent)
+    # Of some TensorFlow tells no shape.
+    rows = ROWS // axes.get("data", 1) // MICRO_BATCHES
+    sizes = [rows * x.row_bytes for t in planned for x in t.tensors for _ in range(1 + x.floating)]
+    known = Counter(t.nbytes for t in sent if t.nbytes is not None)
+    times = len(sent) // len(sizes)
+    assert known <= Counter(sizes * times)
+    assert sum(t.nbytes(ROWS) for t in planned) == sum(sizes) * times
+
+
+def test_over_inner_axes_no_more_is_sent() -> None:
+    """A gradient that leads to whole weights alone is needed on one device."""
+    plan, sent = first_step(MICRO_BATCHES, pipe=2, model=2)
+    (planned,) = plan.between_stages()
+    rows = ROWS // MICRO_BATCHES
+    crossing = [t for t in sent if t.shape == (rows, *planned.tensors[0].shape)]
+    stage = {d: one.stage for one in plan.topology.slices for d in one.devices}
+    forward = [t for t in crossing if stage[t.target] == planned.target]
+    assert len(forward) == planned.messages // 2
+    assert 0 < len(crossing) - len(forward) <= len(forward)
+    assert sum(t.nbytes for t in crossing) <= planned.nbytes(ROWS)
+
+
+def test_a_tensor_without_a_gradient_goes_one_way() -> None:
+    ids, hidden = BoundaryTensor("ids", (7,), 4, False), BoundaryTensor("x", (7, 2), 4, True)
+    one, two = boundary_traffic([[ids, hidden], [hidden]], 3, 2, 4, 1)
+    assert (one.messages, two.messages) == (2 * 4 * 3, 2 * 4 * 2)
+    assert one.nbytes(8) == 8 * (28 + 2 * 56)
+    assert str(one) == "140 a row of the batch"
+
+
+def test_unknown_dims_are_said() -> None:
+    (one,) = boundary_traffic([[BoundaryTensor("x", (None, 2), 4, True)]], 2, 1, 1, 2)
+    assert one.row_bytes is None and one.nbytes(8) is None
+    assert str(one) == "by dims of unknown size: (None, 2)"
+
+
+def test_inner_axes_send_whole_tensors_at_most() -> None:
+    (one,) = boundary_traffic([[BoundaryTensor("x", (2,), 4, True)]], 2, 1, 3, 2)
+    assert one.messages == 12
+    assert str(one) == "at most 32 a row of the batch"
