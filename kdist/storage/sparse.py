@@ -12,15 +12,18 @@ row by row, where every replica looks up the same (positions).
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from kdist._compat import keras_models
 from kdist.layers.lazy import SummedRows, rows_summed
 from kdist.sharding.placement import Index
+from kdist.storage.constants import constant_value
 from kdist.storage.fetched_table import is_fetched
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 SHAPE_ONLY = frozenset({"Shape", "ShapeN", "Size", "Rank"})
@@ -74,6 +77,14 @@ class LookUp:
         ]
 
 
+ONE_ROW = (
+    "Constant ids are looked up where a replica or micro-batch has one row of the batch. kdist "
+    "takes them as looked up once for all rows. If they are for each row, as in ops.full((rows, "
+    "1), first), an Adam or Adagrad sees fewer look-ups than on one device: give each replica or "
+    "micro-batch two rows. Received: ids={}"
+)
+"""What is said where it cannot be told which of two things a model does."""
+
 PASSED_ON = frozenset({"Cast", "Identity", "Reshape", "ConcatV2", "StopGradient"})
 """Operations behind which indices still are the ones that a `Unique` gave."""
 
@@ -123,12 +134,21 @@ def is_sparse(gradient: Any) -> bool:
 
 
 def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
-    """Whether a tensor of a graph is computed from the values of any of `sources`.
+    """Whether indices of a graph follow from any of `sources`: from its values, or its rows.
+
+    Indices that are made for each row (`ops.full((rows, 1), first)`) are constants where the number
+    of rows is known, and look like those of positions. They are a source's if there are as many
+    rows of them, more than one, and all are alike.
 
     Eager tensors do not know where they come from: then the answer is True.
     """
     if not hasattr(tensor, "graph"):
         return True
+    return _follows_from(tensor, sources) or _is_for_each_row(tensor, sources)
+
+
+def _follows_from(tensor: Any, sources: Sequence[Any]) -> bool:
+    """Whether a tensor of a graph is computed from the values of any of `sources`."""
     wanted = {id(s) for s in sources}
     seen: set[int] = set()
     waiting = [tensor]
@@ -142,6 +162,26 @@ def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
         if current.op.type not in SHAPE_ONLY:
             waiting.extend(current.op.inputs)
     return False
+
+
+def _is_for_each_row(tensor: Any, sources: Sequence[Any]) -> bool:
+    """Whether constant indices are the same for each row of any of `sources`."""
+    parts = _joined_from(tensor)
+    if len(parts) > 1:
+        return any(_is_for_each_row(one, sources) for one in parts)
+    while tensor.op.type in PASSED_ON and tensor.shape.rank == 1:
+        tensor = tensor.op.inputs[0]
+    rows = tensor.shape[0] if tensor.shape.rank else 0
+    counts = [one.shape[0] for one in sources if one.shape.rank]
+    if rows is None:  # not those of positions, which have one dim or a first of 1
+        return bool(tensor.shape.rank > 1 and None in counts)
+    if rows not in counts:
+        return False
+    value = constant_value(tensor)
+    alike = value is not None and bool(np.all(value == value[:1]))
+    if rows == 1 and alike and value is not None and value.ndim > 1 and np.ptp(value) == 0:
+        warnings.warn(ONE_ROW.format(value.tolist()), stacklevel=2)
+    return alike and rows > 1
 
 
 def add(

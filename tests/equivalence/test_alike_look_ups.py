@@ -63,7 +63,46 @@ def _alike() -> keras.Model:
     return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(x), name="alike")
 
 
+class Leading(keras.layers.Layer):
+    """Puts a row of a table, the same for each example, before what it is given."""
+
+    def __init__(self, table: keras.layers.Embedding, name: str) -> None:
+        super().__init__(name=name)
+        self.table = table
+
+    def call(self, x: Any) -> Any:
+        first = keras.ops.full((keras.ops.shape(x)[0], 1), 3, dtype="int32")
+        return keras.ops.concatenate([self.table(first), x], 1)
+
+
+def _leading() -> keras.Model:
+    """A token before each sequence, as of a classifier: constants, and as many as rows."""
+    tokens = keras.Input((6,), dtype="int32", name="tokens")
+    tags = keras.Input((2,), dtype="int32", name="tags")
+    table = keras.layers.Embedding(ROWS, 8, name="vocabulary")
+    x = keras.layers.Concatenate(1, name="both")([table(tokens), table(tags)])
+    x = Leading(table, "first")(x)
+    x = keras.layers.Dense(16, "gelu", name="up")(x)
+    x = keras.layers.Flatten()(keras.layers.Dense(8, name="down")(x))
+    return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(x), name="leading")
+
+
+def _leading_alone() -> keras.Model:
+    """The token is the only one that is looked up."""
+    tokens = keras.Input((6,), dtype="int32", name="tokens")
+    tags = keras.Input((2,), dtype="int32", name="tags")
+    table = keras.layers.Embedding(ROWS, 8, name="vocabulary")
+    both = keras.layers.Concatenate(name="given")([tokens, tags])
+    x = keras.ops.expand_dims(keras.ops.cast(both, "float64") / ROWS, -1)
+    x = Leading(table, "first")(keras.layers.Dense(8, name="wide")(x))
+    x = keras.layers.Dense(16, "gelu", name="up")(x)
+    x = keras.layers.Flatten()(keras.layers.Dense(8, name="down")(x))
+    return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(x), name="alone")
+
+
 CASES = {
+    "leading": Case(name="leading", build=_leading, data=_data, layout_map=FEED_FORWARD),
+    "alone": Case(name="alone", build=_leading_alone, data=_data, layout_map=FEED_FORWARD),
     "mixed": Case(name="mixed", build=_mixed, data=_data, layout_map=FEED_FORWARD),
     "alike": Case(name="alike", build=_alike, data=_data, layout_map=FEED_FORWARD),
 }
@@ -109,8 +148,13 @@ def declared(place: str, mesh: str, chunks: int = 1) -> Callable[[keras.Model], 
             ("mixed", "device", "adagrad", "level3", "pipe2_data2"),
             ("alike", "device", "adam", "level0", "pipe2_data2"),
             ("alike", "host", "adagrad", "level0", "pipe2_data2"),
+            ("leading", "device", "adam", "level0", "data2"),
+            ("leading", "device", "adagrad", "level3", "data2_model2"),
+            ("leading", "host", "adagrad", "level0", "data2"),
+            ("alone", "device", "adagrad", "level0", "data2"),
+            ("alone", "device", "adam", "level3", "pipe2_data2"),
         ],
-        quick=6,
+        quick=11,
     ),
 )
 def test_they_equal_one_device(

@@ -179,3 +179,34 @@ def test_ragged_look_ups_equal_one_device():
     logs = [m.fit(data, verbose=0, epochs=2).history for m in (plain, parallel)]
     assert_close(*logs)
     assert_same_weights(plain, parallel)
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        (lambda x: keras.ops.full((4, 1), 3, dtype="int32"), True),
+        (lambda x: keras.ops.broadcast_to(keras.ops.arange(5), (4, 5)), True),
+        (lambda x: keras.ops.reshape(keras.ops.zeros((4, 2), dtype="int32"), (-1,)), True),
+        (lambda x: x[:, 0], True),
+        (lambda x: keras.ops.arange(4), False),
+        (lambda x: keras.ops.zeros((3,), dtype="int32"), False),
+        (lambda x: keras.ops.arange(5)[None], False),
+    ],
+)
+def test_constant_ids_for_each_row_come_from_the_batch(ids, expected):
+    """They are as many as rows, and alike; positions are not."""
+
+    @tf.function
+    def call(x):
+        assert sparse.depends_on(tf.reshape(ids(x), [-1]), [x]) is expected
+
+    call.get_concrete_function(tf.TensorSpec((4, 2), tf.int32))
+
+
+def test_what_cannot_be_told_of_one_row_is_said():
+    @tf.function
+    def call(x):
+        with pytest.warns(UserWarning, match="two rows"):
+            assert not sparse.depends_on(keras.ops.full((1, 1), 3, dtype="int32"), [x])
+
+    call.get_concrete_function(tf.TensorSpec((1, 2), tf.int32))
