@@ -11,7 +11,7 @@ from .processes import program
 from .test_joining import result
 
 CASES = [({"data": 4}, 0), ({"data": 4}, 1), ({"data": 4}, 3), ({"data": 2, "model": 2}, 1)]
-OTHERS = r"strided_slice.*|PartitionedCall(?!.*/gradient_tape/).*"
+OTHERS = r"strided_slice.*|PartitionedCall(?!.*(/gradient_tape/|/kdist_segment)).*"
 """The batch, losses. A whole gradient leaves as the program made it, a part of one as a slice."""
 SCALAR = 8
 """Bytes of a learning rate, a count."""

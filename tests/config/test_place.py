@@ -166,15 +166,6 @@ def in_stages(count: int, ids: Callable[[Any], Any], last: int) -> keras.Model:
     return keras.Model(tokens, head(keras.layers.Flatten()(x)))
 
 
-def test_look_ups_in_two_stages_of_the_same_ids_in_each_batch() -> None:
-    def same(tokens: Any) -> Any:
-        return keras.ops.zeros_like(tokens)
-
-    staged = {"mesh": {"pipe": 2}, "pipeline": kdist.PipelineConfig(micro_batches=2)}
-    with pytest.raises(ValueError, match="ids of the batch.*layer 'table'.*in virtual stage 1"):
-        trained(in_stages(2, same, last=1), **staged)
-
-
 def test_a_table_that_does_not_train() -> None:
     """Its rows travel, which the plan says."""
     table = kdist.place(keras.layers.Embedding(6, 2, name="table", trainable=False))
