@@ -208,11 +208,9 @@ class Lowered:
             numbers = [i for i in results if axis not in layouts[i]]
             summed = Summed(axis, numbers) if numbers else None
         try:
-            stitcher = Stitcher(program, summed)
+            return Stitcher(program, summed, outlined=self.outlined)
         except CannotStitch as reason:
             raise _refused(str(reason)) from reason
-        stitcher.outlined = self.outlined
-        return stitcher
 
     def _refuse_alltoall(self, found: Sequence[Collective]) -> None:
         """Operations may cause all-to-alls of their own; then first without, else not at all.

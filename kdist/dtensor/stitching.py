@@ -45,17 +45,18 @@ class Stitcher:
     Args:
         program: The program of one device.
         summed: What it hands out as summands, if anything.
-
-    Attributes:
         outlined: Whether what lies between two communications becomes calls; see
-            `kdist.dtensor.outlining`.
+            `kdist.dtensor.outlining`. Not where nodes run again: a call holds what it is given
+            until it ends, which is part of what is to be saved.
 
     Raises:
         CannotStitch: It has a collective inside a loop or a branch, or one of an unknown kind.
     """
 
-    def __init__(self, program: LoweredProgram, summed: Summed | None = None) -> None:
-        self.program = program
+    def __init__(
+        self, program: LoweredProgram, summed: Summed | None = None, *, outlined: bool = True
+    ) -> None:
+        self.program, self.outlined = program, outlined
         self.nodes = {node.name: node for node in program.definition.node_def}
         self.inputs = {one.name: i for i, one in enumerate(program.arguments)}
         self.number = next((one.name for one in program.arguments if one.position is None), "")
@@ -65,7 +66,6 @@ class Stitcher:
         self.again: frozenset[str] = frozenset()
         self.arrivals: frozenset[str] = frozenset()
         self.originals: dict[str, str] = {}
-        self.outlined = True
         order = topological(self.nodes)
         known = known_nodes(self.nodes, order, self.number)
         self.folded = {n for n, by_number in known.items() if by_number and is_small(self.nodes[n])}

@@ -91,12 +91,19 @@ class MeshRunner:
                 jit_compile=jit_compile,
             )
 
-        def make(function: Callable, seeds: int = 0) -> Lowered:
+        def make(function: Callable, seeds: int = 0, outlined: bool = True) -> Lowered:
             return Lowered(
-                function, layouts, self.mesh, alltoall, paths, seeds, jit_compile=jit_compile
+                function,
+                layouts,
+                self.mesh,
+                alltoall,
+                paths,
+                seeds,
+                jit_compile=jit_compile,
+                outlined=outlined,
             )
 
-        self._gradients = make(self.programs.gradients, seeds=1)
+        self._gradients = make(self.programs.gradients, seeds=1, outlined=not program.blocks)
         self._losses = make(self.programs.losses)
         self._counts = make(self.programs.counts)
         self._outputs = make(self.programs.outputs)

@@ -71,8 +71,6 @@ def run_again(
             f"larger blocks, or leave it out. Received: {blocks.describe()}",
             stacklevel=2,
         )
-    # A call holds what it is given until it ends, which is part of what is to be saved.
-    stitcher.outlined = False
     stitcher.repeat(made)
 
 

@@ -17,7 +17,7 @@ def constant_value(tensor: Any) -> np.ndarray | None:
         tensor: The tensor.
 
     Returns:
-        Its value; None if it follows from arguments, variables or chance.
+        Its value; None if it follows from arguments, variables, chance or functions.
     """
     if (known := tf.get_static_value(tensor)) is not None:
         return np.asarray(known)
@@ -27,7 +27,7 @@ def constant_value(tensor: Any) -> np.ndarray | None:
         op = waiting.pop()
         if op.name in nodes:
             continue
-        if op.type == "Placeholder" or op.op_def.is_stateful:
+        if op.type == "Placeholder" or op.op_def.is_stateful or _calls(op.node_def):
             return None
         nodes[op.name] = copy = tf.compat.v1.NodeDef()
         copy.CopyFrom(op.node_def)
@@ -42,3 +42,8 @@ def constant_value(tensor: Any) -> np.ndarray | None:
 
     with tf.init_scope():
         return np.asarray(tf.compat.v1.wrap_function(run, [])())
+
+
+def _calls(node: Any) -> bool:
+    """Whether a node calls functions, which its graph alone has."""
+    return any(value.HasField("func") or value.list.func for value in node.attr.values())

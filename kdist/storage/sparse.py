@@ -173,15 +173,33 @@ def _is_for_each_row(tensor: Any, sources: Sequence[Any]) -> bool:
         tensor = tensor.op.inputs[0]
     rows = tensor.shape[0] if tensor.shape.rank else 0
     counts = [one.shape[0] for one in sources if one.shape.rank]
-    if rows is None:  # not those of positions, which have one dim or a first of 1
-        return bool(tensor.shape.rank > 1 and None in counts)
     if rows not in counts:
         return False
+    if rows is None:
+        return _counts_rows(tensor)
     value = constant_value(tensor)
     alike = value is not None and bool(np.all(value == value[:1]))
-    if rows == 1 and alike and value is not None and value.ndim > 1 and np.ptp(value) == 0:
+    if rows == 1 and alike and value is not None and np.ptp(value) == 0:
         warnings.warn(ONE_ROW.format(value.tolist()), stacklevel=2)
     return alike and rows > 1
+
+
+def _counts_rows(tensor: Any) -> bool:
+    """Whether a tensor of a graph follows from the size of a tensor's dim 0, not of another dim."""
+    seen: set[int] = set()
+    waiting = [tensor]
+    while waiting:
+        op = waiting.pop().op
+        if op.type == "StridedSlice" and op.inputs[0].op.type == "Shape":
+            begin = constant_value(op.inputs[1])
+            if begin is None or not np.any(begin):
+                return True
+        elif op.type in SHAPE_ONLY:
+            return True
+        elif id(op) not in seen:
+            seen.add(id(op))
+            waiting.extend(op.inputs)
+    return False
 
 
 def add(

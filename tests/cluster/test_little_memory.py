@@ -23,6 +23,8 @@ GIVEN = {
     # Memory that was freed is given back; otherwise glibc keeps it for the thread that had it.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
     "MALLOC_ARENA_MAX": "2",
+    # With oneDNN TensorFlow keeps a pool of memory, which takes addresses by powers of two.
+    "TF_ENABLE_ONEDNN_OPTS": "0",
 }
 
 SMALL_STACKS = ["sh", "-c", 'ulimit -s 1024 && exec "$@"', "sh"]

@@ -7,6 +7,7 @@ micro-batches' are summed, and those of other look-ups, and of other stages, are
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import kdist
@@ -54,55 +55,57 @@ def _alike() -> keras.Model:
     tokens = keras.Input((6,), dtype="int32", name="tokens")
     tags = keras.Input((2,), dtype="int32", name="tags")
     table = keras.layers.Embedding(ROWS, 8, name="vocabulary")
-    both = keras.layers.Concatenate(name="given")([tokens, tags])
-    x = keras.ops.expand_dims(keras.ops.cast(both, "float64") / ROWS, -1)
-    x = Added(table, "first")(keras.layers.Dense(8, name="wide")(x))
+    x = Added(table, "first")(_numbers(tokens, tags))
     x = keras.layers.Dense(16, "gelu", name="up")(x)
     x = keras.layers.Dense(8, name="down")(x)
     x = keras.layers.Flatten()(Added(table, "second")(x))
     return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(x), name="alike")
 
 
+def _numbers(tokens: Any, tags: Any) -> Any:
+    """Ids as what a layer computes with, which looks nothing up."""
+    both = keras.layers.Concatenate(name="given")([tokens, tags])
+    x = keras.ops.expand_dims(keras.ops.cast(both, "float64") / ROWS, -1)
+    return keras.layers.Dense(8, name="wide")(x)
+
+
 class Leading(keras.layers.Layer):
     """Puts a row of a table, the same for each example, before what it is given."""
 
-    def __init__(self, table: keras.layers.Embedding, name: str) -> None:
+    def __init__(self, table: keras.layers.Embedding, flat: bool, name: str) -> None:
         super().__init__(name=name)
-        self.table = table
+        self.table, self.flat = table, flat
 
     def call(self, x: Any) -> Any:
-        first = keras.ops.full((keras.ops.shape(x)[0], 1), 3, dtype="int32")
-        return keras.ops.concatenate([self.table(first), x], 1)
+        rows = keras.ops.shape(x)[0]
+        first = keras.ops.full((rows,) if self.flat else (rows, 1), 3, dtype="int32")
+        found = self.table(first)
+        return keras.ops.concatenate([found[:, None] if self.flat else found, x], 1)
 
 
-def _leading() -> keras.Model:
-    """A token before each sequence, as of a classifier: constants, and as many as rows."""
+def _leading(alone: bool) -> keras.Model:
+    """A token before each sequence, as of a classifier: constants, and as many as rows.
+
+    Args:
+        alone: Nothing else is looked up.
+    """
     tokens = keras.Input((6,), dtype="int32", name="tokens")
     tags = keras.Input((2,), dtype="int32", name="tags")
     table = keras.layers.Embedding(ROWS, 8, name="vocabulary")
-    x = keras.layers.Concatenate(1, name="both")([table(tokens), table(tags)])
-    x = Leading(table, "first")(x)
+    if alone:
+        x = _numbers(tokens, tags)
+    else:
+        x = keras.layers.Concatenate(1, name="both")([table(tokens), table(tags)])
+    x = Leading(table, alone, "first")(x)
     x = keras.layers.Dense(16, "gelu", name="up")(x)
     x = keras.layers.Flatten()(keras.layers.Dense(8, name="down")(x))
     return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(x), name="leading")
 
 
-def _leading_alone() -> keras.Model:
-    """The token is the only one that is looked up."""
-    tokens = keras.Input((6,), dtype="int32", name="tokens")
-    tags = keras.Input((2,), dtype="int32", name="tags")
-    table = keras.layers.Embedding(ROWS, 8, name="vocabulary")
-    both = keras.layers.Concatenate(name="given")([tokens, tags])
-    x = keras.ops.expand_dims(keras.ops.cast(both, "float64") / ROWS, -1)
-    x = Leading(table, "first")(keras.layers.Dense(8, name="wide")(x))
-    x = keras.layers.Dense(16, "gelu", name="up")(x)
-    x = keras.layers.Flatten()(keras.layers.Dense(8, name="down")(x))
-    return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(x), name="alone")
-
-
 CASES = {
-    "leading": Case(name="leading", build=_leading, data=_data, layout_map=FEED_FORWARD),
-    "alone": Case(name="alone", build=_leading_alone, data=_data, layout_map=FEED_FORWARD),
+    name: Case(name=name, build=partial(_leading, alone), data=_data, layout_map=FEED_FORWARD)
+    for name, alone in (("leading", False), ("alone", True))
+} | {
     "mixed": Case(name="mixed", build=_mixed, data=_data, layout_map=FEED_FORWARD),
     "alike": Case(name="alike", build=_alike, data=_data, layout_map=FEED_FORWARD),
 }
@@ -153,8 +156,9 @@ def declared(place: str, mesh: str, chunks: int = 1) -> Callable[[keras.Model], 
             ("leading", "host", "adagrad", "level0", "data2"),
             ("alone", "device", "adagrad", "level0", "data2"),
             ("alone", "device", "adam", "level3", "pipe2_data2"),
+            ("alone", "device", "adagrad", "level0", "data3"),
         ],
-        quick=11,
+        quick=12,
     ),
 )
 def test_they_equal_one_device(

@@ -181,32 +181,39 @@ def test_ragged_look_ups_equal_one_device():
     assert_same_weights(plain, parallel)
 
 
+@pytest.mark.parametrize("rows", [4, None])
 @pytest.mark.parametrize(
     ("ids", "expected"),
     [
-        (lambda x: keras.ops.full((4, 1), 3, dtype="int32"), True),
-        (lambda x: keras.ops.broadcast_to(keras.ops.arange(5), (4, 5)), True),
-        (lambda x: keras.ops.reshape(keras.ops.zeros((4, 2), dtype="int32"), (-1,)), True),
-        (lambda x: x[:, 0], True),
-        (lambda x: keras.ops.arange(4), False),
-        (lambda x: keras.ops.zeros((3,), dtype="int32"), False),
-        (lambda x: keras.ops.arange(5)[None], False),
+        (lambda x, n: keras.ops.full((n, 1), 3, dtype="int32"), True),
+        (lambda x, n: keras.ops.full((n,), 3, dtype="int32"), True),
+        (lambda x, n: keras.ops.zeros_like(x), True),
+        (lambda x, n: keras.ops.broadcast_to(keras.ops.arange(5), (n, 5)), True),
+        (lambda x, n: keras.ops.reshape(keras.ops.zeros((n, 2), dtype="int32"), (-1,)), True),
+        (lambda x, n: x[:, 0], True),
+        (lambda x, n: keras.ops.arange(4), False),
+        (lambda x, n: keras.ops.arange(tf.shape(x)[1]), False),
+        (lambda x, n: keras.ops.zeros((3,), dtype="int32"), False),
+        (lambda x, n: keras.ops.arange(5)[None], False),
+        (lambda x, n: tf.function(lambda: tf.range(4) * 0)(), False),  # not looked into
     ],
 )
-def test_constant_ids_for_each_row_come_from_the_batch(ids, expected):
+def test_constant_ids_for_each_row_come_from_the_batch(ids, expected, rows):
     """They are as many as rows, and alike; positions are not."""
 
     @tf.function
     def call(x):
-        assert sparse.depends_on(tf.reshape(ids(x), [-1]), [x]) is expected
+        found = tf.reshape(ids(x, keras.ops.shape(x)[0]), [-1])
+        assert sparse.depends_on(found, [x]) is expected
 
-    call.get_concrete_function(tf.TensorSpec((4, 2), tf.int32))
+    call.get_concrete_function(tf.TensorSpec((rows, 2), tf.int32))
 
 
-def test_what_cannot_be_told_of_one_row_is_said():
+@pytest.mark.parametrize("shape", [(1, 1), (1,)])
+def test_what_cannot_be_told_of_one_row_is_said(shape):
     @tf.function
     def call(x):
         with pytest.warns(UserWarning, match="two rows"):
-            assert not sparse.depends_on(keras.ops.full((1, 1), 3, dtype="int32"), [x])
+            assert not sparse.depends_on(keras.ops.full(shape, 3, dtype="int32"), [x])
 
     call.get_concrete_function(tf.TensorSpec((1, 2), tf.int32))
