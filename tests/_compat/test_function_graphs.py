@@ -4,6 +4,8 @@ from kdist._compat import function_graphs
 
 import pytest
 import tensorflow as tf
+from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.eager import context
 
 
 def test_the_graph_of_a_called_function_has_static_shapes() -> None:
@@ -41,6 +43,15 @@ def test_a_definition_has_a_graph_on_inputs_of_given_shapes() -> None:
     shapes = [tf.TensorShape((5, 3)), tf.TensorShape(())]
     graph = function_graphs.graph_of_definition(made.function_def, shapes)
     assert [t.shape for t in (*graph.inputs, *graph.outputs)] == [*shapes, (5, 3)]
+
+
+def test_a_call_can_be_left_unoptimized() -> None:
+    """And is otherwise configured as the user has it."""
+    expected = config_pb2.ConfigProto.FromString(
+        context.context().function_call_options.config_proto_serialized
+    )
+    expected.graph_options.rewrite_options.disable_meta_optimizer = True
+    assert config_pb2.ConfigProto.FromString(function_graphs.unoptimized()) == expected
 
 
 def test_a_device_that_fails_says_why() -> None:

@@ -76,6 +76,33 @@ def test_bytes_and_messages_are_those_of_the_executed_step(
     assert sum(t.nbytes(ROWS) for t in planned) == sum(sizes) * times
 
 
+def test_halves_travel_with_mixed_precision() -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        plan, sent = first_step(MICRO_BATCHES, pipe=4)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    sizes = {one.name: one.row_bytes for t in plan.between_stages() for one in t.tensors}
+    assert sizes == {"one": 2 * 4, "two": 2 * 6, "three": 2 * 10}
+    rows = ROWS // MICRO_BATCHES
+    assert {t.nbytes for t in sent if t.nbytes} <= {rows * size for size in sizes.values()}
+
+
+def test_a_nested_model_and_two_inputs_are_planned_before_the_first_batch() -> None:
+    inner_in = keras.Input((4,))
+    inner = keras.Model(inner_in, keras.layers.Dense(4, name="within")(inner_in), name="inner")
+    one, other = keras.Input((4,), name="one"), keras.Input((3, None), name="other")
+    pooled = keras.layers.GlobalAveragePooling1D(data_format="channels_first", name="pool")(other)
+    x = keras.layers.Concatenate(name="join")([inner(one), pooled])
+    model = keras.Model([one, other], keras.layers.Dense(2, name="head")(x))
+    stages = {"inner.*": 0, "pool": 0, "join": 1, "head": 1}
+    pipeline = kdist.PipelineConfig(micro_batches=2, stages=stages)
+    config = kdist.ParallelConfig(mesh=kdist.mesh(pipe=2), pipeline=pipeline)
+    (planned,) = kdist.parallelize(model, config).plan().between_stages()
+    assert {x.row_bytes for x in planned.tensors} == {4 * 4, 4 * 3}
+    assert planned.messages == 2 * 2 * 2
+
+
 def test_over_inner_axes_no_more_is_sent() -> None:
     """A gradient that leads to whole weights alone is needed on one device."""
     plan, sent = first_step(MICRO_BATCHES, pipe=2, model=2)
