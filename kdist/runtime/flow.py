@@ -19,6 +19,7 @@ from kdist.program.batch import join
 from kdist.program.loss_parts import LossParts, collected, merged, penalty_name
 from kdist.program.step_result import SliceResult
 from kdist.runtime.added_rows import AddedRows
+from kdist.runtime.ends import Ends, ends
 from kdist.runtime.micro_batches import MicroBatches
 from kdist.runtime.recorder import Recorder, Stamps
 from kdist.stages.functions import Saved, StageFunctions
@@ -31,8 +32,6 @@ import tensorflow as tf
 
 Unit = tuple[int, int]
 """(virtual stage, micro-batch)"""
-Ends = tuple[tf.Operation | None, tf.Operation | None]
-"""The first and the last operation of an instruction, None where no graph computes it."""
 
 
 class Flow:
@@ -165,7 +164,7 @@ class Flow:
         for n in saved.freed:
             saved.params[n] = None
         self._keep(virtual, i, output, saved, body.last)
-        return _ends([*output.flat(), *saved.tensors])
+        return ends([*output.flat(), *saved.tensors])
 
     def _if_rows(self, s: int, i: int, new: Sharded, old: Sharded) -> Sharded:
         """New state, or the old where a micro-batch has no rows."""
@@ -191,7 +190,7 @@ class Flow:
         del self._saved[virtual, i]
         self._returned[virtual, i] = inward
         sums = self._accumulate(s, virtual, i, found)
-        return _ends([*found, *inward], sums)
+        return ends([*found, *inward], sums)
 
     def backward_input(self, s: int, virtual: int, i: int) -> Ends:
         """Gradient of the inputs."""
@@ -199,14 +198,14 @@ class Flow:
         self._take_up(s, virtual, i, saved)
         inward = self.functions[i][virtual].backward_input(s, saved)
         self._returned[virtual, i] = inward
-        return _ends([*inward, *saved.kept])
+        return ends([*inward, *saved.kept])
 
     def backward_weight(self, s: int, virtual: int, i: int) -> Ends:
         """Gradient of the parameters."""
         saved = self._saved.pop((virtual, i))
         self._take_up(s, virtual, i, saved)
         found = self.functions[i][virtual].backward_weight(s, saved)
-        return _ends(found, self._accumulate(s, virtual, i, found))
+        return ends(found, self._accumulate(s, virtual, i, found))
 
     def _with_cotangents(self, s: int, virtual: int, i: int) -> Saved:
         saved = self._saved[virtual, i]
@@ -387,19 +386,3 @@ class Flow:
                     there = {turn: gradient.parts[k] for turn, gradient in gradients.items()}
                     found[s][position].append(self.program.tables.joined(s, position, there))
         return found
-
-
-def _ends(tensors: Sequence[Any], sums: Sequence[Any] = ()) -> Ends:
-    """The call that made some tensors, and what runs when they are there, and have been added.
-
-    Args:
-        tensors: Of one call.
-        sums: The operations that add some of them to sums. The next call waits for these: a
-            gradient is gone by then, and TensorFlow does not make one sum of all micro-batches',
-            for which all would have to be there.
-    """
-    made = [(t.values if is_sparse(t) else t).parts for t in tensors if t is not None]
-    if not made or tf.executing_eagerly():
-        return None, None
-    first = made[0][0].op
-    return first, tf.group(first, *sums) if sums else first

@@ -186,3 +186,11 @@ def test_a_budget_of_stages_over_inner_axes() -> None:
         assert all(one is not None and one <= budget * 2**20 for one in found), found
         repeated.append(sum(one.repeated for one in choices))
     assert repeated[0] > repeated[1]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_what_a_budget_of_several_chunks_does_not_know_is_said(chunks: int) -> None:
+    schedule = "1f1b" if chunks == 1 else "interleaved"
+    pipeline = kdist.PipelineConfig(micro_batches=2, schedule=schedule, chunks=chunks)
+    notes = "".join(budgeted({"pipe": 2}, pipeline=pipeline).plan().notes)
+    assert ("each chunk of a stage keeps to the budget" in notes) == (chunks == 2)
