@@ -5,9 +5,11 @@ processes (pytest-xdist) each keeps to one thread per operation.
 """
 
 import gc
+import math
 import os
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -17,6 +19,7 @@ import kdist
 
 import keras
 import pytest
+import tensorflow as tf
 
 from .part import Part
 from .tiers import function_of, wide
@@ -31,6 +34,11 @@ TESTS_RUN = pytest.StashKey[int]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--wide", action="store_true", help="run the tests marked `wide` too")
     parser.addoption("--long", action="store_true", help="run those marked `wide` or `long` too")
+    parser.addoption(
+        "--that-fit",
+        action="store_true",
+        help="skip tests on meshes of more devices than there are",
+    )
     parser.addoption(
         "--part",
         type=Part.parse,
@@ -97,6 +105,22 @@ def clean_keras(request: pytest.FixtureRequest) -> Iterator[None]:
     request.config.stash[TESTS_RUN] = request.config.stash.get(TESTS_RUN, 0) + 1
     if request.config.stash[TESTS_RUN] % 10 == 0:
         collect()
+
+
+@pytest.fixture(autouse=True)
+def meshes_that_fit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `--that-fit`, the first mesh of more devices than there are skips its test."""
+    if not request.config.getoption("--that-fit"):
+        return
+    found, mesh = len(tf.config.list_logical_devices("CPU")), kdist.mesh
+
+    def fitting(**axes: Any) -> Any:
+        sizes = [size for axis, size in axes.items() if axis != "devices"]
+        if math.prod(sizes) > found:
+            pytest.skip(f"a mesh of {sizes}, and {found} devices")
+        return mesh(**axes)
+
+    monkeypatch.setattr(kdist, "mesh", fitting)
 
 
 @pytest.fixture
