@@ -64,6 +64,8 @@ class Position:
             iterator: Of the data.
             batches: How many the step would take.
         """
+        if self.iterator is None:
+            self.source.check(iterator)
         self.iterator = iterator
         if self._calls < self.passed:
             self._calls += batches

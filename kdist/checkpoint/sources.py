@@ -64,6 +64,13 @@ class Source:
         """
         self.total = total
 
+    def check(self, iterator: Any) -> None:
+        """Gets the first iterator, before the first step, passed over or not.
+
+        Raises:
+            CheckpointError: It does not give what the run that goes on had before.
+        """
+
     def take(self, iterator: Any) -> None:
         """Gets the first iterator, before the first step that is not passed over."""
 

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kdist.checkpoint.manifest import CheckpointError
 from kdist.checkpoint.sources import Source
 from kdist.runtime.keras_contract import as_spec
-from kdist.runtime.worker_data import WorkerIterator
+from kdist.runtime.worker_data import FileIterator, WorkerIterator
 
 import keras
 import tensorflow as tf
@@ -22,6 +23,9 @@ STATE = "data-iterator"
 
 MADE = "data-iterators-made"
 """Name of the file that says how many iterators had been made."""
+
+READERS = "data-readers"
+"""Name of the file that says how many processes read files of their own, where they do."""
 
 SEEDS = b"num_random_samples"
 """What TensorFlow calls, in an iterator's state, how much a shuffle has drawn."""
@@ -49,6 +53,7 @@ class Pipeline(Source):
         self.made = 0
         self.dataset = self._counting(dataset)
         self._state: Mapping[str, bytes] = {}
+        self._readers_before: int | None = None
         self._made_before = 0
         self._shuffles: int | None = None
         self._seen = 0
@@ -86,6 +91,7 @@ class Pipeline(Source):
         super().resume(files, total)
         self._state = {name: files[name] for name in files if name.startswith(STATE + ".")}
         self._made_before = json.loads(files.get(MADE, b"0"))
+        self._readers_before = json.loads(files[READERS]) if READERS in files else 1
 
     def start(self, epoch: int, skipped: int) -> None:
         """See `Source`."""
@@ -96,6 +102,20 @@ class Pipeline(Source):
         for _ in range(self._made_before - self.made - (1 if skipped else 0)):
             iter(self.dataset)
         self._made_before = 0
+
+    def check(self, iterator: Any) -> None:
+        """See `Source`."""
+        before, now = self._readers_before, _readers(iterator)
+        within = self.skipped or (self.one_iterator and self.total)
+        if not within or before in (None, now):
+            return
+        raise CheckpointError(
+            "A run within an epoch goes on with the batches that the epoch had, and those of a "
+            "tf.data.Dataset with AutoShardPolicy.FILE are others for each number of processes. "
+            f"Start {before}, go on from a checkpoint of the end of an epoch, or choose "
+            "AutoShardPolicy.DATA, whose batches are the same for any number. Received: "
+            f"{now} process{'es' * (now != 1)} to read now, and {before} before"
+        )
 
     def take(self, iterator: Any) -> None:
         """See `Source`."""
@@ -118,6 +138,8 @@ class Pipeline(Source):
     def files(self, iterator: Any, within: bool) -> dict[str, bytes] | None:
         """See `Source`."""
         made = {MADE: json.dumps(self.made).encode()}
+        if isinstance(iterator, FileIterator):
+            made[READERS] = json.dumps(_readers(iterator)).encode()
         if self._cannot or not (within or self.one_iterator):
             return made
         state = self._saved(iterator)
@@ -146,6 +168,11 @@ class Pipeline(Source):
             f"same order. Received: {reason}",
             stacklevel=3,
         )
+
+
+def _readers(iterator: Any) -> int:
+    """How many processes read files of their own; 1 where batches are those of one process."""
+    return len(iterator.dataset.devices) if isinstance(iterator, FileIterator) else 1
 
 
 def _shuffles(state: Mapping[str, bytes]) -> int:

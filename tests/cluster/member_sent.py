@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import subprocess
 import sys
 import warnings
 
@@ -107,6 +108,43 @@ def routes() -> None:
                 "planned": dataclasses.asdict(made.plan().between_processes()),
             }
             found.append(one)
+    print("RESULT " + json.dumps(found), flush=True)
+
+
+def sent_by(hosts: list[str]) -> int:
+    """Bytes that hosts have put on the network so far, in frames."""
+    found = 0
+    for name in hosts:
+        command = ["ip", "netns", "exec", name, "cat", "/proc/net/dev"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        (line,) = [line for line in text.splitlines() if line.strip().startswith("wire:")]
+        found += int(line.split(":")[1].split()[8])
+    return found
+
+
+def on_wires() -> None:
+    """Prints what some steps put on the network, by each algorithm, and what their plans say."""
+    joined()
+    hosts, steps = os.environ["TEST_HOSTS"].split(), 4
+    x = np.zeros((8, 512), "float32")
+    found = []
+    for level, algorithm in json.loads(os.environ["TEST_CASES"]):
+        layers = [keras.layers.Dense(512, use_bias=False) for _ in range(4)]
+        made = keras.Sequential([keras.Input((512,)), *layers])
+        config = kdist.ParallelConfig(
+            mesh=kdist.mesh(data=4),
+            optimizer=kdist.OptimizerConfig(level=level, threshold_kb=0),
+            fusion=kdist.FusionConfig(mode="size", size_mb=2, algorithm=algorithm),
+        )
+        kdist.parallelize(made, config)
+        made.compile(keras.optimizers.SGD(0.01), "mse")
+        made.train_on_batch(x, x)
+        before = sent_by(hosts)
+        for _ in range(steps):
+            made.train_on_batch(x, x)
+        sent = (sent_by(hosts) - before) / steps
+        planned = made.plan().between_processes()
+        found.append([level, algorithm, sent, planned.nbytes, dict(planned.ways)])
     print("RESULT " + json.dumps(found), flush=True)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 MEMBER = Path(__file__).with_name("member.py")
 OTHERS = {
     "reads": "member_data.py",
-    **dict.fromkeys(("sends", "routes"), "member_sent.py"),
+    **dict.fromkeys(("sends", "routes", "on_wires"), "member_sent.py"),
     **dict.fromkeys(("reads_again", "survives", "little_memory"), "member_kept.py"),
 }
 """Files of the scenarios that are not in `member.py`."""

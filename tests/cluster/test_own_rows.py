@@ -108,6 +108,21 @@ def test_files_of_their_own_are_seen_once(name: str, count: int, files: Path) ->
 
 
 @pytest.mark.wide
+def test_a_run_goes_on_with_as_many_readers_of_files(files: Path) -> None:
+    """By file, the batches of an epoch are others for each number of processes."""
+    given = {"TEST_DATA": "by file", "TEST_FOLDER": str(files), "TEST_STATES": str(files / "kept")}
+    with program("reads", 2, TEST_FAILS="1", **given) as both:
+        assert [one.ends() for one in both] == [1, 1]
+    with program("reads", 1, TEST_DEVICES="4", **given) as alone:
+        assert alone[0].ends() == 1
+    assert "1 process to read now, and 2 before" in alone[0].text
+    with program("reads", 2, **given) as both:
+        assert both[0].ends() == 0, both[0].text[-3000:]
+    seen = result(both[0])["history"]
+    np.testing.assert_allclose(seen["seen"], seen["val_seen"], rtol=1e-9)
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["plain", "repeated", "full"])
 def test_several_steps_are_one_call(name: str, files: Path) -> None:
     """Of 7 batches, 13, or 4 of an endless dataset: three steps a call, and what is left."""

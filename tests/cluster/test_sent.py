@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from .hosts import network
 from .processes import program
 from .test_joining import result
 
@@ -110,3 +111,26 @@ def test_sums_go_by_the_algorithm_that_was_asked_for(
     # A row that cannot tell is no row: more messages by pieces, as many by trees.
     for level in set(levels) - {3} if "pipe" not in axes else ():
         assert counts[level, "ring"] > counts[level, "tree"] == counts[level, "direct"]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([[1, "direct"], [0, "tree"], [1, "hypercube"]], marks=pytest.mark.wide),
+        pytest.param(
+            [[level, a] for level in (0, 2, 3) for a in ALGORITHMS], marks=pytest.mark.long
+        ),
+    ],
+    ids=["few", "all"],
+)
+def test_bytes_on_the_wire_are_those_of_the_plan(cases: list[list[Any]]) -> None:
+    """Counted by the network cards of four hosts, with what TCP and gRPC add."""
+    with network(4) as hosts:
+        names = " ".join(one.name for one in hosts)
+        variables = {"TEST_DEVICES": "1", "TEST_HOSTS": names, "TEST_CASES": json.dumps(cases)}
+        before = {k: one.within for k, one in enumerate(hosts)}
+        with program("on_wires", 4, host=hosts[0].address, before=before, **variables) as all_:
+            assert all_[0].ends(500) == 0, all_[0].text[-2000:]
+    for level, algorithm, sent, planned, ways in result(all_[0]):
+        assert algorithm == "auto" or ways.get(algorithm, 0) > 0, (level, algorithm)
+        assert 1 < sent / planned < 1.03, (level, algorithm, sent, planned)
