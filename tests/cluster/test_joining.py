@@ -104,16 +104,25 @@ def test_all_end_with_the_exit_code_of_process_0_by_other_ways(way: str, code: i
     assert ("failed: KeyError: 'of the user'" in both[1].text) == (way == "hook")
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.wide)])
-def test_a_process_that_dies_or_freezes(how: str) -> None:
-    with program("goes_on", 3, TEST_SILENCE="4", TEST_DEVICES="1", TEST_MESH="3") as all_:
+@pytest.mark.parametrize(
+    ("how", "silence"),
+    [
+        ("SIGKILL", 4),
+        pytest.param("SIGSTOP", 4, marks=pytest.mark.wide),
+        # As it is where nobody says another deadline.
+        pytest.param("SIGSTOP", 20, marks=pytest.mark.long),
+    ],
+)
+def test_a_process_that_dies_or_freezes(how: str, silence: int) -> None:
+    variables = {"TEST_SILENCE": str(silence), "TEST_DEVICES": "1", "TEST_MESH": "3"}
+    with program("goes_on", 3, **variables) as all_:
         all_[0].until("training")
         started = time.monotonic()
         os.kill(all_[1].process.pid, getattr(signal, how))
         assert all_[0].ends(SOON_SECONDS) == 1
         assert all_[2].ends(SOON_SECONDS) == 1
         assert time.monotonic() - started < SOON_SECONDS
-    cause = {"SIGKILL": "ended", "SIGSTOP": "gave no sign of life for 4 s"}[how]
+    cause = {"SIGKILL": "ended", "SIGSTOP": f"gave no sign of life for {silence} s"}[how]
     for survivor in (all_[0], all_[2]):
         assert "Process 1 of 3" in survivor.text and cause in survivor.text
 
