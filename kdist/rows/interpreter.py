@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kdist._compat import function_graphs
-from kdist.rows import contractions, control, elementwise, joins, look_ups, reductions, shaping
+from kdist.rows import (
+    contractions,
+    control,
+    elementwise,
+    joins,
+    look_ups,
+    parsing,
+    reductions,
+    shaping,
+)
 from kdist.rows.node import RULES, Node
 from kdist.rows.numbers import fixed, power_of
 from kdist.rows.values import Const, Linear, Mixed, Mixing, RowsMeet, Value, join
@@ -14,7 +23,7 @@ from kdist.rows.values import Const, Linear, Mixed, Mixing, RowsMeet, Value, joi
 import tensorflow as tf
 
 # Imported for the rules that they register.
-assert contractions and elementwise and joins and look_ups and reductions and shaping
+assert contractions and elementwise and joins and look_ups and parsing and reductions and shaping
 
 ROW_BY_ROW = "kdist_row_by_row"
 """Name of an `IdentityN(result, argument)` whose first output counts as the argument does."""

@@ -211,7 +211,7 @@ def deferred(graph: Any, rows: OwnRows) -> Callable[[int], tf.data.Dataset] | No
         whole = bool(form.constant(form.batch.input[BATCHES[form.batch.op]]))
     except Unknown:
         return None
-    if not form.of_rows or not _keep_apart(form):
+    if not (form.of_rows or form.of_batches) or not _keep_apart(form):
         return None
 
     def kept(process: int) -> tf.data.Dataset:

@@ -185,6 +185,39 @@ def test_rows_stay_apart(function: Callable) -> None:
     assert flow(function) is Flow.ROWS
 
 
+TEXTS = tf.TensorSpec((None,), tf.string)
+
+
+@named(
+    {
+        "examples": lambda t: parsed(t, tf.io.FixedLenFeature((3,), tf.float32)),
+        "numbers": lambda t: tf.io.decode_raw(t, tf.uint8),
+        "numbers of a length": lambda t: tf.io.decode_raw(t, tf.uint8, fixed_length=4),
+        "columns": lambda t: tf.io.decode_csv(t, [[0.0], [1.0]])[1],
+    }
+)
+def test_records_stay_apart(function: Callable) -> None:
+    assert flow(function, TEXTS) is Flow.ROWS
+
+
+@named(
+    {
+        "of any length": lambda t: parsed(
+            t, tf.io.FixedLenSequenceFeature((), tf.float32, allow_missing=True)
+        ),
+        "sparse": lambda t: parsed(t, tf.io.VarLenFeature(tf.float32)).values,
+        "ragged": lambda t: parsed(t, tf.io.RaggedFeature(tf.float32)).values,
+    }
+)
+def test_records_meet(function: Callable) -> None:
+    """Padded to the longest, or numbered through."""
+    assert flow(function, TEXTS) is Flow.MIXED
+
+
+def parsed(texts: Any, feature: Any) -> Any:
+    return tf.io.parse_example(texts, {"a": feature})["a"]
+
+
 @named(MEANS)
 def test_means(function: Callable) -> None:
     assert flow(function) is Flow.MEAN

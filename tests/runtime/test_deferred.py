@@ -42,6 +42,10 @@ DATASETS = {
     "classes": lambda: class_weighted(
         parsed().batch(7).map(lambda x, y: (x, tf.cast(y > 20, tf.int32))), {0: 1.0, 1: 2.5}
     ),
+    "of batches": lambda: numbers().batch(7).map(lambda i: (i * 2, i + TWICE)),
+    "texts of batches": lambda: (
+        numbers().map(tf.as_string).batch(7).map(lambda t: tf.io.decode_csv(t, [[0]])[0])
+    ),
     "full, weighted": lambda: parsed().batch(7, True).map(lambda x, y: (x, y * TWICE)),
 }
 
