@@ -199,7 +199,7 @@ class Lowered:
             lower(Function.of(hoisted.concrete, shapes, values), self.mesh, layouts, self.paths)
             for shapes, values in zip(hoisted.shapes, hoisted.values, strict=True)
         ]
-        return lift(programs, hoisted)
+        return lift(programs, hoisted, layouts)
 
     def _stitcher(self, program: LoweredProgram, results: Sequence[int]) -> Stitcher:
         axis, summed = self.topology.rows_axis, None

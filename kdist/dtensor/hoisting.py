@@ -14,6 +14,7 @@ from typing import Any
 from kdist.dtensor.lowering import positions
 from kdist.dtensor.rewrites import with_dims_from_the_front
 from kdist.dtensor.sizes import CannotLift, Examples, Shape, Shapes
+from kdist.graphs.inferred import InferredShapes, imported
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
@@ -92,14 +93,14 @@ def hoist(concrete: Any, inputs: Sequence[Examples | None]) -> Hoisted:
         for i in range(count)
     ]
     names = [t.name for t in concrete.inputs]
-    graphs = [_Example(definition, concrete.inputs, shapes) for shapes in given]
+    graphs = [InferredShapes(definition, concrete.inputs, shapes) for shapes in given]
     probes = [_probe(definition, concrete.inputs, shapes) for shapes in far]
     made_of_sizes = _made_of_sizes(concrete.graph)
     taken = _frontier(concrete, made_of_sizes, graphs[0])
     made = tuple(_made(t, graphs, definition) for t in taken)
 
     def call(*flat: Any) -> list[Any]:
-        return _imported(definition, [*names, *(t.name for t in taken)], flat, concrete.outputs)
+        return imported(definition, [*names, *(t.name for t in taken)], flat, concrete.outputs)
 
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in concrete.inputs]
     function = tf.function(call, autograph=False)
@@ -114,62 +115,24 @@ def hoist(concrete: Any, inputs: Sequence[Examples | None]) -> Hoisted:
     )
 
 
-def _imported(
-    definition: Any, names: Sequence[str], values: Sequence[Any], wanted: Sequence[Any]
-) -> list[Any]:
-    """Some tensors of a graph, made in the graph that is being traced."""
-    return list(
-        tf.graph_util.import_graph_def(
-            definition,
-            input_map=dict(zip(names, values, strict=True)),
-            return_elements=[t.name for t in wanted],
-            name="",
-        )
-    )
-
-
-class _Example:
-    """A graph with all shapes that follow from those of its inputs.
-
-    Args:
-        definition: The graph.
-        inputs: Its inputs.
-        shapes: Their shapes.
-    """
-
-    def __init__(self, definition: Any, inputs: Sequence[Any], shapes: Sequence[Any]) -> None:
-        names = [t.name for t in inputs]
-        self._inputs = dict(zip(names, map(tf.TensorShape, shapes), strict=True))
-        self._graph = tf.Graph()
-        with self._graph.as_default():
-            values = [
-                tf.compat.v1.placeholder(t.dtype, shape, "kdist_example")
-                for t, shape in zip(inputs, shapes, strict=True)
-            ]
-            _imported(definition, names, values, [])
-
-    def shape(self, tensor: Any) -> tf.TensorShape:
-        """Of a tensor of the graph."""
-        known = self._inputs.get(tensor.name)
-        return self._graph.get_tensor_by_name(tensor.name).shape if known is None else known
-
-
-def _probe(definition: Any, inputs: Sequence[Any], shapes: Sequence[Any]) -> _Example | None:
+def _probe(definition: Any, inputs: Sequence[Any], shapes: Sequence[Any]) -> InferredShapes | None:
     """The graph for sizes far away; None if it cannot be for them."""
     try:
-        return _Example(definition, inputs, shapes)
+        return InferredShapes(definition, inputs, shapes)
     except ValueError:
         return None
 
 
-def _far_shape(tensor: Any, probe: _Example | None) -> Shape:
+def _far_shape(tensor: Any, probe: InferredShapes | None) -> Shape:
     """A tensor's shape in a probe, as far as it is known."""
     shape = None if probe is None else probe.shape(tensor)
     known = shape is not None and shape.rank is not None
     return tuple(shape) if known else (None,) * (tensor.shape.rank or 0)  # type: ignore[arg-type]
 
 
-def _is_bounded(graph: tf.Graph, examples: Sequence[_Example], probes: Sequence[_Example]) -> bool:
+def _is_bounded(
+    graph: tf.Graph, examples: Sequence[InferredShapes], probes: Sequence[InferredShapes]
+) -> bool:
     """Whether some size is the same in all examples, and another one far from them."""
     for one in graph.get_operations():
         for tensor in one.outputs:
@@ -207,7 +170,7 @@ def _is_pure(one: tf.Operation) -> bool:
     return not one.op_def.is_stateful and not calls
 
 
-def _frontier(concrete: Any, of_sizes: Mapping[str, bool], example: _Example) -> list[Any]:
+def _frontier(concrete: Any, of_sizes: Mapping[str, bool], example: InferredShapes) -> list[Any]:
     """Tensors made of sizes that are used by what is made of more."""
     found: dict[str, Any] = {}
     for one in concrete.graph.get_operations():
@@ -219,14 +182,14 @@ def _frontier(concrete: Any, of_sizes: Mapping[str, bool], example: _Example) ->
     return list(found.values())
 
 
-def _is_taken(tensor: Any, example: _Example) -> bool:
+def _is_taken(tensor: Any, example: InferredShapes) -> bool:
     if tensor.dtype not in _INTEGERS:
         return True
     at = example.shape(tensor)
     return bool(not tensor.shape.is_fully_defined() and at.is_fully_defined())
 
 
-def _made(tensor: Any, graphs: Sequence[_Example], definition: Any) -> Made:
+def _made(tensor: Any, graphs: Sequence[InferredShapes], definition: Any) -> Made:
     """What makes a tensor of shapes."""
     needed: dict[str, Any] = {}
     leaves: dict[str, Any] = {}
@@ -251,7 +214,7 @@ def _made(tensor: Any, graphs: Sequence[_Example], definition: Any) -> Made:
         }
         if tensor.name in values:
             return tf.identity(values[tensor.name])
-        return _imported(part, list(values), list(values.values()), [tensor])[0]
+        return imported(part, list(values), list(values.values()), [tensor])[0]
 
     specs = [tf.TensorSpec([t.shape.rank], tf.int32) for t in sources.values()]
     return Made(
@@ -268,7 +231,7 @@ def _shape_result(leaf: tf.Operation, output: Any, shape: Any) -> Any:
     return tf.cast(value, output.dtype)
 
 
-def _examples(tensor: Any, graphs: Sequence[_Example]) -> Shapes:
+def _examples(tensor: Any, graphs: Sequence[InferredShapes]) -> Shapes:
     """A tensor's shape in each example."""
     shapes = [one.shape(tensor) for one in graphs]
     if not all(shape.is_fully_defined() for shape in shapes):

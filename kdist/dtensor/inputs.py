@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from kdist.program.state import replica_seed
 from kdist.sharding.dims import inner_dims
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Placement, coordinate_of, shape_of
+from kdist.storage.fetched_table import FetchedTable
 from kdist.storage.variables import Stored, stored
 
 import keras
@@ -89,7 +91,11 @@ class SliceInputs:
         return keras.tree.map_structure(lambda t: None if t is None else self._part(t), data)
 
     def _stored(self, entry: Stored, s: int, devices: Sequence[str]) -> Sharded:
-        return Sharded(tuple(self._components(entry, s, devices)), self._layout(entry.placement))
+        parts = tuple(self._components(entry, s, devices))
+        examples = None
+        if isinstance(entry, FetchedTable) and not parts[0].shape.is_fully_defined():
+            examples = sizes.following(functools.partial(entry.shape_at, s))
+        return Sharded(parts, self._layout(entry.placement), examples)
 
     def described(self, entry: Stored) -> Sharded:
         """What stands for a parameter of which only the shape is looked at."""

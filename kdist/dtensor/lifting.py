@@ -20,9 +20,10 @@ from kdist._compat import dtensor_internals
 from kdist.dtensor import formulas
 from kdist.dtensor.body import topological
 from kdist.dtensor.collectives import add_constant
+from kdist.dtensor.device_number import SHAPES
 from kdist.dtensor.formulas import Formula, Numbers
 from kdist.dtensor.hoisting import Hoisted, Made
-from kdist.dtensor.lowering import LoweredProgram
+from kdist.dtensor.lowering import Argument, LoweredProgram
 from kdist.dtensor.sizes import CannotLift, Examples
 from kdist.dtensor.twins import Twins, relax, sizes_of, twins
 from kdist.graphs.chunks import node_of
@@ -30,16 +31,20 @@ from kdist.graphs.chunks import node_of
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2
+from tensorflow.experimental import dtensor
 
 _INT32 = tf.int32.as_datatype_enum
 
 
-def lift(programs: Sequence[LoweredProgram], hoisted: Hoisted) -> LoweredProgram:
+def lift(
+    programs: Sequence[LoweredProgram], hoisted: Hoisted, layouts: Sequence[dtensor.Layout]
+) -> LoweredProgram:
     """Makes one program of those of a function for several sizes.
 
     Args:
         programs: One for each example.
         hoisted: The function.
+        layouts: Of its inputs.
 
     Returns:
         A program of unknown dims, for the inputs of the function before tensors were taken out.
@@ -47,12 +52,16 @@ def lift(programs: Sequence[LoweredProgram], hoisted: Hoisted) -> LoweredProgram
     Raises:
         CannotLift: The programs differ in more than sizes, or a number does not follow from sizes.
     """
+    count = len(hoisted.concrete.inputs) - len(hoisted.made)
+    programs = [
+        _with_all_inputs(one, hoisted, shapes[:count], layouts)
+        for one, shapes in zip(programs, hoisted.shapes, strict=True)
+    ]
     first = programs[0]
     found = twins(programs)
     definition = function_pb2.FunctionDef()
     definition.CopyFrom(first.definition)
     nodes = _with_copies(definition, found)
-    count = len(hoisted.concrete.inputs) - len(hoisted.made)
     given = {one.name for one in first.arguments if (one.position or 0) < count}
     writer = _Writer(definition, _Sizes(programs, nodes, found, given))
     for name, alike in found.nodes.items():
@@ -77,6 +86,35 @@ def lift(programs: Sequence[LoweredProgram], hoisted: Hoisted) -> LoweredProgram
         gathers=found.gathers,
         examples=tuple(_results(programs, hoisted)),
         bounded=hoisted.bounded,
+    )
+
+
+def _with_all_inputs(
+    program: LoweredProgram,
+    hoisted: Hoisted,
+    shapes: Sequence[Any],
+    layouts: Sequence[dtensor.Layout],
+) -> LoweredProgram:
+    """A program that also takes the inputs of unknown sizes which DTensor left out.
+
+    Of ids whose rows were looked up before, for example, nothing but the sizes is read, and in a
+    program for known sizes not even these.
+    """
+    taken = {one.position for one in program.arguments}
+    definition = function_pb2.FunctionDef()
+    definition.CopyFrom(program.definition)
+    added = []
+    for position, shape in enumerate(shapes):
+        tensor = hoisted.concrete.inputs[position]
+        if position in taken or tensor.shape.is_fully_defined():
+            continue
+        added.append(Argument(f"kdist_sizes_of_{position}", position))
+        place = len(definition.signature.input_arg)
+        definition.signature.input_arg.add(name=added[-1].name, type=tensor.dtype.as_datatype_enum)
+        local = tf.TensorShape(layouts[position].local_shape_from_global_shape(list(shape)))
+        definition.arg_attr[place].attr[SHAPES].list.shape.add().CopyFrom(local.as_proto())
+    return dataclasses.replace(
+        program, definition=definition, arguments=(*program.arguments, *added)
     )
 
 

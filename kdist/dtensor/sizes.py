@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -180,3 +181,30 @@ def examples(tensor: Any) -> Examples | None:
         return tuple(given if size is None else size for size, given in zip(shape, one))
 
     return Examples(tuple(map(like, found.shapes)), tuple(map(like, found.probes)))
+
+
+def following(shape_at: Callable[[Callable[[Any], Shape]], Shape]) -> Examples | None:
+    """The shape in each example of what follows from parts of a batch.
+
+    Args:
+        shape_at: The shape, from a function that tells those of the parts.
+
+    Raises:
+        CannotLift: It does not follow, or a part is none of the batch.
+    """
+    known = active()
+    if known is None:
+        return None
+
+    def shapes(kind: str, count: int) -> tuple[Shape, ...]:
+        def shape_of(i: int, tensor: Any) -> Shape:
+            found = examples(tensor)
+            return tuple(tensor.shape) if found is None else getattr(found, kind)[i]
+
+        return tuple(shape_at(functools.partial(shape_of, i)) for i in range(count))
+
+    leaf = known.leaves[0]
+    found = shapes("shapes", len(leaf.shapes))
+    if any(None in one for one in found):
+        raise CannotLift("what is looked up in a table does not follow from sizes")
+    return Examples(found, shapes("probes", len(leaf.probes)))  # type: ignore[arg-type]

@@ -15,10 +15,13 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from kdist.graphs.inferred import InferredShapes
 from kdist.program.batch import SplitBatch
 from kdist.program.look_ups import Recorded
 from kdist.program.vjp import pruned
-from kdist.storage.fetched_table import Ahead, Asked, FetchedTable
+from kdist.storage.alike_rows import Asked
+from kdist.storage.asked_rows import Ahead, Asking
+from kdist.storage.fetched_table import FetchedTable
 from kdist.storage.sparse import LookUp, depends_on
 
 import keras
@@ -134,13 +137,13 @@ class FetchedTables:
             parts: `parts[replica][micro_batch]`: (x, y, sample_weight).
             training: See `fetch`.
         """
-        for table, s, found, on in self._asked(parts, training):
+        for table, s, found, asking in self._asked(parts, training):
             if not (training and self._taken and table.entry.prefetch):
-                table.entry.look_up(s, found, on)
+                table.entry.look_up(s, found, asking)
 
     def _asked(
         self, parts: Sequence[Sequence[Any]], training: bool
-    ) -> Iterator[tuple[LookedUp, int, Sequence[Any], Callable]]:
+    ) -> Iterator[tuple[LookedUp, int, Sequence[Any], Asking]]:
         """Per table and replica, what `FetchedTable.look_up` takes."""
         for r, row in enumerate(parts) if self.tables else ():
             where = [one.slice_of(r) for one in self.tables]
@@ -150,8 +153,9 @@ class FetchedTables:
                 # What does not depend on the batch is looked up once, as by one device.
                 different = row if self._by_batch[training, number] else row[:1]
                 found = [t for one in indices[: len(different)] for t in one[number]]
-                on = functools.partial(self._indices_on, different, training, number)
-                yield table, s, found, on
+                which = (different, training, number)
+                on = functools.partial(self._indices_on, *which)
+                yield table, s, found, Asking(on, functools.partial(self._sizes_at, *which))
 
     def look_ahead(self, parts: Sequence[Sequence[Any]], there: Any) -> RowsAhead:
         """Fetches what the next step of training will look up, as tables are now.
@@ -161,8 +165,8 @@ class FetchedTables:
             there: Whether there is a next step, a boolean scalar.
         """
         return [
-            (table, s, table.entry.look_ahead(s, found, on, there))
-            for table, s, found, on in self._asked(parts, training=True)
+            (table, s, table.entry.look_ahead(s, found, asking, there))
+            for table, s, found, asking in self._asked(parts, training=True)
             if table.entry.prefetch
         ]
 
@@ -243,8 +247,34 @@ class FetchedTables:
         with tf.device(device):
             return [t for x, _, _ in row for t in self._indices(x, training)[number]]
 
+    def _sizes_at(
+        self,
+        row: Sequence[Any],
+        training: bool,
+        number: int,
+        shape_of: Callable[[Any], Any],
+    ) -> Sequence[int | None]:
+        """How many these would be; see `Asking`."""
+        found = []
+        for x, _, _ in row:
+            function, given = self._function_of(x, training)
+            shapes = [*map(shape_of, given), *(t.shape for t in function.captured_inputs)]
+            graph = InferredShapes(function.graph.as_graph_def(), function.inputs, shapes)
+            results = self._by_table(function.outputs)[number]
+            found += [graph.shape(t).num_elements() for t in results]
+        return found
+
     def _indices(self, x: Any, training: bool) -> Sequence[Sequence[Any]]:
         """Per table and virtual stage of it, what a replica looks up, in order, flat."""
+        function, given = self._function_of(x, training)
+        return self._by_table(function(*given))
+
+    def _by_table(self, results: Sequence[Any]) -> Sequence[Sequence[Any]]:
+        found = iter(results)
+        return [[next(found) for _ in one.virtuals or (None,)] for one in self.tables]
+
+    def _function_of(self, x: Any, training: bool) -> tuple[Any, list[Any]]:
+        """What finds the indices, made on first use, and the tensors that it takes."""
         leaves = tf.nest.flatten(x, expand_composites=True)
         given = [tf.convert_to_tensor(t) for t in leaves if t is not None]
         specs = tuple(tf.TensorSpec(t.shape, t.dtype) for t in given)
@@ -254,8 +284,7 @@ class FetchedTables:
                 self._functions[key] = self._function(x, specs, training)
         function, look_ups = self._functions[key]
         self.look_ups.update(look_ups)
-        found = iter(function(*given))
-        return [[next(found) for _ in one.virtuals or (None,)] for one in self.tables]
+        return function, given
 
     def _function(
         self, x: Any, specs: Sequence[tf.TensorSpec], training: bool

@@ -175,6 +175,7 @@ def _pass_of(program: Program, training: bool, names: list[str]) -> Callable[[An
         carried += [tf.zeros(v.shape, v.dtype) for v in state.metrics]
         result = program.collect(params, carried, x, training)
         outputs = keras.tree.flatten(result["outputs"])
+        names.clear()  # of a trace that failed
         names.extend(f"output:{i}" for i in range(len(outputs)))
         names.extend(f"added:{i}" for i in range(len(result["added"])))
         names.extend(f"state:{i}" for i in program.traced(training).updated)

@@ -16,8 +16,9 @@ import tensorflow as tf
 PRIMES = (467, 479, 487, 491, 499, 503, 541, 547, 557, 563, 569, 571, 577, 587, 593, 599)
 """Batch sizes to trace with: far from round numbers, so that their multiples are recognised."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-UNKNOWN = 64
-"""What stands for dims of unknown size, dim 0 apart."""
+UNKNOWN = (64, 4)
+"""What stands for dims of unknown size, dim 0 apart: the first for which there is a trace. A model
+may have fewer positions."""
 
 
 class NotStudied(ValueError):
@@ -121,8 +122,9 @@ def rows_stay_apart(
     taken = {d for spec in specs for d in spec.shape[1:] if d}
     taken |= {d for shape in constants for d in shape if d}
     batch = next((p for p in PRIMES if all(n % p for n in taken)), PRIMES[0])
-    shapes = [_sized(spec, batch).shape for spec in specs]
-    graph = graph_on([*shapes, *constants])
+    graph = _first_graph(
+        lambda sized: graph_on([*(spec.shape for spec in sized), *constants]), specs, batch
+    )
     given = {id(one): Rows(0) for one in graph.inputs[: len(specs)]}
     found = Interpreter(batch).evaluate(graph, given, graph.outputs)
     return all(flow_of(one) is Flow.ROWS and not _depends_on_size(one) for one in found)
@@ -140,7 +142,7 @@ def analyse(
     flat = [s for s in keras.tree.flatten(specs) if s is not None]
     taken = {d for s in flat for d in s.shape[1:] if d} | set(avoid)
     batch = batch_size or next((p for p in PRIMES if all(n % p for n in taken)), PRIMES[0])
-    graph, given, outputs = _trace(function, specs, [_sized(s, batch) for s in flat])
+    graph, given, outputs = _first_graph(lambda sized: _trace(function, specs, sized), flat, batch)
     interpreter = Interpreter(batch)
     found = iter(interpreter.evaluate(graph, given, [o for o in outputs if o is not None]))
     values = tuple(Const(flat=None) if o is None else next(found) for o in outputs)
@@ -148,11 +150,26 @@ def analyse(
     return Analysis(batch, tuple(outputs), values, *mixings)
 
 
-def _sized(spec: tf.TensorSpec, batch: int) -> tf.TensorSpec:
+def _first_graph(
+    make: Callable[[Sequence[tf.TensorSpec]], Any], specs: Sequence[tf.TensorSpec], batch: int
+) -> Any:
+    """What is made for specs with all sizes known, at the first sizes for which it can be."""
+    for spec in specs:
+        if spec.shape.rank is None:
+            raise NotStudied(f"The rank of an input is unknown. Received: {spec}")
+    some = any(None in spec.shape[1:] for spec in specs)
+    failed: list[Exception] = []
+    for size in UNKNOWN if some else UNKNOWN[:1]:
+        try:
+            return make([_sized(spec, batch, size) for spec in specs])
+        except Exception as error:  # whatever a model does
+            failed.append(error)
+    raise failed[0]
+
+
+def _sized(spec: tf.TensorSpec, batch: int, size: int) -> tf.TensorSpec:
     """A spec with all sizes known."""
-    if spec.shape.rank is None:
-        raise NotStudied(f"The rank of an input is unknown. Received: {spec}")
-    dims = [batch if i == 0 else (d or UNKNOWN) for i, d in enumerate(spec.shape)]
+    dims = [batch if i == 0 else (d or size) for i, d in enumerate(spec.shape)]
     return tf.TensorSpec(dims, spec.dtype)
 
 

@@ -20,6 +20,9 @@ ALONE = 2
 """Shapes that get a graph of their own before one for several is tried: most training has one
 shape, and one more where the data ends. Their graphs know all sizes, and cost less to make."""
 
+WAYS = ((False, False), (True, False), (False, True), (True, True))
+"""Whether the examples of a batch of any size are alike, and whether small: see `_examples`."""
+
 
 @dataclasses.dataclass
 class _Kind:
@@ -116,12 +119,13 @@ class ByShape:
         kind = _Kind()
         specs = [one for one in tf.nest.flatten(data) if one is not None]
         dense = all(isinstance(one, tf.TensorSpec) for one in specs)
-        for alike in (False, True):
-            kind = _Kind(seen=dict.fromkeys(_examples(shapes, self._parts, alike)))
+        ways = dict.fromkeys(_examples(shapes, *way) for way in WAYS)
+        for examples in ways:
+            kind = _Kind(seen=dict.fromkeys(_in_parts(examples, shapes, self._parts)))
             graph = self._lifted(data, kind, options)
             if graph is None and dense and (rows := kind.multiples.rows) > 1 and pads():
-                examples = _examples(shapes, rows * self._parts, alike)
-                kind = _Kind(dict.fromkeys(examples), multiples=kind.multiples)
+                again = _in_parts(examples, shapes, rows * self._parts)
+                kind = _Kind(dict.fromkeys(again), multiples=kind.multiples)
                 graph = self._lifted(data, kind, options)
             if graph is not None:
                 family = kind.shared[-1][0]
@@ -240,21 +244,42 @@ def _with_rows(spec: Any, rows: int) -> Any:
     return tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype)
 
 
-def _examples(shapes: Sequence[Any], parts: int, alike: bool) -> list[BatchShape]:
-    """Batches of some shapes; `alike` if dims of one number are of one size in all tensors."""
-    found = []
-    for n in (4, 6, 9):
+def _examples(shapes: Sequence[Any], alike: bool, small: bool) -> tuple[BatchShape, ...]:
+    """Batches of some shapes.
 
-        def size(tensor: int, dim: int, n: int = n) -> int:
-            return parts * n if dim == 0 else 4 * n + dim + (0 if alike else 7 * tensor * n)
+    Args:
+        shapes: The shapes; a dim of None is any size.
+        alike: Whether dims of one number are of one size in all tensors.
+        small: Whether other dims than rows are of a few elements: a model may have no more
+            positions.
+    """
 
-        found.append(
-            tuple(
-                tuple(size(i, d) if known is None else known for d, known in enumerate(shape))
-                for i, shape in enumerate(shapes)
-            )
+    def size(tensor: int, dim: int, n: int) -> int:
+        if dim == 0:
+            return n
+        size, apart = (n // 2, 2 * tensor) if small else (4 * n, 7 * tensor * n)
+        return size + dim + (0 if alike else apart)
+
+    return tuple(
+        tuple(
+            tuple(size(i, d, n) if known is None else known for d, known in enumerate(shape))
+            for i, shape in enumerate(shapes)
         )
-    return found
+        for n in (4, 6, 9)
+    )
+
+
+def _in_parts(
+    examples: Sequence[BatchShape], shapes: Sequence[Any], parts: int
+) -> list[BatchShape]:
+    """The same batches with so many times their rows, where rows are of any number."""
+    return [
+        tuple(
+            (one[0] * parts, *one[1:]) if shape and shape[0] is None else one
+            for one, shape in zip(batch, shapes, strict=True)
+        )
+        for batch in examples
+    ]
 
 
 def _sizes(family: Family) -> sizes.Sizes:

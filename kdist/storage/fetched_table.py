@@ -18,6 +18,7 @@ from kdist.layers.lazy import SummedRows
 from kdist.sharding.mesh import HOST, Topology
 from kdist.sharding.placement import Coordinate, Placement, coordinate_of
 from kdist.storage.alike_rows import Asked, arranged
+from kdist.storage.asked_rows import Ahead, Asking, Wanted
 from kdist.storage.variables import Stored, stored
 
 import keras
@@ -28,9 +29,6 @@ ASKED, FETCHED = "asked_rows", "fetched_rows"
 
 AHEAD, SENT = "rows_ahead", "sent_rows"
 """Scopes of look-ups for the next step before this one's update, and of what takes rows along."""
-
-IndicesOn = Callable[[str], Sequence[Any]]
-"""Computes the indices of all look-ups, by micro-batch, on a device, from what it is fed."""
 
 
 _any_ids = contextvars.ContextVar("any_ids", default=False)
@@ -44,54 +42,6 @@ def taking_any_ids() -> Iterator[None]:
         yield
     finally:
         _any_ids.reset(before)
-
-
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """The rows of a table that one slice looks up in a step.
-
-    Attributes:
-        indices: Of each look-up, in the order in which the program makes them.
-        unique: The same, each once; in ascending order if parts are asked for their own rows.
-        positions: Of each look-up, where in `unique` it is.
-        asked: Of each part of the table, the rows of the table that it is asked for.
-        sizes: Look-ups of each turn; see `FetchedTable`.
-        indices_on: The same indices, computed on another device.
-    """
-
-    indices: Any
-    unique: Any
-    positions: Any
-    asked: Sequence[Any]
-    sizes: Sequence[Any]
-    indices_on: IndicesOn
-
-
-@dataclasses.dataclass(frozen=True)
-class Ahead:
-    """What one slice looks up in the next step in a table on the host.
-
-    Attributes:
-        wanted: Which rows.
-        rows: These rows, per device of the slice.
-    """
-
-    wanted: Wanted
-    rows: Sequence[Any]
-
-    @property
-    def tensors(self) -> list[Any]:
-        """What a step hands to the next."""
-        sizes = [n for n in self.wanted.sizes if tf.is_tensor(n)]
-        return [self.wanted.indices, self.wanted.unique, self.wanted.positions, *self.rows, *sizes]
-
-    def of(self, tensors: Sequence[Any]) -> Ahead:
-        """The same of another step, whose tensors these are."""
-        indices, unique, positions, *rest = tensors
-        rows, unknown = rest[: len(self.rows)], iter(rest[len(self.rows) :])
-        sizes = [next(unknown) if tf.is_tensor(n) else n for n in self.wanted.sizes]
-        changed = {"indices": indices, "unique": unique, "positions": positions, "sizes": sizes}
-        return Ahead(dataclasses.replace(self.wanted, **changed, asked=[unique]), rows)
 
 
 class FetchedTable(Stored):
@@ -129,15 +79,15 @@ class FetchedTable(Stored):
         local = split is not None and split.local_columns
         return len(self.placement.shards) if local else None
 
-    def look_up(self, s: int, turns: Sequence[Any], indices_on: IndicesOn) -> None:
+    def look_up(self, s: int, turns: Sequence[Any], asking: Asking) -> None:
         """Notes what a slice looks up.
 
         Args:
             s: The slice.
             turns: Of each, the indices of all look-ups of a program, in their order; (n,).
-            indices_on: Computes the same on another device.
+            asking: How these follow from the batch.
         """
-        self._want(s, self._wanted(s, turns, indices_on))
+        self._want(s, self._wanted(s, turns, asking))
 
     def _want(self, s: int, wanted: Wanted) -> None:
         self.wanted[s] = wanted
@@ -145,7 +95,7 @@ class FetchedTable(Stored):
         self._sums = {key: rows for key, rows in self._sums.items() if key[0] != s}
         self._there = {key: rows for key, rows in self._there.items() if key[0] != s}
 
-    def _wanted(self, s: int, turns: Sequence[Any], indices_on: IndicesOn) -> Wanted:
+    def _wanted(self, s: int, turns: Sequence[Any], asking: Asking) -> Wanted:
         known = [t.shape[0] for t in turns]
         split = self.placement.split
         with tf.device(self.device((s, 0))), tf.name_scope(ASKED):
@@ -162,23 +112,23 @@ class FetchedTable(Stored):
                 ends = tf.constant([0, *(one.stop for one in rows)], unique.dtype)
                 bounds = tf.searchsorted(unique, ends)
                 asked = [unique[bounds[p] : bounds[p + 1]] for p in range(len(rows))]
-        return Wanted(indices, unique, positions, asked, sizes, indices_on)
+        return Wanted(indices, unique, positions, asked, sizes, asking)
 
     def checked(self, ids: Any) -> Any:
         """Ids, after it is sure that the table has such rows."""
         what = f"The table {self.variable.path} does not have a row that is looked up."
         return _checked(ids, slice(0, self.placement.shape[0]), what)
 
-    def look_ahead(self, s: int, turns: Sequence[Any], indices_on: IndicesOn, there: Any) -> Ahead:
+    def look_ahead(self, s: int, turns: Sequence[Any], asking: Asking, there: Any) -> Ahead:
         """Fetches what a slice looks up in the next step, as the rows are now; see `look_up`.
 
         Args:
             s: The slice.
             turns: See `look_up`.
-            indices_on: See `look_up`.
+            asking: See `look_up`.
             there: Whether there is a next step, a boolean scalar; no row is fetched otherwise.
         """
-        wanted = self._wanted(s, turns, indices_on)
+        wanted = self._wanted(s, turns, asking)
         with tf.device(self.device((s, 0))), tf.name_scope(ASKED):
             unique = wanted.unique[: tf.where(there, tf.size(wanted.unique), 0)]
         wanted = dataclasses.replace(wanted, unique=unique, asked=[unique])
@@ -241,6 +191,13 @@ class FetchedTable(Stored):
         """See `used_at`."""
         return self.used_at((s, 0))
 
+    def shape_at(self, s: int, shape_of: Callable[[Any], Any]) -> tuple[int | None, int]:
+        """The shape of `used_at` for a batch whose tensors have other shapes; see `Asking`."""
+        sizes = self.wanted[s].asking.sizes(shape_of)
+        if self.turn is not None and len(sizes) > 1:
+            sizes = [sizes[self.turn]]
+        return None if None in sizes else sum(sizes), self.placement.shape[1]  # type: ignore[arg-type]
+
     def source(self, at: Coordinate, part: int) -> Coordinate:
         """Who gives a coordinate its rows of a part: the holder that differs in the axis alone."""
         holders, split = self.placement.shards[part].holders, self.placement.split
@@ -301,7 +258,7 @@ class FetchedTable(Stored):
         table, split = keras_trainer.tf_variable(self.locals[source]), self.placement.split
         rows = self.placement.shards[part].index[0]
         if self.local_columns:
-            indices = _joined(wanted.indices_on(self.device(source)))
+            indices = _joined(wanted.asking.on(self.device(source)))
             column = tf.reshape(indices, [-1, self.local_columns])[:, part]
             what = f"Column {part} of the ids of table {self.variable.path} has ids of part {part}."
             return tf.gather(table, _checked(column, rows, what) - rows.start)

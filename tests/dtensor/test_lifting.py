@@ -42,7 +42,7 @@ def lifted(
         programs = [
             lower(Function.of(hoisted.concrete, one), mesh, layouts) for one in hoisted.shapes
         ]
-    return lift(programs, hoisted)
+    return lift(programs, hoisted, layouts)
 
 
 def check(program: LoweredProgram, mesh: dtensor.Mesh, function: Callable, dims: Dims) -> None:

@@ -342,3 +342,14 @@ def test_the_only_size_that_a_function_takes() -> None:
         study(lambda x: ops.reshape(x, (6, 2, 2)), MATRIX)
     found = study(lambda x: ops.reshape(x, (6, 2, 2)), MATRIX, batch_size=6)
     assert found.outputs == (Flow.ROWS,)
+
+
+def test_a_function_of_few_positions() -> None:
+    """What stands for unknown sizes is small where nothing larger is taken."""
+    table = tf.ones([8, 3])
+    spec = tf.TensorSpec((None, None, 3))
+    apart = study(lambda x: x + table[: x.shape[1]], spec)
+    assert apart.outputs == (Flow.ROWS,)
+    assert study(lambda x: x - tf.reduce_mean(x + table[: x.shape[1]]), spec).mixings
+    with pytest.raises(NotStudied, match="64 and 3"):
+        study(lambda x: x + tf.ones([3, 3])[: x.shape[1]] + table[: x.shape[1]], spec)
