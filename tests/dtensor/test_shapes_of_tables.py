@@ -16,7 +16,7 @@ from .test_shapes import ATTENTION, WIDTH, WORDS, Counts, counts, epochs, pair, 
 
 pytestmark = pytest.mark.usefixtures("float64")
 __all__ = ["counts"]
-SHAPES = [(7 if length % 6 == 0 else 8, length) for length in range(6, 26, 2)]
+SHAPES = [(4 + length % 5, length) for length in range(6, 26, 2)]
 
 
 def bare() -> keras.Model:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import kdist
+from kdist.runtime import by_shape
 
 import keras
 import numpy as np
@@ -66,7 +67,9 @@ DEFAULT = ("rows", "positions")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.long] * (n not in DEFAULT)) for n in CASES]
 )
-def test_any_length(name: str, tmp_path: Path) -> None:
+def test_any_length(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one program, not piece by piece."""
+    monkeypatch.delattr(by_shape, "in_pieces")
     build, axes, options = CASES[name]
     plain, model = build(), build()
     config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=CUT, **options)
