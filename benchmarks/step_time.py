@@ -30,7 +30,6 @@ from typing import IO, Any
 import results_file
 from absl import flags
 from rich.console import Console
-from rich.table import Table
 
 import step_configurations as rows
 from step_worker import MARK
@@ -201,18 +200,15 @@ def python_with(package: str, folder: Path) -> str:
     return str(python)
 
 
-def step_table(records: list[dict[str, Any]]) -> Table:
-    """Makes the table of step times; ratios are to the plain row of the same model."""
-    table = Table(title="training step, same model and global batch")
-    table.add_column("configuration", no_wrap=True)
-    for column in ("used", "first, s", "step, s", "to plain", "MiB", "losses"):
-        table.add_column(column, justify="right")
+def step_rows(records: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The rows of the table of step times; ratios are to the plain row of the same model."""
+    found: list[tuple[str, ...]] = []
     base = float("nan")
     for record in records:
         if record["runner"] == "plain" and record.get("steps_s"):
             base = statistics.median(record["steps_s"])  # of the rows that follow it
         if "error" in record:
-            table.add_row(record["name"], "", "failed", "", "", "", "")
+            found.append((record["name"], "", "failed", "", "", "", ""))
             continue
         step = statistics.median(record["steps_s"]) if record["steps_s"] else float("nan")
         cells = (
@@ -223,20 +219,32 @@ def step_table(records: list[dict[str, Any]]) -> Table:
             f"{record['peak_mib']:.0f}",
         )
         losses = f"{record['first_loss']:.4f} {record['second_loss']:.4f}"
-        table.add_row(record["name"], *cells, losses)
-    return table
+        found.append((record["name"], *cells, losses))
+    return found
 
 
-def growth_table(records: list[dict[str, Any]]) -> Table:
-    """Makes the table of first-step times."""
-    table = Table(title="first step (tracing and compiling included)")
-    table.add_column("configuration", no_wrap=True)
-    table.add_column("first step, s", justify="right")
-    table.add_column("MiB", justify="right")
+def growth_rows(records: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The rows of the table of first-step times."""
+    found: list[tuple[str, ...]] = []
     for record in records:
         first, most = record.get("first_step_s"), record.get("peak_mib", 0)
-        table.add_row(record["name"], "failed" if first is None else f"{first:.1f}", f"{most:.0f}")
-    return table
+        found.append((record["name"], "failed" if first is None else f"{first:.1f}", f"{most:.0f}"))
+    return found
+
+
+def show(steps: list[dict[str, Any]], growth: list[dict[str, Any]]) -> None:
+    """Prints both tables."""
+    # Here, since kdist sets variables for its process that workers would inherit.
+    from kdist.display.tables import Column, number, table
+
+    shown, name = Console(), Column("configuration")
+    titles = ("used", "first, s", "step, s", "to plain", "MiB", "losses")
+    title = "training step, same model and global batch"
+    shown.print(table(title, [name, *map(number, titles)], step_rows(steps), shown.width))
+    if growth:
+        title = "first step (tracing and compiling included)"
+        columns = [name, number("first step, s"), number("MiB")]
+        shown.print(table(title, columns, growth_rows(growth), shown.width))
 
 
 def _flags() -> flags.FlagValues:
@@ -300,12 +308,11 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
 
     steps = measure(chosen, pythons, args.rounds, args.steps)
     add_devices(steps, chosen)
-    Console().print(step_table(steps))
     growth: list[dict[str, Any]] = []
     if args.growth:
         for row in rows.growth_rows(sizes):
             growth += measure([row], pythons, 0, 0)
-        Console().print(growth_table(growth))
+    show(steps, growth)
     for record in (*steps, *growth):
         if record.get("steps_s"):
             record["step_s"] = results_file.spread_of(record["steps_s"])
