@@ -26,13 +26,6 @@ from kdist.storage.sparse import LookUp, gradients_of_rows, looked_up
 
 import keras
 
-OF_CHUNKS = (
-    "each chunk of a stage keeps to the budget as if the others kept what it does; where they "
-    "differ, a device may need some percent more (2.0 % was the most that was seen). kdist.inspect "
-    "says what it needs"
-)
-"""What is said of a budget in a pipeline of several chunks a stage."""
-
 
 class PlannedModel(PlacedModel):
     """A placed model and its plan; see `PlacedModel` for arguments and attributes."""
@@ -213,8 +206,6 @@ class PlannedModel(PlacedModel):
             notes.append(self.whole_batch.note(self.config.pipeline))
         if self.blocks:
             notes.append(self.blocks.describe())
-        if self.blocks.budget is not None and self.staged and self.staged.schedule.chunks > 1:
-            notes.append(OF_CHUNKS)
         if self.uses_host:
             notes.append(self._host_note())
         notes += filter(None, [nccl.note([d for one in self.topology.slices for d in one.devices])])

@@ -14,6 +14,7 @@ Python.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
@@ -226,6 +227,40 @@ class _Problem:
         cheap = sorted(states, key=lambda w: states[w][-1].seconds)
         chosen = [*ranked[: STATES // 2], *cheap[: STATES // 2]]
         return {w: states[w] for w in dict.fromkeys(chosen)}
+
+
+def together(trades: Sequence[Trade]) -> Trade:
+    """One choice for several programs, of one for each; names begin with a program's number."""
+    return functools.reduce(_joined, map(_numbered, itertools.count(), trades), Trade(0, 0.0))
+
+
+def joined(programs: Sequence[Sequence[Trade]], held: Sequence[int]) -> list[Trade]:
+    """The best choices for several programs, of those for each; see `together`.
+
+    Args:
+        programs: The trades of each.
+        held: How often a device keeps at a time what each keeps.
+    """
+    parts = [
+        [_numbered(n, dataclasses.replace(t, nbytes=times * t.nbytes)) for t in trades]
+        for n, (trades, times) in enumerate(zip(programs, held))
+    ]
+    return functools.reduce(
+        lambda one, other: _thinned(_pareto(_joined(a, b) for a in one for b in other)), parts
+    )
+
+
+def apart(trade: Trade, programs: int) -> list[set[str]]:
+    """What runs again of each of several programs."""
+    found: list[set[str]] = [set() for _ in range(programs)]
+    for name in trade.again:
+        number, _, mine = name.partition(":")
+        found[int(number)].add(mine)
+    return found
+
+
+def _numbered(number: int, trade: Trade) -> Trade:
+    return dataclasses.replace(trade, again=frozenset(f"{number}:{n}" for n in trade.again))
 
 
 def largest_that_fits(

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from kdist.pipeline.simulate import Costs
 
 
+Beside = tuple[tuple[int, int], ...]
+"""What a stage keeps of other micro-batches, by chunk; see `Schedule.kept_beside`."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
     """The order of the instructions of each stage.
@@ -115,15 +119,33 @@ class Schedule:
         """
         return tuple(_peak_live(row) for row in self.stages)
 
-    def kept_beside(self) -> tuple[frozenset[tuple[int, int]], ...]:
-        """Per stage, what it keeps of other micro-batches while it computes one.
+    def kept_beside(self) -> tuple[frozenset[Beside], ...]:
+        """Per virtual stage, what its stage keeps of other micro-batches while it computes one.
 
         Returns:
-            Pairs, one or several instructions have each: of how many others the backward pass has
-            not begun, and of how many the weight gradient is put off. A pair of which both numbers
-            are at most those of another one is left out.
+            One for some instructions of each: per chunk of the stage, of how many others the
+            backward pass has not begun, and of how many the weight gradient is put off. One of
+            which no number is more than that of another is left out.
         """
-        return tuple(_kept_beside(row) for row in self.stages)
+        return tuple(
+            _kept_beside(self.stages[v % self.num_stages], v // self.num_stages, self.chunks)
+            for v in range(self.virtual_stages)
+        )
+
+    def held(self) -> tuple[int, ...]:
+        """Per virtual stage, the most micro-batches of which it keeps something at a time.
+
+        As `peak_live`, but 0 if it keeps nothing while something else runs on its stage's device.
+        """
+        found = [0] * self.virtual_stages
+        beside = self.kept_beside()
+        for virtual, ones in enumerate(beside):
+            for one in ones:
+                for chunk, kept in enumerate(one):
+                    mine = chunk * self.num_stages + virtual % self.num_stages
+                    begun = sum(kept)
+                    found[mine] = max(found[mine], begun + (mine == virtual and begun > 0))
+        return tuple(found)
 
     def chart(self, costs: Costs | None = None) -> Chart:
         """The planned timeline, to print or to save as PNG or Chrome trace.
@@ -166,17 +188,20 @@ def _peak_live(row: tuple[Instruction, ...]) -> int:
     return peak
 
 
-def _kept_beside(row: tuple[Instruction, ...]) -> frozenset[tuple[int, int]]:
-    begun = off = 0
+def _kept_beside(row: tuple[Instruction, ...], chunk: int, chunks: int) -> frozenset[Beside]:
+    begun, off = [0] * chunks, [0] * chunks
     found = set()
     for one in row:
         if one.letter in "BI":
-            begun -= 1
+            begun[one.chunk] -= 1
         elif one.letter == "W":
-            off -= 1
-        found.add((begun, off))
-        begun += one.letter == "F"
-        off += one.letter == "I"
-    return frozenset(
-        (a, b) for a, b in found if not any(a <= c and b <= d for c, d in found - {(a, b)})
-    )
+            off[one.chunk] -= 1
+        if one.chunk == chunk:
+            found.add(tuple(zip(begun, off)))
+        begun[one.chunk] += one.letter == "F"
+        off[one.chunk] += one.letter == "I"
+    return frozenset(one for one in found if not any(_at_most(one, m) for m in found - {one}))
+
+
+def _at_most(one: Beside, other: Beside) -> bool:
+    return all(a <= b for mine, its in zip(one, other) for a, b in zip(mine, its))

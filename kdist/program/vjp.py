@@ -27,7 +27,7 @@ class CapturesVariables(Exception):
 
 
 class Vjp:
-    """The two halves of a function.
+    """The two halves of a function, once it is cut.
 
     Args:
         function: What to differentiate; pure.
@@ -60,8 +60,8 @@ class Vjp:
         self._cotangents: list[int] = []
         joint = tf.compat.v1.wrap_function(self._joint, [*params, *inputs])
         self._refuse_variables(joint.graph)
-        self._cut(joint, wrap)
-        self._outputs = []
+        self._joint_trace, self._wrap = joint, wrap
+        self._find_fetches()
 
     def forward(
         self, params: Sequence[Any], inputs: Sequence[Any], *where: Any
@@ -152,70 +152,70 @@ class Vjp:
         if tf.resource in captured:
             raise CapturesVariables
 
-    def _cut(self, joint: Any, wrap: Callable) -> None:
+    def _find_fetches(self) -> None:
+        """Finds which tensors of the trace the gradients are, and what depends on inputs."""
         params, inputs = self._arguments
-        depends = dependencies(joint.graph, params, inputs)
+        self._depends = dependencies(self._joint_trace.graph, params, inputs)
         gradient = {id(t): g for t, g in zip(self._watched, self._found)}
         laid: dict[int, Any] = {id(t): g for t, g in zip(self._watched, self._laid)}
         found = [gradient.get(id(t)) for t in (*params, *inputs)]
         returned: list[Any] = [laid.get(id(t)) for t in (*params, *inputs)]
         self._kinds: list[Any] = []
-        fetches: list[Any] = []
+        self._fetches: list[Any] = []
         self.rows: dict[int, tuple[list[int], bool, int]] = {}
         for i, (g, given) in enumerate(zip(found, returned)):
             if g is None:
                 self._kinds.append(None)
             elif sparse.is_sparse(g):
                 self._kinds.append(params[i].shape.as_list())
-                fetches += [given.values, given.indices]
+                self._fetches += [given.values, given.indices]
                 reached = [j for j, x in enumerate(inputs) if sparse.depends_on(g.indices, [x])]
                 alike = self._alike[id(params[i])]
                 self.rows[i] = (reached, sparse.look_up(g.indices, inputs).merged, alike)
             else:
                 self._kinds.append("dense")
-                fetches.append(given)
-        self._again = self._runs_again(joint.graph, fetches, depends)
-        saved = self._frontier(fetches, depends)
+                self._fetches.append(given)
+        del self._found, self._alike, self._laid, self._watched
+
+    def cut(self, again: Collection[str] = ()) -> None:
+        """Cuts the trace into the two halves, which may be called from then on.
+
+        Args:
+            again: Names of the forward operations that the backward half runs again, if it needs
+                them.
+        """
+        params, inputs = self._arguments
+        joint, wrap = self._joint_trace, self._wrap
+        saved = self._frontier(again)
         self.saved = [tf.TensorSpec(t.shape, t.dtype) for t in saved]
         self.output_dtypes = [t.dtype for t in self._outputs]
         forward = pruned(joint, [*params, *inputs], [*self._outputs, *saved])
         self._call_forward = wrap(forward)
         self._kept_feeds = len(params) + len(saved)
-        self._cut_backward(joint, wrap, [*params, *saved, *self._given], fetches)
-        del self._given, self._found, self._alike, self._laid, self._arguments, self._watched
+        self._cut_backward([*params, *saved, *self._given])
+        self._outputs, self._fetches = [], []
+        del self._given, self._arguments, self._joint_trace, self._wrap, self._depends
 
-    def _cut_backward(
-        self, joint: Any, wrap: Callable, feeds: Sequence[Any], fetches: Sequence[Any]
-    ) -> None:
-        self._call_backward = Cut(joint, feeds, fetches, wrap, self._kept_feeds)
+    def _cut_backward(self, feeds: Sequence[Any]) -> None:
+        self._call_backward = Cut(
+            self._joint_trace, feeds, self._fetches, self._wrap, self._kept_feeds
+        )
 
-    def _runs_again(
-        self, graph: Any, fetches: Sequence[Any], depends: dict[str, bool]
-    ) -> Collection[str]:
-        """Names of the forward operations that the backward half runs again, if it needs them.
-
-        Args:
-            graph: The joint trace.
-            fetches: The gradients in it.
-            depends: Per operation, whether it depends on inputs.
-        """
-        return ()
-
-    def _frontier(self, fetches: Sequence[Any], depends: dict[str, bool]) -> list[Any]:
+    def _frontier(self, repeated: Collection[str]) -> list[Any]:
         """Forward tensors that the backward part needs and that depend on inputs."""
         saved: dict[Any, Any] = {}
         seen: set[Any] = set()
-        waiting = list(fetches)
+        waiting = list(self._fetches)
         given = {t.op.name for t in self._given}
         while waiting:
             tensor = waiting.pop()
             if tensor.ref() in seen or tensor.op.name in given:
                 continue
             seen.add(tensor.ref())
-            again = tensor.op.name in self._again or not self._passes(tensor)
+            again = tensor.op.name in repeated or not self._passes(tensor)
             if tensor.op.name not in self._forward_ops or again:
                 waiting.extend(tensor.op.inputs)
-            elif depends[tensor.op.name]:
+            elif self._depends[tensor.op.name]:
                 saved[tensor.ref()] = tensor
         return list(saved.values())
 

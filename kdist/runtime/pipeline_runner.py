@@ -94,7 +94,8 @@ class PipelineRunner:
         self, batch: SplitBatch, scale: Any, begin: Begin | None = None
     ) -> list[SliceResult]:
         """Loss and gradients of every replica; see `Program.loss_and_gradients`."""
-        wanted = Pass(training=True, differentiate=True, split=self.schedule.splits_backward)
+        split, outputs = self.schedule.splits_backward, self.want_outputs
+        wanted = Pass(training=True, differentiate=True, split=split, outputs=outputs)
         scale = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
         run = self._passed(wanted, self.schedule, batch, scale, with_loss=True)
         results = [flow.result(self.want_outputs, self.want_parts) for flow in run.flows]

@@ -15,7 +15,7 @@ from kdist.graphs.chunks import Chunk, Graph, node_of
 from kdist.graphs.layer_names import BACKWARD
 from kdist.graphs.program_peak import repeated_peak
 from kdist.graphs.recompute import Passes, descendants, repeat
-from kdist.program.again import OVER_INNER_AXES, Nodes, nodes_again
+from kdist.program.again import OVER_INNER_AXES, Candidates, Nodes, nodes_again
 from kdist.stages.node_seconds import operation_seconds
 
 import tensorflow as tf
@@ -48,8 +48,8 @@ def run_again(
     nodes = sizes.nodes()
     communication = set(nodes.communication)
 
-    def peak(again: set[str]) -> int:
-        made = repeat(graph, passes, again, seeds, fetched)
+    def peak(again: Sequence[set[str]]) -> int:
+        made = repeat(graph, passes, again[0], seeds, fetched)
         found = repeated_peak(
             made,
             passes,
@@ -61,7 +61,7 @@ def run_again(
         )
         return found if calls else int(found * OVER_INNER_AXES)
 
-    again = nodes_again(graph, passes, blocks, nodes, peak)
+    (again,) = nodes_again([Candidates(graph, passes, blocks, nodes)], blocks, peak)
     made = repeat(graph, passes, again, seeds, fetched)
     if passes.seeded and not made.originals and blocks.layers and blocks.budget is None:
         warnings.warn(

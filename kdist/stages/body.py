@@ -169,6 +169,12 @@ class StageOutput:
         """
         return [t for part in self.parts[: 4 if whole else 2] for t in leaves(part)]
 
+    @property
+    def places_of_outputs(self) -> range:
+        """Positions of the model's outputs among the flat ones."""
+        before = sum(len(leaves(part)) for part in self.parts[:3])
+        return range(before, before + len(leaves(self.outputs)))
+
     def filled(self, flat: Sequence[Any]) -> StageOutput:
         """The same with other tensors."""
         given = iter(flat)

@@ -29,12 +29,14 @@ class Pass:
         differentiate: Whether gradients are wanted.
         split: Whether the schedule splits the backward.
         whole: Whether the loss is one over the whole batch, computed outside the stages.
+        outputs: Whether a step that differentiates reads what the model returns, for metrics.
     """
 
     training: bool
     differentiate: bool = False
     split: bool = False
     whole: bool = False
+    outputs: bool = True
 
 
 @dataclasses.dataclass
@@ -72,6 +74,7 @@ class StageFunctions:
     Attributes:
         example_output: Outputs as the trace made them: names, masks, dtypes, shapes.
         parts: What its backend made of each function.
+        vjp: Forward and backward, if gradients are wanted.
 
     Raises:
         ValueError: A layer reads variables that are not its own.
@@ -94,7 +97,7 @@ class StageFunctions:
         inputs = specs(example.flat())
         try:
             if wanted.differentiate:
-                self._vjp = StageVjp(
+                self.vjp = StageVjp(
                     self._compute,
                     params,
                     inputs,
@@ -103,6 +106,7 @@ class StageFunctions:
                     boundary=len([t for t in example.boundary.values() if t is not None]),
                     state=example.state_range,
                     targets=lambda: self._targets,
+                    unread=lambda: self._unread,
                     split=wanted.split,
                     known=known,
                 )
@@ -114,6 +118,15 @@ class StageFunctions:
                 "layers that it does not own. Make the other layer an attribute of it, or call "
                 f"that layer in the model's graph. Received: layers {', '.join(body.names)}"
             ) from None
+
+    def cut(self, again: Collection[str]) -> None:
+        """Makes the functions of the trace.
+
+        Args:
+            again: Names of the forward operations that run again in the backward pass.
+        """
+        if self.wanted.differentiate:
+            self.vjp.cut(again)
 
     def _part(self, concrete: Any, late: Sequence[int] = ()) -> Callable[..., list[Any]]:
         again = late if self.body.program.blocks else ()
@@ -136,6 +149,8 @@ class StageFunctions:
         whole = self.wanted.whole
         result = self.body.run(params, given, self.wanted.training, whole)
         self._targets = len(result.targets(whole))
+        read = whole or self.wanted.outputs
+        self._unread = range(0) if read else result.places_of_outputs
         self.example_output = result
         return result.flat()
 
@@ -148,7 +163,7 @@ class StageFunctions:
         """Runs the forward function on slice `s`."""
         flat = given.flat()
         if self.wanted.differentiate:
-            outputs, saved = self._vjp.forward(params, flat, s)
+            outputs, saved = self.vjp.forward(params, flat, s)
         else:
             outputs, saved = list(self._forward(s, *params, *flat)), []
         result = self.example_output.filled(outputs)
@@ -169,13 +184,13 @@ class StageFunctions:
         found = [*boundary, *others]
         devices = self._backend.devices(s)
         saved.cotangents = [
-            each(tf.zeros_like, devices, t) if d is None and self._vjp.takes_cotangent(i) else d
+            each(tf.zeros_like, devices, t) if d is None and self.vjp.takes_cotangent(i) else d
             for i, (t, d) in enumerate(zip(saved.sent, found, strict=True))
         ]
 
     def needs(self, half: str) -> set[int]:
         """Which trainable variables a backward looks at; see `StageVjp.needs`."""
-        return {self.body.trainable[i] for i in self._vjp.needs(half)}
+        return {self.body.trainable[i] for i in self.vjp.needs(half)}
 
     def weight_use(self, gathered: Collection[int], penalized: Sequence[int]) -> WeightUse:
         """What the virtual stage has to do with weights.
@@ -195,19 +210,19 @@ class StageFunctions:
 
     def backward(self, s: int, saved: Saved) -> tuple[list[Any], list[Any]]:
         """Gradients of the parameters, and of the tensors from the stage before."""
-        found, inward = self._vjp.backward(saved.params, saved.tensors, saved.cotangents, s)
-        return found, inward[: self._vjp.boundary]
+        found, inward = self.vjp.backward(saved.params, saved.tensors, saved.cotangents, s)
+        return found, inward[: self.vjp.boundary]
 
     def backward_input(self, s: int, saved: Saved) -> list[Any]:
         """Gradients of the tensors from the stage before."""
-        inward, saved.kept = self._vjp.backward_input(
+        inward, saved.kept = self.vjp.backward_input(
             saved.params, saved.tensors, saved.cotangents, s
         )
-        return inward[: self._vjp.boundary]
+        return inward[: self.vjp.boundary]
 
     def backward_weight(self, s: int, saved: Saved) -> list[Any]:
         """Gradients of the parameters."""
-        return self._vjp.backward_weight(
+        return self.vjp.backward_weight(
             saved.params, saved.tensors, saved.cotangents, saved.kept, s
         )
 
@@ -217,15 +232,15 @@ class StageFunctions:
         Raises:
             ValueError: It does not show which operation communicates.
         """
-        local = self._vjp.local if self.wanted.differentiate else frozenset()
+        local = self.vjp.local if self.wanted.differentiate else frozenset()
         if not local:
             return frozenset()
         forward, *backward = [part.communicating() for part in self.parts]
         again = set().union(*backward)
-        self._refuse_unknown(again - self._vjp.numbers.keys())
+        self._refuse_unknown(again - self.vjp.numbers.keys())
         if not again & local:
             return frozenset()
-        return frozenset(self._vjp.numbers[name] for name in (again | forward) & local)
+        return frozenset(self.vjp.numbers[name] for name in (again | forward) & local)
 
     def sizes(self) -> dict[int, tuple[int, ...]]:
         """By number of an operation, the bytes that a device has of its results, once lowered."""
@@ -234,7 +249,7 @@ class StageFunctions:
         by_name: dict[str, tuple[int, ...]] = {}
         for part in self.parts:
             by_name = part.result_bytes() | by_name
-        numbers = self._vjp.numbers
+        numbers = self.vjp.numbers
         return {numbers[name]: found for name, found in by_name.items() if name in numbers}
 
     def _refuse_unknown(self, nodes: set[str]) -> None:
@@ -252,13 +267,13 @@ class StageFunctions:
 
     def connected(self) -> list[int]:
         """The trainable variables that get a gradient."""
-        return [i for i, there in zip(self.body.trainable, self._vjp.gradients_exist) if there]
+        return [i for i, there in zip(self.body.trainable, self.vjp.gradients_exist) if there]
 
     def look_ups(self) -> dict[int, LookUp]:
         """By trainable variable, how gradients that are rows are looked up."""
         state, stage = self._example.state_range, self.body.staged.stage_of(self.body.virtual)
         found = {}
-        for i, (reached, merged, alike) in self._vjp.rows.items():
+        for i, (reached, merged, alike) in self.vjp.rows.items():
             by_batch = any(j not in state for j in reached)
             same = ((stage, alike),) if alike and not merged else ()
             found[self.body.trainable[i]] = LookUp(by_batch, merged, same=same)

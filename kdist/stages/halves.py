@@ -8,19 +8,20 @@ one joint graph of `kdist.program.vjp.Vjp`; what the first half has computed goe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kdist.graphs.chunks import Graph, node_of
 from kdist.graphs.recompute import Passes
-from kdist.program.again import OVER_INNER_AXES, Nodes, nodes_again
+from kdist.pipeline.schedule import Schedule
+from kdist.program.again import Candidates, Nodes
 from kdist.program.blocks import block_of
 from kdist.program.vjp import Cut, PureFunction, Vjp, reached, unflatten
 from kdist.stages.body import StageBody
 from kdist.stages.lowered import UNKNOWN, Known
 from kdist.stages.node_seconds import operation_seconds
 from kdist.stages.stage_peaks import Halves, Trace
-from kdist.stages.waiting import owned, together, waiting
+from kdist.stages.waiting import Held, made_by, most_held, owned, together
 from kdist.storage import sparse
 
 import tensorflow as tf
@@ -43,6 +44,7 @@ class StageVjp(Vjp):
         boundary: Number of inputs that come from the stage before.
         state: Which inputs are state.
         targets: Tells, once the function has run, how many outputs take a cotangent.
+        unread: Tells then which outputs nothing reads.
         split: Whether the backward is also cut into halves.
         known: What lowering has shown of the stage.
 
@@ -62,13 +64,17 @@ class StageVjp(Vjp):
         boundary: int,
         state: range,
         targets: Callable[[], int],
+        unread: Callable[[], range],
         split: bool,
         known: Known = UNKNOWN,
     ) -> None:
         self.boundary, self._count, self._split = boundary, targets, split
+        self._unread = unread
         self._body, self._state, self._known = body, state, known
         self.numbers: dict[str, int] = {}
         self.local: frozenset[str] = frozenset()
+        self._effects: set[str] = set()
+        self._trace: Trace | None = None
         super().__init__(function, params, inputs, wrap)
 
     def _of_batch(self, inputs: list[Any]) -> list[Any]:
@@ -100,13 +106,12 @@ class StageVjp(Vjp):
         """Per parameter, whether it gets a gradient."""
         return [kind is not None for kind in self._kinds[: self._sizes[0]]]
 
-    def _cut_backward(
-        self, joint: Any, wrap: Callable, feeds: Sequence[Any], fetches: Sequence[Any]
-    ) -> None:
+    def _cut_backward(self, feeds: Sequence[Any]) -> None:
         if not self._split:
-            super()._cut_backward(joint, wrap, feeds, fetches)
+            super()._cut_backward(feeds)
             return
-        weights, inward = self._of_weights(fetches)
+        joint, wrap = self._joint_trace, self._wrap
+        weights, inward = self._of_weights()
         first = _backward_operations(inward, feeds, self._forward_ops)
         kept = self._made_by(first, weights, feeds)
         # With nothing to compute, the first half still is an operation, to be ordered and seen.
@@ -117,21 +122,26 @@ class StageVjp(Vjp):
         if weights:
             self._call_weight = Cut(joint, [*feeds, *kept], weights, wrap, late)
 
-    def _of_weights(self, fetches: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def cut(self, again: Collection[str] = ()) -> None:
+        """See `Vjp.cut`; of what may not run again, nothing does."""
+        again = frozenset(again) - self._effects
+        blocks = self._body.program.blocks
+        keeps = blocks.keeps_communication if blocks else lambda _: False
+        self.local = frozenset(n for n in again if keeps(block_of(n)))
+        self._trace = None
+        super().cut(again)
+
+    def _of_weights(self) -> tuple[Sequence[Any], Sequence[Any]]:
         """Gradients of parameters, and those of inputs."""
         sizes = [0 if k is None else 1 if k == "dense" else 2 for k in self._kinds]
         count = sum(sizes[: self._sizes[0]])
-        return fetches[:count], fetches[count:]
+        return self._fetches[:count], self._fetches[count:]
 
-    def _runs_again(
-        self, graph: Any, fetches: Sequence[Any], depends: dict[str, bool]
-    ) -> Collection[str]:
+    def candidates(self) -> Candidates:
         """The operations of blocks, but for what leaves them and what has an effect."""
         blocks = self._body.program.blocks
-        if not blocks:
-            return ()
-        nodes = {op.name: op for op in graph.get_operations()}
-        self.numbers = {name: i for i, name in enumerate(nodes)}
+        assert blocks is not None
+        nodes = {op.name: op for op in self._joint_trace.graph.get_operations()}
         inputs = {name: [t.name for t in op.inputs] for name, op in nodes.items()}
         kept = {n for n, op in nodes.items() if op.op_def is None or op.op_def.is_stateful}
         if not self._body.backend.draws_alike:
@@ -139,9 +149,19 @@ class StageVjp(Vjp):
             # A mask is smaller than the numbers that it is made of.
             masks = [m for op in drawn for t in op.outputs for m in t.consumers()]
             kept |= {op.name for op in (*drawn, *masks)}
+        self.numbers, self._effects = {name: i for i, name in enumerate(nodes)}, kept
         passes = Passes(frozenset(self._forward_ops), frozenset())
         whole = Graph(inputs, [t.name for t in self._outputs], effects=kept)
-        joint = dataclasses.replace(whole, results=[*whole.results, *(t.name for t in fetches)])
+        # Of a tensor that another one is laid out like, no value is looked at.
+        looked_at = {n: r[:1] if nodes[n].type == "RelayoutLike" else r for n, r in inputs.items()}
+        self._trace = Trace(
+            Graph(looked_at, [t.name for t in self._read_outputs()], kept & self._forward_ops),
+            self._forward_ops,
+            {t.op.name for t in self._given},
+            lambda n: self._kind(nodes[n]),
+            lambda r: self._size(nodes[node_of(r)].outputs[int(r.rpartition(":")[2])]),
+            self._body.backend.draws_alike,
+        )
         known = Nodes(
             kind=lambda n: nodes[n].type,
             nbytes=lambda n: sum(map(self._size, nodes[n].outputs)),
@@ -149,69 +169,63 @@ class StageVjp(Vjp):
             communication={n for n, i in self.numbers.items() if i in self._known.communicate},
             unknown=self._unknown(),
             later=self._lowered_later,
-            once=self._live == 1,
+            held=self._body.staged.schedule.held()[self._body.virtual],
+        )
+        return Candidates(whole, passes, blocks, known)
+
+    def held(self, again: Collection[str]) -> Held:
+        """What the virtual stage has on its device, if some operations run again."""
+        assert self._trace is not None
+        again = frozenset(again) - self._effects
+        weights, inward = self._of_weights()
+        saved = self._values(self._frontier(again), self._fetches)
+        kept, names = [t.name for t in saved], [t.name for t in weights]
+        put_off: list[Any] = []
+        if self._split:
+            handed = self._handed(weights, inward, saved)
+            put_off = self._values([*saved, *handed, *self._given], weights)
+            given = owned(put_off, self._size)
+            halves = Halves(
+                [t.name for t in inward],
+                names,
+                [t.name for t in handed],
+                [name for name in kept if name in given],
+                {name: n for name, n in given.items() if node_of(name) not in self._trace.seeds},
+            )
+            computing = self._trace.in_halves(kept, halves)
+        else:
+            computing = self._trace.in_one(kept, [t.name for t in inward], names)
+        sent = [] if self._body.last else self._outputs[: self._count()]
+        returned, mine = self._read_outputs()[self._count() :], set(map(made_by, saved))
+        return Held(
+            computing,
+            together(saved, self._size),
+            together(put_off, self._size),
+            sum(map(self._size, returned)),
+            sum(self._size(t) for t in returned if made_by(t) in mine),
+            together(sent, self._size),
+            together(inward, self._size),
         )
 
-        estimate = self._estimate(joint, fetches, depends, nodes)
+    def _kind(self, operation: Any) -> str:
+        """The type of an operation, as far as memory is concerned.
 
-        def peak(again: set[str]) -> int:
-            self._again = again - kept
-            return estimate()
+        Over inner axes one device makes the gradient of a whole table. On the others the sums that
+        lead to it are no part of a parameter's gradient.
+        """
+        kind = self._known.kind(operation, self.numbers)
+        return "Add" if kind == "AddN" and not self._body.backend.draws_alike else kind
 
-        staged = self._body.staged
-        where = f"stage {staged.stage_of(self._body.virtual)}"
-        if staged.schedule.chunks > 1:
-            where += f", chunk {self._body.virtual // staged.schedule.num_stages}"
-        again = nodes_again(whole, passes, blocks, known, peak, where) - kept
-        self.local = frozenset(n for n in again if blocks.keeps_communication(block_of(n)))
-        return again
+    def _read_outputs(self) -> list[Any]:
+        """The outputs that something reads; on one device a call returns all of them."""
+        unread = range(0) if self._body.backend.draws_alike else self._unread()
+        return [t for i, t in enumerate(self._outputs) if i not in unread]
 
-    def _estimate(
-        self,
-        joint: Graph,
-        fetches: Sequence[Any],
-        depends: dict[str, bool],
-        nodes: Mapping[str, Any],
-    ) -> Callable[[], int]:
-        """Tells the bytes of activations that are there at once, if `self._again` runs again."""
-        weights, inward = self._of_weights(fetches)
-        schedule, stage = self._body.staged.schedule, self._body.staged.stage_of(self._body.virtual)
-        beside, lasting = schedule.kept_beside(), self._outputs[self._count() :]
-        # What goes to another stage stays here while that stage keeps it.
-        after = 0 if self._body.last else max(map(sum, beside[(stage + 1) % len(beside)]))
-        before = max(b for _, b in beside[stage - 1])
-        trace = Trace(
-            joint,
-            {t.op.name for t in self._given},
-            lambda n: self._known.kind(nodes[n], self.numbers),
-            lambda r: self._size(nodes[node_of(r)].outputs[int(r.rpartition(":")[2])]),
-            self._body.backend.draws_alike,
-        )
-
-        def estimate() -> int:
-            saved = self._frontier(fetches, depends)
-            put_off: list[Any] = []
-            if self._split:
-                handed = self._handed(weights, inward, saved)
-                needed = reached([*saved, *handed, *self._given], weights)
-                put_off = [t for t in (*saved, *handed, *self._given) if t.ref() in needed]
-                halves = Halves(
-                    [t.name for t in self._outputs],
-                    [t.name for t in inward],
-                    owned(handed, self._size),
-                    [t.name for t in weights],
-                    [t.name for t in saved if t.ref() in needed],
-                )
-                found = trace.in_halves(self._again, halves)
-            else:
-                found = trace.in_one(self._again, [t.name for t in weights])
-            count = schedule.micro_batches
-            found += waiting(saved, put_off, lasting, beside[stage], count, self._size)
-            found += after * together(self._outputs[: self._count()], self._size)
-            found += (before + 1) * together(inward, self._size)
-            return found if self._known.sizes is None else int(found * OVER_INNER_AXES)
-
-        return estimate
+    @staticmethod
+    def _values(feeds: Sequence[Any], fetches: Sequence[Any]) -> list[Any]:
+        """Feeds of which values are looked at."""
+        needed = reached(feeds, fetches, values=True)
+        return [t for t in feeds if t.ref() in needed]
 
     def _size(self, tensor: Any) -> int:
         """Bytes of a tensor on a device."""
@@ -222,12 +236,6 @@ class StageVjp(Vjp):
         """Whether lowering is still to show what a device has of each tensor."""
         unlowered = not self._body.backend.draws_alike and self._known.sizes is None
         return unlowered and not self._unknown()
-
-    @property
-    def _live(self) -> int:
-        """Micro-batches that a stage keeps something of at a time."""
-        staged = self._body.staged
-        return max(staged.schedule.peak_live()[staged.stage_of(self._body.virtual)], 1)
 
     def _handed(
         self, weights: Sequence[Any], inward: Sequence[Any], saved: Sequence[Any]
@@ -295,6 +303,36 @@ class StageVjp(Vjp):
         given = [cotangents[i] for i in self._cotangents]
         flat = self._call_weight(*where, *params, *saved, *given, *kept[: self._kept])
         return unflatten(kinds, flat)
+
+
+@dataclasses.dataclass(frozen=True)
+class DevicePeak:
+    """Tells the bytes of activations that are there at once on the device of a stage.
+
+    Attributes:
+        chunks: The virtual stages of the stage.
+        schedule: The schedule.
+        stage: The stage.
+        known: By chunk and what of it runs again, what it has there.
+    """
+
+    chunks: Sequence[StageVjp]
+    schedule: Schedule
+    stage: int
+    known: dict[Any, Held] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, again: Sequence[Collection[str]]) -> int:
+        """The bytes.
+
+        Args:
+            again: Per chunk, the forward operations that run again.
+        """
+        for chunk, names in enumerate(again):
+            key = chunk, frozenset(names)
+            if key not in self.known:
+                self.known[key] = self.chunks[chunk].held(names)
+        held = [self.known[chunk, frozenset(names)] for chunk, names in enumerate(again)]
+        return most_held(held, self.schedule, self.stage)
 
 
 def _of_sizes(tensor: Any, known: set[str]) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from kdist.dtensor import sizes
 from kdist.dtensor.call import MAX_SHAPES, Retrace
-from kdist.program.again import refuse_short
+from kdist.program.again import nodes_again, refuse_short
 from kdist.stages.body import StageBody
 from kdist.stages.functions import Pass, StageFunctions
+from kdist.stages.halves import DevicePeak
 from kdist.stages.lowered import UNKNOWN, Known
 from kdist.stages.mask_order import check_mask_order
 from kdist.stages.pipeline_program import PipelineProgram, batch_key
@@ -120,11 +121,32 @@ class StagePrograms:
             found.append(made)
             output = found[-1].example_output
             boundary, masks = output.boundary, output.masks
-        if self.program.blocks:
-            refuse_short(self.program.blocks)
+        again = self._repeated(found)
+        with self.backend.tracing():
+            for one, names in zip(found, again):
+                one.cut(names)
         self._check(found, terms)
         self._note(found, wanted)
         return found
+
+    def _repeated(self, found: Sequence[StageFunctions]) -> list[Collection[str]]:
+        """The operations of each virtual stage that run again in the backward pass.
+
+        The chunks of a stage share a device, and what a budget says of it.
+        """
+        blocks, schedule = self.program.blocks, self.staged.schedule
+        again: list[Collection[str]] = [()] * len(found)
+        if not blocks or not found[0].wanted.differentiate:
+            return again
+        for stage in range(schedule.num_stages):
+            mine = [one.vjp for one in found[stage :: schedule.num_stages]]
+            peak = DevicePeak(mine, schedule, stage)
+            candidates = [one.candidates() for one in mine]
+            again[stage :: schedule.num_stages] = nodes_again(
+                candidates, blocks, peak, f"stage {stage}"
+            )
+        refuse_short(blocks)
+        return again
 
     def _check(self, found: Sequence[StageFunctions], terms: int | None) -> None:
         unmasked = {name: tensors for b in self.bodies for name, tensors in b.unmasked.items()}

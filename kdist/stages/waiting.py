@@ -1,43 +1,77 @@
-"""What other micro-batches have on a stage's device while one of them runs there."""
+"""What a stage's device has of all micro-batches while one of them runs there."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kdist.graphs.live_tensors import VIEWS
+from kdist.pipeline.schedule import Beside, Schedule
 
 
-def waiting(
-    saved: Sequence[Any],
-    put_off: Sequence[Any],
-    outputs: Sequence[Any],
-    beside: Iterable[tuple[int, int]],
-    micro_batches: int,
-    size: Callable[[Any], int] | None = None,
-) -> int:
-    """Bytes of what other micro-batches keep.
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What a virtual stage has on its device, in bytes.
+
+    Attributes:
+        computing: Of the micro-batch that it computes, at most.
+        saved: Of one whose backward pass has not begun.
+        put_off: Of one whose weight gradient is put off.
+        returned: Of each, what it returns and metrics read, whenever they run.
+        returned_too: What of that it has saved as well.
+        sent: What goes to the next virtual stage, and stays here while that keeps it.
+        gradients: What goes to the one before.
+    """
+
+    computing: int
+    saved: int = 0
+    put_off: int = 0
+    returned: int = 0
+    returned_too: int = 0
+    sent: int = 0
+    gradients: int = 0
+
+
+def most_held(held: Sequence[Held], schedule: Schedule, stage: int) -> int:
+    """Bytes that a stage's device has at most, whichever of its chunks computes.
 
     Args:
-        saved: What a micro-batch keeps for its backward pass.
-        put_off: What it keeps for its weight gradient, if that is put off.
-        outputs: What it returns and metrics read, whenever they run.
-        beside: See `Schedule.kept_beside`.
-        micro_batches: How many there are.
-        size: Bytes of a tensor; by default `nbytes`.
+        held: Per chunk of the stage.
+        schedule: The schedule.
+        stage: The stage.
     """
-    size = size or nbytes
-    held = {_made(t).ref() for t in saved}
-    whole, half = together(saved, size), together(put_off, size)
+    beside, stages = schedule.kept_beside(), schedule.num_stages
+    around = [_around(beside, stages, chunk * stages + stage) for chunk in range(len(held))]
 
-    def kept(begun: int, off: int) -> int:
-        lasting = sum(
-            size(t) * (micro_batches - (begun + 1 if _made(t).ref() in held else 1))
-            for t in outputs
-        )
-        return begun * whole + off * half + lasting
+    def there(chunk: int, one: Beside) -> int:
+        found = held[chunk].computing
+        for k, (mine, (begun, off)) in enumerate(zip(held, one)):
+            own = k == chunk
+            found += begun * mine.saved + off * mine.put_off
+            found += (schedule.micro_batches - own) * mine.returned - begun * mine.returned_too
+            after, before = around[k]
+            found += (after - own) * mine.sent + before * mine.gradients
+        return found
 
-    return max(kept(*one) for one in beside)
+    return max(
+        there(chunk, one) for chunk in range(len(held)) for one in beside[chunk * stages + stage]
+    )
+
+
+def _around(beside: Sequence[Iterable[Beside]], stages: int, virtual: int) -> tuple[int, int]:
+    """Of how many micro-batches the next virtual stage has something, and gradients the one before.
+
+    That is all that they keep, and the one that they compute.
+    """
+
+    def kept(other: int) -> list[tuple[int, int]]:
+        there = 0 <= other < len(beside)
+        return [one[other // stages] for one in beside[other]] if there else []
+
+    after = 1 + max(map(sum, kept(virtual + 1)), default=0)
+    before = 1 + max((off for _, off in kept(virtual - 1)), default=0)
+    return after, before
 
 
 def nbytes(tensor: Any) -> int:
@@ -48,7 +82,7 @@ def nbytes(tensor: Any) -> int:
 
 def together(tensors: Iterable[Any], size: Callable[[Any], int] = nbytes) -> int:
     """Bytes of some tensors, of which views take none beside what they are of."""
-    return sum(map(size, {(made := _made(t)).ref(): made for t in tensors}.values()))
+    return sum(size(ref.deref()) for ref in dict.fromkeys(map(made_by, tensors)))
 
 
 def owned(tensors: Iterable[Any], size: Callable[[Any], int] = nbytes) -> dict[str, int]:
@@ -56,14 +90,14 @@ def owned(tensors: Iterable[Any], size: Callable[[Any], int] = nbytes) -> dict[s
     seen: set[Any] = set()
     found = {}
     for tensor in tensors:
-        made = _made(tensor)
-        found[tensor.name] = 0 if made.ref() in seen else size(made)
-        seen.add(made.ref())
+        made = made_by(tensor)
+        found[tensor.name] = 0 if made in seen else size(made.deref())
+        seen.add(made)
     return found
 
 
-def _made(tensor: Any) -> Any:
-    """What a tensor is a view of."""
+def made_by(tensor: Any) -> Any:
+    """The reference of what a tensor is a view of."""
     while tensor.op.type in VIEWS:
         tensor = tensor.op.inputs[0]
-    return tensor
+    return tensor.ref()

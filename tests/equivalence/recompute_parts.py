@@ -94,7 +94,7 @@ def saved(model: keras.Model) -> int:
     found = 0
     for functions in step.runner.programs._traced.values():
         for one in functions:
-            specs = one._vjp.saved if one.wanted.differentiate else ()
+            specs = one.vjp.saved if one.wanted.differentiate else ()
             found += sum(
                 math.prod(n or 1 for n in s.shape) * s.dtype.size
                 for s in specs

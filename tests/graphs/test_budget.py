@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from kdist.graphs.budget import Trade, best_trades, largest_that_fits
+from kdist.graphs.budget import Trade, apart, best_trades, joined, largest_that_fits, together
 from kdist.graphs.chunks import Graph, node_of
 
 import pytest
@@ -113,3 +113,13 @@ def test_a_larger_budget_never_repeats_more() -> None:
         times = [one[0].seconds for one in found if one is not None]
         assert times == sorted(times, reverse=True)
         assert all(one is None or one[1] <= b for b, one in enumerate(found))
+
+
+def test_several_programs_share_the_bytes() -> None:
+    """What the second keeps is there three times: 20 bytes are the first one's, or nothing."""
+    first = [Trade(0, 5.0, frozenset("ab")), Trade(20, 0.0)]
+    second = [Trade(0, 4.0, frozenset("a")), Trade(10, 0.0)]
+    found = joined([first, second], [1, 3])
+    assert [(one.nbytes, one.seconds) for one in found] == [(0, 9.0), (20, 4.0), (50, 0.0)]
+    assert [apart(one, 2) for one in found] == [[{"a", "b"}, {"a"}], [set(), {"a"}], [set(), set()]]
+    assert together([first[0], second[0]]).again == found[0].again

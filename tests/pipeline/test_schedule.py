@@ -81,9 +81,32 @@ def test_live_activations_of_1f1b_and_gpipe():
 
 def test_what_is_kept_of_other_micro_batches():
     """Either their backward pass has not begun, or their weight gradient is put off."""
-    assert build("zero_bubble", 4, 8).kept_beside() == ({(3, 0)}, {(2, 1)}, {(1, 2)}, {(0, 3)})
-    assert build("1f1b", 4, 8).kept_beside() == ({(3, 0)}, {(2, 0)}, {(1, 0)}, {(0, 0)})
-    assert build("gpipe", 2, 3).kept_beside() == ({(2, 0)}, {(2, 0)})
+
+    def alone(*pairs):
+        return tuple({(one,)} for one in pairs)
+
+    zero_bubble = alone((3, 0), (2, 1), (1, 2), (0, 3))
+    assert build("zero_bubble", 4, 8).kept_beside() == zero_bubble
+    assert build("1f1b", 4, 8).kept_beside() == alone((3, 0), (2, 0), (1, 0), (0, 0))
+    assert build("gpipe", 2, 3).kept_beside() == alone((2, 0), (2, 0))
+
+
+def test_what_is_kept_of_other_chunks():
+    """Per virtual stage what its stage keeps of each chunk, the one that computes left out."""
+    found = build("interleaved", 2, 4, 2).kept_beside()
+    # Before 0F3, (0F1, 0F2 and 2F0 to) 2B0 is done; before 0F2, 0F0 to 2F1 are.
+    assert found[0] == {((3, 0), (1, 0)), ((2, 0), (2, 0))}
+    # Before 2F2, 0F0 to 0F3 are there, and no other one of its own; before 2B1, one less of 0.
+    assert found[2] == {((4, 0), (0, 0)), ((3, 0), (1, 0))}
+    # Stage 1: 1F0 1F1 3F0 3B0 3F1 3B1 1F2 ...
+    assert found[1] == found[3] == {((2, 0), (0, 0))}
+
+
+def test_what_is_kept_at_a_time():
+    """Nothing where each backward pass follows its forward pass."""
+    assert build("1f1b", 4, 8).held() == (4, 3, 2, 0)
+    assert build("zero_bubble", 4, 8).held() == (4, 4, 4, 4)
+    assert build("interleaved", 2, 4, 2).held() == (4, 3, 2, 0)
 
 
 def test_properties():

@@ -47,6 +47,7 @@ def halves(function: Any, params: list[Any], inputs: list[Any]) -> tuple[Vjp, li
         [tf.TensorSpec(x.shape, x.dtype) for x in inputs],
         lambda f, late=(): f,
     )
+    vjp.cut()
     outputs, saved = vjp.forward(params, inputs)
     return vjp, outputs, saved
 

@@ -85,6 +85,10 @@ def test_blocks_are_there_one_at_a_time(depth: int, axes: dict[str, int], share:
 
 STAGED = {"pipe": 2, "pipeline": kdist.PipelineConfig(micro_batches=4)}
 HALVES = {"pipe": 2, "pipeline": kdist.PipelineConfig(micro_batches=4, schedule="zero_bubble")}
+CHUNKS = {
+    "pipe": 2,
+    "pipeline": kdist.PipelineConfig(micro_batches=4, schedule="interleaved", chunks=2),
+}
 ALL = tuple(range(1, 11))
 
 
@@ -96,8 +100,9 @@ ALL = tuple(range(1, 11))
         pytest.param(4, INNER, ALL, marks=pytest.mark.long),
         pytest.param(4, STAGED, ALL, marks=pytest.mark.long),
         pytest.param(4, HALVES, ALL, marks=pytest.mark.long),
-        pytest.param(4, {"model": 2, **STAGED}, ALL[2:], marks=pytest.mark.long),
-        pytest.param(4, {"model": 2, **HALVES}, ALL[-1:], marks=pytest.mark.long),
+        pytest.param(4, CHUNKS, ALL, marks=pytest.mark.long),
+        pytest.param(4, {"model": 2, **STAGED}, ALL, marks=pytest.mark.long),
+        pytest.param(4, {"model": 2, **HALVES}, ALL[2:], marks=pytest.mark.long),
         pytest.param(4, {**DATA, "level": 3}, ALL, marks=pytest.mark.long),
     ],
     ids=str,
