@@ -112,8 +112,9 @@ class Pipeline(Source):
         raise CheckpointError(
             "A run within an epoch goes on with the batches that the epoch had, and those of a "
             "tf.data.Dataset with AutoShardPolicy.FILE are others for each number of processes. "
-            f"Start {before}, go on from a checkpoint of the end of an epoch, or choose "
-            "AutoShardPolicy.DATA, whose batches are the same for any number. Received: "
+            f"Start {before} process{'es' * (before != 1)}, go on from a checkpoint of the end of "
+            "an epoch, or choose AutoShardPolicy.DATA, whose batches are the same for any number. "
+            "Received: "
             f"{now} process{'es' * (now != 1)} to read now, and {before} before"
         )
 

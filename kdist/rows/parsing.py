@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kdist.rows.node import Node, rule
-from kdist.rows.values import Const, Rows, RowsMeet, Value
+from kdist.rows.values import Const, Rows, RowsMeet, Value, powers
 
 
 @rule("ParseExampleV2")
@@ -24,7 +24,7 @@ def parse_examples(node: Node) -> Value:
 def decode(node: Node) -> Value:
     """Each text by itself; numbers of one are a new dim behind the others."""
     if node.constant:
-        return Const()
+        return Const(power=0 if all(p == 0 for p in powers(node.values)) else None)
     node.only_constants(*range(1, len(node.values)))
     texts = node.values[0]
     if not isinstance(texts, Rows) or texts.power:

@@ -252,6 +252,7 @@ def test_constants(function: Callable) -> None:
         "in the graph": lambda x: tf.shape(x)[0] + 1,
         "ones": lambda x: ops.sum(ops.ones_like(x)),
         "positions": lambda x: ops.arange(ops.shape(x)[0]),
+        "a text of it": lambda x: tf.io.decode_raw(tf.as_string(tf.shape(x)[0]), tf.uint8),
     }
 )
 def test_counts_of_rows_are_constants_that_depend_on_the_size(function: Callable) -> None:
