@@ -6,7 +6,9 @@
 #   sh run.sh test [args]     the tests             (--wide adds the rows that CI runs too, and installs
 #                                                    ONNX for them; --long adds all, and installs
 #                                                    KerasHub too; --part 2/3 runs the second third
-#                                                    of what is selected; other args go to pytest)
+#                                                    of what is selected; --within 30 leaves wide
+#                                                    ones out after half an hour; other args go to
+#                                                    pytest)
 #   sh run.sh lint            ruff and mypy
 #   sh run.sh bench [flags]   step times against plain Keras, MirroredStrategy, JAX
 #   sh run.sh python [args]   Python inside the environment

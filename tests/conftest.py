@@ -7,6 +7,7 @@ processes (pytest-xdist) each keeps to one thread per operation.
 import gc
 import math
 import os
+import time
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -23,11 +24,13 @@ import tensorflow as tf
 
 from .part import Part
 from .tiers import function_of, wide
+from .within import REASON, default_first, summary
 
 # Across processes, `python -m kdist.launch` says how many devices each has.
 kdist.init(cpu_devices=None if "KDIST_CPU_DEVICES" in os.environ else 8)
 
 WIDE = wide()
+STARTED = time.monotonic()
 TESTS_RUN = pytest.StashKey[int]()
 
 
@@ -44,6 +47,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Part.parse,
         metavar="i/n",
         help="run the i-th of n parts of the selected tests; the same tests on every run",
+    )
+    parser.addoption(
+        "--within",
+        type=float,
+        metavar="MINUTES",
+        help="after so many minutes leave out tests marked `wide` or `long`, and say which",
     )
 
 
@@ -71,6 +80,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if part is not None:
         config.hook.pytest_deselected(items=part.rest(items))
         items[:] = part.of(items)
+    if config.getoption("--within") is not None:
+        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        items[:] = default_first(items, beyond_default, workers)
+
+
+def beyond_default(item: pytest.Item) -> bool:
+    """Whether the default suite leaves it out."""
+    return any(item.get_closest_marker(tier) is not None for tier in ("wide", "long"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures are made
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes: float | None = item.config.getoption("--within")
+    if minutes is not None and beyond_default(item) and time.monotonic() - STARTED > 60 * minutes:
+        pytest.skip(REASON)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if (minutes := config.getoption("--within")) is not None:
+        skipped = terminalreporter.stats.get("skipped", [])
+        left_out = [report.nodeid for report in skipped if REASON in str(report.longrepr)]
+        terminalreporter.write_line(summary(left_out, minutes))
 
 
 @pytest.fixture(scope="session", autouse=True)
