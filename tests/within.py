@@ -1,7 +1,7 @@
 """`--within MINUTES`: on a slow machine, the default suite whole, and of the wide rows what fits.
 
-Machines that test are shared: the same suite has taken half an hour and an hour and a half. Under a
-limit from outside, a run that is cut off tells nothing; one that ends by itself says what it left out.
+Machines that test are shared: the same suite has taken half an hour and an hour and a half. A run
+that a limit from outside cuts off tells nothing; one that ends by itself says what it left out.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ REASON = "left out by --within"
 def default_first(items: Sequence[T], is_wide: Callable[[T], bool], workers: int) -> list[T]:
     """The items so that each of several workers meets its default ones before its wide ones.
 
-    pytest-xdist's `worksteal` gives each worker a run of neighbours of one length to begin with; one
-    that has ended takes from the end of another's. Order within either kind stays.
+    pytest-xdist's `worksteal` gives each worker a run of neighbours of one length to begin with;
+    one that has ended takes from the end of another's. Order within either kind stays.
     """
     kinds = [[item for item in items if is_wide(item) == wide] for wide in (False, True)]
     found: list[T] = []

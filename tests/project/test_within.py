@@ -1,4 +1,4 @@
-"""`--within`: no test is lost by the order, default ones come first, and what is left out is said."""
+"""`--within`: the order loses no test, default ones come first, and what is left out is said."""
 
 from hypothesis import given
 from hypothesis import strategies as st
