@@ -29,8 +29,7 @@ class Inspection:
     Attributes:
         collectives: Those inside layers, of one slice, from the lowered training program (or, of
             a model that has not trained, from a forward and backward pass without a loss).
-        programs: How many programs were lowered.
-        memory: Per device.
+        memory: Per device, in bytes.
         plan: What kdist itself communicates.
         fallbacks: Why the model, or part of it, does not run over DTensor.
         gathered: Weights that are stored cut and gathered before use.
@@ -115,8 +114,9 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
     """Shows which collectives each layer causes, and what each device holds.
 
     Read from what DTensor lowered, from the buffers that exist and from executed graphs, not from
-    what was declared. Of a model that has trained on plain devices (no inner axis), the step is
-    traced and run once more, on zeros, for its executed graph; all variables get their values back.
+    what was declared. Of a model that has trained, the step is traced and run once more, on zeros,
+    for its executed graph; all variables get their values back. Not with `run_eagerly` and
+    `jit_compile=True`, whose steps are not read.
 
     Args:
         model: A parallelized, compiled model.

@@ -89,7 +89,7 @@ def mesh_from_strategy(
 
 
 def check_kind(strategy: Any) -> None:
-    """Refuses strategies that are not `TAKEN`, and those over several workers."""
+    """Refuses strategies that are not `TAKEN`, and several workers that have not joined yet."""
     for kind, instead in REFUSED.items():
         if isinstance(strategy, kind):
             raise ValueError(f"{instead}. Received: strategy={strategy!r}")

@@ -262,7 +262,7 @@ class SteppedModel(PlannedModel):
         return self.program.trained.rows
 
     def works(self) -> list[Work]:
-        """See `PlacedModel.works`; once the step is traced, what it does."""
+        """See `PlannedModel.works`; once the step is traced, what it does."""
         steps = [self.__dict__.get(name) for name in ("mesh_step", "plain_step")]
         for runner in (step.runner for step in steps if step is not None):
             if isinstance(runner, PipelineRunner) and runner.work is not None:

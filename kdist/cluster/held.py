@@ -40,7 +40,7 @@ _held: dict[int, Held] = {}
 
 
 def hold(words: bytes, *arrays: np.ndarray) -> bytes:
-    """Keeps arrays until a function has run on them; see `kdist.cluster.elsewhere.HandedOver`."""
+    """Keeps arrays until a function has run on them; see `kdist.cluster.elsewhere.hand_over`."""
     said = json.loads(words)
     kept = list(arrays)
     if said["copied"]:

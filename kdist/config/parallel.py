@@ -59,16 +59,16 @@ class ParallelConfig:
     same for its model."""
 
     fusion: FusionConfig = FusionConfig()
-    """Which gradients, and their new values, travel together. What level 3 gathers does not: each
-    parameter is gathered by itself."""
+    """Which gradients, their new values, and parameters that level 3 gathers travel together, when
+    they leave, and which way sums go between processes."""
 
     compression: CompressionConfig | None = None
-    """How gradients travel over the data axis: cast to 16 bits, or as low-rank factors. None: as
-    they are."""
+    """How gradients travel over the data axis: cast to 16 bits, or as low-rank factors, variable by
+    variable. None: as they are."""
 
     pipeline: PipelineConfig | None = None
     """How the model is cut into stages over the mesh's `pipe` axis, and in which order they work.
-    Goes with that axis: both or none."""
+    Goes with that axis: both or neither."""
 
     recompute: RecomputeConfig | None = None
     """Which layers run again in the backward pass, so that their activations need not be kept.
@@ -78,10 +78,12 @@ class ParallelConfig:
     """What a layer sees in which rows of the batch meet. `"replica"`: its replica's rows, as on any
     data-parallel system: a contrastive loss has the negatives of its replica alone, a
     `BatchNormalization` normalises by the statistics of its replica's rows. `"global"`: all rows,
-    as on one device; `BatchNormalization` too, whatever its `synchronized`. The data axis then is
-    inside DTensor, as an inner axis that cuts the batch, and optimizer levels, fusion, compression
-    and `pipe` are refused. A batch that the axis does not divide is computed whole on every
-    device."""
+    as on one device; `BatchNormalization` too, whatever its `synchronized`. The data axis is then
+    inside DTensor for the forward and backward pass, as an inner axis that cuts the batch;
+    optimizer levels, fusion and compression are what they are with `"replica"`. A pipeline has one
+    micro-batch; tables on the host or split by hand, and `loss_from_layers="sum"`, are refused. A
+    batch that the axis does not divide is computed whole on every device. See
+    docs/batch_semantics.md."""
 
     loss_from_layers: Literal["mean", "sum"] = "mean"
     """How values that layers give to `add_loss` are combined over replicas. `"mean"`: weighted by

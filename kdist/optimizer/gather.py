@@ -1,7 +1,7 @@
 """Gathering parameters that are stored sliced over the data axis, for the chunk that uses them.
 
 Parameters of one chunk that share a bucket travel as one message per pair of devices, as their
-gradients do: see `kdist.fusion`.
+gradients do: see `kdist.plan.fusion_groups`.
 """
 
 from __future__ import annotations

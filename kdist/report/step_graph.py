@@ -40,7 +40,7 @@ def live_tensors(
     """What may be alive at once in a training step.
 
     Args:
-        step: A `kdist.runtime.step.Step` whose slices are plain devices.
+        step: A `kdist.runtime.step.Step`.
         batch: (x, y, sample_weight), concrete tensors. Their values do not matter.
         parameters: The local variables that are (parts of) weights.
         shared_memory: See `LiveTensors`.
