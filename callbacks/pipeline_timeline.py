@@ -32,6 +32,8 @@ class PipelineTimeline(keras.callbacks.Callback):
         ValueError: When training starts, if the model is no pipeline, or has fewer replicas.
 
     Example:
+        >>> model = kdist.PipelineModel(build_model(), stages=2, micro_batches=4)
+        >>> model.compile("adam", "mse")
         >>> timeline = kdist.callbacks.PipelineTimeline("step.json")
         >>> model.fit(x, y, callbacks=[timeline])
         >>> print(timeline.chart())

@@ -67,7 +67,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
     Example:
         >>> saver = kdist.callbacks.ShardedCheckpoint("checkpoints", every_steps=500, resume=True)
-        >>> model.fit(x, y, epochs=10, callbacks=[saver])
+        >>> model.fit(x, y, epochs=2, callbacks=[saver])
     """
 
     def __init__(

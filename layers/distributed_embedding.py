@@ -61,7 +61,7 @@ class DistributedEmbedding(keras.layers.Layer):
 
     Example:
     ```python
-    users = kdist.layers.TableConfig("users", 10_000_000, 64, placement="host")
+    users = kdist.layers.TableConfig("users", 100_000, 64, placement="host")
     words = kdist.layers.TableConfig("words", 5_000, 64, combiner="sum")
     layer = kdist.layers.DistributedEmbedding({
         "user": kdist.layers.FeatureConfig("user", users, (None,), (None, 64)),
@@ -170,8 +170,9 @@ class DistributedEmbedding(keras.layers.Layer):
                 pipeline, where sizes are not known before, a `tf.errors.InvalidArgumentError`.
 
         Example:
-            >>> table = TableConfig("words", 100, 8)
-            >>> layer = DistributedEmbedding(FeatureConfig("query", table, (None, 3), (None, 8)))
+            >>> table = kdist.layers.TableConfig("words", 100, 8)
+            >>> query = kdist.layers.FeatureConfig("query", table, (None, 3), (None, 8))
+            >>> layer = kdist.layers.DistributedEmbedding(query)
             >>> layer.preprocess(tf.ragged.constant([[5], [1, 2]])).numpy().tolist()
             [[5, -1, -1], [1, 2, -1]]
         """

@@ -281,7 +281,7 @@ def lazy(optimizer: Any) -> Any:
         ValueError: For another optimizer.
 
     Example:
-        >>> users = kdist.layers.HostEmbedding(10_000_000, 64, name="users")
+        >>> users = kdist.layers.HostEmbedding(100_000, 64, name="users")
         >>> rules = keras.optimizers.OptimizerMap(keras.optimizers.Adam())
         >>> rules[".*users/embeddings"] = kdist.lazy("adagrad")
         >>> optimizer = keras.optimizers.MultiOptimizer(rules)

@@ -55,8 +55,8 @@ class TableConfig:
         ValueError: For a value that is none of these.
 
     Example:
-        >>> TableConfig("users", vocabulary_size=1000, embedding_dim=16, combiner="sum").name
-        'users'
+        >>> kdist.layers.TableConfig("users", vocabulary_size=1000, embedding_dim=16).combiner
+        'mean'
     """
 
     name: str
@@ -165,8 +165,8 @@ class FeatureConfig:
         ValueError: If the output is neither.
 
     Example:
-        >>> table = TableConfig("words", 100, 8)
-        >>> FeatureConfig("query", table, (None, 5), (None, 8)).combines
+        >>> table = kdist.layers.TableConfig("words", 100, 8)
+        >>> kdist.layers.FeatureConfig("query", table, (None, 5), (None, 8)).combines
         True
     """
 

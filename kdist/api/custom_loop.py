@@ -97,6 +97,10 @@ def apply_gradients(model: keras.Model, gradients: Sequence[Any]) -> None:
 
     Raises:
         ValueError: The number of gradients is not that of the trainable variables, or all are None.
+
+    Example:
+        >>> loss, grads = kdist.gradients(model, x, y)
+        >>> kdist.apply_gradients(model, grads)
     """
     count = len(model.trainable_variables)
     if len(gradients) != count:
@@ -130,6 +134,7 @@ def reduce(model: keras.Model, function: Callable, *data: Any, op: str = "mean")
         ValueError: `op` is neither "mean" nor "sum".
 
     Example:
+        >>> y_pred = model.predict(x)
         >>> error = kdist.reduce(model, lambda a, b: tf.reduce_mean(abs(a - b)), y, y_pred)
     """
     if op not in ("mean", "sum"):

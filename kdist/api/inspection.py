@@ -39,6 +39,13 @@ class Inspection:
             runs whole: what is gathered for them, and the share of the step's floating point
             operations (those of matrix products, estimated from shapes) that is not divided.
         closed: Why activations are not counted, "" if they are, or nothing of the step is.
+
+    Example:
+        >>> found = kdist.inspect(model)
+        >>> found.count("all-gather")  # collectives inside layers: none without inner axes
+        0
+        >>> [one.parameters for one in found.memory]  # bytes of weights on each device
+        [6928, 6928]
     """
 
     collectives: tuple[Collective, ...]

@@ -71,11 +71,11 @@ def mesh_from_strategy(
         ValueError: Another strategy; or the axes do not divide the devices.
 
     Example:
-        >>> strategy = tf.distribute.MirroredStrategy()
+        >>> strategy = tf.distribute.MirroredStrategy([f"cpu:{i}" for i in range(4)])
         >>> with strategy.scope():
         ...     model = build_model()
         >>> mesh = kdist.mesh_from_strategy(strategy, model=2)
-        >>> kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh))
+        >>> model = kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh))
     """
     check_kind(strategy)
     devices = devices_of(strategy)

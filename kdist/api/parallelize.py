@@ -66,7 +66,7 @@ def parallelize(model: keras.Model, config: ParallelConfig | None = None) -> ker
 
     Example:
         >>> mesh = kdist.mesh(data=2, model=2)
-        >>> config = kdist.ParallelConfig(mesh=mesh, layout_map={"up/kernel": (None, "model")})
+        >>> config = kdist.ParallelConfig(mesh=mesh, layout_map={".*up/kernel": (None, "model")})
         >>> model = kdist.parallelize(build_model(), config)
         >>> model.compile("adam", "mse")
         >>> model.fit(x, y)

@@ -51,7 +51,7 @@ def PipelineModel(
         ValueError: For what `PipelineConfig`, `ParallelConfig` and `parallelize` refuse.
 
     Example:
-        >>> model = kdist.PipelineModel(build_model(), stages=4, micro_batches=8)
+        >>> model = kdist.PipelineModel(build_model(), stages=2, micro_batches=8)
         >>> model.compile("adam", "mse")
         >>> model.fit(x, y)
     """

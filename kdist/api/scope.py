@@ -41,7 +41,7 @@ def scope(config: ParallelConfig) -> Iterator[None]:
 
     Example:
         >>> with kdist.scope(kdist.ParallelConfig(mesh=kdist.mesh(data=4))):
-        ...     model = build()
+        ...     model = build_model()
         >>> model.compile("adam", "mse")
     """
     if not isinstance(config, ParallelConfig):

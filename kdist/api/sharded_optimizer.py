@@ -35,7 +35,8 @@ def set_parallel_optimizer(target: Any, value: bool) -> Any:
         ValueError: For another target or value.
 
     Example:
-        >>> kdist.set_parallel_optimizer(model.get_layer("embedding"), False)
+        >>> kdist.set_parallel_optimizer(model.get_layer("head"), False)
+        >>> model.compile(kdist.ShardedOptimizer("adam", level=2, threshold_kb=1), "mse")
     """
     if not isinstance(value, bool):
         raise ValueError(f"set_parallel_optimizer takes True or False. Received: value={value!r}")
@@ -193,8 +194,13 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
             ValueError: There is no such strategy, or nothing has been built yet.
 
         Example:
-            >>> model.optimizer.state_bytes()
-            {'/device:GPU:0': 41943048, '/device:GPU:1': 41943048}
+            >>> strategy = tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> with strategy.scope():
+            ...     model = build_model()
+            ...     model.compile(kdist.ShardedOptimizer("adam"), "mse")
+            >>> model.fit(x, y)
+            >>> sorted(model.optimizer.state_bytes())
+            ['/device:CPU:0', '/device:CPU:1']
         """
         if self._mirrored is None:
             raise ValueError(

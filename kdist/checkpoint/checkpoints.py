@@ -28,6 +28,12 @@ class Restored:
     Attributes:
         folder: Where it is.
         manifest: What it says of itself.
+
+    Example:
+        >>> folder = kdist.checkpoint.save(model, "checkpoints", step=7)
+        >>> restored = kdist.checkpoint.restore(model, "checkpoints")
+        >>> restored.step, restored.folder == folder
+        (7, True)
     """
 
     folder: Path
@@ -71,9 +77,10 @@ def save(
 
     Raises:
         CheckpointError: The model is not built, or the file system refuses.
+        ValueError: `keep` or `compression` is not listed.
 
     Example:
-        >>> kdist.checkpoint.save(model, "checkpoints", keep=3)
+        >>> kdist.checkpoint.save(model, "checkpoints", step=120, keep=3)
         PosixPath('checkpoints/step-00000120')
     """
     target = target_of(directory, keep, compression)
@@ -111,6 +118,7 @@ def latest(directory: PathLike) -> Path | None:
     """The newest whole checkpoint of a directory; None if there is none.
 
     Example:
+        >>> folder = kdist.checkpoint.save(model, "checkpoints", step=120)
         >>> kdist.checkpoint.latest("checkpoints")
         PosixPath('checkpoints/step-00000120')
     """
@@ -138,6 +146,7 @@ def restore(model: keras.Model, directory: PathLike, *, step: int | None = None)
         CheckpointError: There is none, it is of another model, or all are damaged.
 
     Example:
+        >>> folder = kdist.checkpoint.save(model, "checkpoints", step=120)
         >>> kdist.checkpoint.restore(model, "checkpoints").step
         120
     """

@@ -24,7 +24,15 @@ Box = tuple[slice, ...]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is missing, damaged, or of another model. The message says which."""
+    """A checkpoint is missing, damaged, or of another model. The message says which.
+
+    Example:
+        >>> try:
+        ...     kdist.checkpoint.restore(model, "nothing-here")
+        ... except kdist.checkpoint.CheckpointError as error:
+        ...     print(error)
+        There is no whole checkpoint here. ...
+    """
 
 
 class DamagedError(CheckpointError):

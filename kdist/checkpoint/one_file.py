@@ -59,6 +59,7 @@ def consolidate(directory: PathLike, out: PathLike, *, step: int | None = None) 
             more than a MiB of what is no variable, which only `model.save` can.
 
     Example:
+        >>> folder = kdist.checkpoint.save(model, "checkpoints")
         >>> kdist.checkpoint.consolidate("checkpoints", "model.keras")
         PosixPath('model.keras')
     """

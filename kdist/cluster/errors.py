@@ -17,6 +17,12 @@ class PeerError(RuntimeError):
 
     Attributes:
         peers, operation, axis: See the arguments.
+
+    Example:
+        >>> try:
+        ...     model.fit(x, y)
+        ... except kdist.comm.PeerError as error:
+        ...     print("failed:", error.peers)
     """
 
     def __init__(

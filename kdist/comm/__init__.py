@@ -1,12 +1,12 @@
 """Collectives over a named mesh axis, by an algorithm of choice, in one process or several.
 
 Example:
-    >>> kdist.init(cpu_devices=4)
+    >>> kdist.init(cpu_devices=8)
     >>> mesh = kdist.mesh(data=4)
     >>> values = [tf.fill((2,), float(rank)) for rank in range(4)]
     >>> kdist.comm.all_reduce(values, mesh, "data", algorithm="ring")
     >>> print(kdist.comm.schedule("all_reduce", "ring", 4))
-    >>> kdist.comm.predict("all_reduce", "ring", 8, 4, kdist.comm.calibrate())
+    >>> kdist.comm.predict("all_reduce", "ring", 8, 4, kdist.comm.LinkCost(a=1e-5, b=1e-10))
 """
 
 from kdist.cluster.errors import PeerError

@@ -55,7 +55,11 @@ def schedule(operation: str, algorithm: str, size: int, root: int = 0) -> Schedu
             exist or has no meaning, a hypercube or a torus that the size does not allow.
 
     Example:
-        >>> schedule("all_reduce", "ring", 8).rounds[0]
+        >>> for message in kdist.comm.schedule("all_reduce", "ring", 3).rounds[0]:
+        ...     print(message)
+        1->0 +[2]
+        2->1 +[0]
+        0->2 +[1]
     """
     check(operation, algorithm, size)
     known = isinstance(root, int) and not isinstance(root, bool) and 0 <= root < size

@@ -54,7 +54,7 @@ def broadcast(
 
     Example:
         >>> mesh = kdist.mesh(data=2)
-        >>> kdist.comm.broadcast([tf.constant(7), None], mesh, "data")
+        >>> [int(one) for one in kdist.comm.broadcast([tf.constant(7), None], mesh, "data")]
         [7, 7]
     """
     return run(values, mesh, axis, operation="broadcast", root=root, algorithm=algorithm)
@@ -85,6 +85,12 @@ def reduce(
     Raises:
         ValueError: as `broadcast`, and for a mean of integers.
         PeerError: as `broadcast`.
+
+    Example:
+        >>> values = [tf.constant([1, 2]), tf.constant([3, 4])]
+        >>> total, nothing = kdist.comm.reduce(values, kdist.mesh(data=2), "data", root=0)
+        >>> total.numpy().tolist(), nothing
+        ([4, 6], None)
     """
     return run(
         values, mesh, axis, operation="reduce", reduction=reduction, root=root, algorithm=algorithm
@@ -120,7 +126,8 @@ def all_reduce(
 
     Example:
         >>> values = [tf.constant([2, 4, 6]), tf.constant([1, 2, 3]), tf.constant([4, 8, 12])]
-        >>> kdist.comm.all_reduce(values, kdist.mesh(data=3), "data", algorithm="ring")
+        >>> sums = kdist.comm.all_reduce(values, kdist.mesh(data=3), "data", algorithm="ring")
+        >>> [one.numpy().tolist() for one in sums]
         [[7, 14, 21], [7, 14, 21], [7, 14, 21]]
     """
     return run(values, mesh, axis, operation="all_reduce", reduction=reduction, algorithm=algorithm)
@@ -153,6 +160,12 @@ def gather(
     Raises:
         ValueError: as `broadcast`, and for a dim or sizes that do not fit the values.
         PeerError: as `broadcast`.
+
+    Example:
+        >>> values = [tf.constant([1, 2]), tf.constant([3])]
+        >>> joined, nothing = kdist.comm.gather(values, kdist.mesh(data=2), "data", root=0)
+        >>> joined.numpy().tolist(), nothing
+        ([1, 2, 3], None)
     """
     return run(
         values,
@@ -191,6 +204,12 @@ def all_gather(
     Raises:
         ValueError: as `gather`.
         PeerError: as `broadcast`.
+
+    Example:
+        >>> values = [tf.constant([1, 2]), tf.constant([3])]
+        >>> joined = kdist.comm.all_gather(values, kdist.mesh(data=2), "data")
+        >>> [one.numpy().tolist() for one in joined]
+        [[1, 2, 3], [1, 2, 3]]
     """
     return run(
         values, mesh, axis, operation="all_gather", dim=dim, sizes=sizes, algorithm=algorithm
@@ -224,6 +243,12 @@ def scatter(
     Raises:
         ValueError: as `gather`.
         PeerError: as `broadcast`.
+
+    Example:
+        >>> values = [tf.constant([1, 2, 3]), None]
+        >>> parts = kdist.comm.scatter(values, kdist.mesh(data=2), "data", root=0)
+        >>> [one.numpy().tolist() for one in parts]
+        [[1, 2], [3]]
     """
     return run(
         values,
@@ -264,6 +289,12 @@ def reduce_scatter(
     Raises:
         ValueError: as `reduce` and `gather`.
         PeerError: as `broadcast`.
+
+    Example:
+        >>> values = [tf.constant([1, 2]), tf.constant([3, 4])]
+        >>> parts = kdist.comm.reduce_scatter(values, kdist.mesh(data=2), "data")
+        >>> [one.numpy().tolist() for one in parts]
+        [[4], [6]]
     """
     return run(
         values,
@@ -305,6 +336,12 @@ def all_to_all(
     Raises:
         ValueError: as `gather`.
         PeerError: as `broadcast`.
+
+    Example:
+        >>> values = [tf.constant([1, 2]), tf.constant([3, 4])]
+        >>> parts = kdist.comm.all_to_all(values, kdist.mesh(data=2), "data")
+        >>> [one.numpy().tolist() for one in parts]
+        [[1, 3], [2, 4]]
     """
     return run(
         values,

@@ -33,7 +33,7 @@ class LinkCost:
         ValueError: if a or b is negative or not finite.
 
     Example:
-        >>> print(LinkCost(a=20e-6, b=1e-10))
+        >>> print(kdist.comm.LinkCost(a=20e-6, b=1e-10))
         message time 20.0 us + 0.100 ns per byte (10.00 GB/s)
     """
 
@@ -96,7 +96,8 @@ def predict(operation: str, algorithm: str, nbytes: float, p: int, link: LinkCos
             finite.
 
     Example:
-        >>> predict("all_reduce", "ring", 64e6, 8, LinkCost(a=1e-5, b=1e-10))
+        >>> link = kdist.comm.LinkCost(a=1e-5, b=1e-10)
+        >>> round(kdist.comm.predict("all_reduce", "ring", 64e6, 8, link), 5)
         0.01134
     """
     number = isinstance(nbytes, int | float) and not isinstance(nbytes, bool)
@@ -109,7 +110,19 @@ def predict(operation: str, algorithm: str, nbytes: float, p: int, link: LinkCos
 
 
 def cheapest(operation: str, nbytes: float, p: int, link: LinkCost) -> str:
-    """The algorithm with the smallest predicted time; the first of `ALGORITHMS` among equals."""
+    """The algorithm with the smallest predicted time; the first of `ALGORITHMS` among equals.
+
+    Args:
+        operation: see `predict`.
+        nbytes: see `predict`.
+        p: number of devices.
+        link: see `predict`.
+
+    Example:
+        >>> link = kdist.comm.LinkCost(a=1e-5, b=1e-10)
+        >>> [kdist.comm.cheapest("all_reduce", nbytes, 8, link) for nbytes in (1e3, 1e8)]
+        ['hypercube', 'halving']
+    """
     check(operation, ALGORITHMS[0], p)
     usable = [name for name in ALGORITHMS if name != "hypercube" or not p & (p - 1)]
     return min(usable, key=lambda name: predict(operation, name, nbytes, p, link))

@@ -28,7 +28,7 @@ class Group:
         timeout_seconds: after which a message that does not come is an error.
 
     Example:
-        >>> group = Group.of(kdist.mesh(data=2, model=3), "data")
+        >>> group = kdist.comm.Group.of(kdist.mesh(data=2, model=3), "data")
         >>> group.rows
         ((0, 3), (1, 4), (2, 5))
     """

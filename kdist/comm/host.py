@@ -66,7 +66,8 @@ class HostCost(LinkCost):
         devices: number of devices that the constants were measured with; `call` grows with it.
 
     Example:
-        >>> kdist.comm.predict("all_reduce", "ring", 64e6, 8, kdist.comm.calibrate())
+        >>> link = kdist.comm.calibrate(sizes=(1 << 12, 1 << 16), iterations=2)
+        >>> kdist.comm.predict("all_reduce", "ring", 64e6, 8, link)
     """
 
     call: float = 0.0

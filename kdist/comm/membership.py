@@ -106,7 +106,7 @@ def leave(timeout_seconds: float | None = None) -> None:
         ValueError: for a timeout that is not finite, or below a millisecond.
 
     Example:
-        >>> kdist.comm.all_reduce([gradient], mesh, "data")
+        >>> total = kdist.comm.all_reduce([tf.constant(1.0)], kdist.mesh(data=1), "data")
         >>> kdist.comm.leave()
     """
     global _left

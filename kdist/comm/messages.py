@@ -34,6 +34,10 @@ class Message:
         combine: True if the target combines (adds, ...) them with its own; False if it keeps them.
         into: chunks of the target that take what arrives; empty means those of the same numbers.
             With `into`, exactly one chunk travels.
+
+    Example:
+        >>> print(kdist.comm.Message(source=0, target=1, chunks=(2, 3), combine=True))
+        0->1 +[2, 3]
     """
 
     source: int
@@ -67,7 +71,7 @@ class Schedule:
             message carries no chunk, or several `into` others.
 
     Example:
-        >>> print(schedule("broadcast", "tree", 4))
+        >>> print(kdist.comm.schedule("broadcast", "tree", 4))
         broadcast by tree, 4 devices, 3 messages in 2 rounds
         0: 0->2 =[0]
         1: 0->1 =[0]  2->3 =[0]

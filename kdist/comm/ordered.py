@@ -41,7 +41,8 @@ def scan(
         PeerError: as `broadcast`.
 
     Example:
-        >>> kdist.comm.scan([tf.constant(1), tf.constant(2)], kdist.mesh(data=2), "data")
+        >>> values = [tf.constant(1), tf.constant(2)]
+        >>> [int(one) for one in kdist.comm.scan(values, kdist.mesh(data=2), "data")]
         [1, 3]
     """
     if reduction == "mean":
@@ -85,7 +86,8 @@ def send_recv(
         PeerError: as `broadcast`.
 
     Example:
-        >>> kdist.comm.send_recv([tf.constant(1), None], kdist.mesh(data=2), "data", pairs=[(0, 1)])
+        >>> mesh, values = kdist.mesh(data=2), [tf.constant(1), None]
+        >>> [int(one) for one in kdist.comm.send_recv(values, mesh, "data", pairs=[(0, 1)])]
         [1, 1]
     """
     return run(
@@ -126,8 +128,9 @@ def send(
     Example:
         >>> mesh = kdist.mesh(data=2)
         >>> kdist.comm.send([tf.constant(1), None], mesh, "data", pairs=[(0, 1)])
-        >>> kdist.comm.recv(None, mesh, "data", pairs=[(0, 1)])
-        [None, 1]
+        >>> nothing, value = kdist.comm.recv(None, mesh, "data", pairs=[(0, 1)])
+        >>> nothing, int(value)
+        (None, 1)
     """
     apart.send(_call_apart("send", mesh, axis, pairs), values)
 
@@ -154,6 +157,13 @@ def recv(
     Raises:
         ValueError: as `send`, and where nothing was sent within a process.
         PeerError: as `broadcast`.
+
+    Example:
+        >>> mesh = kdist.mesh(data=2)
+        >>> kdist.comm.send([None, tf.constant([1, 2])], mesh, "data", pairs=[(1, 0)])
+        >>> value, nothing = kdist.comm.recv(None, mesh, "data", pairs=[(1, 0)])
+        >>> value.numpy().tolist(), nothing
+        ([1, 2], None)
     """
     return apart.recv(_call_apart("recv", mesh, axis, pairs), values)
 
@@ -188,6 +198,13 @@ def barrier(
         ValueError: as `broadcast`; without values inside of `tf.function`, where nothing would
             wait for it.
         PeerError: as `broadcast`.
+
+    Example:
+        >>> mesh = kdist.mesh(data=2)
+        >>> kdist.comm.barrier(mesh=mesh, axis="data")
+        >>> values = [tf.constant(1), tf.constant(2)]
+        >>> [int(one) for one in kdist.comm.barrier(values, mesh, "data")]
+        [1, 2]
     """
     if mesh is None:
         raise ValueError("A barrier is over an axis of a mesh. Received: mesh=None")

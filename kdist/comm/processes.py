@@ -75,6 +75,11 @@ class Connection:
         index: which of them is this one.
         timeout_seconds: after which a message that does not come is an error.
         job: name of the job in device names.
+
+    Example:
+        >>> here = kdist.comm.Connection(("10.0.0.1:4001", "10.0.0.2:4001"), index=1)
+        >>> here.timeout_seconds
+        60.0
     """
 
     addresses: tuple[str, ...]
@@ -279,8 +284,10 @@ def named_errors() -> Iterator[None]:
             `kdist.init`, a process.
 
     Example:
+        >>> mesh = kdist.mesh(data=2)
+        >>> step = tf.function(lambda one: kdist.comm.all_reduce([one, one], mesh, "data"))
         >>> with kdist.comm.named_errors():
-        ...     step(batch)
+        ...     results = step(tf.constant(1.0))
     """
     global _failed
     try:

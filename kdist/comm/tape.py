@@ -42,11 +42,13 @@ class GradientTape(tf.GradientTape):
         watch_accessed_variables: as of `tf.GradientTape`.
 
     Example:
+        >>> mesh, value = kdist.mesh(data=1), tf.constant([1.0, 2.0])  # or one of all processes
         >>> with kdist.comm.GradientTape() as tape:
-        ...     tape.watch(x)
-        ...     (total,) = kdist.comm.reduce([x], mesh, "data", root=0)
+        ...     tape.watch(value)
+        ...     (total,) = kdist.comm.reduce([value], mesh, "data", root=0)
         ...     loss = None if total is None else tf.reduce_sum(total**2)
-        >>> tape.gradient(loss, x)  # in all processes
+        >>> tape.gradient(loss, value).numpy().tolist()  # in all processes
+        [2.0, 4.0]
     """
 
     def __init__(self, persistent: bool = False, watch_accessed_variables: bool = True) -> None:

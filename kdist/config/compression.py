@@ -31,8 +31,13 @@ class PowerSGD:
     Distributed Optimization", arXiv:1905.13727.
 
     Raises:
-        ValueError: for a rank that is no positive int, a seed that is no int, a flag that is no
-            bool, or error feedback with a cold start.
+        ValueError: for a rank that is no positive int, a seed that is no int, or a flag that is no
+            bool.
+
+    Example:
+    ```python
+    config = kdist.CompressionConfig(patterns={".*up/kernel": kdist.PowerSGD(rank=2)}, rest="bf16")
+    ```
     """
 
     rank: int = 4
@@ -224,10 +229,11 @@ class CompressionConfig:
 
     Example:
     ```python
-    config = CompressionConfig(
-        patterns={".*head/kernel": "bf16", ".*router.*": "none"}, rest=PowerSGD(rank=8)
+    config = kdist.CompressionConfig(
+        patterns={".*head/kernel": "bf16", ".*up/kernel": "none"}, rest=kdist.PowerSGD(rank=2)
     )
-    print(config.classes(model.trainable_variables))
+    print(config.classes(model.trainable_variables))  # how each gradient travels, and why
+    kdist.ParallelConfig(mesh=kdist.mesh(data=4), compression=config)
     ```
     """
 

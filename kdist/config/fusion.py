@@ -232,8 +232,9 @@ def set_comm_fusion(target: Any, group: int) -> Any:
         ValueError: For another target or id.
 
     Example:
-        >>> for number, block in enumerate(blocks):
-        ...     kdist.set_comm_fusion(block, number + 1)
+        >>> for number, layer in enumerate(model.layers):
+        ...     kdist.set_comm_fusion(layer, 1 + number // 2)  # two layers' gradients at a time
+        >>> model.compile("adam", "mse")
     """
     if isinstance(group, bool) or not isinstance(group, int) or group < 0:
         raise ValueError(f"A fusion id is an integer from 0 on. Received: {group!r}")
@@ -245,6 +246,8 @@ def get_comm_fusion(variable: keras.Variable) -> int | None:
     """The fusion id of a parameter, None if it has none.
 
     Example:
+        >>> layer = kdist.set_comm_fusion(model.get_layer("up"), 3)
         >>> kdist.get_comm_fusion(layer.kernel)
+        3
     """
     return comm_fusion.of([variable])[0]

@@ -65,8 +65,10 @@ def recompute(
         ValueError: The target is no layer, or a value is not listed.
 
     Example:
-        >>> for block in model.blocks:
-        ...     kdist.recompute(block, mp_comm_recompute=False)
+        >>> model = build_model()
+        >>> for name in ("up", "down"):
+        ...     kdist.recompute(model.get_layer(name), mp_comm_recompute=False)
+        >>> model = kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2, model=2)))
     """
     if not isinstance(layer, keras.layers.Layer):
         raise ValueError(

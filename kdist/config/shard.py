@@ -103,9 +103,10 @@ def shard(
     ```python
     up = kdist.shard(keras.layers.Dense(64), weights={"kernel": (None, "model")})
     down = kdist.shard(keras.layers.Dense(16), in_strategy=((2, 4), (4, 1)))  # data=2, model=4
+    x = keras.Input((32,))
     y = kdist.shard(down(up(x)), out_strategy=("data", None))
     product = kdist.shard(keras.ops.matmul, in_strategy=((2, 1, 4), (2, 4, 1)))
-    z = product(a, b)  # (batch, n, k) and (batch, k, m)
+    z = product(keras.Input((8, 4)), keras.Input((4, 6)))  # (batch, n, k) and (batch, k, m)
     ```
     """
     if isinstance(target, keras.layers.Layer):

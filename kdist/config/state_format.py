@@ -89,7 +89,8 @@ class StateFormatConfig:
 
     Example:
     ```python
-    StateFormatConfig(first="1-6-9", second="0-6-10")
+    moments = kdist.StateFormatConfig(first="1-6-9", second="0-6-10")
+    optimizer = kdist.OptimizerConfig(level=1, state_format=moments)
     ```
     """
 

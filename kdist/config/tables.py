@@ -64,7 +64,9 @@ def place(
             `prefetch` does not go with by `fit`.
 
     Example:
-        >>> table = kdist.place(keras.layers.Embedding(10_000_000, 64), "host")
+        >>> table = kdist.place(keras.layers.Embedding(100_000, 64), "host")
+        >>> model = keras.Sequential([keras.Input((8,), dtype="int32"), table])
+        >>> model = kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
     """
     if where not in WHERE:
         raise ValueError(f"A table is on the 'host' or the 'device'. Received: where={where!r}")

@@ -50,7 +50,8 @@ def saved_model(
     Example:
         >>> kdist.export.saved_model(model, "served", shards="keep")
         >>> served = tf.saved_model.load("served")
-        >>> served.serve(x)
+        >>> served.serve(x).shape
+        TensorShape([64, 4])
     """
     parallel = attached(model)
     tables = WAYS.get(shards) if host_tables is None else host_tables

@@ -24,9 +24,9 @@ class Signature:
         after: Makes what is returned of the model's output. None if it is returned.
 
     Example:
-        >>> vocabulary = keras.layers.StringLookup(vocabulary=["a", "b"])
-        >>> words = kdist.export.Signature([tf.TensorSpec([None, 4], tf.string)], vocabulary)
-        >>> kdist.export.saved_model(model, "served", signatures={"words": words})
+        >>> bytes_ = [tf.TensorSpec([None, 16], tf.uint8)]
+        >>> scores = kdist.export.Signature(bytes_, keras.layers.Rescaling(1 / 255), tf.nn.softmax)
+        >>> kdist.export.saved_model(model, "served", signatures={"scores": scores})
     """
 
     inputs: Sequence[Any] | None = None

@@ -35,6 +35,14 @@ def check_work(work: Work, uses: Sequence[WeightUse]) -> None:
 
     Raises:
         ValueError: naming stage, instruction, and the fix.
+
+    Example:
+    ```python
+    from kdist.pipeline import WeightUse, check_work, get_schedule, work_of
+
+    uses = [WeightUse(gradients=(0,)), WeightUse(gradients=(1,))]
+    check_work(work_of(get_schedule("1f1b", stages=2, micro_batches=2), uses), uses)
+    ```
     """
     differentiates = any(not isinstance(one, Forward) for one in work.schedule)
     for stage, row in enumerate(work.stages):

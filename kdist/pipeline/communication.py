@@ -133,6 +133,13 @@ def check_actions(actions: Sequence[Sequence[Action]]) -> None:
     Raises:
         ValueError: naming what each stage waits in, or the instruction that uses what its stage
             has not received.
+
+    Example:
+    ```python
+    from kdist.pipeline import check_actions, get_schedule, stage_actions
+
+    check_actions(stage_actions(get_schedule("1f1b", stages=2, micro_batches=2)))
+    ```
     """
     wanted = {a.message.target: a.message for row in actions for a in row if isinstance(a, Send)}
     position = [0] * len(actions)

@@ -24,6 +24,13 @@ def write_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     Args:
         schedule: Any schedule.
         path: File to write; an existing one is replaced.
+
+    Example:
+    ```python
+    from kdist.pipeline import get_schedule, write_csv
+
+    write_csv(get_schedule("1f1b", stages=2, micro_batches=2), "mine.csv")
+    ```
     """
     with open(path, "w", newline="", encoding="utf-8") as file:
         rows = ([one.cell(schedule.num_stages) for one in row] for row in schedule.stages)

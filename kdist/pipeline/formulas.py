@@ -22,6 +22,8 @@ def bubble_formula(name: str, stages: int, micro_batches: int, chunks: int = 1) 
 
     Example:
     ```python
+    from kdist.pipeline import bubble_formula
+
     bubble_formula("1f1b", stages=4, micro_batches=8)  # Fraction(3, 11)
     ```
     """
@@ -48,6 +50,13 @@ def live_formula(
 
     Returns:
         One bound per stage, None where there is no formula.
+
+    Example:
+    ```python
+    from kdist.pipeline import live_formula
+
+    assert live_formula("1f1b", stages=4, micro_batches=8) == (4, 3, 2, 1)
+    ```
     """
     p, m, v = stages, micro_batches, chunks
     if name == "gpipe":

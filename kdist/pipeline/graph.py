@@ -21,6 +21,16 @@ class GraphNode:
             all nodes share).
         parameters: Keys of the variables that it uses. Nodes with a key in common share weights.
         stage: The virtual stage that the user fixed, or None.
+
+    Raises:
+        ValueError: for a cost or bytes below 0, or a stage that is no integer.
+
+    Example:
+    ```python
+    from kdist.pipeline import GraphNode
+
+    GraphNode(name="dense", cost=2.0, inputs=("x",), outputs={"y": 256}, parameters=("kernel",))
+    ```
     """
 
     name: str
@@ -66,6 +76,16 @@ class Graph:
     Raises:
         ValueError: if two nodes or tensors have one name, an input is made by no node, or the nodes
             are not in topological order; if they cannot be because of a cycle, its nodes are named.
+
+    Example:
+    ```python
+    from kdist.pipeline import Graph, GraphNode
+
+    first = GraphNode(name="first", cost=1, inputs=("x",), outputs={"h": 8})
+    second = GraphNode(name="second", cost=2, inputs=("h",), outputs={"y": 8})
+    graph = Graph(nodes=(first, second), inputs=("x",), outputs=("y",))
+    assert graph.predecessors() == {"first": (), "second": ("first",)}
+    ```
     """
 
     nodes: tuple[GraphNode, ...]

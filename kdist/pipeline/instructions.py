@@ -23,6 +23,14 @@ class Instruction:
 
     Raises:
         ValueError: if an index is not an integer from 0 on.
+
+    Example:
+    ```python
+    from kdist.pipeline import Backward, Forward, Schedule
+
+    rows = (Forward(0, 0), Backward(0, 0)), (Forward(1, 0), Backward(1, 0))
+    print(Schedule(stages=rows))  # two stages, one micro-batch
+    ```
     """
 
     stage: int
@@ -103,6 +111,13 @@ class WeightInstruction:
         stage: Index of the stage, from 0.
         weights: Positions among the model's trainable weights.
         chunk: For which of the stage's chunks.
+
+    Example:
+    ```python
+    from kdist.pipeline import Gather
+
+    print(Gather(stage=0, weights=(0, 1)))  # gather of weights [0, 1] on stage 0
+    ```
     """
 
     stage: int

@@ -48,6 +48,8 @@ def get_schedule(
 
     Example:
     ```python
+    from kdist.pipeline import get_schedule
+
     print(get_schedule("interleaved", stages=2, micro_batches=4, chunks=2))
     ```
     """

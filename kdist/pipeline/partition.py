@@ -45,6 +45,16 @@ class Partition:
         boundary_bytes: Bytes of each boundary, in the unit of the nodes' outputs.
         tied: Parameter keys that nodes of several virtual stages use, with these stages. Each is
             one logical weight, whose gradients are summed over the stages.
+
+    Example:
+    ```python
+    from kdist.pipeline import Graph, GraphNode, partition
+
+    first = GraphNode(name="first", cost=1, outputs={"h": 8})
+    second = GraphNode(name="second", cost=2, inputs=("h",), outputs={"y": 8})
+    found = partition(Graph(nodes=(first, second), outputs=("y",)), 2)
+    assert found.stages == (("first",), ("second",)) and found.boundary_bytes == (8,)
+    ```
     """
 
     graph: Graph

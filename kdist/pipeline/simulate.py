@@ -118,6 +118,14 @@ class Simulation:
         timeline: Start and end of every instruction and every transfer that takes time.
         peak_live: Per stage, the most micro-batches (on a chunk) kept at a time.
         peak_activations: Per stage, the same in the unit of `Costs.activation`.
+
+    Example:
+    ```python
+    from kdist.pipeline import Costs, get_schedule, simulate
+
+    found = simulate(get_schedule("gpipe", stages=2, micro_batches=2), Costs(forward=1, backward=2))
+    assert found.total == 9 and found.peak_live == (2, 2)
+    ```
     """
 
     schedule: Schedule

@@ -46,6 +46,13 @@ class Event:
 
     Raises:
         ValueError: if the kind is unknown or the end lies before the start.
+
+    Example:
+    ```python
+    from kdist.pipeline import Event
+
+    Event(kind="forward", stage=0, start=0.0, end=1.5, micro_batch=0)
+    ```
     """
 
     kind: Kind
@@ -81,6 +88,15 @@ class Timeline:
     Attributes:
         events: Sorted by start. `Timeline.of` makes one from events in any order.
         num_stages: Number of stages, those without events included.
+
+    Example:
+    ```python
+    from kdist.pipeline import Event, Timeline
+
+    first = Event(kind="forward", stage=0, start=0, end=1, micro_batch=0)
+    second = Event(kind="forward", stage=1, start=1, end=2, micro_batch=0)
+    assert Timeline.of([second, first]).bubble == 0.5  # each stage waits half of the time
+    ```
     """
 
     events: tuple[Event, ...]
@@ -190,6 +206,14 @@ def chrome_trace(timeline: Timeline, seconds: float = 1.0) -> dict[str, Any]:
 
     Returns:
         What to dump as JSON.
+
+    Example:
+    ```python
+    from kdist.pipeline import chrome_trace, get_schedule
+
+    timeline = get_schedule("1f1b", stages=2, micro_batches=2).chart().timeline
+    events = chrome_trace(timeline, seconds=1e-3)["traceEvents"]
+    ```
     """
     per_unit = seconds * 1e6
     rows: dict[tuple[int, bool], None] = {}
@@ -231,6 +255,19 @@ def _metadata(kind: str, row: int, **arguments: Any) -> dict[str, Any]:
 
 
 def write_trace(timeline: Timeline, path: str | os.PathLike[str], seconds: float = 1.0) -> None:
-    """Writes `chrome_trace` as a JSON file."""
+    """Writes `chrome_trace` as a JSON file.
+
+    Args:
+        timeline: The events.
+        path: File to write.
+        seconds: See `chrome_trace`.
+
+    Example:
+    ```python
+    from kdist.pipeline import get_schedule, write_trace
+
+    write_trace(get_schedule("1f1b", stages=2, micro_batches=2).chart().timeline, "plan.json", 1e-3)
+    ```
+    """
     with open(path, "w", encoding="utf-8") as file:
         json.dump(chrome_trace(timeline, seconds), file)

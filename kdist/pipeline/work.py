@@ -46,6 +46,13 @@ class WeightUse:
             in the order of their use; those of `Penalty` too.
         gradients: The weights of which its backward gives a gradient.
         penalized: The weights whose penalty it computes.
+
+    Example:
+    ```python
+    from kdist.pipeline import WeightUse
+
+    WeightUse({"F": (0, 1), "B": (0,)}, gradients=(0, 1))  # 1, a bias, is not looked at backwards
+    ```
     """
 
     gathered: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
@@ -130,6 +137,14 @@ def work_of(
 
     Returns:
         The work, which `check_work` accepts.
+
+    Example:
+    ```python
+    from kdist.pipeline import WeightUse, get_schedule, work_of
+
+    uses = [WeightUse(gradients=(0,)), WeightUse(gradients=(1,))]
+    print(work_of(get_schedule("gpipe", stages=2, micro_batches=2), uses))
+    ```
     """
     users = _users(uses)
     return Work(

@@ -71,6 +71,14 @@ class Plan:
         boundaries: Tensors that cross from each virtual stage of a pipeline to the next.
         works: What stages, or a model in chunks, do instruction by instruction; per pass, of which
             a loss over the whole batch makes two.
+
+    Example:
+        >>> plan = model.plan()
+        >>> plan.summary()  # as tables
+        >>> sum(one.nbytes for one in plan.traffic())  # bytes between the replicas of a step
+        13856
+        >>> [one.updates for one in plan.devices()]  # parts of weights that each device updates
+        [1, 5]
     """
 
     topology: Topology

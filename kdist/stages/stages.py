@@ -48,8 +48,10 @@ def set_stage(layer: Any, stage: int) -> Any:
         ValueError: For another target or stage.
 
     Example:
-        >>> for number, block in enumerate(blocks):
-        ...     kdist.set_stage(block, number // 2)
+        >>> model = build_model()
+        >>> for name, stage in {"up": 0, "down": 1}.items():
+        ...     kdist.set_stage(model.get_layer(name), stage)  # the head follows
+        >>> model = kdist.PipelineModel(model, stages=2, micro_batches=4)
     """
     if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
         raise ValueError(f"A stage is an integer from 0 on. Received: stage={stage!r}")

@@ -21,6 +21,8 @@ class Verification:
     Example:
         >>> report = kdist.verify(model, x, y)
         >>> assert report.ok, report
+        >>> report.dtype, report.differences
+        ('float64', ())
     """
 
     ok: bool
@@ -117,6 +119,15 @@ class VerificationError(Exception):
 
     Attributes:
         verification: The report.
+
+    Example:
+        >>> config = kdist.ParallelConfig(mesh=kdist.mesh(data=2), verify="first_step")
+        >>> model = kdist.parallelize(build_model(), config)
+        >>> model.compile("adam", "mse")
+        >>> try:
+        ...     model.fit(x, y)
+        ... except kdist.VerificationError as error:
+        ...     print(error.verification)
     """
 
     def __init__(self, verification: Verification) -> None:
