@@ -104,12 +104,14 @@ class Body:
         seen: set[str] = set()
         waiting = [node]
         while waiting:
-            for value in waiting.pop().attr.values():
-                for function in (value.func, *value.list.func):
-                    if function.name in self.functions and function.name not in seen:
-                        seen.add(function.name)
-                        yield self.functions[function.name]
-                        waiting.extend(self.functions[function.name].node_def)
+            one = waiting.pop()
+            functions = (f for value in one.attr.values() for f in (value.func, *value.list.func))
+            # An operation of TensorFlow 1's functions, such as `ctc_loss`, has a function's name.
+            for name in (one.op, *(function.name for function in functions)):
+                if name in self.functions and name not in seen:
+                    seen.add(name)
+                    yield self.functions[name]
+                    waiting.extend(self.functions[name].node_def)
 
     def constant(self, reference: str) -> np.ndarray | None:
         """The value of a constant, None of any other tensor."""

@@ -314,8 +314,8 @@ class Flow:
         return None if tensor is None else tensor.whole(self.last)
 
     def _outputs(self) -> tuple[Any, list[Any]]:
-        """The model's outputs for the replica's rows, and their masks."""
-        counts = self.micro.counts[self.replica]
+        """The model's outputs for the rows of the replica's part, and their masks."""
+        counts = self.micro.joined_rows(self.replica)
         outputs = [keras.tree.map_structure(self._whole, r.outputs) for r in self._results]
         masks = []
         for column in zip(*(r.output_masks for r in self._results)):

@@ -48,6 +48,14 @@ class MicroBatches:
             full = full and cut.full
         return cls(parts, counts, shares, full)
 
+    def joined_rows(self, replica: int) -> list[tf.Tensor]:
+        """Rows of each micro-batch that together are those of the replica's part of the batch.
+
+        A replica without rows has a stand-in row there, which is its first micro-batch's.
+        """
+        first, *others = self.counts[replica]
+        return [first if self.full else tf.maximum(first, 1), *others]
+
     def term_shares(self, counted: list[list[Any]] | None, terms: int) -> list[list[Any]]:
         """Each micro-batch's share of every compiled loss, float64 (terms,).
 

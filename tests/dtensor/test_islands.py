@@ -101,6 +101,23 @@ def test_an_island_runs_whole_and_all_else_stays_cut(name: str) -> None:
     assert {tuple(map(int, _local(program, n))) for n in parts} >= {(4, 4), (8, 4)}
 
 
+def test_an_operation_whose_type_is_a_function() -> None:
+    """As TensorFlow 1 called functions, and `ctc_loss`, which computes in float32, still does."""
+
+    def operation(x: Any) -> Any:
+        labels, counts = tf.ones((4, 1), "int32"), (tf.fill([4], 1), tf.fill([4], 2))
+        return x + ops.ctc_loss(labels, tf.reshape(x, (4, 2, 4)), *counts)[:, None]
+
+    mesh, _ = inner_mesh(model=2)
+    function = step(operation)
+    given = [cut(X, mesh, None, None), cut(WEIGHTS, mesh, None, "model")]
+    found, program = run(mesh, function, *given)
+    expected = tf.nest.flatten(function(tf.constant(X), tf.constant(WEIGHTS)))
+    for one, reference in zip(tf.nest.flatten(found), expected, strict=True):
+        np.testing.assert_allclose(whole(one), reference, rtol=1e-5, atol=1e-6)
+    assert "While" in [kind for island in program.islands for kind, _ in island.operations]
+
+
 def _local(program: LoweredProgram, node: Any) -> Any:
     return [dim.size for dim in node.attr["_output_shapes"].list.shape[0].dim]
 

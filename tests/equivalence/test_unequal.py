@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import kdist
+
 import pytest
 
 from .features import BY_NAME as FEATURES
 from .harness import compare
-from .matrix import spread
+from .matrix import product, spread
 from .optimizer_zoo import OPTIMIZERS
 from .zoo import BY_NAME
 
@@ -38,6 +40,36 @@ def test_uneven_batches_equal_one_device(name: str, shape: str, feature: str, en
         samples=samples,
         batch_size=batch_size,
         features=(FEATURES[feature],),
+    )
+
+
+FEATURES_IN_STAGES = ("none", "sample_weight", "reduction_sum", "add_loss", "activity_regularizer")
+STAGES = {
+    "pipe2_data2": {"pipe": 2, "data": 2},
+    "pipe2_data2_model2": {"pipe": 2, "data": 2, "model": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "feature"),
+    spread(
+        [
+            row
+            for row in product(BY_NAME, STAGES, FEATURES_IN_STAGES)
+            if FEATURES[row[2]].fits(BY_NAME[row[0]])
+        ],
+        [("mlp", "pipe2_data2", "sample_weight")],
+    ),
+)
+def test_a_replica_of_stages_without_rows(name: str, mesh: str, feature: str) -> None:
+    """Of 9 rows by 8: the last one is in the first micro-batch of the first replica."""
+    compare(
+        BY_NAME[name],
+        STAGES[mesh],
+        optimizer=OPTIMIZERS["sgd_momentum"],
+        samples=9,
+        features=(FEATURES[feature],),
+        config={"pipeline": kdist.PipelineConfig(micro_batches=2)},
     )
 
 
