@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 import warnings
@@ -23,6 +24,20 @@ CANDIDATES = (
     FusionConfig(mode="size", size_mb=16),
     FusionConfig(mode="size"),
 )
+
+
+def candidates_for(own: FusionConfig) -> tuple[FusionConfig, ...]:
+    """What is tried of a model by default: its own settings, and other buckets beside the rest."""
+    others = [
+        dataclasses.replace(
+            one,
+            overlap=own.overlap,
+            algorithm=own.algorithm,
+            link=own.link if one.mode == "auto" else None,
+        )
+        for one in CANDIDATES
+    ]
+    return tuple(dict.fromkeys([own, *others]))
 
 
 class CommFusion(keras.callbacks.Callback):
@@ -49,12 +64,14 @@ class CommFusion(keras.callbacks.Callback):
         tune: Try several `FusionConfig`s in the first steps and keep the one with the fastest step.
             Every candidate means a new trace of the step; training goes on meanwhile, with the
             same results.
-        candidates: What `tune` tries.
+        candidates: What `tune` tries; None: the model's own settings, and no fusion, "auto", and
+            buckets of 1, 16 and 64 MB beside what they say otherwise.
         steps: Timed steps per candidate, after one that is not.
         verbose: Print what was tried.
 
     Raises:
-        ValueError: For no candidates or steps; and, when training starts, for a plain Keras model.
+        ValueError: For no candidates or steps; and, when training starts, for a plain Keras model,
+            or a candidate with another `overlap` than the model was parallelized with.
 
     Example:
         >>> model.fit(x, y, epochs=3, callbacks=[kdist.callbacks.CommFusion(tune=True)])
@@ -64,20 +81,21 @@ class CommFusion(keras.callbacks.Callback):
         self,
         *,
         tune: bool = False,
-        candidates: Sequence[FusionConfig] = CANDIDATES,
+        candidates: Sequence[FusionConfig] | None = None,
         steps: int = 3,
         verbose: int = 0,
     ) -> None:
         super().__init__()
         if steps < 1:
             raise ValueError(f"A candidate is timed for one step or more. Received: steps={steps}")
-        if tune and not candidates:
+        if tune and candidates is not None and not candidates:
             raise ValueError("Tuning needs candidates. Received: candidates=()")
         self.tune = tune
-        self.candidates = tuple(candidates)
+        self.candidates = None if candidates is None else tuple(candidates)
         self.steps = steps
         self.verbose = verbose
         self.tried: dict[str, float] = {}
+        self._candidates: tuple[FusionConfig, ...] = ()
         self._times: list[list[float]] = []
         self._started = 0.0
 
@@ -86,7 +104,9 @@ class CommFusion(keras.callbacks.Callback):
         self._times = []
         self.tried = {}
         if self.tune:
-            attached(self.model).set_fusion(self.candidates[0])
+            parallel = attached(self.model)
+            self._candidates = self.candidates or candidates_for(parallel.config.fusion)
+            parallel.set_fusion(self._candidates[0])
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Starts the clock."""
@@ -101,18 +121,18 @@ class CommFusion(keras.callbacks.Callback):
         self._times[-1].append(time.perf_counter() - self._started)
         if len(self._times[-1]) <= self.steps:
             return
-        if len(self._times) < len(self.candidates):
-            attached(self.model).set_fusion(self.candidates[len(self._times)])
+        if len(self._times) < len(self._candidates):
+            attached(self.model).set_fusion(self._candidates[len(self._times)])
             self._times.append([])
         else:
             self._keep_fastest()
 
     def _keep_fastest(self) -> None:
         medians = [statistics.median(times[1:]) for times in self._times]
-        self.tried = {str(c): t for c, t in zip(self.candidates, medians)}
+        self.tried = {str(c): t for c, t in zip(self._candidates, medians)}
         best = min(range(len(medians)), key=medians.__getitem__)
         if best != len(medians) - 1:
-            attached(self.model).set_fusion(self.candidates[best])
+            attached(self.model).set_fusion(self._candidates[best])
         if self.verbose:
             table = Table(title="fusion: median step")
             table.add_column("candidate")
@@ -124,9 +144,9 @@ class CommFusion(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Says so if training was too short to try every candidate."""
         if self.tune and not self.tried:
-            needed = len(self.candidates) * (self.steps + 1)
+            needed = len(self._candidates) * (self.steps + 1)
             warnings.warn(
-                f"CommFusion(tune=True) needs {needed} steps to try {len(self.candidates)} "
+                f"CommFusion(tune=True) needs {needed} steps to try {len(self._candidates)} "
                 f"candidates; training ended before. The last one tried stays: "
                 f"{attached(self.model).config.fusion}",
                 stacklevel=2,

@@ -92,6 +92,7 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
         partition: See `OptimizerConfig`.
         keep_gathered: See `OptimizerConfig`.
         state_format: See `OptimizerConfig`; also as a dict of its fields.
+        state_on: See `OptimizerConfig`.
         name: Name of the wrapper.
 
     Raises:
@@ -112,6 +113,7 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
         partition: Any = "auto",
         keep_gathered: bool = False,
         state_format: StateFormatConfig | dict[str, Any] | None = None,
+        state_on: Any = "device",
         name: str | None = None,
     ) -> None:
         inner = keras.optimizers.get(inner_optimizer)
@@ -130,6 +132,7 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
             partition=partition,
             keep_gathered=keep_gathered,
             state_format=state_format,
+            state_on=state_on,
         )
         self.inner_optimizer = inner
         # Not an attribute that Keras or TensorFlow would track.
@@ -180,6 +183,11 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
                 "Moments are kept in 16 bits by models that went through kdist.parallelize. Pass "
                 "the model through it, or leave state_format out. "
                 f"Received: state_format={self.kdist_config.state_format!r}"
+            )
+        if self.kdist_config.state_on == "host":
+            raise ValueError(
+                "Optimizer state is on the host of models that went through kdist.parallelize. "
+                "Pass the model through it, or leave state_on out. Received: state_on='host'"
             )
         if trainable_variables is not None and not self.built:
             self.build(trainable_variables)
@@ -234,6 +242,7 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
             "partition": config.partition,
             "keep_gathered": config.keep_gathered,
             "state_format": dataclasses.asdict(config.state_format),
+            "state_on": config.state_on,
         }
 
     @classmethod

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kdist._compat import keras_optimizers, keras_twins
+from kdist.api.parallelize import parallel_of
 from kdist.optimizer.wrappers import unwrap
 from kdist.verification.twin import NoTwin
 
@@ -21,7 +23,7 @@ def compile_alike(
         model: The compiled model.
         twin: Its twin; parallelized already, if it will be.
         policy: The twin's dtype policy.
-        lossless: Whether moments that are kept in 16 bits are not.
+        lossless: Whether moments that are kept in 16 bits are not; on one device they never are.
 
     Raises:
         NoTwin: A loss, a metric or the optimizer cannot be made again, or `compile` is overridden.
@@ -31,7 +33,7 @@ def compile_alike(
     options = keras_twins.compile_options(model)
     dtype = "float64" if policy == "float64" else "float32"
     twin.compile(
-        optimizer=optimizer_again(model.optimizer, dtype, lossless),
+        optimizer=optimizer_again(model.optimizer, dtype, _changes(twin, lossless)),
         loss=_each(options["loss"], dtype),
         loss_weights=options["loss_weights"],
         metrics=_each(options["metrics"], dtype),
@@ -69,10 +71,22 @@ def _metric_again(metric: keras.Metric, dtype: str) -> keras.Metric:
         ) from error
 
 
-def optimizer_again(optimizer: Any, dtype: str, lossless: bool) -> Any:
+def _changes(twin: keras.Model, lossless: bool) -> dict[str, Any]:
+    """Settings of a `kdist.ShardedOptimizer` that a twin does not have."""
+    if parallel_of(twin) is None:
+        return {"state_format": {}, "state_on": "device"}
+    return {"state_format": {}} if lossless else {}
+
+
+def optimizer_again(optimizer: Any, dtype: str, changes: Mapping[str, Any]) -> Any:
     """An optimizer with the same settings, not built.
 
     Loss scaling is left out in float64, which needs none.
+
+    Args:
+        optimizer: A Keras optimizer, or None.
+        dtype: The twin's.
+        changes: Settings with another value, where the optimizer, or one inside of it, has them.
     """
     if optimizer is None:
         return None
@@ -81,8 +95,9 @@ def optimizer_again(optimizer: Any, dtype: str, lossless: bool) -> Any:
     own: Any = keras_optimizers.own_class(optimizer)
     try:
         config = optimizer.get_config()
-        if lossless and "state_format" in config:
-            config["state_format"] = {}
+        inner = config.get("inner_optimizer")
+        for one in (config, inner["config"] if isinstance(inner, dict) else {}):
+            one.update({name: value for name, value in changes.items() if name in one})
         with keras_twins.own_lambdas():
             return own.from_config(config)
     except Exception as error:  # whatever the user's own constructor raises

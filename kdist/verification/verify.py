@@ -112,14 +112,17 @@ def _compared(model: keras.Model, batch: Any, dtype: str) -> tuple[Request, list
             return request, _trials(request, run_trial), way
         except OneDeviceFailed as reason:
             if request.policy == own:
-                raise NoTwin(f"its twin does not run on one device: {reason}") from reason
+                raise
             way += f", in {own}: on one device it does not run in float64 ({reason})"
             request = dataclasses.replace(request, policy=own, tolerance=TOLERANCES[own])
             return request, _trials(request, run_trial), way
     except NoTwin as reason:
-        request = dataclasses.replace(request, policy=own, tolerance=TOLERANCES[own])
-        way = f"the model itself, in {own}, without an update, weights, slots and metrics: {reason}"
-        return request, _trials(request, _itself), way
+        why = str(reason)
+    except OneDeviceFailed as reason:
+        why = f"its twin does not run on one device: {reason}"
+    request = dataclasses.replace(request, policy=own, tolerance=TOLERANCES[own])
+    way = f"the model itself, in {own}, without an update, weights, slots and metrics: {why}"
+    return request, _trials(request, _itself), way
 
 
 def _request(model: keras.Model, batch: Any, policy: str) -> Request:

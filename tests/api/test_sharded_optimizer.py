@@ -38,7 +38,7 @@ def parallel(optimizer: Any, level: int = 0) -> keras.Model:
 
 
 def test_config_round_trip() -> None:
-    made = sharded(level=3, keep_gathered=True, partition="slice")
+    made = sharded(level=3, keep_gathered=True, partition="slice", state_on="host")
     again = keras.optimizers.deserialize(keras.optimizers.serialize(made))
     assert isinstance(again, kdist.ShardedOptimizer)
     assert again.kdist_config == made.kdist_config
@@ -80,6 +80,16 @@ def test_on_one_plain_device_it_is_the_inner_optimizer() -> None:
         model.fit(X, Y, batch_size=8, verbose=0, shuffle=False)
     for a, b in zip(plain.get_weights(), wrapped.get_weights()):
         np.testing.assert_array_equal(a, b)
+
+
+def test_state_on_the_host() -> None:
+    model = parallel(sharded(level=1, state_on="host"))
+    assert model.plan().uses_host
+    model.fit(X, Y, batch_size=8, verbose=0)
+    plain = build()
+    plain.compile(sharded(state_on="host"), "mse")
+    with pytest.raises(ValueError, match="Pass the model through it.*Received: state_on='host'"):
+        plain.fit(X, Y, batch_size=8, verbose=0)
 
 
 @pytest.mark.parametrize("order", ["inside", "outside"])

@@ -6,6 +6,7 @@ import kdist
 from kdist import FusionConfig
 from kdist.api.parallelize import attached
 from kdist.callbacks import CommFusion
+from kdist.callbacks.comm_fusion import candidates_for
 
 import keras
 import numpy as np
@@ -100,6 +101,24 @@ def test_training_too_short_to_tune_says_so() -> None:
     model = compiled({"data": 2})
     with pytest.warns(UserWarning, match="needs 20 steps to try 5 candidates"):
         model.fit(*data(8), verbose=0, callbacks=[CommFusion(tune=True)])
+
+
+def test_tuning_changes_buckets_alone() -> None:
+    """Not: refuses a model that says when buckets leave, or forgets what it says of messages."""
+    own = FusionConfig(mode="index", index=(2,), overlap=False, algorithm="tree")
+    config = kdist.ParallelConfig(mesh=kdist.mesh(data=2), fusion=own)
+    model = kdist.parallelize(mlp(), config)
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    callback = CommFusion(tune=True, steps=1)
+    callback.set_model(model)
+    callback.on_train_begin()
+    assert attached(model).config.fusion == own, "its own are tried too"
+    tried = candidates_for(own)
+    assert {(one.overlap, one.algorithm) for one in tried} == {(False, "tree")}
+    assert [one.mode for one in tried] == ["index", "auto", "none", "size", "size", "size"]
+    link = kdist.comm.LinkCost(a=1e-3, b=1e-9)
+    found = candidates_for(FusionConfig(link=link))
+    assert [one.link for one in found] == [link, None, None, None, None]
 
 
 def test_a_plain_model_is_refused() -> None:

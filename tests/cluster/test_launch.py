@@ -6,6 +6,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from kdist.launch.__main__ import command_of, parsed
 
 import numpy as np
 import pytest
@@ -39,6 +42,26 @@ def test_the_first_failure_stands_last(tmp_path: Path) -> None:
     assert "process 0 of 2 failed first (exit code 1); its output: " in last[-1]
     assert last[-2] == "KeyError: 'of the user'"
     assert "Traceback (most recent call last):" in last[-12:]
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["train.py", "--rate", "2"], ["train.py", "--rate", "2"]),
+        (["train.py", "-m", "large"], ["train.py", "-m", "large"]),
+        (["-m", "package.train", "-m", "large"], ["-m", "package.train", "-m", "large"]),
+    ],
+)
+def test_arguments_of_the_script_stay_its_own(words: list[str], command: list[str]) -> None:
+    given = parsed(["--processes", "2", *words])
+    assert (command_of(given), given.processes) == ([sys.executable, *command], 2)
+
+
+@pytest.mark.parametrize("words", [["--processes", "0"], ["--processes", "2", "--max-restarts=-1"]])
+def test_numbers_that_mean_nothing_are_refused(words: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parsed([*words, "train.py"])
+    assert stop.value.code == 2 and "Received: " in capsys.readouterr().err
 
 
 @pytest.mark.wide

@@ -9,7 +9,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-PAGES = [README, *(ROOT / "docs" / f"{n}.md" for n in ("optimizer_parallelism", "batch_semantics"))]
+RUN = (
+    "optimizer_parallelism",
+    "batch_semantics",
+    "checkpoints",
+    "compression",
+    "export",
+    "pipeline",
+)
+"""Pages whose blocks are a whole program; those of others are parts of one."""
+PAGES = [README, *(ROOT / "docs" / f"{name}.md" for name in RUN)]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -78,6 +78,38 @@ class Hidden(layers.Layer):
         return inputs * getattr(self, "_factor", 1.0)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"state_on": "host"}, {"state_format": kdist.StateFormatConfig(first="bf16")}],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_one_device_has_what_is_inside_of_a_sharded_optimizer(options, scaled):
+    model = small()
+    optimizer = kdist.ShardedOptimizer("adam", level=1, threshold_kb=0, **options)
+    if scaled:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=4.0)
+    model.compile(optimizer, "mse")
+    report = kdist.verify(model, *batch(), dtype="own" if scaled else "float64")
+    assert report.ok, report
+    assert report.way.startswith("a twin of the model on one device"), report.way
+    assert report.explained_by == (("state_format",) if report.differences else ())
+    assert bool(report.differences) == ("state_format" in options)
+
+
+def test_a_model_that_does_not_run_on_one_device_is_compared_itself(monkeypatch):
+    """Not: ends with what one device says of it, in its own dtype too."""
+
+    def on_one_device(*_):
+        raise RuntimeError("it needs two devices")
+
+    monkeypatch.setattr("kdist.verification.trial.on_one_device", on_one_device)
+    report = kdist.verify(small(), *batch())
+    assert report.ok, report
+    assert "the model itself, in float32" in report.way
+    assert report.way.endswith("its twin does not run on one device: it needs two devices")
+
+
 def test_a_twin_that_predicts_otherwise_is_no_twin():
     layer = Hidden()
     layer._factor = 3.0
