@@ -134,8 +134,8 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
         An `Inspection`; print it.
 
     Raises:
-        ValueError: The model is not parallelized; `batch_size` is no integer; or it has not
-            trained, and its inputs have dims of unknown size.
+        ValueError: The model is not parallelized; `batch_size` is no integer; or, over inner axes,
+            it has not trained, and is a pipeline or has inputs with dims of unknown size.
 
     Example:
         >>> print(kdist.inspect(model))

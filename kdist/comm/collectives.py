@@ -1,9 +1,10 @@
 """The collectives: every device of a mesh gives a value, and gets one.
 
 All take a list with one value per device *of this process*, in the mesh's order, and return such a
-list. Devices that differ only along `axis` form a group; each group communicates by itself. In one
-program over several processes, every process calls the same collectives in the same order, each
-with its own values.
+list. Devices that differ only along `axis` form a group; each group communicates by itself. Where
+processes have joined by `kdist.comm.connect`, every process calls the same collectives in the same
+order, each with its own values; where `kdist.init` made one program of them, process 0 calls, with
+the values of all devices.
 
 They run eagerly and inside `tf.function`, and gradient tapes see through them
 (`kdist.comm.gradients`). Dtypes: float64, float32, float16, bfloat16, and integers of 8 to 64 bits.

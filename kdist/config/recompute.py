@@ -45,7 +45,7 @@ def recompute(
     What goes into the layer is kept, and what other layers take of it; the rest is computed again
     when the gradient arrives (Chen et al. 2016, arXiv:1604.06174). Random masks are the same, since
     their seeds are kept, and statistics move once. The interface is that of MindSpore's
-    `Cell.recompute`. It takes effect in `kdist.parallelize`; layers inside are part of the same
+    `Cell.recompute`. Takes effect with the next `compile`; layers inside are part of the same
     block, unless they were given a setting of their own. Of a model that is parallelized, each of
     its layers is a block.
 
