@@ -10,6 +10,7 @@ from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import concrete_function
 from tensorflow.python.framework import function_def_to_graph
+from tensorflow.python.ops import handle_data_util
 
 
 def of_one_device() -> dict[str, bool]:
@@ -68,6 +69,19 @@ def function_graph(graph: Any, name: str) -> Any:
             return getattr(found, "graph", None)
         graph = getattr(graph, "outer_graph", None)
     return None
+
+
+def variable_dtype(handle: Any) -> tf.DType | None:
+    """Of the variable that a resource is; None of another resource, such as a table of texts."""
+    data = handle_data_util.get_handle_data(handle)
+    if data is None or not data.is_set or not data.shape_and_type:
+        return None
+    return tf.as_dtype(data.shape_and_type[0].dtype)
+
+
+def is_variable(tensor: Any) -> bool:
+    """Whether a tensor is the handle of a variable."""
+    return tensor.dtype == tf.resource and variable_dtype(tensor) is not None
 
 
 def graph_of_definition(definition: Any, shapes: Sequence[tf.TensorShape]) -> Any:

@@ -16,7 +16,7 @@ from kdist.optimizer.wrappers import row_updates, sums_rows
 from kdist.pipeline.work import Work
 from kdist.plan.between_processes import crossed_axes
 from kdist.program.program import Program
-from kdist.rows.model import ModelStudy, study_model
+from kdist.rows.model import ModelStudy, of_micro_batches, study_model
 from kdist.runtime.chunked_runner import ChunkedRunner
 from kdist.runtime.chunking import Chunking
 from kdist.runtime.inner_axes import InnerAxes
@@ -104,8 +104,11 @@ class SteppedModel(PlannedModel):
         with keras_remat.taken_back(self.model):
             study = study_model(self.model, x, training, self.config.loss_from_layers)
         self.row_studies[training] = study
-        text = study.warning(micro_batches=cut)
-        if text:
+        texts = [study.warning(micro_batches=cut)]
+        if cut and training:
+            assert pipeline is not None
+            texts.append(of_micro_batches(study, pipeline.micro_batches))
+        for text in filter(None, texts):
             self.warn_once(text)
         return study
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kdist._compat.function_graphs import is_variable
 from kdist.dtensor import limits, relayout, sizes
 from kdist.dtensor.body import Body
 from kdist.dtensor.collectives import CannotStitch
@@ -20,6 +21,7 @@ from kdist.dtensor.partial_sums import Summed, marked
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.dtensor.stitched import StitchedFunction
 from kdist.dtensor.stitching import Stitcher
+from kdist.dtensor.texts import CannotSplit, TextsInFront, in_front
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
@@ -154,10 +156,16 @@ class Lowered:
         concrete = self.trace(key, inputs)
         given = [t for t in tf.nest.flatten(inputs) if t is not None]
         given += [self._captured(t) for t in concrete.captured_inputs]
+        texts = self._texts(concrete)
+        if texts is not None:
+            given = texts.computed(given, self.mesh)
         layouts = [t.layout for t in given]
         key = (key, sizes.active(), *(layout.to_string() for layout in layouts))
         if key not in self.stitchers:
-            program = self._expand(concrete, given)
+            if texts is None:
+                program = self._expand(concrete, given)
+            else:
+                program = texts.numbered(self._expand(texts.rest, texts.taken(given)))
             self._refuse_alltoall(program.collectives)
             self._refuse_all_island(program.islands)
             self.layouts.tell_islands(program.islands)
@@ -165,6 +173,13 @@ class Lowered:
             self.recorded = self.recorded or self.stitchers[key].recorded
             self.islands = self.islands or program.islands
         return key, given
+
+    @staticmethod
+    def _texts(concrete: Any) -> TextsInFront | None:
+        try:
+            return in_front(concrete)
+        except CannotSplit as error:
+            raise _refused(str(error)) from error
 
     def _expand(self, concrete: Any, given: Sequence[Sharded]) -> LoweredProgram:
         if tf.variant in [t.dtype for t in (*concrete.inputs, *concrete.outputs)]:
@@ -263,7 +278,7 @@ class Lowered:
                     del kept[one]
 
     def _captured(self, tensor: Any) -> Sharded:
-        if tensor.dtype == tf.resource:
+        if is_variable(tensor):
             raise CannotExpand(
                 "a variable that belongs to no layer of the model "
                 f"({getattr(tensor, 'name', tensor)})"

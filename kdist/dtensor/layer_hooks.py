@@ -17,6 +17,7 @@ from kdist.program.table_layers import looking_up
 from kdist.sharding.dims import Dim, Dims
 
 import keras
+import tensorflow as tf
 
 WINDOWED = (
     *limits.GATHER_ON_READ[:4],
@@ -49,10 +50,15 @@ def _laid_out_calls(layouts: ModelLayouts) -> Iterator[None]:
         and layouts.any_cut
         and layer not in layouts.fetched_layers
     ]
-    changed = [*windowed, *(entry[0] for entry in hooked), *(layer for layer, _ in tables)]
+    texts = [
+        layer for layer in layouts.model_layers if isinstance(layer, keras.layers.TextVectorization)
+    ]
+    changed = [*windowed, *texts, *(entry[0] for entry in hooked), *(layer for layer, _ in tables)]
     before = [(layer, layer.__dict__.get("call")) for layer in changed]
     for layer in windowed if layouts.any_cut else ():
         object.__setattr__(layer, "call", _channels_whole(layer.call))
+    for layer in texts:
+        object.__setattr__(layer, "call", _rows_known(layer.call))
     for layer, dim in tables:
         object.__setattr__(layer, "call", _columns_pinned(layer.call, dim))
     for layer, inputs, outputs, every in hooked:
@@ -75,6 +81,18 @@ def _channels_whole(call: Callable) -> Callable:
         return keras.tree.map_structure(relayout.gradient_rows_only, outputs)
 
     return whole
+
+
+def _rows_known(call: Callable) -> Callable:
+    """`call` of a layer whose output says how many rows it has: splitting texts loses that."""
+
+    def known(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = call(inputs, *args, **kwargs)
+        if not tf.is_tensor(outputs) or outputs.shape.rank is None:
+            return outputs
+        return tf.ensure_shape(outputs, [inputs.shape[0], *outputs.shape[1:]])
+
+    return known
 
 
 def _columns(layer: keras.layers.Layer, layouts: ModelLayouts) -> Dim:

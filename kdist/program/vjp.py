@@ -148,8 +148,7 @@ class Vjp:
 
     @staticmethod
     def _refuse_variables(graph: Any) -> None:
-        captured = [t.dtype for t, _ in graph.captures]
-        if tf.resource in captured:
+        if any(function_graphs.is_variable(t) for t, _ in graph.captures):
             raise CapturesVariables
 
     def _find_fetches(self) -> None:

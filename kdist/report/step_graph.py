@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kdist._compat import dtensor_internals, run_metadata
+from kdist._compat import dtensor_internals, function_graphs, run_metadata
 from kdist.dtensor.copies import PREFIX
 from kdist.graphs.chunks import node_of
 from kdist.graphs.executed import importable, imported
@@ -116,7 +116,7 @@ def _kept(captured: Sequence[Any]) -> Iterator[None]:
     handles = [t for t in captured if t.dtype == tf.resource]
     values = []
     for handle in handles:
-        dtype = _dtype_of(handle)
+        dtype = function_graphs.variable_dtype(handle)
         if dtype is not None:
             with tf.device(handle.device):
                 value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
@@ -127,13 +127,6 @@ def _kept(captured: Sequence[Any]) -> Iterator[None]:
         for handle, dtype, value in values:
             with tf.device(handle.device):
                 tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(value, dtype))
-
-
-def _dtype_of(handle: Any) -> tf.DType | None:
-    data = handle._handle_data
-    if data is None or not data.is_set or not data.shape_and_type:
-        return None
-    return tf.as_dtype(data.shape_and_type[0].dtype)
 
 
 def _of_variables(concrete: Any, handles: set[int], kind: str) -> list[str]:

@@ -137,10 +137,11 @@ class Interpreter:
         if not name.startswith(ROW_BY_ROW):
             return values
         inside = [m for m in self.mixings if m.name.startswith(f"{scope}/")]
-        if not isinstance(values[1], Mixed):
+        given = next((one for one in values[1:] if isinstance(one, Mixed)), values[1])
+        if not isinstance(given, Mixed):
             self.mixings = [m for m in self.mixings if m not in inside]
             self.accepted.extend(inside)
-        return [values[1], values[1]]
+        return [given] * len(values)
 
     def _assign(self, op: Any, values: list[Value]) -> list[Value]:
         """A variable that is written within the graph is read as what was written."""

@@ -24,6 +24,11 @@ import tensorflow as tf
 
 SHOWN = 3
 """So many findings are spelled out in a warning."""
+_ROW_BY_ROW = (
+    keras.layers.BatchNormalization,
+    keras.layers.TextVectorization,
+    keras.layers.HashedCrossing,
+)
 GLOBAL = 'ParallelConfig(batch_semantics="global")'
 
 
@@ -54,12 +59,15 @@ class ModelStudy:
         mixings: Every operation at which rows meet first, with the layer that it serves.
         statistics: Paths of the BatchNormalization layers that normalise each replica's rows.
         failed: Why the model could not be looked at, "" if it was.
+        moving: Paths of other state that a pass writes, without seeds and metrics: it goes from
+            micro-batch to micro-batch.
     """
 
     findings: tuple[Finding, ...] = ()
     mixings: tuple[Mixing, ...] = ()
     statistics: tuple[str, ...] = ()
     failed: str = ""
+    moving: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def lines(self) -> list[str]:
         """All of it, a line each."""
@@ -99,6 +107,23 @@ class ModelStudy:
         )
 
 
+def of_micro_batches(study: ModelStudy, count: int) -> str:
+    """What happens to state that a model's own layers write, where a step has several passes.
+
+    Args:
+        study: Of the model.
+        count: Micro-batches of a step.
+    """
+    if not study.moving:
+        return ""
+    told = ", ".join(map(repr, study.moving[:SHOWN])) + ", ..." * (len(study.moving) > SHOWN)
+    return (
+        f"State that forward passes write goes from micro-batch to micro-batch: here it changes "
+        f"{count} times a step, and on one device once. To have it change once, set "
+        f"micro_batches=1. Received: state {told}"
+    )
+
+
 def study_model(model: keras.Model, x: Any, training: bool, loss_from_layers: str) -> ModelStudy:
     """Follows the batch through a built model's forward pass. Nothing runs.
 
@@ -115,7 +140,7 @@ def study_model(model: keras.Model, x: Any, training: bool, loss_from_layers: st
         specs = keras.tree.map_structure(_spec, _with_declared_sizes(x, model))
         sizes = [n for v in program.state.written for n in v.shape]
         names: list[str] = []
-        with chance_kept(), _statistics_row_by_row(model):
+        with chance_kept(), _marked_row_by_row(model):
             analysis = analyse(
                 _pass_of(program, training, names),
                 specs,
@@ -189,15 +214,16 @@ def _unknown(variable: keras.Variable) -> Any:
 
 
 @contextlib.contextmanager
-def _statistics_row_by_row(model: keras.Model) -> Iterator[None]:
-    """Meanwhile, what BatchNormalization layers return is marked to count row by row.
+def _marked_row_by_row(model: keras.Model) -> Iterator[None]:
+    """Meanwhile, what some layers of Keras return is marked to count row by row.
 
-    That they normalise by a replica's rows is known and documented, and would hide what follows.
+    That BatchNormalization normalises by a replica's rows is known and documented, and would hide
+    what follows. TextVectorization and HashedCrossing, which go over one list, keep rows.
     """
     layers = [
         layer
         for layer in keras_models.flat_layers(model)
-        if isinstance(layer, keras.layers.BatchNormalization) and "call" not in layer.__dict__
+        if isinstance(layer, _ROW_BY_ROW) and "call" not in layer.__dict__
     ]
     for layer in layers:
         object.__setattr__(layer, "call", _marked(layer.call))
@@ -211,7 +237,10 @@ def _statistics_row_by_row(model: keras.Model) -> Iterator[None]:
 def _marked(call: Callable) -> Callable:
     def row_by_row(inputs: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = call(inputs, *args, **kwargs)
-        return tf.identity_n([outputs, inputs], name=ROW_BY_ROW)[0]
+        every = [outputs, *keras.tree.flatten(inputs)]
+        if not all(map(tf.is_tensor, every)):  # ragged or sparse
+            return outputs
+        return tf.identity_n(every, name=ROW_BY_ROW)[0]
 
     return row_by_row
 
@@ -236,12 +265,23 @@ class _Reading:
             finding = kinds[kind](int(number), self.analysis.values[i], self.analysis.tensors[i])
             if finding is not None:
                 found.append(finding)
-        statistics = [self._in_layer(m).layer for m in self.analysis.accepted]
+        accepted = [self._in_layer(m).layer for m in self.analysis.accepted]
+        norms = {one.path for one in self.layers if isinstance(one, _ROW_BY_ROW[0])}
+        statistics = [path for path in accepted if path in norms]
         return ModelStudy(
             tuple(found),
             tuple(self._in_layer(m) for m in self.analysis.mixings),
             tuple(dict.fromkeys(statistics)),
+            moving=tuple(self._moving()),
         )
+
+    def _moving(self) -> Iterator[str]:
+        state = self.program.state
+        known = {id(v) for v in (*state.seeds, *state.metrics)} | self._statistics()
+        for name in self.names:
+            kind, _, number = name.partition(":")
+            if kind == "state" and id(state.written[int(number)]) not in known:
+                yield state.written[int(number)].path
 
     def _in_layer(self, mixing: Mixing) -> Mixing:
         path = layer_of(mixing.name, self.paths) or self.program.model.name

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from kdist._compat.function_graphs import is_variable
 from kdist.dtensor.sharded import each
 from kdist.graphs.layer_names import BACKWARD
 from kdist.pipeline.work import WeightUse
@@ -140,7 +141,7 @@ class StageFunctions:
             return [tf.identity(t) for t in self._compute(list(flat[:count]), list(flat[count:]))]
 
         traced = tf.compat.v1.wrap_function(forward, [*params, *inputs])
-        if tf.resource in [t.dtype for t, _ in traced.graph.captures]:
+        if any(is_variable(t) for t, _ in traced.graph.captures):
             raise CapturesVariables
         return traced
 

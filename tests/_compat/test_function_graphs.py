@@ -78,3 +78,24 @@ def test_a_device_that_fails_says_why() -> None:
     for _ in range(10):
         with pytest.raises(tf.errors.InvalidArgumentError, match="= 30 is not in"):
             step(tf.zeros((30, 8)), tf.constant([0, 1, 2, 3, 30, 5, 6, 7]))
+
+
+def test_what_a_resource_is() -> None:
+    variable = tf.Variable([1.0, 2.0], dtype=tf.float64)
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["a"], [1]), 0)
+    seen = {}
+
+    @tf.function(autograph=False)
+    def read() -> tf.Tensor:
+        value = variable.read_value() + tf.cast(table.lookup(tf.constant("a")), tf.float64)
+        seen.update(
+            {id(outer): inner for outer, inner in tf.compat.v1.get_default_graph().captures}
+        )
+        return value
+
+    read.get_concrete_function()
+    handles = variable.handle, table.resource_handle
+    assert [function_graphs.is_variable(t) for t in handles] == [True, False]
+    assert [function_graphs.is_variable(seen[id(t)]) for t in handles] == [True, False]
+    assert function_graphs.variable_dtype(variable.handle) == tf.float64
+    assert not function_graphs.is_variable(tf.constant(1.0))

@@ -248,6 +248,25 @@ def test_layers_behind_batch_normalization_are_seen() -> None:
     assert frozen.lines() == []
 
 
+def test_layers_of_texts_and_crossings_keep_rows() -> None:
+    text, kind = (keras.Input((1,), dtype="string", name=name) for name in ("text", "kind"))
+    words = layers.TextVectorization(output_sequence_length=4, vocabulary=["red", "blue"])(text)
+    known = layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")(kind)
+    hashed = layers.Hashing(5)(kind)
+    crossed = layers.HashedCrossing(5, output_mode="one_hot")((kind, text))
+    given = [ops.cast(one, "float32") for one in (words, known, hashed, crossed)]
+    x = layers.Dense(4)(layers.Concatenate()(given))
+    data = {"text": tf.constant([["red blue"], ["b"]]), "kind": tf.constant([["a"], ["c"]])}
+    inputs = {"text": text, "kind": kind}
+    assert studied(keras.Model(inputs, x), data).lines() == []
+    mixing = studied(keras.Model(inputs, Own(mixup, name="own")(x)), data)
+    assert [str(f) for f in mixing.findings] == ["output 'own' mixes rows (Roll in layer 'own')"]
+    before = layers.Lambda(lambda t: tf.reverse(t, [0]), (1,), name="before")(text)
+    crossed = layers.HashedCrossing(5, output_mode="one_hot")((kind, before))
+    (found,) = studied(keras.Model(inputs, layers.Dense(4)(crossed)), data).findings
+    assert "ReverseV2 in layer 'before'" in str(found)
+
+
 def test_a_shared_layer_in_a_loop_is_seen() -> None:
     class Cell(layers.Layer):
         state_size = 4
@@ -352,3 +371,25 @@ def test_a_model_that_cannot_be_looked_at_trains_and_says_so() -> None:
     (text,) = warned(lambda: model.train_on_batch(X, X[:, :3]))
     assert "could not be found out" in text and "too many" in text
     assert "too many" in str(kdist.inspect(model))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_state_that_changes_with_each_micro_batch_is_told(micro_batches: int) -> None:
+    inputs = keras.Input((6,))
+    x = layers.SpectralNormalization(layers.Dense(4), name="spectral")(inputs)
+    x = layers.BatchNormalization(name="norm")(layers.Dropout(0.5, name="drop")(x))
+    model = keras.Model(inputs, layers.Dense(3)(x))
+    pipeline = kdist.PipelineConfig(micro_batches=micro_batches)
+    model = kdist.parallelize(
+        model, kdist.ParallelConfig(mesh=kdist.mesh(pipe=2), pipeline=pipeline)
+    )
+    model.compile("sgd", "mse")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.predict(X, verbose=0)
+        model.train_on_batch(X, X[:, :3])
+    told = [str(w.message) for w in caught if "changes" in str(w.message)]
+    assert len(told) == (micro_batches > 1)
+    for text in told:
+        assert "changes 2 times a step" in text and "micro_batches=1" in text
+        assert "spectral" in text and "norm/" not in text and "drop" not in text

@@ -1,0 +1,202 @@
+"""What a traced function makes of texts: computed in front of it, as DTensor has no tables.
+
+Layers that look texts up (`StringLookup`, `TextVectorization`, `Hashing`) have no weights and give
+no gradients. So what they make follows from the batch alone, is the same on every device of a
+slice, and is made once there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from kdist.dtensor.lowering import LoweredProgram, positions
+from kdist.dtensor.sharded import Sharded, replicate
+from kdist.graphs.inferred import imported
+
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+TABLES = (tf.string, tf.resource)
+"""Dtypes that no DTensor has, of what is looked up and of where."""
+_splits: weakref.WeakKeyDictionary[Any, TextsInFront | None] = weakref.WeakKeyDictionary()
+
+
+class CannotSplit(Exception):
+    """Texts make a tensor whose shape does not follow from the batch's; carries which."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TextsInFront:
+    """A traced function in two: what has to do with texts, and the rest.
+
+    Attributes:
+        front: Concrete function of the inputs at `read`; its results are inputs of `rest`.
+        read: Positions of flat inputs and captures of the function.
+        rest: Concrete function of the inputs at `kept`, then the results of `front`. It gives what
+            the function gives.
+        kept: Positions, alike.
+        count: Inputs and captures of the function.
+        structure: The function's results, with positions of flat results as leaves.
+    """
+
+    front: Any
+    read: tuple[int, ...]
+    rest: Any
+    kept: tuple[int, ...]
+    count: int
+    structure: Any
+
+    def computed(self, given: Sequence[Sharded], mesh: dtensor.Mesh) -> list[Sharded]:
+        """Flat inputs and captures of the function, then what `front` makes of them."""
+        made = self.front(*(given[p].joined() for p in self.read))
+        return [*given, *(replicate(t, mesh) for t in made)]
+
+    def taken(self, given: Sequence[Sharded]) -> list[Sharded]:
+        """Of these, the inputs of `rest`."""
+        return [*(given[p] for p in self.kept), *given[self.count :]]
+
+    def numbered(self, program: LoweredProgram) -> LoweredProgram:
+        """A program made of `rest`, as one of what `computed` gives."""
+        places = [*self.kept, *range(self.count, self.count + len(self.front.outputs))]
+        arguments = (
+            one if one.position is None else dataclasses.replace(one, position=places[one.position])
+            for one in program.arguments
+        )
+        return dataclasses.replace(program, arguments=tuple(arguments), structure=self.structure)
+
+
+def in_front(concrete: Any) -> TextsInFront | None:
+    """A traced function in two; None if it has to do with numbers alone.
+
+    Raises:
+        CannotSplit: The rest would begin at a tensor of unknown shape.
+    """
+    if concrete not in _splits:
+        texts = [one for one in _live(concrete) if _is_of_texts(one)]
+        tables = tf.resource in [t.dtype for t in concrete.inputs]
+        _splits[concrete] = _split(concrete, texts) if texts or tables else None
+    return _splits[concrete]
+
+
+def _is_of_texts(one: tf.Operation) -> bool:
+    """Whether an operation reads or makes a text, or looks something up; not what a check says."""
+    read = [t for t in one.inputs if t.op.type != "Const"]
+    return bool(one.inputs) and any(t.dtype in TABLES for t in (*read, *one.outputs))
+
+
+def _split(concrete: Any, texts: Sequence[tf.Operation]) -> TextsInFront:
+    inputs = {t.op.name: n for n, t in enumerate(concrete.inputs)}
+    needed = _ancestors(texts, inputs)
+    border = _border(concrete, needed)
+    mine = _weights(concrete, _ancestors(texts, ()))
+    while unknown := [t for t in border if not t.shape.is_fully_defined()]:
+        # Words of a text, say: what is made of them, until there are as many as there are rows.
+        readers = [one for t in unknown for one in t.consumers()]
+        if not readers or _weights(concrete, _ancestors(readers, ())) - mine:
+            raise CannotSplit(f"{unknown[0].op.name}, of texts, is of no known shape")
+        needed = _ancestors([*needed.values(), *readers], inputs)
+        border = _border(concrete, needed)
+    constants = [t for t in border if tf.get_static_value(t) is not None]
+    made = [t for t in border if tf.get_static_value(t) is None]
+    read = sorted({inputs[n] for one in needed.values() for n in _reads(one) if n in inputs})
+    kept = [n for n, t in enumerate(concrete.inputs) if t.dtype not in TABLES]
+    later = {one.name for one in _live(concrete)} - needed.keys() - inputs.keys()
+    front = _function(concrete, read, [], needed, made)
+    rest = _function(concrete, kept, made, later, concrete.outputs, constants)
+    structure = positions(concrete.structured_outputs)
+    return TextsInFront(front, tuple(read), rest, tuple(kept), len(inputs), structure)
+
+
+def _live(concrete: Any) -> list[tf.Operation]:
+    """Operations of which the results of a function are made, and the inputs among these."""
+    return list(_ancestors([t.op for t in concrete.outputs], ()).values())
+
+
+def _ancestors(
+    operations: Iterable[tf.Operation], inputs: Collection[str]
+) -> dict[str, tf.Operation]:
+    """These operations and all that they depend on, by name; without the function's inputs."""
+    found: dict[str, tf.Operation] = {}
+    waiting = list(operations)
+    while waiting:
+        one = waiting.pop()
+        if one.name not in found and one.name not in inputs:
+            found[one.name] = one
+            waiting += [*(t.op for t in one.inputs), *one.control_inputs]
+    return found
+
+
+def _reads(one: tf.Operation) -> list[str]:
+    return [t.op.name for t in one.inputs]
+
+
+def _weights(concrete: Any, names: Collection[str]) -> set[str]:
+    """Of some operations, those that may be weights which the function is given."""
+    captured = len(concrete.captured_inputs)
+    given = concrete.inputs[: len(concrete.inputs) - captured]
+    return {t.op.name for t in given if t.dtype.is_floating and t.op.name in names}
+
+
+def _border(concrete: Any, needed: Mapping[str, tf.Operation]) -> list[Any]:
+    """What some operations make for others."""
+    others = [one for one in _live(concrete) if one.name not in needed]
+    wanted = [*(t for one in others for t in one.inputs), *concrete.outputs]
+    return list({t.name: t for t in wanted if t.op.name in needed}.values())
+
+
+def _function(
+    concrete: Any,
+    positions: Sequence[int],
+    more: Sequence[Any],
+    names: Collection[str],
+    results: Sequence[Any],
+    constants: Sequence[Any] = (),
+) -> Any:
+    """Some operations of a function, as one of inputs at some positions and of more tensors.
+
+    Args:
+        concrete: The function.
+        positions: Of its inputs.
+        more: Tensors in it.
+        names: Of the operations.
+        results: Tensors in it, which the new one returns.
+        constants: Tensors whose values are known, and are written into it.
+    """
+    given = [*(concrete.inputs[p] for p in positions), *more]
+    definition = _definition(concrete.graph, names)
+    read = {_tensor(one) for node in definition.node for one in node.input}
+
+    def call(*flat: Any) -> list[Any]:
+        values = dict(zip([t.name for t in given], flat, strict=True))
+        values |= {t.name: tf.constant(tf.get_static_value(t), t.dtype) for t in constants}
+        wanted = [t for t in results if t.name not in values]
+        known = {name: value for name, value in values.items() if name in read}
+        found = imported(definition, list(known), list(known.values()), wanted)
+        for one, t in zip(found, wanted, strict=True):
+            one.set_shape(t.shape)  # of a look-up Python knows it, but not the definition
+        values |= dict(zip([t.name for t in wanted], found, strict=True))
+        return [values[t.name] for t in results]
+
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in given]
+    return tf.function(call, autograph=False).get_concrete_function(*specs)
+
+
+def _definition(graph: tf.Graph, names: Collection[str]) -> Any:
+    """The definition of some operations of a graph, which wait for each other alone."""
+    definition = graph.as_graph_def()
+    nodes = [node for node in definition.node if node.name in names]
+    del definition.node[:]
+    for node in nodes:
+        waits = [one for one in node.input if one.startswith("^") and one[1:] not in names]
+        node.input[:] = [one for one in node.input if one not in waits]
+        node.attr.pop("_class", None)  # beside which other operation it is
+    definition.node.extend(nodes)
+    return definition
+
+
+def _tensor(reference: str) -> str:
+    """The name of a tensor that a node reads."""
+    return reference if ":" in reference else f"{reference}:0"

@@ -1,0 +1,134 @@
+"""Models that look texts up themselves, as keras.io's examples of structured data do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kdist
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from .case import CLASSES, FEED_FORWARD, Case, labels, weights
+from .features import BY_NAME as FEATURES
+from .harness import compare
+from .matrix import MESHES, spread
+from .optimizer_zoo import OPTIMIZERS
+from .test_own_look_ups import OVER, on
+
+WORDS = ("good", "bad", "film", "so", "not", "very")
+KINDS = ("fun", "war", "art")
+
+
+def _model() -> keras.Model:
+    text = keras.Input((), dtype="string", name="text")
+    kind = keras.Input((1,), dtype="string", name="kind")
+    x = keras.layers.TextVectorization(output_sequence_length=4, vocabulary=WORDS)(text)
+    x = keras.layers.Embedding(len(WORDS) + 2, 8, name="words")(x)
+    x = keras.layers.GlobalAveragePooling1D()(x)
+    counts = keras.layers.TextVectorization(
+        output_mode="tf_idf", vocabulary=WORDS, idf_weights=np.linspace(0.5, 1.5, len(WORDS))
+    )(text)
+    hashed = keras.layers.Hashing(7, output_mode="one_hot")(kind)
+    known = keras.layers.StringLookup(vocabulary=KINDS, output_mode="one_hot")(kind)
+    hashed = keras.layers.Flatten()(hashed)
+    given = [keras.ops.cast(one, "float64") for one in (counts, hashed, known)]
+    x = keras.layers.Concatenate()([x, *given])
+    x = keras.layers.Dense(16, "gelu", name="up")(x)
+    x = keras.layers.Dense(8, name="down")(x)
+    outputs = keras.layers.Dense(CLASSES, name="head")(x)
+    return keras.Model({"text": text, "kind": kind}, outputs, name="texts")
+
+
+def _data(seed: int, samples: int) -> Any:
+    rng = np.random.default_rng(seed)
+    texts = [" ".join(rng.choice(WORDS, rng.integers(0, 7))) for _ in range(samples)]
+    kinds = rng.choice([*KINDS, "new"], (samples, 1))
+    x = {"text": tf.constant(texts), "kind": tf.constant(kinds)}  # Keras takes no arrays of texts
+    return x, labels(rng, samples), weights(rng, samples)
+
+
+TEXTS = Case(name="texts", build=_model, data=_data, layout_map=FEED_FORWARD)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "level", "feature"),
+    spread(
+        [
+            (mesh, level, feature)
+            for mesh in (*OVER, "data4", "model2")
+            for level in ("level0", "level3")
+            for feature in (None, "sample_weight", "gradient_accumulation", "steps_per_execution")
+        ],
+        [
+            ("data2_model2", "level0", None),
+            ("data2_model2", "level3", "gradient_accumulation"),
+            ("pipe2_data2", "level0", "sample_weight"),
+            ("pipe2_data2_model2", "level3", None),
+            ("data4", "level3", "steps_per_execution"),
+        ],
+        quick=4,
+    ),
+)
+@pytest.mark.filterwarnings("error:.*(mixes rows|gathered weights)")
+def test_they_equal_one_device(mesh: str, level: str, feature: str | None) -> None:
+    compare(
+        TEXTS,
+        {**MESHES, **OVER}[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        samples=19,  # the last batch has other rows
+        features=[] if feature is None else [FEATURES[feature]],
+        config=on(mesh, level) if mesh in OVER else on("data2", level),
+        source="dataset",
+    )
+
+
+def _words_alone(**options: Any) -> keras.Model:
+    text = keras.Input((), dtype="string", name="text")
+    x = keras.layers.TextVectorization(vocabulary=WORDS, **options)(text)
+    x = keras.layers.Embedding(len(WORDS) + 2, 8, mask_zero=True, name="words")(x)
+    x = keras.layers.Dense(16, "gelu", name="up")(x)
+    x = keras.layers.Dense(8, name="down")(x)
+    x = keras.layers.GlobalAveragePooling1D()(x)
+    return keras.Model({"text": text}, keras.layers.Dense(CLASSES, name="head")(x))
+
+
+def _texts_alone(seed: int, samples: int) -> Any:
+    x, *others = _data(seed, samples)
+    return {"text": x["text"]}, *others
+
+
+@pytest.mark.parametrize("mesh", ["data2", "pipe2_data2", "data2_model2"])
+def test_as_many_words_as_the_longest_has(mesh: str) -> None:
+    """A replica's longest may be another one than the batch's, which the mask hides."""
+    case = Case(name="words", build=_words_alone, data=_texts_alone, layout_map=FEED_FORWARD)
+    with pytest.warns(
+        UserWarning, match="mixes rows" if mesh != "data2_model2" else "no known shape"
+    ):
+        compare(
+            case,
+            {**MESHES, **OVER}[mesh],
+            optimizer=OPTIMIZERS["adam"],
+            config=on(mesh, "level0"),
+            source="dataset",
+        )
+
+
+@pytest.mark.parametrize("mesh", ["data2_model2", "pipe2_data2"])
+def test_an_unknown_word_is_an_error_where_it_is_one(mesh: str) -> None:
+    kind = keras.Input((1,), dtype="string")
+    x = keras.layers.StringLookup(vocabulary=KINDS, num_oov_indices=0, output_mode="one_hot")(kind)
+    x = keras.layers.Dense(4, name="up")(keras.ops.cast(x, "float32"))
+    model = keras.Model(kind, keras.layers.Dense(1, name="head")(x))
+    layouts = {".*up/kernel": (None, "model")} if "model" in mesh else {}
+    axes = {**MESHES, **OVER}[mesh]
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=layouts, **on(mesh, "level0"))
+    model = kdist.parallelize(model, config)
+    model.compile("sgd", "mse")
+    known = tf.constant([["fun"], ["war"], ["art"], ["fun"]])
+    y = tf.zeros([4, 1])
+    assert np.isfinite(model.train_on_batch(known, y))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="vocabulary"):
+        model.train_on_batch(tf.constant([["fun"], ["new"], ["art"], ["fun"]]), y)
