@@ -26,6 +26,8 @@ COLLECTIVES = frozenset(
         "CollectiveBcastRecvV2",
     }
 )
+BY_ONE = frozenset({"CollectiveReduceV2", "CollectiveGatherV2"})
+"""Those of which one member computes what all get."""
 _RESULT = {
     **dict.fromkeys(("Maximum", "Minimum", "Mul", "RealDiv", "LogicalOr", "LogicalAnd"), "z"),
     "AddN": "sum",

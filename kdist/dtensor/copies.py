@@ -82,7 +82,7 @@ class Copies:
         self.definition.signature.name = next(_names)
         self.results: dict[tuple[str, int], str] = {}
         self.constants: dict[tuple[str, int], str] = {}
-        self._roots = itertools.count()
+        self._turns = itertools.count()
         self.outlined = Outlined(stitcher, chunk) if self._outlines() else None
         self._add_inputs()
         for name in chunk.nodes if self.outlined is None else self.outlined.left:
@@ -192,7 +192,9 @@ class Copies:
     def _add_collective(self, node: Any) -> None:
         source = self.stitcher.source(node)
         begins = self.stitcher.begins.get(node.name)
+        known = self.stitcher.turns.get(node.name)
         for g, members in enumerate(self.stitcher.groups(node)):
+            turn = next(self._turns) if known is None else known
             group = Group(
                 self.definition,
                 self.devices,
@@ -200,7 +202,7 @@ class Copies:
                 members,
                 [self._reference(source, k) for k in members],
                 node.attr["T"].type,
-                members[next(self._roots) % len(members)],
+                members[turn % len(members)],
             )
             if begins is not None:
                 values = gather_blocks(group, [begins[k] for k in members])

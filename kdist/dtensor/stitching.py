@@ -66,6 +66,8 @@ class Stitcher:
         self.again: frozenset[str] = frozenset()
         self.arrivals: frozenset[str] = frozenset()
         self.originals: dict[str, str] = {}
+        self.turns: dict[str, int] = {}
+        """By collective, whose turn it is; of others members take turns as they come."""
         order = topological(self.nodes)
         known = known_nodes(self.nodes, order, self.number)
         self.folded = {n for n, by_number in known.items() if by_number and is_small(self.nodes[n])}

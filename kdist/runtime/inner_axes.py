@@ -14,7 +14,7 @@ from typing import Any
 
 from kdist.dtensor import relayout, sizes
 from kdist.dtensor.call import Lowered
-from kdist.dtensor.collectives import COLLECTIVES
+from kdist.dtensor.collectives import BY_ONE, COLLECTIVES
 from kdist.dtensor.flops import graph_flops
 from kdist.dtensor.inputs import SliceInputs
 from kdist.dtensor.islands import crosses, is_handed_on
@@ -30,7 +30,7 @@ from kdist.graphs.layer_names import operation_of
 from kdist.optimizer.slice_gradients import SliceGradients
 from kdist.program.model_state import ModelState
 from kdist.runtime.recomputing import Sizes, all_again
-from kdist.stages.functions import StageFunctions
+from kdist.stages.functions import NO_TURNS, StageFunctions
 from kdist.stages.penalties import penalty_function
 from kdist.storage.sparse import LookUp
 from kdist.storage.variables import Stored
@@ -140,9 +140,16 @@ class InnerAxes:
         placement, storage = self.entries[position].placement, self._inputs.storage
         return laid_out(gradient, param, placement, storage, by_batch)
 
-    def part(self, concrete: Any, late: Sequence[int] = ()) -> LoweredPart:
+    def part(
+        self, concrete: Any, late: Sequence[int] = (), turns: Mapping[str, int] = NO_TURNS
+    ) -> LoweredPart:
         """See `OneDevice.part`."""
-        return LoweredPart(concrete, self.gather_first, late, **self._lowering)
+        return LoweredPart(concrete, self.gather_first, late, turns, **self._lowering)
+
+    @property
+    def shares_memory(self) -> bool:
+        """See `OneDevice.shares_memory`."""
+        return self.storage.shares_memory
 
     def read(self, variable: keras.Variable, s: int) -> Sharded:
         """See `OneDevice.read`."""
@@ -205,13 +212,21 @@ class LoweredPart(Lowered):
         concrete: The function.
         gather_first: See `InnerAxes`.
         late: See `OneDevice.part`.
+        turns: See `OneDevice.part`.
         **how: Of `Lowered`.
     """
 
-    def __init__(self, concrete: Any, gather_first: bool, late: Sequence[int], **how: Any) -> None:
+    def __init__(
+        self,
+        concrete: Any,
+        gather_first: bool,
+        late: Sequence[int],
+        turns: Mapping[str, int],
+        **how: Any,
+    ) -> None:
         super().__init__(concrete, **how)
         self.concrete = concrete
-        self.late = late
+        self.late, self.turns = late, turns
         self.traces[None, sizes.active()] = concrete
         self.gather_first, self.awaited = gather_first, True
 
@@ -234,6 +249,10 @@ class LoweredPart(Lowered):
         found = super()._stitcher(program, results)
         if self.late:
             all_again(found, self.late)
+        for node in found.live if self.turns else ():
+            operation = operation_of(found.originals.get(node, node), self.turns)
+            if found.nodes[node].op in COLLECTIVES and operation in self.turns:
+                found.turns[node] = self.turns[operation]
         return found
 
     def _refuse_all_island(self, islands: Sequence[Island]) -> None:
@@ -250,21 +269,36 @@ class LoweredPart(Lowered):
 
     def result_bytes(self) -> dict[str, tuple[int, ...]]:
         """By traced operation, the bytes that a device has of its results, once lowered."""
-        operations = {op.name: op for op in self.concrete.graph.get_operations()}
         found: dict[str, tuple[int, ...]] = {}
         for stitcher in self.stitchers.values():
-            nodes: dict[str, list[str]] = {}
-            inputs, sizes = stitcher.graph.inputs, Sizes(stitcher)
-            for node in stitcher.live:
-                name = operation_of(stitcher.originals.get(node, node), operations)
-                nodes.setdefault(name, []).append(node)
-            for name in nodes.keys() & operations.keys():
-                # What DTensor added for an operation comes after it, or before it.
-                mine = set(nodes[name])
-                read = {node_of(r) for n in mine for r in inputs[n]}
-                last = [n for n in nodes[name] if n not in read]
-                if len(last) == 1:
-                    found[name] = sizes.of_results(last[0])
+            sizes = Sizes(stitcher)
+            found |= {n: sizes.of_results(last) for n, last in self._last_nodes(stitcher).items()}
+        return found
+
+    def sums(self) -> dict[str, list[list[int]]]:
+        """By traced operation whose result one device computes for all of a group, the groups."""
+        found: dict[str, list[list[int]]] = {}
+        for stitcher in self.stitchers.values():
+            for name, last in self._last_nodes(stitcher).items():
+                if stitcher.nodes[last].op in BY_ONE:
+                    found[name] = stitcher.groups(stitcher.nodes[last])
+        return found
+
+    def _last_nodes(self, stitcher: Stitcher) -> dict[str, str]:
+        """By traced operation the node whose results it has, where that is clear."""
+        operations = {op.name for op in self.concrete.graph.get_operations()}
+        nodes: dict[str, list[str]] = {}
+        inputs, found = stitcher.graph.inputs, {}
+        for node in stitcher.live:
+            name = operation_of(stitcher.originals.get(node, node), operations)
+            nodes.setdefault(name, []).append(node)
+        for name in nodes.keys() & operations:
+            # What DTensor added for an operation comes after it, or before it.
+            mine = set(nodes[name])
+            read = {node_of(r) for n in mine for r in inputs[n]}
+            last = [n for n in nodes[name] if n not in read]
+            if len(last) == 1:
+                found[name] = last[0]
         return found
 
     def flops(self) -> float:

@@ -21,7 +21,7 @@ from kdist.program.vjp import as_node
 from kdist.runtime.recomputing import all_again
 from kdist.sharding.mesh import Topology
 from kdist.stages.eager_functions import EagerFunctions
-from kdist.stages.functions import StageFunctions
+from kdist.stages.functions import NO_TURNS, StageFunctions
 from kdist.stages.penalties import penalty_function
 from kdist.storage.sparse import LookUp
 from kdist.storage.variables import Stored, stored
@@ -102,12 +102,18 @@ class OneDevice:
         """See `kdist.stages.body.Backend`."""
         return gradient
 
-    def part(self, concrete: Any, late: Sequence[int] = ()) -> Part:
+    shares_memory = False
+    """Whether the devices of a slice read what one of them made where it lies."""
+
+    def part(
+        self, concrete: Any, late: Sequence[int] = (), turns: Mapping[str, int] = NO_TURNS
+    ) -> Part:
         """A concrete function of a stage, to call with a slice and tensors.
 
         Args:
             concrete: The function.
             late: Of one in which forward operations run again, the inputs that these wait for.
+            turns: By operation that devices of a slice sum, whose turn that is.
         """
         if not late or self.jit_compile:  # XLA orders by itself what it compiles
             return Part(as_node(concrete, jit_compile=self.jit_compile))

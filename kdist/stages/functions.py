@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from kdist._compat.function_graphs import is_variable
 from kdist.dtensor.sharded import each
@@ -19,6 +19,10 @@ from kdist.stages.lowered import UNKNOWN, Known
 from kdist.storage.sparse import LookUp
 
 import tensorflow as tf
+
+T = TypeVar("T")
+NO_TURNS: Mapping[str, int] = {}
+"""Of a function of which it is not known what it sums."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +96,7 @@ class StageFunctions:
     ) -> None:
         self.body, self._example, self.wanted, self._backend = body, example, wanted, backend
         self.parts: list[Any] = []
+        self._known, self._turns = known, NO_TURNS
         program = body.program
         variables = [program.state.trainable[i] for i in body.trainable]
         params = [program.spec(v, rows, body.virtual) for v in variables]
@@ -127,11 +132,12 @@ class StageFunctions:
             again: Names of the forward operations that run again in the backward pass.
         """
         if self.wanted.differentiate:
+            self._turns = self._known.turns(self.vjp.numbers)
             self.vjp.cut(again)
 
     def _part(self, concrete: Any, late: Sequence[int] = ()) -> Callable[..., list[Any]]:
         again = late if self.body.program.blocks else ()
-        self.parts.append(self._backend.part(concrete, again))
+        self.parts.append(self._backend.part(concrete, again, self._turns))
         return self.parts[-1].call
 
     def _traced(self, params: Sequence[Any], inputs: Sequence[Any]) -> Any:
@@ -247,11 +253,21 @@ class StageFunctions:
         """By number of an operation, the bytes that a device has of its results, once lowered."""
         if not self.wanted.differentiate:
             return {}
-        by_name: dict[str, tuple[int, ...]] = {}
-        for part in self.parts:
-            by_name = part.result_bytes() | by_name
+        return self._numbered(part.result_bytes() for part in self.parts)
+
+    def sums(self) -> dict[int, Sequence[Sequence[int]]]:
+        """See `Known.sums`; once lowered."""
+        if not self.wanted.differentiate or not self._backend.shares_memory:
+            return {}
+        return self._numbered(part.sums() for part in self.parts)
+
+    def _numbered(self, by_name: Iterable[Mapping[str, T]]) -> dict[int, T]:
+        """By number of an operation what is known of it by name, of the first that know it."""
+        found: dict[str, T] = {}
+        for one in by_name:
+            found = {**one, **found}
         numbers = self.vjp.numbers
-        return {numbers[name]: found for name, found in by_name.items() if name in numbers}
+        return {numbers[name]: known for name, known in found.items() if name in numbers}
 
     def _refuse_unknown(self, nodes: set[str]) -> None:
         """Refuses what DTensor added of which it does not show for what."""

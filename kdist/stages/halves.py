@@ -8,6 +8,7 @@ one joint graph of `kdist.program.vjp.Vjp`; what the first half has computed goe
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -173,10 +174,17 @@ class StageVjp(Vjp):
         )
         return Candidates(whole, passes, blocks, known)
 
-    def held(self, again: Collection[str]) -> Held:
-        """What the virtual stage has on its device, if some operations run again."""
+    def held(self, again: Collection[str], elsewhere: Collection[int] = ()) -> Held:
+        """What the virtual stage has on its device, if some operations run again.
+
+        Args:
+            again: Their names.
+            elsewhere: Numbers of the operations whose results lie on another device.
+        """
         assert self._trace is not None
+        trace = self._trace.reading([n for n, i in self.numbers.items() if i in elsewhere])
         again = frozenset(again) - self._effects
+        size = functools.partial(self._size, elsewhere=elsewhere)
         weights, inward = self._of_weights()
         saved = self._values(self._frontier(again), self._fetches)
         kept, names = [t.name for t in saved], [t.name for t in weights]
@@ -184,28 +192,32 @@ class StageVjp(Vjp):
         if self._split:
             handed = self._handed(weights, inward, saved)
             put_off = self._values([*saved, *handed, *self._given], weights)
-            given = owned(put_off, self._size)
+            given = owned(put_off, size)
             halves = Halves(
                 [t.name for t in inward],
                 names,
                 [t.name for t in handed],
                 [name for name in kept if name in given],
-                {name: n for name, n in given.items() if node_of(name) not in self._trace.seeds},
+                {name: n for name, n in given.items() if node_of(name) not in trace.seeds},
             )
-            computing = self._trace.in_halves(kept, halves)
+            computing = trace.in_halves(kept, halves)
         else:
-            computing = self._trace.in_one(kept, [t.name for t in inward], names)
+            computing = trace.in_one(kept, [t.name for t in inward], names)
         sent = [] if self._body.last else self._outputs[: self._count()]
         returned, mine = self._read_outputs()[self._count() :], set(map(made_by, saved))
         return Held(
             computing,
-            together(saved, self._size),
-            together(put_off, self._size),
-            sum(map(self._size, returned)),
-            sum(self._size(t) for t in returned if made_by(t) in mine),
-            together(sent, self._size),
-            together(inward, self._size),
+            together(saved, size),
+            together(put_off, size),
+            sum(map(size, returned)),
+            sum(size(t) for t in returned if made_by(t) in mine),
+            together(sent, size),
+            together(inward, size),
         )
+
+    def elsewhere(self) -> list[frozenset[int]]:
+        """See `Known.elsewhere`."""
+        return self._known.elsewhere()
 
     def _kind(self, operation: Any) -> str:
         """The type of an operation, as far as memory is concerned.
@@ -227,9 +239,9 @@ class StageVjp(Vjp):
         needed = reached(feeds, fetches, values=True)
         return [t for t in feeds if t.ref() in needed]
 
-    def _size(self, tensor: Any) -> int:
+    def _size(self, tensor: Any, elsewhere: Collection[int] = ()) -> int:
         """Bytes of a tensor on a device."""
-        return self._known.size(tensor, self.numbers)
+        return self._known.size(tensor, self.numbers, elsewhere)
 
     @property
     def _lowered_later(self) -> bool:
@@ -313,7 +325,7 @@ class DevicePeak:
         chunks: The virtual stages of the stage.
         schedule: The schedule.
         stage: The stage.
-        known: By chunk and what of it runs again, what it has there.
+        known: By chunk, what of it runs again and what lies elsewhere, what it has there.
     """
 
     chunks: Sequence[StageVjp]
@@ -322,16 +334,24 @@ class DevicePeak:
     known: dict[Any, Held] = dataclasses.field(default_factory=dict)
 
     def __call__(self, again: Sequence[Collection[str]]) -> int:
-        """The bytes.
+        """The bytes, on whichever device of a slice has the most.
 
         Args:
             again: Per chunk, the forward operations that run again.
         """
-        for chunk, names in enumerate(again):
-            key = chunk, frozenset(names)
+        elsewhere = [one.elsewhere() for one in self.chunks]
+        devices = {
+            tuple(one[k % len(one)] for one in elsewhere) for k in range(max(map(len, elsewhere)))
+        }
+        return max(self._on(again, one) for one in devices)
+
+    def _on(self, again: Sequence[Collection[str]], elsewhere: Sequence[frozenset[int]]) -> int:
+        held = []
+        for chunk, (names, sums) in enumerate(zip(again, elsewhere, strict=True)):
+            key = chunk, frozenset(names), sums
             if key not in self.known:
-                self.known[key] = self.chunks[chunk].held(names)
-        held = [self.known[chunk, frozenset(names)] for chunk, names in enumerate(again)]
+                self.known[key] = self.chunks[chunk].held(names, sums)
+            held.append(self.known[key])
         return most_held(held, self.schedule, self.stage)
 
 

@@ -7,7 +7,7 @@ traced, and after what runs again was chosen. So it is traced once more, and cho
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kdist.stages.waiting import nbytes
@@ -24,21 +24,54 @@ class Known:
         communicate: Operations that communicate over inner axes.
         sizes: By operation, the bytes that a device has of each of its results; None if it has not
             been lowered, or where they do not matter.
+        sums: Operations that one device computes for all of its group, and these read where it
+            lies; by operation, the groups.
     """
 
     communicate: frozenset[int] = frozenset()
     sizes: Mapping[int, tuple[int, ...]] | None = None
+    sums: Mapping[int, Sequence[Sequence[int]]] = dataclasses.field(default_factory=dict)
 
-    def size(self, tensor: Any, numbers: Mapping[str, int]) -> int:
+    def turns(self, numbers: Mapping[str, int]) -> dict[str, int]:
+        """By name of a sum, whose turn it is to compute it, whatever else its function computes.
+
+        Args:
+            numbers: Of operations, by name.
+        """
+        turn = {number: i for i, number in enumerate(sorted(self.sums))}
+        return {name: turn[number] for name, number in numbers.items() if number in turn}
+
+    def elsewhere(self) -> list[frozenset[int]]:
+        """By device of a slice, the sums that lie on another one."""
+        devices = {k for groups in self.sums.values() for members in groups for k in members}
+
+        def there(k: int, groups: Sequence[Sequence[int]], turn: int) -> bool:
+            return k in {members[turn % len(members)] for members in groups}
+
+        found = [
+            frozenset(
+                number
+                for turn, number in enumerate(sorted(self.sums))
+                if not there(k, self.sums[number], turn)
+            )
+            for k in sorted(devices)
+        ]
+        return found or [frozenset()]
+
+    def size(self, tensor: Any, numbers: Mapping[str, int], elsewhere: Collection[int] = ()) -> int:
         """Bytes of a tensor of the joint trace on a device.
 
         Args:
             tensor: The tensor.
             numbers: Of operations, by name.
+            elsewhere: Operations whose results lie on another device.
         """
         sizes = self.sizes or {}
         while True:
-            found = sizes.get(numbers.get(tensor.op.name, -1), ())
+            number = numbers.get(tensor.op.name, -1)
+            if number in elsewhere:
+                return 0
+            found = sizes.get(number, ())
             if tensor.value_index < len(found):
                 return found[tensor.value_index]
             same = _same(tensor.op.inputs, tensor)

@@ -17,6 +17,8 @@ from kdist.graphs.recompute import Passes, Repeated, ancestors, descendants, rep
 
 GIVEN = "kdist_given/"
 """Before the number of what the second half is given, the name of its node."""
+PART = "/kdist_part"
+"""After the name of a sum that lies elsewhere, the name of a device's own part of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,35 @@ class Trace:
     kind: Callable[[str], str]
     nbytes: Callable[[str], int]
     calls: bool
+
+    def reading(self, sums: Collection[str]) -> Trace:
+        """The same on a device which reads some sums where they lie: on another one.
+
+        It has its own part of them until then.
+
+        Args:
+            sums: Names of the nodes.
+        """
+        parts = {name: f"{name}{PART}" for name in sums if name in self.joint.inputs}
+        inputs: dict[str, Sequence[str]] = {}
+        for name, references in self.joint.inputs.items():
+            if name in parts:
+                inputs[parts[name]] = references
+                references = (f"{parts[name]}:0",)
+            inputs[name] = references
+        mine = {parts[name] for name in parts if name in self.forward}
+
+        def nbytes(reference: str) -> int:
+            name, _, output = reference.rpartition(":")
+            return 0 if name in parts else self.nbytes(f"{name.removesuffix(PART)}:{output}")
+
+        return dataclasses.replace(
+            self,
+            joint=dataclasses.replace(self.joint, inputs=inputs),
+            forward={*self.forward, *mine},
+            kind=lambda name: "Add" if name in parts else self.kind(name.removesuffix(PART)),
+            nbytes=nbytes,
+        )
 
     def in_one(self, saved: Collection[str], inward: Sequence[str], weights: Sequence[str]) -> int:
         """Bytes of activations that may be there at once.

@@ -78,10 +78,10 @@ class StagePrograms:
                 place = key, one.body.virtual
                 known = self._known.get(place, UNKNOWN)
                 communicate = known.communicate | one.repeated_communication()
-                sizes = known.sizes
+                sizes, sums = known.sizes, known.sums
                 if sizes is None and self._by_sizes(key):
-                    sizes = one.sizes()
-                self._known[place] = Known(communicate, sizes)
+                    sizes, sums = one.sizes(), one.sums()
+                self._known[place] = Known(communicate, sizes, sums)
         if any(one != before.get(place, UNKNOWN) for place, one in self._known.items()):
             raise Retrace(gather_first=False)
 

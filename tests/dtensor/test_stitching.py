@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdist._compat import dtensor_internals
-from kdist.dtensor.collectives import CannotStitch
+from kdist.dtensor.collectives import COLLECTIVES, CannotStitch
 from kdist.dtensor.stitching import Stitcher
 from kdist.graphs import executed
 
@@ -106,6 +106,30 @@ def test_each_device_computes_its_part() -> None:
     (function,) = [f for f in executed.watch(step) if f.select(executed.PRODUCTS)]
     assert function.count(executed.PRODUCTS) == dict.fromkeys(devices(4), 1)
     assert {n.shape for n in function.select(executed.PRODUCTS)} <= {(8, 2), None}
+
+
+@pytest.mark.parametrize("turns", [(), (1, 0, 3), (2, 2, 2)], ids=str)
+def test_members_take_turns(turns: tuple[int, ...]) -> None:
+    """As they come, or as is said."""
+    mesh, _ = inner_mesh(model=4)
+    given = [cut(X, mesh, None, "model")]
+    stitcher = Stitcher(
+        lowered_program(mesh, lambda x: [tf.reduce_sum(x * k) for k in (2, 3, 4)], *given)
+    )
+    sums = [n for n in stitcher.live if stitcher.nodes[n].op in COLLECTIVES]
+    stitcher.turns = dict(zip(sums, turns))
+    stitched = stitcher.stitch(devices(4))
+
+    @tf.function(autograph=False)
+    def step() -> Any:
+        return stitched([[t.parts[k] for t in given] for k in range(4)])[1]
+
+    (function,) = [f for f in executed.watch(step) if f.select("AddN")]
+    made = {n.name.rpartition("/group0")[0]: n.device for n in function.select("AddN")}
+    wanted = dict(zip(sums, turns or range(3), strict=True))
+    assert {name.removeprefix("PartitionedCall/"): d for name, d in made.items()} == {
+        name: f"/device:CPU:{turn}" for name, turn in wanted.items()
+    }
 
 
 def test_loops_and_branches_in_several_shapes() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
 import kdist
 from kdist.api.parallelize import attached
+from kdist.graphs import executed
 
 import keras
 import numpy as np
@@ -186,6 +188,33 @@ def test_a_budget_of_stages_over_inner_axes() -> None:
         assert all(one is not None and one <= budget * 2**20 for one in found), found
         repeated.append(sum(one.repeated for one in choices))
     assert repeated[0] > repeated[1]
+
+
+MADE = re.compile(r"PartitionedCall/(?:kdist_again/)?(.+)/DTensor\w+/group\d+/(?:sum|gather)$")
+"""What one device makes of what all of its slice have, and for which operation."""
+
+
+def test_a_sum_lies_where_a_budget_expects_it() -> None:
+    """In each function that makes it: in the forward pass, and again in the backward pass."""
+    model = budgeted({"pipe": 2, "model": 2}, 0.0105, **CUT)
+    x = np.ones((16, 8), "float32")
+    made: dict[str, list[str]] = {}
+    for function in executed.watch(lambda: model.train_on_batch(x, x)):
+        for node in function.nodes:
+            if node.op in ("AddN", "ConcatV2") and (found := MADE.search(node.name)):
+                made.setdefault(found[1], []).append(node.device)
+    (stages,) = attached(model).mesh_step.runner.programs._traced.values()  # type: ignore[union-attr]
+    expected = {}
+    for stage, one in enumerate(stages):
+        for name, turn in one._known.turns(one.vjp.numbers).items():
+            expected[name] = f"/device:CPU:{2 * stage + turn % 2}"
+            there = one._known.elsewhere()[turn % 2]
+            assert one.vjp.numbers[name] not in there
+    assert {name: {*devices} for name, devices in made.items()} == {
+        name: {device} for name, device in expected.items()
+    }
+    # Of both stages, two micro-batches: a sum forward, which one stage repeats, and two backward.
+    assert sorted(map(len, made.values())) == [2, 2, 2, 2, 2, 4]
 
 
 def test_a_budget_of_several_chunks() -> None:

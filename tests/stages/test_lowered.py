@@ -38,3 +38,23 @@ def test_what_lowering_leaves_out_is_what_it_was_given() -> None:
     assert known.kind(by_name["product"], numbers) == "Mul"
     assert known.kind(by_name["ones"], numbers) == "Const"
     assert UNKNOWN.kind(by_name["sum"], numbers) == "Sum"
+
+
+def test_devices_take_turns_with_sums() -> None:
+    """By their order in the trace, so what one function computes of them changes nothing."""
+    numbers = {"first": 3, "other": 4, "second": 7, "third": 9}
+    pairs = [[0, 1], [2, 3]]
+    known = Known(sums={7: pairs, 3: pairs, 9: pairs})
+    assert known.turns(numbers) == {"first": 0, "second": 1, "third": 2}
+    assert known.elsewhere() == [{7}, {3, 9}, {7}, {3, 9}]
+    assert UNKNOWN.elsewhere() == [set()]
+
+
+def test_a_sum_that_lies_elsewhere_takes_nothing() -> None:
+    operations, numbers = traced()
+    by_name = {one.name: one for one in operations}
+    known = Known(sizes={numbers["product"]: (64,)})
+    there = {numbers["product"]}
+    assert known.size(by_name["product"].outputs[0], numbers, there) == 0
+    # Nor does what lowering left out after it.
+    assert known.size(by_name["sum"].outputs[0], numbers, there) == 0

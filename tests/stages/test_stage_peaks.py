@@ -58,3 +58,46 @@ def test_views_that_are_handed_take_nothing() -> None:
     view = dataclasses.replace(halves, given={"a:0": 10, "h:0": 0})
     assert trace.in_halves(saved, wide) > 500
     assert trace.in_halves(saved, view) == trace.in_halves(saved, halves)
+
+
+def test_what_the_second_half_repeats_waits_for_what_it_is_handed() -> None:
+    """Only what it is handed comes late there: `h -> p -> dw`, each with what runs again."""
+    sizes = {"first": 30, "small": 1, "second": 30, "y": 1, "di": 2, "h": 5, "p": 4, "dw": 3}
+    inputs: dict[str, tuple[str, ...]] = {
+        "x": (),
+        "first": ("x:0",),
+        "small": ("first:0",),
+        "second": ("small:0",),
+        "y": ("second:0",),
+        "di": ("g:0",),
+        "h": ("g:0",),
+        "p": ("h:0", "first:0"),
+        "dw": ("p:0", "second:0"),
+    }
+    forward = {"x", "first", "small", "second", "y"}
+    trace = Trace(
+        Graph(inputs, ["y:0"]),
+        forward,
+        {"g"},
+        lambda name: "Placeholder" if name == "x" else "Mul",
+        lambda reference: sizes.get(node_of(reference), 0),
+        calls=True,
+    )
+    given = {"x:0": 0, "small:0": 1, "h:0": 5}
+    halves = Halves(["di:0"], ["dw:0"], ["h:0"], ["x:0", "small:0"], given)
+    # One of the two that run again is there at a time, the second beside p.
+    assert trace.in_halves(["x:0", "small:0"], halves) == 1 + 5 + 4 + 30
+
+
+def test_of_a_sum_that_lies_elsewhere_there_is_a_part_until_it_is_made() -> None:
+    trace, halves = traced()
+    saved = ["a:0", "b:0"]
+    # When h and di are made, t is on another device, and the part of it is gone.
+    assert trace.reading(["t"]).in_halves(saved, halves) == 10 + 20 + 1 + 40
+    # What the forward pass has summed elsewhere is never there again.
+    given = dataclasses.replace(halves, given={"a:0": 0, "h:0": 5})
+    assert trace.reading(["a"]).in_halves(saved, given) == 20 + 1 + 40 + 5 + 2
+    assert trace.reading([]).in_halves(saved, halves) == trace.in_halves(saved, halves)
+    # Beside a its part is there, in the forward pass, as the sum would be where it lies.
+    wide = dataclasses.replace(trace, nbytes=lambda r: 900 if r == "b:0" else trace.nbytes(r))
+    assert wide.reading(["b"]).in_halves(saved, halves) == 10 + 900

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Collection
+
 from kdist.pipeline.known_schedules import get_schedule
 from kdist.pipeline.schedule import Schedule
+from kdist.stages.halves import DevicePeak
 from kdist.stages.waiting import Held, most_held, owned, together
 
 import pytest
@@ -44,6 +48,26 @@ def test_each_chunk_counts_what_the_others_keep() -> None:
     small, large = Held(500, saved=100), Held(900, saved=10)
     assert most_held([small, large], plan, 0) == 900 + 2 * 100 + 10
     assert most_held([Held(2000, saved=100), large], plan, 0) == 2000 + 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A virtual stage with one sum on each of two devices."""
+
+    sizes: tuple[int, int]
+
+    def elsewhere(self) -> list[frozenset[int]]:
+        return [frozenset({1}), frozenset({0})]
+
+    def held(self, again: Collection[str], elsewhere: Collection[int]) -> Held:
+        there = sum(n for i, n in enumerate(self.sizes) if i not in elsewhere)
+        return Held(1000 - len(again) + there)
+
+
+def test_of_the_devices_of_a_slice_the_one_with_most_counts() -> None:
+    for sizes, most in [((5, 90), 1090), ((70, 2), 1070)]:
+        peak = DevicePeak([Chunk(sizes)], schedule("1f1b", 1), 0)  # type: ignore[list-item]
+        assert [peak([()]), peak([("a", "b")])] == [most, most - 2]
 
 
 def test_a_buffer_is_counted_once() -> None:
