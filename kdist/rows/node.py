@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from kdist.rows.numbers import fixed
 from kdist.rows.values import Apart, Const, Linear, Mixing, Rows, RowsMeet, Value
 
 import numpy as np
@@ -48,10 +49,12 @@ class Node:
         Raises:
             RowsMeet: It does not.
         """
-        value = tf.get_static_value(self.op.inputs[index])
+        tensor = self.op.inputs[index]
+        value = tf.get_static_value(tensor)
+        value = fixed(tensor) if value is None else np.asarray(value)
         if value is None:
             raise RowsMeet
-        return np.asarray(value)
+        return value
 
     def partial(self, index: int) -> list[int | None]:
         """An integer vector of which the graph may fix some entries only (`x[:, i]` in a loop)."""

@@ -77,6 +77,7 @@ ROW_BY_ROW: dict[str, Any] = {
     "outer product in the row": lambda x: ops.einsum("bi,bj->bij", x, x),
     "product in the row": lambda x: ops.einsum("...i,...i->...", x, x),
     "jax-like map": lambda x: ops.vectorized_map(lambda r: r * 2, x),
+    "jax-like map of sums": lambda x: ops.vectorized_map(lambda r: ops.sum(r * r), x),
     "branch by a constant": lambda x: ops.cond(SQUARE[0, 0] > 0, lambda: x, lambda: x * 2),
     "loop over features": lambda x: ops.fori_loop(0, 4, lambda i, s: s + x[:, i], x[:, 0] * 0),
     "scan over features": lambda x: ops.scan(
