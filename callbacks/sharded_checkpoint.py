@@ -24,6 +24,7 @@ from kdist.checkpoint.position import (
     Position,
     ResumingCallbacks,
     can_begin_again,
+    check_data,
     check_execution,
     source_of,
 )
@@ -45,7 +46,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     not resume numbers its steps on from the newest checkpoint there, or from the optimizer's count.
 
     So that batches are the same ones, the order of shuffled arrays, and of a `PyDataset`, follows
-    from a seed that is drawn once from NumPy and saved. Iterators of `tf.data` are saved
+    from a seed that is drawn once from NumPy and saved. What a `PyDataset` changes itself between
+    epochs is kept as callbacks' states are. Iterators of `tf.data` are saved
     themselves; give `shuffle` a seed, or call `keras.utils.set_random_seed`, for the epochs after
     the present one. Generators, and `tf.data` with Python functions inside, are read once more
     from the beginning, which a line says.
@@ -134,6 +136,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         batch = progress.get("batch", 0)
         steps = arguments.get("steps_per_epoch") or source.steps
         check_execution(batch, model.steps_per_execution, steps)
+        check_data(source, progress.get("data", {}), batch, steps)
         if self.restored is not None:
             source.resume(self._files, position.total)
             if progress.get("stopped"):
@@ -263,6 +266,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             "epoch": epoch,
             "batch": batch,
             "total": position.total,
+            "data": position.source.described(),
             "seed": self._seed,
             "stopped": bool(self.model.stop_training),
             "best": self._monitored.best,

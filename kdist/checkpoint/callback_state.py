@@ -8,24 +8,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist._compat.keras_callbacks import begin_clock, of_the_process
+from kdist.checkpoint import remembered
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 NOT_STATE = {"_model", "model", "params", "validation_data", "min_delta"}
 """Attributes that `fit` gives to every callback; and the one whose sign Keras's callbacks turn when
 they find out, once in each run, which way their monitor is better."""
-
-PLAIN = (bool, int, float, str, type(None))
 
 
 class CallbackStates:
     """The states of a list of callbacks.
 
     A callback with `get_state()` and `set_state(state)` says itself what it remembers, in JSON's
-    types. Of others, Keras's included, attributes that hold numbers, texts, arrays, or lists and
-    dicts of these are kept once they differ from what they were when training began.
+    types. Of others, Keras's included, attributes that hold numbers, texts, arrays, generators of
+    NumPy and Python, or lists and dicts of these are kept once they differ from what they were when
+    training began.
 
     Args:
         callbacks: In the order of the user's list; as they are before training.
@@ -50,18 +49,16 @@ class CallbackStates:
         kind = type(callback).__name__
         if hasattr(callback, "get_state"):
             return {"class": kind, "own": callback.get_state()}
-        now = _plain_attributes(callback)
         self._tell(callback)
-        changed = {k: v for k, v in now.items() if k not in before or not _same(v, before[k])}
-        return {"class": kind, "changed": {k: encode(v, arrays) for k, v in changed.items()}}
+        changed = remembered.changed(_plain_attributes(callback), before)
+        values = {k: remembered.encode(v, arrays) for k, v in changed.items()}
+        return {"class": kind, "changed": values}
 
     def _tell(self, callback: Any) -> None:
         own = type(callback).__module__.split(".")[0]
         if own in ("keras", "kdist") or type(callback) in self._told:
             return
-        plain = _plain_attributes(callback)
-        rest = [k for k, v in vars(callback).items() if k not in plain | dict.fromkeys(NOT_STATE)]
-        rest = [k for k in rest if not callable(vars(callback)[k])]
+        rest = remembered.other_attributes(callback, NOT_STATE)
         if rest:
             self._told.add(type(callback))
             warnings.warn(
@@ -84,8 +81,7 @@ class CallbackStates:
             left.remove(state)
             if "own" in state:
                 callback.set_state(state["own"])
-            for name, value in state.get("changed", {}).items():
-                setattr(callback, name, decode(value, arrays))
+            remembered.put(callback, state.get("changed", {}), arrays)
             begin_clock(callback)
         gone = [one["class"] for one in left if one.get("changed") or one.get("own")]
         if missing or gone:
@@ -97,50 +93,4 @@ class CallbackStates:
 
 
 def _plain_attributes(callback: Any) -> dict[str, Any]:
-    apart = NOT_STATE | of_the_process(callback)
-    return {k: v for k, v in vars(callback).items() if k not in apart and _is_plain(v)}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_plain(one) for one in value)
-    if isinstance(value, dict):
-        return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
-    return isinstance(value, PLAIN) or _is_array(value)
-
-
-def _is_array(value: Any) -> bool:
-    kept = isinstance(value, np.ndarray | np.generic) and value.dtype != object
-    return kept or (isinstance(value, tf.Tensor) and hasattr(value, "numpy"))
-
-
-def _same(a: Any, b: Any) -> bool:
-    of_a: list[np.ndarray] = []
-    of_b: list[np.ndarray] = []
-    alike = encode(a, of_a) == encode(b, of_b) and len(of_a) == len(of_b)
-    return alike and all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(of_a, of_b))
-
-
-def encode(value: Any, arrays: list[np.ndarray]) -> Any:
-    """Plain data in JSON's types; arrays are added to `arrays`, and known by their number."""
-    if _is_array(value):
-        arrays.append(np.asarray(value))
-        return {"array": len(arrays) - 1}
-    if isinstance(value, dict):
-        return {"dict": {k: encode(v, arrays) for k, v in value.items()}}
-    if isinstance(value, tuple):
-        return {"tuple": [encode(one, arrays) for one in value]}
-    return [encode(one, arrays) for one in value] if isinstance(value, list) else value
-
-
-def decode(value: Any, arrays: Sequence[np.ndarray]) -> Any:
-    """The reverse of `encode`."""
-    if isinstance(value, list):
-        return [decode(one, arrays) for one in value]
-    if not isinstance(value, dict):
-        return value
-    if "array" in value:
-        return arrays[value["array"]][()]
-    if "tuple" in value:
-        return tuple(decode(one, arrays) for one in value["tuple"])
-    return {k: decode(v, arrays) for k, v in value["dict"].items()}
+    return remembered.plain_attributes(callback, NOT_STATE | of_the_process(callback))

@@ -13,7 +13,7 @@ from typing import Any
 
 from kdist.checkpoint.array_rows import as_array, between
 from kdist.checkpoint.manifest import CheckpointError
-from kdist.checkpoint.sources import Arrays, Generated, Indexed, Source
+from kdist.checkpoint.sources import Arrays, Generated, Indexed, Source, other_data
 from kdist.checkpoint.tf_data_source import Pipeline
 
 import keras
@@ -206,3 +206,30 @@ def check_execution(passed: int, per_call: int, steps: int | None) -> None:
             "call of. Compile as before, or with 1. Received: steps_per_execution="
             f"{per_call}, {passed} batches of the epoch done"
         )
+
+
+def check_data(source: Source, before: Mapping[str, Any], batch: int, steps: int | None) -> None:
+    """Refuses to go on among the batches of other data than the run before had.
+
+    Args:
+        source: The data now.
+        before: What `described` was of the data of the run before; empty if nobody knows.
+        batch: Batches of the epoch that are done.
+        steps: Batches of the epoch, None if nobody knows.
+
+    Raises:
+        CheckpointError: The position is among batches, and these are others now.
+    """
+    if not before or not (batch or source.spans_epochs):
+        return
+    now, was = source.described(), dict(before)
+    if not batch:
+        now.pop("steps_per_epoch", None)
+    if now["data"] == was["data"]:
+        both = [k for k in now if now[k] is not None and was.get(k) is not None]
+        now, was = ({k: one[k] for k in both} for one in (now, was))
+        if steps is not None and batch > steps:
+            now["steps_per_epoch"], was["steps_per_epoch"] = steps, f"{batch} or more"
+    others = {k: v for k, v in now.items() if was.get(k) != v}
+    if others:
+        raise other_data(others, {k: was.get(k) for k in others})

@@ -13,12 +13,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kdist.checkpoint.array_rows import as_array, gathered, none_of, spec_of
+from kdist.checkpoint.dataset_state import DatasetState
 from kdist.checkpoint.manifest import CheckpointError
 from kdist.runtime.keras_contract import as_spec
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+DATASET = "data-set"
+"""Name of the file with what a `PyDataset` remembers."""
 
 
 class Source:
@@ -30,9 +34,11 @@ class Source:
         skipped: Batches of it that have been trained on before.
         total: Batches that had been trained on before this `fit`.
         consumes: Whether steps that are passed over take a batch, an empty one.
+        spans_epochs: Whether a position counts the batches of all epochs.
     """
 
     consumes = False
+    spans_epochs = False
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -50,6 +56,15 @@ class Source:
     def steps(self) -> int | None:
         """Batches of an epoch, None if nobody knows."""
         raise NotImplementedError
+
+    def described(self) -> dict[str, Any]:
+        """What a position is one of: batches of other data are others."""
+        raise NotImplementedError
+
+    @property
+    def given(self) -> str:
+        """Whether epochs end where `steps_per_epoch` says, in words."""
+        return "given" if self.spans_epochs else "not given"
 
     def start(self, epoch: int, skipped: int) -> None:
         """The next epoch, and how many of its batches are passed over."""
@@ -90,6 +105,21 @@ class Source:
         return {}
 
 
+def other_data(now: Mapping[str, Any], before: Mapping[str, Any]) -> CheckpointError:
+    """The error of a run that would go on among the batches of data that are others."""
+    return CheckpointError(
+        "A run that stopped among the batches of its data goes on with the next of them. Give fit "
+        "the data, batch_size, shuffle and steps_per_epoch that it had; or begin an epoch with "
+        "others: kdist.checkpoint.restore(model, directory), then fit without resume=True. "
+        f"Received: {listed(now)}; before: {listed(before)}"
+    )
+
+
+def listed(values: Mapping[str, Any]) -> str:
+    """As keyword arguments."""
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+
 class Arrays(Source):
     """Arrays in memory, cut into batches in an order of their own for each epoch."""
 
@@ -101,14 +131,20 @@ class Arrays(Source):
         super().__init__(seed)
         self.data = keras.tree.map_structure(as_array, data)
         self.rows = int(keras.tree.flatten(self.data)[0].shape[0])
-        self.batch_size, self.shuffle = batch_size, shuffle
+        self.batch_size = batch_size
+        self.shuffle = shuffle if isinstance(shuffle, str) else bool(shuffle)
         self.consumes = not endless
-        self._endless = endless
+        self.spans_epochs = endless
 
     @property
     def steps(self) -> int | None:
         """See `Source`."""
-        return None if self._endless else math.ceil(self.rows / self.batch_size)
+        return None if self.spans_epochs else math.ceil(self.rows / self.batch_size)
+
+    def described(self) -> dict[str, Any]:
+        """See `Source`."""
+        kept = {"rows": self.rows, "batch_size": self.batch_size, "shuffle": self.shuffle}
+        return {"data": "arrays", **kept, "steps_per_epoch": self.given}
 
     def example(self) -> Any:
         """See `Source`."""
@@ -130,7 +166,7 @@ class Arrays(Source):
 
     def _batches(self) -> Iterator[np.ndarray]:
         """Row numbers of each batch; none of rows for those that are passed over."""
-        if self._endless:
+        if self.spans_epochs:
             per_pass = math.ceil(self.rows / self.batch_size)
             for n in itertools.count(self.total):
                 yield self.batch(*divmod(n, per_pass))
@@ -174,14 +210,64 @@ class Indexed(Source):
     ) -> None:
         super().__init__(seed)
         self.dataset, self.shuffle = dataset, shuffle
-        self._endless = endless or dataset.num_batches is None
-        self.consumes = not self._endless
+        self.spans_epochs = endless or dataset.num_batches is None
+        self.consumes = not self.spans_epochs
+        batches = dataset.num_batches  # an epoch's end may change it
+        self._batches = None if batches is None else int(batches)
         self._first = dataset[0]
+        self._state = DatasetState(dataset)
+        self._saved: bytes | None = None
+        self._of_epoch: bytes | None = None
 
     @property
     def steps(self) -> int | None:
         """See `Source`."""
-        return None if self._endless else self.dataset.num_batches
+        return None if self.spans_epochs else self.dataset.num_batches
+
+    def described(self) -> dict[str, Any]:
+        """See `Source`."""
+        kept = {"batches": self._batches, "shuffle": self.shuffle}
+        return {"data": "a PyDataset", **kept, "steps_per_epoch": self.given}
+
+    def resume(self, files: Mapping[str, bytes], total: int) -> None:
+        """See `Source`."""
+        super().resume(files, total)
+        self._saved = files.get(DATASET)
+
+    def start(self, epoch: int, skipped: int) -> None:
+        """See `Source`."""
+        super().start(epoch, skipped)
+        if self._saved is not None and self._is_of_these_data(self._saved):
+            self._state.load(self._saved)
+        if not skipped:
+            self._saved = None
+
+    def _is_of_these_data(self, saved: bytes) -> bool:
+        """Whether it is; else it stays what it is, and the epoch that begins is one of its own."""
+        now, before = self._state.others(saved)
+        if now and (self.skipped or (self.spans_epochs and self.total)):
+            raise other_data(now, before)
+        if now:
+            warnings.warn(
+                f"{type(self.dataset).__name__} has other sizes than that of the run before: it "
+                "begins with the order that it has now. "
+                f"Received: {listed(now)}; before: {listed(before)}",
+                stacklevel=2,
+            )
+        return not now
+
+    def begin_epoch(self) -> None:
+        """Keras begins an epoch; in one that goes on, it has been begun by the run before."""
+        self.dataset.on_epoch_begin()
+        if self._saved is not None:
+            self._state.load(self._saved)
+            self._saved = None
+        self._of_epoch = self._state.save()
+
+    def files(self, iterator: Any, within: bool) -> dict[str, bytes] | None:
+        """See `Source`."""
+        state = self._of_epoch if within else self._state.save()
+        return {} if state is None else {DATASET: state}
 
     def example(self) -> Any:
         """See `Source`."""
@@ -197,7 +283,7 @@ class Indexed(Source):
         per_pass = self.dataset.num_batches
         if per_pass is None:
             return self.dataset[number + self.total]
-        if self._endless:
+        if self.spans_epochs:
             epoch, number = divmod(number + self.total, per_pass)
             return self.dataset[int(self.order(epoch)[number])]
         if number < self.skipped:
@@ -230,7 +316,7 @@ class Ordered(keras.utils.PyDataset):
 
     def on_epoch_begin(self) -> None:
         """See `keras.utils.PyDataset`."""
-        self.source.dataset.on_epoch_begin()
+        self.source.begin_epoch()
 
     def on_epoch_end(self) -> None:
         """See `keras.utils.PyDataset`."""
@@ -240,11 +326,17 @@ class Ordered(keras.utils.PyDataset):
 class Generated(Source):
     """A generator: what it has given before is read once more and dropped."""
 
+    spans_epochs = True
+
     def __init__(self, generator: Any, seed: int) -> None:
         super().__init__(seed)
         first = next(generator)
         self._first = first if isinstance(first, tuple) else (first,)
         self.generator = itertools.chain([first], generator)
+
+    def described(self) -> dict[str, Any]:
+        """See `Source`."""
+        return {"data": "a generator"}
 
     @property
     def steps(self) -> int | None:

@@ -49,7 +49,7 @@ class Pipeline(Source):
 
     def __init__(self, dataset: tf.data.Dataset, seed: int, one_iterator: bool = False) -> None:
         super().__init__(seed)
-        self.one_iterator = one_iterator
+        self.spans_epochs = one_iterator
         self.made = 0
         self.dataset = self._counting(dataset)
         self._state: Mapping[str, bytes] = {}
@@ -77,6 +77,14 @@ class Pipeline(Source):
         size = int(self.dataset.cardinality())
         return size if size >= 0 else None
 
+    def described(self) -> dict[str, Any]:
+        """See `Source`."""
+        return {
+            "data": "a tf.data.Dataset",
+            "batches": self.steps,
+            "steps_per_epoch": self.given,
+        }
+
     def example(self) -> Any:
         """See `Source`."""
         spec = self.dataset.element_spec
@@ -97,7 +105,7 @@ class Pipeline(Source):
         """See `Source`."""
         super().start(epoch, skipped)
         self._seen = 0
-        self.consumes = bool(skipped) and not self._state and not self.one_iterator
+        self.consumes = bool(skipped) and not self._state and not self.spans_epochs
         # The epoch's own comes after this.
         for _ in range(self._made_before - self.made - (1 if skipped else 0)):
             iter(self.dataset)
@@ -106,7 +114,7 @@ class Pipeline(Source):
     def check(self, iterator: Any) -> None:
         """See `Source`."""
         before, now = self._readers_before, _readers(iterator)
-        within = self.skipped or (self.one_iterator and self.total)
+        within = self.skipped or (self.spans_epochs and self.total)
         if not within or before in (None, now):
             return
         raise CheckpointError(
@@ -120,7 +128,7 @@ class Pipeline(Source):
 
     def take(self, iterator: Any) -> None:
         """See `Source`."""
-        if self.one_iterator and not self._state:
+        if self.spans_epochs and not self._state:
             for _ in range(self.total):
                 next(iterator, None)
         if self._state:
@@ -141,7 +149,7 @@ class Pipeline(Source):
         made = {MADE: json.dumps(self.made).encode()}
         if isinstance(iterator, FileIterator):
             made[READERS] = json.dumps(_readers(iterator)).encode()
-        if self._cannot or not (within or self.one_iterator):
+        if self._cannot or not (within or self.spans_epochs):
             return made
         state = self._saved(iterator)
         if state and self._shuffles is not None and _shuffles(state) < self._shuffles:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from .exports import CUT, PIPELINE
+from .exports import CUT, PIPELINE, mixed
 from .test_pieces import LAYOUTS, close, recurrent
 
 INNER: dict[str, int] = {"data": 2, "model": 2}
@@ -53,6 +53,17 @@ def rows_over(axis: str) -> Callable[[Any], Any]:
     return lambda table: kdist.shard(table, manual_split=(5, 19), axis=axis)
 
 
+def attending() -> keras.Model:
+    """Words that look at each other, but for those of padding."""
+    keras.utils.set_random_seed(3)
+    ids = keras.Input((None,), dtype="int32")
+    x = keras.layers.Embedding(24, 8, mask_zero=True, name="table")(ids)
+    x = keras.layers.LayerNormalization()(x + keras.layers.MultiHeadAttention(2, 4)(x, x))
+    x = x + keras.layers.Dense(8, name="down")(keras.layers.Dense(16, "gelu", name="up")(x))
+    pooled = keras.layers.GlobalAveragePooling1D()(keras.layers.Dropout(0.1)(x))
+    return keras.Model(ids, keras.layers.Dense(6, name="head")(pooled))
+
+
 CASES: dict[str, tuple[Callable[[], keras.Model], dict[str, int], dict[str, Any]]] = {
     "host": (lambda: words(on_host), INNER, {}),
     "rows": (lambda: words(rows_over("model")), INNER, {}),
@@ -83,6 +94,59 @@ def test_any_length(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     if name == "positions":
         with pytest.raises(tf.errors.InvalidArgumentError):
             served.serve(np.zeros((2, POSITIONS + 1), "int32"))
+
+
+MESHES: dict[str, dict[str, Any]] = {
+    "data4": {"axes": {"data": 4}},
+    "inner": {"axes": INNER, "layout_map": CUT},
+    "stages": {"axes": {"pipe": 2, "data": 2}, "pipeline": PIPELINE},
+}
+POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
+LEVELS = [
+    *((mesh, level, policy) for mesh in MESHES for level in (1, 2, 3) for policy in POLICIES[:2]),
+    ("inner", 3, "mixed_float16"),
+]
+SEEN = ("inner", 3, "mixed_bfloat16")
+
+
+@pytest.mark.filterwarnings("error:.*rows of a batch meet")
+@pytest.mark.parametrize(
+    ("mesh", "level", "policy"),
+    [
+        pytest.param(*one, marks=pytest.mark.wide if one == SEEN else pytest.mark.long)
+        for one in LEVELS
+    ],
+)
+def test_any_length_at_levels_and_in_half_precision(
+    mesh: str, level: int, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After training, by one program; half precision is as near float32 as a plain model's is."""
+    monkeypatch.delattr(by_shape, "in_pieces")
+    model, half = (mixed(policy, attending) for _ in range(2))
+    plain = attending()
+    options = dict(MESHES[mesh])
+    shards = kdist.OptimizerConfig(level=level, threshold_kb=0)
+    at = kdist.mesh(**options.pop("axes"))
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=at, optimizer=shards, **options))
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    draw = np.random.default_rng(0)
+    model.train_on_batch(draw.integers(1, 24, (8, 5)), draw.normal(size=(8, 6)))
+    for one in (plain, half):
+        one.set_weights(model.get_weights())
+    kdist.export.saved_model(model, tmp_path / "served", shards="keep")
+    served = tf.saved_model.load(str(tmp_path / "served"))
+    off: dict[str, list[Any]] = {"served": [], "half": []}
+    for rows, length in ((3, 5), (1, 1), (11, 8), (70, 2), (2, 33)):
+        x = draw.integers(1, 24, (rows, length)).astype("int32")
+        x[0, 1:] = 0
+        expected, found, rounded = plain(x), served.serve(x), half(x)
+        assert found.dtype == rounded.dtype and found.shape == rounded.shape
+        if policy == "float32":
+            close(found, expected)
+        off["served"].append(tf.cast(found, "float32") - expected)
+        off["half"].append(tf.cast(rounded, "float32") - expected)
+    far = {name: float(np.std(np.concatenate(values))) for name, values in off.items()}
+    assert policy == "float32" or 0 < far["served"] < 1.5 * far["half"] < 0.02, far
 
 
 @pytest.mark.long
