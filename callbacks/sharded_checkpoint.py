@@ -247,6 +247,11 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
     def finish(self) -> None:
         """Called by `fit` at its end, also one by an error: waits for what is being written."""
+        goes_on = self.restored is not None
+        if self._position is not None:
+            self._position.source.end(goes_on)
+        if self._states is not None:
+            self._states.end(goes_on)
         self._position = self._states = None
         self._known = KnownPlaces()
         self._files, self._damaged = {}, set()

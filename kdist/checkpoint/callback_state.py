@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from kdist._compat.keras_callbacks import begin_clock, of_the_process
 from kdist.checkpoint import remembered
+from kdist.checkpoint.remembered import Remembered
 
 import keras
 import numpy as np
@@ -32,7 +32,7 @@ class CallbackStates:
 
     def __init__(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         self.callbacks = list(callbacks)
-        self._before = [copy.deepcopy(_plain_attributes(one)) for one in self.callbacks]
+        self._remembered = [Remembered(one, _plain_attributes) for one in self.callbacks]
         self._told: set[type] = set()
 
     def save(self, arrays: list[np.ndarray]) -> list[dict[str, Any]]:
@@ -41,18 +41,14 @@ class CallbackStates:
         Args:
             arrays: Gets the arrays, such as the best weights that `EarlyStopping` keeps.
         """
-        return [self._save(*pair, arrays) for pair in zip(self.callbacks, self._before)]
+        return [self._save(one, arrays) for one in self._remembered]
 
-    def _save(
-        self, callback: Any, before: dict[str, Any], arrays: list[np.ndarray]
-    ) -> dict[str, Any]:
-        kind = type(callback).__name__
+    def _save(self, one: Remembered, arrays: list[np.ndarray]) -> dict[str, Any]:
+        callback, kind = one.owner, type(one.owner).__name__
         if hasattr(callback, "get_state"):
             return {"class": kind, "own": callback.get_state()}
         self._tell(callback)
-        changed = remembered.changed(_plain_attributes(callback), before)
-        values = {k: remembered.encode(v, arrays) for k, v in changed.items()}
-        return {"class": kind, "changed": values}
+        return {"class": kind, "changed": one.save(arrays)}
 
     def _tell(self, callback: Any) -> None:
         own = type(callback).__module__.split(".")[0]
@@ -72,24 +68,30 @@ class CallbackStates:
         """Gives callbacks their states again: each that of the next one of its class."""
         left = list(states)
         missing = []
-        for callback in self.callbacks:
-            kind = type(callback).__name__
-            state = next((one for one in left if one["class"] == kind), None)
+        for one in self._remembered:
+            callback, kind = one.owner, type(one.owner).__name__
+            state = next((s for s in left if s["class"] == kind), None)
             if state is None:
                 missing.append(kind)
                 continue
             left.remove(state)
             if "own" in state:
                 callback.set_state(state["own"])
-            remembered.put(callback, state.get("changed", {}), arrays)
+            else:
+                one.load(state.get("changed", {}), arrays)
             begin_clock(callback)
-        gone = [one["class"] for one in left if one.get("changed") or one.get("own")]
+        gone = [s["class"] for s in left if s.get("changed") or s.get("own")]
         if missing or gone:
             warnings.warn(
                 "Callbacks differ from those of the run that goes on. "
                 f"Without a saved state: {missing}; saved, and not there: {gone}",
                 stacklevel=2,
             )
+
+    def end(self, goes_on: bool) -> None:
+        """The run ends; see `Remembered.end`."""
+        for one in self._remembered:
+            one.end(goes_on)
 
 
 def _plain_attributes(callback: Any) -> dict[str, Any]:

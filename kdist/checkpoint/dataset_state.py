@@ -36,8 +36,8 @@ class DatasetState:
 
     It has one if its class has `get_state()` and `set_state(state)`, or an `on_epoch_begin` or
     `on_epoch_end` of its own. With the former it says itself what it remembers, in JSON's types.
-    With the latter attributes that differ from what they were when training began are kept, those
-    that a checkpoint has given, and the generators that NumPy and Python draw from by default.
+    With the latter what `Remembered` says is kept, and the generators that NumPy and Python draw
+    from by default.
 
     Args:
         dataset: As it is before training.
@@ -48,14 +48,13 @@ class DatasetState:
         self._says = hasattr(dataset, "get_state")
         self._changes = _changes_between_epochs(dataset)
         self._told: set[str] = set()
-        self._given: set[str] = set()
-        self._before: dict[str, Any] = {}
+        self._remembered: remembered.Remembered | None = None
         self._samples: dict[str, Any] = {}
         self._sizes: dict[str, Any] = {}
         if self._changes and not self._says:
-            small, large = self._attributes()
-            self._before, self._samples = copy.deepcopy(small), _samples(large)
-            self._sizes = {BATCHES: str(dataset.num_batches)} | _shapes(small)
+            self._remembered = remembered.Remembered(dataset, _small)
+            self._samples = _samples(_large(dataset))
+            self._sizes = {BATCHES: str(dataset.num_batches)} | _shapes(self._remembered.before)
             self._tell_others()
 
     def save(self) -> bytes | None:
@@ -64,14 +63,11 @@ class DatasetState:
             return None
         arrays: list[np.ndarray] = []
         state: dict[str, Any] = {}
-        if self._says:
+        if self._remembered is None:
             state["own"] = self.dataset.get_state()
         else:
-            small, large = self._attributes()
-            self._tell_large(large)
-            kept = remembered.changed(small, self._before)
-            kept |= {k: small[k] for k in self._given & {*small}}
-            state["changed"] = {k: remembered.encode(v, arrays) for k, v in kept.items()}
+            self._tell_large()
+            state["changed"] = kept = self._remembered.save(arrays)
             state["sizes"] = {k: v for k, v in self._sizes.items() if k in (BATCHES, *kept)}
         if self._changes:
             state["python"] = remembered.encode(random.getstate(), arrays)
@@ -97,20 +93,19 @@ class DatasetState:
         state, arrays = _opened(content)
         if "own" in state:
             self.dataset.set_state(state["own"])
-        remembered.put(self.dataset, state.get("changed", {}), arrays)
-        self._given.update(state.get("changed", {}))
+        if self._remembered is not None:
+            self._remembered.load(state.get("changed", {}), arrays)
         if "python" in state:
             random.setstate(remembered.decode(state["python"], arrays))
             np.random.set_state(remembered.decode(state["numpy"], arrays))
 
-    def _attributes(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Plain ones: those that can be kept, and the large ones."""
-        plain = remembered.plain_attributes(self.dataset, ())
-        large = {k: v for k, v in plain.items() if _bytes(v) > LARGE}
-        return {k: v for k, v in plain.items() if k not in large}, large
+    def end(self, goes_on: bool) -> None:
+        """The run ends; see `Remembered.end`."""
+        if self._remembered is not None:
+            self._remembered.end(goes_on)
 
-    def _tell_large(self, large: dict[str, Any]) -> None:
-        now = _samples(large)
+    def _tell_large(self) -> None:
+        now = _samples(_large(self.dataset))
         self._tell([*remembered.changed(now, self._samples)], f"changed, more than {LARGE} bytes")
 
     def _tell_others(self) -> None:
@@ -146,6 +141,18 @@ def _changes_between_epochs(dataset: keras.utils.PyDataset) -> bool:
     return (
         own.on_epoch_begin is not base.on_epoch_begin or own.on_epoch_end is not base.on_epoch_end
     )
+
+
+def _small(dataset: Any) -> dict[str, Any]:
+    """Attributes that can be kept."""
+    plain = remembered.plain_attributes(dataset, ())
+    return {k: v for k, v in plain.items() if _bytes(v) <= LARGE}
+
+
+def _large(dataset: Any) -> dict[str, Any]:
+    """Those that could be if they were smaller."""
+    plain = remembered.plain_attributes(dataset, ())
+    return {k: v for k, v in plain.items() if _bytes(v) > LARGE}
 
 
 def _bytes(value: Any) -> int:

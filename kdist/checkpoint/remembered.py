@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,72 @@ import tensorflow as tf
 
 PLAIN = (bool, int, float, str, type(None))
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+
+
+class Remembered:
+    """What an object remembers, from the beginning of a run on.
+
+    Attributes are kept once they differ from what they were then, and those that a checkpoint has
+    given. An object that outlives a run, in a notebook, holds what happened after the checkpoint
+    that the next run goes on from: that is undone.
+
+    Args:
+        owner: The object, as it is before the run.
+        attributes: Those of it that can be kept.
+    """
+
+    def __init__(self, owner: Any, attributes: Callable[[Any], dict[str, Any]]) -> None:
+        self.owner, self._attributes = owner, attributes
+        self.before = copy.deepcopy(attributes(owner))
+        self._there = {*vars(owner)}
+        self._given: set[str] = set()
+
+    def save(self, arrays: list[np.ndarray]) -> dict[str, Any]:
+        """What is kept now, encoded.
+
+        Args:
+            arrays: See `encode`.
+        """
+        now = self._attributes(self.owner)
+        kept = {*changed(now, self.before), *(self._given & {*now})}
+        return {k: encode(v, arrays) for k, v in now.items() if k in kept}
+
+    def load(self, values: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
+        """Gives the object what was saved, and undoes what a run before has changed besides."""
+        for name, value in _changed_by_runs(self.owner).items():
+            if name not in values and value is _ABSENT:
+                vars(self.owner).pop(name, None)
+            elif name not in values:
+                setattr(self.owner, name, copy.deepcopy(value))
+                self._given.add(name)
+        put(self.owner, values, arrays)
+        self._given.update(values)
+
+    def end(self, goes_on: bool) -> None:
+        """Notes, as the run ends, what it has changed, for one that goes on with the same object.
+
+        Args:
+            goes_on: Whether this one was to go on where another stopped, of which the notes stay.
+        """
+        now = self._attributes(self.owner)
+        noted = {k: self.before[k] for k in changed(now, self.before) if k in self.before}
+        noted |= {k: _ABSENT for k in now if k not in self._there}
+        if goes_on:
+            noted |= _changed_by_runs(self.owner)
+        _CHANGED[id(self.owner)] = weakref.ref(self.owner, _forget(id(self.owner))), noted
+
+
+_ABSENT = object()
+_CHANGED: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
+"""Of objects that live: what attributes were that a run has changed."""
+
+
+def _changed_by_runs(owner: Any) -> dict[str, Any]:
+    return _CHANGED[id(owner)][1] if id(owner) in _CHANGED else {}
+
+
+def _forget(number: int) -> Callable[[Any], object]:
+    return lambda _: _CHANGED.pop(number, None)
 
 
 def plain_attributes(owner: Any, apart: Collection[str]) -> dict[str, Any]:

@@ -104,6 +104,13 @@ class Source:
         """
         return {}
 
+    def end(self, goes_on: bool) -> None:
+        """The run ends, also by an error.
+
+        Args:
+            goes_on: Whether it went on where another stopped.
+        """
+
 
 def other_data(now: Mapping[str, Any], before: Mapping[str, Any]) -> CheckpointError:
     """The error of a run that would go on among the batches of data that are others."""
@@ -268,6 +275,10 @@ class Indexed(Source):
         """See `Source`."""
         state = self._of_epoch if within else self._state.save()
         return {} if state is None else {DATASET: state}
+
+    def end(self, goes_on: bool) -> None:
+        """See `Source`."""
+        self._state.end(goes_on)
 
     def example(self) -> Any:
         """See `Source`."""

@@ -203,6 +203,54 @@ def test_what_a_checkpoint_gave_is_kept() -> None:
     assert np.array_equal(fresh.order, order)
 
 
+class Harder(Shuffled):
+    """Gives other targets from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.harder = self.ended = 0
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x, y + self.harder
+
+    def on_epoch_end(self) -> None:
+        super().on_epoch_end()
+        self.ended += 1  # Keras ends one before the first
+        self.harder = int(self.ended > 1)
+
+
+class Counts(keras.callbacks.Callback):
+    """Changes an attribute, and adds one, at the end of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: list[int] = []
+        self.period = 2
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.epochs = [*self.epochs, epoch]
+        self.ended = getattr(self, "ended", 0) + 1
+
+
+def test_objects_that_outlive_a_run_have_what_the_checkpoint_has(tmp_path: Path) -> None:
+    """In a notebook a run goes on with the objects of the one that stopped, in a later epoch."""
+    found = []
+    for stop in (None, STEPS + 1):
+        data, counts = Harder(), Counts()
+        for left in (stop, None) if stop else (None,):
+            saver = ShardedCheckpoint(tmp_path / str(stop), every_steps=4, resume=True)
+            rest = [StopAfter(left)] if left else []
+            model = build({"data": 2}, 1)
+            with contextlib.suppress(Stopped):
+                model.fit(data, epochs=3, verbose=0, callbacks=[counts, saver, *rest])
+            counts.period += 1  # by the user
+        weights = [w.numpy().tolist() for w in model.weights]
+        found.append((data.order.tolist(), counts.epochs, counts.ended, weights))
+    assert saver.restored is not None and saver.restored.step == 4
+    assert found[0] == found[1] and counts.period == 4
+
+
 def test_a_dataset_that_changes_nothing_has_no_state() -> None:
     class Same(Shuffled):
         on_epoch_end = keras.utils.PyDataset.on_epoch_end
