@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -138,6 +139,14 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         check_execution(batch, model.steps_per_execution, steps)
         check_data(source, progress.get("data", {}), batch, steps)
         if self.restored is not None:
+            if arguments.get("initial_epoch", 0) > epoch:
+                warnings.warn(
+                    "A run that goes on begins in the epoch of its checkpoint, not in "
+                    "initial_epoch. To leave epochs out, kdist.checkpoint.restore(model, "
+                    "directory), and fit without resume=True. Received: "
+                    f"initial_epoch={arguments['initial_epoch']}; the checkpoint is of {epoch}",
+                    stacklevel=2,
+                )
             source.resume(self._files, position.total)
             if progress.get("stopped"):
                 epoch = arguments["epochs"] = max(arguments.get("epochs", 1), epoch)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from kdist._compat import saved_functions
 from kdist.api.parallelize import attached
 from kdist.export.signature import Signature, input_specs, leaf_specs
-from kdist.export.tables import layers_without, part_by_part, together
+from kdist.export.tables import layers_without, part_by_part, together, vocabularies_of
 
 import keras
 import tensorflow as tf
@@ -75,7 +75,7 @@ def saved_model(
         return
     calls = {name: lambda x: parallel.predictor(leaf_specs(x))(x) for name in chosen}
     with together(fetched if tables == "inline" else []):
-        _write(model, at, chosen, calls, verbose, keep=True)
+        _write(model, at, chosen, calls, verbose, vocabularies_of(model), keep=True)
     saved_functions.complete(Path(path))
 
 
@@ -94,12 +94,12 @@ def _write(
     signatures: Mapping[str, Signature],
     calls: Mapping[str, Any],
     verbose: bool,
-    tracked: Sequence[keras.layers.Layer] = (),
+    tracked: Sequence[Any] = (),
     keep: bool = False,
 ) -> None:
     archive = keras.export.ExportArchive()
-    for layer in tracked:
-        archive.track(layer)
+    for one in tracked:
+        archive.track(one)
     for name, one in signatures.items():
         one.build_layers(model)
         for layer in one.layers:

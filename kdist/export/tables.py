@@ -83,3 +83,9 @@ def _own_rows(part: tf.Variable, rows: slice, ids: Any) -> Any:
     inside = (ids >= rows.start) & (ids < rows.stop)
     found = tf.gather(part, tf.where(inside, ids - rows.start, 0))
     return tf.where(inside[..., tf.newaxis], found, tf.zeros([], found.dtype))
+
+
+def vocabularies_of(model: keras.Model) -> list[Any]:
+    """Tables of texts that layers of a model have, which go into the file beside its variables."""
+    resource = tf.saved_model.experimental.TrackableResource
+    return [one for one in tf.train.TrackableView(model).descendants() if isinstance(one, resource)]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import kdist
@@ -125,6 +126,26 @@ def test_a_run_that_ended_is_not_run_again(tmp_path):
     assert list(second["history"].items()) == list(whole["history"].items())  # their order too
     for a, b in zip(second["weights"], whole["weights"], strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_an_epoch_to_begin_with_that_is_left_out_is_told(tmp_path):
+    """The checkpoint's is where a run goes on; the first one's own is given again as it was."""
+    model = build({"data": 2}, 0)
+    for initial, text in ((1, None), (1, None), (4, "initial_epoch=4; the checkpoint is of 2")):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            saver = ShardedCheckpoint(tmp_path, resume=True)
+            epochs = 2 if initial == 1 else 3
+            found = model.fit(
+                *arrays(),
+                initial_epoch=initial,
+                epochs=epochs,
+                verbose=0,
+                callbacks=[saver],
+            )
+        said = [str(one.message) for one in told if "initial_epoch" in str(one.message)]
+        assert len(said) == (text is not None) and all(text in one for one in said)
+    assert found.epoch == [1, 2]
 
 
 def test_a_model_is_described_once(tmp_path, monkeypatch):

@@ -179,6 +179,25 @@ class Centred(keras.layers.Layer):
         return x - keras.ops.mean(x, axis=0, keepdims=True)
 
 
+@pytest.mark.parametrize("shards", ["keep", "gather"])
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "model": 2}])
+def test_vocabularies_inside_a_model(axes: dict[str, int], shards: Any, tmp_path: Path) -> None:
+    words = keras.Input((8,), dtype="string")
+    ids = keras.layers.StringLookup(vocabulary=["red", "green"])(words)
+    x = keras.layers.Flatten()(keras.layers.Embedding(3, 4, name="table")(ids))
+    x = keras.layers.Dense(16, name="up")(x)
+    model = keras.Model(words, keras.layers.Dense(4, name="down")(x))
+    texts = tf.constant([["red", "blue"] * 4] * 3)
+    expected = model(texts)
+    cut = {"up/kernel": (None, "model")} if "model" in axes else None
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cut))
+    kdist.export.saved_model(model, tmp_path / "served", shards=shards)
+    served = tf.saved_model.load(str(tmp_path / "served"))
+    for rows in (3, 1):
+        found = served.serve(texts[:rows])
+        np.testing.assert_allclose(found, expected[:rows], rtol=1e-6, atol=1e-6)
+
+
 def test_sizes_that_a_program_cannot_have(tmp_path: Path) -> None:
     """Where rows meet, there is no row that could be added."""
     inputs = keras.Input((8,))
