@@ -158,7 +158,7 @@ class Lowered:
         given += [self._captured(t) for t in concrete.captured_inputs]
         texts = self._texts(concrete)
         if texts is not None:
-            given = texts.computed(given, self.mesh)
+            given = texts.computed(given, self.mesh, self.topology)
         layouts = [t.layout for t in given]
         key = (key, sizes.active(), *(layout.to_string() for layout in layouts))
         if key not in self.stitchers:

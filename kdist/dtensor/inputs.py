@@ -88,7 +88,9 @@ class SliceInputs:
                 sizes.require_multiples(size, rows=True)
             elif rows % size:
                 self.tell_uncut([uncut_dim("the batch", 0, rows, size, [axis])])
-        return keras.tree.map_structure(lambda t: None if t is None else self._part(t), data)
+        return keras.tree.map_structure(
+            lambda t: None if t is None else part_of_batch(t, self.mesh, self.topology), data
+        )
 
     def _stored(self, entry: Stored, s: int, devices: Sequence[str]) -> Sharded:
         parts = tuple(self._components(entry, s, devices))
@@ -123,17 +125,24 @@ class SliceInputs:
         dims = inner_dims(placement.layout.dims, self.storage)
         return relayout.layout_for(self.mesh, dims, self.topology)
 
-    def _part(self, tensor: Any) -> Sharded:
-        """Data of a slice on its devices: the batch cut where it divides, if an axis cuts it."""
-        axis = self.topology.rows_axis
-        tensor = tf.convert_to_tensor(tensor)
-        if axis is None or tensor.shape.rank == 0:
-            return replicate(tensor, self.mesh)
-        size = self.mesh.dim_size(axis)
-        if tensor.shape[0] is not None and tensor.shape[0] % size:
-            return replicate(tensor, self.mesh)
-        pieces = tf.split(tensor, size)
-        coordinates = [coordinate_of(self.topology, 0, k)[axis] for k in range(self.mesh.size)]
-        dims = [axis] + [dtensor.UNSHARDED] * (tensor.shape.rank - 1)
-        layout = dtensor.Layout(dims, self.mesh)
-        return Sharded(tuple(pieces[c] for c in coordinates), layout, sizes.examples(tensor))
+
+def part_of_batch(tensor: Any, mesh: dtensor.Mesh, topology: Topology) -> Sharded:
+    """Data of a slice on its devices: cut by rows where these divide, if an axis cuts the batch.
+
+    Args:
+        tensor: With the rows of the slice as dim 0, or a scalar.
+        mesh: DTensor's, of the slice.
+        topology: The mesh as programs see it.
+    """
+    axis = topology.rows_axis
+    tensor = tf.convert_to_tensor(tensor)
+    if axis is None or tensor.shape.rank == 0:
+        return replicate(tensor, mesh)
+    size = mesh.dim_size(axis)
+    if tensor.shape[0] is not None and tensor.shape[0] % size:
+        return replicate(tensor, mesh)
+    pieces = tf.split(tensor, size)
+    coordinates = [coordinate_of(topology, 0, k)[axis] for k in range(mesh.size)]
+    dims = [axis] + [dtensor.UNSHARDED] * (tensor.shape.rank - 1)
+    layout = dtensor.Layout(dims, mesh)
+    return Sharded(tuple(pieces[c] for c in coordinates), layout, sizes.examples(tensor))

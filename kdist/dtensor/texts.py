@@ -12,9 +12,11 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from kdist.dtensor.inputs import part_of_batch
 from kdist.dtensor.lowering import LoweredProgram, positions
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.graphs.inferred import imported
+from kdist.sharding.mesh import Topology
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
@@ -49,10 +51,23 @@ class TextsInFront:
     count: int
     structure: Any
 
-    def computed(self, given: Sequence[Sharded], mesh: dtensor.Mesh) -> list[Sharded]:
-        """Flat inputs and captures of the function, then what `front` makes of them."""
-        made = self.front(*(given[p].joined() for p in self.read))
-        return [*given, *(replicate(t, mesh) for t in made)]
+    def computed(
+        self, given: Sequence[Sharded], mesh: dtensor.Mesh, topology: Topology
+    ) -> list[Sharded]:
+        """Flat inputs and captures of the function, then what `front` makes of them.
+
+        Where an axis cuts the rows of the texts, it cuts those of what is made of them.
+        """
+        read = [given[p] for p in self.read]
+        cut = {t.shape[0] for t in read if t.layout and not t.layout.is_fully_replicated()}
+        made = self.front(*(t.joined() for t in read))
+        parts = (
+            part_of_batch(t, mesh, topology)
+            if t.shape.rank and t.shape[0] in cut
+            else replicate(t, mesh)
+            for t in made
+        )
+        return [*given, *parts]
 
     def taken(self, given: Sequence[Sharded]) -> list[Sharded]:
         """Of these, the inputs of `rest`."""

@@ -85,6 +85,17 @@ def test_they_equal_one_device(mesh: str, level: str, feature: str | None) -> No
     )
 
 
+@pytest.mark.filterwarnings("error:.*(mixes rows|gathered weights)")
+def test_rows_that_an_axis_inside_cuts() -> None:
+    compare(
+        TEXTS,
+        MESHES["data2_model2"],
+        optimizer=OPTIMIZERS["adam"],
+        config={"batch_semantics": "global"},
+        source="dataset",
+    )
+
+
 def _words_alone(**options: Any) -> keras.Model:
     text = keras.Input((), dtype="string", name="text")
     x = keras.layers.TextVectorization(vocabulary=WORDS, **options)(text)
