@@ -97,6 +97,23 @@ def test_trains_as_one_device(place: str, float64: None) -> None:
     assert "table 'tables/words' is updated by Adam" in notes
 
 
+DENSE = [_O.SGD(0.1, momentum=0.9), _O.Adagrad(0.1), _O.Ftrl(0.1), _O.Adam(0.1), _O.AdamW(0.1)]
+
+
+@pytest.mark.parametrize("place", ["host", "split"])
+@pytest.mark.parametrize("optimizer", DENSE, ids=lambda one: one.name)
+def test_dense_is_the_optimizer_of_keras(optimizer: Any, place: str, float64: None) -> None:
+    def own() -> Any:
+        return type(optimizer).from_config(optimizer.get_config())
+
+    plain = trained(network({}, {}, 2701), several(own(), _O.Adam(0.1)))
+    where = {**PLACEMENTS[place], **({"rows": (1001, 1700)} if place == "split" else {})}
+    words = {"optimizer": _O.Adam(0.1), "dense": True}
+    model = parallel(network({"optimizer": own(), "dense": True, **where}, words, 2701))
+    assert_same_weights(plain, trained(model, _O.Adam(0.01)))
+    assert any(one.on_host for one in model.plan().weights) == (place == "host")
+
+
 @pytest.mark.parametrize("level", [0, 2])
 @pytest.mark.parametrize("place", PLACEMENTS)
 def test_averages_of_weights(place: str, level: int, float64: None) -> None:
