@@ -32,6 +32,7 @@ from kdist.runtime.recorder import Recorder
 from kdist.runtime.step import Step
 from kdist.runtime.whole_loss import WholeLossPipelineStep, WholeLossStep
 from kdist.stages.pipeline_program import PipelineProgram
+from kdist.storage.constant_ids import ConstantIds
 from kdist.storage.sparse import LookUp
 from kdist.storage.variables import Stored
 
@@ -111,6 +112,11 @@ class SteppedModel(PlannedModel):
         for text in filter(None, texts):
             self.warn_once(text)
         return study
+
+    @property
+    def constant_ids(self) -> ConstantIds:
+        """What the model looks up whatever the batch holds, in training, as far as it is known."""
+        return self.row_studies.get(True, ModelStudy()).constant_ids
 
     def rows_stay_apart(self, x: Any) -> bool:
         """Whether each row of what the model predicts follows from that row of its input alone."""

@@ -19,6 +19,8 @@ from kdist.rows import (
 from kdist.rows.node import RULES, Node
 from kdist.rows.numbers import fixed, power_of
 from kdist.rows.values import Const, Linear, Mixed, Mixing, RowsMeet, Value, join
+from kdist.storage.constant_ids import ConstantIds
+from kdist.storage.constants import constant_value
 
 import tensorflow as tf
 
@@ -30,6 +32,7 @@ ROW_BY_ROW = "kdist_row_by_row"
 LOOP_LIMIT = 12
 """Passes over a loop's body after which it counts as mixing; each can only lose knowledge."""
 SHAPE_ONLY = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
+LOOK_UPS = {"Gather", "GatherV2", "ResourceGather"}
 CALLS = {"StatefulPartitionedCall", "If", "Case", "While"}
 ASSIGN = {
     "AssignVariableOp",
@@ -50,12 +53,14 @@ class Interpreter:
     Attributes:
         mixings: Where rows met first, in graph order.
         accepted: The same inside of what is marked to count row by row.
+        constant_ids: Looked up in tables.
     """
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
         self.mixings: list[Mixing] = []
         self.accepted: list[Mixing] = []
+        self.constant_ids = ConstantIds()
         self._written: dict[int, Value] = {}
         self._special: Mapping[str, Callable[[Any, list[Value]], list[Value]]] = {
             "IdentityN": self._identities,
@@ -107,6 +112,8 @@ class Interpreter:
 
     def _by_rule(self, node: Node) -> list[Value]:
         count = len(node.op.outputs)
+        if node.op.type in LOOK_UPS and node.constant:
+            self._note_ids(*node.op.inputs[:2])
         try:
             found = RULES.get(node.op.type, control.without_rule)(node)
         except RowsMeet:
@@ -115,6 +122,11 @@ class Interpreter:
             found = control.without_rule(node)
         values = found if isinstance(found, list) else [found] * count
         return [self._refined(t, v) for t, v in zip(node.op.outputs, values)]
+
+    def _note_ids(self, table: Any, ids: Any) -> None:
+        value = constant_value(ids) if table.dtype.is_floating and table.shape.rank == 2 else None
+        if value is not None:
+            self.constant_ids = self.constant_ids.with_look_up(value, self.batch)
 
     def _refined(self, tensor: Any, value: Value) -> Value:
         """A constant that depends on the batch's size, with its power if the graph fixes it."""

@@ -18,6 +18,7 @@ from kdist.program.program import Program
 from kdist.rows.interpreter import ROW_BY_ROW
 from kdist.rows.study import Analysis, NotStudied, analyse, cause
 from kdist.rows.values import Const, Flow, Linear, Mixing, Rows, Value, flow_of
+from kdist.storage.constant_ids import ConstantIds
 
 import keras
 import tensorflow as tf
@@ -61,6 +62,7 @@ class ModelStudy:
         failed: Why the model could not be looked at, "" if it was.
         moving: Paths of other state that a pass writes, without seeds and metrics: it goes from
             micro-batch to micro-batch.
+        constant_ids: Looked up in tables.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -68,6 +70,7 @@ class ModelStudy:
     statistics: tuple[str, ...] = ()
     failed: str = ""
     moving: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    constant_ids: ConstantIds = dataclasses.field(default=ConstantIds(), compare=False)
 
     def lines(self) -> list[str]:
         """All of it, a line each."""
@@ -273,6 +276,7 @@ class _Reading:
             tuple(self._in_layer(m) for m in self.analysis.mixings),
             tuple(dict.fromkeys(statistics)),
             moving=tuple(self._moving()),
+            constant_ids=self.analysis.constant_ids,
         )
 
     def _moving(self) -> Iterator[str]:

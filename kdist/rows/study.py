@@ -9,6 +9,7 @@ from typing import Any
 
 from kdist.rows.interpreter import Interpreter
 from kdist.rows.values import Const, Flow, Linear, Mixed, Mixing, Rows, Value, flow_of
+from kdist.storage.constant_ids import ConstantIds
 
 import keras
 import tensorflow as tf
@@ -85,6 +86,7 @@ class Analysis:
         values: What is known about each.
         mixings: See `RowStudy`.
         accepted: See `RowStudy`.
+        constant_ids: Looked up in tables.
     """
 
     batch: int
@@ -92,6 +94,7 @@ class Analysis:
     values: tuple[Value, ...]
     mixings: tuple[Mixing, ...]
     accepted: tuple[Mixing, ...]
+    constant_ids: ConstantIds = ConstantIds()
 
     def study(self) -> RowStudy:
         """The same in public terms."""
@@ -147,7 +150,7 @@ def analyse(
     found = iter(interpreter.evaluate(graph, given, [o for o in outputs if o is not None]))
     values = tuple(Const(flat=None) if o is None else next(found) for o in outputs)
     mixings = tuple(interpreter.mixings), tuple(dict.fromkeys(interpreter.accepted))
-    return Analysis(batch, tuple(outputs), values, *mixings)
+    return Analysis(batch, tuple(outputs), values, *mixings, interpreter.constant_ids)
 
 
 def _first_graph(

@@ -32,6 +32,7 @@ from kdist.runtime.table_penalties import TablePenalties, table_penalties
 from kdist.sharding.mesh import Topology
 from kdist.sharding.owners import UpdateUnit
 from kdist.sharding.placement import Coordinate
+from kdist.storage.constant_ids import knowing
 from kdist.storage.sparse import is_sparse
 from kdist.storage.variables import Stored
 
@@ -91,7 +92,8 @@ class Step:
             known_size: See `train`.
         """
         parts = self._parts(self.split(data, known_size))
-        return self.program.tables.look_ahead(parts, there)
+        with knowing(self.parallel.constant_ids):
+            return self.program.tables.look_ahead(parts, there)
 
     def train_ahead(
         self, data: Any, rows: RowsAhead, following: Any, there: Any, known_size: bool = True
@@ -120,7 +122,8 @@ class Step:
     def _penalized(self, batch: SplitBatch, scale: Any, begin: Begin | None) -> StepResult:
         """`_differentiated`, with the penalties of fetched tables."""
         penalties = self._penalties(scale, training=True)
-        result = self._differentiated(batch, scale, penalties.joining(begin))
+        with knowing(self.parallel.constant_ids):
+            result = self._differentiated(batch, scale, penalties.joining(begin))
         return penalties.added_to(result)
 
     def _penalties(self, scale: Any, training: bool) -> TablePenalties:

@@ -19,6 +19,7 @@ from typing import Any
 from kdist._compat import keras_models
 from kdist.layers.lazy import SummedRows, rows_summed
 from kdist.sharding.placement import Index
+from kdist.storage.constant_ids import for_each_row
 from kdist.storage.constants import constant_value
 from kdist.storage.fetched_table import is_fetched
 
@@ -138,7 +139,8 @@ def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
 
     Indices that are made for each row (`ops.full((rows, 1), first)`) are constants where the number
     of rows is known, and look like those of positions. They are a source's if there are as many
-    rows of them, more than one, and all are alike.
+    rows of them, more than one, and all are alike; of one row, if they are for each row in a trace
+    on more (`kdist.storage.constant_ids`).
 
     Eager tensors do not know where they come from: then the answer is True.
     """
@@ -178,10 +180,12 @@ def _is_for_each_row(tensor: Any, sources: Sequence[Any]) -> bool:
     if rows is None:
         return _counts_rows(tensor)
     value = constant_value(tensor)
-    alike = value is not None and bool(np.all(value == value[:1]))
-    if rows == 1 and alike and value is not None and np.ptp(value) == 0:
+    if value is None or rows != 1:
+        return value is not None and bool(np.all(value == value[:1]))
+    known = for_each_row(value)
+    if known is None and np.ptp(value) == 0:
         warnings.warn(ONE_ROW.format(value.tolist()), stacklevel=2)
-    return alike and rows > 1
+    return bool(known)
 
 
 def _counts_rows(tensor: Any) -> bool:

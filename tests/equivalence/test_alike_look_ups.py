@@ -83,6 +83,18 @@ class Leading(keras.layers.Layer):
         return keras.ops.concatenate([found[:, None] if self.flat else found, x], 1)
 
 
+class Spread(keras.layers.Layer):
+    """Adds rows of places, which it looks up for each example anew."""
+
+    def __init__(self, table: keras.layers.Embedding, name: str) -> None:
+        super().__init__(name=name)
+        self.table = table
+
+    def call(self, x: Any) -> Any:
+        places = keras.ops.arange(x.shape[1]) % 4
+        return x + self.table(keras.ops.broadcast_to(places, keras.ops.shape(x)[:2]))
+
+
 def _leading(alone: bool) -> keras.Model:
     """A token before each sequence, as of a classifier: constants, and as many as rows.
 
@@ -102,12 +114,24 @@ def _leading(alone: bool) -> keras.Model:
     return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(x), name="leading")
 
 
+def _broadcast() -> keras.Model:
+    """Positions, looked up for each row by itself."""
+    tokens = keras.Input((6,), dtype="int32", name="tokens")
+    tags = keras.Input((2,), dtype="int32", name="tags")
+    table = keras.layers.Embedding(ROWS, 8, name="vocabulary")
+    x = Spread(table, "first")(_numbers(tokens, tags))
+    x = keras.layers.Dense(16, "gelu", name="up")(x)
+    x = keras.layers.Flatten()(keras.layers.Dense(8, name="down")(x))
+    return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(x), name="broad")
+
+
 CASES = {
     name: Case(name=name, build=partial(_leading, alone), data=_data, layout_map=FEED_FORWARD)
     for name, alone in (("leading", False), ("alone", True))
 } | {
     "mixed": Case(name="mixed", build=_mixed, data=_data, layout_map=FEED_FORWARD),
     "alike": Case(name="alike", build=_alike, data=_data, layout_map=FEED_FORWARD),
+    "broadcast": Case(name="broadcast", build=_broadcast, data=_data, layout_map=FEED_FORWARD),
 }
 
 
@@ -198,4 +222,40 @@ def test_with(feature: str, place: str) -> None:
         optimizer=OPTIMIZERS["adagrad"],
         features=[FEATURES[feature]],
         declare=declared(place, "data2"),
+    )
+
+
+@pytest.mark.filterwarnings("error:Constant ids")
+@pytest.mark.parametrize(
+    ("case", "place", "optimizer", "mesh"),
+    spread(
+        [
+            (case, place, optimizer, mesh)
+            for case in CASES
+            for place in ("device", "host", "data")
+            for optimizer in ("adagrad", "adam")
+            for mesh in ("data2", "data2_model2", "pipe2_data2", "pipe2_data2_model2")
+        ],
+        [
+            ("leading", "device", "adam", "data2"),
+            ("alone", "device", "adagrad", "pipe2_data2"),
+            ("broadcast", "device", "adam", "data2_model2"),
+            ("broadcast", "host", "adagrad", "data2"),
+            ("alike", "device", "adam", "data2"),
+        ],
+        quick=5,
+    ),
+)
+def test_one_row_of_a_replica_or_micro_batch(
+    case: str, place: str, optimizer: str, mesh: str
+) -> None:
+    """There ids for each row look like those that are looked up once."""
+    compare(
+        CASES[case],
+        OVER[mesh],
+        optimizer=OPTIMIZERS[optimizer],
+        batch_size=4 if "pipe" in mesh else 2,
+        samples=8,
+        config=on(mesh, "level0"),
+        declare=declared(place, mesh),
     )
