@@ -111,7 +111,10 @@ def _split(concrete: Any, texts: Sequence[tf.Operation]) -> TextsInFront:
         # Words of a text, say: what is made of them, until there are as many as there are rows.
         readers = [one for t in unknown for one in t.consumers()]
         if not readers or _weights(concrete, _ancestors(readers, ())) - mine:
-            raise CannotSplit(f"{unknown[0].op.name}, of texts, is of no known shape")
+            raise CannotSplit(
+                f"{unknown[0].op.name}, made of texts whose values decide its shape. Give "
+                "TextVectorization an output_sequence_length, or look texts up in the dataset"
+            )
         needed = _ancestors([*needed.values(), *readers], inputs)
         border = _border(concrete, needed)
     constants = [t for t in border if tf.get_static_value(t) is not None]

@@ -243,7 +243,10 @@ def _marked(call: Callable) -> Callable:
         every = [outputs, *keras.tree.flatten(inputs)]
         if not all(map(tf.is_tensor, every)):  # ragged or sparse
             return outputs
-        return tf.identity_n(every, name=ROW_BY_ROW)[0]
+        marked = tf.identity_n(every, name=ROW_BY_ROW)[0]
+        if marked.shape.rank:  # taking texts apart loses how many rows there are
+            marked.set_shape([every[1].shape[0], *marked.shape[1:]])
+        return marked
 
     return row_by_row
 

@@ -37,7 +37,7 @@ class ConstantIds:
             ids: Its ids.
             rows: Of the batch, more than one.
         """
-        if not ids.ndim or np.any(ids != ids[:1]):
+        if not ids.ndim or not len(ids) or np.any(ids != ids[:1]):
             return self
         one = frozenset({_of_one_row(ids)})
         each, once = one if len(ids) == rows else (), one if len(ids) == 1 else ()

@@ -25,15 +25,27 @@ from .test_own_look_ups import INTERLEAVED, OVER, on
 from .test_split_tables import split
 
 
-class Added(keras.layers.Layer):
-    """Adds rows of places, some of which are the same, to what it is given."""
+class Looking(keras.layers.Layer):
+    """Looks rows of a table up, whatever it is given."""
 
     def __init__(self, table: keras.layers.Embedding, name: str) -> None:
         super().__init__(name=name)
         self.table = table
 
+
+class Added(Looking):
+    """Adds rows of places, some of which are the same, to what it is given."""
+
     def call(self, x: Any) -> Any:
         return x + self.table(keras.ops.arange(x.shape[1]) % 4)
+
+
+class Spread(Looking):
+    """Adds them too, and looks them up for each example anew."""
+
+    def call(self, x: Any) -> Any:
+        places = keras.ops.arange(x.shape[1]) % 4
+        return x + self.table(keras.ops.broadcast_to(places, keras.ops.shape(x)[:2]))
 
 
 def _mixed() -> keras.Model:
@@ -50,16 +62,22 @@ def _mixed() -> keras.Model:
     return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(x), name="mixed")
 
 
-def _alike() -> keras.Model:
-    """Two stages, neither of which looks up by the batch."""
+def _by_places(layer: type[Looking], stages: bool, name: str) -> keras.Model:
+    """A model that looks places up, and nothing by the batch.
+
+    Args:
+        layer: What adds their rows, `Added` or `Spread`.
+        stages: Whether each of two stages does.
+        name: Of the model.
+    """
     tokens = keras.Input((6,), dtype="int32", name="tokens")
     tags = keras.Input((2,), dtype="int32", name="tags")
     table = keras.layers.Embedding(ROWS, 8, name="vocabulary")
-    x = Added(table, "first")(_numbers(tokens, tags))
+    x = layer(table, "first")(_numbers(tokens, tags))
     x = keras.layers.Dense(16, "gelu", name="up")(x)
     x = keras.layers.Dense(8, name="down")(x)
-    x = keras.layers.Flatten()(Added(table, "second")(x))
-    return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(x), name="alike")
+    x = keras.layers.Flatten()(layer(table, "second")(x) if stages else x)
+    return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(x), name=name)
 
 
 def _numbers(tokens: Any, tags: Any) -> Any:
@@ -83,18 +101,6 @@ class Leading(keras.layers.Layer):
         return keras.ops.concatenate([found[:, None] if self.flat else found, x], 1)
 
 
-class Spread(keras.layers.Layer):
-    """Adds rows of places, which it looks up for each example anew."""
-
-    def __init__(self, table: keras.layers.Embedding, name: str) -> None:
-        super().__init__(name=name)
-        self.table = table
-
-    def call(self, x: Any) -> Any:
-        places = keras.ops.arange(x.shape[1]) % 4
-        return x + self.table(keras.ops.broadcast_to(places, keras.ops.shape(x)[:2]))
-
-
 def _leading(alone: bool) -> keras.Model:
     """A token before each sequence, as of a classifier: constants, and as many as rows.
 
@@ -114,25 +120,24 @@ def _leading(alone: bool) -> keras.Model:
     return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(x), name="leading")
 
 
-def _broadcast() -> keras.Model:
-    """Positions, looked up for each row by itself."""
-    tokens = keras.Input((6,), dtype="int32", name="tokens")
-    tags = keras.Input((2,), dtype="int32", name="tags")
-    table = keras.layers.Embedding(ROWS, 8, name="vocabulary")
-    x = Spread(table, "first")(_numbers(tokens, tags))
-    x = keras.layers.Dense(16, "gelu", name="up")(x)
-    x = keras.layers.Flatten()(keras.layers.Dense(8, name="down")(x))
-    return keras.Model([tokens, tags], keras.layers.Dense(CLASSES, name="head")(x), name="broad")
-
-
-CASES = {
-    name: Case(name=name, build=partial(_leading, alone), data=_data, layout_map=FEED_FORWARD)
-    for name, alone in (("leading", False), ("alone", True))
-} | {
-    "mixed": Case(name="mixed", build=_mixed, data=_data, layout_map=FEED_FORWARD),
-    "alike": Case(name="alike", build=_alike, data=_data, layout_map=FEED_FORWARD),
-    "broadcast": Case(name="broadcast", build=_broadcast, data=_data, layout_map=FEED_FORWARD),
-}
+CASES = (
+    {
+        name: Case(name=name, build=partial(_leading, alone), data=_data, layout_map=FEED_FORWARD)
+        for name, alone in (("leading", False), ("alone", True))
+    }
+    | {
+        "mixed": Case(name="mixed", build=_mixed, data=_data, layout_map=FEED_FORWARD),
+    }
+    | {
+        name: Case(
+            name=name,
+            build=partial(_by_places, layer, stages, name),
+            data=_data,
+            layout_map=FEED_FORWARD,
+        )
+        for name, layer, stages in (("alike", Added, True), ("broadcast", Spread, False))
+    }
+)
 
 
 STAGES = {"first": (0, 0), "up": (0, 1), "down": (1, 2), "second": (1, 2), "head": (1, 3)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import kdist
+from kdist.graphs.executed import largest, watch
 
 import keras
 import numpy as np
@@ -34,7 +35,7 @@ def _model() -> keras.Model:
     hashed = keras.layers.Hashing(7, output_mode="one_hot")(kind)
     known = keras.layers.StringLookup(vocabulary=KINDS, output_mode="one_hot")(kind)
     hashed = keras.layers.Flatten()(hashed)
-    given = [keras.ops.cast(one, "float64") for one in (counts, hashed, known)]
+    given = [keras.ops.cast(one, x.dtype) for one in (counts, hashed, known)]
     x = keras.layers.Concatenate()([x, *given])
     x = keras.layers.Dense(16, "gelu", name="up")(x)
     x = keras.layers.Dense(8, name="down")(x)
@@ -50,7 +51,33 @@ def _data(seed: int, samples: int) -> Any:
     return x, labels(rng, samples), weights(rng, samples)
 
 
+class Reviews(keras.Model):
+    """Looks up in its own call; pads are masked."""
+
+    def __init__(self) -> None:
+        super().__init__(name="reviews")
+        self.vectorize = keras.layers.TextVectorization(output_sequence_length=4, vocabulary=WORDS)
+        self.words = keras.layers.Embedding(len(WORDS) + 2, 8, mask_zero=True, name="words")
+        self.mean = keras.layers.GlobalAveragePooling1D()
+        self.lookup = keras.layers.StringLookup(vocabulary=KINDS, output_mode="one_hot")
+        self.up = keras.layers.Dense(16, "gelu", name="up")
+        self.down = keras.layers.Dense(8, name="down")
+        self.head = keras.layers.Dense(CLASSES, name="head")
+
+    def call(self, x: Any) -> Any:
+        mean = self.mean(self.words(self.vectorize(x["text"])))
+        kinds = keras.ops.cast(self.lookup(x["kind"]), mean.dtype)
+        return self.head(self.down(self.up(keras.ops.concatenate([mean, kinds], -1))))
+
+
+def _subclassed() -> keras.Model:
+    model = Reviews()
+    model({key: value[:1] for key, value in _data(0, 1)[0].items()})
+    return model
+
+
 TEXTS = Case(name="texts", build=_model, data=_data, layout_map=FEED_FORWARD)
+SUBCLASSED = Case(name="reviews", build=_subclassed, data=_data, layout_map=FEED_FORWARD)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +86,7 @@ TEXTS = Case(name="texts", build=_model, data=_data, layout_map=FEED_FORWARD)
         [
             (mesh, level, feature)
             for mesh in (*OVER, "data4", "model2")
-            for level in ("level0", "level3")
+            for level in ("level0", "level1", "level2", "level3")
             for feature in (None, "sample_weight", "gradient_accumulation", "steps_per_execution")
         ],
         [
@@ -81,6 +108,50 @@ def test_they_equal_one_device(mesh: str, level: str, feature: str | None) -> No
         samples=19,  # the last batch has other rows
         features=[] if feature is None else [FEATURES[feature]],
         config=on(mesh, level) if mesh in OVER else on("data2", level),
+        source="dataset",
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "level"),
+    spread(
+        [
+            (mesh, level)
+            for mesh in ("data4", "data2_model2")
+            for level in ("level0", "level1", "level2", "level3")
+        ],
+        [("data2_model2", "level2")],
+        quick=1,
+    ),
+)
+@pytest.mark.filterwarnings("error:.*(mixes rows|gathered weights)")
+def test_in_the_call_of_a_subclassed_model_with_masks(mesh: str, level: str) -> None:
+    compare(
+        SUBCLASSED,
+        MESHES[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        samples=19,
+        config=on("data2", level),
+        source="dataset",
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dtype"),
+    spread(
+        [(mesh, f"mixed_{half}") for mesh in OVER for half in ("float16", "bfloat16")],
+        [("data2_model2", "mixed_bfloat16")],
+        quick=1,
+    ),
+)
+@pytest.mark.filterwarnings("error:.*(mixes rows|gathered weights)")
+def test_in_half_precision(mesh: str, dtype: str) -> None:
+    compare(
+        TEXTS,
+        OVER[mesh],
+        optimizer=OPTIMIZERS["loss_scale_sgd" if dtype == "mixed_float16" else "sgd_momentum"],
+        dtype=dtype,
+        config=on(mesh, "level1"),
         source="dataset",
     )
 
@@ -116,7 +187,7 @@ def test_as_many_words_as_the_longest_has(mesh: str) -> None:
     """A replica's longest may be another one than the batch's, which the mask hides."""
     case = Case(name="words", build=_words_alone, data=_texts_alone, layout_map=FEED_FORWARD)
     with pytest.warns(
-        UserWarning, match="mixes rows" if mesh != "data2_model2" else "no known shape"
+        UserWarning, match="mixes rows" if mesh != "data2_model2" else "values decide its shape"
     ):
         compare(
             case,
@@ -143,3 +214,19 @@ def test_an_unknown_word_is_an_error_where_it_is_one(mesh: str) -> None:
     assert np.isfinite(model.train_on_batch(known, y))
     with pytest.raises(tf.errors.InvalidArgumentError, match="vocabulary"):
         model.train_on_batch(tf.constant([["fun"], ["new"], ["art"], ["fun"]]), y)
+
+
+@pytest.mark.parametrize("mesh", ["data2_model2", "pipe2_data2_model2"])
+def test_texts_are_looked_up_once_a_slice(mesh: str) -> None:
+    """Not on each device of it; in stages once per micro-batch, and not in the backward pass."""
+    model = _words_alone(output_sequence_length=4)
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(**OVER[mesh]), layout_map=dict(FEED_FORWARD), **on(mesh, "level0")
+    )
+    model = kdist.parallelize(model, config)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, y, _ = _texts_alone(0, 8)
+    step = largest(watch(lambda: model.train_on_batch(x, tf.constant(y))))
+    calls = 2 * (2 if "pipe" in mesh else 1)
+    for operation in ("LookupTableFindV2", "StringSplitV2"):
+        assert len(step.select(operation)) == calls

@@ -34,7 +34,8 @@ def test_what_is_looked_up_both_ways_cannot_be_told() -> None:
 
 def test_other_look_ups_are_not_noted() -> None:
     by_row = np.arange(ROWS)[:, None]
-    assert _noted(np.array(3), by_row, np.array([1, 2])) == ConstantIds()
+    nothing = np.zeros((0, 2), int)
+    assert _noted(np.array(3), by_row, np.array([1, 2]), nothing) == ConstantIds()
 
 
 def test_what_is_known_is_of_the_model_that_is_traced() -> None:
