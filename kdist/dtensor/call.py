@@ -179,7 +179,9 @@ class Lowered:
         try:
             return in_front(concrete)
         except CannotSplit as error:
-            raise _refused(str(error)) from error
+            if sizes.active() is not None:
+                raise sizes.CannotLift("layers of texts have a program for each size") from error
+            raise CannotExpand(str(error)) from error
 
     def _expand(self, concrete: Any, given: Sequence[Sharded]) -> LoweredProgram:
         if tf.variant in [t.dtype for t in (*concrete.inputs, *concrete.outputs)]:

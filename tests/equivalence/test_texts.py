@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import kdist
@@ -14,7 +15,7 @@ import tensorflow as tf
 
 from .case import CLASSES, FEED_FORWARD, Case, labels, weights
 from .features import BY_NAME as FEATURES
-from .harness import compare
+from .harness import compare, precision
 from .matrix import MESHES, spread
 from .optimizer_zoo import OPTIMIZERS
 from .test_own_look_ups import OVER, on
@@ -167,6 +168,12 @@ def test_rows_that_an_axis_inside_cuts() -> None:
     )
 
 
+@pytest.fixture
+def float64() -> Iterator[None]:
+    with precision("float64"):
+        yield
+
+
 def _words_alone(**options: Any) -> keras.Model:
     text = keras.Input((), dtype="string", name="text")
     x = keras.layers.TextVectorization(vocabulary=WORDS, **options)(text)
@@ -230,3 +237,20 @@ def test_texts_are_looked_up_once_a_slice(mesh: str) -> None:
     calls = 2 * (2 if "pipe" in mesh else 1)
     for operation in ("LookupTableFindV2", "StringSplitV2"):
         assert len(step.select(operation)) == calls
+
+
+@pytest.mark.usefixtures("float64")
+def test_each_size_of_a_batch_has_a_program() -> None:
+    models = [_words_alone(output_sequence_length=4) for _ in range(2)]
+    models[1].set_weights(models[0].get_weights())
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(**MESHES["data2_model2"]), layout_map=dict(FEED_FORWARD)
+    )
+    kdist.parallelize(models[1], config)
+    for model in models:
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    with pytest.warns(UserWarning, match="8 shapes.*layers of texts have a program for each size"):
+        for rows in range(2, 20, 2):
+            x, y, _ = _texts_alone(rows, rows)
+            plain, parallel = (model.train_on_batch(x, tf.constant(y)) for model in models)
+            np.testing.assert_allclose(parallel, plain, rtol=1e-9)
