@@ -25,7 +25,9 @@ from tensorflow.python.ops import custom_gradient
 
 WRAPPER = "recompute_grad"
 """Function in which wrappers are made, as TensorFlow notes it."""
-LIBRARIES = frozenset({*sys.stdlib_module_names, "keras", "tensorflow", "numpy", "kdist"})
+LIBRARIES = frozenset(
+    {*sys.stdlib_module_names, "keras", "tensorflow", "numpy", "kdist", "pytest", "_pytest"}
+)
 LOOKED_AT = 10_000
 """So many values of a layer are looked at in search of wrappers."""
 _NOT_LOOKED_INTO = (
@@ -173,8 +175,9 @@ def _of_class(kind: type) -> list[Any]:
 
 def _is_library(value: types.FunctionType | type) -> bool:
     """Whether a function or class is of a library: none of these wraps what users do."""
-    package = (value.__module__ or "").partition(".")[0]
-    return package in LIBRARIES
+    module = value.__module__
+    # A class may have a slot or property of that name: what its objects answer, as proxies do.
+    return isinstance(module, str) and module.partition(".")[0] in LIBRARIES
 
 
 def _reached(function: types.FunctionType) -> list[Any]:
