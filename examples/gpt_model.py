@@ -83,13 +83,21 @@ def _block(x: keras.KerasTensor, sizes: GPTSizes, dtype: str, name: str) -> kera
     return layers.Add(dtype=dtype, name=f"{name}_add_2")([x, h])
 
 
-def layout_map(axis: str = "model") -> dict[str, tuple[str | None, ...]]:
+def layout_map(axis: str = "model", sequence: bool = False) -> dict[str, tuple[str | None, ...]]:
     """Says which dim of which weight is cut over `axis`; other weights are whole on every device.
 
+    Args:
+        axis: A mesh axis.
+        sequence: Also cut what is between attention and feed-forward layers, along the sequence:
+            norms and sums then are of a part of the tokens on each device, and so is what is kept
+            of them for the backward pass. What is sent is as much as without (Korthikanti et al.,
+            2022).
+
     Returns:
-        Regular expressions over variable paths, each with one entry per dim of the weight.
+        Regular expressions over variable paths, each with one entry per dim of the weight; and over
+        paths of layers and `/output`, with one per dim of what they give.
     """
-    return {
+    weights: dict[str, tuple[str | None, ...]] = {
         ".*attention/(query|key|value)/kernel": (None, axis, None),  # (width, heads, head width)
         ".*attention/(query|key|value)/bias": (axis, None),
         ".*attention/attention_output/kernel": (axis, None, None),  # (heads, head width, width)
@@ -98,3 +106,5 @@ def layout_map(axis: str = "model") -> dict[str, tuple[str | None, ...]]:
         ".*_down/kernel": (axis, None),
         ".*head/kernel": (None, axis),
     }
+    along = {".*(positions|attention|_down)/output": (None, axis, None)}  # (batch, length, width)
+    return weights | along if sequence else weights

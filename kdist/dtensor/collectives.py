@@ -55,6 +55,7 @@ class Group:
         parts: What each member gives, as references.
         dtype: Of the values, as an enumeration value.
         root: The member that computes what all members get.
+        dim: Of which each member gets a part, where each gets another.
         nodes: The nodes, by name.
     """
 
@@ -65,6 +66,7 @@ class Group:
     parts: Sequence[str]
     dtype: int
     root: int
+    dim: int = 0
     nodes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def add(
@@ -106,10 +108,10 @@ class Group:
         return self.add("NcclReduce", suffix, device, terms, **attrs)
 
     def split(self) -> list[list[str]]:
-        """Adds a split of each member's rows into a part for every member."""
+        """Adds a split of what each member has into a part for every member."""
         count, found = len(self.members), []
         for j, (k, part) in enumerate(zip(self.members, self.parts, strict=True)):
-            axis = self.constant(f"split{j}/axis", k, np.int32(0))
+            axis = self.constant(f"split{j}/axis", k, np.int32(self.dim))
             self.add("Split", f"split{j}", k, [axis, part], num_split=count, T=self.dtype)
             found.append([f"{self.name}/split{j}:output:{i}" for i in range(count)])
         return found
@@ -136,7 +138,7 @@ def reduce(node: Any, group: Group) -> list[str]:
         for j, other in enumerate(parts[1:]):
             value = group.add(_LOGICAL[merge], f"merge{j}", root, [value, other])
     elif merge == "Add":
-        value = _sum(group)
+        value = _sum(group, "sum", root, parts)
     elif merge in _PAIRWISE:
         value = parts[0]
         for j, other in enumerate(parts[1:]):
@@ -153,22 +155,23 @@ def reduce(node: Any, group: Group) -> list[str]:
     return _to_all(group, value)
 
 
-def _sum(group: Group) -> str:
-    """The sum of all parts, at the root: each process adds up its own first."""
+def _sum(group: Group, suffix: str, root: int, all_parts: Sequence[str]) -> str:
+    """The sum of what members have, at one of them: each process adds up its own first."""
     by_process: dict[Any, list[tuple[int, str]]] = {}
-    for k, part in zip(group.members, group.parts, strict=True):
+    for k, part in zip(group.members, all_parts, strict=True):
         by_process.setdefault(process_of(group.devices[k]), []).append((k, part))
     if len(by_process) < 2:
-        return group.sum("sum", group.root, group.parts)
+        return group.sum(suffix, root, all_parts)
     terms = []
     for number, mine in enumerate(by_process.values()):
         term = mine[0][1]
         if len(mine) > 1:
             parts = [part for _, part in mine]
             k = mine[0][0]
-            term = group.add("AddN", f"own{number}", k, parts, N=len(parts), T=group.dtype)
+            own = f"{suffix}/own{number}"
+            term = group.add("AddN", own, k, parts, N=len(parts), T=group.dtype)
         terms.append(term)
-    return group.add("AddN", "sum", group.root, terms, N=len(terms), T=group.dtype)
+    return group.add("AddN", suffix, root, terms, N=len(terms), T=group.dtype)
 
 
 def _to_all(group: Group, value: str) -> list[str]:
@@ -196,13 +199,13 @@ def all_to_all(node: Any, group: Group) -> list[str]:
 
 
 def reduce_scatter(node: Any, group: Group) -> list[str]:
-    """Member i gets the sum of the i-th blocks of all members' rows."""
+    """Member i gets the sum of the i-th blocks that all members have."""
     merge = node.attr["merge_op"].s.decode()
     if merge != "Add":
         raise CannotStitch(f"a reduce-scatter by {merge}")
     blocks = group.split()
     return [
-        group.sum(f"sum{i}", k, [mine[i] for mine in blocks]) for i, k in enumerate(group.members)
+        _sum(group, f"sum{i}", k, [mine[i] for mine in blocks]) for i, k in enumerate(group.members)
     ]
 
 

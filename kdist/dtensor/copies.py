@@ -203,6 +203,7 @@ class Copies:
                 [self._reference(source, k) for k in members],
                 node.attr["T"].type,
                 members[turn % len(members)],
+                self.stitcher.cut_dims.get(node.name, 0),
             )
             if begins is not None:
                 values = gather_blocks(group, [begins[k] for k in members])

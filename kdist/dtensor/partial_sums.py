@@ -178,7 +178,7 @@ class Summands:
         if self._apart(groups):
             summand = self.summand(source)
             return None if summand is None else self._collective(node, reference, summand, groups)
-        if not _is_sum(node) or node.name in self.program.begins or not self._closed(groups):
+        if not is_sum(node) or node.name in self.program.begins or not self._closed(groups):
             return None
         within = [
             [k for k in members if self.place[k] == place]
@@ -251,7 +251,7 @@ class Summands:
         return all(line <= set(m) or not line & set(m) for m in groups for line in self.lines)
 
 
-def _is_sum(node: Any) -> bool:
+def is_sum(node: Any) -> bool:
     """Whether a collective adds up, and nothing else."""
     attributes = {key: node.attr[key].s.decode() for key in ("merge_op", "final_op")}
     return (

@@ -27,6 +27,7 @@ from kdist.dtensor.device_number import (
 )
 from kdist.dtensor.lowering import LoweredProgram
 from kdist.dtensor.partial_sums import Summands, Summed
+from kdist.dtensor.scattered_sums import ScatteredSums
 from kdist.dtensor.stitched import VARIANT, StitchedFunction
 from kdist.graphs.chunks import Chunk, Graph, node_of
 from kdist.graphs.recompute import Repeated
@@ -48,13 +49,20 @@ class Stitcher:
         outlined: Whether what lies between two communications becomes calls; see
             `kdist.dtensor.outlining`. Not where nodes run again: a call holds what it is given
             until it ends, which is part of what is to be saved.
+        scattered: Whether sums of which devices need parts become reduce-scatters; see
+            `kdist.dtensor.scattered_sums`.
 
     Raises:
         CannotStitch: It has a collective inside a loop or a branch, or one of an unknown kind.
     """
 
     def __init__(
-        self, program: LoweredProgram, summed: Summed | None = None, *, outlined: bool = True
+        self,
+        program: LoweredProgram,
+        summed: Summed | None = None,
+        *,
+        outlined: bool = True,
+        scattered: bool = True,
     ) -> None:
         self.program, self.outlined = program, outlined
         self.nodes = {node.name: node for node in program.definition.node_def}
@@ -90,8 +98,23 @@ class Stitcher:
         if self.summands is not None:
             self.recorded = self.summands.not_left(program.collectives, live)
         self.live = [name for name in order if name in live]
+        self.cut_dims: dict[str, int] = {}
+        """By reduce-scatter, the dim of which each member gets a part."""
+        if scattered:
+            self._scatter()
         self.bodies = Bodies(program.bodies, program.untouched)
         self._refuse_bodies()
+
+    def _scatter(self) -> None:
+        """Makes reduce-scatters of sums of which devices need parts."""
+        found = ScatteredSums(self, self.live)
+        if not found.dims:
+            return
+        self.cut_dims = found.dims
+        self.recorded = found.described(self.recorded)
+        self.program = dataclasses.replace(self.program, results=found.results)
+        live = self._live()
+        self.live = [name for name in topological(self.nodes) if name in live]
 
     @property
     def graph(self) -> Graph:
@@ -127,6 +150,8 @@ class Stitcher:
                 self.known_groups[copy] = self.groups(self.nodes[name])
             if name in self.begins:
                 self.begins[copy] = self.begins[name]
+            if name in self.cut_dims:
+                self.cut_dims[copy] = self.cut_dims[name]
         for name, renamed in repeated.references.items():
             node = self.nodes[name]
             if node.op in COLLECTIVES:

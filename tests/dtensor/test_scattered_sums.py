@@ -1,0 +1,152 @@
+"""Sums that are scattered: which, how many, and what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kdist.dtensor.stitching import Stitcher
+from kdist.graphs import executed
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from .dtensor_parts import cut, inner_mesh, lowered_program, run, specs, whole
+
+RNG = np.random.default_rng(0)
+X, W, V = (RNG.normal(size=(8, 8)) for _ in range(3))
+MESHES: list[dict[str, int]] = [{"a": 4}, {"a": 2, "b": 2}, {"b": 2, "a": 4}]
+
+
+def laid_out(tensor: Any, mesh: dtensor.Mesh, *dims: str | None) -> Any:
+    specs = [dim or dtensor.UNSHARDED for dim in dims]
+    return dtensor.relayout(tensor, dtensor.Layout(specs, mesh))
+
+
+def recorded(mesh: dtensor.Mesh, function: Callable, *given: Any) -> list[str]:
+    """Kinds of the collectives that run."""
+    return [one.kind for one in Stitcher(lowered_program(mesh, function, *given)).recorded]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize("dims", [("a", None), (None, "a")], ids=str)
+def test_a_sum_in_parts(axes: dict[str, int], dims: tuple[str | None, ...]) -> None:
+    """Along the first dim and another, reshaped on the way, over one axis of one and of several."""
+    mesh, _ = inner_mesh(**axes)
+    given = [cut(X, mesh, None, "a"), cut(W, mesh, "a", None)]
+    functions: list[Callable] = [
+        lambda x, w: laid_out(x @ w, mesh, *dims),
+        lambda x, w: laid_out(tf.reshape(x @ w, (2, 4, 8)), mesh, None, *dims),
+    ]
+    for function in functions:
+        result, program = run(mesh, function, *given)
+        assert specs(result)[-2:] == dims
+        value = np.reshape(
+            X @ W,
+            result.layout.global_shape_from_local_shape(tf.TensorShape(result.parts[0].shape)),
+        )
+        np.testing.assert_allclose(whole(result), value, rtol=1e-12)
+        found = Stitcher(program).recorded
+        assert [(one.kind, one.axis, one.bytes) for one in found] == [
+            ("reduce-scatter", ("a",), X.nbytes)
+        ]
+        # DTensor's own were an all-reduce, and are as they were for who lifts the program.
+        assert [one.kind for one in program.collectives] == ["all-reduce"]
+        assert [one.kind for one in Stitcher(program, scattered=False).recorded] == ["all-reduce"]
+
+
+def test_each_member_adds_up_its_part() -> None:
+    mesh, _ = inner_mesh(model=4)
+    given = [cut(X, mesh, None, "model"), cut(W, mesh, "model", None)]
+    program = lowered_program(mesh, lambda x, w: laid_out(x @ w, mesh, None, "model"), *given)
+    stitched = Stitcher(program).stitch([f"/device:CPU:{k}" for k in range(4)])
+
+    @tf.function(autograph=False)
+    def step() -> Any:
+        return stitched([[t.parts[k] for t in given] for k in range(4)])[1]
+
+    (function,) = [f for f in executed.watch(step) if f.select("AddN")]
+    assert function.count("AddN") == {f"/device:CPU:{k}": 1 for k in range(4)}
+    assert {node.shape for node in function.select("AddN")} <= {(8, 2), None}
+
+
+def test_a_sum_that_is_needed_whole_is_not_scattered() -> None:
+    mesh, _ = inner_mesh(a=4)
+    given = [cut(X, mesh, None, "a"), cut(W, mesh, "a", None)]
+
+    def both(x: Any, w: Any) -> Any:
+        product = x @ w
+        return laid_out(product, mesh, None, None), laid_out(product, mesh, "a", None)
+
+    def two_ways(x: Any, w: Any) -> Any:
+        product = x @ w
+        return laid_out(product, mesh, "a", None), laid_out(product, mesh, None, "a")
+
+    def a_maximum(x: Any, w: Any) -> Any:
+        return laid_out(tf.reduce_max(x, 1), mesh, "a")
+
+    for function, expected in (
+        (both, [X @ W, X @ W]),
+        (two_ways, [X @ W, X @ W]),
+        (a_maximum, [X.max(1)]),
+    ):
+        found, _ = run(mesh, function, *given)
+        for one, other in zip(tf.nest.flatten(found), expected, strict=True):
+            np.testing.assert_allclose(whole(one), other, rtol=1e-12)
+        assert recorded(mesh, function, *given) == ["all-reduce"], function
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_sums_of_scattered_sums_are_one(axes: dict[str, int]) -> None:
+    """As is the gradient of what several cut kernels take."""
+    mesh, _ = inner_mesh(**axes)
+    kernels = [cut(one, mesh, None, "a") for one in (W, V, W + V)]
+
+    def function(x: Any, *kernels: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            h = laid_out(x, mesh, None, None)
+            loss = tf.add_n([tf.reduce_sum(tf.tanh(h @ one)) for one in kernels])
+        return tape.gradient(loss, x)
+
+    given = [cut(X, mesh, "a", None), *kernels]
+    found, program = run(mesh, function, *given)
+    with tf.GradientTape() as tape:
+        tape.watch(x := tf.constant(X))
+        loss = tf.add_n([tf.reduce_sum(tf.tanh(x @ one)) for one in (W, V, W + V)])
+    np.testing.assert_allclose(whole(found), tape.gradient(loss, x), rtol=1e-12)
+    assert recorded(mesh, function, *given) == ["all-gather", "reduce-scatter"]
+
+
+@pytest.mark.parametrize("join", ["add", "add_n", "sub", "broadcast", "twice", "chain", "nested"])
+def test_joins(join: str) -> None:
+    mesh, _ = inner_mesh(a=4)
+    given = [cut(X, mesh, None, "a"), cut(W, mesh, "a", None), cut(V, mesh, "a", None)]
+    whole_x = X
+
+    def function(x: Any, w: Any, v: Any, lay: Callable = lambda t: t) -> Any:
+        first, second = lay(x @ w), lay(x @ v)
+        if join == "add":
+            return first + second
+        if join == "add_n":
+            return tf.add_n([first, lay(tf.tanh(x @ w)), second])
+        if join == "sub":
+            return first - second
+        if join == "broadcast":
+            return first + lay(tf.reduce_sum(x @ v, 0, keepdims=True) + 0.0 * (x @ w)[:1])
+        if join == "twice":
+            return first + first
+        third = lay(x @ (w + v))
+        return third + (first + second) if join == "chain" else (first + second) + third
+
+    found, program = run(
+        mesh, lambda *t: function(*t, lay=lambda y: laid_out(y, mesh, None, "a")), *given
+    )
+    expected = function(*map(tf.constant, (whole_x, W, V)))
+    np.testing.assert_allclose(whole(found), expected, rtol=1e-12, atol=1e-12)
+    kinds = [one.kind for one in Stitcher(program).recorded]
+    wanted = {"add": 1, "add_n": 2, "sub": 2, "twice": 1, "chain": 1, "nested": 1}
+    if join in wanted:
+        assert kinds.count("reduce-scatter") == wanted[join], kinds

@@ -1,0 +1,99 @@
+"""Tensors between layers cut along the sequence: sums are scattered, and values gathered.
+
+Patterns of the layout map say it, as in Keras: `<layer path>/output`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import kdist
+
+import pytest
+
+from .attention_models import ENCODER, GPT, GPT_TIED, POST_NORM
+from .case import Layout
+from .features import BY_NAME as FEATURES
+from .harness import compare
+from .matrix import MESHES, product, spread
+from .optimizer_zoo import OPTIMIZERS
+
+ALONG: Mapping[str, Layout] = {
+    ".*(positions|attention|down)/output": (None, "model", None),
+}
+CASES = {case.name: case for case in (GPT, GPT_TIED, ENCODER, POST_NORM)}
+
+
+def level(number: int) -> dict[str, Any]:
+    return {"optimizer": kdist.OptimizerConfig(level=number, threshold_kb=0)}
+
+
+def again(**how: Any) -> dict[str, Any]:
+    return {"recompute": kdist.RecomputeConfig(**how)}
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "level0": {},
+    "level1": level(1),
+    "level3": level(3),
+    "no_overlap": {"fusion": kdist.FusionConfig(overlap=False)},
+    "alltoall": {"enable_alltoall": True},
+    "selective": again(policy="selective"),
+    "full": again(layers=[".*down", ".*norm"], policy="full"),
+    "comm_kept": again(layers=[".*down", ".*norm"], policy="full", mp_comm_recompute=False),
+}
+DEFAULT = [
+    ("gpt", "level0", "data2_model2"),
+    ("encoder", "level3", "data2_model2"),
+    ("gpt_tied", "selective", "model2"),
+    ("post_norm", "comm_kept", "data2_model2"),
+    ("gpt", "full", "data2_model2"),
+]
+ROWS = product(CASES, CONFIGS, ("model2", "data2_model2"))
+
+
+STAGES: dict[str, dict[str, Any]] = {
+    "1f1b": {"pipeline": kdist.PipelineConfig(micro_batches=2)},
+    "zero_bubble": {"pipeline": kdist.PipelineConfig(micro_batches=2, schedule="zero_bubble")},
+    "level3": {"pipeline": kdist.PipelineConfig(micro_batches=2), **level(3)},
+    "selective": {
+        "pipeline": kdist.PipelineConfig(micro_batches=2),
+        **again(policy="selective"),
+    },
+}
+STAGE_MESHES: dict[str, dict[str, int]] = {
+    "pipe2_model2": {"pipe": 2, "model": 2},
+    "pipe2_data2_model2": {"pipe": 2, "data": 2, "model": 2},
+}
+STAGE_DEFAULT = [("gpt", "1f1b", "pipe2_model2"), ("encoder", "zero_bubble", "pipe2_data2_model2")]
+STAGE_ROWS = product(("gpt", "encoder"), STAGES, STAGE_MESHES)
+
+
+def compared(name: str, axes: Mapping[str, int], **options: Any) -> None:
+    case = CASES[name]
+    layouts = {**case.layout_map, **ALONG}
+    compare(case, axes, optimizer=OPTIMIZERS["adam"], layout_map=layouts, **options)
+
+
+@pytest.mark.parametrize(("case", "config", "mesh"), spread(ROWS, DEFAULT))
+def test_equals_one_device(case: str, config: str, mesh: str) -> None:
+    compared(case, MESHES[mesh], config=CONFIGS[config])
+
+
+@pytest.mark.parametrize(("case", "config", "mesh"), spread(STAGE_ROWS, STAGE_DEFAULT, 1))
+def test_stages(case: str, config: str, mesh: str) -> None:
+    compared(case, STAGE_MESHES[mesh], config=STAGES[config])
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("feature", ["gradient_accumulation", "global_clipnorm", "sample_weight"])
+def test_with_other_features(feature: str) -> None:
+    compared("encoder", MESHES["data2_model2"], features=[FEATURES[feature]])
+
+
+@pytest.mark.wide
+@pytest.mark.filterwarnings("ignore:.*does not divide:UserWarning")
+def test_a_length_that_the_axis_does_not_divide_is_not_cut() -> None:
+    """Six tokens over four devices; the rows of the last batch, too."""
+    compared("gpt", MESHES["data2_model4"], samples=11, epochs=1)
