@@ -33,6 +33,7 @@ class Configuration:
         sizes: what is run.
         level: level of optimizer parallelism, of kdist.
         processes: processes that share the devices, of kdist.
+        sequence: whether what is between layers is cut along the sequence too, of kdist.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Configuration:
     sizes: Sizes = Sizes()
     level: int = 0
     processes: int = 1
+    sequence: bool = False
 
     @property
     def devices(self) -> int:
@@ -64,6 +66,12 @@ STEP_ROWS = (
         "kdist, data 2 x model 2, level 3", "kdist", (("data", 2), ("model", 2)), level=3
     ),
     Configuration("kdist, data 2 x model 4", "kdist", (("data", 2), ("model", 4))),
+    Configuration(
+        "kdist, data 2 x model 4, cut along the sequence",
+        "kdist",
+        (("data", 2), ("model", 4)),
+        sequence=True,
+    ),
     Configuration(
         "kdist, pipe 2 x data 2 x model 2", "kdist", (("pipe", 2), ("data", 2), ("model", 2))
     ),
@@ -141,6 +149,4 @@ def from_json(record: dict) -> Configuration:
     """Reads back what `dataclasses.asdict` made of a configuration."""
     axes = tuple((str(name), int(size)) for name, size in record["axes"])
     sizes = Sizes(**record["sizes"])
-    return Configuration(
-        record["name"], record["runner"], axes, sizes, record["level"], record["processes"]
-    )
+    return Configuration(**(record | {"axes": axes, "sizes": sizes}))

@@ -263,7 +263,9 @@ def layout_of(configuration: rows.Configuration) -> dict[str, tuple[str | None, 
     import benchmark_paths  # noqa: F401
     import gpt_model
 
-    return gpt_model.layout_map() if "model" in dict(configuration.axes) else {}
+    if "model" not in dict(configuration.axes):
+        return {}
+    return gpt_model.layout_map(sequence=configuration.sequence)
 
 
 def compile_model(model: Any, **options: Any) -> None:

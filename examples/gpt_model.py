@@ -106,5 +106,8 @@ def layout_map(axis: str = "model", sequence: bool = False) -> dict[str, tuple[s
         ".*_down/kernel": (axis, None),
         ".*head/kernel": (None, axis),
     }
-    along = {".*(positions|attention|_down)/output": (None, axis, None)}  # (batch, length, width)
+    along = {  # (batch, length, width)
+        ".*(positions|attention|_down)/output": (None, axis, None),
+        ".*norm.*/output": (None, None, None),  # what cut weights take
+    }
     return weights | along if sequence else weights

@@ -10,7 +10,7 @@ are all made of, are one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist.dtensor.collectives import COLLECTIVES
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 SCATTER = "CollectiveReduceScatterV2"
 _PASSED = frozenset({"Identity", "Reshape"})
+_KEEP_SHAPE = frozenset({"Identity", "BiasAdd"})
+_EACH = "IdentityN"
 _JOINS = frozenset({"Add", "AddV2", "AddN"})
 
 
@@ -48,20 +50,27 @@ class ScatteredSums:
         self.program, self.nodes = program, program.nodes
         self.dims: dict[str, int] = {}
         self.instead: dict[str, str] = {}
-        self._renamed: dict[str, str] = {}
+        # Functions with gradients of their own hand on what they took beside what they made.
+        self._renamed: dict[str, str] = {
+            f"{name}:output:{i}": reference
+            for name in live
+            if self.nodes[name].op == _EACH
+            for i, reference in enumerate(self.nodes[name].input)
+        }
         self._users: dict[str, list[str]] = {}
         for name in live:
-            for reference in program.inputs_of(self.nodes[name]):
-                self._users.setdefault(node_of(reference), []).append(name)
+            if self.nodes[name].op != _EACH:
+                for reference in program.inputs_of(self.nodes[name]):
+                    self._users.setdefault(node_of(self._now(reference)), []).append(name)
         for reference in program.program.results:
-            self._users.setdefault(node_of(reference), []).append("")
+            self._users.setdefault(node_of(self._now(reference)), []).append("")
         for name in live:
             if self._may_be_scattered(self.nodes[name]):
                 self._scatter(self.nodes[name])
         for name in live:
             if self.nodes[name].op in _JOINS:
                 self._join(name)
-        for name in [*self.nodes] if self._renamed else ():
+        for name in [*self.nodes] if self.dims else ():
             if any(one in self._renamed for one in self.nodes[name].input):
                 self._own(name).input[:] = [*map(self._now, self.nodes[name].input)]
         program.sources |= {k: self._now(v) for k, v in program.sources.items()}
@@ -91,26 +100,47 @@ class ScatteredSums:
         """The one node that takes what a node gives; None if there are several, or a result."""
         users = self._users.get(name, [])
         node = self.nodes[users[0]] if len(users) == 1 and users[0] else None
-        return node if node is not None and node_of(node.input[0]) == name else None
+        if node is None or node_of(self._now(node.input[0])) != name:
+            return None
+        return node
 
     def _scatter(self, node: Any) -> None:
         """Puts a reduce-scatter in the place of an all-reduce and the slice of its result."""
-        between, last = [], self._only_user(node.name)
-        while last is not None and last.op in _PASSED:
-            between.append(last)
-            last = self._only_user(last.name)
+        between, last = self._passed(self._only_user(node.name), _PASSED)
+        biases, last = self._passed(last, _KEEP_SHAPE)
         if last is None or last.op != "Slice":
             return
         groups = self.program.groups(node)
         dim = self._dim(last, groups)
-        if dim is None:
+        if dim is None or (biases and dim == self.program.shape(last.input[0]).rank - 1):
             return
         source = self.program.source(node)
         if between:  # summands are reshaped as their sum was
             self._own(between[0].name).input[0] = source
-            source = last.input[0]
+            source = f"{between[-1].name}:output:0"
         self._add(node, last, source, groups, dim)
         self.instead[node.name] = last.name
+        if biases:
+            self._add_after(last.name, biases)
+
+    def _passed(self, node: Any, ops: Collection[str]) -> tuple[list[Any], Any]:
+        """Operations of some kinds, one after the other, and what takes what the last one gives."""
+        found: list[Any] = []
+        while node is not None and node.op in ops and not _by_channel(node):
+            found.append(node)
+            node = self._only_user(node.name)
+        return found, node
+
+    def _add_after(self, scattered: str, biases: Sequence[Any]) -> None:
+        """Adds a bias to the parts of a sum, and not to the whole."""
+        part = self.nodes[scattered]
+        for one in biases:
+            if SHAPES in part.attr:
+                self._own(one.name).attr[SHAPES].CopyFrom(part.attr[SHAPES])
+        self._own(biases[0].name).input[0] = f"{scattered}:data:0"
+        self._renamed[f"{scattered}:output:0"] = f"{biases[-1].name}:output:0"
+        self._users[biases[-1].name] = self._users[scattered]
+        self._users[scattered] = [biases[0].name]
 
     def _add(self, like: Any, node: Any, source: str, groups: Any, dim: int) -> None:
         """Replaces a node by a reduce-scatter that is done as another collective."""
@@ -198,3 +228,8 @@ class ScatteredSums:
         made.CopyFrom(self.nodes[name])
         self.nodes[name] = made
         return made
+
+
+def _by_channel(node: Any) -> bool:
+    """Whether a bias is of another dim than the last."""
+    return "data_format" in node.attr and node.attr["data_format"].s == b"NCHW"

@@ -120,6 +120,31 @@ def test_sums_of_scattered_sums_are_one(axes: dict[str, int]) -> None:
     assert recorded(mesh, function, *given) == ["all-gather", "reduce-scatter"]
 
 
+@pytest.mark.parametrize("dims", [("a", None), (None, "a")], ids=str)
+def test_a_bias_is_added_to_parts(dims: tuple[str | None, ...]) -> None:
+    """To those of rows; along the bias itself, DTensor may cut first. Its gradient is of all."""
+    mesh, _ = inner_mesh(a=4)
+    given = [cut(X, mesh, None, "a"), cut(W, mesh, "a", None), cut(V[0], mesh, None)]
+
+    def function(x: Any, w: Any, b: Any, lay: Callable = lambda t: t) -> Any:
+        @tf.custom_gradient
+        def moved(value: Any) -> Any:
+            return lay(value), lambda d: d
+
+        with tf.GradientTape() as tape:
+            tape.watch([x, w, b])
+            y = moved(tf.nn.bias_add(x @ w, b))
+            loss = tf.reduce_sum(tf.tanh(y))
+        return y, tape.gradient(loss, [x, w, b])
+
+    laid = lambda *t: function(*t, lay=lambda y: laid_out(y, mesh, *dims))  # noqa: E731
+    found, _ = run(mesh, laid, *given)
+    expected = function(*map(tf.constant, (X, W, V[0])))
+    for one, other in zip(tf.nest.flatten(found), tf.nest.flatten(expected), strict=True):
+        np.testing.assert_allclose(whole(one), other, rtol=1e-12, atol=1e-12)
+    assert recorded(mesh, laid, *given)[0] == "reduce-scatter"
+
+
 @pytest.mark.parametrize("join", ["add", "add_n", "sub", "broadcast", "twice", "chain", "nested"])
 def test_joins(join: str) -> None:
     mesh, _ = inner_mesh(a=4)
