@@ -27,8 +27,10 @@ from kdist.dtensor.device_number import (
 )
 from kdist.dtensor.lowering import LoweredProgram
 from kdist.dtensor.partial_sums import Summands, Summed
-from kdist.dtensor.scattered_sums import ScatteredSums
+from kdist.dtensor.rewiring import Rewiring
+from kdist.dtensor.scattered_sums import scatter
 from kdist.dtensor.stitched import VARIANT, StitchedFunction
+from kdist.dtensor.straight_gathers import straighten
 from kdist.graphs.chunks import Chunk, Graph, node_of
 from kdist.graphs.recompute import Repeated
 
@@ -49,8 +51,8 @@ class Stitcher:
         outlined: Whether what lies between two communications becomes calls; see
             `kdist.dtensor.outlining`. Not where nodes run again: a call holds what it is given
             until it ends, which is part of what is to be saved.
-        scattered: Whether sums of which devices need parts become reduce-scatters; see
-            `kdist.dtensor.scattered_sums`.
+        rewired: Whether collectives do what DTensor's nodes around them do: see
+            `kdist.dtensor.scattered_sums` and `kdist.dtensor.straight_gathers`.
 
     Raises:
         CannotStitch: It has a collective inside a loop or a branch, or one of an unknown kind.
@@ -62,7 +64,7 @@ class Stitcher:
         summed: Summed | None = None,
         *,
         outlined: bool = True,
-        scattered: bool = True,
+        rewired: bool = True,
     ) -> None:
         self.program, self.outlined = program, outlined
         self.nodes = {node.name: node for node in program.definition.node_def}
@@ -100,21 +102,20 @@ class Stitcher:
         self.live = [name for name in order if name in live]
         self.cut_dims: dict[str, int] = {}
         """By reduce-scatter, the dim of which each member gets a part."""
-        if scattered:
-            self._scatter()
+        if rewired:
+            self._rewire()
         self.bodies = Bodies(program.bodies, program.untouched)
         self._refuse_bodies()
 
-    def _scatter(self) -> None:
-        """Makes reduce-scatters of sums of which devices need parts."""
-        found = ScatteredSums(self, self.live)
-        if not found.dims:
-            return
-        self.cut_dims = found.dims
-        self.recorded = found.described(self.recorded)
-        self.program = dataclasses.replace(self.program, results=found.results)
-        live = self._live()
-        self.live = [name for name in topological(self.nodes) if name in live]
+    def _rewire(self) -> None:
+        """Lets collectives do what several of DTensor's nodes do."""
+        rewiring = Rewiring(self)
+        straighten(rewiring)
+        scatter(rewiring)
+        if rewiring.changed:
+            rewiring.finish()
+            live = self._live()
+            self.live = [name for name in topological(self.nodes) if name in live]
 
     @property
     def graph(self) -> Graph:

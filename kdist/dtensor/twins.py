@@ -41,7 +41,7 @@ def twins(programs: Sequence[LoweredProgram]) -> Twins:
     Raises:
         CannotLift: The programs differ in more than sizes.
     """
-    stitchers = [Stitcher(one, scattered=False) for one in programs]
+    stitchers = [Stitcher(one, rewired=False) for one in programs]
     found = Twins({}, {}, stitchers[0].begins)
     constants: dict[tuple[str, ...], str] = {}
     waiting = [("", 0, one) for one in zip(*(one.results for one in programs), strict=True)]

@@ -54,7 +54,7 @@ def test_a_sum_in_parts(axes: dict[str, int], dims: tuple[str | None, ...]) -> N
         ]
         # DTensor's own were an all-reduce, and are as they were for who lifts the program.
         assert [one.kind for one in program.collectives] == ["all-reduce"]
-        assert [one.kind for one in Stitcher(program, scattered=False).recorded] == ["all-reduce"]
+        assert [one.kind for one in Stitcher(program, rewired=False).recorded] == ["all-reduce"]
 
 
 def test_each_member_adds_up_its_part() -> None:

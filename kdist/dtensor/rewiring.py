@@ -1,0 +1,139 @@
+"""Other nodes in the place of some of a program's, and references to what they give."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kdist.dtensor.device_number import SHAPES
+from kdist.dtensor.lowered import Collective
+from kdist.graphs.chunks import node_of
+
+from tensorflow.core.framework import node_def_pb2
+
+if TYPE_CHECKING:
+    from kdist.dtensor.stitching import Stitcher
+
+_EACH = "IdentityN"
+
+
+class Rewiring:
+    """Changes nodes of a program, which others may have in common with it, in copies.
+
+    Args:
+        program: What stitches the program; `finish` gives it the nodes.
+
+    Attributes:
+        nodes: By name.
+        changed: Whether anything is.
+    """
+
+    def __init__(self, program: Stitcher) -> None:
+        self.program, self.nodes, self.changed = program, program.nodes, False
+        self._instead: dict[str, str] = {}
+        # Functions with gradients of their own hand on what they took beside what they made.
+        self._renamed: dict[str, str] = {
+            f"{name}:output:{i}": reference
+            for name in program.live
+            if self.nodes[name].op == _EACH
+            for i, reference in enumerate(self.nodes[name].input)
+        }
+        self.users: dict[str, list[str]] = {}
+        """By name, the nodes that take what a node gives, as often as they do; "" is a result."""
+        for name in program.live:
+            if self.nodes[name].op != _EACH:
+                for reference in program.inputs_of(self.nodes[name]):
+                    self.users.setdefault(node_of(self.now(reference)), []).append(name)
+        for reference in program.program.results:
+            self.users.setdefault(node_of(self.now(reference)), []).append("")
+
+    def now(self, reference: str) -> str:
+        """What stands for a reference of the program before."""
+        while reference in self._renamed:
+            reference = self._renamed[reference]
+        return reference
+
+    def rename(self, reference: str, instead: str) -> None:
+        """Lets what takes a tensor take another one."""
+        self._renamed[reference] = instead
+
+    def only_user(self, name: str) -> Any:
+        """The one node that takes what a node gives; None if there are several, or a result."""
+        users = self.users.get(name, [])
+        node = self.nodes[users[0]] if len(users) == 1 and users[0] else None
+        if node is None or node_of(self.now(node.input[0])) != name:
+            return None
+        return node
+
+    def passed(self, node: Any, ops: Collection[str]) -> tuple[list[Any], Any]:
+        """Operations of some kinds, one after the other, and what takes what the last one gives."""
+        found: list[Any] = []
+        while node is not None and node.op in ops and not _by_channel(node):
+            found.append(node)
+            node = self.only_user(node.name)
+        return found, node
+
+    def own(self, name: str) -> Any:
+        """A copy of a node in its place, to be changed."""
+        made = node_def_pb2.NodeDef()
+        made.CopyFrom(self.nodes[name])
+        self.nodes[name] = made
+        self.changed = True
+        return made
+
+    def collective(self, like: Any, node: Any, op: str, source: str, result: str) -> None:
+        """Replaces a node by a collective that is done as another one is.
+
+        Args:
+            like: The other one.
+            node: The node.
+            op: The collective's operation.
+            source: Reference of what it takes.
+            result: Name of the node's output.
+        """
+        groups = self.program.groups(like)
+        made = self.own(node.name)
+        made.CopyFrom(like)
+        made.name, made.op, made.input[0] = node.name, op, source
+        if SHAPES in node.attr:
+            made.attr[SHAPES].CopyFrom(node.attr[SHAPES])
+        self.program.sources[node.name] = source
+        self.program.known_groups[node.name] = groups
+        self.rename(f"{node.name}:{result}:0", f"{node.name}:data:0")
+        self._instead[like.name] = node.name
+
+    def gone(self, names: Collection[str]) -> None:
+        """Notes that collectives are part of others now."""
+        within = {before for before, name in self._instead.items() if name in names}
+        self._instead |= dict.fromkeys(within, "")
+
+    def finish(self) -> None:
+        """Gives the program the nodes, its results, and the collectives as they are now."""
+        for name in [*self.nodes]:
+            if any(one in self._renamed for one in self.nodes[name].input):
+                self.own(name).input[:] = [*map(self.now, self.nodes[name].input)]
+        program = self.program
+        program.sources |= {name: self.now(one) for name, one in program.sources.items()}
+        results = tuple(map(self.now, program.program.results))
+        program.program = dataclasses.replace(program.program, results=results)
+        program.recorded = self._described(program.recorded)
+
+    def _described(self, collectives: Sequence[Collective]) -> tuple[Collective, ...]:
+        found = []
+        for one in collectives:
+            name = self._instead.get(one.node, one.node)
+            if name in self.program.cut_dims:
+                one = dataclasses.replace(one, kind="reduce-scatter")
+            elif name != one.node and name:
+                shape = self.program.shape(f"{name}:data:0")
+                if shape.is_fully_defined():
+                    one = dataclasses.replace(one, shape=tuple(shape))
+            if name:
+                found.append(dataclasses.replace(one, node=name))
+        return tuple(found)
+
+
+def _by_channel(node: Any) -> bool:
+    """Whether a bias is of another dim than the last."""
+    return "data_format" in node.attr and node.attr["data_format"].s == b"NCHW"
