@@ -253,9 +253,7 @@ class Summands:
 
 def is_sum(node: Any) -> bool:
     """Whether a collective adds up, and nothing else."""
-    attributes = {key: node.attr[key].s.decode() for key in ("merge_op", "final_op")}
-    return (
-        node.op == "CollectiveReduceV2"
-        and attributes["merge_op"] == "Add"
-        and attributes["final_op"] in ("Id", "")
-    )
+    if node.op != "CollectiveReduceV2":
+        return False
+    merge, final = (node.attr[key].s.decode() for key in ("merge_op", "final_op"))
+    return merge == "Add" and final in ("Id", "")

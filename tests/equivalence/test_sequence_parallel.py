@@ -21,6 +21,7 @@ from .optimizer_zoo import OPTIMIZERS
 
 ALONG: Mapping[str, Layout] = {
     ".*(positions|attention|down)/output": (None, "model", None),
+    ".*norm/output": (None, None, None),
 }
 CASES = {case.name: case for case in (GPT, GPT_TIED, ENCODER, POST_NORM)}
 
