@@ -88,6 +88,12 @@ def generate(
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_string("mesh", "pipe=2,data=2,model=2", "axes and their sizes", flag_values=values)
+    flags.DEFINE_bool(
+        "sequence",
+        False,
+        "cut over the axis model what is between cut layers too, along the sequence",
+        flag_values=values,
+    )
     flags.DEFINE_integer(
         "micro_batches",
         2,
@@ -135,6 +141,9 @@ def _compile(model: keras.Model, steps: int, learning_rate: float) -> None:
 def main(argv: Sequence[str]) -> float:
     """Runs the example; returns the held-out loss in nats per byte."""
     args = example_flags.parse(_flags(), argv, __doc__)
+    axes = example_flags.parse_mesh(args.mesh)
+    if args.sequence and "model" not in axes:
+        sys.exit(f"--sequence cuts over the axis model. Add it to --mesh. Received: {args.mesh}")
     example_flags.start()
     keras.utils.set_random_seed(args.seed)
     rng = np.random.default_rng(args.seed)
@@ -144,10 +153,9 @@ def main(argv: Sequence[str]) -> float:
     train = text_data.windows(corpus.train, args.steps * args.batch, args.length, rng)
     held_out = text_data.windows(corpus.held_out, 8 * args.batch, args.length, rng)
 
-    axes = example_flags.parse_mesh(args.mesh)
     config = kdist.ParallelConfig(
         mesh=kdist.mesh(**axes),
-        layout_map=gpt_model.layout_map() if "model" in axes else {},
+        layout_map=gpt_model.layout_map(sequence=args.sequence) if "model" in axes else {},
         pipeline=kdist.PipelineConfig(micro_batches=args.micro_batches) if "pipe" in axes else None,
     )
     sizes = gpt_model.GPTSizes(256, args.length, args.width, args.depth, args.heads)

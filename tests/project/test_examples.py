@@ -42,7 +42,13 @@ def test_train_gpt_does_not_depend_on_the_mesh():
         run_gpt(f"--mesh={mesh}", "--steps=6", "--sample=0")
         for mesh in ("data=1", "data=2,model=2", "pipe=2")
     ]
-    assert losses == pytest.approx([losses[0]] * 3, rel=2e-4)
+    losses.append(run_gpt("--mesh=data=2,model=2", "--sequence", "--steps=6", "--sample=0"))
+    assert losses == pytest.approx([losses[0]] * 4, rel=2e-4)
+
+
+def test_train_gpt_refuses_a_sequence_without_an_axis_to_cut_it():
+    with pytest.raises(SystemExit, match="Add it to --mesh. Received: data=4"):
+        run_gpt("--mesh=data=4", "--sequence")
 
 
 def test_train_gpt_writes_text(capsys):
