@@ -96,9 +96,11 @@ def test_the_classic_network_gathers_once_between_its_products() -> None:
     assert forward == [("all-gather", "relu_1", "forward", (8, 16))]
     assert inspection.count("all-gather", phase="forward") == 1
     assert inspection.count("all-to-all") == 0
-    # Each device has some rows, then some columns: their gradients are summed, once each.
+    # Each device has some rows, then some columns: their gradients are summed, once each, and of
+    # what columns took each device gets the sum of its rows.
     assert inspection.count("all-reduce", "rows", "backward") == 1
-    assert inspection.count("all-reduce", "columns", "backward") == 1
+    assert inspection.count("reduce-scatter", "columns", "backward") == 1
+    assert inspection.count("all-reduce", "columns") == 0
 
 
 def test_cut_otherwise_the_classic_network_has_no_gather(monkeypatch: pytest.MonkeyPatch) -> None:

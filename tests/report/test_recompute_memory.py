@@ -25,12 +25,14 @@ BLOCKS = [r"block_(\d+)_.*"]
 ROWS = 8
 
 
-def trained(depth: int, axes: dict[str, int], **options: Any) -> keras.Model:
-    """A GPT that has made one step."""
+def trained(
+    depth: int, axes: dict[str, int], sequence: bool = False, **options: Any
+) -> keras.Model:
+    """A GPT that has made one step; `sequence`: cut along the sequence, too."""
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     sizes = gpt_model.GPTSizes(vocabulary=64, length=32, width=32, depth=depth)
-    layouts = gpt_model.layout_map() if "model" in axes else None
+    layouts = gpt_model.layout_map(sequence=sequence) if "model" in axes else None
     config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=layouts, **options)
     model = kdist.parallelize(gpt_model.build(sizes), config)
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
@@ -51,9 +53,11 @@ def again(**options: Any) -> kdist.RecomputeConfig:
 
 
 @functools.cache
-def between(depth: int, pipeline: Any = None, level: int = 0, **axes: int) -> tuple[int, int]:
+def between(
+    depth: int, pipeline: Any = None, level: int = 0, sequence: bool = False, **axes: int
+) -> tuple[int, int]:
     """The peaks without recompute and with all of it."""
-    options = with_level(pipeline, level)
+    options = with_level(pipeline, level) | {"sequence": sequence}
     whole = trained(depth, axes, **options)
     return peak(whole), peak(trained(depth, axes, recompute=again(), **options))
 
@@ -98,6 +102,8 @@ ALL = tuple(range(1, 11))
         (3, DATA, (2, 6)),
         pytest.param(12, DATA, ALL, marks=pytest.mark.long),
         pytest.param(4, INNER, ALL, marks=pytest.mark.long),
+        pytest.param(3, {"model": 2, "sequence": True}, (2, 6), marks=pytest.mark.wide),
+        pytest.param(4, {**INNER, "sequence": True}, ALL, marks=pytest.mark.long),
         pytest.param(4, STAGED, ALL, marks=pytest.mark.long),
         pytest.param(4, HALVES, ALL, marks=pytest.mark.long),
         pytest.param(4, CHUNKS, ALL, marks=pytest.mark.long),
@@ -111,8 +117,9 @@ ALL = tuple(range(1, 11))
 def test_a_budget_holds(depth: int, where: dict[str, Any], tenths: tuple[int, ...]) -> None:
     """In the executed step, and more of it never repeats more."""
     none, full = between(depth, **where)
-    axes = {k: v for k, v in where.items() if k not in ("pipeline", "level")}
+    axes = {k: v for k, v in where.items() if k not in ("pipeline", "level", "sequence")}
     options = with_level(where.get("pipeline"), where.get("level", 0))
+    options["sequence"] = where.get("sequence", False)
     times = []
     for tenth in tenths:
         budget = full + (none - full) * tenth / 10
