@@ -52,8 +52,8 @@ CUTS = {
     "table/embeddings": (None, "model"),
 }
 # What a collective is computed by, where one graph spans the slice.
-COLLECTIVE = re.compile(r"DTensor(AllReduce|AllGather)Op[^/]*/group\d+/(sum|gather)$")
-KINDS = {"AllReduce": "all-reduce", "AllGather": "all-gather"}
+COLLECTIVE = re.compile(r"(DTensor\w+Op[^/]*/group\d+)/(sum|gather|sum\d+)$")
+KINDS = {"sum": "all-reduce", "gather": "all-gather"}
 DEFAULT = [
     (0, "data4", "auto", True),
     (1, "data4", "size", True),
@@ -196,12 +196,19 @@ def check_collectives(inspection: kdist.Inspection, functions: Any) -> None:
     """What `inspect` says of one slice is what each slice executed."""
     topology = inspection.plan.topology
     executed_on: dict[int, Counter[Any]] = {}
+    scattered: dict[tuple[int, str], list[int]] = {}
     for node in the_step(functions).nodes:
-        if found := COLLECTIVE.search(node.name):
+        if match := COLLECTIVE.search(node.name):
             s = next(i for i, one in enumerate(topology.slices) if node.device in one.devices)
-            executed_on.setdefault(s, Counter())[KINDS[found[1]], node.shape] += 1
+            if (kind := KINDS.get(match[2])) is not None:
+                executed_on.setdefault(s, Counter())[kind, node.shape] += 1
+            else:  # each member adds up its part
+                group = node.name.rpartition("/")[0]
+                scattered.setdefault((s, group), []).append(math.prod(node.shape))
+    for (s, _), sizes in scattered.items():
+        executed_on.setdefault(s, Counter())["reduce-scatter", sum(sizes)] += 1
     found = inspection.collectives
-    said = Counter((one.kind, one.shape) for one in found)
+    said = Counter(map(key_of, found))
     total = sum(executed_on.values(), Counter[Any]())
     if one_program(inspection.plan):
         # Its collectives are of the forward pass; the update sums gradients over data.
@@ -211,7 +218,7 @@ def check_collectives(inspection: kdist.Inspection, functions: Any) -> None:
             # Nobody asks for the loss but where it is logged.
             devices = len(topology.devices) // topology.num_stages
             groups = devices // sizes[one.axis] if one.shape else 1
-            expected[one.kind, one.shape] += groups
+            expected[key_of(one)] += groups
         assert total == expected
         assert "data" not in {a for one in found if one.phase == "backward" for a in one.axis}
         # Rows are cut: the loss is a sum over their parts.
@@ -225,6 +232,11 @@ def check_collectives(inspection: kdist.Inspection, functions: Any) -> None:
         assert total == Counter({k: 2 * topology.data_size * n for k, n in said.items()})
     for one in inspection.collectives:
         assert one.bytes == math.prod(one.shape) * 4
+
+
+def key_of(one: Any) -> tuple[str, Any]:
+    """What is counted: of a reduce-scatter the elements, since nodes have parts of its shape."""
+    return one.kind, math.prod(one.shape) if one.kind == "reduce-scatter" else one.shape
 
 
 def check_peaks(level: int, inspection: kdist.Inspection, parts: Parts, functions: Any) -> None:
