@@ -90,8 +90,8 @@ def layout_map(axis: str = "model", sequence: bool = False) -> dict[str, tuple[s
         axis: A mesh axis.
         sequence: Also cut what is between attention and feed-forward layers, along the sequence:
             norms and sums then are of a part of the tokens on each device, and so is what is kept
-            of them for the backward pass. What is sent is as much as without (Korthikanti et al.,
-            2022).
+            of them for the backward pass. What is sent is about as much as without
+            (Korthikanti et al., 2022).
 
     Returns:
         Regular expressions over variable paths, each with one entry per dim of the weight; and over

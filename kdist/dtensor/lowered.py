@@ -48,7 +48,8 @@ class Collective:
     Attributes:
         kind: "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "broadcast" or "other".
         axis: the mesh axes over which devices take part.
-        shape: shape of the result on one device; of an all-gather the gathered tensor.
+        shape: shape of the result on one device; of an all-gather the gathered tensor, of a
+            reduce-scatter what is reduced.
         dtype: name of its dtype.
         bytes: size of that result; of a reduce-scatter the size of what is reduced.
         node: name of the node in the per-device graph.

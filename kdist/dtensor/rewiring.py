@@ -36,17 +36,22 @@ class Rewiring:
         self._renamed: dict[str, str] = {
             f"{name}:output:{i}": reference
             for name in program.live
-            if self.nodes[name].op == _EACH
+            if self._only_hands_on(self.nodes[name])
             for i, reference in enumerate(self.nodes[name].input)
         }
         self.users: dict[str, list[str]] = {}
         """By name, the nodes that take what a node gives, as often as they do; "" is a result."""
         for name in program.live:
-            if self.nodes[name].op != _EACH:
+            if not self._only_hands_on(self.nodes[name]):
                 for reference in program.inputs_of(self.nodes[name]):
                     self.users.setdefault(node_of(self.now(reference)), []).append(name)
         for reference in program.program.results:
             self.users.setdefault(node_of(self.now(reference)), []).append("")
+
+    @staticmethod
+    def _only_hands_on(node: Any) -> bool:
+        """Whether a node gives what it takes, and waits for nothing else."""
+        return node.op == _EACH and not any(one.startswith("^") for one in node.input)
 
     def now(self, reference: str) -> str:
         """What stands for a reference of the program before."""

@@ -123,7 +123,7 @@ def _merge(rewiring: Rewiring, name: str, scattered: Sequence[str]) -> None:
     """One reduce-scatter of the sum of what several scatter."""
     program, (first, *others) = rewiring.program, scattered
     sources = [program.sources[one] for one in scattered]
-    total = node_def_pb2.NodeDef(name=f"{name}/summands", op="AddN", input=sources)
+    total = node_def_pb2.NodeDef(name=f"{name}/summands/{first}", op="AddN", input=sources)
     total.attr["N"].i = len(sources)
     total.attr["T"].CopyFrom(rewiring.nodes[first].attr["T"])
     total.attr[SHAPES].list.shape.append(program.shape(sources[0]).as_proto())

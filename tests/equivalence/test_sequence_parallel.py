@@ -16,7 +16,7 @@ from .attention_models import ENCODER, GPT, GPT_TIED, POST_NORM
 from .case import Layout
 from .features import BY_NAME as FEATURES
 from .harness import compare
-from .matrix import MESHES, product, spread
+from .matrix import LEVELS, MESHES, level_config, product, spread
 from .optimizer_zoo import OPTIMIZERS
 
 ALONG: Mapping[str, Layout] = {
@@ -26,19 +26,12 @@ ALONG: Mapping[str, Layout] = {
 CASES = {case.name: case for case in (GPT, GPT_TIED, ENCODER, POST_NORM)}
 
 
-def level(number: int) -> dict[str, Any]:
-    return {"optimizer": kdist.OptimizerConfig(level=number, threshold_kb=0)}
-
-
 def again(**how: Any) -> dict[str, Any]:
     return {"recompute": kdist.RecomputeConfig(**how)}
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "level0": {},
-    "level1": level(1),
-    "level3": level(3),
-    "no_overlap": {"fusion": kdist.FusionConfig(overlap=False)},
+    **{name: level_config(name) for name in LEVELS},
     "alltoall": {"enable_alltoall": True},
     "selective": again(policy="selective"),
     "full": again(layers=[".*down", ".*norm"], policy="full"),
@@ -57,7 +50,7 @@ ROWS = product(CASES, CONFIGS, ("model2", "data2_model2"))
 STAGES: dict[str, dict[str, Any]] = {
     "1f1b": {"pipeline": kdist.PipelineConfig(micro_batches=2)},
     "zero_bubble": {"pipeline": kdist.PipelineConfig(micro_batches=2, schedule="zero_bubble")},
-    "level3": {"pipeline": kdist.PipelineConfig(micro_batches=2), **level(3)},
+    "level3": {"pipeline": kdist.PipelineConfig(micro_batches=2), **level_config("level3")},
     "selective": {
         "pipeline": kdist.PipelineConfig(micro_batches=2),
         **again(policy="selective"),
@@ -94,7 +87,23 @@ def test_with_other_features(feature: str) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.filterwarnings("ignore:.*does not divide:UserWarning")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compile": {"jit_compile": True}},
+        {"dtype": "mixed_bfloat16"},
+        {"config": {"batch_semantics": "global"}},
+        {"samples": 11, "source": "dataset"},
+    ],
+    ids=str,
+)
+def test_ways(options: dict[str, Any]) -> None:
+    """Compiled by XLA, in half precision, over the whole batch, and with a small last batch."""
+    compared("gpt", MESHES["data2_model2"], epochs=1, **options)
+
+
+@pytest.mark.wide
 def test_a_length_that_the_axis_does_not_divide_is_not_cut() -> None:
     """Six tokens over four devices; the rows of the last batch, too."""
-    compared("gpt", MESHES["data2_model4"], samples=11, epochs=1)
+    with pytest.warns(UserWarning, match="it has 6 elements there, no multiple of 4"):
+        compared("gpt", MESHES["data2_model4"], samples=11, epochs=1)

@@ -71,27 +71,37 @@ class Block(keras.layers.Layer):
         return x + self.down(self.up(self.norm(x)))
 
 
-@pytest.mark.parametrize("repeat", [None, True, False])
-def test_blocks_repeat_their_collectives_or_keep_what_these_gave(repeat: bool | None) -> None:
+def feed_forward(length: int | None) -> keras.Model:
     keras.utils.clear_session(free_memory=False)
-    inputs = keras.Input((16, 16))
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((length, 16))
     x = keras.layers.Dense(16, name="start")(inputs)
     for i in range(3):
         x = Block(f"block_{i}")(x)
-    model = keras.Model(inputs, x)
-    layouts: dict[str, Any] = {
-        ".*up/kernel": (None, "model"),
-        ".*down/kernel": ("model", None),
-        ".*(start|down)/output": (None, "model", None),
-    }
+    return keras.Model(inputs, x)
+
+
+LAYOUTS: dict[str, Any] = {
+    ".*up/kernel": (None, "model"),
+    ".*down/kernel": ("model", None),
+    ".*(start|down)/output": (None, "model", None),
+}
+
+
+@pytest.mark.parametrize("repeat", [None, True, False])
+def test_blocks_repeat_their_collectives_or_keep_what_these_gave(repeat: bool | None) -> None:
     options: dict[str, Any] = {}
     if repeat is not None:
         options["recompute"] = kdist.RecomputeConfig(layers=["block_.*"], mp_comm_recompute=repeat)
+    plain, model = feed_forward(16), feed_forward(16)
     mesh = kdist.mesh(data=2, model=2)
-    kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh, layout_map=layouts, **options))
-    model.compile("sgd", "mse")
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh, layout_map=LAYOUTS, **options))
     data = np.random.default_rng(0).normal(size=(8, 16, 16))
-    model.train_on_batch(data, data)
+    losses = []
+    for one in (plain, model):
+        one.compile("sgd", "mse")
+        losses.append([one.train_on_batch(data, data) for _ in range(3)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     assert counted(kdist.inspect(model, 8)) == {
         ("all-gather", "forward"): 3,
         ("reduce-scatter", "forward"): 3,
@@ -99,3 +109,17 @@ def test_blocks_repeat_their_collectives_or_keep_what_these_gave(repeat: bool | 
         ("all-gather", "backward"): 4 + 3 * bool(repeat),
         ("reduce-scatter", "backward"): 3,
     }
+
+
+def test_sequences_of_many_lengths() -> None:
+    """Programs for all sizes, with parts that begin where the length says; some do not divide."""
+    plain, model = feed_forward(None), feed_forward(None)
+    mesh = kdist.mesh(data=2, model=2)
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh, layout_map=LAYOUTS))
+    rng = np.random.default_rng(0)
+    batches = [rng.normal(size=(8, length, 16)) for length in (8, 12, 20, 16, 7, 10)]
+    losses = []
+    for one in (plain, model):
+        one.compile("sgd", "mse")
+        losses.append([one.train_on_batch(x, x) for x in batches])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
