@@ -110,8 +110,9 @@ def wraps_functions(layer: keras.layers.Layer) -> bool:
 
 
 def _is_wrapper(value: Any) -> bool:
-    decorator = inspect.getattr_static(value, "_tf_decorator", None)
-    return getattr(decorator, "decorator_name", None) == WRAPPER
+    if type(value) not in (types.FunctionType, custom_gradient.Bind):
+        return False
+    return getattr(vars(value).get("_tf_decorator"), "decorator_name", None) == WRAPPER
 
 
 def _leads_to_remat(value: Any, seen: dict[int, Any]) -> bool:
