@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
+from kdist.api.inside_layers import collectives_of, over_inner_axes, refuse_batch_size
 from kdist.api.parallelize import Parallel, attached
 from kdist.display.tables import readable
 from kdist.dtensor.lowered import Collective, format_table
@@ -16,7 +16,6 @@ from kdist.report import memory as device_memory
 from kdist.rows.model import ModelStudy
 
 import keras
-import tensorflow as tf
 
 LISTED = 6
 """Weights that are gathered before use and listed line by line; at level 3 all may be."""
@@ -127,8 +126,9 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
 
     Args:
         model: A parallelized, compiled model.
-        batch_size: Rows of the batch to lower with if the model has not trained yet, and to run
-            the step with; by default the number of its devices.
+        batch_size: Rows of the batch to run the step with, and whose collectives to show; by
+            default the number of the model's devices, and the collectives of the first batch that
+            it trained with.
 
     Returns:
         An `Inspection`; print it.
@@ -140,20 +140,14 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
     Example:
         >>> print(kdist.inspect(model))
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int | None):
-        raise ValueError(
-            "batch_size is the number of rows of a batch; the data is not needed. "
-            f"Received: batch_size={type(batch_size).__name__}"
-        )
+    refuse_batch_size(batch_size)
     parallel = attached(model)
+    live = device_memory.analyse(parallel, batch_size or len(parallel.topology.devices))
     collectives: Sequence[Collective] = ()
     islands: Sequence[Island] = ()
-    if _over_inner_axes(parallel):
-        runner = parallel.mesh_runner()
-        if not runner.recorded():
-            runner.lower_without_loss(_zeros(model, batch_size or len(parallel.topology.devices)))
-        collectives, islands = runner.recorded(), runner.islands()
-    live = device_memory.analyse(parallel, batch_size or len(parallel.topology.devices))
+    if over_inner_axes(parallel):
+        collectives = collectives_of(parallel, batch_size)
+        islands = parallel.mesh_runner().islands()
     reason = live if isinstance(live, str) else ""
     return Inspection(
         tuple(collectives),
@@ -168,33 +162,10 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
     )
 
 
-def _over_inner_axes(parallel: Parallel) -> bool:
-    """Whether steps run programs over inner axes."""
-    gathers = parallel.fallbacks or parallel.loss_on_gathered_weights
-    return parallel.compute.inner_size > 1 and not gathers
-
-
-def _zeros(model: keras.Model, rows: int) -> Any:
-    inputs = None
-    if isinstance(model, keras.Sequential) and model.inputs:
-        inputs = model.inputs[0]
-    elif isinstance(model, keras.Model) and model.built:
-        inputs = getattr(model, "input", None)
-    shapes = [tuple(t.shape[1:]) for t in keras.tree.flatten(inputs)] if inputs is not None else []
-    if not shapes or any(None in s for s in shapes):
-        raise ValueError(
-            "The shapes of the model's inputs are not known. Train or evaluate one batch first. "
-            f"Received: model={model.name!r}"
-        )
-    return keras.tree.map_structure(
-        lambda t: tf.zeros((rows, *t.shape[1:]), keras.backend.standardize_dtype(t.dtype)), inputs
-    )
-
-
 def _gathered(parallel: Parallel) -> list[str]:
     paths = [
         e.placement.path for e in parallel.entries.values() if e.placement.data_dim is not None
     ]
-    if _over_inner_axes(parallel):
+    if over_inner_axes(parallel):
         paths += parallel.mesh_runner().gathered_paths()
     return paths

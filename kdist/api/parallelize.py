@@ -7,11 +7,12 @@ instance; all else (saving, cloning, `get_layer`, summary) is Keras's own code o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist._compat import keras_trainer
 from kdist.api import mirrored_scope
+from kdist.api.inside_layers import inside_layers
 from kdist.api.prepared_model import PreparedModel
 from kdist.api.table_optimizers import with_table_optimizers
 from kdist.cluster.joining import naming_failures
@@ -19,6 +20,7 @@ from kdist.config.fusion import FusionConfig
 from kdist.config.parallel import ParallelConfig
 from kdist.dtensor.call import CannotExpand
 from kdist.graphs.instantiation import traced_without_collection
+from kdist.plan.inside_layers import InsideTraffic
 from kdist.runtime.keras_contract import example_of, is_built, peek, step_function
 from kdist.runtime.mesh_step import BatchFunction
 from kdist.runtime.metrics import overrides
@@ -355,6 +357,10 @@ class Parallel(PreparedModel):
                     f"sizes. Received: {reason}"
                 ) from reason
             return lambda x: serve(*tf.nest.flatten(x))
+
+    def inside_layers(self, batch_size: int | None) -> Sequence[InsideTraffic] | None:
+        """See `PlannedModel.inside_layers`."""
+        return inside_layers(self, batch_size)
 
     def step_for(self, example: Any) -> Step:
         """The steps behind the functions for custom loops.

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 
 from kdist.api.dealt_tables import dealt_notes
+from kdist.api.inside_layers import refuse_batch_size
 from kdist.api.placed_model import PlacedModel
 from kdist.api.sharded_optimizer import parallel_optimizer
 from kdist.api.table_optimizers import table_notes
@@ -18,7 +19,9 @@ from kdist.optimizer.gather import gather_groups
 from kdist.optimizer.wrappers import optimizer_groups, row_updates, sums_rows
 from kdist.pipeline.instructions import Gather
 from kdist.pipeline.work import WeightUse, Work, chunk_schedule, work_of
+from kdist.plan.inside_layers import InsideTraffic
 from kdist.plan.plan import Plan, make_plan
+from kdist.report import memory as device_memory
 from kdist.runtime.keras_contract import is_built
 from kdist.stages.stages import stages_given
 from kdist.storage import nccl
@@ -137,12 +140,20 @@ class PlannedModel(PlacedModel):
             self._told.add(note)
             warnings.warn(f"{self.model.name}: {note}", stacklevel=3)
 
-    def plan(self) -> Plan:
+    def plan(self, batch_size: int | None = None) -> Plan:
         """What a step will do; `model.plan().summary()` prints it.
 
+        Args:
+            batch_size: Rows of a batch for which `plan.inside`, the communication inside layers,
+                is to tell bytes; a program for it is lowered if there is none, and nothing is run.
+                By default it tells what is lowered: nothing before the first step, bytes for any
+                number of rows after batches of two sizes.
+
         Raises:
-            ValueError: The model is not built, so that its weights are not known.
+            ValueError: The model is not built, so that its weights are not known; or `batch_size`
+                is no positive integer, or none that a program can be lowered for.
         """
+        refuse_batch_size(batch_size)
         if self.layouts is None:
             if not is_built(self.model):
                 raise ValueError(
@@ -177,7 +188,19 @@ class PlannedModel(PlacedModel):
             sums_rows(optimizer, self.model.trainable_variables),
             self._looked_up_ahead(),
             () if self.staged is None else self.staged.boundaries(),
+            self.inside_layers(batch_size),
+            self._state_bytes(),
         )
+
+    def _state_bytes(self) -> Mapping[str, int] | None:
+        """Bytes of the optimizer's state by device; None while there is none."""
+        if self.update is None:
+            return None
+        return {one.device: one.slots for one in device_memory.measure(self, None)}
+
+    def inside_layers(self, batch_size: int | None) -> Sequence[InsideTraffic] | None:
+        """What layers communicate over inner axes; see `plan`."""
+        return ()
 
     def _looked_up_ahead(self) -> frozenset[int]:
         """Positions of trainable variables whose rows `fit` looks up a step ahead."""

@@ -73,6 +73,9 @@ class Lowered:
 
     Attributes:
         awaited: See `Stitcher.stitch`.
+        recorded: Collectives of the first program.
+        by_rows: Of programs for batches that are like the first but for their rows, by these.
+        islands: Of the first program with any.
     """
 
     def __init__(
@@ -96,6 +99,8 @@ class Lowered:
         self.alltoall = alltoall
         self.traces: dict[Any, tf.types.experimental.ConcreteFunction] = {}
         self.recorded: tuple[Collective, ...] = ()
+        self.by_rows: dict[int, tuple[Collective, ...]] = {}
+        self._noted: Any = None
         self.islands: tuple[Island, ...] = ()
         self.gather_first = False
         self.stitchers: dict[Any, Stitcher] = {}
@@ -170,9 +175,18 @@ class Lowered:
             self._refuse_all_island(program.islands)
             self.layouts.tell_islands(program.islands)
             self.stitchers[key] = self._stitcher(program, marked(concrete))
-            self.recorded = self.recorded or self.stitchers[key].recorded
+            recorded = self.stitchers[key].recorded
+            self.recorded = self.recorded or recorded
+            if key[0] is not None:
+                self._note(key[0], recorded)
             self.islands = self.islands or program.islands
         return key, given
+
+    def _note(self, key: Sequence[Any], recorded: tuple[Collective, ...]) -> None:
+        rows, rest = apart_from_rows(key)
+        if rows is not None and self._noted in (None, rest):
+            self._noted = rest
+            self.by_rows.setdefault(rows, recorded)
 
     @staticmethod
     def _texts(concrete: Any) -> TextsInFront | None:
@@ -310,6 +324,14 @@ def signature(data: Any) -> tuple:
     """Hashable shapes and dtypes of a structure of tensors."""
     leaves = tf.nest.flatten(data)
     return tuple(None if t is None else (tuple(t.shape), t.dtype.name) for t in leaves)
+
+
+def apart_from_rows(key: Sequence[Any]) -> tuple[int | None, tuple]:
+    """Rows of a batch, None if they are not known, and the rest of a `signature` of data."""
+    known = [one for one in key if one is not None and one[0]]
+    rows = known[0][0][0] if known else None
+    rest = tuple(one if one is None or not one[0] else (one[0][1:], one[1]) for one in key)
+    return rows, rest
 
 
 def tensor_spec(tensor: Any) -> Any:

@@ -18,6 +18,7 @@ from kdist.plan.between_processes import Crossing, between_processes
 from kdist.plan.boundaries import BoundaryTensor, BoundaryTraffic, boundary_traffic
 from kdist.plan.bucket import Bucket, values_from_host
 from kdist.plan.exchange import Exchange
+from kdist.plan.inside_layers import InsideTraffic
 from kdist.plan.partition import Decision
 from kdist.plan.plan_summary import print_plan
 from kdist.plan.split_traffic import SplitTraffic, split_traffic
@@ -40,12 +41,15 @@ class DevicePlan:
         parameter_bytes: Weights stored there.
         updated_bytes: Of these, the bytes whose optimizer state and update are there.
         updates: Number of update units.
+        state_bytes: Optimizer state that is there, sums of accumulated gradients included; None
+            while none exists.
     """
 
     device: str
     parameter_bytes: int
     updated_bytes: int
     updates: int
+    state_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +73,8 @@ class Plan:
         summed_rows: Trainable variables of which gradients of one row may be summed.
         ahead: Trainable variables of which rows are looked up a step ahead in `fit`.
         boundaries: Tensors that cross from each virtual stage of a pipeline to the next.
+        inside: What layers communicate over inner axes; None while no program is lowered.
+        state: By device, bytes of the optimizer's state; None while none exists.
         works: What stages, or a model in chunks, do instruction by instruction; per pass, of which
             a loss over the whole batch makes two.
 
@@ -97,6 +103,8 @@ class Plan:
     summed_rows: frozenset[int] = frozenset()
     ahead: frozenset[int] = frozenset()
     boundaries: tuple[tuple[BoundaryTensor, ...], ...] = ()
+    inside: tuple[InsideTraffic, ...] | None = dataclasses.field(default=(), compare=False)
+    state: Mapping[str, int] | None = dataclasses.field(default=None, compare=False)
     works: tuple[Work, ...] = dataclasses.field(default=(), compare=False)
 
     @property
@@ -134,7 +142,9 @@ class Plan:
             stored = sum(w.stored_bytes(at) for w in self.weights)
             mine = [u for u in self.units if u.owner == at]
             updated = sum(self.unit_bytes(u) for u in mine)
-            plans.append(DevicePlan(self.topology.device(at), stored, updated, len(mine)))
+            device = self.topology.device(at)
+            state = None if self.state is None else self.state.get(device, 0)
+            plans.append(DevicePlan(device, stored, updated, len(mine), state))
         return plans
 
     def traffic(self) -> list[Traffic]:
@@ -352,6 +362,8 @@ def make_plan(
     summed_rows: frozenset[int] = frozenset(),
     ahead: frozenset[int] = frozenset(),
     boundaries: Sequence[Sequence[BoundaryTensor]] = (),
+    inside: Sequence[InsideTraffic] | None = (),
+    state: Mapping[str, int] | None = None,
 ) -> Plan:
     """Puts a plan together; without `gathers`, what is not stored whole is gathered once."""
     if gathers is None:
@@ -374,4 +386,6 @@ def make_plan(
         summed_rows=summed_rows,
         ahead=ahead,
         boundaries=tuple(map(tuple, boundaries)),
+        inside=None if inside is None else tuple(inside),
+        state=state,
     )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kdist.config.compression import Classes
 from kdist.display.tables import Column, number, print_prose, readable, table
+from kdist.plan.inside_layers import InsideTraffic
 
 from rich.console import Console, RenderableType
 
 if TYPE_CHECKING:
-    from kdist.plan.plan import Plan
+    from kdist.plan.plan import DevicePlan, Plan
+
+NOT_LOWERED = "known once a step is lowered, by training or by model.plan(batch_size=...)"
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -29,6 +33,10 @@ def print_plan(plan: Plan, console: Console) -> None:
         print_prose(console, f"weights: {near}, all of them whole on every device")
     console.print(_devices(plan, width), "")
     console.print(_traffic(plan, width), "")
+    if plan.inside is None:
+        print_prose(console, f"communication inside layers: {NOT_LOWERED}")
+    elif plan.inside:
+        console.print(_inside_layers(plan.inside, width), "")
     if plan.boundaries:
         console.print(_between_stages(plan, width), "")
     if (crossing := plan.between_processes()) is not None:
@@ -62,17 +70,23 @@ def _devices(plan: Plan, width: int) -> RenderableType:
     staged = plan.topology.num_stages > 1
     columns = [Column("device"), *[number("stage")] * staged, number("replica")]
     columns += map(number, ("weights", "updates", "bytes updated"))
+    columns += [number("optimizer state")] * (plan.state is not None)
     rows, plans = [], iter(plan.devices())
     for one in plan.topology.slices:
         for _ in one.devices:
             p = next(plans)
             where = [str(one.stage)] * staged + [str(one.index)]
-            sizes = [readable(p.parameter_bytes), str(p.updates), readable(p.updated_bytes)]
-            rows.append([p.device, *where, *sizes])
+            rows.append([p.device, *where, *_sizes(p)])
     for p in plans:
-        sizes = [readable(p.parameter_bytes), str(p.updates), readable(p.updated_bytes)]
-        rows.append([p.device, *["-"] * staged, "host", *sizes])
+        rows.append([p.device, *["-"] * staged, "host", *_sizes(p)])
     return table("devices", columns, rows, width)
+
+
+def _sizes(device: DevicePlan) -> list[str]:
+    """What one keeps and updates."""
+    state = [] if device.state_bytes is None else [readable(device.state_bytes)]
+    sizes = [readable(device.parameter_bytes), str(device.updates)]
+    return [*sizes, readable(device.updated_bytes), *state]
 
 
 def _traffic(plan: Plan, width: int) -> RenderableType:
@@ -83,6 +97,14 @@ def _traffic(plan: Plan, width: int) -> RenderableType:
         for t in plan.traffic()
     ]
     return table("communication outside of layers, per step", columns, rows, width)
+
+
+def _inside_layers(inside: Sequence[InsideTraffic], width: int) -> RenderableType:
+    """What layers communicate over inner axes; bytes depend on the batch."""
+    columns = [Column("what"), Column("axis"), Column("phase"), number("collectives")]
+    columns.append(Column("bytes of results", prose=True))
+    rows = [(t.kind, " x ".join(t.axis), t.phase, str(t.collectives), str(t)) for t in inside]
+    return table("communication inside layers, per step", columns, rows, width)
 
 
 def _between_stages(plan: Plan, width: int) -> RenderableType:

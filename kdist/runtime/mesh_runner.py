@@ -270,7 +270,14 @@ class MeshRunner:
 
         Those that run again are listed once more, in the backward pass.
         """
-        found = self._gradients.recorded or self._probe.recorded
+        return self._with_copies(self._gradients.recorded or self._probe.recorded)
+
+    def recorded_by_rows(self) -> dict[int, list[Collective]]:
+        """The same of a slice's part of a batch, by its rows, for all sizes that are known."""
+        found = self._gradients.by_rows or self._probe.by_rows
+        return {rows: self._with_copies(one) for rows, one in found.items()}
+
+    def _with_copies(self, found: Sequence[Collective]) -> list[Collective]:
         again = self.chunks.again if self.chunks is not None else set()
         copies = (one for one in found if one.node in again)
         return [*found, *(dataclasses.replace(one, phase="backward") for one in copies)]

@@ -296,6 +296,13 @@ class PipelineRunner:
         """Collectives of the lowered functions of one replica, each function once."""
         return [one for part in self.programs.trained_parts() for one in part.recorded]
 
+    def recorded_by_rows(self) -> dict[int, list[Collective]]:
+        """The same of a micro-batch, by its rows, for all sizes that are known."""
+        return {
+            rows: [one for part in parts for one in part.recorded]
+            for rows, parts in self.programs.trained_by_rows().items()
+        }
+
     def islands(self) -> list[Island]:
         """What of the stages runs on whole operands."""
         return islands_of(self.programs.trained_parts())

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from kdist.dtensor import sizes
-from kdist.dtensor.call import MAX_SHAPES, Retrace
+from kdist.dtensor.call import MAX_SHAPES, Retrace, apart_from_rows
 from kdist.program.again import nodes_again, refuse_short
 from kdist.stages.body import StageBody
 from kdist.stages.functions import Pass, StageFunctions
@@ -99,6 +99,18 @@ class StagePrograms:
             if functions[0].wanted.differentiate:
                 return [part for one in functions for part in one.parts]
         return []
+
+    def trained_by_rows(self) -> dict[int, list[Any]]:
+        """The same for micro-batches that are like the first but for their rows, by these."""
+        found: dict[int, list[Any]] = {}
+        first = None
+        for (wanted, _, _, *batch), functions in self._traced.items():
+            if wanted.differentiate:
+                rows, rest = apart_from_rows([one for _, leaves in batch for one in leaves])
+                first = first or (wanted, rest)
+                if rows is not None and (wanted, rest) == first:
+                    found.setdefault(rows, [part for one in functions for part in one.parts])
+        return found
 
     def _trace(self, key: Any, part: Any, rows: tuple[int, int] | None) -> list[StageFunctions]:
         """Traces every virtual stage, each with what the one before sends."""

@@ -126,7 +126,8 @@ def test_a_model_that_has_not_trained_is_lowered_to_look() -> None:
     before = [w.copy() for w in model.get_weights()]
     inspection = kdist.inspect(model, batch_size=20)
     (one,) = inspection.collectives
-    assert (one.kind, one.layer, one.shape) == ("all-reduce", "down", (20, 3))
+    # As in training, of one replica's part of the batch.
+    assert (one.kind, one.layer, one.shape) == ("all-reduce", "down", (10, 3))
     for old, new in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(old, new)
     assert kdist.inspect(model).collectives == inspection.collectives

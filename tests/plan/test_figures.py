@@ -122,7 +122,7 @@ def test_figures_are_those_of_the_executed_step(
     check_bytes_at_rest(model, plan)
     check_callback(model, plan)
     inspection = kdist.inspect(model, BATCH)
-    check_collectives(inspection, functions)
+    check_inside(plan, check_collectives(inspection, functions))
     check_peaks(level, inspection, parts, functions)
 
 
@@ -187,13 +187,16 @@ def check_bytes_at_rest(model: keras.Model, plan: Any) -> None:
     assert {d.device: 2 * d.updated_bytes for d in devices} == {
         d.device: slots[d.device] for d in devices
     }
+    assert {d.device: d.state_bytes for d in devices} == {
+        d.device: slots[d.device] + scalars[d.device] for d in devices
+    }
     for memory in kdist.report.memory.measure(parallel, None):
         assert memory.parameters == weights[memory.device]
         assert memory.slots == slots[memory.device] + scalars[memory.device]
 
 
-def check_collectives(inspection: kdist.Inspection, functions: Any) -> None:
-    """What `inspect` says of one slice is what each slice executed."""
+def check_collectives(inspection: kdist.Inspection, functions: Any) -> Counter[Any]:
+    """What `inspect` says of one slice is what each slice executed; returns all that was."""
     topology = inspection.plan.topology
     executed_on: dict[int, Counter[Any]] = {}
     scattered: dict[tuple[int, str], list[int]] = {}
@@ -232,6 +235,26 @@ def check_collectives(inspection: kdist.Inspection, functions: Any) -> None:
         assert total == Counter({k: 2 * topology.data_size * n for k, n in said.items()})
     for one in inspection.collectives:
         assert one.bytes == math.prod(one.shape) * 4
+    return total
+
+
+def check_inside(plan: Any, total: Counter[Any]) -> None:
+    """What the plan says of collectives inside layers is what was executed."""
+    said, executed_bytes, said_bytes = Counter[str](), Counter[str](), Counter[str]()
+    for one in plan.inside:
+        said[one.kind] += one.collectives
+        said_bytes[one.kind] += one.nbytes(BATCH)
+    counts = Counter[str]()
+    for (kind, size), count in total.items():
+        counts[kind] += count
+        executed_bytes[kind] += 4 * count * (size if isinstance(size, int) else math.prod(size))
+    if one_program(plan):
+        # Of the loss, a scalar, one group's sum is asked for.
+        assert all(0 <= said[kind] - counts[kind] < said[kind] for kind in counts), (said, counts)
+        assert sum((said_bytes - executed_bytes).values()) <= 4 * plan.topology.inner_size
+    else:
+        assert said == counts
+        assert said_bytes == executed_bytes
 
 
 def key_of(one: Any) -> tuple[str, Any]:

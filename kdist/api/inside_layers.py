@@ -1,0 +1,138 @@
+"""What layers communicate over the inner axes, read from programs, for `plan` and `inspect`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kdist.plan.inside_layers import InsideTraffic, inside_traffic
+from kdist.program.batch import part_bounds
+
+import keras
+import tensorflow as tf
+
+if TYPE_CHECKING:
+    from kdist.api.parallelize import Parallel
+    from kdist.dtensor.lowered import Collective
+
+
+def refuse_batch_size(batch_size: Any) -> None:
+    """Refuses what is no number of rows.
+
+    Raises:
+        ValueError: It is none, nor None.
+    """
+    whole = isinstance(batch_size, int) and not isinstance(batch_size, bool)
+    if batch_size is not None and not (whole and batch_size > 0):
+        shown = repr(batch_size) if whole else type(batch_size).__name__
+        raise ValueError(
+            "batch_size is the number of rows of a batch; the data is not needed. "
+            f"Received: batch_size={shown}"
+        )
+
+
+def over_inner_axes(parallel: Parallel) -> bool:
+    """Whether steps run programs over inner axes."""
+    gathers = parallel.fallbacks or parallel.loss_on_gathered_weights
+    return parallel.compute.inner_size > 1 and not gathers
+
+
+def inside_layers(parallel: Parallel, batch_size: int | None) -> list[InsideTraffic] | None:
+    """What a step communicates inside layers; None while no program is lowered, nor asked for.
+
+    Args:
+        parallel: What kdist attached to a model.
+        batch_size: Rows of a batch of which it is to be known: a program is lowered if need be.
+
+    Raises:
+        ValueError: It cannot be known for such a batch.
+    """
+    if not over_inner_axes(parallel):
+        return []
+    found = _read(parallel)
+    if batch_size is None:
+        return found
+    if found is not None and all(one.nbytes(batch_size) is not None for one in found):
+        return found
+    if parallel.update is None or parallel.batch_specs is None:
+        lower_without_loss(parallel, batch_size)
+    else:
+        _trace(parallel, batch_size)
+    return _read(parallel)
+
+
+def _read(parallel: Parallel) -> list[InsideTraffic] | None:
+    programs = {} if parallel.program is None else parallel.mesh_runner().recorded_by_rows()
+    if not programs:
+        return None
+    compute = parallel.compute
+    return inside_traffic(
+        programs,
+        compute.data_size * _micro_batches(parallel),
+        compute.inner_size,
+        parallel.topology.axis_size,
+    )
+
+
+def _micro_batches(parallel: Parallel) -> int:
+    pipeline = parallel.config.pipeline
+    return 1 if pipeline is None else pipeline.micro_batches
+
+
+def collectives_of(parallel: Parallel, batch_size: int | None) -> list[Collective]:
+    """Those of one slice, for a batch of so many rows if that is lowered, else those lowered first.
+
+    Of a model that has not trained, those of a forward and backward pass without a loss.
+    """
+    runner = parallel.mesh_runner()
+    if not runner.recorded():
+        lower_without_loss(parallel, batch_size or len(parallel.topology.devices))
+    first = list(runner.recorded())
+    if batch_size is None:
+        return first
+    return runner.recorded_by_rows().get(_part(parallel, batch_size), first)
+
+
+def _part(parallel: Parallel, rows: int) -> int:
+    """Rows of the largest part of a batch that a program gets."""
+    parts = parallel.compute.data_size * _micro_batches(parallel)
+    begin, end = part_bounds(rows, parts)[0]
+    return end - begin
+
+
+def lower_without_loss(parallel: Parallel, rows: int) -> None:
+    """Lowers a forward and backward pass of a model that has not trained, for a batch.
+
+    Raises:
+        ValueError: It is a pipeline; or has inputs of unknown shape.
+    """
+    parallel.mesh_runner().lower_without_loss(_zeros(parallel.model, _part(parallel, rows)))
+
+
+def _trace(parallel: Parallel, rows: int) -> None:
+    """Traces a training step for a number of rows, and runs nothing."""
+    step: Any = parallel.step_for(None)
+
+    def with_rows(spec: Any) -> Any:
+        if spec is None or not len(spec.shape):
+            return spec
+        return tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype)
+
+    specs = keras.tree.map_structure(with_rows, parallel.batch_specs)
+    step.by_shape(step.train).for_specs(specs, True)
+
+
+def _zeros(model: keras.Model, rows: int) -> Any:
+    inputs = None
+    if isinstance(model, keras.Sequential) and model.inputs:
+        inputs = model.inputs[0]
+    elif isinstance(model, keras.Model) and model.built:
+        inputs = getattr(model, "input", None)
+    shapes = [tuple(t.shape[1:]) for t in keras.tree.flatten(inputs)] if inputs is not None else []
+    if not shapes or any(None in s for s in shapes):
+        raise ValueError(
+            "The shapes of the model's inputs are not known. Train or evaluate one batch first. "
+            f"Received: model={model.name!r}"
+        )
+    return keras.tree.map_structure(
+        lambda t: tf.zeros((rows, *t.shape[1:]), keras.backend.standardize_dtype(t.dtype)), inputs
+    )
