@@ -205,6 +205,8 @@ class Lowered:
                 return self._lowered(concrete, given)
         except CannotCut as error:
             raise CannotExpand(str(error)) from error
+        except CannotStitch as error:
+            raise _refused(str(error)) from error
         except UnicodeDecodeError as error:
             # TensorFlow's message quotes bytes that are no text.
             raise _refused("an operation (its error cannot be read)") from error

@@ -17,6 +17,7 @@ from kdist._compat import dtensor_internals, keras_trainer
 from kdist.display.notices import without_notices
 from kdist.display.tables import readable
 from kdist.dtensor import lowered
+from kdist.dtensor.mended_moves import mend
 from kdist.dtensor.sizes import Examples
 from kdist.graphs.chunks import node_of
 
@@ -192,6 +193,7 @@ def lower(
 
     Raises:
         tf.errors.OpError, ValueError: DTensor cannot expand it; see `limits.explain`.
+        CannotStitch: It has an all-to-all that may be wrong; see `mended_moves`.
     """
     tagged = _tagged(function, layouts)
     # What DTensor is called with is eager, wherever this is called.
@@ -207,6 +209,7 @@ def lower(
         results = [t for t in tf.nest.flatten(flat) if t is not None]
         found = tuple(map(dtensor.fetch_layout, results))
     ((definition, *bodies),) = recorder.programs.values()
+    mend(definition)
     return LoweredProgram(
         definition=definition,
         bodies={one.signature.name: one for one in bodies},
