@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from kdist._compat import keras_saving, keras_trainer
+from kdist.api.own_methods import Arguments
 from kdist.api.stepped_model import SteppedModel
 from kdist.cluster.joining import has_joined, naming_failures
 from kdist.config.parallel import ParallelConfig
@@ -51,33 +51,27 @@ class FittedModel(SteppedModel):
             return self._fit(*args, **kwargs)
 
     def _fit(self, *args: Any, **kwargs: Any) -> Any:
-        plain = type(self.model).fit
-        arguments = self._read_by_workers(self._by_name(plain, args, kwargs))
+        call = Arguments(self.model, "fit", args, kwargs)
+        arguments = self._read_by_workers(call.named)
         adapt_callbacks(arguments.get("callbacks"))
         arranging = _arranging(arguments.get("callbacks"))
         if arranging is None:
-            return plain(self.model, **arguments)
+            return call.call(arguments)
         try:
             while True:
                 with contextlib.suppress(ArrangeAgain):
-                    return plain(self.model, **arranging.arrange(self, dict(arguments)))
+                    return call.call(arranging.arrange(self, dict(arguments)))
         finally:
             self.position = None
             arranging.finish()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.evaluate`."""
-        plain = type(self.model).evaluate
         with naming_failures():
-            arguments = self._read_by_workers(self._by_name(plain, args, kwargs))
+            call = Arguments(self.model, "evaluate", args, kwargs)
+            arguments = self._read_by_workers(call.named)
             adapt_callbacks(arguments.get("callbacks"))
-            return plain(self.model, **arguments)
-
-    def _by_name(self, method: Callable, args: Any, kwargs: Any) -> dict[str, Any]:
-        """The arguments of a method of the model, by their names."""
-        given = inspect.signature(method).bind(self.model, *args, **kwargs).arguments
-        del given[next(iter(given))]  # the model
-        return {**given.pop("kwargs", {}), **given}
+            return call.call(arguments)
 
     def _read_by_workers(self, arguments: dict[str, Any], in_parts: bool = False) -> dict[str, Any]:
         """Arguments of `fit`, `evaluate` or `predict`, whose datasets each process reads."""
@@ -108,11 +102,11 @@ class FittedModel(SteppedModel):
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.predict`."""
-        plain = type(self.model).predict
         with naming_failures():
-            arguments = self._read_by_workers(self._by_name(plain, args, kwargs), in_parts=True)
+            call = Arguments(self.model, "predict", args, kwargs)
+            arguments = self._read_by_workers(call.named, in_parts=True)
             adapt_callbacks(arguments.get("callbacks"))
-            return plain(self.model, **arguments)
+            return call.call(arguments)
 
     def export(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.export`, with the weights gathered into plain variables meanwhile."""

@@ -13,6 +13,7 @@ from typing import Any
 from kdist._compat import keras_trainer
 from kdist.api import mirrored_scope
 from kdist.api.inside_layers import inside_layers
+from kdist.api.own_methods import Arguments
 from kdist.api.prepared_model import PreparedModel
 from kdist.api.table_optimizers import with_table_optimizers
 from kdist.cluster.joining import naming_failures
@@ -154,15 +155,21 @@ class Parallel(PreparedModel):
         """`keras.Model.compile`; `jit_compile` then applies to kdist's programs.
 
         "auto" is what Keras makes of it, where XLA gets whole programs; see `resolved_xla`. Tables
-        may have optimizers of their own.
+        may have optimizers of their own. The model's class may have a `compile` of its own.
         """
-        optimizer = args[0] if args else kwargs.pop("optimizer", "rmsprop")
-        args = (with_table_optimizers(self.model, optimizer), *args[1:])
-        wanted = kwargs.get("jit_compile", "auto")
-        kwargs["jit_compile"] = False
-        type(self.model).compile(self.model, *args, **kwargs)
+        arguments = Arguments(self.model, "compile", args, kwargs)
+        optimizer = arguments.get("optimizer", "rmsprop")
+        several = with_table_optimizers(self.model, optimizer)
+        if several is not optimizer and arguments.takes("optimizer"):
+            arguments.named["optimizer"] = several
+        wanted = arguments.get("jit_compile")
+        if wanted is not None:
+            arguments.named["jit_compile"] = False
+        arguments.call()
         config = self.model._compile_config.config
-        if "jit_compile" in config:
+        if wanted is None:  # what the class's own `compile` says
+            wanted = config.get("jit_compile", "auto")
+        elif "jit_compile" in config:
             config["jit_compile"] = wanted
         self._follow_weights("compile")
         self.forget_functions(self.resolved_xla(wanted))
