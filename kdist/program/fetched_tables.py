@@ -322,7 +322,7 @@ class FetchedTables:
             table = self.tables[number]
             _check_sources(table, result, sources)
             # Of one that several stages look up, each micro-batch does, whatever the ids are.
-            by_batch = virtual is not None or depends_on(result, inputs)
+            by_batch = virtual is not None or depends_on(result, inputs, training)
             self._by_batch[training, number] = by_batch
             if training and table.trains:
                 look_ups[table.position] = LookUp(by_batch, index_bytes=result.dtype.size)

@@ -15,6 +15,7 @@ from typing import Any
 from kdist._compat import keras_models, keras_trainer
 from kdist.config.recompute_blocks import Blocks
 from kdist.program.blocks import named
+from kdist.program.eager_look_ups import EagerLookUps
 from kdist.program.fetched_tables import FetchedTables, LookedUp
 from kdist.program.forward_scope import ForwardScope
 from kdist.program.look_ups import TableRows
@@ -66,6 +67,7 @@ class Program:
         self.state = ModelState.of(model)
         self.trained = Traced()
         self.tested = Traced()
+        self.eager = EagerLookUps()
         self.tables = FetchedTables([], self._for_tables, [])
         self.padded = PaddedBatch(self._for_tables, self.state.written)
 
@@ -175,13 +177,17 @@ class Program:
             `gradients` (of the connected variables), `updated` (new values of the state that was
             written), `outputs`, `masks`.
         """
+        given = (params, carried, data, shares, rows_share, first, scale)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(params)
             result = self.loss(
                 params, carried, data, shares, rows_share, first, training=True, view=view
             )
             target = result["loss"] * tf.cast(scale, result["loss"].dtype)
-        result["gradients"] = self._connected(tape.gradient(target, params), data)
+        gradients = tape.gradient(target, params)
+        if tf.executing_eagerly() and any(map(sparse.is_sparse, gradients)):
+            self.eager.learn(self, given)
+        result["gradients"] = self._connected(gradients, data)
         return result
 
     def loss(
@@ -313,7 +319,8 @@ class Program:
         given, self.trained.rows = list(found), {}
         for i, g in enumerate(found):
             if g is not None and sparse.is_sparse(g):
-                given[i], self.trained.rows[i] = sparse.arranged(g, sources)
+                given[i], how = sparse.arranged(g, sources)
+                self.trained.rows[i] = self.eager.known(i, how)
         for i, look_up in self.tables.look_ups.items():
             if found[i] is not None:
                 self.trained.rows[i] = look_up

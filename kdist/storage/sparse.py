@@ -134,7 +134,7 @@ def is_sparse(gradient: Any) -> bool:
     return isinstance(gradient, tf.IndexedSlices)
 
 
-def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
+def depends_on(tensor: Any, sources: Sequence[Any], gradients: bool = True) -> bool:
     """Whether indices of a graph follow from any of `sources`: from its values, or its rows.
 
     Indices that are made for each row (`ops.full((rows, 1), first)`) are constants where the number
@@ -143,10 +143,15 @@ def depends_on(tensor: Any, sources: Sequence[Any]) -> bool:
     on more (`kdist.storage.constant_ids`).
 
     Eager tensors do not know where they come from: then the answer is True.
+
+    Args:
+        tensor: The indices.
+        sources: Tensors of the same graph.
+        gradients: Whether gradients are told apart by it, so that a wrong answer matters.
     """
     if not hasattr(tensor, "graph"):
         return True
-    return _follows_from(tensor, sources) or _is_for_each_row(tensor, sources)
+    return _follows_from(tensor, sources) or _is_for_each_row(tensor, sources, gradients)
 
 
 def _follows_from(tensor: Any, sources: Sequence[Any]) -> bool:
@@ -166,11 +171,11 @@ def _follows_from(tensor: Any, sources: Sequence[Any]) -> bool:
     return False
 
 
-def _is_for_each_row(tensor: Any, sources: Sequence[Any]) -> bool:
+def _is_for_each_row(tensor: Any, sources: Sequence[Any], gradients: bool) -> bool:
     """Whether constant indices are the same for each row of any of `sources`."""
     parts = _joined_from(tensor)
     if len(parts) > 1:
-        return any(_is_for_each_row(one, sources) for one in parts)
+        return any(_is_for_each_row(one, sources, gradients) for one in parts)
     while tensor.op.type in PASSED_ON and tensor.shape.rank == 1:
         tensor = tensor.op.inputs[0]
     rows = tensor.shape[0] if tensor.shape.rank else 0
@@ -183,7 +188,7 @@ def _is_for_each_row(tensor: Any, sources: Sequence[Any]) -> bool:
     if value is None or rows != 1:
         return value is not None and bool(np.all(value == value[:1]))
     known = for_each_row(value)
-    if known is None and np.ptp(value) == 0:
+    if gradients and known is None and np.ptp(value) == 0:
         warnings.warn(ONE_ROW.format(value.tolist()), stacklevel=2)
     return bool(known)
 

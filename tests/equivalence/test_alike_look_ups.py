@@ -264,3 +264,59 @@ def test_one_row_of_a_replica_or_micro_batch(
         config=on(mesh, "level0"),
         declare=declared(place, mesh),
     )
+
+
+@pytest.mark.parametrize(
+    ("case", "optimizer", "level", "mesh"),
+    spread(
+        [
+            (case, optimizer, level, mesh)
+            for case in ("alike", "broadcast", "alone")
+            for optimizer in ("adagrad", "adam")
+            for level in ("level0", "level3")
+            for mesh in ("data2", "data2_model2", "pipe2_data2")
+        ],
+        [("alike", "adam", "level0", "data2"), ("alone", "adagrad", "level3", "data2")],
+        quick=4,
+    ),
+)
+def test_op_by_op(case: str, optimizer: str, level: str, mesh: str) -> None:
+    """Eager tensors do not tell where they come from: a trace does."""
+    compare(
+        CASES[case],
+        OVER[mesh],
+        optimizer=OPTIMIZERS[optimizer],
+        config=on(mesh, level),
+        declare=declared("device", mesh),
+        compile={"run_eagerly": True},
+    )
+
+
+class ByValue(Looking):
+    """Looks places up in a way that no graph can have."""
+
+    def call(self, x: Any) -> Any:
+        if keras.ops.is_tensor(x) and hasattr(x, "graph") and TRACED:
+            raise TypeError("no numbers in a graph")
+        return x + self.table(keras.ops.arange(x.shape[1]))
+
+
+TRACED: list[bool] = []
+
+
+@pytest.mark.parametrize(
+    ("traced", "reason"),
+    [(False, "the model cannot be traced"), (True, "the batch looks up in the same tables")],
+)
+def test_what_cannot_be_told_op_by_op_is_said(
+    traced: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = CASES["mixed"].build() if traced else _by_places(ByValue, False, "places")
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    model.compile("adagrad", "sparse_categorical_crossentropy", run_eagerly=True)
+    x, y, _ = _data(0, 8)
+    model.evaluate(x, y, verbose=0)  # builds what Keras traces itself
+    if not traced:
+        monkeypatch.setattr(f"{__name__}.TRACED", [True])
+    with pytest.warns(UserWarning, match=f"run_eagerly: it is not known.*{reason}"):
+        model.train_on_batch(x, y)
