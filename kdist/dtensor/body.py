@@ -7,16 +7,16 @@ Shapes and dtypes are those of the traced graph.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kdist._compat import dtensor_internals
+from kdist._compat import dtensor_internals, said_shapes
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.graphs.chunks import node_of
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import function_pb2
+from tensorflow.core.framework import function_pb2, node_def_pb2
 
 TAG = "_kdist_operation"
 _names = (f"kdist_traced_{i}" for i in itertools.count())
@@ -36,6 +36,7 @@ class Body:
         results: References of the flat results.
         specs: Shape and dtype of each tensor that is read, by reference; see `note`.
         made: By name of a node, references of what it makes, as far as it is read.
+        said: Whether nodes were added that check what `set_shape` said in the trace.
         functions: Definitions of the functions that nodes call, directly or not, by name.
     """
 
@@ -50,7 +51,8 @@ class Body:
         self.made: dict[str, list[str]] = {}
         for reference, tensor in zip(self.inputs, concrete.inputs, strict=True):
             self.note(reference, tensor.shape, tensor.dtype)
-        for reference, tensor in zip(self.results, concrete.outputs, strict=True):
+        made = [*zip(self.results, concrete.outputs, strict=True)]
+        for reference, tensor in made:
             self.note(reference, tensor.shape, tensor.dtype)
         given = {tensor.op for tensor in concrete.inputs}
         # In the same order; some names differ, so that none is that of an argument.
@@ -61,6 +63,8 @@ class Body:
                 data_inputs(self.nodes[name]), operation.inputs, strict=True
             ):
                 self.note(reference, tensor.shape, tensor.dtype)
+                made.append((reference, tensor))
+        self.said = self._keep_said_shapes(made)
         library = graph.as_graph_def().library.function
         self.functions: Mapping[str, Any] = {one.signature.name: one for one in library}
         self._drop_unused()
@@ -70,6 +74,41 @@ class Body:
         if reference not in self.specs:
             self.specs[reference] = tf.TensorSpec(shape, dtype)
             self.made.setdefault(node_of(reference), []).append(reference)
+
+    def _keep_said_shapes(self, made: Sequence[tuple[str, Any]]) -> bool:
+        """Has operations check the shapes that `set_shape` alone knows; whether there are any.
+
+        What is made of the nodes infers shapes anew.
+
+        Args:
+            made: References, and the tensors that they are.
+        """
+        before = said_shapes.noted(self.concrete.graph)
+        said = {r: (t.op.name, t.value_index) for r, t in made} if before else {}
+        known = {r: before[place] for r, place in said.items() if place in before}
+        nodes = [*self.nodes.items()]
+        instead = {reference: self._checked(reference, shape) for reference, shape in known.items()}
+        for name, node in nodes:
+            if any(one in instead for one in node.input):
+                self.nodes[name] = copy = node_def_pb2.NodeDef()
+                copy.CopyFrom(node)
+                copy.input[:] = [instead.get(one, one) for one in node.input]
+        self.results = [instead.get(one, one) for one in self.results]
+        return bool(instead)
+
+    def _checked(self, reference: str, before: tf.TensorShape) -> str:
+        """Adds what checks the shape of a tensor, of which less is known without; its reference."""
+        spec = self.specs[reference]
+        node = node_def_pb2.NodeDef(
+            name=f"{reference.replace(':', '_')}_as_said", op="EnsureShape", input=[reference]
+        )
+        node.attr["T"].type = spec.dtype.as_datatype_enum
+        node.attr["shape"].shape.CopyFrom(spec.shape.as_proto())
+        self.nodes[node.name] = node
+        self.specs[reference] = tf.TensorSpec(before, spec.dtype)
+        checked = f"{node.name}:output:0"
+        self.note(checked, spec.shape, spec.dtype)
+        return checked
 
     def _drop_unused(self) -> None:
         """Drops the nodes that neither a result nor an effect needs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from tensorflow.experimental import dtensor
 MAX_SHAPES = 8
 """Shapes of a batch whose own programs are kept."""
 ALL = 1 - 1e-9
+GRADIENT_OF_RELAYOUT = "RelayoutLike"
 
 
 class CannotExpand(Exception):
@@ -214,7 +216,21 @@ class Lowered:
             reason = limits.explain(error)
             if reason is None:
                 raise
+            if GRADIENT_OF_RELAYOUT in reason and not self.gather_first:
+                self._tell_no_alltoall()
+                raise Retrace from error
             raise _refused(reason) from error
+
+    def _tell_no_alltoall(self) -> None:
+        """DTensor's own gradient of a re-layout is one too, and may contradict those around it."""
+        if self.alltoall:
+            warnings.warn(
+                "enable_alltoall=True: DTensor cannot differentiate re-layouts of this model one "
+                "after the other where all-to-alls do them. They are gathered and cut instead: "
+                "results are the same, and more bytes travel. Lay neighbouring layers out alike "
+                "to have all-to-alls.",
+                stacklevel=2,
+            )
 
     def _lowered(self, concrete: Any, given: Sequence[Sharded]) -> LoweredProgram:
         """The program; if sizes are unknown, one that is made of those of a few examples."""
@@ -223,7 +239,8 @@ class Lowered:
             # At first all-to-alls may stay, for `_refuse_alltoall` to see.
             alltoall = self.alltoall or not self.gather_first
             return expand(concrete, self.mesh, layouts, self.paths, alltoall)
-        if islands := limits.unsupported(Body(concrete)):
+        body = Body(concrete)
+        if islands := limits.unsupported(body):
             raise sizes.CannotLift(f"islands are of one size: {next(iter(islands.values()))}")
         hoisted = hoist(concrete, examples)
         ranks = [one.spec.shape.rank for one in hoisted.made]
@@ -232,6 +249,8 @@ class Lowered:
             lower(Function.of(hoisted.concrete, shapes, values), self.mesh, layouts, self.paths)
             for shapes, values in zip(hoisted.shapes, hoisted.values, strict=True)
         ]
+        if body.said and not all(one.knows_sizes for one in programs):
+            raise sizes.CannotLift("a size that values decide, and set_shape says")
         return lift(programs, hoisted, layouts)
 
     def _stitcher(self, program: LoweredProgram, results: Sequence[int]) -> Stitcher:
@@ -280,7 +299,7 @@ class Lowered:
             trace.gather_first = self.gather_first
             # Directly at first: DTensor then leaves a tensor alone that has the layout already.
             # `_refuse_alltoall` looks at what came of it.
-            trace.alltoall = self.alltoall or not self.gather_first
+            trace.alltoall = not self.gather_first
             concrete = traced.get_concrete_function(*specs)
         self.layouts.tell_uncut(trace.uncut)
         self.traces[key] = concrete

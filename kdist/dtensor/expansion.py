@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kdist.dtensor import limits
 from kdist.dtensor.body import TAG, Body, data_inputs, topological
 from kdist.dtensor.collectives import COLLECTIVES
+from kdist.dtensor.device_number import SHAPES
 from kdist.dtensor.islands import LAYOUTS, Cut, with_neighbours
 from kdist.dtensor.lowering import Function, LoweredProgram, lower
 from kdist.dtensor.rewrites import rewrite
@@ -19,6 +21,8 @@ MOST_ATTEMPTS = 12
 """Times that a function is lowered, one island more each time, before it is given up."""
 ADDED = "/DTensor"
 """Comes after the name of an operation in those of the collectives that DTensor adds for it."""
+MOST_DIMS = 8
+"""Of a tensor that TensorFlow can slice."""
 LOOPED = "collectives in the body of a loop or branch"
 
 
@@ -46,7 +50,7 @@ def expand(
         tf.errors.OpError, ValueError: DTensor still fails after `MOST_ATTEMPTS`.
     """
     body = Body(concrete)
-    changed = rewrite(body) > 0
+    changed = rewrite(body) > 0 or body.said
     chosen = dict(limits.unsupported(body))
     for attempt in range(MOST_ATTEMPTS):
         inside = with_neighbours(body, chosen)
@@ -69,6 +73,7 @@ def expand(
         if cut is not None:
             program = cut.joined(program, layers)
         found = dict(_with_collectives(body, program))
+        found |= _of_many_dims(body, program, inside)
         if not alltoall:
             found |= _moving(body, program, inside)
         if not found:
@@ -83,6 +88,17 @@ def _with_collectives(body: Body, program: LoweredProgram) -> Iterator[tuple[str
         names = {f.name for value in node.attr.values() for f in (value.func, *value.list.func)}
         if node.name in body.nodes and _reaches_collectives(program, names):
             yield node.name, LOOPED
+
+
+def _of_many_dims(body: Body, program: LoweredProgram, inside: dict[str, str]) -> dict[str, str]:
+    """The operations whose tensors DTensor cuts, and have more dims than TensorFlow slices."""
+    nodes = [node for node in program.definition.node_def if node.op == "Slice"]
+    shapes = [(node.name, node.attr[SHAPES].list.shape) for node in nodes if SHAPES in node.attr]
+    deep = [name.partition(ADDED)[0] for name, (shape, *_) in shapes if len(shape.dim) > MOST_DIMS]
+    # Reshapes that follow each other are one, of both names.
+    names = [one for name in deep for one in re.split("[.;]", name)]
+    known = [name for name in names if name in body.nodes and name not in inside]
+    return dict.fromkeys(known, f"a tensor of more than {MOST_DIMS} dims, which cannot be sliced")
 
 
 def _moving(body: Body, program: LoweredProgram, inside: dict[str, str]) -> dict[str, str]:

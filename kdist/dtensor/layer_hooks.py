@@ -47,6 +47,7 @@ def _laid_out_calls(layouts: ModelLayouts) -> Iterator[None]:
         (layer, _columns(layer, layouts))
         for layer in layouts.model_layers
         if isinstance(layer, keras.layers.Embedding)
+        and layer.built  # one that is never called has no table
         and layouts.any_cut
         and layer not in layouts.fetched_layers
     ]

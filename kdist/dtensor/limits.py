@@ -102,6 +102,8 @@ def unsupported(body: Any) -> dict[str, str]:
             reasons.append(f"{node.op} in {tf.as_dtype(node.attr['T'].type).name}")
         if one_size and _makes_unknown_size(body, node):
             reasons.append(f"{node.op} of a size that depends on values")
+        if one_size and node.op == "StridedSliceGrad" and not _bounds_known(body, node):
+            reasons.append("StridedSliceGrad with bounds that depend on values")
         if _goes_backwards(body, node):
             reasons.append(f"{node.op} with a negative stride")
         if reasons:
@@ -165,6 +167,11 @@ def _makes_unknown_size(body: Any, node: Any) -> bool:
         return False
     known = all(spec.shape.is_fully_defined() for spec in read)
     return known and not all(spec.shape.is_fully_defined() for spec in made)
+
+
+def _bounds_known(body: Any, node: Any) -> bool:
+    """Whether where a slice begins and ends is constant."""
+    return all(body.constant(one) is not None for one in data_inputs(node)[1:4])
 
 
 def _goes_backwards(body: Any, node: Any) -> bool:

@@ -17,6 +17,7 @@ from kdist._compat import dtensor_internals, keras_trainer
 from kdist.display.notices import without_notices
 from kdist.display.tables import readable
 from kdist.dtensor import lowered
+from kdist.dtensor.device_number import SHAPES
 from kdist.dtensor.mended_moves import mend
 from kdist.dtensor.sizes import Examples
 from kdist.graphs.chunks import node_of
@@ -156,6 +157,13 @@ class LoweredProgram:
     once: frozenset[str] = frozenset()
     islands: tuple[Island, ...] = ()
     shape: Callable[[str, int], tf.TensorShape] | None = None
+
+    @property
+    def knows_sizes(self) -> bool:
+        """Whether all sizes of tensors follow from those of what it takes."""
+        noted = (n.attr[SHAPES].list.shape for n in self.definition.node_def if SHAPES in n.attr)
+        shapes = [tf.TensorShape(one) for shapes in noted for one in shapes]
+        return all(one.is_fully_defined() for one in shapes)
 
     @property
     def size(self) -> int:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kdist._compat import said_shapes
 from kdist.config.without_effect import WithoutEffect, uncut_dim
 from kdist.dtensor import sizes
 from kdist.dtensor.lowered import mesh_dim
@@ -98,7 +99,7 @@ def tracing(mesh: dtensor.Mesh, topology: Topology, *, alltoall: bool) -> Iterat
     trace = Trace(mesh, topology, alltoall)
     _traces.stack.append(trace)
     try:
-        with laying_out(relayout_active):
+        with laying_out(relayout_active), said_shapes.noting():
             yield trace
     finally:
         _traces.stack.pop()

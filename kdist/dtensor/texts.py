@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from kdist._compat import said_shapes
 from kdist.dtensor.inputs import part_of_batch
 from kdist.dtensor.lowering import LoweredProgram, positions
 from kdist.dtensor.sharded import Sharded, replicate
@@ -19,6 +20,7 @@ from kdist.graphs.inferred import imported
 from kdist.sharding.mesh import Topology
 
 import tensorflow as tf
+from tensorflow.core.framework import node_def_pb2
 from tensorflow.experimental import dtensor
 
 TABLES = (tf.string, tf.resource)
@@ -191,11 +193,11 @@ def _function(
         values = dict(zip([t.name for t in given], flat, strict=True))
         values |= {t.name: tf.constant(tf.get_static_value(t), t.dtype) for t in constants}
         wanted = [t for t in results if t.name not in values]
-        known = {name: value for name, value in values.items() if name in read}
-        found = imported(definition, list(known), list(known.values()), wanted)
-        for one, t in zip(found, wanted, strict=True):
-            one.set_shape(t.shape)  # of a look-up Python knows it, but not the definition
-        values |= dict(zip([t.name for t in wanted], found, strict=True))
+        taken = {name: value for name, value in values.items() if name in read}
+        found = imported(definition, list(taken), list(taken.values()), wanted)
+        # Of a look-up Python knows the shape, but not the definition.
+        known = [tf.ensure_shape(one, t.shape) for one, t in zip(found, wanted, strict=True)]
+        values |= dict(zip([t.name for t in wanted], known, strict=True))
         return [values[t.name] for t in results]
 
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in given]
@@ -212,7 +214,27 @@ def _definition(graph: tf.Graph, names: Collection[str]) -> Any:
         node.input[:] = [one for one in node.input if one not in waits]
         node.attr.pop("_class", None)  # beside which other operation it is
     definition.node.extend(nodes)
+    _keep_said_shapes(definition, graph)
     return definition
+
+
+def _keep_said_shapes(definition: Any, graph: tf.Graph) -> None:
+    """Has operations check the shapes that `set_shape` alone knows."""
+    names = {node.name for node in definition.node}
+    instead = {}
+    for name, index in said_shapes.noted(graph):
+        if name in names:
+            tensor = graph.get_operation_by_name(name).outputs[index]
+            instead[tensor.name] = node = node_def_pb2.NodeDef(
+                name=f"{name}_{index}_as_said", op="EnsureShape", input=[tensor.name]
+            )
+            node.attr["T"].type = tensor.dtype.as_datatype_enum
+            node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
+    for node in definition.node:
+        for i, reference in enumerate(node.input):
+            if not reference.startswith("^") and _tensor(reference) in instead:
+                node.input[i] = instead[_tensor(reference)].name
+    definition.node.extend(instead.values())
 
 
 def _tensor(reference: str) -> str:

@@ -70,6 +70,9 @@ def _computed(op: Any, known: list[np.ndarray]) -> np.ndarray | None:
         return np.asarray(
             _REDUCTIONS[op.type](known[0], axis=axes, keepdims=op.get_attr("keep_dims"))
         )
+    if op.type == "Range":
+        begin, end, step = (one.item() for one in known)
+        return np.arange(begin, end, step) if step else None
     if op.type == "Pack":
         return np.stack(known, op.get_attr("axis"))
     if op.type == "ConcatV2":

@@ -110,7 +110,7 @@ class InnerAxes:
             declared_layouts(self.layouts),
         ):
             trace.gather_first = self.gather_first
-            trace.alltoall = self.alltoall or not self.gather_first
+            trace.alltoall = not self.gather_first
             yield
         self.layouts.tell_uncut(trace.uncut)
 
