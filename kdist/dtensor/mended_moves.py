@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from kdist.dtensor.collectives import CannotStitch
+from kdist.dtensor.device_number import SHAPES
 from kdist.graphs.chunks import node_of
 
 import numpy as np
@@ -52,7 +53,8 @@ class _Program:
 
     def mend(self, move: Any) -> None:
         """Corrects one all-to-all."""
-        before, back = self._turned_before(move), self._turned_after(move)
+        before, blocks = self._turned_before(move)
+        back = self._turned_after(move)
         if not before and back is None:
             return
         order = self._order(back)
@@ -60,22 +62,48 @@ class _Program:
         if not before or by not in (before + 1, rank - before):
             raise CannotStitch(f"an all-to-all of a form that is not known ({move.name})")
         if by != rank - before:
-            constant = self.definition.node_def.add()  # others may have the one that is there
-            constant.CopyFrom(self.nodes[node_of(back.input[1])])
-            constant.name = f"{back.name}/order"
             right = np.roll(np.arange(rank, dtype=order.dtype), before)
-            constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(right))
-            back.input[1] = f"{constant.name}:output:0"
+            self._change(back, "order", right)
+            reshape = self.nodes[node_of(back.input[0])]
+            shape = self._constant(reshape)
+            if blocks is not None:
+                # What follows may rely on a shape that came out right by chance.
+                shape = self._exchanged(*blocks)
+                self._change(reshape, "shape", shape)
+            _note(reshape, shape)
+            _note(back, shape[right])
 
-    def _turned_before(self, move: Any) -> int:
-        """By how much dims are turned round before it, if they are.
+    def _exchanged(self, blocks: Any, place: int) -> np.ndarray:
+        """The shape, turned round, after an exchange of blocks of a dim, joined along the first.
+
+        Args:
+            blocks: The reshape before it, to blocks of the dim.
+            place: Which dim they are of; their number comes before it.
+        """
+        shape = self._constant(blocks)
+        after = np.delete(shape, place)
+        after[0] *= shape[place]
+        return after
+
+    def _change(self, node: Any, what: str, value: np.ndarray) -> None:
+        """Gives a node another constant: others may have the one that is there."""
+        constant = self.definition.node_def.add()
+        constant.CopyFrom(self.nodes[node_of(node.input[1])])
+        constant.name = f"{node.name}/{what}"
+        constant.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
+        node.input[1] = f"{constant.name}:output:0"
+
+    def _turned_before(self, move: Any) -> tuple[int, tuple[Any, int] | None]:
+        """By how much dims are turned round before it, if they are; what makes blocks, and where.
 
         Blocks of the dim that is split may be put first in between.
         """
-        node = self._made(self._made(move, "Reshape"), "Transpose", move)
-        if node is not None and not _turn(self._order(node)):
-            node = self._made(self._made(node, "Reshape"), "Transpose", move)
-        return _turn(self._order(node))
+        node, made = self._made(self._made(move, "Reshape"), "Transpose", move), None
+        if node is not None and not _turn(order := self._order(node)):
+            blocks = self._made(node, "Reshape")
+            made = None if blocks is None else (blocks, int(order[0]))
+            node = self._made(blocks, "Transpose", move)
+        return _turn(self._order(node)), made
 
     def _turned_after(self, move: Any) -> Any:
         """What turns dims back; None if they are not."""
@@ -98,16 +126,26 @@ class _Program:
     def _order(self, node: Any) -> np.ndarray:
         """In which order a transposition takes dims; empty of anything else."""
         transposes = node is not None and node.op == "Transpose"
-        order = self.nodes.get(node_of(node.input[1])) if transposes else None
-        if order is None or order.op != "Const":
+        return self._constant(node) if transposes else np.zeros(0, np.int32)
+
+    def _constant(self, node: Any) -> np.ndarray:
+        """What a node takes beside the tensor; empty if that is not known."""
+        given = self.nodes.get(node_of(node.input[1]))
+        if given is None or given.op != "Const":
             return np.zeros(0, np.int32)
-        return tf.make_ndarray(order.attr["value"].tensor)
+        return tf.make_ndarray(given.attr["value"].tensor)
 
 
 def _scope(node: Any) -> str | None:
     """The operation for which DTensor wrote a node, of those for all-to-alls."""
     scope, added, _ = node.name.partition(_ADDED)
     return scope if added else None
+
+
+def _note(node: Any, shape: np.ndarray) -> None:
+    """Writes on a node which shape it gives."""
+    del node.attr[SHAPES].list.shape[:]
+    node.attr[SHAPES].list.shape.append(tf.TensorShape(shape).as_proto())
 
 
 def _turn(order: np.ndarray) -> int:

@@ -38,11 +38,13 @@ def layout(mesh: Any, names: list[str | None]) -> dtensor.Layout:
 
 
 @pytest.mark.parametrize(("rank", "begin", "end"), MOVES)
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_move(rank: int, begin: int, end: int, count: int) -> None:
-    """Sizes are all different, so that each mistake shows."""
+@pytest.mark.parametrize(
+    ("count", "sizes"), [(2, (2, 4, 6, 4, 2)), (4, (4, 8, 12, 8, 4)), (2, (4, 4, 8, 8, 4))]
+)
+def test_a_move(rank: int, begin: int, end: int, count: int, sizes: tuple[int, ...]) -> None:
+    """Sizes differ, so that each mistake shows, or are alike, so that DTensor drops reshapes."""
     mesh, _ = inner_mesh(model=count)
-    shape = [count * n for n in (1, 2, 3, 2, 1)[:rank]]
+    shape = sizes[:rank]
     value = np.random.default_rng(0).normal(size=shape)
     weights = np.random.default_rng(1).normal(size=shape)
     wanted = dims(rank, model=end)
