@@ -22,6 +22,7 @@ from kdist.rows.values import Const, Linear, Mixed, Mixing, RowsMeet, Value, joi
 from kdist.storage.constant_ids import ConstantIds
 from kdist.storage.constants import constant_value
 
+import numpy as np
 import tensorflow as tf
 
 # Imported for the rules that they register.
@@ -104,7 +105,8 @@ class Interpreter:
                 return special(op, values)
             mixed = [v for v in values if isinstance(v, Mixed)]
             if mixed and op.type not in SHAPE_ONLY:
-                return [mixed[0]] * count
+                known = fixed(op.outputs[0]) if op.type == "Minimum" else None
+                return [mixed[0] if known is None else self._refined_to(known)] * count
             apart = [Const() if isinstance(v, Mixed) else v for v in values]
             return self._by_rule(Node(op, apart, self.batch))
         except RowsMeet:
@@ -134,6 +136,10 @@ class Interpreter:
             return value
         known = fixed(tensor)
         return value if known is None else Const(value.flat, power_of(known, self.batch))
+
+    def _refined_to(self, known: np.ndarray) -> Const:
+        """A constant of which the graph fixes the value, whatever it is computed from."""
+        return Const(power=power_of(known, self.batch))
 
     def _note(self, op: Any, values: Sequence[Value]) -> Mixing:
         """Lists an operation at which rows meet; a sum over rows that it gets is named with it."""

@@ -55,9 +55,21 @@ def fixed(tensor: Any, depth: int = DEPTH) -> np.ndarray | None:
         source = fixed(op.inputs[0], depth - 1)
         return source if source is None else source.reshape(tensor.shape)
     known = [fixed(t, depth - 1) for t in op.inputs]
+    if op.type == "Minimum" and (bound := _bounded(op, known, depth)) is not None:
+        return bound
     if any(k is None for k in known) or not known:
         return None
     return _computed(op, [np.asarray(k) for k in known])
+
+
+def _bounded(op: Any, known: list[np.ndarray | None], depth: int) -> np.ndarray | None:
+    """The number between a number and itself: `min(n, max(n, x))`, which counting asks for."""
+    for number, other in zip(known, reversed(op.inputs), strict=True):
+        if number is not None and other.op.type == "Maximum":
+            least = [fixed(t, depth - 1) for t in other.op.inputs]
+            if any(one is not None and np.all(one >= number) for one in least):
+                return number
+    return None
 
 
 def _computed(op: Any, known: list[np.ndarray]) -> np.ndarray | None:

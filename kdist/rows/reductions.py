@@ -153,6 +153,20 @@ def _losses(node: Node, rows: Rows | None) -> Rows:
     return rows
 
 
+@rule("DenseBincount")
+def bincount(node: Node) -> Value:
+    """How often each number is in each row of a matrix, with a weight each or none."""
+    if node.constant:
+        return Const()
+    node.only_constants(1)
+    numbers, _, weights = node.values
+    if not isinstance(numbers, Rows) or numbers.dim != 0 or numbers.power:
+        raise RowsMeet
+    if len(node.shape(0)) != 2 or (weights != numbers and node.shape(2) != (0,)):
+        raise RowsMeet
+    return numbers
+
+
 @rule("InTopK", "InTopKV2")
 def in_top_k(node: Node) -> Value:
     """Whether a row's label is among its best."""

@@ -34,9 +34,18 @@ def filtered(x: Any, **options: Any) -> Any:
     return tf.nn.conv2d(x, kernel, 1, "SAME", **options)
 
 
+def whole(x: Any) -> Any:
+    """Numbers from 0 to 3."""
+    return ops.cast(ops.clip(ops.abs(x), 0, 3), "int32")
+
+
 ROW_BY_ROW: dict[str, Any] = {
     "square": lambda x: x * x + 1.0,
     "softmax of features": lambda x: ops.softmax(x, axis=-1),
+    "softmax of words": lambda x: ops.softmax(ops.reshape(x, (-1, 2, 2)), axis=1),
+    "counts": lambda x: keras.layers.CategoryEncoding(4, output_mode="count")(whole(x)),
+    "numbers that are there": lambda x: keras.layers.CategoryEncoding(4)(whole(x)),
+    "log of softmax of words": lambda x: ops.log_softmax(ops.reshape(x, (-1, 2, 2)), axis=1),
     "standardised features": lambda x: (x - ops.mean(x, -1, True)) / ops.std(x, -1, keepdims=True),
     "matrix product": lambda x: x @ SQUARE,
     "weights first": lambda x: ops.transpose(SQUARE @ ops.transpose(x)),
@@ -119,6 +128,7 @@ SUMS: dict[str, Any] = {
 MIXED: dict[str, Any] = {
     "centred": lambda x: x - ops.mean(x, axis=0),
     "deviation": lambda x: ops.std(x, axis=0),
+    "counts as far as the largest": lambda x: tf.math.bincount(whole(x), axis=-1),
     "softmax over rows": lambda x: ops.softmax(x, axis=0),
     "rolled": lambda x: ops.roll(x, 1, axis=0),
     "rolled flat": lambda x: ops.roll(x, 1),
