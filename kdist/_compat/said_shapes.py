@@ -1,6 +1,6 @@
-"""TensorFlow internals for shapes that `Tensor.set_shape` alone knows.
+"""TensorFlow internals for shapes that `tf.Tensor.set_shape` alone knows.
 
-- `Tensor.set_shape` is wrapped meanwhile: what it adds stays with the tensor of the graph, and not
+- `tf.Tensor.set_shape` is wrapped meanwhile: what it adds stays with the tensor of the graph, and not
   with what is written of the graph, from which a rebuilt one infers its shapes.
 """
 
