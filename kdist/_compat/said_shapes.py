@@ -1,7 +1,7 @@
 """TensorFlow internals for shapes that `tf.Tensor.set_shape` alone knows.
 
-- `tf.Tensor.set_shape` is wrapped meanwhile: what it adds stays with the tensor of the graph, and not
-  with what is written of the graph, from which a rebuilt one infers its shapes.
+- `tf.Tensor.set_shape` is wrapped meanwhile: what it adds stays with the tensor of the graph, and
+  not with what is written of the graph, from which a rebuilt one infers its shapes.
 """
 
 from __future__ import annotations

@@ -14,12 +14,18 @@ LAST = named(
     LogSoftmax Softmax TopKV2 NthElement FFT IFFT RFFT IRFFT LRN
     """
 )
+SEGMENTS = named(
+    """
+    SegmentMax SegmentMaxV2 SegmentMean SegmentMin SegmentMinV2 SegmentProd SegmentProdV2 SegmentSum
+    SegmentSumV2 UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum
+    """
+)
 LAST_TWO = named(
     """
     BatchMatrixBandPart Cholesky MatrixBandPart MatrixDeterminant MatrixExponential MatrixInverse
     LogMatrixDeterminant MatrixLogarithm MatrixSquareRoot Qr SelfAdjointEigV2 Eig Svd FFT2D IFFT2D
-    RFFT2D IRFFT2D MatrixDiagPartV3 MatrixDiagPartV2 MatrixDiagPart MatrixTriangularSolve
-    MatrixSolve MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3
+    RFFT2D IRFFT2D MatrixDiagPartV3 MatrixDiagPartV2 MatrixDiagPart
+    MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3
     """
 )
 
@@ -105,6 +111,32 @@ def along_last_two(node: Node) -> Value:
     rank = len(node.shape(0))
     value = _along(node, (rank - 2, rank - 1))
     return Const(frozenset(), value.power) if isinstance(value, Const) else value
+
+
+@rule("MatrixSolve", "MatrixTriangularSolve")
+def solve(node: Node) -> Value:
+    """Two matrices in the last two dims."""
+    if any(p != 0 for p in powers(node.values)):
+        raise RowsMeet
+    rank = len(node.shape(0))
+    found = aligned(node, rank)
+    if found is None:
+        return Const(frozenset())
+    if len(node.shape(1)) != rank or found.dim >= rank - 2:
+        raise RowsMeet
+    return found
+
+
+@rule(*SEGMENTS)
+def segments(node: Node) -> Value:
+    """Along the first dims, as many as ids have, the other dims apart."""
+    node.only_constants(*range(1, len(node.values)))
+    value, rank = node.values[0], len(node.shape(1))
+    if isinstance(value, Const):
+        return Const(frozenset(), value.power)
+    if not isinstance(value, Rows) or value.dim < rank or value.power:
+        raise RowsMeet
+    return dataclasses.replace(value, dim=value.dim - rank + 1)
 
 
 @rule("MatrixDiag", "MatrixDiagV2", "MatrixDiagV3")

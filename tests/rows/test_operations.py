@@ -34,6 +34,17 @@ def filtered(x: Any, **options: Any) -> Any:
     return tf.nn.conv2d(x, kernel, 1, "SAME", **options)
 
 
+def across(x: Any, function: Callable) -> Any:
+    """Of three words of a row, with words in the first dim."""
+    words = ops.stack([x, 2 * x, 3 * x], axis=1)
+    return ops.transpose(function(ops.transpose(words, (1, 0, 2))), (1, 0, 2))
+
+
+def matrices(x: Any) -> Any:
+    """One of each row, which has an inverse."""
+    return ops.reshape(x, (-1, 2, 2)) + 9.0 * np.eye(2, dtype="float32")
+
+
 def whole(x: Any) -> Any:
     """Numbers from 0 to 3."""
     return ops.cast(ops.clip(ops.abs(x), 0, 3), "int32")
@@ -43,6 +54,10 @@ ROW_BY_ROW: dict[str, Any] = {
     "square": lambda x: x * x + 1.0,
     "softmax of features": lambda x: ops.softmax(x, axis=-1),
     "softmax of words": lambda x: ops.softmax(ops.reshape(x, (-1, 2, 2)), axis=1),
+    "sums of words": lambda x: across(x, lambda t: ops.segment_sum(t, np.array([0, 0, 1]), 2)),
+    "largest words": lambda x: across(x, lambda t: tf.math.unsorted_segment_max(t, [0, 0, 1], 2)),
+    "solved": lambda x: tf.linalg.solve(matrices(x), matrices(x) * 2.0),
+    "triangles solved": lambda x: tf.linalg.triangular_solve(matrices(x), matrices(x) + 1.0),
     "counts": lambda x: keras.layers.CategoryEncoding(4, output_mode="count")(whole(x)),
     "numbers that are there": lambda x: keras.layers.CategoryEncoding(4)(whole(x)),
     "log of softmax of words": lambda x: ops.log_softmax(ops.reshape(x, (-1, 2, 2)), axis=1),
@@ -128,6 +143,8 @@ SUMS: dict[str, Any] = {
 MIXED: dict[str, Any] = {
     "centred": lambda x: x - ops.mean(x, axis=0),
     "deviation": lambda x: ops.std(x, axis=0),
+    "sums of rows by number": lambda x: ops.segment_sum(x, ops.arange(ops.shape(x)[0]) % 2, 2),
+    "solved across rows": lambda x: tf.linalg.solve(ops.transpose(x) @ x + 9.0 * SQUARE, SQUARE),
     "counts as far as the largest": lambda x: tf.math.bincount(whole(x), axis=-1),
     "softmax over rows": lambda x: ops.softmax(x, axis=0),
     "rolled": lambda x: ops.roll(x, 1, axis=0),
