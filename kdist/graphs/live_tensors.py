@@ -146,6 +146,7 @@ class LiveTensors:
         self._kinds = kinds(self.ops.values(), gradients, self.parameters, self.writes)
         self._note_activations(set(programs), gradients)
         self.tensors = self._tensors()
+        self._orders: dict[str, tuple[list[Tensor], np.ndarray]] = {}
 
     @property
     def devices(self) -> list[str]:
@@ -201,9 +202,13 @@ class LiveTensors:
             if (nbytes := self.ops[o[0]].nbytes[o[1]])
         ]
 
-    @functools.cache  # noqa: B019 (as long-lived as the graph)
     def _order(self, device: str) -> tuple[list[Tensor], np.ndarray]:
         """A device's tensors, and in row i, column j whether the j-th is made after i has gone."""
+        if device not in self._orders:
+            self._orders[device] = self._ordered(device)
+        return self._orders[device]
+
+    def _ordered(self, device: str) -> tuple[list[Tensor], np.ndarray]:
         mine = [t for t in self.tensors if t.device == device]
         makers = {name: n for n, name in enumerate(dict.fromkeys(t.output[0] for t in mine))}
         ends = [t.readers or (t.output[0],) for t in mine]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 from kdist.graphs.live_tensors import LiveTensors, Op, kinds
@@ -162,3 +164,13 @@ def test_a_peak_counts_what_is_asked_for() -> None:
 @pytest.mark.parametrize("device", ["/device:CPU:7"])
 def test_a_device_without_tensors(device: str) -> None:
     assert live(op("a", "Exp")).peak(device).nbytes == 0
+
+
+def test_what_was_analysed_goes() -> None:
+    """With its graph, which is large, when nobody has it any more."""
+    found = live(op("a", "Add"), op("b", "Add", "a"))
+    assert names(found)
+    gone = weakref.ref(found)
+    del found
+    gc.collect()
+    assert gone() is None
