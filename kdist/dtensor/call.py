@@ -179,12 +179,14 @@ class Lowered:
             self.stitchers[key] = self._stitcher(program, marked(concrete))
             recorded = self.stitchers[key].recorded
             self.recorded = self.recorded or recorded
-            if key[0] is not None:
-                self._note(key[0], recorded)
+            self._note(key[0], recorded)
             self.islands = self.islands or program.islands
         return key, given
 
-    def _note(self, key: Sequence[Any], recorded: tuple[Collective, ...]) -> None:
+    def _note(self, key: Any, recorded: tuple[Collective, ...]) -> None:
+        """Keeps what was recorded for data of a signature; other keys tell no rows."""
+        if not all(isinstance(one, tuple | None) for one in key or (0,)):
+            return
         rows, rest = apart_from_rows(key)
         if rows is not None and self._noted in (None, rest):
             self._noted = rest
