@@ -89,14 +89,14 @@ def collectives_of(parallel: Parallel, batch_size: int | None) -> list[Collectiv
     first = list(runner.recorded())
     if batch_size is None:
         return first
-    return runner.recorded_by_rows().get(_part(parallel, batch_size), first)
+    return runner.recorded_by_rows().get(_parts(parallel, batch_size)[0], first)
 
 
-def _part(parallel: Parallel, rows: int) -> int:
-    """Rows of the largest part of a batch that a program gets."""
+def _parts(parallel: Parallel, rows: int) -> list[int]:
+    """Rows of the parts of a batch that programs get: one number, or two; the largest first."""
     parts = parallel.compute.data_size * _micro_batches(parallel)
-    begin, end = part_bounds(rows, parts)[0]
-    return end - begin
+    sizes = {end - begin for begin, end in part_bounds(rows, parts)}
+    return sorted(sizes - {0}, reverse=True)
 
 
 def lower_without_loss(parallel: Parallel, rows: int) -> None:
@@ -105,7 +105,8 @@ def lower_without_loss(parallel: Parallel, rows: int) -> None:
     Raises:
         ValueError: It is a pipeline; or has inputs of unknown shape.
     """
-    parallel.mesh_runner().lower_without_loss(_zeros(parallel.model, _part(parallel, rows)))
+    for part in _parts(parallel, rows):
+        parallel.mesh_runner().lower_without_loss(_zeros(parallel.model, part))
 
 
 def _trace(parallel: Parallel, rows: int) -> None:

@@ -91,6 +91,15 @@ def test_before_training_a_pass_without_a_loss_is_lowered() -> None:
     assert figures(model, 8) == found
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_batch_that_replicas_cannot_share_equally(trained: bool) -> None:
+    """Two sizes of parts are lowered, from which the bytes of all rows follow."""
+    model = parallel()
+    if trained:
+        train(model, 8)
+    assert {nbytes for _, nbytes in figures(model, 9).values()} == {9 * 6 * 8 * 4}
+
+
 @pytest.mark.parametrize(("again", "backward"), [(None, 0), (True, 1), (False, 0)])
 def test_collectives_that_run_again_count_again(again: bool | None, backward: int) -> None:
     keras.utils.set_random_seed(0)
