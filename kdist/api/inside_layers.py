@@ -57,7 +57,15 @@ def inside_layers(parallel: Parallel, batch_size: int | None) -> list[InsideTraf
         lower_without_loss(parallel, batch_size)
     else:
         _trace(parallel, batch_size)
-    return _read(parallel)
+    found = _read(parallel)
+    if found is None or any(one.nbytes(batch_size) is None for one in found):
+        parts = parallel.compute.data_size * _micro_batches(parallel)
+        raise ValueError(
+            "What layers communicate does not follow from the programs for a batch of so many rows "
+            f"(one serves all sizes, or they differ in more). Give a multiple of {parts}, of "
+            f"inputs of known sizes, or leave batch_size out. Received: batch_size={batch_size}"
+        )
+    return found
 
 
 def _read(parallel: Parallel) -> list[InsideTraffic] | None:

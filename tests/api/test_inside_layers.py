@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import kdist
+from kdist.plan.inside_layers import InsideTraffic
 
 import keras
 import numpy as np
@@ -157,3 +158,10 @@ def test_sizes_that_differ_in_more_than_rows_give_no_law() -> None:
     assert one.sizes == ((8, 8 * 6 * 8 * 4),)
     (one,) = model.plan(batch_size=4).inside
     assert one.by_rows == (0, 6 * 8 * 4)
+
+
+def test_what_does_not_follow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = InsideTraffic("all-reduce", ("model",), "forward", 2, ((8, 1), (11, 5)))
+    monkeypatch.setattr("kdist.api.inside_layers.inside_traffic", lambda *given: [found])
+    with pytest.raises(ValueError, match="Give a multiple of 2.*Received: batch_size=9"):
+        parallel().plan(batch_size=9)
