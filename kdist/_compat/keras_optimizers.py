@@ -58,6 +58,23 @@ def index_of(optimizer: Any, variable: Any) -> int:
     return optimizer._get_variable_index(variable)
 
 
+def positions(optimizer: Any, variables: Sequence[keras.Variable]) -> list[int]:
+    """Where a built optimizer keeps the state of each of some variables.
+
+    Raises:
+        ValueError: It was built for others.
+    """
+    known = {id(v): n for n, v in enumerate(optimizer._trainable_variables)}
+    unknown = [v.path for v in variables if id(v) not in known]
+    if unknown:
+        raise ValueError(
+            "The optimizer was built for other variables, of another model or before layers of this "
+            "one were made trainable. Compile with a new optimizer. Received: "
+            f"{type(optimizer).__name__} {optimizer.name!r}, without state for {unknown}"
+        )
+    return [known[id(v)] for v in variables]
+
+
 def handle(variable: keras.Variable) -> Any:
     """The resource behind a variable."""
     return tf_variable(variable).handle

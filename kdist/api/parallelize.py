@@ -284,6 +284,8 @@ class Parallel(PreparedModel):
             ValueError: To train, the optimizer has to know the new weights first.
         """
         self._follow_weights(kind)
+        if kind == "train" and self.update is None:
+            self._follow_frozen()
         gained, lost = self.gained_and_lost()
         if gained or lost:
             optimizer = self.model.optimizer if self.model.compiled else None
@@ -297,6 +299,15 @@ class Parallel(PreparedModel):
                 "and new layers do. Call model.compile(...) again before training goes on. "
                 f"Received: new weights={gained}, gone={lost}"
             )
+
+    def _follow_frozen(self) -> None:
+        """Makes the steps anew if layers were frozen or thawed since they were made."""
+        if self.program is None:
+            return
+        made = [id(v) for v in self.program.state.trainable]
+        if made != [id(v) for v in self.model.trainable_variables]:
+            self.forget_functions(self.jit_compile)
+            self.spread_parameters()
 
     def _follow_weights(self, kind: str) -> None:
         """Makes the steps anew if another model, which has the same weights, has moved them.
@@ -372,6 +383,9 @@ class Parallel(PreparedModel):
     def step_for(self, example: Any) -> Step:
         """The steps behind the functions for custom loops.
 
+        In a loop, what is frozen does not train from the next step on; `fit` hears of it by
+        `compile`, as Keras does.
+
         Args:
             example: A batch, to build from on first use; None if that has happened.
 
@@ -384,6 +398,8 @@ class Parallel(PreparedModel):
                 "A loop needs the model's loss and optimizer. Call model.compile(optimizer=..., "
                 f"loss=...) first. Received: model={self.model.name!r}"
             )
+        if example is not None:
+            self._follow_frozen()
         if self.update is None:
             if example is None:
                 raise ValueError(

@@ -191,7 +191,7 @@ class PlacedModel:
         if self.config.compression is None or self.topology.data_size == 1:
             return None
         assert self.layouts is not None
-        variables = self.model.trainable_variables
+        variables = self.trained
         placed = placements(self.model, self.layouts, self.topology)
         by_layout = {id(v): placement for v, placement in placed}
         parts = []
@@ -204,11 +204,16 @@ class PlacedModel:
     def _tables(self) -> frozenset[int]:
         """Positions of the trainable variables that are tables of embeddings."""
         tables = {id(v) for v in looked_up(self.model)}
-        return frozenset(i for i, v in enumerate(self.model.trainable_variables) if id(v) in tables)
+        return frozenset(i for i, v in enumerate(self.trained) if id(v) in tables)
+
+    @property
+    def trained(self) -> Sequence[keras.Variable]:
+        """The variables that training changes."""
+        return self.model.trainable_variables
 
     def spread(self) -> Spread:
         """How optimizer parallelism spreads the trainable parameters; the weights are placed."""
-        variables = self.model.trainable_variables
+        variables = self.trained
         optimizer = self.model.optimizer if self.model.compiled else None
         by_layout = {id(v): placement for v, placement in self._placements()}
         whole = whole_updates(optimizer, variables)
@@ -259,7 +264,7 @@ class PlacedModel:
         wanted = self.blocks or (travels and self.topology.data_size > 1)
         if not wanted or self.model.run_eagerly:
             return None
-        variables = self.model.trainable_variables
+        variables = self.trained
         gathers = any(self.entries[id(v)].placement.gathered for v in variables)
         free, keep = config.level >= 2, self.kept_gathered()
         return Chunking(forward=gathers, free=free, keep=keep, blocks=self.blocks)
@@ -267,7 +272,7 @@ class PlacedModel:
     def kept_gathered(self) -> frozenset[int]:
         """Positions of the trainable weights that, once gathered, stay for the backward pass."""
         freed, otherwise = self.blocks.freed, not self.optimizer_config.keep_gathered
-        variables = self.model.trainable_variables
+        variables = self.trained
         return frozenset(i for i, v in enumerate(variables) if not freed.get(id(v), otherwise))
 
     def spread_parameters(self) -> None:
@@ -277,7 +282,7 @@ class PlacedModel:
             return
         self.level = config.level
         wanted = self.spread().placements
-        for variable, placement in zip(self.model.trainable_variables, wanted):
+        for variable, placement in zip(self.trained, wanted):
             self.entries[id(variable)] = replace(self.entries[id(variable)], placement)
 
     @property

@@ -43,14 +43,14 @@ class PlannedModel(PlacedModel):
         Before the step is traced, the tables of untied embeddings.
         """
         rows = {id(v) for v in gradients_of_rows(self.model)}
-        trainable = self.model.trainable_variables
+        trainable = self.trained
         return {i: LookUp() for i, v in enumerate(trainable) if id(v) in rows}
 
     def _look_ups_of_stages(self) -> Mapping[int, LookUp]:
         """`look_ups`, with how many virtual stages make them."""
         if self.staged is None:
             return self.look_ups()
-        users, variables = self.staged.users(), self.model.trainable_variables
+        users, variables = self.staged.users(), self.trained
         return {
             v: dataclasses.replace(one, users=max(1, len(users.get(id(variables[v]), ()))))
             for v, one in self.look_ups().items()
@@ -62,7 +62,7 @@ class PlannedModel(PlacedModel):
         Before the step is traced, weights come in the model's order, and a backward pass looks at
         all weights of its chunk but tables, which it does not look at.
         """
-        config, variables = self.optimizer_config, self.model.trainable_variables
+        config, variables = self.optimizer_config, self.trained
         placed, keys = [self.entries[id(v)].placement for v in variables], self.spread().keys
         gathered = {i for i, one in enumerate(placed) if one.gathered}
 
@@ -88,7 +88,7 @@ class PlannedModel(PlacedModel):
     def without_effect(self) -> list[WithoutEffect]:
         """Settings without effect on this model and mesh; the weights are placed."""
         config, decisions = self.optimizer_config, self.spread().decisions
-        variables = self.model.trainable_variables
+        variables = self.trained
         whole = {d.path: d.reason for d in decisions if d.how == "whole"}
         asked = parallel_optimizer.of(variables)
         spread = [d.path for d in decisions if d.how != "whole"]
@@ -125,7 +125,7 @@ class PlannedModel(PlacedModel):
     def _asked_to_gather(self, spread: Collection[str]) -> tuple[str, ...]:
         """See `ModelFacts`; `spread` are paths of what level 3 gathers."""
         freed = self.blocks.freed
-        asked = [v for v in self.model.trainable_variables if id(v) in freed]
+        asked = [v for v in self.trained if id(v) in freed]
         gathered = {p.path for _, p in self._placements() if p.gathered} | set(spread)
         return () if gathered & {v.path for v in asked} else tuple(v.path for v in asked)
 
@@ -163,7 +163,7 @@ class PlannedModel(PlacedModel):
             self.place()
         weights = [self.entries[id(v)].placement for v in self.model.weights]
         position = {id(v): i for i, v in enumerate(self.model.weights)}
-        trainable = [position[id(v)] for v in self.model.trainable_variables]
+        trainable = [position[id(v)] for v in self.trained]
         spread = self.spread()
         optimizer = self.model.optimizer if self.model.compiled else None
         jobs = None if self.update is None else self.update.jobs
@@ -183,9 +183,9 @@ class PlannedModel(PlacedModel):
             [one for work in works for one in work if isinstance(one, Gather)],
             self._look_ups_of_stages(),
             1 if self.config.pipeline is None else self.config.pipeline.micro_batches,
-            row_updates(optimizer, self.model.trainable_variables),
+            row_updates(optimizer, self.trained),
             works,
-            sums_rows(optimizer, self.model.trainable_variables),
+            sums_rows(optimizer, self.trained),
             self._looked_up_ahead(),
             () if self.staged is None else self.staged.boundaries(),
             self.inside_layers(batch_size),
@@ -205,7 +205,7 @@ class PlannedModel(PlacedModel):
     def _looked_up_ahead(self) -> frozenset[int]:
         """Positions of trainable variables whose rows `fit` looks up a step ahead."""
         ahead = {id(one.embeddings) for one in self.layouts.prefetched} if self.layouts else set()
-        return frozenset(n for n, v in enumerate(self.model.trainable_variables) if id(v) in ahead)
+        return frozenset(n for n, v in enumerate(self.trained) if id(v) in ahead)
 
     def _notes(self) -> list[str]:
         """What the plan says beside its tables."""

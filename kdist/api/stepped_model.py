@@ -136,7 +136,7 @@ class SteppedModel(PlannedModel):
         program.blocks = self.blocks
         assert self.layouts is not None
         program.place_tables(self.layouts.fetched_layers)
-        variables = self.model.trainable_variables
+        variables = self.trained
         summed = sums_rows(self.model.optimizer if self.model.compiled else None, variables)
         for table in program.tables.tables:
             table.entry.combined = table.position in summed
@@ -247,7 +247,7 @@ class SteppedModel(PlannedModel):
                 "are one execution. Compile with steps_per_execution=8, say, or leave prefetch "
                 f"out. Received: steps_per_execution=1, tables {[t.layer.path for t in tables]}"
             )
-        rows = row_updates(self.model.optimizer, self.model.trainable_variables)
+        rows = row_updates(self.model.optimizer, self.trained)
         rows -= {one.position for one in self.program.tables.penalized}
         if wrong := [one.layer.path for one in tables if one.trains and one.position not in rows]:
             raise ValueError(
@@ -282,6 +282,13 @@ class SteppedModel(PlannedModel):
 
     def _bucket_keys(self) -> Sequence[Hashable | None]:
         return self.spread().keys
+
+    @property
+    def trained(self) -> Sequence[keras.Variable]:
+        """The variables that training changes: those of when it began, frozen since or not."""
+        if self.program is None or self.update is None:
+            return super().trained
+        return self.program.state.trainable
 
     def trainable(self) -> list[Stored]:
         """What is behind each trainable variable."""

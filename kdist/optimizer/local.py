@@ -273,15 +273,15 @@ def link_slots(
     logical: Any,
     local: Sequence[LocalOptimizer],
     spans: Sequence[Sequence[Span]],
-    count: int,
 ) -> None:
     """Turns the logical optimizer's variables into views of the local ones, keeping their values.
+
+    State of variables that are frozen stays as it is.
 
     Args:
         logical: A built optimizer.
         local: Its local optimizers.
         spans: Per position of the local optimizers, what it stands for.
-        count: Number of variables the logical optimizer was built on.
 
     Raises:
         RuntimeError: A variable of the optimizer is neither per-variable state nor a scalar, so
@@ -292,7 +292,14 @@ def link_slots(
     def add(variable: keras.Variable, device: str, index: Index | None, part: Any) -> None:
         views.setdefault(id(variable), (variable, []))[1].append((device, index, part))
 
-    whole_families = keras_optimizers.families(logical, count)
+    whole_families = keras_optimizers.families(logical, len(logical._trainable_variables))
+    trained = {span.position for one in local for n in one.positions for span in spans[n]}
+    kept = {
+        id(slot)
+        for slots in whole_families.values()
+        for position, slot in enumerate(slots)
+        if position not in trained
+    }
     for one in local:
         mine = keras_optimizers.families(one.optimizer, len(one.variables))
         for name, slots in whole_families.items():
@@ -310,7 +317,7 @@ def link_slots(
             add(variable, one.device, None, own[name])
     shared = {id(logical._learning_rate)}
     for variable in logical.variables:
-        if id(variable) not in views and id(variable) not in shared:
+        if id(variable) not in views and id(variable) not in shared | kept:
             raise RuntimeError(
                 "kdist maps optimizer state by attributes that hold one variable per parameter, "
                 "or one scalar variable. Make it so, or use one of Keras's optimizers. "

@@ -7,6 +7,7 @@ import math
 from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any
 
+from kdist._compat import keras_optimizers
 from kdist.config.compression import Classes
 from kdist.config.state_format import StateFormatConfig
 from kdist.optimizer.compressed import CompressedGradients, Compression, KnownStates
@@ -218,8 +219,9 @@ class Jobs:
         ]
         for one in local:
             format_slots(one, self.state_format, [self._draw(n) for n in one.positions])
-        where = {v: i for i, v in enumerate(members)}
-        link_slots(leaf, local, [self._spans(job, where) for job in self.jobs], len(members))
+        variables = [self.entries[v].variable for v in members]
+        where = dict(zip(members, keras_optimizers.positions(leaf, variables), strict=True))
+        link_slots(leaf, local, [self._spans(job, where) for job in self.jobs])
         return local
 
     def _draw(self, number: int) -> int:
