@@ -98,6 +98,7 @@ class CommFusion(keras.callbacks.Callback):
         self._candidates: tuple[FusionConfig, ...] = ()
         self._times: list[list[float]] = []
         self._started = 0.0
+        self._next: FusionConfig | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Starts with the first candidate."""
@@ -109,7 +110,8 @@ class CommFusion(keras.callbacks.Callback):
             parallel.set_fusion(self._candidates[0])
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Starts the clock."""
+        """Goes on to the next candidate, and starts the clock."""
+        self._switch()
         self._started = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -122,17 +124,23 @@ class CommFusion(keras.callbacks.Callback):
         if len(self._times[-1]) <= self.steps:
             return
         if len(self._times) < len(self._candidates):
-            attached(self.model).set_fusion(self._candidates[len(self._times)])
+            self._next = self._candidates[len(self._times)]
             self._times.append([])
         else:
             self._keep_fastest()
+
+    def _switch(self) -> None:
+        """Takes up the settings that come next: not before, or logs of an epoch would miss them."""
+        if self._next is not None:
+            attached(self.model).set_fusion(self._next)
+            self._next = None
 
     def _keep_fastest(self) -> None:
         medians = [statistics.median(times[1:]) for times in self._times]
         self.tried = {str(c): t for c, t in zip(self._candidates, medians)}
         best = min(range(len(medians)), key=medians.__getitem__)
         if best != len(medians) - 1:
-            attached(self.model).set_fusion(self._candidates[best])
+            self._next = self._candidates[best]
         if self.verbose:
             table = Table(title="fusion: median step")
             table.add_column("candidate")
@@ -143,6 +151,7 @@ class CommFusion(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Says so if training was too short to try every candidate."""
+        self._switch()
         if self.tune and not self.tried:
             needed = len(self._candidates) * (self.steps + 1)
             warnings.warn(

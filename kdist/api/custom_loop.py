@@ -128,7 +128,7 @@ def reduce(model: keras.Model, function: Callable, *data: Any, op: str = "mean")
         op: "mean" (weighted by rows) or "sum".
 
     Returns:
-        The combined structure.
+        The combined structure. A mean of integers is of Keras's float type.
 
     Raises:
         ValueError: `op` is neither "mean" nor "sum".
@@ -148,6 +148,12 @@ def reduce(model: keras.Model, function: Callable, *data: Any, op: str = "mean")
     results = []
     for one, (rows, _, _), weight in zip(topology.slices, batch.parts, weights):
         with tf.device(one.devices[0]):
-            scale = lambda t, w=weight: t * tf.cast(w, t.dtype)  # noqa: E731
+
+            def scale(value: Any, weight: Any = weight) -> Any:
+                tensor = tf.convert_to_tensor(value)
+                if op == "mean" and not (tensor.dtype.is_floating or tensor.dtype.is_complex):
+                    tensor = tf.cast(tensor, keras.config.floatx())
+                return tensor * tf.cast(weight, tensor.dtype)
+
             results.append(keras.tree.map_structure(scale, function(*rows)))
     return keras.tree.map_structure(lambda *parts: tf.add_n(list(parts)), *results)

@@ -32,8 +32,7 @@ def refuse_batch_size(batch_size: Any) -> None:
 
 def over_inner_axes(parallel: Parallel) -> bool:
     """Whether steps run programs over inner axes."""
-    gathers = parallel.fallbacks or parallel.loss_on_gathered_weights
-    return parallel.compute.inner_size > 1 and not gathers
+    return parallel.over_inner_axes("train") and not parallel.fallbacks
 
 
 def inside_layers(parallel: Parallel, batch_size: int | None) -> list[InsideTraffic] | None:

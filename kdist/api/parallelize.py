@@ -12,7 +12,7 @@ from typing import Any
 
 from kdist._compat import keras_trainer
 from kdist.api import mirrored_scope
-from kdist.api.inside_layers import inside_layers
+from kdist.api.inside_layers import inside_layers, over_inner_axes
 from kdist.api.own_methods import Arguments
 from kdist.api.prepared_model import PreparedModel
 from kdist.api.table_optimizers import with_table_optimizers
@@ -408,5 +408,5 @@ class Parallel(PreparedModel):
                 )
             with tf.init_scope():  # maybe called while the user's own tf.function is traced
                 self.prepare("train", example)
-        over = self.over_inner_axes("train") and not self.fallbacks
+        over = over_inner_axes(self)
         return self.mesh_step if over else self.plain_step

@@ -97,7 +97,8 @@ class MeshPrograms:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(used)
             outputs, _ = self.program.forward(used, state, x, training=True)
-            floating = [o for o in keras.tree.flatten(outputs) if o.dtype.is_floating]
+            leaves = [o for o in keras.tree.flatten(outputs) if o is not None]
+            floating = [o for o in leaves if o.dtype.is_floating]
             target = tf.add_n([tf.cast(tf.reduce_sum(o), tf.float32) for o in floating])
         gradients = [tf.convert_to_tensor(g) for g in tape.gradient(target, used) if g is not None]
         return outputs, gradients
@@ -173,6 +174,8 @@ def loss_view() -> Callable[[Any], Any] | None:
         return None
 
     def whole(tensor: Any) -> Any:
+        if tensor is None:
+            return None
         seen = whole_in_program(tensor)
         if keras_trainer.get_mask(tensor) is not None:
             keras_trainer.set_mask(seen, keras_trainer.get_mask(tensor))

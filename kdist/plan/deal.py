@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
+
+from kdist.plan.deal_search import Asks, Search
 
 Kind = Literal["whole", "rows", "columns", "host"]
 WHOLE: Kind = "whole"
@@ -168,19 +168,18 @@ def _on_devices(
             yield device, table.nbytes / devices, ids + rows / devices
 
 
-def choices_of(table: TableLoad, devices: int, host: bool, columns: bool = True) -> list[Dealt]:
+def choices_of(table: TableLoad, devices: int, host: bool) -> list[Dealt]:
     """Where a table may go.
 
     Args:
         table: The table.
         devices: How many devices there are.
         host: Whether the host takes tables.
-        columns: Whether tables may be cut by columns.
     """
     found = [Dealt(WHOLE, device) for device in range(devices)]
     if devices > 1 and table.rows >= devices:
         found.append(Dealt(ROWS))
-    if columns and devices > 1 and table.dim % devices == 0:
+    if devices > 1 and table.dim % devices == 0:
         found.append(Dealt(COLUMNS))
     return [*found, Dealt(HOST)] if host else found
 
@@ -191,7 +190,6 @@ def deal(
     *,
     capacity: int | None = None,
     host: bool = False,
-    columns: bool = True,
 ) -> Deal:
     """Deals tables to devices.
 
@@ -200,7 +198,6 @@ def deal(
         devices: Between how many devices.
         capacity: Bytes of tables that a device may hold; None for any number.
         host: Whether the host's memory, without limit and slow, takes tables too.
-        columns: Whether tables may be cut by columns.
 
     Returns:
         The best deal found; deterministic.
@@ -220,13 +217,16 @@ def deal(
     names = [one.name for one in tables]
     if len(set(names)) != len(names):
         raise ValueError(f"Each table needs a name of its own. Received: {names}")
-    options = [choices_of(table, devices, host, columns) for table in tables]
-    rank = functools.partial(_rank, capacity=capacity)
-    starts = [_greedy(tables, devices, options, rank)]
+    options = [choices_of(table, devices, host) for table in tables]
+    asks = [_asks(table, given, devices) for table, given in zip(tables, options, strict=True)]
+    search = Search(options, asks, capacity)
+    starts = [search.greedy()]
     for kind in (ROWS, COLUMNS, HOST):
-        picked = [_of_kind(given, kind) for given in options]
-        starts.append(Deal(tables, devices, tuple(picked)))
-    found = min((_improved(one, options, rank) for one in starts), key=rank)
+        kinds = [[one.kind for one in given] for given in options]
+        starts.append([given.index(kind) if kind in given else 0 for given in kinds])
+    _, picked = min((search.improved(one) for one in starts), key=lambda found: found[0])
+    choices = tuple(given[o] for given, o in zip(options, picked, strict=True))
+    found = Deal(tables, devices, choices)
     if not found.fits(capacity):
         raise ValueError(
             f"{devices} devices of {capacity:,} bytes do not hold these tables in any way that was "
@@ -236,54 +236,13 @@ def deal(
     return found
 
 
-def _of_kind(options: Sequence[Dealt], kind: str) -> Dealt:
-    return next((one for one in options if one.kind == kind), options[0])
-
-
-Rank = Callable[[Deal], tuple[float, float, float]]
-
-
-def _rank(found: Deal, capacity: int | None) -> tuple[float, float, float]:
-    """Less is better: what does not fit, then the largest load, then how uneven they are."""
-    over = 0.0
-    if capacity is not None:
-        over = sum(max(0.0, held - capacity) for held in found._shares[0])
-    # Rounded, so that the search does not follow differences that are rounding.
-    return over, round(found.cost, 9), round(math.fsum(one * one for one in found.loads), 9)
-
-
-def _greedy(
-    tables: Sequence[TableLoad], devices: int, options: Sequence[Sequence[Dealt]], rank: Rank
-) -> Deal:
-    """The largest first, each where it does least harm."""
-    order = sorted(range(len(tables)), key=lambda i: -(tables[i].nbytes + tables[i].traffic))
-    chosen: dict[int, Dealt] = {}
-    for i in order:
-        known = [tables[j] for j in (*chosen, i)]
-        deals = [Deal(tuple(known), devices, (*chosen.values(), one)) for one in options[i]]
-        chosen[i] = min(deals, key=rank).choices[-1]
-    return Deal(tuple(tables), devices, tuple(chosen[i] for i in range(len(tables))))
-
-
-def _improved(found: Deal, options: Sequence[Sequence[Dealt]], rank: Rank) -> Deal:
-    """Changes one table, or two at once, as long as that helps."""
-    while True:
-        best = min(_neighbours(found, options), key=rank, default=found)
-        if rank(best) >= rank(found):
-            return found
-        found = best
-
-
-def _neighbours(found: Deal, options: Sequence[Sequence[Dealt]]) -> Iterator[Deal]:
-    def changed(*changes: tuple[int, Dealt]) -> Deal:
-        choices = list(found.choices)
-        for i, choice in changes:
-            choices[i] = choice
-        return dataclasses.replace(found, choices=tuple(choices))
-
-    for i, given in enumerate(options):
-        yield from (changed((i, one)) for one in given if one != found.choices[i])
-    for i, j in itertools.combinations(range(len(options)), 2):
-        one, other = found.choices[i], found.choices[j]
-        if one != other and other in options[i] and one in options[j]:
-            yield changed((i, other), (j, one))
+def _asks(table: TableLoad, options: Sequence[Dealt], devices: int) -> Asks:
+    """What each choice for a table asks of the devices and the host."""
+    asks = Asks.nothing(len(options), devices)
+    for o, choice in enumerate(options):
+        if choice.kind == HOST:
+            asks.host[o] = HOST_COST * table.traffic
+        for device, held, read in _on_devices(table, choice, devices):
+            asks.held[o, device] += held
+            asks.read[o, device] += read
+    return asks

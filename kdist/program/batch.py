@@ -79,11 +79,59 @@ def row_counts(size: Any, replicas: int) -> list[Any]:
 
 
 def leading(data: Any) -> Any:
-    """The first tensor of a structure: its leading dim is the batch."""
-    return next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
+    """The first tensor of a structure that is no scalar: its leading dim is the batch."""
+    shaped = (leaf for leaf in keras.tree.flatten(data) if hasattr(leaf, "shape"))
+    return next(leaf for leaf in shaped if tf.TensorShape(leaf.shape).rank != 0)
 
 
-def split(x: Any, y: Any, sample_weight: Any, replicas: int, static: bool = False) -> SplitBatch:
+def refuse_sizes(data: Any) -> Any:
+    """What has to run before the rows of a batch are taken: all its tensors have as many.
+
+    Args:
+        data: Structure of tensors.
+
+    Returns:
+        An assertion over sizes that are not known yet; None where all are.
+
+    Raises:
+        ValueError: A tensor is a scalar, or two have another leading dim.
+    """
+    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    shapes = [tuple(leaf.shape) for leaf in leaves]
+    known = {shape[0] for shape in shapes if shape and shape[0] is not None}
+    if () in shapes or len(known) > 1:
+        raise ValueError(
+            "Every tensor of a batch has the batch as its first dim, which replicas share: inputs, "
+            "targets and weights have as many rows. Repeat what is the same for all rows "
+            "(np.repeat, tf.repeat), or make it a weight or a constant of the model. "
+            f"Received: shapes {shapes}"
+        )
+    if len(leaves) == 1 or all(shape[0] is not None for shape in shapes):
+        return None
+    sizes = [_rows(leaf) for leaf in leaves]
+    return tf.debugging.Assert(
+        tf.reduce_all(tf.equal(tf.stack(sizes), sizes[0])),
+        ["inputs, targets and weights of a batch have as many rows; received", *sizes],
+    )
+
+
+def _rows(leaf: Any) -> Any:
+    """The leading dim of a tensor, a scalar int32 tensor."""
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32)
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int32)
+    return tf.shape(leaf)[0]
+
+
+def split(
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    replicas: int,
+    static: bool = False,
+    checked: bool = False,
+) -> SplitBatch:
     """Cuts a global batch into one part per replica.
 
     Args:
@@ -93,14 +141,20 @@ def split(x: Any, y: Any, sample_weight: Any, replicas: int, static: bool = Fals
         replicas: Number of parts.
         static: Whether parts are to have a static batch size, if the batch has one, even where they
             have different ones.
+        checked: Whether `refuse_sizes` has seen it.
 
     Returns:
         A `SplitBatch`. Otherwise parts have a static batch size only where all have the same one.
+
+    Raises:
+        ValueError: See `refuse_sizes`.
     """
-    first = leading(x)
+    first, whole = leading(x), (x, y, sample_weight)
     known = first.shape[0]
-    size = tf.shape(first)[0] if known is None else tf.constant(known, tf.int32)
-    whole = (x, y, sample_weight)
+    size = _rows(first) if known is None else tf.constant(known, tf.int32)
+    if replicas > 1 and not checked and (before := refuse_sizes(whole)) is not None:
+        with tf.control_dependencies([before]):
+            size = tf.identity(size)
     if replicas == 1:
         return SplitBatch(whole, [whole], [size], size, known, True)
     if known is not None and known > 0 and known % replicas == 0:

@@ -40,7 +40,7 @@ class OwnRows:
         def keep(*element: Any) -> Any:
             data = element if len(element) > 1 else element[0]
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-            batch = split(x, y, sample_weight, self.count)
+            batch = split(x, y, sample_weight, self.count, checked=True)
             parts = [keras.tree.flatten(batch.parts[r]) for r in self.replicas[process]]
             return batch.size, tuple(tuple(t for t in part if t is not None) for part in parts)
 
@@ -96,7 +96,7 @@ class OwnRows:
         """
         data = element if len(element) > 1 else element[0]
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        batch = split(x, y, sample_weight, count)
+        batch = split(x, y, sample_weight, count, checked=True)
         parts = [keras.tree.flatten(part) for part in batch.parts]
         there = tuple(tuple(t for t in part if t is not None) for part in parts)
         return tf.stack(batch.counts), there

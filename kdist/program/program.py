@@ -7,7 +7,6 @@ DTensor meshes alike.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,28 +22,13 @@ from kdist.program.loss import CountedLoss, SharedLoss, TermKind, added_parts, t
 from kdist.program.loss_parts import collected, penalty_name
 from kdist.program.model_state import ModelState
 from kdist.program.padded_batch import PaddedBatch
+from kdist.program.traced import Traced
 from kdist.storage import sparse
 from kdist.storage.variables import backing_of
 
 import keras
 import tensorflow as tf
 from keras import ops
-
-
-@dataclasses.dataclass
-class Traced:
-    """What tracing a program taught: facts that do not depend on values."""
-
-    connected: list[int] = dataclasses.field(default_factory=list)
-    """Positions of trainable variables that get a gradient."""
-    rows: dict[int, sparse.LookUp] = dataclasses.field(default_factory=dict)
-    """Trainable variables whose gradient is rows, and how these are looked up."""
-    updated: list[int] = dataclasses.field(default_factory=list)
-    """Positions in `ModelState.written` that the forward pass writes."""
-    counts_by_data: bool = False
-    """Some loss term counts by a mask or weights, so shares need the counting pass."""
-    adders: list[keras.Layer | None] = dataclasses.field(default_factory=list)
-    """The layer that added each `add_loss` value of `Program.collect`; None for one outside."""
 
 
 class Program:
@@ -213,7 +197,7 @@ class Program:
             values += [part for _, part in extra]
         if not values:
             raise self.no_loss()
-        self.traced(training).counts_by_data = any(t.counts_by_data for t in terms)
+        self.traced(training).note_counts(sample_weight, terms)
         total = values[0] if len(values) == 1 else ops.sum(ops.stack(values))
         return {
             "loss": total,

@@ -72,7 +72,7 @@ class ChunkedRunner(PlainRunner):
         if len(batch.parts) == 1 or not self.program.kinds:
             return False
         function.trace([(*inputs, part, *values) for part in batch.parts])
-        return self.program.traced(training).counts_by_data
+        return self.program.traced(training).counts_by_data(batch.parts[0][2])
 
     def _on_all(
         self, function: Any, arguments: Sequence[tuple], begin: Begin | None = None

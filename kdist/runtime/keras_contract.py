@@ -230,7 +230,8 @@ def without_optionals(data: Any) -> Any:
 
 def as_spec(leaf: Any) -> Any:
     """A symbolic stand-in for a tensor, array or tensor spec; None for absent data."""
-    if leaf is None or isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec):
+    absent = tf.experimental.Optional | tf.OptionalSpec | tf.NoneTensorSpec
+    if leaf is None or isinstance(leaf, absent):
         return None
     if not hasattr(leaf, "shape"):
         leaf = tf.convert_to_tensor(leaf)

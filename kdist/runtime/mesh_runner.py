@@ -242,7 +242,7 @@ class MeshRunner:
         numbers = [shares[0], rows[0], rows[0], *([tf.constant(1.0)] if training else [])]
         given = [replicate(t, self.mesh) for t in numbers]
         program.trace(signature(parts[0]), (*state[0], parts[0], *given))
-        if not self.program.traced(training).counts_by_data:
+        if not self.program.traced(training).counts_by_data(batch.parts[0][2]):
             return shares
         rows_of = [replicate(count, self.mesh) for count in batch.counts]
         inputs = [(*own, one, n) for own, one, n in zip(state, parts, rows_of, strict=True)]

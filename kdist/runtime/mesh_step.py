@@ -15,7 +15,7 @@ from typing import Any
 from kdist.dtensor import sizes
 from kdist.dtensor.call import CannotExpand, Retrace, signature
 from kdist.graphs.instantiation import prepared_cheaply
-from kdist.program.batch import SplitBatch, split
+from kdist.program.batch import SplitBatch, leading, split
 from kdist.program.fetched_tables import tensors_of, with_tensors
 from kdist.program.step_result import SliceResult, StepResult
 from kdist.program.training_pass import TrainingPass
@@ -195,9 +195,9 @@ class BatchFunction:
         if self._plain is None:
             step = self._make_plain()
             self._plain = tf.function(
-                lambda data: step(data), autograph=False, reduce_retracing=True
+                lambda data, known: step(data, known), autograph=False, reduce_retracing=True
             )
-        return self._plain(data)
+        return self._plain(data, known_size)
 
     def _dense(self, data: Any) -> Any:
         """A batch as tensors, padded where the model alone would do it."""
@@ -207,7 +207,7 @@ class BatchFunction:
         """Runs `steps_per_execution` steps; the contract of Keras's train function."""
         known = True
         if isinstance(iterator, tf.data.Iterator | WorkerIterator):
-            first = keras.tree.flatten(iterator.element_spec)[0]
+            first = leading(iterator.element_spec)
             known = first.shape.rank is not None and first.shape[0] is not None
         batches = self._next(iterator)
         if not batches:

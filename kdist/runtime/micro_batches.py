@@ -39,7 +39,7 @@ class MicroBatches:
         full = batch.full
         for part, rows in zip(batch.parts, batch.counts):
             x, y, sample_weight = _tensors(part)
-            cut = split(x, y, sample_weight, micro_batches, static)
+            cut = split(x, y, sample_weight, micro_batches, static, checked=True)
             # A replica without rows has one that does not count.
             used = [tf.minimum(count, rows) for count in cut.counts]
             parts.append(cut.parts)

@@ -188,7 +188,7 @@ class PlainRunner:
         if self.eager:
             return True
         function.get_concrete_function(*inputs, batch.parts[0], *values)  # type: ignore[attr-defined]
-        return self.program.traced(training).counts_by_data
+        return self.program.traced(training).counts_by_data(batch.parts[0][2])
 
     def _count(self, inputs: list, batch: SplitBatch, training: bool) -> list[Any]:
         given = zip(inputs, batch.parts, batch.counts, strict=True)

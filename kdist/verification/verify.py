@@ -76,7 +76,7 @@ def verify(
     """
     started = time.perf_counter()
     parallel = attached(model)
-    if not model.compiled:
+    if not model.compiled or model.optimizer is None:
         raise ValueError(
             "kdist.verify compares the loss and the update too. Call model.compile(optimizer=..., "
             f"loss=...) first. Received: model={model.name!r}"
