@@ -126,8 +126,11 @@ def changes_rows_only(optimizer: Any, variable: keras.Variable) -> bool:
 def clone(optimizer: Any) -> Any:
     """A fresh optimizer with the same settings that reads the same learning rate.
 
-    `get_config` leaves out `exclude_from_weight_decay` and cannot express every schedule, so both
-    are carried over directly.
+    `get_config` leaves out `exclude_from_weight_decay`, cannot express every schedule, and in a
+    user's class often leaves out more: these are carried over directly.
+
+    Raises:
+        ValueError: A user's class cannot be made from its configuration.
     """
     shared = optimizer._learning_rate
     object.__setattr__(optimizer, "_learning_rate", keras.Variable(0.0, name="learning_rate"))
@@ -135,7 +138,17 @@ def clone(optimizer: Any) -> Any:
         config = optimizer.get_config()
     finally:
         object.__setattr__(optimizer, "_learning_rate", shared)
-    copy = type(optimizer).from_config(config)
+    try:
+        copy = type(optimizer).from_config(config)
+    except TypeError as error:
+        own = type(optimizer).__name__
+        raise ValueError(
+            "Each device updates its weights by an optimizer of its own, made by "
+            f"{own}.from_config({own}.get_config()). Let __init__ take what Keras's optimizers "
+            "take (**kwargs, handed on to super().__init__), or override get_config and "
+            f"from_config. Received: {own}, with config {config}: {error}"
+        ) from error
+    keras_optimizers.carry_settings(copy, optimizer)
     keras_optimizers.adopt_learning_rate(copy, optimizer)
     keras_optimizers.keep_one_copy(copy)
     return copy

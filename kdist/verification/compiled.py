@@ -99,11 +99,16 @@ def optimizer_again(optimizer: Any, dtype: str, changes: Mapping[str, Any]) -> A
         for one in (config, inner["config"] if isinstance(inner, dict) else {}):
             one.update({name: value for name, value in changes.items() if name in one})
         with keras_twins.own_lambdas():
-            return own.from_config(config)
+            again = own.from_config(config)
     except Exception as error:  # whatever the user's own constructor raises
         raise NoTwin(
             f"its optimizer {own.__name__} cannot be made again from its configuration"
         ) from error
+    copy = again
+    while optimizer is not None and copy is not None:
+        keras_optimizers.carry_settings(copy, optimizer, changes)
+        copy, optimizer = (getattr(one, "inner_optimizer", None) for one in (copy, optimizer))
+    return again
 
 
 def copy_optimizer(model: keras.Model, twin: keras.Model) -> None:

@@ -116,7 +116,7 @@ def planned(
     sizes = (
         (0.03, 0.02, 0.02)
         if dtype.startswith("mixed")
-        else (config.budget_mb, 0.043 if tight else 0.047, 0.029 if tight else 0.022)
+        else (config.budget_mb, 0.038 if tight else 0.047, 0.029 if tight else 0.022)
     )
     return dataclasses.replace(config, budget_mb=sizes[(devices > 2) + (devices > 4)])
 
