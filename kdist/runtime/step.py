@@ -256,8 +256,8 @@ class Step:
         return StepResult(self._total([one.loss for one in results]), results)
 
     def finish_testing(self, batch: SplitBatch, result: StepResult) -> dict[str, Any]:
-        """State and metrics after evaluation."""
-        with writes_after_reads():
+        """State and metrics after evaluation: none of a batch that did not come."""
+        with tf.control_dependencies([result.loss]), writes_after_reads():
             self._keep_state(batch, result, training=False)
             return self._logs(batch, result)
 

@@ -15,6 +15,7 @@ import kdist
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from ..equivalence.matrix import spread
 
@@ -97,3 +98,14 @@ def test_keras_counts_and_decays_without_a_batch() -> None:
     kept = trained("plain", "adamw", 2)
     assert (int(decayed[1]), int(kept[1])) == (4, 3)
     assert np.abs(decayed[2]).sum() < np.abs(kept[2]).sum()
+
+
+@pytest.mark.parametrize("mesh", ["data2", "pipe2_data2", "data2_model2"])
+def test_losses_are_of_the_batches_that_came(mesh: str) -> None:
+    """Keras counts the rows of a batch, whose size is known, before it learns that none came."""
+    model, x = build(mesh), np.random.default_rng(0).normal(size=(40, 8)).astype("float32")
+    model.compile("sgd", "mse", metrics=["mse"])
+    data = tf.data.Dataset.from_tensor_slices((x, x)).filter(lambda a, b: True)
+    data = data.batch(16, drop_remainder=True)
+    wanted = np.mean((model.predict(x[:32], verbose=0) - x[:32]) ** 2)
+    assert model.evaluate(data, verbose=0) == pytest.approx([wanted, wanted], rel=1e-5)
