@@ -47,6 +47,8 @@ def run_again(
     sizes = Sizes(stitcher)
     nodes = sizes.nodes()
     communication = set(nodes.communication)
+    # What communication made on a device stays until another one has read it, too.
+    shared = max(map(nodes.nbytes, communication), default=0)
 
     def peak(again: Sequence[set[str]]) -> int:
         made = repeat(graph, passes, again[0], seeds, fetched)
@@ -59,7 +61,7 @@ def run_again(
             calls=calls,
             ordering=communication,
         )
-        return found if calls else int(found * OVER_INNER_AXES)
+        return found if calls else int(found * OVER_INNER_AXES) + shared
 
     (again,) = nodes_again([Candidates(graph, passes, blocks, nodes)], blocks, peak)
     made = repeat(graph, passes, again, seeds, fetched)
