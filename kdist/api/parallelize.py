@@ -12,6 +12,7 @@ from typing import Any
 
 from kdist._compat import keras_trainer
 from kdist.api import mirrored_scope
+from kdist.api.changed_weights import follow_frozen, follow_weights, take_up_weights
 from kdist.api.inside_layers import inside_layers, over_inner_axes
 from kdist.api.own_methods import Arguments
 from kdist.api.prepared_model import PreparedModel
@@ -26,7 +27,6 @@ from kdist.runtime.keras_contract import example_of, is_built, peek, step_functi
 from kdist.runtime.mesh_step import BatchFunction
 from kdist.runtime.metrics import overrides
 from kdist.runtime.step import Step
-from kdist.storage.variables import stored
 
 import keras
 import tensorflow as tf
@@ -171,7 +171,7 @@ class Parallel(PreparedModel):
             wanted = config.get("jit_compile", "auto")
         elif "jit_compile" in config:
             config["jit_compile"] = wanted
-        self._follow_weights("compile")
+        follow_weights(self, "compile")
         self.forget_functions(self.resolved_xla(wanted))
         self.unknown_to_optimizer = None
         if self.layouts is not None and is_built(self.model):
@@ -244,7 +244,7 @@ class Parallel(PreparedModel):
         """Gives the model a function that builds the real one from the first batch it sees."""
         attribute = f"{kind}_function"
         if self.layouts is not None:
-            self._take_up_weights(kind)
+            take_up_weights(self, kind)
         if getattr(self.model, attribute) is not None and not force:
             return
         made: dict[str, Callable] = {}
@@ -277,57 +277,6 @@ class Parallel(PreparedModel):
 
         return verify_first(self, source)
 
-    def _take_up_weights(self, kind: str) -> None:
-        """Makes the steps anew if the model has gained or lost weights since they were made.
-
-        Raises:
-            ValueError: To train, the optimizer has to know the new weights first.
-        """
-        self._follow_weights(kind)
-        if kind == "train" and self.update is None:
-            self._follow_frozen()
-        gained, lost = self.gained_and_lost()
-        if gained or lost:
-            optimizer = self.model.optimizer if self.model.compiled else None
-            if optimizer is not None and optimizer.built:
-                self.unknown_to_optimizer = (gained, lost)
-            self.forget_functions(self.jit_compile)
-        if kind == "train" and self.unknown_to_optimizer is not None:
-            gained, lost = self.unknown_to_optimizer
-            raise ValueError(
-                "The model's weights have changed since compile(), which enable_lora, quantize "
-                "and new layers do. Call model.compile(...) again before training goes on. "
-                f"Received: new weights={gained}, gone={lost}"
-            )
-
-    def _follow_frozen(self) -> None:
-        """Makes the steps anew if layers were frozen or thawed since they were made."""
-        if self.program is None:
-            return
-        made = [id(v) for v in self.program.state.trainable]
-        if made != [id(v) for v in self.model.trainable_variables]:
-            self.forget_functions(self.jit_compile)
-            self.spread_parameters()
-
-    def _follow_weights(self, kind: str) -> None:
-        """Makes the steps anew if another model, which has the same weights, has moved them.
-
-        Raises:
-            ValueError: To train, they have to be where the model's own optimizer updates them.
-        """
-        now = {key: stored(entry.variable) or entry for key, entry in self.entries.items()}
-        moved = [n for n, entry in self.entries.items() if now[n] is not entry]
-        if not moved:
-            return
-        if kind == "train":
-            raise ValueError(
-                "Another model that has the same weights was compiled since, and has moved them to "
-                "where its optimizer updates them. Compile this one again to train it. Received: "
-                f"model={self.model.name!r}, moved={[self.entries[n].variable.path for n in moved]}"
-            )
-        self.entries.update((n, now[n]) for n in moved)
-        self.forget_functions(self.jit_compile)
-
     def _function(self, kind: str, example: Any) -> Callable:
         """What Keras calls: `kind` is "train", "test" or "predict"."""
         self.prepare(kind, example)
@@ -359,7 +308,7 @@ class Parallel(PreparedModel):
         """
         with tf.init_scope():
             if self.layouts is not None:
-                self._take_up_weights("predict")
+                take_up_weights(self, "predict")
             self.prepare("predict", (x,))
             if not self.over_inner_axes("predict"):
                 graph = tf.function(self.plain_step.predict, autograph=False)
@@ -399,7 +348,7 @@ class Parallel(PreparedModel):
                 f"loss=...) first. Received: model={self.model.name!r}"
             )
         if example is not None:
-            self._follow_frozen()
+            follow_frozen(self)
         if self.update is None:
             if example is None:
                 raise ValueError(

@@ -1,0 +1,65 @@
+"""A model whose weights have changed since its steps were made: gained, lost, moved, frozen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kdist.storage.variables import stored
+
+if TYPE_CHECKING:
+    from kdist.api.parallelize import Parallel
+
+
+def take_up_weights(parallel: Parallel, kind: str) -> None:
+    """Makes the steps anew if the model has gained or lost weights since they were made.
+
+    Raises:
+        ValueError: To train, the optimizer has to know the new weights first.
+    """
+    follow_weights(parallel, kind)
+    if kind == "train" and parallel.update is None:
+        follow_frozen(parallel)
+    gained, lost = parallel.gained_and_lost()
+    if gained or lost:
+        optimizer = parallel.model.optimizer if parallel.model.compiled else None
+        if optimizer is not None and optimizer.built:
+            parallel.unknown_to_optimizer = (gained, lost)
+        parallel.forget_functions(parallel.jit_compile)
+    if kind == "train" and parallel.unknown_to_optimizer is not None:
+        gained, lost = parallel.unknown_to_optimizer
+        raise ValueError(
+            "The model's weights have changed since compile(), which enable_lora, quantize "
+            "and new layers do. Call model.compile(...) again before training goes on. "
+            f"Received: new weights={gained}, gone={lost}"
+        )
+
+
+def follow_frozen(parallel: Parallel) -> None:
+    """Makes the steps anew if layers were frozen or thawed since they were made."""
+    if parallel.program is None:
+        return
+    made = [id(v) for v in parallel.program.state.trainable]
+    if made != [id(v) for v in parallel.model.trainable_variables]:
+        parallel.forget_functions(parallel.jit_compile)
+        parallel.spread_parameters()
+
+
+def follow_weights(parallel: Parallel, kind: str) -> None:
+    """Makes the steps anew if another model, which has the same weights, has moved them.
+
+    Raises:
+        ValueError: To train, they have to be where the model's own optimizer updates them.
+    """
+    entries = parallel.entries
+    now = {key: stored(entry.variable) or entry for key, entry in entries.items()}
+    moved = [n for n, entry in entries.items() if now[n] is not entry]
+    if not moved:
+        return
+    if kind == "train":
+        raise ValueError(
+            "Another model that has the same weights was compiled since, and has moved them to "
+            "where its optimizer updates them. Compile this one again to train it. Received: "
+            f"model={parallel.model.name!r}, moved={[entries[n].variable.path for n in moved]}"
+        )
+    entries.update((n, now[n]) for n in moved)
+    parallel.forget_functions(parallel.jit_compile)
