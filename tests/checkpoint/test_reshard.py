@@ -21,7 +21,7 @@ import pytest
 
 from ..equivalence.harness import precision
 from ..equivalence.matrix import product, spread
-from .kinds import KINDS, Kind, adam, build_tied, state, train
+from .kinds import KINDS, VOCABULARY, Kind, adam, build_tied, split, state, train
 
 NAMES = tuple(KINDS)
 DEFAULT = [
@@ -206,6 +206,16 @@ def test_bytes_written_and_read_are_those_of_the_parts(tmp_path, level):
     before = store.bytes_read()
     kdist.checkpoint.restore(other, tmp_path)
     assert arrays < store.bytes_read() - before < 1.05 * arrays
+
+
+@pytest.mark.parametrize("axis", ["model", "data"])
+def test_a_table_of_which_one_device_has_all_rows_comes_back(axis, tmp_path):
+    """Its part is the whole, and yet no copy beside parts."""
+    rows = {"data": 2, "model": 2}, 1, True
+    alone = Kind(*rows, declare=split(axis, (0, VOCABULARY)))
+    goes_on(alone, KINDS["plain"], tmp_path / "from")
+    goes_on(KINDS["plain"], alone, tmp_path / "to")
+    goes_on(alone, Kind(*rows, declare=split(axis, (VOCABULARY, 0))), tmp_path / "other")
 
 
 def test_loss_scale_comes_back(tmp_path):
