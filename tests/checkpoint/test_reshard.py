@@ -303,6 +303,24 @@ def test_what_was_not_sent_of_other_gradients_is_dropped(tmp_path):
         kdist.checkpoint.restore(other, tmp_path)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_was_not_sent_of_a_frozen_layer_is_left_out(compiled, tmp_path):
+    def frozen():
+        model = UNSENT["data3"].model()
+        train(model, 1)
+        model.get_layer("up").trainable = False
+        if compiled:
+            model.compile(adam(), "mse", metrics=["mae"])
+        else:
+            train(model, 1)
+        return model
+
+    model, other = frozen(), frozen()
+    kdist.checkpoint.save(model, tmp_path)
+    kdist.checkpoint.restore(other, tmp_path)
+    np.testing.assert_allclose(train(other, 1), train(model, 1), rtol=1e-9)
+
+
 def test_another_model_is_refused_and_stays_as_it_was():
     directory, *_ = run("plain")
     other = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
