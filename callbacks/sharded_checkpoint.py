@@ -295,14 +295,12 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             known=self._known,
             directory=self.target.directory,
         )
-        also = [
-            one
-            for one in directories.folders(self.target.directory)
-            if directories.step_of(one) == self._monitored.best[0]
-        ]
-        metrics = dict(logs or {})
+        best, metrics = self._monitored.best[0], dict(logs or {})
 
         def work() -> Path:
+            # Now: the best may have been under way when this one was due.
+            there = directories.folders(self.target.directory)
+            also = [one for one in there if directories.step_of(one) == best]
             folder = write(snapshot, self.target, also)
             self.on_saved(folder, step, metrics)
             return folder

@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from kdist.checkpoint.store import can_hold
+
 import numpy as np
 import tensorflow as tf
 
@@ -176,8 +178,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    kept = isinstance(value, np.ndarray | np.generic) and value.dtype != object
-    return kept or (isinstance(value, tf.Tensor) and hasattr(value, "numpy"))
+    if isinstance(value, np.ndarray | np.generic):
+        return can_hold(value.dtype)
+    there = isinstance(value, tf.Tensor) and hasattr(value, "numpy")
+    return there and can_hold(np.dtype(value.dtype.as_numpy_dtype))
 
 
 def _same(a: Any, b: Any) -> bool:

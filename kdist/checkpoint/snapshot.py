@@ -63,6 +63,8 @@ def _kept_by_compression(model: keras.Model) -> Named:
     position = {id(v): n for n, v in enumerate(model.trainable_variables)}
     found = []
     for (variable, start), state in parallel.low_rank.items():
+        if variable not in position:  # has been frozen since: nothing of it is sent any more
+            continue
         for name in ("q", "errors", "steps"):
             for s, one in getattr(state, name).items():
                 place = f"{position[variable]}{list(start)}"

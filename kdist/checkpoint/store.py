@@ -141,10 +141,14 @@ class Reader:
         """The values of a box, once they are there.
 
         Raises:
-            DamagedError: Files are missing, cut short or changed; it names the array.
+            DamagedError: Files are missing, cut short or changed, or no part lies where the box
+                is; it names the array.
         """
         if begun is None:
-            return np.empty([one.stop - one.start for one in box], dtype_of(array.dtype))
+            shape = [one.stop - one.start for one in box]
+            if math.prod(shape):
+                raise self._damaged(array, ValueError(f"no part of it lies in {_bounds(box)}"))
+            return np.empty(shape, dtype_of(array.dtype))
         try:
             values = np.asarray(begun.result())
         except (ValueError, OSError) as error:
@@ -180,6 +184,18 @@ def bytes_read() -> int:
     """Bytes that this process has read from files by TensorStore so far."""
     found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
     return sum(value["value"] for metric in found for value in metric["values"])
+
+
+def can_hold(dtype: np.dtype) -> bool:
+    """Whether arrays of a dtype can be written: numbers that TensorStore has."""
+    try:
+        return bool(ts.dtype(dtype.name).numpy_dtype == dtype)
+    except ValueError:
+        return False
+
+
+def _bounds(box: Box) -> list[tuple[int, int]]:
+    return [(one.start, one.stop) for one in box]
 
 
 def _meet(a: Box, b: Box) -> bool:

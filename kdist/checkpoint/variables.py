@@ -71,7 +71,8 @@ class Boxes:
         """Boxes that tile the variable, each with one part that holds it."""
         found = list(self.copies.items())
         whole = tuple((0, n) for n in self.shape)
-        if len(found) > 1:
+        # Of a table that is split by hand one part may be the whole, beside empty ones.
+        if any(box != whole and all(a < b for a, b in box) for box, _ in found):
             found = [(box, parts) for box, parts in found if box != whole]
         return [(as_box(box), parts[0]) for box, parts in found]
 

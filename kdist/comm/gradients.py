@@ -28,6 +28,7 @@ import tensorflow as tf
 
 Values = list[Any]
 Collective = Callable[[Call, Values], Values]
+Transpose = Callable[[Call, Values, Values, Collective], Values]
 # With a plain tape, a backward pass runs where the forward had a result, so all must have one.
 EVERYWHERE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "scan")
 
@@ -69,7 +70,10 @@ def backward(
     reduces = call.operation in ("reduce", "all_reduce", "reduce_scatter", "scan")
     if reduces and call.reduction not in ("sum", "mean"):
         return _of_any_reduction(call, inputs, upstream, collective)
-    found = _TRANSPOSES[call.operation](call, inputs, upstream, collective)
+    transpose = _TRANSPOSES[call.operation]
+    if call.operation in _BY_GROUP and not call.group.crosses_processes:
+        transpose = _group_by_group(transpose)
+    found = transpose(call, inputs, upstream, collective)
     if reduces and call.reduction == "mean":
         return _each(call, found, lambda grad: grad / tf.cast(call.group.size, grad.dtype))
     return found
@@ -121,8 +125,25 @@ def _all_reduce(call: Call, inputs: Values, upstream: Values, collective: Collec
     return collective(call.changed(reduction="sum"), upstream)
 
 
+def _group_by_group(transpose: Transpose) -> Transpose:
+    """The same, by a call for each group."""
+
+    def of_all(call: Call, inputs: Values, upstream: Values, collective: Collective) -> Values:
+        place = {position: k for k, position in enumerate(call.group.local)}
+        results: Values = [None] * len(inputs)
+        for row in call.group.local_rows:
+            own = [place[position] for position in row]
+            mine, grads = ([values[k] for k in own] for values in (inputs, upstream))
+            found = transpose(call.changed(group=call.group.only(row)), mine, grads, collective)
+            for k, one in zip(own, found):
+                results[k] = one
+        return results
+
+    return of_all
+
+
 def _lengths(call: Call, values: Values) -> tuple[Any, ...]:
-    """Length along the dim of each rank's value; groups of one mesh are alike in this."""
+    """Length along the dim of each rank's value; across processes, groups are alike in this."""
     if call.sizes is not None:
         return call.sizes
     place = {position: k for k, position in enumerate(call.group.local)}
@@ -212,7 +233,10 @@ def _apart(call: Call, inputs: Values, upstream: Values, collective: Collective)
     return collective(call.changed(operation=other, pairs=pairs), given)
 
 
-_TRANSPOSES: dict[str, Callable[[Call, Values, Values, Collective], Values]] = {
+_BY_GROUP = ("gather", "all_gather", "all_to_all")
+"""What has lengths that may be others in each group of a mesh, where a call has one for all."""
+
+_TRANSPOSES: dict[str, Transpose] = {
     "broadcast": _broadcast,
     "reduce": _reduce,
     "all_reduce": _all_reduce,

@@ -110,6 +110,12 @@ class Group:
         mine = set(self.local)
         return tuple(row for row in self.rows if mine & set(row))
 
+    def only(self, row: tuple[int, ...]) -> Group:
+        """One of the groups, all of whose ranks are in this process."""
+        ranks = tuple(range(len(row)))
+        devices = tuple(self.devices[position] for position in row)
+        return dataclasses.replace(self, devices=devices, rows=(ranks,), local=ranks)
+
     def __str__(self) -> str:
         return (
             f"axis {self.axis!r}: {len(self.rows)} group{'s' * (len(self.rows) != 1)} of "

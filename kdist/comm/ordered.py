@@ -8,7 +8,7 @@ from typing import Any
 from kdist.comm import apart
 from kdist.comm.call import AUTO, Call
 from kdist.comm.collectives import Mesh, Results, _as_tuple, group_of, run
-from kdist.comm.dispatch import collective
+from kdist.comm.dispatch import collective, place
 
 import tensorflow as tf
 
@@ -219,16 +219,18 @@ def barrier(
             f"A barrier takes a value per device of this process, {len(group.local)}, or None. "
             f"Received: {len(values)} values"
         )
+    pairs = zip(values, group.local_devices) if values is not None else ()
+    given = [place(value, device) for value, device in pairs]
     tokens = []
     for k, device in enumerate(group.local_devices):
-        with tf.device(device), tf.control_dependencies(values[k : k + 1] if values else []):
+        with tf.device(device), tf.control_dependencies(given[k : k + 1]):
             # One element per rank: a ring has something to send in every message.
             tokens.append(tf.zeros([group.size], tf.int32))
     done = collective(Call(operation="all_reduce", group=group, algorithm=algorithm), tokens)
     if values is None:
         return None
     results = []
-    for value, token, device in zip(values, done, group.local_devices):
+    for value, token, device in zip(given, done, group.local_devices):
         with tf.device(device), tf.control_dependencies([token]):
             results.append(tf.identity(value))
     return results

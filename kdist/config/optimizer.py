@@ -64,7 +64,7 @@ class OptimizerConfig:
     `kdist.place`."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.level, bool) or self.level not in LEVELS:
+        if type(self.level) is not int or self.level not in LEVELS:
             raise ValueError(f"level is 0, 1, 2 or 3. Received: level={self.level!r}")
         number = isinstance(self.threshold_kb, int | float)
         if not number or isinstance(self.threshold_kb, bool) or not self.threshold_kb >= 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import textwrap
 from collections.abc import Sequence
 
@@ -88,6 +89,35 @@ def _blocks(
         wrapped = textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
         lines += map(Text, wrapped)
     return Group(*lines)
+
+
+def as_text(
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[str]],
+    width: int = 200,
+    total: Sequence[str] | None = None,
+) -> str:
+    """A table as plain text, for what `print` is to show: brackets in names are no markup.
+
+    Args:
+        columns: The columns.
+        rows: Entries, one per column.
+        width: In characters, at most.
+        total: A row below a line of its own.
+    """
+    made = Table(box=rich.box.SIMPLE)
+    for column in columns:
+        made.add_column(
+            column.title, justify="right" if column.right else "left", no_wrap=not column.prose
+        )
+    for row in rows:
+        made.add_row(*map(Text, row))
+    if total is not None:
+        made.add_section()
+        made.add_row(*map(Text, total))
+    text = io.StringIO()
+    Console(file=text, width=width, color_system=None).print(made)
+    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().split("\n"))
 
 
 def print_prose(console: Console, text: str) -> None:

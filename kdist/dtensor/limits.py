@@ -15,12 +15,7 @@ import keras
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-# Layers whose operations DTensor cannot run on a part of a weight: convolutions want whole
-# filters (depthwise ones fail only when they run, which breaks the process), recurrent cells split
-# their kernels along the cut dim. Their weights are gathered where they are read; relayout's
-# gradient cuts the gradient again. Dense, EinsumDense, Embedding, attention and every
-# normalization layer run on parts.
-GATHER_ON_READ: tuple[type, ...] = (
+CONVOLUTIONS: tuple[type, ...] = (
     keras.layers.Conv1D,
     keras.layers.Conv2D,
     keras.layers.Conv3D,
@@ -31,6 +26,15 @@ GATHER_ON_READ: tuple[type, ...] = (
     keras.layers.DepthwiseConv2D,
     keras.layers.SeparableConv1D,
     keras.layers.SeparableConv2D,
+)
+
+# Layers whose operations DTensor cannot run on a part of a weight: convolutions want whole
+# filters (depthwise ones fail only when they run, which breaks the process), recurrent cells split
+# their kernels along the cut dim. Their weights are gathered where they are read; relayout's
+# gradient cuts the gradient again. Dense, EinsumDense, Embedding, attention and every
+# normalization layer run on parts.
+GATHER_ON_READ: tuple[type, ...] = (
+    *CONVOLUTIONS,
     keras.layers.BatchNormalization,
     keras.layers.RNN,
     keras.layers.LSTMCell,

@@ -15,18 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from kdist._compat import dtensor_internals
+from kdist.display.tables import Column, as_text, number
 from kdist.graphs.layer_names import ADDED, BACKWARD, layer_of
 
 import numpy as np
-import rich.box
-import rich.console
-import rich.table
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
@@ -132,19 +129,12 @@ def format_table(found: Iterable[Collective]) -> str:
     for one in found:
         key = (one.layer or "-", one.phase, one.kind, " x ".join(one.axis) or "-")
         groups.setdefault(key, []).append(one.bytes)
-    table = rich.table.Table(box=rich.box.SIMPLE)
-    for title in ("layer", "phase", "kind", "axis"):
-        table.add_column(title, no_wrap=True)
-    for title in ("count", "bytes"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for key, sizes in groups.items():
-        table.add_row(*key, str(len(sizes)), f"{sum(sizes):,}")
+    columns = [Column(title) for title in ("layer", "phase", "kind", "axis")]
+    columns += [number(title) for title in ("count", "bytes")]
+    rows = [(*key, str(len(sizes)), f"{sum(sizes):,}") for key, sizes in groups.items()]
     everything = [size for sizes in groups.values() for size in sizes]
-    table.add_section()
-    table.add_row("total", "", "", "", str(len(everything)), f"{sum(everything):,}")
-    text = io.StringIO()
-    rich.console.Console(file=text, width=200).print(table)
-    return "\n".join(line.rstrip() for line in text.getvalue().strip("\n").split("\n"))
+    total = "total", "", "", "", str(len(everything)), f"{sum(everything):,}"
+    return as_text(columns, rows, total=total)
 
 
 class _Graph:

@@ -63,7 +63,8 @@ class LocalSums:
             for (s, k), total in self.sums[v].items():
                 with tf.device(self.devices[s][k]):
                     gradient = source.local(v, (s, k))
-                    if gradient is None:
+                    # Of no elements, Keras's sum of a matrix is an error.
+                    if gradient is None or 0 in total.shape:
                         continue
                     if scale is not None:
                         gradient = gradient / tf.cast(scale, gradient.dtype)

@@ -280,10 +280,8 @@ class DistributedUpdate:
 
     def _are_finite(self, gradients: Mapping[int, Any]) -> list[Any]:
         """Of each job's gradient, on its owner."""
-        lazy = self._lazy()
         return [
-            self._is_finite(self.jobs.jobs[n].owner, values_of(g) if n in lazy else g)
-            for n, g in gradients.items()
+            self._is_finite(self.jobs.jobs[n].owner, values_of(g)) for n, g in gradients.items()
         ]
 
     def _is_finite(self, at: Coordinate, gradient: Any) -> Any:

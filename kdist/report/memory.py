@@ -8,23 +8,19 @@ parameters live within a step: they are bounded by what the executed graph may h
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kdist.display.figure import new_figure
-from kdist.display.tables import readable
+from kdist.display.tables import Column, as_text, number, readable
 from kdist.graphs.live_tensors import LiveTensors
 from kdist.report.step_graph import live_tensors
 from kdist.sharding.device import Device
 from kdist.storage.variables import backing_of
 
 import keras
-import rich.box
-import rich.console
-import rich.table
 import tensorflow as tf
 
 
@@ -164,16 +160,14 @@ def analyse(parallel: Any, rows: int) -> LiveTensors | str:
 
 def table(memory: Sequence[DeviceMemory]) -> str:
     """As text."""
-    made = rich.table.Table(box=rich.box.SIMPLE)
-    made.add_column("device", no_wrap=True)
-    for title in _COLUMNS.values():
-        made.add_column(title, justify="right", no_wrap=True)
-    for one in memory:
-        sizes = [getattr(one, name) for name in _COLUMNS]
-        made.add_row(one.device, *("-" if n is None else readable(n) for n in sizes))
-    text = io.StringIO()
-    rich.console.Console(file=text, width=200).print(made)
-    return text.getvalue().rstrip()
+    sizes = [[getattr(one, name) for name in _COLUMNS] for one in memory]
+    return as_text(
+        [Column("device"), *map(number, _COLUMNS.values())],
+        [
+            (one.device, *("-" if n is None else readable(n) for n in row))
+            for one, row in zip(memory, sizes)
+        ],
+    )
 
 
 _COLUMNS: Mapping[str, str] = {

@@ -40,7 +40,9 @@ def assemble(parts: Sequence[tuple[Index, Any]]) -> Any:
         The tensor of the whole box, on the device in scope.
     """
     # Of a table that is split by hand, a device may hold no row.
-    parts = [p for p in parts if all(one.stop > one.start for one in p[0])] or parts[:1]
+    some = [p for p in parts if all(one.stop > one.start for one in p[0])]
+    # Where there is no element at all, equal parts are disjoint.
+    parts = some or list({str(p[0]): p for p in parts}.values())
     if len(parts) == 1:
         return parts[0][1]
     rank = len(parts[0][0])

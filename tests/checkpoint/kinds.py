@@ -112,7 +112,7 @@ def _explicit() -> dict[str, Any]:
     }
 
 
-def _split(axis: str, rows: tuple[int, ...]) -> Callable[[keras.Model], Any]:
+def split(axis: str, rows: tuple[int, ...]) -> Callable[[keras.Model], Any]:
     return lambda model: kdist.shard(model.get_layer("table"), manual_split=rows, axis=axis)
 
 
@@ -134,9 +134,9 @@ KINDS: Mapping[str, Kind] = {
         {"data": 2}, 1, declare=lambda model: kdist.place(model.get_layer("table"), "host")
     ),
     "split-model": Kind(
-        {"data": 2, "model": 2}, 0, True, declare=_split("model", (5, VOCABULARY - 5))
+        {"data": 2, "model": 2}, 0, True, declare=split("model", (5, VOCABULARY - 5))
     ),
-    "split-data": Kind({"data": 3}, 3, declare=_split("data", (0, 9, 3))),
+    "split-data": Kind({"data": 3}, 3, declare=split("data", (0, 9, 3))),
 }
 """Where checkpoints come from and go to."""
 

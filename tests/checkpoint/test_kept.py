@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 
 import kdist
-from kdist.callbacks import ShardedCheckpoint
+from kdist.callbacks import ShardedCheckpoint, sharded_checkpoint
 from kdist.checkpoint import directory as directories
+from kdist.checkpoint.writer import write
 
 import numpy as np
 import pytest
@@ -57,6 +59,18 @@ def test_the_best_of_an_epochs_value_is_found_between_steps_too(tmp_path):
     again = ShardedCheckpoint(tmp_path, monitor="val_loss", mode="max", resume=True)
     run(build({"data": 2}, 0), again, "split")
     assert again.best == max(values)
+
+
+def test_the_best_that_is_still_being_written_stays(tmp_path, monkeypatch):
+    def late(*args):
+        time.sleep(0.2)
+        return write(*args)
+
+    monkeypatch.setattr(sharded_checkpoint, "write", late)
+    saver = ShardedCheckpoint(tmp_path, every_steps=1, keep=1, monitor="loss", mode="max")
+    run(build({"data": 2}, 0), saver, "arrays", epochs=1)
+    assert steps_in(tmp_path) == sorted({saver._monitored.best[0], STEPS}) and STEPS > 1
+    assert saver._monitored.best[0] < STEPS
 
 
 @pytest.mark.parametrize(

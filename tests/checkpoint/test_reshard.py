@@ -21,7 +21,7 @@ import pytest
 
 from ..equivalence.harness import precision
 from ..equivalence.matrix import product, spread
-from .kinds import KINDS, Kind, adam, build_tied, state, train
+from .kinds import KINDS, VOCABULARY, Kind, adam, build_tied, split, state, train
 
 NAMES = tuple(KINDS)
 DEFAULT = [
@@ -208,6 +208,16 @@ def test_bytes_written_and_read_are_those_of_the_parts(tmp_path, level):
     assert arrays < store.bytes_read() - before < 1.05 * arrays
 
 
+@pytest.mark.parametrize("axis", ["model", "data"])
+def test_a_table_of_which_one_device_has_all_rows_comes_back(axis, tmp_path):
+    """Its part is the whole, and yet no copy beside parts."""
+    rows = {"data": 2, "model": 2}, 1, True
+    alone = Kind(*rows, declare=split(axis, (0, VOCABULARY)))
+    goes_on(alone, KINDS["plain"], tmp_path / "from")
+    goes_on(KINDS["plain"], alone, tmp_path / "to")
+    goes_on(alone, Kind(*rows, declare=split(axis, (VOCABULARY, 0))), tmp_path / "other")
+
+
 def test_loss_scale_comes_back(tmp_path):
     def scaled():
         return keras.optimizers.LossScaleOptimizer(
@@ -291,6 +301,24 @@ def test_what_was_not_sent_of_other_gradients_is_dropped(tmp_path):
     train(other, 1)
     with pytest.warns(UserWarning, match="compression begins anew"):
         kdist.checkpoint.restore(other, tmp_path)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_was_not_sent_of_a_frozen_layer_is_left_out(compiled, tmp_path):
+    def frozen():
+        model = UNSENT["data3"].model()
+        train(model, 1)
+        model.get_layer("up").trainable = False
+        if compiled:
+            model.compile(adam(), "mse", metrics=["mae"])
+        else:
+            train(model, 1)
+        return model
+
+    model, other = frozen(), frozen()
+    kdist.checkpoint.save(model, tmp_path)
+    kdist.checkpoint.restore(other, tmp_path)
+    np.testing.assert_allclose(train(other, 1), train(model, 1), rtol=1e-9)
 
 
 def test_another_model_is_refused_and_stays_as_it_was():

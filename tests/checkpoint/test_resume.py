@@ -271,6 +271,22 @@ def test_a_callback_whose_state_cannot_be_saved_is_named_once(tmp_path):
     assert again.seen == 4 * STEPS
 
 
+def test_arrays_that_are_no_numbers_are_named():
+    holds = Holds()
+    states = CallbackStates([holds])
+    del holds.socket
+    holds.names, holds.best = np.array(["a", "bb"]), np.str_("q")
+    holds.when, holds.text = np.datetime64("2020-01-01"), tf.constant("t")
+    holds.pairs, holds.long = np.zeros(2, "i4,i4"), np.longdouble(1)
+    holds.half, holds.sign = tf.constant([1, 2], tf.bfloat16), np.complex64(1j)
+    arrays: list[np.ndarray] = []
+    with pytest.warns(UserWarning, match="Holds holds what") as told:
+        (saved,) = states.save(arrays)
+    assert "['names', 'when', 'text', 'pairs', 'long']" in str(told[0].message)
+    assert saved["changed"] == {"best": "q", "half": {"array": 0}, "sign": {"array": 1}}
+    assert [one.dtype.name for one in arrays] == ["bfloat16", "complex64"]
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -1,5 +1,6 @@
 """Arrays in files: any box of what was written in any boxes; damage is named."""
 
+import dataclasses
 import math
 
 from kdist.checkpoint import store
@@ -101,6 +102,19 @@ def test_damage_names_the_array(tmp_path, how, compression):
         largest.unlink()
     with pytest.raises(DamagedError, match="'dense/kernel'.*cannot be read"):
         store.Reader(tmp_path).read(array)
+
+
+def test_a_box_that_no_part_meets_is_damage(tmp_path):
+    values = np.arange(12.0).reshape(6, 2)
+    array = write(tmp_path, "table", values, [(slice(0, 4), slice(0, 2))])
+    array = dataclasses.replace(array, shape=values.shape)
+    reader = store.Reader(tmp_path)
+    with pytest.raises(DamagedError, match="'table'.*no part of it"):
+        reader.read(array, (slice(4, 6), slice(0, 2)))
+    assert reader.read(array, (slice(6, 6), slice(0, 2))).shape == (0, 2)
+    nothing = dataclasses.replace(array, parts=())
+    with pytest.raises(DamagedError, match="'table'.*no part of it"):
+        reader.read(nothing)
 
 
 def test_all_arrays_are_one_commit(tmp_path):

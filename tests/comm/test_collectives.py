@@ -214,6 +214,16 @@ def test_a_barrier_holds_all_values_back_until_the_last_is_there(algorithm):
     assert comm.barrier(None, mesh, "data", algorithm=algorithm) is None
 
 
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("given", [[1, 2], np.array([1, 2]), (np.float32(1), tf.constant(2.0))])
+def test_a_barrier_takes_what_becomes_a_tensor(given, traced):
+    def program():
+        return comm.barrier(given, line(2), "data")
+
+    held = (tf.function(program, autograph=False) if traced else program)()
+    assert [float(value) for value in held] == [1, 2]
+
+
 def test_a_barrier_depends_on_every_rank():
     """In the graph there is a path from each device's value to each device's result."""
 

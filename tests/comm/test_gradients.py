@@ -150,6 +150,56 @@ def test_uneven_parts_go_back_where_they_came_from():
             np.testing.assert_allclose(g, 2 * x * len(got))
 
 
+def in_two_groups(function, lengths, traced, **options):
+    """Gradients over two groups of two, by one call and by a call of each group."""
+    random = np.random.default_rng(4)
+    xs = [tf.constant(random.normal(size=n)) for n in lengths]
+    both = kdist.mesh(data=2, model=2)
+
+    def together(*xs):
+        return function(list(xs), both, "data", **options)
+
+    def apart(*xs):
+        found = {}
+        for row in ((0, 2), (1, 3)):
+            mesh = kdist.mesh(data=2, devices=[f"cpu:{k}" for k in row])
+            found.update(zip(row, function([xs[k] for k in row], mesh, "data", **options)))
+        return [found[k] for k in range(4)]
+
+    def gradients(call):
+        def program(*xs):
+            with tf.GradientTape() as outer:
+                outer.watch(xs)
+                with tf.GradientTape() as tape:
+                    tape.watch(xs)
+                    loss = tf.add_n([tf.reduce_sum(y**3) for y in call(*xs) if y is not None])
+                first = tape.gradient(loss, xs)
+                norm = tf.add_n([tf.reduce_sum(one**2) for one in first])
+            return first, outer.gradient(norm, xs)
+
+        return tf.nest.flatten((tf.function(program, autograph=False) if traced else program)(*xs))
+
+    return xs, gradients(together), gradients(apart)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(
+    ("function", "lengths", "options"),
+    [
+        (comm.gather, [1, 2, 3, 2], {}),
+        (comm.all_gather, [1, 2, 3, 2], {}),
+        (comm.all_to_all, [4, 2, 6, 5], {}),
+        (comm.all_to_all, [(2, 1), (2, 2), (2, 3), (2, 2)], {"cut_dim": 0, "join_dim": 1}),
+        (comm.all_to_all, [(3, 1), (2, 2), (3, 3), (2, 2)], {"cut_dim": 0, "join_dim": 1}),
+    ],
+)
+def test_groups_may_have_lengths_of_their_own(function, lengths, options, traced):
+    xs, got, want = in_two_groups(function, lengths, traced, **options)
+    for x, g, w in zip([*xs, *xs], got, want, strict=True):
+        assert g.shape == x.shape
+        np.testing.assert_allclose(g, w, rtol=1e-9)
+
+
 def test_integers_have_no_gradient():
     xs = [tf.constant([1]), tf.constant([2])]
     with tf.GradientTape() as tape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import kdist
-from kdist.display.tables import Column, number, readable, table
+from kdist.display.tables import Column, as_text, number, readable, table
 
 import keras
 import pytest
@@ -41,6 +41,18 @@ def test_sentences_go_on_in_the_next_line() -> None:
     assert " ".join(word for line in lines[3:] for word in line.split()) == (
         "up a sentence of more words than one line has"
     )
+
+
+def test_a_table_as_text(monkeypatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    columns = [Column("weight"), number("bytes")]
+    lines = as_text(columns, [("block[red]x", "64")], total=("total", "64")).split("\n")
+    assert [line.split() for line in lines if line and "─" not in line] == [
+        ["weight", "bytes"],
+        ["block[red]x", "64"],
+        ["total", "64"],
+    ]
+    assert all(line == line.rstrip() for line in lines)
 
 
 def plan_texts(axes: dict[str, int], level: int, width: int) -> tuple[keras.Model, str]:

@@ -146,6 +146,7 @@ def test_the_table_groups_and_sums():
     assert ["one", "forward", "all-gather", "model", "2", "1,064"] in lines
     assert ["one", "forward", "all-reduce", "model", "1", "64"] in lines
     assert ["total", "3", "1,128"] in lines
+    assert "block[red]x" in lowered.format_table([collective(layer="block[red]x")])
 
 
 def test_operations_are_read_from_what_dtensor_made_of_their_names() -> None:

@@ -64,6 +64,10 @@ def recurrent(make: Callable) -> Callable:
     return lambda x: make()(layers.Reshape((4, 2))(x))
 
 
+def filtered(make: Callable, *shape: int) -> Callable:
+    return lambda x: make()(layers.Reshape(shape or (2, 2, 2))(x))
+
+
 def scanned(x: Any) -> Any:
     steps = ops.transpose(x, (1, 0))
     total, _ = ops.scan(lambda c, v: (ops.tanh(c + v), c), ops.zeros_like(steps[0]), steps)
@@ -113,6 +117,13 @@ CASES: dict[str, tuple[Callable, str | None]] = {
         lambda x: layers.Conv1D(8, 2, groups=2, padding="same")(layers.Reshape((2, 4))(x)),
         "PartitionedCall",
     ),
+    "depthwise": (filtered(lambda: layers.DepthwiseConv2D((2, 1), padding="same")), None),
+    "separable": (filtered(lambda: layers.SeparableConv2D(2, (2, 1))), None),
+    "transposed": (filtered(lambda: layers.Conv2DTranspose(2, (2, 1))), None),
+    "depthwise 1d": (filtered(lambda: layers.DepthwiseConv1D(2), 4, 2), None),
+    "separable 1d": (filtered(lambda: layers.SeparableConv1D(2, 2), 4, 2), None),
+    "transposed 1d": (filtered(lambda: layers.Conv1DTranspose(2, 2), 4, 2), None),
+    "transposed 3d": (filtered(lambda: layers.Conv3DTranspose(2, (2, 1, 1)), 2, 1, 2, 2), None),
     "lstm": (recurrent(lambda: layers.LSTM(8, name="island")), "StatelessWhile"),
     "gru": (recurrent(lambda: layers.GRU(8, name="island")), "StatelessWhile"),
     "bidirectional": (
@@ -134,6 +145,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 DEFAULT = [
     ("new axis", "data2_model2"),
+    ("depthwise", "data2_model2"),
+    ("separable", "data2_model2"),
+    ("transposed", "data2_model2"),
+    ("depthwise 1d", "data2_model2"),
+    ("separable 1d", "data2_model2"),
+    ("transposed 1d", "data2_model2"),
+    ("transposed 3d", "data2_model2"),
     ("rotary", "data2_model2"),
     ("lstm", "data2_model2"),
     ("python", "level1"),

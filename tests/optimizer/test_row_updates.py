@@ -298,6 +298,20 @@ def test_equals_one_device(name: str, mesh: str, level: int) -> None:
         assert_same_weights(plain, model)
 
 
+def test_of_rows_their_values_are_asked_whether_they_are_finite(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, is_finite = [], tf.math.is_finite
+
+    def noted(x: Any, *args: Any) -> Any:
+        asked.append(tuple(x.shape))
+        return is_finite(x, *args)
+
+    monkeypatch.setattr(tf.math, "is_finite", noted)
+    train(parallel("data4", 0, TRAINED["scaled"]()), batches(1))
+    assert (None, COLUMNS) not in asked and (BATCH * LOOK_UPS, COLUMNS) in asked
+
+
 @pytest.mark.parametrize(
     "mesh", ["data4", *(pytest.param(m, marks=pytest.mark.long) for m in ("columns", "pipe"))]
 )

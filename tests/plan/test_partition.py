@@ -136,6 +136,7 @@ def test_dealt_parameters_are_balanced(level: int, count: int) -> None:
     [
         ({"level": 4}, "level is 0, 1, 2 or 3. Received: level=4"),
         ({"level": True}, "Received: level=True"),
+        ({"level": 1.0}, "Received: level=1.0"),
         ({"level": 1, "threshold_kb": -1}, "Received: threshold_kb=-1"),
         ({"level": 1, "threshold_kb": "64"}, "Received: threshold_kb='64'"),
         ({"level": 1, "partition": "rows"}, "Received: partition='rows'"),

@@ -25,7 +25,18 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ..parity import MESHES, assert_close, assert_every_copy, config, copies, data, mlp, pair
+from ..parity import (
+    MESHES,
+    assert_close,
+    assert_every_copy,
+    compile_all,
+    config,
+    copies,
+    data,
+    fit_all,
+    mlp,
+    pair,
+)
 
 pytestmark = pytest.mark.usefixtures("float64")
 both_meshes = pytest.mark.parametrize("axes", MESHES, ids=["data", "inner"])
@@ -61,6 +72,52 @@ def test_assemble_refuses_the_same_part_twice():
     part = ((slice(0, 2),), tf.ones(2))
     with pytest.raises(ValueError, match="disjoint"):
         assemble([part, part])
+
+
+def test_assemble_of_nothing_has_the_shape_of_the_whole():
+    def parts(*bounds):
+        boxes = [tuple(slice(a, b) for a, b in one) for one in bounds]
+        return [(box, tf.zeros([one.stop - one.start for one in box])) for box in boxes]
+
+    none = (0, 0)
+    assert assemble(parts([none, (0, 2)], [none, (2, 4)])).shape == (0, 4)
+    assert assemble(parts([none, (0, 4)], [none, (0, 4)])).shape == (0, 4)
+    assert assemble(parts([(0, 1), none], [(1, 3), none])).shape == (3, 0)
+    # Of a table that is split by hand.
+    assert assemble(parts([none, (0, 4)], [(0, 3), (0, 4)], [(3, 3), (0, 4)])).shape == (3, 4)
+
+
+class Empty(keras.layers.Layer):
+    """Weights without elements, beside one that has some."""
+
+    def build(self, shape):
+        self.rows = self.add_weight(shape=(0, 4), name="rows")
+        self.columns = self.add_weight(shape=(3, 0), name="columns")
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+
+    def call(self, x):
+        return x * self.scale + keras.ops.sum(self.rows) + keras.ops.sum(self.columns)
+
+
+def with_empty():
+    keras.utils.set_random_seed(1)
+    layers = keras.Input((6,)), Empty(name="empty"), keras.layers.Dense(3, name="down")
+    return keras.Sequential(layers, name="model")
+
+
+def test_a_weight_without_elements_reads_with_its_shape():
+    mesh, model = kdist.mesh(data=2, model=2), with_empty()
+    cuts = {".*/rows": (None, "model")}
+    model = kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh, layout_map=cuts))
+    assert model.get_layer("empty").rows.numpy().shape == (0, 4)
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_a_weight_without_elements_is_accumulated(level):
+    options = kdist.OptimizerConfig(level=level, threshold_kb=0)
+    models = pair({"data": 4}, with_empty, optimizer=options)
+    compile_all(models, optimizer=lambda: keras.optimizers.Adam(gradient_accumulation_steps=2))
+    fit_all(models, epochs=2, batch_size=8)
 
 
 def test_same_device():
