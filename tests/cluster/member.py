@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import socket
 import sys
 import threading
@@ -190,6 +191,29 @@ def catches() -> None:
         goes_on()
     except kdist.comm.PeerError as error:
         print("CAUGHT", list(error.peers), flush=True)
+
+
+def interrupted() -> None:
+    """Trains until Ctrl-C, and saves then, as users do."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests' own is ignored
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        joined()
+    made, (x, y) = model(), data()
+
+    class Telling(keras.callbacks.Callback):
+        """Tells a test that training runs."""
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2:
+                print("training", flush=True)
+
+    try:
+        made.fit(x, y, batch_size=8, epochs=1_000_000, verbose=0, callbacks=[Telling()])
+    except KeyboardInterrupt:
+        path = os.path.join(os.environ["TEST_FOLDER"], "kept.keras")
+        made.save(path)
+        print("saved", keras.models.load_model(path).count_params(), flush=True)
 
 
 def saves() -> None:
