@@ -303,6 +303,19 @@ def large() -> None:
     print("trained", flush=True)
 
 
+def forks() -> None:
+    """A fork ends as scripts do, then training goes on; checkpoints need messages."""
+    joined()
+    if not (child := os.fork()):
+        sys.exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    made, (x, y) = model(), data()
+    saver = kdist.callbacks.ShardedCheckpoint(os.environ["TEST_FOLDER"], every_steps=2)
+    made.fit(x, y, batch_size=8, verbose=0, callbacks=[saver])
+    print("trained", flush=True)
+    sys.exit(5)
+
+
 def resumes() -> None:
     """Trains with checkpoints; the first start fails in one process."""
     joined()
