@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import dis
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -20,14 +21,14 @@ _FAILED = 1
 
 
 class Ending:
-    """Sees this program's end, and tells it on.
+    """Sees this program's end, and tells it on; what is forked from it ends for itself.
 
     Args:
         tell: Gets the exit code, and the error if that is why. May be called twice.
     """
 
     def __init__(self, tell: Callable[[int, BaseException | None], None]) -> None:
-        self._tell = tell
+        self._tell, self._program = tell, os.getpid()
         self._asked = 0
         self._error_before = _uncaught()
         self._main = _outermost()
@@ -40,7 +41,11 @@ class Ending:
         for name in ("exit", "quit"):
             if hasattr(builtins, name):  # not so with `python -S`
                 setattr(builtins, name, _Noting(getattr(builtins, name), self._note))
-        atexit.register(lambda: self._tell(*self.outcome()))
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        if os.getpid() == self._program:
+            self._tell(*self.outcome())
 
     def outcome(self) -> tuple[int, BaseException | None]:
         """The exit code, and the error if that is why; asked when the program ends."""
@@ -58,7 +63,8 @@ class Ending:
     def _see(self, kind: Any, error: Any, trace: Any) -> None:
         """Before threads are waited for, unless another hook has taken this one's place."""
         self._hook(kind, error, trace)
-        self._tell(code_of(error), error)
+        if os.getpid() == self._program:
+            self._tell(code_of(error), error)
 
 
 class _Noting:

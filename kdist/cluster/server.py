@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any, NoReturn
 
 from kdist._compat import cluster_runtime, remote_python
@@ -60,13 +62,34 @@ def serve(
     address = joined_address(host, port)
     ending = threading.Event()
     try:
-        hold = remote_python.register(held.hold)
-        channel.send(count=place.count, settings=dict(mine), address=address, hold=hold)
-        threading.Thread(target=_beat, args=(channel, deadlines, ending), daemon=True).start()
-        _follow(place, channel, deadlines)
+        with _through_interrupts(place):
+            hold = remote_python.register(held.hold)
+            channel.send(count=place.count, settings=dict(mine), address=address, hold=hold)
+            threading.Thread(target=_beat, args=(channel, deadlines, ending), daemon=True).start()
+            _follow(place, channel, deadlines)
     finally:
         ending.set()
         channel.close()
+
+
+@contextlib.contextmanager
+def _through_interrupts(place: Place) -> Iterator[None]:
+    """Ctrl-C, which terminals and launchers send to all, is for the script in process 0."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # of a worker of Ray, whose main thread is Ray's
+        return
+    told: list[int] = []
+
+    def go_on(number: int, frame: FrameType | None) -> None:
+        if not told:
+            told.append(number)
+            say(f"process {place.process} of {place.count} goes on until process 0 ends")
+
+    before = signal.signal(signal.SIGINT, go_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
 
 
 def _reach(place: Place, deadlines: Deadlines) -> Channel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import signal
@@ -19,6 +20,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _TOGETHER_SECONDS = 40.0
 """For the others to end by themselves, once one has failed: longer than `kdist.init` gives them."""
 _LAST_SECONDS = 5.0
+_ENDED_BY_INTERRUPT = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT)
 _SETTLED_SECONDS = 0.3
 _SHOWN_LINES = 60
 
@@ -47,7 +49,7 @@ class Launch:
         self.logs, self.console = logs, console
         self._running: list[subprocess.Popen] = []
         self._first: int | None = None
-        self._stopped: int | None = None
+        self._stops: list[int] = []
 
     def run(self, max_restarts: int = 0) -> int:
         """Runs to the end; all start again if one fails.
@@ -58,15 +60,16 @@ class Launch:
         Returns:
             The exit code: 0, or that of the process that failed first in the last attempt.
         """
-        before = {s: signal.signal(s, self._stop) for s in (signal.SIGINT, signal.SIGTERM)}
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {s: signal.signal(s, lambda n, frame: self._stops.append(n)) for s in numbers}
         try:
             for attempt in range(max_restarts + 1):
                 code = self._attempt(attempt)
-                if code == 0 or self._stopped is not None:
+                if code == 0 or self._stops:
                     break
                 if attempt < max_restarts:
                     self.console.print(f"kdist.launch: start {attempt + 2} of {max_restarts + 1}")
-            return code if self._stopped is None else 128 + self._stopped
+            return 128 + self._stops[-1] if self._stops else code
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -125,8 +128,8 @@ class Launch:
 
     def _wait(self) -> None:
         """Until all have ended; when one fails, or all are to stop, the others have a while."""
-        end: float | None = None
-        asked = False
+        end = math.inf
+        asked, heeded = False, 0
         while any(one.poll() is None for one in self._running):
             failed = [n for n, one in enumerate(self._running) if one.poll()]
             if failed and self._first is None:
@@ -135,9 +138,13 @@ class Launch:
                     # The others may follow process 0 faster than it ends itself.
                     time.sleep(_SETTLED_SECONDS)
                     self._first = next(n for n, one in enumerate(self._running) if one.poll())
-            if (failed or self._stopped is not None) and end is None:
-                end = time.monotonic() + (_TOGETHER_SECONDS if failed else _LAST_SECONDS)
-            if end is not None and time.monotonic() > end:
+            if heeded < len(self._stops):
+                heeded += 1
+                if self._stop(heeded):
+                    end = min(end, time.monotonic() + _LAST_SECONDS)
+            if failed and end == math.inf:
+                end = time.monotonic() + _TOGETHER_SECONDS
+            if time.monotonic() > end:
                 self._signal(signal.SIGKILL if asked else signal.SIGTERM)
                 asked, end = True, time.monotonic() + _LAST_SECONDS
             time.sleep(0.05)
@@ -145,21 +152,40 @@ class Launch:
             failed = [n for n, one in enumerate(self._running) if one.returncode]
             self._first = failed[0] if failed else None
 
+    def _stop(self, times: int) -> bool:
+        """Tells the processes of what the launcher was told; returns whether they are to hurry.
+
+        Args:
+            times: How often it was told to stop.
+        """
+        first = times == 1 and self._stops[0] == signal.SIGINT
+        if first:
+            self.console.print(
+                "kdist.launch: the script hears of Ctrl-C, and has the time that it needs to save "
+                "and end; Ctrl-C again ends it at once",
+                soft_wrap=True,
+            )
+        self._signal(signal.SIGINT if first else signal.SIGTERM)
+        return not first
+
     def _signal(self, number: int) -> None:
         """Signals the processes that still run, and what they started."""
         for one in self._running:
             if one.poll() is None:
                 os.killpg(one.pid, number)
 
-    def _stop(self, number: int, frame: object) -> None:
-        self._stopped = number
-        self._signal(number)
-
     def _tell(self, files: Sequence[Path]) -> int:
         """Says which process failed first, with what it printed last; returns the exit code."""
         if self._first is None:
             return 0
         code = self._running[self._first].returncode
+        if signal.SIGINT in self._stops and code in _ENDED_BY_INTERRUPT:
+            self.console.print(
+                f"kdist.launch: Ctrl-C ended the script; its output: {files[0]}",
+                markup=False,
+                soft_wrap=True,
+            )
+            return 128 + signal.SIGINT
         how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
         text = files[self._first].read_text(encoding="utf-8", errors="replace")
         lines = text[max(text.rfind(_TRACEBACK), 0) :].splitlines()[-_SHOWN_LINES:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import socket
 import sys
 import threading
@@ -192,6 +193,29 @@ def catches() -> None:
         print("CAUGHT", list(error.peers), flush=True)
 
 
+def interrupted() -> None:
+    """Trains until Ctrl-C, and saves then, as users do."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests' own is ignored
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        joined()
+    made, (x, y) = model(), data()
+
+    class Telling(keras.callbacks.Callback):
+        """Tells a test that training runs."""
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2:
+                print("training", flush=True)
+
+    try:
+        made.fit(x, y, batch_size=8, epochs=1_000_000, verbose=0, callbacks=[Telling()])
+    except KeyboardInterrupt:
+        path = os.path.join(os.environ["TEST_FOLDER"], "kept.keras")
+        made.save(path)
+        print("saved", keras.models.load_model(path).count_params(), flush=True)
+
+
 def saves() -> None:
     """Trains with checkpoints, where files cannot grow."""
     if "TEST_FILE_BYTES" in os.environ:
@@ -277,6 +301,19 @@ def large() -> None:
     made.compile("adam", "mse")
     made.fit(np.ones((8, 4096)), np.ones((8, 1)), batch_size=8, epochs=3, verbose=0)
     print("trained", flush=True)
+
+
+def forks() -> None:
+    """A fork ends as scripts do, then training goes on; checkpoints need messages."""
+    joined()
+    if not (child := os.fork()):
+        sys.exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    made, (x, y) = model(), data()
+    saver = kdist.callbacks.ShardedCheckpoint(os.environ["TEST_FOLDER"], every_steps=2)
+    made.fit(x, y, batch_size=8, verbose=0, callbacks=[saver])
+    print("trained", flush=True)
+    sys.exit(5)
 
 
 def resumes() -> None:

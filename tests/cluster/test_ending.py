@@ -56,6 +56,16 @@ WAYS = {
         0,
         None,
     ),
+    "the exit of a fork": (
+        "import os\nif not (pid := os.fork()):\n    sys.exit(3)\nos.waitpid(pid, 0)",
+        0,
+        None,
+    ),
+    "an error in a fork": (
+        "import os\nif not (pid := os.fork()):\n    1 / 0\nos.waitpid(pid, 0)\nsys.exit(4)",
+        4,
+        None,
+    ),
 }
 
 

@@ -104,6 +104,14 @@ def test_all_end_with_the_exit_code_of_process_0_by_other_ways(way: str, code: i
     assert ("failed: KeyError: 'of the user'" in both[1].text) == (way == "hook")
 
 
+@pytest.mark.wide
+def test_a_fork_that_ends_does_not_end_the_program(tmp_path: Path) -> None:
+    with program("forks", 2, TEST_FOLDER=str(tmp_path)) as both:
+        assert both[0].ends() == 5, both[0].text[-2000:]
+        assert both[1].ends() == 5
+    assert "trained" in both[0].text
+
+
 @pytest.mark.parametrize(
     ("how", "silence"),
     [
