@@ -15,8 +15,8 @@ from kdist.checkpoint.manifest import Box, CheckpointError, SavedArray, SavedPar
 from kdist.checkpoint.store import Reader, dtype_of
 from kdist.optimizer.formatted_slots import coded
 from kdist.optimizer.local import Vectors
-from kdist.plan.bucket import Piece
 from kdist.sharding.device import Device
+from kdist.storage.flat_rows import Piece
 from kdist.storage.variables import Part, parts_of
 
 import keras

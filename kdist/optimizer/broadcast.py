@@ -15,9 +15,10 @@ from typing import Any
 from kdist._compat import keras_trainer
 from kdist.optimizer.routed import Routed
 from kdist.optimizer.update_jobs import Jobs
-from kdist.plan.bucket import Bucket, flat, shards_at, unflat
+from kdist.plan.bucket import Bucket, shards_at
 from kdist.sharding.owners import UpdateUnit
 from kdist.sharding.placement import Coordinate
+from kdist.storage.flat_rows import flat, unflat
 from kdist.storage.transfer import Sent
 
 import keras

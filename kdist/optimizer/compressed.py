@@ -14,11 +14,12 @@ from kdist.config.compression import PowerSGD, matrix_shape
 from kdist.optimizer import compressors
 from kdist.optimizer.gradients import GradientSource, bucket_gradients
 from kdist.optimizer.low_rank import LowRankState
-from kdist.plan.bucket import Bucket, flat, unflat
+from kdist.plan.bucket import Bucket
 from kdist.plan.exchange import Exchange, is_low_rank
 from kdist.sharding.mesh import Topology
 from kdist.sharding.owners import UpdateUnit
 from kdist.sharding.placement import Coordinate, Placement, relative
+from kdist.storage.flat_rows import flat, unflat
 from kdist.storage.variables import assemble
 
 import tensorflow as tf

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from kdist.plan.bucket import flat, unflat
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Placement, shape_of
+from kdist.storage.flat_rows import flat, unflat
 from kdist.storage.transfer import Sent
 from kdist.storage.variables import Stored, assemble
 

@@ -16,8 +16,8 @@ from typing import Any
 from kdist._compat import keras_optimizers, keras_trainer
 from kdist.layers.lazy import Lazy
 from kdist.optimizer.shared_steps import SharedSteps
-from kdist.plan.bucket import Piece
 from kdist.sharding.placement import Index, covers
+from kdist.storage.flat_rows import Piece
 from kdist.storage.row_views import Rows, scattered
 from kdist.storage.variables import Part, assemble, backing_of, become_view, unborn
 

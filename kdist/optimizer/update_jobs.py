@@ -15,7 +15,7 @@ from kdist.optimizer.formatted_slots import format_slots
 from kdist.optimizer.gradients import GradientSource
 from kdist.optimizer.local import LocalOptimizer, Span, link_slots, shares_steps
 from kdist.optimizer.shared_steps import SharedSteps
-from kdist.plan.bucket import Bucket, flat_view, make_buckets, unflat
+from kdist.plan.bucket import Bucket, make_buckets
 from kdist.plan.exchange import Exchange, make_exchanges
 from kdist.sharding.mesh import Topology
 from kdist.sharding.owners import UpdateUnit
@@ -27,6 +27,7 @@ from kdist.sharding.placement import (
     relative,
     shape_of,
 )
+from kdist.storage.flat_rows import flat_view, unflat
 from kdist.storage.row_views import rows_view
 from kdist.storage.variables import Stored, assemble, make_local
 

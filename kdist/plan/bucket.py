@@ -21,14 +21,11 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from kdist._compat import keras_trainer
 from kdist.sharding.mesh import HOST
 from kdist.sharding.owners import UpdateUnit
 from kdist.sharding.placement import Coordinate, Placement, Shard, covers, shape_of
-from kdist.storage.row_views import RowsBacking
-from kdist.storage.variables import become_view, make_local
+from kdist.storage.flat_rows import flat, unflat
 
-import keras
 import tensorflow as tf
 
 
@@ -90,19 +87,6 @@ class Bucket:
         """The members' parts of one owner's vector: rows of each."""
         owners = len(self.owners)
         return unflat(vector, [(s[0] // owners, *s[1:]) if s else () for s in self.shapes])
-
-
-def flat(tensors: Sequence[Any]) -> Any:
-    """Tensors as one vector."""
-    vectors = [t if len(t.shape) == 1 else tf.reshape(t, [-1]) for t in tensors]
-    return vectors[0] if len(vectors) == 1 else tf.concat(vectors, 0)
-
-
-def unflat(vector: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
-    """The reverse of `flat`. What is a vector, as most of what is fused, stays as it is."""
-    sizes = [math.prod(shape) for shape in shapes]
-    parts = [vector] if len(sizes) == 1 else tf.split(vector, sizes)
-    return [p if len(s) == 1 else tf.reshape(p, s) for p, s in zip(parts, shapes)]
 
 
 def make_buckets(
@@ -184,72 +168,3 @@ def values_from_host(
         )
         for at in bucket.holders[0]
     ]
-
-
-class FlatRows(RowsBacking):
-    """Backing of a replica's vector of a bucket."""
-
-    def joined(self, pieces: Sequence[Any]) -> Any:
-        """See `RowsBacking`."""
-        return flat(pieces)
-
-    def write(self, value: Any) -> None:
-        """See `RowsBacking`."""
-        shapes = [_rows_shape(local, r) for local, r in self.parts]
-        pieces = unflat(tf.cast(value, self.parts[0][0].dtype), shapes)
-        for (local, r), piece in zip(self.parts, pieces):
-            target = keras_trainer.tf_variable(local)
-            (target if r is None else target[r]).assign(piece)
-
-
-def _rows_shape(local: keras.Variable, rows: slice | None) -> tuple[int, ...]:
-    shape = tuple(int(n) for n in local.shape)
-    return shape if rows is None else (rows.stop - rows.start, *shape[1:])
-
-
-def flat_view(
-    like: keras.Variable, parts: Sequence[tuple[keras.Variable, slice | None]]
-) -> keras.Variable:
-    """A variable that is a replica's vector of a bucket, on the device in scope.
-
-    Args:
-        like: A member, for its path.
-        parts: See `RowsBacking`.
-    """
-    size = sum(math.prod(_rows_shape(local, rows)) for local, rows in parts)
-    view = make_local(like, tf.zeros([size], parts[0][0].dtype))
-    become_view(view, FlatRows(parts), None)
-    return view
-
-
-class Piece:
-    """A part of a flat variable, in the shape of what it stands for.
-
-    Args:
-        flat: The variable.
-        start: First element.
-        shape: Shape of the part.
-    """
-
-    def __init__(self, flat: keras.Variable, start: int, shape: Sequence[int]) -> None:
-        self.flat = flat
-        self.start = start
-        self.shape = tuple(shape)
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the variable."""
-        return self.flat.dtype
-
-    @property
-    def value(self) -> Any:
-        """The part."""
-        stop = self.start + math.prod(self.shape)
-        return tf.reshape(tf.convert_to_tensor(self.flat.value)[self.start : stop], self.shape)
-
-    def assign(self, value: Any) -> None:
-        """Writes the part."""
-        stop = self.start + math.prod(self.shape)
-        whole = tf.convert_to_tensor(self.flat.value)
-        middle = tf.reshape(tf.cast(value, whole.dtype), [-1])
-        self.flat.assign(tf.concat([whole[: self.start], middle, whole[stop:]], 0))

@@ -10,7 +10,7 @@ from kdist._compat.run_metadata import function_graphs
 from kdist.api.parallelize import attached
 from kdist.optimizer.local import ELEMENTWISE, LocalOptimizer, Vectors
 from kdist.optimizer.shared_steps import SharedSteps
-from kdist.plan.bucket import Piece
+from kdist.storage.flat_rows import Piece
 from kdist.storage.row_views import RowsBacking, rows_view
 from kdist.storage.variables import backing_of, make_local
 
