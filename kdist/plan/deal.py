@@ -168,19 +168,18 @@ def _on_devices(
             yield device, table.nbytes / devices, ids + rows / devices
 
 
-def choices_of(table: TableLoad, devices: int, host: bool, columns: bool = True) -> list[Dealt]:
+def choices_of(table: TableLoad, devices: int, host: bool) -> list[Dealt]:
     """Where a table may go.
 
     Args:
         table: The table.
         devices: How many devices there are.
         host: Whether the host takes tables.
-        columns: Whether tables may be cut by columns.
     """
     found = [Dealt(WHOLE, device) for device in range(devices)]
     if devices > 1 and table.rows >= devices:
         found.append(Dealt(ROWS))
-    if columns and devices > 1 and table.dim % devices == 0:
+    if devices > 1 and table.dim % devices == 0:
         found.append(Dealt(COLUMNS))
     return [*found, Dealt(HOST)] if host else found
 
@@ -191,7 +190,6 @@ def deal(
     *,
     capacity: int | None = None,
     host: bool = False,
-    columns: bool = True,
 ) -> Deal:
     """Deals tables to devices.
 
@@ -200,7 +198,6 @@ def deal(
         devices: Between how many devices.
         capacity: Bytes of tables that a device may hold; None for any number.
         host: Whether the host's memory, without limit and slow, takes tables too.
-        columns: Whether tables may be cut by columns.
 
     Returns:
         The best deal found; deterministic.
@@ -220,7 +217,7 @@ def deal(
     names = [one.name for one in tables]
     if len(set(names)) != len(names):
         raise ValueError(f"Each table needs a name of its own. Received: {names}")
-    options = [choices_of(table, devices, host, columns) for table in tables]
+    options = [choices_of(table, devices, host) for table in tables]
     rank = functools.partial(_rank, capacity=capacity)
     starts = [_greedy(tables, devices, options, rank)]
     for kind in (ROWS, COLUMNS, HOST):
