@@ -141,11 +141,6 @@ def heard_in_strategy_cluster(name: str, seconds: float) -> str:
         raise TimeoutError(str(error).split("\n", maxsplit=1)[0]) from error
 
 
-def devices_of_all() -> list[str]:
-    """Names of all devices, process after process."""
-    return [device.name for device in tf.config.list_logical_devices()]
-
-
 def cut_connections(addresses: Collection[tuple[str, int]]) -> int:
     """Ends this process's connections to some addresses; returns how many there were.
 

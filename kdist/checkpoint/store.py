@@ -180,12 +180,6 @@ def dtype_of(name: str) -> np.dtype:
     return ts.dtype(name).numpy_dtype
 
 
-def bytes_read() -> int:
-    """Bytes that this process has read from files by TensorStore so far."""
-    found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    return sum(value["value"] for metric in found for value in metric["values"])
-
-
 def can_hold(dtype: np.dtype) -> bool:
     """Whether arrays of a dtype can be written: numbers that TensorStore has."""
     try:

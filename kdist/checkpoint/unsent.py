@@ -16,8 +16,7 @@ from typing import Any
 
 from kdist.checkpoint.manifest import SavedArray
 from kdist.checkpoint.store import Reader
-from kdist.sharding.placement import Index, relative, shape_of
-from kdist.storage.recipes import overlap
+from kdist.sharding.placement import Index, overlap, relative, shape_of
 
 import numpy as np
 

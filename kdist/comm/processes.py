@@ -328,7 +328,7 @@ def local_addresses(count: int) -> list[str]:
             each.close()
 
 
-def silent_peers(connection: Connection, seconds: float = 1.0) -> list[int]:
+def silent_peers(connection: Connection) -> list[int]:
     """The other processes whose address nobody listens on."""
     silent = []
     for task, address in enumerate(connection.addresses):
@@ -336,7 +336,7 @@ def silent_peers(connection: Connection, seconds: float = 1.0) -> list[int]:
             continue
         host, _, port = address.rpartition(":")
         try:
-            socket.create_connection((host, int(port)), timeout=seconds).close()
+            socket.create_connection((host, int(port)), timeout=1.0).close()
         except OSError:
             silent.append(task)
     return silent

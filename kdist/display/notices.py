@@ -34,14 +34,11 @@ _filtering = threading.Lock()
 
 
 @contextlib.contextmanager
-def without_notices(pattern: str = LOWERED) -> Iterator[None]:
-    """Drops the lines of stderr that match, within the block; all others come through, in order.
+def without_notices() -> Iterator[None]:
+    """Drops these lines of stderr within the block; all others come through, in order.
 
     Where informational lines are off anyway (`TF_CPP_MIN_LOG_LEVEL` from 1 on), and where stderr is
     closed or filtered by another thread, stderr is left alone.
-
-    Args:
-        pattern: Regular expression of a whole line.
 
     Example:
         >>> with without_notices():
@@ -51,14 +48,14 @@ def without_notices(pattern: str = LOWERED) -> Iterator[None]:
         yield
         return
     try:
-        with _through_filter(pattern):
+        with _through_filter():
             yield
     finally:
         _filtering.release()
 
 
 @contextlib.contextmanager
-def _through_filter(pattern: str) -> Iterator[None]:
+def _through_filter() -> Iterator[None]:
     if sys.stderr is not None:
         sys.stderr.flush()
     try:
@@ -67,7 +64,7 @@ def _through_filter(pattern: str) -> Iterator[None]:
         yield
         return
     # Isolated and without `site`, it starts in no time, while the program is lowered.
-    command = [sys.executable, "-I", "-S", "-c", _FILTER, pattern]
+    command = [sys.executable, "-I", "-S", "-c", _FILTER, LOWERED]
     reader = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=original)
     assert reader.stdin is not None
     os.dup2(reader.stdin.fileno(), 2)

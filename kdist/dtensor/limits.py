@@ -210,14 +210,17 @@ def is_about_lowering(error: BaseException) -> bool:
 
 def failed_operation(error: BaseException) -> tuple[str, str] | None:
     """Type of the operation that DTensor could not lower, and why; None if that is not known."""
-    text = str(error)
+    operation, reason = _parsed(str(error))
+    # A branch that has become a region is one operation still.
+    return (operation.removesuffix("Region"), reason) if operation else None
+
+
+def _parsed(text: str) -> tuple[str, str]:
+    """The operation that an error names, "" if none, and the reason that it gives."""
     operation = _CURRENT.search(text) or _QUOTED.search(text)
-    if operation is None:
-        return None
     found = _LOWERING.search(text)
     reason = next((g for g in found.groups() if g), "") if found else text.split("\n")[0]
-    # A branch that has become a region is one operation still.
-    return operation.group(1).removesuffix("Region"), reason.strip()
+    return operation.group(1) if operation else "", reason.strip()
 
 
 def failed_number(error: BaseException, attribute: str) -> int | None:
@@ -246,8 +249,5 @@ def explain(error: BaseException) -> str | None:
         return None
     if "see current operation" not in text and "tensorflow/dtensor/" not in text:
         return None
-    operation = _CURRENT.search(text) or _QUOTED.search(text)
-    found = _LOWERING.search(text)
-    reason = next((g for g in found.groups() if g), "") if found else text.split("\n")[0]
-    name = operation.group(1) if operation else "an operation"
-    return f"{name}: {reason.strip()}"
+    operation, reason = _parsed(text)
+    return f"{operation or 'an operation'}: {reason}"

@@ -9,8 +9,9 @@ may read a weight that is the next step's already.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kdist._compat import keras_trainer
@@ -20,8 +21,22 @@ import tensorflow as tf
 READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 """Operations that only read a variable."""
 
-_covered: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""By graph, how many of its operations lie before the last barrier."""
+
+@dataclasses.dataclass
+class _Before:
+    """What earlier blocks have seen of a graph; by names, as what has operations keeps their graph.
+
+    Attributes:
+        covered: How many of its operations lie before the last barrier.
+        barriers: By variable, or by device, the name of the last barrier there.
+    """
+
+    covered: int = 0
+    barriers: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+_before: weakref.WeakKeyDictionary[Any, dict[bool, _Before]] = weakref.WeakKeyDictionary()
+"""By graph, for barriers of devices and for those of variables."""
 
 
 @contextlib.contextmanager
@@ -40,12 +55,16 @@ def writes_after_reads(apart: bool = False) -> Iterator[None]:
         yield
         return
     graph = tf.compat.v1.get_default_graph()
+    known = _before.setdefault(graph, {}).setdefault(apart, _Before())
     before = graph.get_operations()
     key = _variables if apart else _Devices(graph).of
-    barriers = _barriers(before[_covered.get(graph, 0) :], key)
-    _covered[graph] = len(before) + len(barriers)
+    earlier = {one: graph.get_operation_by_name(name) for one, name in known.barriers.items()}
+    made = _barriers(before[known.covered :], key, earlier)
+    known.covered = len(before) + len(made)
+    known.barriers.update({one: op.name for one, op in made.items()})
+    barriers, start = earlier | made, known.covered
     yield
-    for op in graph.get_operations()[_covered[graph] :]:
+    for op in graph.get_operations()[start:]:
         if op.type not in READS:
             waits = [barriers[one] for one in key(op) if one in barriers]
             if waits:
@@ -53,17 +72,19 @@ def writes_after_reads(apart: bool = False) -> Iterator[None]:
 
 
 def _barriers(
-    operations: list[tf.Operation], key: Callable[[tf.Operation], list[Any]]
-) -> dict[Any, tf.Operation]:
-    """By variable, or by device, an operation that waits for the reads there."""
-    reads: dict[Any, list[tf.Operation]] = {}
+    operations: list[tf.Operation],
+    key: Callable[[tf.Operation], list[str]],
+    earlier: Mapping[str, tf.Operation],
+) -> dict[str, tf.Operation]:
+    """By variable, or by device, an operation that waits for the reads there, and those before."""
+    reads: dict[str, list[tf.Operation]] = {}
     for op in operations:
         if op.type in READS:
             for one in key(op):
                 reads.setdefault(one, []).append(op)
     barriers = {}
     for one, found in reads.items():
-        with tf.control_dependencies(found):
+        with tf.control_dependencies([*found, *([earlier[one]] if one in earlier else [])]):
             barrier = tf.raw_ops.VarIsInitializedOp(resource=found[0].inputs[0]).op
         keras_trainer.run_independently(barrier)
         barriers[one] = barrier
@@ -83,9 +104,9 @@ class _Devices:
         return list(dict.fromkeys(self._device.get(i.ref(), i.device) for i in handles))
 
 
-def _variables(op: tf.Operation) -> list[Any]:
-    """References to the handles of variables among an operation's inputs, each once."""
-    return list(dict.fromkeys(i.ref() for i in op.inputs if i.dtype == tf.resource))
+def _variables(op: tf.Operation) -> list[str]:
+    """Names of the handles of variables among an operation's inputs, each once."""
+    return list(dict.fromkeys(i.name for i in op.inputs if i.dtype == tf.resource))
 
 
 def order_to_come(graph: Any) -> dict[tf.Operation, list[tf.Operation]]:
@@ -98,7 +119,7 @@ def order_to_come(graph: Any) -> dict[tf.Operation, list[tf.Operation]]:
     written: dict[Any, tf.Operation] = {}
     read: dict[Any, list[tf.Operation]] = {}
     for op in graph.get_operations():
-        handles = _variables(op)
+        handles: list[Any] = _variables(op)
         if not handles and op.op_def.is_stateful:
             handles = [None]
         if handles and keras_trainer.runs_independently(op):

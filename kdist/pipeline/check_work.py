@@ -14,7 +14,7 @@ from kdist.pipeline.instructions import (
     Reduce,
     WeightInstruction,
 )
-from kdist.pipeline.work import Step, WeightUse, Work
+from kdist.pipeline.work import Step, WeightUse, Work, check_uses
 
 
 def check_work(work: Work, uses: Sequence[WeightUse]) -> None:
@@ -44,6 +44,7 @@ def check_work(work: Work, uses: Sequence[WeightUse]) -> None:
     check_work(work_of(get_schedule("1f1b", stages=2, micro_batches=2), uses), uses)
     ```
     """
+    check_uses(work.schedule, uses)
     differentiates = any(not isinstance(one, Forward) for one in work.schedule)
     for stage, row in enumerate(work.stages):
         computed = tuple(one for one in row if isinstance(one, Instruction))
@@ -121,6 +122,12 @@ def _check_reduce(there: _Stage, one: Reduce, last: dict[tuple[int, str], int], 
             for letter in "BW"
             if v % count == there.stage and (position := last.get((v // count, letter))) is not None
         ]
+        if not ends:
+            raise _wrong(
+                there.stage,
+                f"has the {one}, and no backward that gives a gradient of {weight}",
+                "Put it behind a backward that gives a gradient, or leave it out",
+            )
         if len(users) > 1:
             ends = [max(last.values())]
         if at < max(ends):

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from kdist.pipeline.instructions import as_index
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraphNode:
@@ -53,13 +55,13 @@ class GraphNode:
                 f"Bytes of outputs are from 0 on. Received: outputs={self.outputs!r} of "
                 f"{self.name!r}"
             )
-        if self.stage is not None and (
-            isinstance(self.stage, bool) or not isinstance(self.stage, int)
-        ):
+        stage = None if self.stage is None else as_index(self.stage)
+        if stage is None and self.stage is not None:
             raise ValueError(
                 f"The stage of a node is an integer or None. Received: stage={self.stage!r} of "
                 f"{self.name!r}"
             )
+        object.__setattr__(self, "stage", stage)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

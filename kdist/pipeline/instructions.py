@@ -9,7 +9,18 @@ order in which each stage computes; what is sent and received follows from it, s
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+import operator
+from typing import Any, ClassVar
+
+
+def as_index(value: Any) -> int | None:
+    """An integer of any kind, NumPy's too, as Python's; None if it is none, or a boolean."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -46,10 +57,12 @@ class Instruction:
     def __post_init__(self) -> None:
         for name in ("stage", "micro_batch", "chunk"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            index = as_index(value)
+            if index is None or index < 0:
                 raise ValueError(
                     f"{name} of an instruction is an integer from 0 on. Received: {name}={value!r}"
                 )
+            object.__setattr__(self, name, index)
 
     def virtual_stage(self, stages: int) -> int:
         """Index of the part of the model that this computes, of `stages * chunks`."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from kdist.pipeline import generators
 from kdist.pipeline.csv_file import read_csv
+from kdist.pipeline.instructions import as_index
 from kdist.pipeline.schedule import Schedule
 from kdist.pipeline.validate import validate
 
@@ -53,11 +54,8 @@ def get_schedule(
     print(get_schedule("interleaved", stages=2, micro_batches=4, chunks=2))
     ```
     """
-    for name, value in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks)):
-        if value is None and name == "chunks":
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} is an integer from 1 on. Received: {name}={value!r}")
+    stages, micro_batches = _count("stages", stages), _count("micro_batches", micro_batches)
+    chunks = None if chunks is None else _count("chunks", chunks)
     if isinstance(schedule, str) and schedule in _GENERATORS:
         if chunks is None:
             chunks = 2 if schedule == "interleaved" else 1
@@ -66,6 +64,13 @@ def get_schedule(
     given = _given(schedule)
     validate(given, stages=stages, micro_batches=micro_batches, chunks=chunks)
     return given
+
+
+def _count(name: str, value: Any) -> int:
+    count = as_index(value)
+    if count is None or count < 1:
+        raise ValueError(f"{name} is an integer from 1 on. Received: {name}={value!r}")
+    return count
 
 
 def _given(schedule: Any) -> Schedule:

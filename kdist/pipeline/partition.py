@@ -15,18 +15,17 @@ as time: transfers overlap with computation).
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
+import operator
 from collections.abc import Mapping
 from typing import Literal
 
+from kdist.display.tables import Column, as_text, number
 from kdist.pipeline.feasible import Bounds, bounds, check_used
 from kdist.pipeline.graph import Graph, GraphNode
+from kdist.pipeline.instructions import as_index
 
 import numpy as np
-import rich.box
-import rich.console
-import rich.table
 
 _Array = np.ndarray
 
@@ -81,22 +80,17 @@ class Partition:
         return self.bottleneck / mean if mean else 1.0
 
     def __str__(self) -> str:
-        table = rich.table.Table(box=rich.box.SIMPLE)
-        for title in ("stage", "cost", "nodes"):
-            table.add_column(title, justify="right", no_wrap=True)
-        table.add_column("from ... to")
-        table.add_column("sends on")
-        table.add_column("bytes", justify="right", no_wrap=True)
+        columns = [number(title) for title in ("stage", "cost", "nodes")]
+        columns += [Column("from ... to", prose=True), Column("sends on", prose=True)]
+        rows = []
         for stage, names in enumerate(self.stages):
             last = stage == len(self.stages) - 1
             ends = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
             sent = "" if last else ", ".join(self.boundaries[stage])
             size = "" if last else f"{self.boundary_bytes[stage]:g}"
-            table.add_row(str(stage), f"{self.costs[stage]:.3g}", str(len(names)), ends, sent, size)
-        text = io.StringIO()
-        rich.console.Console(file=text, width=120).print(table)
+            rows.append((str(stage), f"{self.costs[stage]:.3g}", str(len(names)), ends, sent, size))
         lines = [f"Partition: slowest stage {self.imbalance:.2f} x the mean"]
-        lines.append(text.getvalue().rstrip())
+        lines.append(as_text([*columns, number("bytes")], rows, width=120))
         for key, users in self.tied.items():
             lines.append(f"  tied: {key} on stages {', '.join(map(str, users))}")
         return "\n".join(lines)
@@ -138,6 +132,7 @@ def partition(
     ```
     """
     _check_settings(graph, stages, unassigned, slack)
+    stages = operator.index(stages)
     limits = bounds(graph, stages)
     if unassigned is None:
         unassigned = "follow" if any(n.stage is not None for n in graph.nodes) else "balance"
@@ -150,7 +145,7 @@ def partition(
 
 
 def _check_settings(graph: Graph, stages: int, unassigned: object, slack: float) -> None:
-    if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
+    if (as_index(stages) or 0) < 1:
         raise ValueError(f"stages is an integer from 1 on. Received: stages={stages!r}")
     if unassigned not in (None, "balance", "follow"):
         raise ValueError(

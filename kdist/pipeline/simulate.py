@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import io
+import numbers
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+from kdist.display.tables import as_text, number
 from kdist.pipeline.communication import incoming
 from kdist.pipeline.dependencies import Dependencies
 from kdist.pipeline.formulas import formula_of
@@ -15,10 +16,6 @@ from kdist.pipeline.instructions import Forward, Instruction
 from kdist.pipeline.schedule import Schedule
 from kdist.pipeline.timeline import Event, Time, Timeline
 from kdist.pipeline.validate import validate
-
-import rich.box
-import rich.console
-import rich.table
 
 Cost = Time | Sequence[Time]
 
@@ -62,16 +59,17 @@ class Costs:
             value = getattr(self, field.name)
             if value is None:
                 continue
-            if not isinstance(value, int | float | Fraction):
-                value = tuple(value)
-                object.__setattr__(self, field.name, value)
-            for one in value if isinstance(value, tuple) else (value,):
-                number = isinstance(one, int | float | Fraction) and not isinstance(one, bool)
-                if not number or not one >= 0:
-                    raise ValueError(
-                        f"{field.name} is a number from 0 on, or one per virtual stage. "
-                        f"Received: {field.name}={value!r}"
-                    )
+            alone = isinstance(value, numbers.Real)
+            try:
+                found = [_number(one) for one in ((value,) if alone else value)]
+            except TypeError:
+                found = [None]
+            if any(one is None or not one >= 0 for one in found):
+                raise ValueError(
+                    f"{field.name} is a number from 0 on, or one per virtual stage. "
+                    f"Received: {field.name}={value!r}"
+                )
+            object.__setattr__(self, field.name, found[0] if alone else tuple(found))
 
     def table(self, virtual_stages: int) -> dict[str, tuple[Time, ...]]:
         """The costs by kind, as one number per virtual stage (latency: per boundary).
@@ -106,6 +104,15 @@ class Costs:
                 f"Received: {name}={value!r}"
             )
         return tuple(Fraction(v) if isinstance(v, int) else v for v in values)
+
+
+def _number(value: Any) -> Time | None:
+    """A number of any kind, NumPy's too, as Python's; None if it is none, or a boolean."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return value if isinstance(value, Fraction) else float(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,17 +152,12 @@ class Simulation:
         return self.timeline.bubble
 
     def __str__(self) -> str:
-        table = rich.table.Table(box=rich.box.SIMPLE)
-        for title in ("stage", "busy", "idle", "live activations"):
-            table.add_column(title, justify="right", no_wrap=True)
-        for stage, busy in enumerate(self.timeline.busy()):
-            idle = self.total - busy
-            table.add_row(
-                str(stage), f"{float(busy):g}", f"{float(idle):g}", str(self.peak_live[stage])
-            )
-        text = io.StringIO()
-        rich.console.Console(file=text, width=100).print(table)
-        return f"{self.schedule.name}: {self.caption()}\n{text.getvalue().rstrip()}"
+        columns = [number(title) for title in ("stage", "busy", "idle", "live activations")]
+        rows = [
+            (str(stage), f"{float(busy):g}", f"{float(self.total - busy):g}", str(live))
+            for stage, (busy, live) in enumerate(zip(self.timeline.busy(), self.peak_live))
+        ]
+        return f"{self.schedule.name}: {self.caption()}\n{as_text(columns, rows, width=100)}"
 
     def caption(self) -> str:
         """Total time and bubble share, beside the formula's where there is one, in one line."""

@@ -93,7 +93,15 @@ class Work:
         """The planned timeline of the schedule, with the instructions on weights under each stage.
 
         They take no time there.
+
+        Raises:
+            ValueError: if the schedule consists of forwards alone, or cannot run.
         """
+        if all(isinstance(one, Forward) for one in self.schedule):
+            raise ValueError(
+                "A chart is of a schedule that trains, and these are forwards alone: print the "
+                f"work instead. Received: schedule={self.schedule.name!r}"
+            )
         from kdist.pipeline.chart import Chart
         from kdist.pipeline.simulate import simulate
 
@@ -138,6 +146,9 @@ def work_of(
     Returns:
         The work, which `check_work` accepts.
 
+    Raises:
+        ValueError: if there is not one entry of `uses` per virtual stage.
+
     Example:
     ```python
     from kdist.pipeline import WeightUse, get_schedule, work_of
@@ -146,6 +157,7 @@ def work_of(
     print(work_of(get_schedule("gpipe", stages=2, micro_batches=2), uses))
     ```
     """
+    check_uses(schedule, uses)
     users = _users(uses)
     return Work(
         schedule,
@@ -154,6 +166,15 @@ def work_of(
             for stage in range(schedule.num_stages)
         ),
     )
+
+
+def check_uses(schedule: Schedule, uses: Sequence[WeightUse]) -> None:
+    """Refuses what is not one `WeightUse` per virtual stage."""
+    if len(uses) != schedule.virtual_stages:
+        raise ValueError(
+            "Give one WeightUse per virtual stage, an empty one where a stage has no weights. "
+            f"Received: {len(uses)} uses of {schedule.virtual_stages} virtual stages"
+        )
 
 
 def _users(uses: Sequence[WeightUse]) -> dict[int, set[int]]:

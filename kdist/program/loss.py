@@ -20,8 +20,6 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-MEAN_REDUCTIONS = ("sum_over_batch_size", "mean")
-
 
 @dataclasses.dataclass(frozen=True)
 class TermKind:

@@ -304,6 +304,14 @@ def relative(index: Index, base: Index) -> Index:
     return tuple(slice(i.start - b.start, i.stop - b.start) for i, b in zip(index, base))
 
 
+def overlap(a: Index, b: Index) -> Index | None:
+    """What two boxes have in common; None if nothing."""
+    both = tuple(
+        slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True)
+    )
+    return None if any(one.stop <= one.start for one in both) else both
+
+
 def shape_of(index: Index) -> tuple[int, ...]:
     """Shape of the part of a variable at `index`."""
     return tuple(i.stop - i.start for i in index)

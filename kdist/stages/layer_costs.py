@@ -18,6 +18,9 @@ from keras import layers
 Shape = tuple[int, ...]
 """Shape of one example: the batch dim is left out."""
 
+UNKNOWN_DIM = 128
+"""Stands for dims other than the batch that are None."""
+
 _CONVOLUTIONS = (layers.Conv1D, layers.Conv2D, layers.Conv3D)
 _TRANSPOSED = (layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose)
 _DEPTHWISE = (layers.DepthwiseConv1D, layers.DepthwiseConv2D)
@@ -66,7 +69,7 @@ def layer_cost(
     inputs: Sequence[keras.KerasTensor],
     outputs: Sequence[keras.KerasTensor],
     arguments: Mapping[str, Any] | None = None,
-    unknown_dim: int = 128,
+    unknown_dim: int = UNKNOWN_DIM,
 ) -> LayerCost:
     """Estimates one call of a layer or of a `keras.ops` operation.
 
@@ -138,9 +141,9 @@ def itemsize(dtype: Any) -> float:
     return int(digits) / 8 if digits else 1.0  # bool and string count one byte
 
 
-def tensor_bytes(tensor: keras.KerasTensor, unknown_dim: int = 128) -> float:
+def tensor_bytes(tensor: keras.KerasTensor) -> float:
     """Bytes of one example of a tensor."""
-    return math.prod(_example_shape(tensor, unknown_dim)) * itemsize(tensor.dtype)
+    return math.prod(_example_shape(tensor, UNKNOWN_DIM)) * itemsize(tensor.dtype)
 
 
 def _example_shape(tensor: keras.KerasTensor, unknown_dim: int) -> Shape:

@@ -54,13 +54,7 @@ class ModelGraph:
     outputs: tuple[str, ...]
 
 
-def graph_of(
-    model: keras.Model,
-    *,
-    examples: int = EXAMPLES,
-    unknown_dim: int = 128,
-    machine: Machine | None = None,
-) -> ModelGraph:
+def graph_of(model: keras.Model, *, examples: int = EXAMPLES) -> ModelGraph:
     """Describes a Functional or built Sequential model as a graph, with estimated costs.
 
     A nested Functional or Sequential is replaced by its own nodes ("encoder/dense"), once for each
@@ -71,8 +65,6 @@ def graph_of(
     Args:
         model: The model.
         examples: Rows of a micro-batch, for the balance of computing and reading weights.
-        unknown_dim: Stands for dims other than the batch that are None.
-        machine: Speed of one device.
 
     Returns:
         The graph; costs are seconds, bytes are per example. Masks travel with their tensors and
@@ -97,7 +89,7 @@ def graph_of(
             "with keras.Model(inputs, outputs), or give a list of layers per stage. Received: "
             f"model of type {type(model).__name__}"
         )
-    builder = _Builder(examples, unknown_dim, machine or Machine())
+    builder = _Builder(examples)
     inputs = tuple(_unique_names([tensor.name for tensor in functional.inputs]))
     names = {id(tensor): name for tensor, name in zip(functional.inputs, inputs)}
     builder.add(functional, names, "")
@@ -108,8 +100,8 @@ def graph_of(
 
 
 class _Builder:
-    def __init__(self, examples: int, unknown_dim: int, machine: Machine):
-        self._examples, self._unknown_dim, self._machine = examples, unknown_dim, machine
+    def __init__(self, examples: int):
+        self._examples = examples
         self.nodes: list[GraphNode] = []
         self.sources: dict[str, Source] = {}
         self.keys: dict[int, tuple[keras.Variable, str]] = {}
@@ -134,7 +126,7 @@ class _Builder:
         names.update((id(tensor), text) for tensor, text in zip(node.outputs, made))
         used = tuple(names[id(tensor)] for tensor in node.arguments.keras_tensors)
         self.sources[name] = Source(node, used, tuple(made))
-        sizes = [tensor_bytes(tensor, self._unknown_dim) for tensor in node.outputs]
+        sizes = [tensor_bytes(tensor) for tensor in node.outputs]
         variables = used_variables(node.operation, node.arguments.kwargs)
         self.nodes.append(
             GraphNode(
@@ -150,14 +142,9 @@ class _Builder:
         inner = keras_models.functional_of(node.operation)
         if inner is not None:  # nested, but kept whole
             return sum(self._seconds(one) for one in keras_models.nodes_in_order(inner))
-        cost = layer_cost(
-            node.operation,
-            node.arguments.keras_tensors,
-            node.outputs,
-            node.arguments.kwargs,
-            self._unknown_dim,
-        )
-        return cost.seconds(self._examples, self._machine)
+        given = node.arguments
+        cost = layer_cost(node.operation, given.keras_tensors, node.outputs, given.kwargs)
+        return cost.seconds(self._examples, Machine())
 
     def _name(self, name: str) -> str:
         call = self._calls.get(name, 0)

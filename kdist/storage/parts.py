@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist.sharding.placement import Index, Placement, covers, relative, shape_of
+from kdist.sharding.placement import Index, Placement, covers, overlap, relative, shape_of
 from kdist.storage.variables import assemble
 
 import tensorflow as tf
@@ -40,11 +40,7 @@ class InParts:
         """What it has at `index`, cut where the parts are."""
         found = []
         for own, tensor in self.parts:
-            both = tuple(
-                slice(max(a.start, b.start), min(a.stop, b.stop))
-                for a, b in zip(own, index, strict=True)
-            )
-            if all(one.start < one.stop for one in both):
+            if (both := overlap(own, index)) is not None:
                 inside = relative(both, own)
                 with tf.device(tensor.device):
                     cut = tensor if covers(inside, shape_of(own)) else tensor[inside]

@@ -243,11 +243,3 @@ def values(recipe: Recipe, shape: tuple[int, ...], dtype: str, box: Index) -> An
     for one, n in zip(box, shape, strict=True):
         start = start * n + one.start
     return tf.reshape(recipe.block(shape, dtype, start, math.prod(size)), size)
-
-
-def overlap(a: Index, b: Index) -> Index | None:
-    """What two boxes have in common; None if nothing."""
-    both = tuple(
-        slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True)
-    )
-    return None if any(one.stop <= one.start for one in both) else both

@@ -122,11 +122,6 @@ class Format:
         """The smallest positive number."""
         return 2.0 ** (1 - self.bias - self.mantissa_bits)
 
-    @property
-    def epsilon(self) -> float:
-        """Distance from 1 to the next larger number; nearest rounding errs by half of it."""
-        return 2.0**-self.mantissa_bits
-
     def encode(self, tensor: Any, rounding: Rounding = "nearest", seed: Any = None) -> tf.Tensor:
         """Rounds values to codes.
 

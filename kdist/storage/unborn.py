@@ -10,7 +10,7 @@ from typing import Any
 
 from kdist._compat import keras_births, keras_trainer
 from kdist._compat.keras_births import raw_dtype
-from kdist.sharding.placement import Index, relative, shape_of
+from kdist.sharding.placement import Index, overlap, relative, shape_of
 from kdist.storage.host_arrays import aligned, as_tensor
 from kdist.storage.recipes import (
     Constant,
@@ -18,7 +18,6 @@ from kdist.storage.recipes import (
     Recipe,
     blocks,
     is_mapped,
-    overlap,
     recipe_of,
     values,
 )

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 
-from .runs import STEPS, build, run
+from .runs import STEPS, build, bytes_read, run
 
 
 def damage(folder):
@@ -37,9 +37,9 @@ def test_what_is_read_is_what_is_loaded(tmp_path):
     )
     (folder,) = directories.folders(tmp_path)
     saver = ShardedCheckpoint(tmp_path, resume=True)
-    before = store.bytes_read()
+    before = bytes_read()
     wide().fit(x, x, batch_size=4, verbose=0, callbacks=[saver])
-    read = store.bytes_read() - before
+    read = bytes_read() - before
     assert saver.restored.step == 3
     arrays = sum(
         array.elements * store.dtype_of(array.dtype).itemsize

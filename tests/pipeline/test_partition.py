@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 from kdist.pipeline import Graph, GraphNode, partition
 from kdist.pipeline.partition import describe
 
 import hypothesis
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -126,6 +128,23 @@ def test_printed():
     text = str(partition(chain(1, 1, 2), 2))
     assert "slowest stage 1.00 x the mean" in text
     assert "n0 ... n1" in text
+
+
+def test_numbers_of_numpy_are_numbers():
+    nodes = chain(1, 1, 2).nodes
+    given = [dataclasses.replace(n, stage=np.int64(k > 0)) for k, n in enumerate(nodes)]
+    plain = [dataclasses.replace(n, stage=int(k > 0)) for k, n in enumerate(nodes)]
+    found = partition(Graph(nodes=given, inputs=["x"]), np.int64(2))
+    assert found == partition(Graph(nodes=plain, inputs=["x"]), 2)
+
+
+def test_brackets_in_names_are_printed():
+    nodes = [
+        GraphNode(name="block[red]x", cost=1, outputs={"h[bold]": 8}),
+        GraphNode(name="b", cost=1, inputs=("h[bold]",), outputs={"y": 8}),
+    ]
+    text = str(partition(Graph(nodes=nodes, outputs=["y"]), 2))
+    assert "block[red]x" in text and "h[bold]" in text
 
 
 # -- by hand -------------------------------------------------------------------------------------

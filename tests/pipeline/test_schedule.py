@@ -21,6 +21,7 @@ from kdist.pipeline import (
     write_csv,
 )
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
@@ -211,9 +212,20 @@ def test_chunks_of_interleaved_default_to_two():
     assert [n for n in NAMES if get_schedule(n, stages=2, micro_batches=2)] == list(NAMES)
 
 
+def test_integers_of_numpy_are_integers():
+    two, four = np.int64(2), np.array(4)
+    given = get_schedule("interleaved", stages=two, micro_batches=four, chunks=np.uint8(2))
+    assert given == get_schedule("interleaved", stages=2, micro_batches=4, chunks=2)
+    assert type(next(iter(given)).micro_batch) is int
+    one = Forward(np.int32(1), two, np.int64(0))
+    assert one == Forward(1, 2) and type(one.stage) is int and repr(one) == repr(Forward(1, 2))
+    assert get_schedule(given, stages=two, micro_batches=four) == given
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (lambda: Forward(np.True_, 0), r"integer from 0 on. Received: stage="),
         (lambda: Schedule(stages=()), r"at least one stage.*Received: stages=\(\)"),
         (
             lambda: Schedule(stages=[[Forward(1, 0)]]),

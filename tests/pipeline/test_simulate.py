@@ -8,6 +8,7 @@ from kdist.pipeline import Costs, bubble_formula, simulate
 from kdist.pipeline.dependencies import Dependencies
 from kdist.pipeline.formulas import formula_of
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -136,11 +137,22 @@ def test_costs_complete_each_other():
     assert Costs().table(1)["backward"] == (2,)
 
 
+def test_numbers_of_numpy_are_numbers():
+    costs = Costs(forward=np.float32(1), backward=np.array([2, 4]), latency=np.int64(1))
+    plain = Costs(forward=1.0, backward=(2, 4), latency=1)
+    assert costs == plain and {type(one) for one in costs.backward} == {int}
+    schedule = build("1f1b", 2, 4)
+    assert simulate(schedule, costs).timeline == simulate(schedule, plain).timeline
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"forward": np.True_}, r"from 0 on.*Received: forward="),
+        ({"forward": np.array(1.0)}, r"from 0 on.*Received: forward=array"),
+        ({"forward": object()}, r"from 0 on.*Received: forward=<object"),
         ({"forward": -1}, r"from 0 on.*Received: forward=-1"),
-        ({"backward": "2"}, r"Received: backward=\('2',\)"),
+        ({"backward": "2"}, r"Received: backward='2'"),
         ({"forward": (1, 2, 3)}, r"one number or 2 of them, one per virtual.*forward=\(1, 2, 3\)"),
         ({"latency": (1, 2)}, r"1 of them, one per boundary.*latency=\(1, 2\)"),
         ({"forward": float("nan")}, r"Received: forward=nan"),

@@ -152,6 +152,35 @@ def test_it_is_refused(name: str) -> None:
         check_work(broken, USES)
 
 
+def test_as_many_uses_as_virtual_stages() -> None:
+    for uses in (USES[:3], [*USES, WeightUse()]):
+        text = f"one WeightUse per virtual stage.*Received: {len(uses)} uses of 4 virtual stages"
+        with pytest.raises(ValueError, match=text):
+            work_of(INTERLEAVED, uses)
+        with pytest.raises(ValueError, match=text):
+            check_work(work_of(INTERLEAVED, USES), uses)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_sum_on_a_stage_without_a_backward_is_refused(shared: bool) -> None:
+    backward = (Forward(1, 0), Backward(1, 0))
+    for row in (), (Forward(0, 0),):
+        if row and shared:
+            continue  # what has several users is summed at the end of a row
+        schedule = Schedule(stages=(row, backward))
+        work = Work(schedule, ((*row, Reduce(0, (0,))), backward))
+        uses = [WeightUse(gradients=(0,)), WeightUse(gradients=(0,) if shared else ())]
+        with pytest.raises(ValueError, match="gives a gradient.*Received: stage 0 has the reduce"):
+            check_work(work, uses)
+
+
+def test_forwards_alone_have_no_chart() -> None:
+    forwards = Schedule(stages=((Forward(0, 0),), (Forward(1, 0),)))
+    work = work_of(forwards, [WeightUse({"F": (0,)}), WeightUse()])
+    with pytest.raises(ValueError, match="forwards alone.*print.*Received: schedule='custom'"):
+        work.chart()
+
+
 def test_it_is_drawn_under_the_cells() -> None:
     text = work_of(INTERLEAVED, USES, pairs, free=True).chart().text(100)
     lines = text.splitlines()

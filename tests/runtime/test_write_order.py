@@ -13,7 +13,7 @@ from typing import Any
 import kdist
 from kdist._compat import keras_trainer
 from kdist._compat.run_metadata import function_graphs
-from kdist.graphs.write_order import READS
+from kdist.graphs.write_order import READS, writes_after_reads
 
 import keras
 import pytest
@@ -214,6 +214,40 @@ def test_what_is_a_matter_of_luck_is_found() -> None:
 
     assert Executed(lambda: stepped(tf.zeros([4]), True)).undecided() == []
     assert Executed(lambda: stepped(tf.zeros([4]), False)).undecided()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_second_block_waits_for_the_reads_before_the_first(apart: bool) -> None:
+    """As of a loop that computes gradients, and then applies them."""
+    with tf.device("CPU:0"):
+        a, b = tf.Variable(1.0), tf.Variable(2.0)
+
+    def barriers(op: tf.Operation) -> list[tf.Operation]:
+        return [one for one in op.control_inputs if one.type == "VarIsInitializedOp"]
+
+    @tf.function(autograph=False)
+    def stepped(x: Any) -> Any:
+        read = a.read_value()
+        with writes_after_reads(apart):
+            a.assign(x)
+        with writes_after_reads(apart):
+            a.assign(x + 1.0)
+        again = a.read_value() + b.read_value()
+        with writes_after_reads(apart):
+            a.assign(x + 2.0)
+        with writes_after_reads(not apart):
+            a.assign(x + 3.0)
+        return read + again
+
+    operations = stepped.get_concrete_function(tf.constant(0.0)).graph.get_operations()
+    first, second, third, other = (
+        barriers(op) for op in operations if op.type == "AssignVariableOp"
+    )
+    assert len(first) == 1 and second == first
+    assert len(third) == 1 and barriers(third[0]) == first
+    reads = {op for one in other for op in one.control_inputs if op.type in READS}
+    assert len(other) == 1 and len(reads) == (3 if apart else 2)
+    assert not barriers(other[0])
 
 
 def test_evaluation_and_prediction() -> None:

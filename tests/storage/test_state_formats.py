@@ -193,7 +193,8 @@ def test_stochastic_rounding_is_unbiased(form: Format, dtype: type):
     """The mean of n roundings is the value, within 5 standard errors; seed fixed."""
     n = 40_000
     rng = np.random.default_rng(0)
-    probes = [1.0 + 0.3 * form.epsilon, 1.9999, 3.7e-5 * rng.uniform(), form.max * 0.7001]
+    ulp = 2.0**-form.mantissa_bits
+    probes = [1.0 + 0.3 * ulp, 1.9999, 3.7e-5 * rng.uniform(), form.max * 0.7001]
     if form is not BF16:  # its subnormals are ties of float32's
         probes += [2.3 * form.min_subnormal, 1.7 * form.min_subnormal]
     if form is FIRST_MOMENT:
