@@ -206,7 +206,7 @@ def test_the_users_optimizer_shows_whole_floats(float64: None):
         locals_.append(LocalOptimizer(logical, f"/CPU:{n}", units, held, whole))
     made = [format_slots(one, BOTH) for one in locals_]
     parts = [(0, cuts[0], (3, 5)), (0, cuts[1], (3, 5)), (1, None, (5,))]
-    link_slots(logical, locals_, [[Span(v, index, None, shape)] for v, index, shape in parts], 2)
+    link_slots(logical, locals_, [[Span(v, index, None, shape)] for v, index, shape in parts])
     assert sum(s.nbytes for m in made for f in m.values() for s in f) == 2 * 35 * 2
     value = np.random.default_rng(1).uniform(size=(6, 5))
     logical._velocities[0].assign(value)
