@@ -14,6 +14,7 @@ from kdist.sharding.placement import (
     Placement,
     coordinate_of,
     covers,
+    overlap,
     place,
     relative,
 )
@@ -171,3 +172,19 @@ def test_relative_and_covers():
     assert covers(relative(index, index), (2, 3))
     assert not covers(index, (6, 3))
     assert covers((), ())
+
+
+def test_overlaps() -> None:
+    boxes = [
+        (slice(a, b), slice(c, d)) for a, b, c, d in [(0, 3, 0, 4), (2, 5, 1, 2), (3, 4, 0, 1)]
+    ]
+    for x, y in itertools.product(boxes, boxes):
+        whole = np.zeros((6, 6), int)
+        whole[x] += 1
+        whole[y] += 1
+        both = overlap(x, y)
+        found = np.zeros((6, 6), bool)
+        if both is not None:
+            found[both] = True
+        np.testing.assert_array_equal(found, whole == 2)
+    assert overlap((), ()) == ()  # of scalars

@@ -93,21 +93,6 @@ def test_blocks_tile_a_variable(shape: tuple[int, ...], limit: int, monkeypatch)
     np.testing.assert_array_equal(found, expected)
 
 
-def test_overlaps() -> None:
-    boxes = [
-        (slice(a, b), slice(c, d)) for a, b, c, d in [(0, 3, 0, 4), (2, 5, 1, 2), (3, 4, 0, 1)]
-    ]
-    for x, y in itertools.product(boxes, boxes):
-        whole = np.zeros((6, 6), int)
-        whole[x] += 1
-        whole[y] += 1
-        both = recipes.overlap(x, y)
-        found = np.zeros((6, 6), bool)
-        if both is not None:
-            found[both] = True
-        np.testing.assert_array_equal(found, whole == 2)
-
-
 def test_what_must_be_made_at_once() -> None:
     class Own(keras.initializers.RandomNormal):
         def __call__(self, shape, dtype=None):
