@@ -13,11 +13,13 @@ from kdist.checkpoint.manifest import CheckpointError, SavedArray
 from kdist.checkpoint.one_file import consolidate
 from kdist.checkpoint.snapshot import check
 from kdist.checkpoint.store import dtype_of
+from kdist.display.tables import print_prose
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given.command == "consolidate":
             made = consolidate(given.directory, given.out)
-            console.print(f"{made}: {decimal(made.stat().st_size)}")
+            print_prose(console, f"{made}: {decimal(made.stat().st_size)}")
             return 0
         found = _folders(given.directory)
         return (_inspect if given.command == "inspect" else _verify)(found, console)
@@ -57,7 +59,7 @@ def _folders(directory: Path) -> list[Path]:
 
 def _inspect(found: Sequence[Path], console: Console) -> int:
     manifest = directories.load(found[-1])
-    console.print(f"{found[-1]}: step {manifest.step}, kdist {manifest.made_by}")
+    print_prose(console, f"{found[-1]}: step {manifest.step}, kdist {manifest.made_by}")
     if "epoch" in manifest.progress:
         epoch, batch = manifest.progress["epoch"], manifest.progress["batch"]
         console.print(f"training goes on in epoch {epoch + 1}, after {batch} batches of it")
@@ -65,7 +67,8 @@ def _inspect(found: Sequence[Path], console: Console) -> int:
     for group, array in manifest.arrays:
         shape = " x ".join(map(str, array.shape)) or "scalar"
         parts, size = str(len(array.parts)), decimal(_bytes(array))
-        table.add_row(group, array.path, array.codes or array.dtype, shape, parts, size)
+        row = group, array.path, array.codes or array.dtype, shape, parts, size
+        table.add_row(*map(Text, row))
     console.print(table)
     total = sum(_bytes(array) for _, array in manifest.arrays)
     console.print(f"{len(manifest.arrays)} arrays, {decimal(total)}")
@@ -79,10 +82,10 @@ def _verify(found: Sequence[Path], console: Console) -> int:
     for folder in track(found, "reading", console=console, transient=True):
         try:
             check(folder, directories.load(folder))
-            console.print(f"{folder}: whole")
+            print_prose(console, f"{folder}: whole")
         except CheckpointError as error:
             bad += 1
-            console.print(f"{folder}: [red]damaged[/red]: {error}")
+            console.print(Text.assemble(f"{folder}: ", ("damaged", "red"), f": {error}"))
     return 1 if bad else 0
 
 

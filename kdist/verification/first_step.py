@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 from kdist.api.parallelize import Parallel
+from kdist.display.tables import print_prose
 from kdist.runtime.mesh_step import without_optionals
 from kdist.verification.report import VerificationError
 from kdist.verification.verify import verify
@@ -24,7 +25,7 @@ def verify_batch(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None
     report = verify(model, x, y, sample_weight)
     if not report.ok:
         raise VerificationError(report)
-    Console(soft_wrap=True).print(f"verify='first_step': {report.verdict}", highlight=False)
+    print_prose(Console(soft_wrap=True), f"verify='first_step': {report.verdict}")
 
 
 def verify_first(parallel: Parallel, source: Any) -> Any:

@@ -297,6 +297,26 @@ def test_what_cannot_be_made_is_said(tmp_path, trained):
     assert not list(tmp_path.glob("model*"))
 
 
+def test_the_command_line_prints_brackets(tmp_path, capsys):
+    folder, out = tmp_path / "runs[bold]", tmp_path / "one[red].keras"
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="block[red]x")])
+    kdist.checkpoint.save(model, folder, step=1)
+
+    def shown(*arguments, code=0):
+        assert main([str(one) for one in arguments]) == code
+        return "".join(capsys.readouterr().out.split())
+
+    assert "runs[bold]/step-00000001:step1" in (text := shown("inspect", folder))
+    assert "block[red]x/kernel" in text
+    assert "runs[bold]/step-00000001:whole" in shown("verify", folder)
+    assert "one[red].keras:" in shown("consolidate", folder, out)
+    for file in (folder / "step-00000001" / STORE).rglob("*"):
+        if file.is_file():
+            file.unlink()
+    text = shown("verify", folder, code=1)
+    assert "runs[bold]/step-00000001:damaged:" in text and "block[red]x/" in text
+
+
 def test_the_command_line(tmp_path, trained, capsys):
     model, _ = trained
     for step in (1, 2):

@@ -277,12 +277,12 @@ def test_arrays_that_are_no_numbers_are_named():
     del holds.socket
     holds.names, holds.best = np.array(["a", "bb"]), np.str_("q")
     holds.when, holds.text = np.datetime64("2020-01-01"), tf.constant("t")
-    holds.pairs, holds.long = np.zeros(2, "i4,i4"), np.longdouble(1)
+    holds.pairs = np.zeros(2, "i4,i4")
     holds.half, holds.sign = tf.constant([1, 2], tf.bfloat16), np.complex64(1j)
     arrays: list[np.ndarray] = []
     with pytest.warns(UserWarning, match="Holds holds what") as told:
         (saved,) = states.save(arrays)
-    assert "['names', 'when', 'text', 'pairs', 'long']" in str(told[0].message)
+    assert "['names', 'when', 'text', 'pairs']" in str(told[0].message)
     assert saved["changed"] == {"best": "q", "half": {"array": 0}, "sign": {"array": 1}}
     assert [one.dtype.name for one in arrays] == ["bfloat16", "complex64"]
 
