@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 from kdist._compat import cluster_runtime, environment
-from kdist.cluster import output
+from kdist.cluster import output, signs
 from kdist.cluster.beside_strategy import check_strategy, place_beside, tell_where
 from kdist.cluster.controller import Controller
 from kdist.cluster.ending import Ending
@@ -70,6 +70,7 @@ def init(
         ValueError: A number is not an integer of at least 1 (0 for threads); TensorFlow has already
             started with other numbers, or alone; the place is said in part, or twice and
             differently. The same call again is fine.
+        RuntimeError: A child of a process that has joined found its parent's place.
         kdist.comm.PeerError: A process does not come in time, is of another version, or has other
             devices. In processes other than 0: process 0 does not answer, or died.
         SystemExit: In processes other than 0, when process 0 has ended.
@@ -89,7 +90,11 @@ def init(
         # Joined before: only the numbers are looked at again.
         environment.set_up_devices(cpu_devices, threads_per_op)
         return
-    place = _place(coordinator, num_processes, process_id)
+    signs.called()
+    given = (coordinator, num_processes, process_id)
+    place = _place(*given)
+    if place is not None and place.count > 1 and given == (None, None, None):
+        signs.check(place)
     beside = place is not None and place.count > 1 and cluster_runtime.has_started()
     if place is not None and beside:
         check_strategy(place)
@@ -155,6 +160,7 @@ def _join(
 ) -> None:
     """Joins the others; `beside` a strategy that has servers of its own."""
     global _controller
+    found = place
     if beside:
         place = place_beside(place, deadlines.start)
     mine = described(cpu_devices, threads_per_op)
@@ -171,6 +177,7 @@ def _join(
         made.end(1, str(error))
         raise
     _controller = made
+    signs.joined(found)
     Ending(lambda code, error: made.end(code, output.described(error) if error else "")).watch()
     host, _ = split_address(place.coordinator, place.source)
     if not os.environ.get(TOKEN) and (line := without_token(host, place.source)):

@@ -9,10 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from kdist.cluster.signs import CALLED
 
 from rich.console import Console
 
@@ -77,6 +80,42 @@ class Launch:
     def _attempt(self, attempt: int) -> int:
         folder = self.logs / f"start-{attempt}"
         folder.mkdir(parents=True, exist_ok=True)
+        files = [folder / f"process-{number}.log" for number in range(self.processes)]
+        self._first = None
+        with tempfile.TemporaryDirectory(prefix="kdist-launch-") as signs:
+            sign = Path(signs, "called")
+            common = self._variables(attempt) | {CALLED: str(sign)}
+            self._running = [
+                subprocess.Popen(
+                    self.command,
+                    env=common | {"KDIST_PROCESS_ID": str(number)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                for number in range(self.processes)
+            ]
+            readers = [
+                threading.Thread(target=self._read, args=(number, file), daemon=True)
+                for number, file in enumerate(files)
+            ]
+            for reader in readers:
+                reader.start()
+            self._wait()
+            called = sign.exists()
+        for reader in readers:
+            reader.join(_LAST_SECONDS)
+        code = self._tell(files)
+        if code == 0 and not self._stops and self.processes > 1 and not called:
+            self.console.print(
+                "kdist.launch: the script did not call kdist.init(), which makes one program of "
+                f"its processes: it ran {self.processes} times, each by itself",
+                soft_wrap=True,
+            )
+        return code
+
+    def _variables(self, attempt: int) -> dict[str, str]:
+        """The environment of all processes."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -91,28 +130,7 @@ class Launch:
         common.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
         if self.cpu_devices is not None:
             common["KDIST_CPU_DEVICES"] = str(self.cpu_devices)
-        self._first = None
-        self._running = [
-            subprocess.Popen(
-                self.command,
-                env=common | {"KDIST_PROCESS_ID": str(number)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            for number in range(self.processes)
-        ]
-        files = [folder / f"process-{number}.log" for number in range(self.processes)]
-        readers = [
-            threading.Thread(target=self._read, args=(number, file), daemon=True)
-            for number, file in enumerate(files)
-        ]
-        for reader in readers:
-            reader.start()
-        self._wait()
-        for reader in readers:
-            reader.join(_LAST_SECONDS)
-        return self._tell(files)
+        return common
 
     def _read(self, number: int, file: Path) -> None:
         """Copies a process's output to its file, and to the console with its number."""
