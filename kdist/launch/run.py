@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kdist.cluster.signs import CALLED
+from kdist.launch.screen import Screen, copy
 
 from rich.console import Console
 
@@ -82,6 +83,7 @@ class Launch:
         folder.mkdir(parents=True, exist_ok=True)
         files = [folder / f"process-{number}.log" for number in range(self.processes)]
         self._first = None
+        screen = Screen(sys.stdout.buffer, numbered=self.processes > 1)
         with tempfile.TemporaryDirectory(prefix="kdist-launch-") as signs:
             sign = Path(signs, "called")
             common = self._variables(attempt) | {CALLED: str(sign)}
@@ -96,7 +98,7 @@ class Launch:
                 for number in range(self.processes)
             ]
             readers = [
-                threading.Thread(target=self._read, args=(number, file), daemon=True)
+                threading.Thread(target=self._read, args=(number, file, screen), daemon=True)
                 for number, file in enumerate(files)
             ]
             for reader in readers:
@@ -105,6 +107,7 @@ class Launch:
             called = sign.exists()
         for reader in readers:
             reader.join(_LAST_SECONDS)
+        screen.end_line()
         code = self._tell(files)
         if code == 0 and not self._stops and self.processes > 1 and not called:
             self.console.print(
@@ -132,17 +135,12 @@ class Launch:
             common["KDIST_CPU_DEVICES"] = str(self.cpu_devices)
         return common
 
-    def _read(self, number: int, file: Path) -> None:
-        """Copies a process's output to its file, and to the console with its number."""
-        prefix = f"[{number}] ".encode() if self.processes > 1 else b""
+    def _read(self, number: int, file: Path, screen: Screen) -> None:
+        """Copies a process's output to its file, and to the screen."""
         stream = self._running[number].stdout
         assert stream is not None
         with file.open("wb") as log:
-            for line in stream:
-                log.write(line)
-                log.flush()
-                sys.stdout.buffer.write(prefix + line)
-                sys.stdout.buffer.flush()
+            copy(stream, log, screen, number)
 
     def _wait(self) -> None:
         """Until all have ended; when one fails, or all are to stop, the others have a while."""
