@@ -15,6 +15,7 @@ from typing import Any
 
 from kdist._compat import keras_optimizers, keras_trainer
 from kdist.layers.lazy import Lazy
+from kdist.optimizer.settings import carry_settings
 from kdist.optimizer.shared_steps import SharedSteps
 from kdist.sharding.placement import Index, covers
 from kdist.storage.flat_rows import Piece
@@ -148,7 +149,7 @@ def clone(optimizer: Any) -> Any:
             "take (**kwargs, handed on to super().__init__), or override get_config and "
             f"from_config. Received: {own}, with config {config}: {error}"
         ) from error
-    keras_optimizers.carry_settings(copy, optimizer)
+    carry_settings(copy, optimizer)
     keras_optimizers.adopt_learning_rate(copy, optimizer)
     keras_optimizers.keep_one_copy(copy)
     return copy

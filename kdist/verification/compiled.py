@@ -7,6 +7,7 @@ from typing import Any
 
 from kdist._compat import keras_optimizers, keras_twins
 from kdist.api.parallelize import parallel_of
+from kdist.optimizer.settings import carry_settings
 from kdist.optimizer.wrappers import unwrap
 from kdist.verification.twin import NoTwin
 
@@ -106,7 +107,7 @@ def optimizer_again(optimizer: Any, dtype: str, changes: Mapping[str, Any]) -> A
         ) from error
     copy = again
     while optimizer is not None and copy is not None:
-        keras_optimizers.carry_settings(copy, optimizer, changes)
+        carry_settings(copy, optimizer, changes)
         copy, optimizer = (getattr(one, "inner_optimizer", None) for one in (copy, optimizer))
     return again
 

@@ -29,6 +29,15 @@ def test_adopt_learning_rate():
     assert float(reader.learning_rate) == 1.0
 
 
+def test_positions():
+    optimizer = keras.optimizers.SGD(0.5)
+    variables = [keras.Variable(1.0, name=name) for name in "ab"]
+    optimizer.build(variables)
+    assert keras_optimizers.positions(optimizer, variables[::-1]) == [1, 0]
+    with pytest.raises(ValueError, match=r"built for other variables.*\['c'\]"):
+        keras_optimizers.positions(optimizer, [keras.Variable(1.0, name="c")])
+
+
 def test_fixed_learning_rate():
     optimizer = keras.optimizers.SGD(0.5)
     variable = keras.Variable(1.0)
