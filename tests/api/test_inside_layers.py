@@ -165,3 +165,10 @@ def test_what_does_not_follow_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("kdist.api.inside_layers.inside_traffic", lambda *given: [found])
     with pytest.raises(ValueError, match="Give a multiple of 2.*Received: batch_size=9"):
         parallel().plan(batch_size=9)
+
+
+def test_op_by_op_nothing_is_cut_inside_layers() -> None:
+    model = parallel()
+    model.compile("sgd", "mse", run_eagerly=True)
+    train(model, 8)
+    assert not model.plan(batch_size=8).inside

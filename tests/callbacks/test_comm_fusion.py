@@ -140,3 +140,11 @@ def test_set_fusion_keeps_state_on_an_inner_mesh(float64: None) -> None:
         attached(model).set_fusion(TWO[1])
     assert_close(plain.get_weights(), model.get_weights())
     assert np.ndim(model.optimizer.iterations.numpy()) == 0
+
+
+def test_no_epoch_of_tuning_is_without_figures() -> None:
+    model = compiled({"data": 4})
+    x, y = data(16)
+    tuning = CommFusion(tune=True, steps=1, candidates=TWO, verbose=0)
+    found = model.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=[tuning]).history
+    assert {len(found[key]) for key in KEYS} == {3}
