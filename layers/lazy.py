@@ -197,8 +197,7 @@ class _OnRows:
         self.variable = _Rows(variable, optimizer.read_rows(variable, indices))
         self._parts = [self.variable]
         number = optimizer._get_variable_index(variable)
-        count = len(optimizer._trainable_variables)
-        for name, slots in keras_optimizers.families(optimizer, count).items():
+        for name, slots in keras_optimizers.families(optimizer).items():
             if name == "_accumulated_gradients":
                 continue
             part = _Rows(slots[number], optimizer.read_rows(slots[number], indices))

@@ -335,10 +335,10 @@ def decay_and_count(optimizer: Any, variables: list[keras.Variable]) -> None:
         apply_nothing(optimizer)
 
 
-def families(optimizer: Any, count: int) -> dict[str, list]:
+def families(optimizer: Any) -> dict[str, list]:
     """Per-variable state of an optimizer: attribute name -> one variable (or None) per variable."""
-    trainable = {id(v) for v in getattr(optimizer, "_trainable_variables", [])}
-    found = {}
+    variables = getattr(optimizer, "_trainable_variables", [])
+    trainable, count, found = {id(v) for v in variables}, len(variables), {}
     for name, value in vars(optimizer).items():
         if name in ("_variables", "_trainable_variables") or not isinstance(value, list):
             continue

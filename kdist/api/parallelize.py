@@ -348,7 +348,8 @@ class Parallel(PreparedModel):
                 f"loss=...) first. Received: model={self.model.name!r}"
             )
         if example is not None:
-            follow_frozen(self)
+            with tf.init_scope():
+                follow_frozen(self)
         if self.update is None:
             if example is None:
                 raise ValueError(

@@ -207,7 +207,7 @@ def _known_slots(optimizer: Any, config: StateFormatConfig) -> dict[str, Slot]:
     slots = dict(SLOTS[name]) if shipped else {}
     for attribute, moment in config.slots.items():
         if not isinstance(getattr(optimizer, attribute, None), list):
-            there = list(keras_optimizers.families(optimizer, len(optimizer._trainable_variables)))
+            there = list(keras_optimizers.families(optimizer))
             raise ValueError(
                 "A slot is an attribute of the optimizer that holds a list with one variable per "
                 f"parameter. {name} has {there}. Received: slots={{{attribute!r}: {moment!r}}}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from kdist._compat import keras_optimizers, keras_trainer
@@ -306,16 +306,9 @@ def link_slots(
     def add(variable: keras.Variable, device: str, index: Index | None, part: Any) -> None:
         views.setdefault(id(variable), (variable, []))[1].append((device, index, part))
 
-    whole_families = keras_optimizers.families(logical, len(logical._trainable_variables))
-    trained = {span.position for one in local for n in one.positions for span in spans[n]}
-    kept = {
-        id(slot)
-        for slots in whole_families.values()
-        for position, slot in enumerate(slots)
-        if position not in trained
-    }
+    whole_families = keras_optimizers.families(logical)
     for one in local:
-        mine = keras_optimizers.families(one.optimizer, len(one.variables))
+        mine = keras_optimizers.families(one.optimizer)
         for name, slots in whole_families.items():
             for j, position in enumerate(one.positions):
                 for span in spans[position]:
@@ -329,14 +322,8 @@ def link_slots(
         own = keras_optimizers.scalars(one.optimizer)
         for name, variable in keras_optimizers.scalars(logical).items():
             add(variable, one.device, None, own[name])
-    shared = {id(logical._learning_rate)}
-    for variable in logical.variables:
-        if id(variable) not in views and id(variable) not in shared | kept:
-            raise RuntimeError(
-                "kdist maps optimizer state by attributes that hold one variable per parameter, "
-                "or one scalar variable. Make it so, or use one of Keras's optimizers. "
-                f"Received: {type(logical).__name__} with variable {variable.path!r}"
-            )
+    trained = {span.position for one in local for n in one.positions for span in spans[n]}
+    _refuse_unmapped(logical, views, trained)
     vectors = Vectors()
     for variable, parts in views.values():
         backing = SlotParts(tuple(variable.shape), _distinct(parts))
@@ -354,6 +341,24 @@ def link_slots(
                     target.assign(values)
         become_view(variable, backing, None)
     vectors.finish()
+
+
+def _refuse_unmapped(logical: Any, mapped: Container[int], trained: Container[int]) -> None:
+    """Refuses state that is not mapped, but for that of variables which do not train."""
+    frozen = {
+        id(slot)
+        for slots in keras_optimizers.families(logical).values()
+        for position, slot in enumerate(slots)
+        if position not in trained
+    }
+    for variable in logical.variables:
+        known = id(variable) in mapped or id(variable) in frozen
+        if not known and variable is not logical._learning_rate:
+            raise RuntimeError(
+                "kdist maps optimizer state by attributes that hold one variable per parameter, "
+                "or one scalar variable. Make it so, or use one of Keras's optimizers. "
+                f"Received: {type(logical).__name__} with variable {variable.path!r}"
+            )
 
 
 class Vectors:

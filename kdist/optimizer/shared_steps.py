@@ -136,7 +136,7 @@ class _Local:
 
     def __init__(self, optimizer: Any, variables: Sequence[keras.Variable]) -> None:
         self.optimizer, self.variables = optimizer, list(variables)
-        self._families = keras_optimizers.families(optimizer, len(self.variables))
+        self._families = keras_optimizers.families(optimizer)
         self._scalars = keras_optimizers.scalars(optimizer)
 
     def state_of(self, argument: Any) -> _State | None:

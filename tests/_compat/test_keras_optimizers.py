@@ -408,7 +408,7 @@ def test_families():
     optimizer = keras.optimizers.Adam()
     optimizer.build(model.trainable_variables)
     count = len(model.trainable_variables)
-    found = keras_optimizers.families(optimizer, count)
+    found = keras_optimizers.families(optimizer)
     assert set(found) == {"_momentums", "_velocities"}
     assert all(len(slots) == count for slots in found.values())
 

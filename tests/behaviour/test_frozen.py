@@ -10,10 +10,12 @@ import kdist
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 MESHES: dict[str, dict[str, int]] = {
     "data2": {"data": 2},
     "data2_model2": {"data": 2, "model": 2},
+    "pipe2_data2": {"pipe": 2, "data": 2},
 }
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(24, 6)), rng.normal(size=(24, 2))
@@ -38,7 +40,10 @@ def made(mesh: str | None, level: int = 0) -> keras.Model:
     layout_map = {".*b/kernel": (None, "model")} if "model" in MESHES[mesh] else {}
     optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0)
     config = kdist.ParallelConfig(
-        mesh=kdist.mesh(**MESHES[mesh]), layout_map=layout_map, optimizer=optimizer
+        mesh=kdist.mesh(**MESHES[mesh]),
+        layout_map=layout_map,
+        optimizer=optimizer,
+        pipeline=kdist.PipelineConfig(micro_batches=2) if "pipe" in MESHES[mesh] else None,
     )
     return kdist.parallelize(model, config)
 
@@ -114,17 +119,26 @@ def test_trains_what_one_device_trains(row: Any, mesh: str, level: int) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("level", [0, 3])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_loop_follows_at_once(mesh: str) -> None:
-    model = made(mesh)
+def test_a_loop_follows_at_once(mesh: str, level: int, graph: bool) -> None:
+    """In a graph, when that is traced again."""
+    model = made(mesh, level)
     model.compile(keras.optimizers.Adam(0.1), "mse")
-    _, gradients = kdist.gradients(model, X, Y)
-    kdist.apply_gradients(model, gradients)
+
+    def step() -> int:
+        _, gradients = kdist.gradients(model, X, Y)
+        kdist.apply_gradients(model, gradients)
+        return len(gradients)
+
+    def stepped() -> int:
+        return int(tf.function(step)() if graph else step())
+
+    assert stepped() == 6
     freeze(model)
     before = [np.array(w) for w in model.get_weights()]
-    _, gradients = kdist.gradients(model, X, Y)
-    assert len(gradients) == len(model.trainable_variables) == 4
-    kdist.apply_gradients(model, gradients)
+    assert stepped() == len(model.trainable_variables) == 4
     changed = [bool((a != b).any()) for a, b in zip(before, model.get_weights(), strict=True)]
     assert changed == [False] * 2 + [True] * 4
 

@@ -30,7 +30,7 @@ def test_every_slot_of_every_optimizer_is_classified():
         options = {"RMSprop": {"centered": True}}.get(name, {})
         optimizer, _ = make(name, use_ema=True, gradient_accumulation_steps=2, **options)
         common = {"_model_variables_moving_average", "_accumulated_gradients"}
-        assert set(families(optimizer, 2)) - common == {
+        assert set(families(optimizer)) - common == {
             slot for slot in SLOTS[name] if getattr(optimizer, slot, [])
         }
         for slot in SLOTS[name].values():

@@ -83,9 +83,9 @@ def test_a_step_computes_with_what_is_stored(name: str, float64: None):
         expected(*gradients(n))
     for got, want in zip(train(local), mine):
         np.testing.assert_allclose(got, want.numpy(), rtol=0, atol=1e-12)
-    kept = families(local.optimizer, 2)
+    kept = families(local.optimizer)
     assert set(made) <= set(kept)
-    for attribute, slots_of in families(plain, 2).items():
+    for attribute, slots_of in families(plain).items():
         for got, want in zip(kept[attribute], slots_of):
             if want is not None:
                 np.testing.assert_allclose(got.numpy(), want.numpy(), rtol=1e-12, atol=0)
@@ -164,7 +164,7 @@ def test_large_slots_are_compiled_to_the_same_codes(
 
 def test_float32_bytes_are_halved_in_the_buffers(float64: None):
     local = local_of(*make("Adam", "float32", amsgrad=False))
-    slots = families(local.optimizer, 2)
+    slots = families(local.optimizer)
     before = {id(keras_trainer.tf_variable(v)) for f in slots.values() for v in f}
     assert len(before) == 4
     float_bytes = sum(v.numpy().nbytes for f in slots.values() for v in f)
