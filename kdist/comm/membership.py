@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import re
 import sys
 import time
@@ -85,7 +86,7 @@ def connect(
         )
     connection = Connection(tuple(addresses), index, float(timeout_seconds))
     processes.join(connection)
-    atexit.register(_leave_at_exit)
+    atexit.register(_leave_at_exit, os.getpid())
     return connection
 
 
@@ -188,10 +189,15 @@ def _device(task: int) -> str:
     return f"/job:{processes.JOB}/task:{task}/device:CPU:0"
 
 
-def _leave_at_exit() -> None:
+def _leave_at_exit(process: int) -> None:
     """At the end of the program; `sys.last_value` is the exception that ended it, if one did.
 
     In a prompt (`sys.ps1`) it is one that was shown on the way.
+
+    Args:
+        process: The one that joined; its forks have not.
     """
+    if os.getpid() != process:
+        return
     if hasattr(sys, "ps1") or getattr(sys, "last_value", None) is None:
         leave()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import selectors
+import sys
 import threading
 import time
 from typing import IO, BinaryIO
@@ -17,6 +18,8 @@ _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
 
 class Screen:
     """A stream that several processes write lines to, from threads.
+
+    Where nobody reads it any more (`| head`), one line on stderr says so, and the run goes on.
 
     Args:
         stream: Where to.
@@ -35,22 +38,34 @@ class Screen:
             if self._last is not None:
                 end = self._last[1]
                 if end != b"\n" and self._last[0] != process:
-                    self._stream.write(b"\n")
+                    self._show(b"\n")
                     end = b"\n"
             begins = end == b"\n" or (end == b"\r" and piece != b"\n")
             if begins and self._numbered:
-                self._stream.write(b"[%d] " % process)
-            self._stream.write(piece)
-            self._stream.flush()
+                piece = b"[%d] " % process + piece
+            self._show(piece)
             self._last = process, piece[-1:]
 
     def end_line(self) -> None:
         """For what others write below."""
         with self._writing:
             if self._last is not None and self._last[1] != b"\n":
-                self._stream.write(b"\n")
-                self._stream.flush()
+                self._show(b"\n")
                 self._last = None
+
+    def _show(self, piece: bytes) -> None:
+        try:
+            self._stream.write(piece)
+            self._stream.flush()
+        except BrokenPipeError:
+            # What the launcher itself prints, and what is still to be flushed, has to go somewhere.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            print(
+                "kdist.launch: nobody reads its output any more; the run goes on, see its logs",
+                file=sys.stderr,
+            )
 
 
 def copy(source: IO[bytes], log: BinaryIO, screen: Screen, process: int) -> None:

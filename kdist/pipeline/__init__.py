@@ -5,7 +5,7 @@ Everything here is pure: no device is touched.
 
 from kdist.pipeline.chart import Chart
 from kdist.pipeline.check_work import check_work
-from kdist.pipeline.communication import check_actions, stage_actions
+from kdist.pipeline.communication import Message, Receive, Send, check_actions, stage_actions
 from kdist.pipeline.csv_file import read_csv, write_csv
 from kdist.pipeline.formulas import bubble_formula, live_formula
 from kdist.pipeline.graph import Graph, GraphNode
@@ -45,10 +45,13 @@ __all__ = [
     "Graph",
     "GraphNode",
     "Instruction",
+    "Message",
     "Partition",
     "Penalty",
+    "Receive",
     "Reduce",
     "Schedule",
+    "Send",
     "Simulation",
     "Timeline",
     "WeightInstruction",

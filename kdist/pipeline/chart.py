@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kdist.pipeline.colors import shade, text_color
+from kdist.pipeline.communication import MESSAGES, Action, Receive, Send
 from kdist.pipeline.instructions import (
     Await,
     Free,
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 _WIDTH = 120
 _IDLE = "·"
-WEIGHTS = {kind.letter: kind.kind for kind in (Gather, Free, Penalty, Reduce, Await)}
-"""What charts call the instructions on weights, by letter."""
+BETWEEN = {kind.letter: kind.kind for kind in (Receive, Send, Gather, Free, Penalty, Reduce, Await)}
+"""What charts call what stages do between computations, by letter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Chart:
         title: Above it.
         caption: Below it.
         seconds: Length of the timeline's unit of time in seconds, None if it has no unit (a plan).
-        weights: Per stage, what it does with weights: time and letter; see `kdist.pipeline.Work`.
+        between: Per stage, what it does between computations: time and letter; see
+            `kdist.pipeline.Work`.
 
     Example:
     ```python
@@ -59,22 +61,22 @@ class Chart:
     title: str = "Pipeline"
     caption: str = ""
     seconds: float | None = None
-    weights: tuple[tuple[tuple[Time, str], ...], ...] = ()
+    between: tuple[tuple[tuple[Time, str], ...], ...] = ()
 
     @staticmethod
     def of_simulation(
-        simulation: Simulation, rows: Sequence[Sequence[Instruction | WeightInstruction]] = ()
+        simulation: Simulation, rows: Sequence[Sequence[Action | WeightInstruction]] = ()
     ) -> Chart:
         """The chart of what a schedule would do; `rows` are those of a `kdist.pipeline.Work`."""
         schedule = simulation.schedule
         title = f"{schedule.name} · {schedule.num_stages} stages"
         title += f" · {schedule.micro_batches} micro-batches"
         title += f" · {schedule.chunks} chunks per stage" if schedule.chunks > 1 else ""
-        weights = tuple(
+        between = tuple(
             tuple(_marks(row, simulation.timeline.of_stage(stage)))
             for stage, row in enumerate(rows)
         )
-        return Chart(simulation.timeline, title, simulation.caption(), weights=weights)
+        return Chart(simulation.timeline, title, simulation.caption(), between=between)
 
     @property
     def chunks(self) -> int:
@@ -85,6 +87,11 @@ class Chart:
         """The kinds of events in the chart, in the order of a legend; idle time last."""
         found = {event.kind for event in self.timeline.events} | {"idle"}
         return [kind for kind in NAMES if kind in found]
+
+    def marks(self) -> list[str]:
+        """What stages do between computations, each with its letter: "G gather"."""
+        there = {letter for row in self.between for _, letter in row}
+        return [f"{letter} {BETWEEN[letter]}" for letter in BETWEEN if letter in there]
 
     def text(self, width: int | None = None) -> str:
         """The chart as plain text, one line per stage.
@@ -149,18 +156,26 @@ class Chart:
             line = rich.text.Text(name.ljust(margin))
             line.append_text(_row(timeline, timeline.of_stage(stage), columns, chunks))
             yield line
-            if self.weights:
-                yield rich.text.Text(" " * margin + self._below(stage, columns), style="dim")
+            for below in self._below(stage, columns):
+                yield rich.text.Text(" " * margin + below, style="dim")
         yield self._legend(chunks)
         if self.caption:
             yield rich.text.Text(self.caption)
 
-    def _below(self, stage: int, columns: int) -> str:
-        """What a stage does with weights, as letters under its cells."""
-        found, scale = "", columns / float(self.timeline.total or 1)
-        for time, letter in self.weights[stage]:
-            found = found.ljust(round(float(time) * scale)) + letter
-        return found
+    def _below(self, stage: int, columns: int) -> Iterator[str]:
+        """What a stage does between its computations, as letters under its cells: messages first.
+
+        A message is received where a cell begins, and sent where one ends.
+        """
+        marks = self.between[stage] if self.between else ()
+        scale, messages, weights = columns / float(self.timeline.total or 1), [" "] * columns, ""
+        for time, letter in marks:
+            at = round(float(time) * scale)
+            if letter in MESSAGES:
+                messages[max(at - (letter == Send.letter), 0)] = letter
+            else:
+                weights = weights.ljust(at) + letter
+        yield from (line for line in ("".join(messages).rstrip(), weights) if line)
 
     def _legend(self, chunks: int) -> rich.text.Text:
         line = rich.text.Text()
@@ -172,23 +187,24 @@ class Chart:
                 line.append("  ")
         if chunks > 1:
             line.append(f"chunks a to {chunk_letter(chunks - 1)}")
-        there = {letter for row in self.weights for _, letter in row}
-        line.append("".join(f"  {one} {WEIGHTS[one]}" for one in WEIGHTS if one in there))
+        line.append("  ".join(["", *self.marks()]))
         return line
 
 
 def _marks(
-    row: Sequence[Instruction | WeightInstruction], events: Sequence[Event]
+    row: Sequence[Action | WeightInstruction], events: Sequence[Event]
 ) -> Iterator[tuple[Time, str]]:
-    """When a stage does what with weights: between two computations, one mark of each kind."""
-    computed, seen = iter(events), set[str]()
-    event: Event | None = None
+    """When a stage does what else: between two computations, one mark of each kind."""
+    seen, done = set[str](), 0
     for one in row:
         if isinstance(one, Instruction):
-            event, seen = next(computed), set()
+            seen, done = set(), done + 1
         elif one.letter not in seen:
             seen.add(one.letter)
-            yield (0 if event is None else event.end), one.letter
+            if isinstance(one, Receive):  # maybe long after the computation before
+                yield events[done].start, one.letter
+            else:
+                yield (events[done - 1].end if done else 0), one.letter
 
 
 def _columns(timeline: Timeline, chunks: int, room: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 from typing import TYPE_CHECKING, Any
 
@@ -43,10 +44,12 @@ def save_png(chart: Chart, path: pathlib.Path) -> None:
             _draw_bar(axes, chart, event, width - left - right)
         elif event.kind == "communication":
             _draw_transfer(axes, chart, event)
-    for stage, marks in enumerate(chart.weights):
-        for time, letter in marks:
-            at = float(time), stage + (_BAR + 0.2) / 2
-            axes.text(*at, letter, ha="center", va="center", fontsize=5.0, color=_GRAY)
+    for stage, marks in enumerate(chart.between):
+        for time, together in itertools.groupby(marks, lambda mark: mark[0]):
+            at, letters = (float(time), stage + (_BAR + 0.2) / 2), "".join(m for _, m in together)
+            axes.text(*at, letters, ha="center", va="center", fontsize=5.0, color=_GRAY)
+    figure.text(1 - right / width, 0.42 / height, "   ".join(chart.marks()), ha="right",
+                va="center", fontsize=6.5, color=_GRAY)  # fmt: skip
     _style_axes(axes, chart)
     figure.text(left / width, 1 - 0.27 / height, chart.title, fontsize=13, weight="bold",
                 color=_INK, va="center")  # fmt: skip

@@ -1,9 +1,11 @@
-"""Proves that what stages do with weights fits what they compute, whoever wrote it."""
+"""Proves that what stages send, receive and do with weights fits what they compute."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
+from kdist.pipeline.communication import Transfer, with_transfers
 from kdist.pipeline.instructions import (
     Await,
     Forward,
@@ -18,9 +20,11 @@ from kdist.pipeline.work import Step, WeightUse, Work, check_uses
 
 
 def check_work(work: Work, uses: Sequence[WeightUse]) -> None:
-    """Proves the instructions on weights right, or says what is wrong with them.
+    """Proves the work of stages right, whoever wrote it, or says what is wrong with it.
 
     - The rows compute what the schedule says, in its order.
+    - What an instruction makes for another stage is sent before the next computation, and received
+      there between the computation before the one that uses it and that one.
     - What an instruction looks at is there: gathered, and not freed since. Nothing is gathered
       that is there, nothing freed that is not, and a row ends with nothing gathered.
     - Every gradient is reduced once, on a stage that has it, when no computation of that stage adds
@@ -46,13 +50,32 @@ def check_work(work: Work, uses: Sequence[WeightUse]) -> None:
     """
     check_uses(work.schedule, uses)
     differentiates = any(not isinstance(one, Forward) for one in work.schedule)
+    actions = with_transfers(work.schedule)
     for stage, row in enumerate(work.stages):
         computed = tuple(one for one in row if isinstance(one, Instruction))
         if computed != work.schedule.stages[stage]:
             raise _wrong(stage, "computes other instructions than its schedule", "Keep its order")
+        _check_transfers(stage, row, actions[stage])
         _check_row(_Stage(work, stage, uses), row)
     if differentiates:
         _check_reduced(work, uses)
+
+
+def _check_transfers(stage: int, row: Sequence[Step], wanted: Sequence[Step]) -> None:
+    """Messages are sent by whom, and received where, they are made and used."""
+    found = [one for one in row if isinstance(one, Instruction | Transfer)]
+    for there, due in itertools.zip_longest(found, wanted):
+        if there != due:
+            raise _wrong(
+                stage,
+                f"has {_named(there)} where {_named(due)} is due",
+                "Send what another stage uses before the next computation, and receive it between "
+                "two computations, before its use",
+            )
+
+
+def _named(one: Step | None) -> str:
+    return "its end" if one is None else f"the {one}"
 
 
 class _Stage:
@@ -79,6 +102,8 @@ class _Stage:
 def _check_row(there: _Stage, row: Sequence[Step]) -> None:
     last = {(o.chunk, o.letter): i for i, o in enumerate(row) if isinstance(o, Instruction)}
     for i, one in enumerate(row):
+        if isinstance(one, Transfer):
+            continue
         stage, use = there.stage, there.use(one.chunk)
         weights = set() if isinstance(one, Instruction) else set(one.weights)
         if isinstance(one, WeightInstruction) and one.stage != stage:

@@ -16,7 +16,8 @@ has both its sides ready for it, hence no stage waits for ever.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from kdist.pipeline.dependencies import Dependencies
 from kdist.pipeline.instructions import BackwardWeight, Forward, Instruction
@@ -31,6 +32,14 @@ class Message:
     Attributes:
         source: The instruction that makes it.
         target: The instruction that uses it.
+
+    Example:
+    ```python
+    from kdist.pipeline import Forward, Message
+
+    print(Message(Forward(0, 2), Forward(1, 2)))
+    # activation of micro-batch 2 from stage 0 to stage 1
+    ```
     """
 
     source: Instruction
@@ -49,26 +58,85 @@ class Message:
 
 
 @dataclasses.dataclass(frozen=True)
-class Send:
-    """A stage sends a message."""
+class Transfer:
+    """One side of a message. Use the subclasses.
+
+    Attributes:
+        message: What is sent and received.
+    """
 
     message: Message
 
+    letter: ClassVar[str] = ""
+    """How a row and a chart name the kind."""
+
+    kind: ClassVar[str] = ""
+    """The kind in words."""
+
+    @property
+    def stage(self) -> int:
+        """Index of the stage that does it."""
+        raise NotImplementedError
+
+    def cell(self, stages: int) -> str:
+        """Compact text: the instruction that makes it, and the virtual stage on the other side."""
+        raise NotImplementedError
+
     def __str__(self) -> str:
-        return f"send of the {self.message}"
+        return f"{self.kind} of the {self.message}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Receive:
-    """A stage receives a message."""
+class Send(Transfer):
+    """A stage sends a message.
 
-    message: Message
+    Example:
+    ```python
+    from kdist.pipeline import Forward, Message, Send
 
-    def __str__(self) -> str:
-        return f"receive of the {self.message}"
+    print(Send(Message(Forward(0, 2), Forward(1, 2))).cell(stages=2))  # 0F2>1
+    ```
+    """
+
+    letter, kind = ">", "send"
+
+    @property
+    def stage(self) -> int:
+        """Index of the stage that sends."""
+        return self.message.source.stage
+
+    def cell(self, stages: int) -> str:
+        """Compact text, such as "0F2>1": what is sent, and to which virtual stage."""
+        message = self.message
+        return f"{message.source.cell(stages)}>{message.target.virtual_stage(stages)}"
+
+
+class Receive(Transfer):
+    """A stage receives a message.
+
+    Example:
+    ```python
+    from kdist.pipeline import Forward, Message, Receive
+
+    print(Receive(Message(Forward(0, 2), Forward(1, 2))).cell(stages=2))  # 1<0F2
+    ```
+    """
+
+    letter, kind = "<", "receive"
+
+    @property
+    def stage(self) -> int:
+        """Index of the stage that receives."""
+        return self.message.target.stage
+
+    def cell(self, stages: int) -> str:
+        """Compact text, such as "1<0F2": which virtual stage receives what."""
+        message = self.message
+        return f"{message.target.virtual_stage(stages)}<{message.source.cell(stages)}"
 
 
 Action = Instruction | Send | Receive
+MESSAGES = (Receive.letter, Send.letter)
+"""How charts name what is done with messages."""
 
 
 def incoming(schedule: Schedule) -> dict[Instruction, Message]:
@@ -84,6 +152,31 @@ def incoming(schedule: Schedule) -> dict[Instruction, Message]:
         for maker in dependencies.inputs(one)
         if maker.stage != one.stage
     }
+
+
+def with_transfers(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """Instructions, sends and receives of each stage, where sending waits for nobody.
+
+    A stage sends what it made at once, and receives just before use.
+
+    Args:
+        schedule: A schedule, or the forwards of one.
+
+    Returns:
+        One tuple per stage. The instructions keep their order.
+    """
+    arriving = incoming(schedule)
+    leaving = {message.source: message for message in arriving.values()}
+
+    def actions(row: Sequence[Instruction]) -> Iterator[Action]:
+        for one in row:
+            if one in arriving:
+                yield Receive(arriving[one])
+            yield one
+            if one in leaving:
+                yield Send(leaving[one])
+
+    return tuple(tuple(actions(row)) for row in schedule.stages)
 
 
 def stage_actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:

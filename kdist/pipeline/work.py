@@ -1,7 +1,8 @@
-"""What stages do with weights between their computations: a schedule's rows, extended.
+"""All that stages do: a schedule's rows, with what they send, receive, and do with weights.
 
-A schedule says in which order a stage computes. Which weights come whole to the stage before a
-computation, when they are let go, and when gradients are complete follows from it. A stage gathers
+A schedule says in which order a stage computes. What goes to other stages, which weights come whole
+to the stage before a computation, when they are let go, and when gradients are complete follows
+from it. A stage gathers
 what its next computation looks at and frees it when it turns to another of its chunks (for all
 replicas of a stage this is ZeRO's third level, Rajbhandari et al. 2020). Gradients are reduced
 after the last backward on the stage that adds to them.
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from kdist.pipeline.communication import Action, Message, Receive, Send, incoming
 from kdist.pipeline.instructions import (
     Await,
     Backward,
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 
 Together = Callable[[Sequence[int]], Sequence[tuple[int, ...]]]
 """Positions of weights that are gathered at one time -> those that travel as one message."""
-Step = Instruction | WeightInstruction
+T = TypeVar("T")
+Step = Action | WeightInstruction
 
 IN_FLIGHT = 1
 """Chunks whose gradients may be on their way while a stage computes, where memory counts."""
@@ -62,7 +65,7 @@ class WeightUse:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """All that stages do in a pass: the instructions of a schedule, and those on weights.
+    """All that stages do in a pass: a schedule's instructions, messages, and what concerns weights.
 
     Attributes:
         schedule: The schedule.
@@ -85,12 +88,12 @@ class Work:
         for row in self.stages:
             yield from row
 
-    def of(self, kind: type[WeightInstruction]) -> tuple[WeightInstruction, ...]:
+    def of(self, kind: type[T]) -> tuple[T, ...]:
         """The instructions of one kind, stage after stage."""
         return tuple(one for one in self if isinstance(one, kind))
 
     def chart(self) -> Chart:
-        """The planned timeline of the schedule, with the instructions on weights under each stage.
+        """The planned timeline of the schedule, with all else that a stage does under its line.
 
         They take no time there.
 
@@ -133,7 +136,7 @@ def work_of(
     kept: Collection[int] = (),
     free: bool = False,
 ) -> Work:
-    """Extends a schedule by what its stages do with weights.
+    """Extends a schedule by what its stages send and receive, and do with weights.
 
     Args:
         schedule: The schedule, or the forwards of one.
@@ -158,11 +161,11 @@ def work_of(
     ```
     """
     check_uses(schedule, uses)
-    users = _users(uses)
+    users, arriving = _users(uses), incoming(schedule)
     return Work(
         schedule,
         tuple(
-            tuple(_Row(schedule, stage, uses, together, kept, free, users).steps())
+            tuple(_Row(schedule, stage, uses, together, kept, free, users, arriving).steps())
             for stage in range(schedule.num_stages)
         ),
     )
@@ -198,10 +201,12 @@ class _Row:
         kept: Collection[int],
         free: bool,
         users: Mapping[int, set[int]],
+        arriving: Mapping[Instruction, Message],
     ) -> None:
         self.schedule, self.stage, self.uses = schedule, stage, uses
         self.together, self.kept, self.free = together, set(kept), free
-        self.users = users
+        self.users, self.arriving = users, arriving
+        self.leaving = {message.source: message for message in arriving.values()}
         self.held: dict[int, None] = {}
 
     def steps(self) -> Iterator[Step]:
@@ -219,7 +224,11 @@ class _Row:
                     yield Await(self.stage, done.weights, done.chunk)
             virtual = one.virtual_stage(count)
             yield from self._gather(one.letter, virtual, one.chunk)
+            if one in self.arriving:
+                yield Receive(self.arriving[one])
             yield one
+            if one in self.leaving:
+                yield Send(self.leaving[one])
             if one.chunk not in penalized and (one.letter in "BW" or not differentiates):
                 penalized.add(one.chunk)
                 yield from self._penalty(virtual, one.chunk)

@@ -11,7 +11,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist.program.batch import SplitBatch, join, leading, part_bounds, row_counts, split
+from kdist.program.batch import (
+    SplitBatch,
+    join,
+    leading,
+    part_bounds,
+    refuse_sizes,
+    row_counts,
+    split,
+)
 
 import keras
 import tensorflow as tf
@@ -35,12 +43,15 @@ class OwnRows:
         return sum(map(len, self.replicas))
 
     def cut(self, process: int) -> Callable[..., Any]:
-        """What a process keeps of an element: its size, and the tensors of each own replica."""
+        """What a process keeps of an element: its size, and the tensors of each own replica.
+
+        See `kdist.program.batch.refuse_sizes` for elements that are refused.
+        """
 
         def keep(*element: Any) -> Any:
             data = element if len(element) > 1 else element[0]
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-            batch = split(x, y, sample_weight, self.count, checked=True)
+            batch = split(x, y, sample_weight, self.count)
             parts = [keras.tree.flatten(batch.parts[r]) for r in self.replicas[process]]
             return batch.size, tuple(tuple(t for t in part if t is not None) for part in parts)
 
@@ -93,13 +104,18 @@ class OwnRows:
         Args:
             element: Of its dataset.
             count: Of its replicas.
+
+        Raises:
+            ValueError: See `kdist.program.batch.refuse_sizes`.
         """
         data = element if len(element) > 1 else element[0]
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        before = refuse_sizes((x, y, sample_weight))
         batch = split(x, y, sample_weight, count, checked=True)
         parts = [keras.tree.flatten(part) for part in batch.parts]
         there = tuple(tuple(t for t in part if t is not None) for part in parts)
-        return tf.stack(batch.counts), there
+        with tf.control_dependencies([] if before is None else [before]):
+            return tf.stack(batch.counts), there
 
     def joined_apart(self, found: Sequence[Any]) -> SplitBatch:
         """The batch of what `apart` gave in each process."""

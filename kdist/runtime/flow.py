@@ -8,6 +8,7 @@ from typing import Any
 
 from kdist._compat import keras_trainer
 from kdist.dtensor.sharded import Sharded, each
+from kdist.pipeline.communication import Message
 from kdist.pipeline.instructions import (
     Backward,
     BackwardInput,
@@ -20,6 +21,7 @@ from kdist.program.loss_parts import LossParts, collected, merged, penalty_name
 from kdist.program.step_result import SliceResult
 from kdist.runtime.added_rows import AddedRows
 from kdist.runtime.ends import Ends, ends
+from kdist.runtime.handed_on import HandedOn, Unit
 from kdist.runtime.micro_batches import MicroBatches
 from kdist.runtime.recorder import Recorder, Stamps
 from kdist.stages.functions import Saved, StageFunctions
@@ -29,9 +31,6 @@ from kdist.storage.variables import backing_of
 
 import keras
 import tensorflow as tf
-
-Unit = tuple[int, int]
-"""(virtual stage, micro-batch)"""
 
 
 class Flow:
@@ -50,6 +49,7 @@ class Flow:
         gradients: Per slice of the replica, by trainable variable, the sum so far of what is dense.
         cotangents: By (virtual stage, micro-batch), those that a loss over the whole batch gives.
         held: Per slice of the replica, the weights that are gathered there, by position.
+        handed_on: What its virtual stages have made for each other.
     """
 
     def __init__(
@@ -73,9 +73,8 @@ class Flow:
         self._fetched: dict[tuple[int, int], dict[int, Any]] = {}
         self._read: dict[tuple[int, int], Sharded] = {}
         self._state: dict[int, Sharded] = {}
-        self._sent: dict[Unit, Any] = {}
+        self.handed_on = HandedOn(runner.schedule.num_stages)
         self._saved: dict[Unit, Saved] = {}
-        self._returned: dict[Unit, list[Any]] = {}
         self._results: list[Any] = [None] * len(parts)
         self._losses: list[Sharded] = []
         self._loss_parts: LossParts = {}
@@ -87,11 +86,10 @@ class Flow:
         Returns:
             The first and the last operation of the graph that belong to it, None without one.
         """
-        virtual = one.virtual_stage(self.runner.schedule.num_stages)
         with tf.device(self.device(one.stage)), tf.name_scope(self.name(one)):
             if recorder is None:
                 return self.act(one)
-            arrived = recorder.now(self._incoming(one, virtual))
+            arrived = recorder.now(self.handed_on.incoming(one))
             start = recorder.now([arrived])
             with tf.control_dependencies([start]):
                 first, last = self.act(one)
@@ -101,17 +99,6 @@ class Flow:
             end = recorder.now([start if last is None else last])
             recorder.add(self.replica, one, Stamps(arrived, start, end))
             return (None, None) if tf.executing_eagerly() else (start.op, end.op)
-
-    def _incoming(self, one: Instruction, virtual: int) -> list[Any]:
-        """What an instruction gets from another virtual stage; of one in parts, the first."""
-        if isinstance(one, Forward):
-            sent = self._sent.get((virtual - 1, one.micro_batch))
-            found = [] if sent is None else [*sent.boundary.values(), *sent.masks.values()]
-        elif isinstance(one, BackwardWeight):
-            found = []
-        else:
-            found = self._returned.get((virtual + 1, one.micro_batch), [])
-        return [t.parts[0] for t in found if t is not None]
 
     def name(self, one: Instruction) -> str:
         """What the graph calls an instruction."""
@@ -136,12 +123,21 @@ class Flow:
         }
         return actions[type(one)](self.slice(one.stage), virtual, one.micro_batch)
 
+    def send(self, message: Message) -> None:
+        """Hands over what an instruction made for another stage."""
+        self.handed_on.send(message)
+
+    def receive(self, message: Message) -> None:
+        """Takes what another stage has sent to the devices of its stage."""
+        with tf.name_scope(f"{self.name(message.target)}/received"):
+            devices = self.backend.devices(self.slice(message.target.stage))
+            self.handed_on.receive(message, devices)
+
     def forward(self, s: int, virtual: int, i: int) -> Ends:
         """Forward of micro-batch `i` on a virtual stage, on slice `s`."""
         functions = self.functions[i][virtual]
         body = functions.body
-        sent = self._sent.pop((virtual - 1, i), None)
-        boundary, masks = (sent.boundary, sent.masks) if sent is not None else ({}, {})
+        boundary, masks = self.handed_on.forth.pop((virtual - 1, i)) if virtual else ({}, {})
         x, y, sample_weight = self.backend.data(self.parts[i])
         loss = share = None
         if self.shares is not None:
@@ -175,11 +171,12 @@ class Flow:
         """Notes what a forward left behind."""
         if last:
             self._results[i] = output
+        else:
+            self.handed_on.forth[virtual, i] = output.boundary, output.masks
         if output.loss is not None:
             self._losses.append(output.loss)
         self._loss_parts = merged([self._loss_parts, output.loss_parts])
         self._added[virtual, i] = output.added
-        self._sent[virtual, i] = output
         self._saved[virtual, i] = saved
 
     def backward(self, s: int, virtual: int, i: int) -> Ends:
@@ -188,7 +185,7 @@ class Flow:
         self._take_up(s, virtual, i, saved)
         found, inward = self.functions[i][virtual].backward(s, saved)
         del self._saved[virtual, i]
-        self._returned[virtual, i] = inward
+        self.handed_on.back[virtual, i] = inward
         sums = self._accumulate(s, virtual, i, found)
         return ends([*found, *inward], sums)
 
@@ -197,7 +194,7 @@ class Flow:
         saved = self._with_cotangents(s, virtual, i)
         self._take_up(s, virtual, i, saved)
         inward = self.functions[i][virtual].backward_input(s, saved)
-        self._returned[virtual, i] = inward
+        self.handed_on.back[virtual, i] = inward
         return ends([*inward, *saved.kept])
 
     def backward_weight(self, s: int, virtual: int, i: int) -> Ends:
@@ -209,7 +206,8 @@ class Flow:
 
     def _with_cotangents(self, s: int, virtual: int, i: int) -> Saved:
         saved = self._saved[virtual, i]
-        functions, returned = self.functions[i][virtual], self._returned.pop((virtual + 1, i), [])
+        functions = self.functions[i][virtual]
+        returned = [] if functions.body.last else self.handed_on.back.pop((virtual + 1, i))
         others = self.cotangents.get((virtual, i), [])
         if functions.has_loss:
             others = [tf.cast(self.scale, functions.example_output.loss.dtype)]

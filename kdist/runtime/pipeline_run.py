@@ -1,17 +1,19 @@
 """One pass over the stages of a pipeline: its work, interpreted instruction by instruction.
 
-What an instruction does is in one table. Computations are written per replica, chained in the order
-of their stage; what stages do with weights concerns all replicas of a stage at once.
+What an instruction does is in one table. Computations and messages are written per replica, the
+former chained in the order of their stage; what stages do with weights concerns all replicas of a
+stage at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.graphs.instantiation import instantiated_cheaply
 from kdist.optimizer.gather import Gatherer
 from kdist.optimizer.gradients import GradientSource
+from kdist.pipeline.communication import Receive, Send
 from kdist.pipeline.instructions import (
     Await,
     Forward,
@@ -56,13 +58,15 @@ class PipelineRun:
         self.runner, self.backend = flows[0].runner, flows[0].backend
         self.gatherer, self.recorder = gatherer, recorder
         self.table: dict[type, Callable[[Any], None]] = {
+            Send: self._send,
+            Receive: self._receive,
             Gather: self._gather,
             Free: self._free,
             Penalty: self._penalty,
             Reduce: self._reduce,
             Await: self._await,
         }
-        self._rows = [iter(row) for row in work.stages]
+        self._rows = [list(row) for row in work.stages]
         self._chains: dict[tuple[int, int], Chain] = {}
         self._reduces: list[Reduce] = []
         self._ended: dict[int, list[tf.Operation]] = {}
@@ -86,12 +90,17 @@ class PipelineRun:
             for one in self._until(wanted):
                 self.table.get(type(one), self._compute)(one)
 
-    def _until(self, wanted: Instruction) -> Iterator[Step]:
-        """What a stage does from where it is to a computation, included."""
-        for one in self._rows[wanted.stage]:
-            yield one
-            if one == wanted:
-                return
+    def _until(self, wanted: Instruction) -> list[Step]:
+        """What a stage does from where it is until a computation is done and sent."""
+        row = self._rows[wanted.stage]
+        end = row.index(wanted) + 1
+        for at, one in enumerate(row[end:], end):
+            if isinstance(one, Instruction):
+                break
+            if isinstance(one, Send):
+                end = at + 1
+        self._rows[wanted.stage] = row[end:]
+        return row[:end]
 
     def _end(self) -> None:
         for row in self._rows:
@@ -109,6 +118,14 @@ class PipelineRun:
                 first, last = flow.run(one, self.recorder)
             self._ended[flow.slice(one.stage)] = [] if last is None else [last]
             self._chain(r, one.stage).add(first, last)
+
+    def _send(self, one: Send) -> None:
+        for flow in self.flows:
+            flow.send(one.message)
+
+    def _receive(self, one: Receive) -> None:
+        for flow in self.flows:
+            flow.receive(one.message)
 
     def _gather(self, one: Gather) -> None:
         """Gathers when the computation before has ended, on each slice for itself."""

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from kdist.pipeline import Backward, Forward, check_actions, stage_actions
-from kdist.pipeline.communication import Message, Receive, Send, incoming
+from kdist.pipeline.communication import Message, Receive, Send, incoming, with_transfers
 
 import pytest
 from hypothesis import given, settings
 
 from .schedules import build, named
-
-
-def just_in_time(schedule):
-    """Receives right before use, sends right after: what one would write first."""
-    arriving = incoming(schedule)
-    leaving = {message.source: message for message in arriving.values()}
-    lists = []
-    for row in schedule.stages:
-        lists.append([])
-        for one in row:
-            lists[-1] += [Receive(arriving[one])] if one in arriving else []
-            lists[-1] += [one]
-            lists[-1] += [Send(leaving[one])] if one in leaving else []
-    return lists
 
 
 @settings(max_examples=50, deadline=None)
@@ -49,13 +35,13 @@ def test_only_neighbours_talk_and_every_message_once(schedule):
 
 
 def test_just_in_time_deadlocks_for_1f1b_but_not_for_gpipe():
-    check_actions(just_in_time(build("gpipe", 3, 4)))
+    check_actions(with_transfers(build("gpipe", 3, 4)))
     words = (
         r"stage 0 waits in the send of the activation of micro-batch 1 from stage 0 to stage 1; "
         r"stage 1 waits in the send of the gradient of micro-batch 0 from stage 1 to stage 0"
     )
     with pytest.raises(ValueError, match=f"{words}.*stage_actions.*Received: actions of 2 stages"):
-        check_actions(just_in_time(build("1f1b", 2, 4)))
+        check_actions(with_transfers(build("1f1b", 2, 4)))
 
 
 def test_an_instruction_without_what_it_uses_is_found():

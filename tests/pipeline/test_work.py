@@ -12,14 +12,17 @@ from kdist.pipeline import (
     Free,
     Gather,
     Penalty,
+    Receive,
     Reduce,
     Schedule,
+    Send,
     WeightUse,
     Work,
     check_work,
     get_schedule,
     work_of,
 )
+from kdist.pipeline.communication import with_transfers
 from kdist.pipeline.work import Step
 
 import pytest
@@ -73,8 +76,9 @@ USES = [
 def test_a_stage_gathers_when_it_turns_to_a_chunk_and_frees_when_it_turns_away() -> None:
     row = [one.cell(2) for one in work_of(INTERLEAVED, USES, pairs, free=True).stages[0]]
     assert " ".join(row) == (
-        "0G(0,1) 0F0 0F1 0X(0,1) 2G(4,5) 2F0 2F1 2B0 2B1 2R(4,5) 2X(4,5) "
-        "0G(1) 0B0 0G(0) 0P(0) 0B1 0R(0,1) 0X(1,0)"
+        "0G(0,1) 0F0 0F0>1 0F1 0F1>1 0X(0,1) "
+        "2G(4,5) 2<1F0 2F0 2F0>3 2<1F1 2F1 2F1>3 2<3B0 2B0 2B0>1 2<3B1 2B1 2B1>1 2R(4,5) 2X(4,5) "
+        "0G(1) 0<1B0 0B0 0G(0) 0P(0) 0<1B1 0B1 0R(0,1) 0X(1,0)"
     )
 
 
@@ -105,6 +109,10 @@ def swapped(row: list[Step], kind: type, other: Callable[[Step], bool]) -> list[
     return [*row[:i], *row[i + 1 : j + 1], row[i], *row[j + 1 :]]
 
 
+def without(row: list[Step], kind: type) -> list[Step]:
+    return [one for one in row if not isinstance(one, kind)]
+
+
 def computes(one: Step) -> bool:
     return isinstance(one, Forward | Backward)
 
@@ -112,7 +120,7 @@ def computes(one: Step) -> bool:
 BROKEN: dict[str, tuple[Callable[[list[Step]], list[Step]], str]] = {
     "gathered late": (lambda r: swapped(r, Gather, computes), "Put a Gather of them before it"),
     "never gathered": (
-        lambda r: [one for one in r if not isinstance(one, Gather)],
+        lambda r: without(r, Gather),
         "Put a Gather of them before it",
     ),
     "gathered twice": (lambda r: [r[0], *r], "Free them before"),
@@ -127,13 +135,18 @@ BROKEN: dict[str, tuple[Callable[[list[Step]], list[Step]], str]] = {
     "reduced twice": (lambda r: [*r, r[-2]], "Keep it once"),
     "not reduced": (lambda r: [*r[:-2], r[-1]], "Keep one Reduce of each weight"),
     "no penalty": (
-        lambda r: [one for one in r if not isinstance(one, Penalty)],
+        lambda r: without(r, Penalty),
         "Keep one Penalty of each weight",
     ),
     "a penalty twice": (
         lambda r: [two for one in r for two in [one] * (1 + isinstance(one, Penalty))],
         "Keep it once, before",
     ),
+    "not sent": (lambda r: without(r, Send), "Send what another stage uses"),
+    "not received": (lambda r: without(r, Receive), "receive it between two computations"),
+    "sent twice": (lambda r: [*r, next(o for o in r if isinstance(o, Send))], "its end is due"),
+    "sent late": (lambda r: swapped(r, Send, computes), "has the forward of micro-batch 1"),
+    "received late": (lambda r: swapped(r, Receive, computes), "where the receive of the activ"),
     "waited for early": (lambda r: [Await(0, (0, 1)), *r], "Move it behind"),
     "another stage's": (lambda r: [*r, Reduce(1, (2,))], "Move it to stage 1"),
     "another order": (lambda r: swapped(r, Forward, computes), "Keep its order"),
@@ -168,7 +181,8 @@ def test_a_sum_on_a_stage_without_a_backward_is_refused(shared: bool) -> None:
         if row and shared:
             continue  # what has several users is summed at the end of a row
         schedule = Schedule(stages=(row, backward))
-        work = Work(schedule, ((*row, Reduce(0, (0,))), backward))
+        first, second = with_transfers(schedule)
+        work = Work(schedule, ((*first, Reduce(0, (0,))), second))
         uses = [WeightUse(gradients=(0,)), WeightUse(gradients=(0,) if shared else ())]
         with pytest.raises(ValueError, match="gives a gradient.*Received: stage 0 has the reduce"):
             check_work(work, uses)
@@ -184,6 +198,9 @@ def test_forwards_alone_have_no_chart() -> None:
 def test_it_is_drawn_under_the_cells() -> None:
     text = work_of(INTERLEAVED, USES, pairs, free=True).chart().text(100)
     lines = text.splitlines()
-    cells, below = lines[1], lines[2]
+    cells, messages, below = lines[1:4]
     assert below[cells.index("F0a")] == "G" and below[cells.index("F0b")] == "X"
-    assert "G gather  X free  P penalty  R reduce" in text
+    assert "< receive  > send  G gather  X free  P penalty  R reduce" in text
+    # Sent where a cell ends, received where one begins.
+    assert messages[cells.index("F1a") - 1] == ">" and messages[cells.index("F0b")] == "<"
+    assert messages[cells.index("B0a")] == "<" and messages[cells.index("F0a")] == " "
