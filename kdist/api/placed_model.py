@@ -18,6 +18,7 @@ from kdist.config.recompute_blocks import Blocks, Choice, blocks_of
 from kdist.config.whole_batch import GLOBAL, SYNCHRONIZED, WholeBatch
 from kdist.dtensor.model_layouts import ModelLayouts, place_weights, placements
 from kdist.optimizer.compressed import KnownStates
+from kdist.optimizer.early import needs_all
 from kdist.optimizer.update import DistributedUpdate
 from kdist.optimizer.wrappers import optimizer_groups, whole_updates
 from kdist.plan.fusion_groups import bucket_keys
@@ -266,8 +267,20 @@ class PlacedModel:
             return None
         variables = self.trained
         gathers = any(self.entries[id(v)].placement.gathered for v in variables)
-        free, keep = config.level >= 2, self.kept_gathered()
-        return Chunking(forward=gathers, free=free, keep=keep, blocks=self.blocks)
+        return Chunking(
+            forward=gathers,
+            free=config.level >= 2,
+            early=self.updates_early,
+            keep=self.kept_gathered(),
+            blocks=self.blocks,
+        )
+
+    @property
+    def updates_early(self) -> bool:
+        """Whether sums of gradients wait for the updates before them, to save memory."""
+        if self.optimizer_config.level < 2 or not self.model.compiled:
+            return False
+        return not needs_all(self.model.optimizer, self.trained)
 
     def kept_gathered(self) -> frozenset[int]:
         """Positions of the trainable weights that, once gathered, stay for the backward pass."""

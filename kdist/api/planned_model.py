@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from kdist.api.dealt_tables import dealt_notes
 from kdist.api.inside_layers import refuse_batch_size
@@ -69,10 +70,14 @@ class PlannedModel(PlacedModel):
         def together(weights: Sequence[int]) -> list[tuple[int, ...]]:
             return gather_groups(weights, keys, placed)
 
-        kept, free = gathered & self.kept_gathered(), config.level >= 2
+        when: dict[str, Any] = {
+            "kept": gathered & self.kept_gathered(),
+            "free": config.level >= 2,
+            "early": self.updates_early,
+        }
         if self.staged is not None:
             uses = self.staged.weight_uses(variables, gathered, penalties=not self.whole_loss)
-            return [work_of(self.staged.schedule, uses, together, kept=kept, free=free)]
+            return [work_of(self.staged.schedule, uses, together, **when)]
         if self.chunking is None:
             use = WeightUse({"F": sorted(gathered)}, tuple(range(len(placed))))
             return [work_of(chunk_schedule(1), [use])]
@@ -83,7 +88,7 @@ class PlannedModel(PlacedModel):
             looks = [i for i in mine if i in gathered]
             back = [i for i in looks if i not in tables]
             uses.append(WeightUse({"F": looks, "B": back}, tuple(mine)))
-        return [work_of(chunk_schedule(len(uses)), uses, together, kept=kept, free=free)]
+        return [work_of(chunk_schedule(len(uses)), uses, together, **when)]
 
     def without_effect(self) -> list[WithoutEffect]:
         """Settings without effect on this model and mesh; the weights are placed."""

@@ -384,6 +384,7 @@ class SteppedModel(PlannedModel):
             chunking=Chunking(
                 forward=True,
                 free=self.optimizer_config.level >= 2,
+                early=self.updates_early,
                 keep=self.kept_gathered(),
             ),
             keys=self._bucket_keys,

@@ -2,30 +2,43 @@
 
 At levels 2 and 3 gradients are summed chunk by chunk. Nothing but the order of a run says when the
 optimizer uses a sum: at worst all sums, and all new values, are there at the end. So on each device
-the sums of a chunk wait until those of the chunk before the last have been used and written. What
-cannot be used early, because it needs all sums first (clipping by the global norm, a loss scale
-that may skip the step, accumulation), is left as it is.
+sums wait until those have been used and written whose `Update` comes before them in the work of the
+step (`kdist.pipeline.work`). What needs all sums first is updated at its end, see `needs_all`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_optimizers, keras_trainer
 from kdist.graphs.write_order import READS, order_to_come
 from kdist.optimizer.reduction import Reduction
+from kdist.optimizer.wrappers import optimizer_groups, unwrap
 from kdist.sharding.device import Device
 from kdist.storage.variables import Stored
 
+import keras
 import tensorflow as tf
 
-IN_FLIGHT = 1
-"""Chunks whose sums may be there, not used yet, while another chunk's are made."""
+
+def needs_all(optimizer: Any, variables: Sequence[keras.Variable]) -> bool:
+    """Whether no update can be made before all gradients of a step are summed.
+
+    A loss scale may skip the step, clipping may be by the norm of all, gradients may accumulate.
+
+    Args:
+        optimizer: As it was compiled.
+        variables: What it trains.
+    """
+    if unwrap(optimizer).loss_scale is not None:
+        return True
+    leaves = [leaf for leaf, _ in optimizer_groups(optimizer, variables)]
+    return any(one.global_clipnorm or one.gradient_accumulation_steps for one in leaves)
 
 
 def update_early(reduction: Reduction) -> int:
-    """Makes sums of gradients wait for the updates before them, in the graph of now.
+    """Makes sums of gradients wait for the updates before them, in the graph of the step.
 
     Call it when the whole step is written down, the order of its writes included.
 
@@ -36,26 +49,27 @@ def update_early(reduction: Reduction) -> int:
         How many edges were added.
     """
     graph = tf.compat.v1.get_default_graph()
-    rounds = [(v, sums) for v, sums in reduction.rounds if sums and sums[0].graph is graph]
-    if len(rounds) <= 1 + IN_FLIGHT:
+    if not any(one.used for one in reduction.rounds):
         return 0
     entries, writes = reduction.jobs.entries, _writes(graph)
-    latest = _latest(graph, {op: r for r, (_, sums) in enumerate(rounds) for op in sums})
-    by_device: dict[str, list[tuple[int, list[tf.Operation], list[list[tf.Operation]]]]] = {}
-    for r, (variables, sums) in enumerate(rounds):
-        at: dict[str, list[tf.Operation]] = {}
-        for op in sums:
-            at.setdefault(Device.parse(op.device).name, []).append(op)
-        for device, ops in at.items():
-            ends = [_on(device, entries[v], writes) for v in sorted(variables)]
-            by_device.setdefault(device, []).append((r, ops, ends))
+    rounds = [[op for op in one.sums if op.graph is graph] for one in reduction.rounds]
+    latest = _latest(graph, {op: r for r, sums in enumerate(rounds) for op in sums})
+    devices = {Device.parse(op.device).name for sums in rounds for op in sums}
+    waiting: dict[str, set[int]] = {device: set() for device in devices}
     found = 0
-    for mine in by_device.values():
-        for (_, _, ends), (r, sums, _) in zip(mine, mine[1 + IN_FLIGHT :]):
+    for r, one in enumerate(reduction.rounds):
+        at: dict[str, list[tf.Operation]] = {}
+        for op in rounds[r]:
+            at.setdefault(Device.parse(op.device).name, []).append(op)
+        for used in waiting.values():
+            used |= one.used
+        for device, sums in at.items():
+            ends = [_on(device, entries[v], writes) for v in sorted(waiting[device])]
+            waiting[device].clear()
             # What follows from these sums, or from later ones, cannot come before them. Of a
             # parameter all writes or none: where one came before these sums and another seemed to
             # follow from them, TensorFlow might take that for the order of the two.
-            early = [op for one in ends if all(latest[op] < r for op in one) for op in one]
+            early = [op for mine in ends if all(latest[op] < r for op in mine) for op in mine]
             for op in sums:
                 keras_trainer.run_after(op, early)
             found += len(early) * len(sums)

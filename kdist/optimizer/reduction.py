@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -16,6 +17,19 @@ from kdist.storage.transfer import apart
 from kdist.storage.variables import backing_of
 
 import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """Sums that were made together.
+
+    Attributes:
+        sums: The operations that made them.
+        used: Variables whose earlier sums are used, and new values written, before.
+    """
+
+    sums: tuple[tf.Operation, ...]
+    used: frozenset[int]
 
 
 class Reduction:
@@ -35,7 +49,7 @@ class Reduction:
     Attributes:
         gradients: Number of the job -> what its variable is updated with.
         accumulated: Variables whose gradients have been accumulated.
-        rounds: Variables whose gradients were summed together, and the operations that did it.
+        rounds: What was summed, one after the other.
     """
 
     def __init__(
@@ -58,7 +72,7 @@ class Reduction:
         self.source = source if self._compressed is None else self._compressed
         self.gradients: dict[int, Any] = {}
         self.accumulated: set[int] = set()
-        self.rounds: list[tuple[set[int], list[tf.Operation]]] = []
+        self.rounds: list[Round] = []
         self._together = [set(one.members) for one in jobs.exchanges]
         self._buckets = [one for one in jobs.buckets if self.live.issuperset(one.members)]
         fused = {n for one in self._buckets for units in one.units for n in units}
@@ -77,11 +91,12 @@ class Reduction:
         if self._compressed is not None:
             self._compressed.commit()
 
-    def advance(self, complete: Collection[int]) -> list[tf.Operation]:
+    def advance(self, complete: Collection[int], used: Collection[int] = ()) -> list[tf.Operation]:
         """Sums what can be summed by now.
 
         Args:
             complete: Trainable variables whose gradients every slice has.
+            used: See `Round`.
 
         Returns:
             The operations that make the new sums.
@@ -89,7 +104,7 @@ class Reduction:
         complete = set(complete)
         late = {v for members in self._together if not members <= complete for v in members}
         ready = complete - late
-        made, before = self._accumulate(complete), set(self.gradients)
+        made = self._accumulate(complete)
         for bucket in [one for one in self._buckets if ready.issuperset(one.members)]:
             self._buckets.remove(bucket)
             made += self._sum_bucket(bucket)
@@ -102,9 +117,7 @@ class Reduction:
         if tf.executing_eagerly():
             return []
         operations = [(t.values if isinstance(t, tf.IndexedSlices) else t).op for t in made]
-        jobs = [self.jobs.jobs[n] for n in self.gradients.keys() - before]
-        units = [self.jobs.units[n] for job in jobs for n in job.units]
-        self.rounds.append(({unit.variable for unit in units}, operations))
+        self.rounds.append(Round(tuple(operations), frozenset(used)))
         return operations
 
     def _accumulate(self, complete: set[int]) -> list[Any]:

@@ -20,6 +20,7 @@ from kdist.pipeline.instructions import (
     Instruction,
     Penalty,
     Reduce,
+    Update,
     WeightInstruction,
 )
 from kdist.pipeline.known_schedules import NAMES, get_schedule
@@ -54,6 +55,7 @@ __all__ = [
     "Send",
     "Simulation",
     "Timeline",
+    "Update",
     "WeightInstruction",
     "WeightUse",
     "Work",

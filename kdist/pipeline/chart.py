@@ -18,6 +18,7 @@ from kdist.pipeline.instructions import (
     Instruction,
     Penalty,
     Reduce,
+    Update,
     WeightInstruction,
 )
 from kdist.pipeline.timeline import NAMES, Event, Time, Timeline, chunk_letter, label, write_trace
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 _WIDTH = 120
 _IDLE = "·"
-BETWEEN = {kind.letter: kind.kind for kind in (Receive, Send, Gather, Free, Penalty, Reduce, Await)}
+_BETWEEN = (Receive, Send, Gather, Free, Penalty, Reduce, Await, Update)
+BETWEEN = {kind.letter: kind.kind for kind in _BETWEEN}
 """What charts call what stages do between computations, by letter."""
 
 

@@ -14,6 +14,7 @@ from kdist.pipeline.instructions import (
     Instruction,
     Penalty,
     Reduce,
+    Update,
     WeightInstruction,
 )
 from kdist.pipeline.work import Step, WeightUse, Work, check_uses
@@ -32,6 +33,8 @@ def check_work(work: Work, uses: Sequence[WeightUse]) -> None:
       other stages.
     - Penalties are computed once, before their gradients are reduced.
     - A stage waits only for reductions of its own.
+    - Every weight is updated once, on the stage of its reduction, after it; nothing that the stage
+      computes or gathers later looks at the weight.
 
     Args:
         work: The work.
@@ -85,14 +88,25 @@ class _Stage:
         self.work, self.stage, self.uses = work, stage, uses
         self.held: set[int] = set()
         self.reduced: set[int] = set()
+        self.updated: set[int] = set()
         self.penalties: set[tuple[int, int]] = set()
 
     def use(self, chunk: int) -> WeightUse:
         """Of one of the stage's chunks."""
         return self.uses[chunk * self.work.schedule.num_stages + self.stage]
 
+    def old(self, one: Step, weights: Sequence[int]) -> None:
+        """Something takes weights as they were at the beginning."""
+        if late := sorted(set(weights) & self.updated):
+            raise _wrong(self.stage, f"has an Update of {late} before the {one}", "Move it behind")
+
     def look(self, one: Step, weights: Sequence[int]) -> None:
         """Something looks at weights."""
+        self.old(one, weights)
+        self.has(one, weights)
+
+    def has(self, one: Step, weights: Sequence[int]) -> None:
+        """Weights are there for something."""
         if missing := sorted(set(weights) - self.held):
             raise _wrong(
                 self.stage, f"has no {missing} for the {one}", "Put a Gather of them before it"
@@ -111,11 +125,12 @@ def _check_row(there: _Stage, row: Sequence[Step]) -> None:
         if isinstance(one, Instruction):
             there.look(one, use.gathered.get(one.letter, ()))
         elif isinstance(one, Gather):
+            there.old(one, one.weights)
             if twice := sorted(weights & there.held):
                 raise _wrong(stage, f"has {twice} already at the {one}", "Free them before")
             there.held |= weights
         elif isinstance(one, Free):
-            there.look(one, one.weights)
+            there.has(one, one.weights)
             there.held -= weights
         elif isinstance(one, Penalty):
             there.look(one, use.gathered.get(one.letter, ()))
@@ -128,8 +143,14 @@ def _check_row(there: _Stage, row: Sequence[Step]) -> None:
         elif isinstance(one, Reduce):
             _check_reduce(there, one, last, i)
             there.reduced |= weights
-        elif isinstance(one, Await) and not weights <= there.reduced:
+        elif isinstance(one, Await | Update) and not weights <= there.reduced:
             raise _wrong(stage, f"has the {one} before their Reduce", "Move it behind")
+        elif isinstance(one, Update):
+            if weights & there.updated:
+                raise _wrong(stage, f"has the {one} again", "Keep it once")
+            there.updated |= weights
+    if left := sorted(there.reduced - there.updated):
+        raise _wrong(there.stage, f"has no Update of {left}", "Add it behind their Reduce")
     if there.held:
         raise _wrong(there.stage, f"ends with {sorted(there.held)} gathered", "Add a Free")
 

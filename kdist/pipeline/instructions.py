@@ -191,3 +191,11 @@ class Await(WeightInstruction):
 
     letter = "A"
     kind = "await"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Update(WeightInstruction):
+    """The optimizer uses sums; new values are written wherever the weights are stored."""
+
+    letter = "U"
+    kind = "update"

@@ -11,6 +11,8 @@ after the last backward on the stage that adds to them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,6 +26,7 @@ from kdist.pipeline.instructions import (
     Instruction,
     Penalty,
     Reduce,
+    Update,
     WeightInstruction,
 )
 from kdist.pipeline.schedule import Schedule
@@ -32,12 +35,12 @@ if TYPE_CHECKING:
     from kdist.pipeline.chart import Chart
 
 Together = Callable[[Sequence[int]], Sequence[tuple[int, ...]]]
-"""Positions of weights that are gathered at one time -> those that travel as one message."""
+"""Positions of weights that are gathered, or have gradients -> those that travel as one message."""
 T = TypeVar("T")
 Step = Action | WeightInstruction
 
 IN_FLIGHT = 1
-"""Chunks whose gradients may be on their way while a stage computes, where memory counts."""
+"""Chunks whose gradients, and whose sums, may be on their way while a stage computes the next."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,16 +138,20 @@ def work_of(
     *,
     kept: Collection[int] = (),
     free: bool = False,
+    early: bool = False,
 ) -> Work:
     """Extends a schedule by what its stages send and receive, and do with weights.
 
     Args:
         schedule: The schedule, or the forwards of one.
         uses: What each virtual stage has to do with weights.
-        together: Which weights travel as one message; each alone by default.
+        together: Which weights travel as one message, and their gradients, once all of these are
+            complete; each alone by default.
         kept: Weights that a stage keeps from their first use on.
         free: Whether a stage waits for gradients to be summed, so that they take no memory; those
             of the last `IN_FLIGHT` chunks may be on their way.
+        early: Whether an update needs no other sums than its own, and is done before the sums of
+            the next but one are made; else all are done once all sums are there.
 
     Returns:
         The work, which `check_work` accepts.
@@ -165,7 +172,7 @@ def work_of(
     return Work(
         schedule,
         tuple(
-            tuple(_Row(schedule, stage, uses, together, kept, free, users, arriving).steps())
+            tuple(_Row(schedule, stage, uses, together, kept, free, early, users, arriving).steps())
             for stage in range(schedule.num_stages)
         ),
     )
@@ -200,14 +207,36 @@ class _Row:
         together: Together,
         kept: Collection[int],
         free: bool,
+        early: bool,
         users: Mapping[int, set[int]],
         arriving: Mapping[Instruction, Message],
     ) -> None:
         self.schedule, self.stage, self.uses = schedule, stage, uses
-        self.together, self.kept, self.free = together, set(kept), free
+        self.together, self.kept, self.free, self.early = together, set(kept), free, early
         self.users, self.arriving = users, arriving
         self.leaving = {message.source: message for message in arriving.values()}
         self.held: dict[int, None] = {}
+        # What several virtual stages add to is summed on the first one's stage.
+        self.mine = range(stage, len(uses), schedule.num_stages)
+        weights = sorted(w for w, virtuals in users.items() if min(virtuals) in self.mine)
+        self.messages = list(together(weights)) if weights else []
+        self.complete: set[int] = set()
+        self.summed: list[list[Reduce]] = []
+        self.late: list[int] = []
+        self.at, self.last_looks = -1, self._last_looks() if early else {}
+
+    def _last_looks(self) -> dict[int, float]:
+        """By weight, where in the row it is looked at last; without end if other stages do."""
+        row, found = self.schedule.stages[self.stage], dict[int, float]()
+        for i, one in enumerate(row):
+            use = self.uses[one.virtual_stage(self.schedule.num_stages)]
+            for letter in (one.letter, Penalty.letter):
+                found |= dict.fromkeys(use.gathered.get(letter, ()), i)
+        for virtual, use in enumerate(self.uses):
+            if virtual not in self.mine:
+                elsewhere = itertools.chain(use.gradients, use.penalized, *use.gathered.values())
+                found |= dict.fromkeys(elsewhere, math.inf)
+        return found
 
     def steps(self) -> Iterator[Step]:
         """The instructions of the row."""
@@ -217,6 +246,7 @@ class _Row:
         penalized: set[int] = set()
         waiting: list[list[Reduce]] = []
         for i, one in enumerate(row):
+            self.at = i
             if i and one.chunk != row[i - 1].chunk:
                 yield from self._free(row[i - 1].chunk)
             while self.free and len(waiting) > IN_FLIGHT:
@@ -235,11 +265,12 @@ class _Row:
             if differentiates and ends[one.chunk] == i:
                 reduces = list(self._reduce(virtual, one.chunk))
                 waiting.append(reduces)
-                yield from reduces
+                yield from self._summed(reduces)
         if row:
             yield from self._free(row[-1].chunk, all_of_them=True)
         if differentiates:
-            yield from self._reduce_shared()
+            yield from self._summed(list(self._reduce_rest()))
+            yield from self._update(len(self.summed), all_of_them=True)
 
     def _gather(self, letter: str, virtual: int, chunk: int) -> Iterator[Step]:
         wanted = self.uses[virtual].gathered.get(letter, ())
@@ -259,19 +290,35 @@ class _Row:
             yield from self._gather(Penalty.letter, virtual, chunk)
             yield Penalty(self.stage, weights, chunk)
 
-    def _reduce(self, virtual: int, chunk: int) -> Iterator[Reduce]:
-        """Those of which this virtual stage alone has gradients."""
-        use = self.uses[virtual]
-        weights = sorted({*use.gradients, *use.penalized})
-        own = tuple(w for w in weights if self.users[w] == {virtual})
-        if own:
-            yield Reduce(self.stage, own, chunk)
+    def _summed(self, reduces: list[Reduce]) -> Iterator[Step]:
+        """The sums of a chunk, once those of the last but one have been used."""
+        if reduces and self.early:
+            yield from self._update(len(self.summed) - IN_FLIGHT)
+        yield from reduces
+        self.summed += [reduces] if reduces else []
 
-    def _reduce_shared(self) -> Iterator[Reduce]:
-        """At the end of the row of the first virtual stage with a gradient: waits stop nobody."""
-        count = self.schedule.num_stages
-        for virtual in range(self.stage, len(self.uses), count):
-            shared = [w for w, users in self.users.items() if len(users) > 1]
-            first = tuple(sorted(w for w in shared if min(self.users[w]) == virtual))
-            if first:
-                yield Reduce(self.stage, first, virtual // count)
+    def _update(self, count: int, all_of_them: bool = False) -> Iterator[Update]:
+        """Uses the oldest sums, but for weights that are looked at later."""
+        used = [w for group in self.summed[: max(count, 0)] for one in group for w in one.weights]
+        del self.summed[: max(count, 0)]
+        found = sorted([*self.late, *used])
+        if not all_of_them:
+            found = [w for w in found if self.early and self.last_looks.get(w, -1) <= self.at]
+        self.late = [w for w in (*self.late, *used) if w not in found]
+        if found:
+            yield Update(self.stage, tuple(found))
+
+    def _reduce(self, virtual: int, chunk: int) -> Iterator[Reduce]:
+        """What this virtual stage completes: gradients that it alone has."""
+        use = self.uses[virtual]
+        self.complete |= {w for w in (*use.gradients, *use.penalized) if len(self.users[w]) == 1}
+        ready = [one for one in self.messages if self.complete.issuperset(one)]
+        self.messages = [one for one in self.messages if one not in ready]
+        if ready:
+            yield Reduce(self.stage, tuple(sorted(w for one in ready for w in one)), chunk)
+
+    def _reduce_rest(self) -> Iterator[Reduce]:
+        """What several virtual stages add to, and what travels with that: waits stop nobody."""
+        if left := sorted(w for one in self.messages for w in one):
+            first = min(v for w in left for v in self.users[w] if v in self.mine)
+            yield Reduce(self.stage, tuple(left), first // self.schedule.num_stages)

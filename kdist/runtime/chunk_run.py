@@ -25,6 +25,7 @@ from kdist.pipeline.instructions import (
     Gather,
     Instruction,
     Reduce,
+    Update,
 )
 from kdist.pipeline.work import IN_FLIGHT, Together, WeightUse, Work, chunk_schedule, work_of
 
@@ -32,8 +33,9 @@ import tensorflow as tf
 
 Fetch = Callable[[Sequence[int], Sequence[Sequence[Any]]], list[dict[int, list[Any]]]]
 """(positions of parameters, per slice what to wait for) -> per slice and position, its parts."""
-Complete = Callable[[Collection[int], list[dict[int, list[Any]]]], Sequence[Any]]
-"""(parameters, per slice the results so far: their parts) -> operations that sum their gradients.
+Complete = Callable[[Collection[int], Collection[int], list[dict[int, list[Any]]]], Sequence[Any]]
+"""(parameters, those that are updated before, per slice the results so far: their parts) ->
+operations that sum their gradients.
 """
 
 
@@ -102,6 +104,7 @@ def chunk_work(
     *,
     keep: Collection[int],
     free: bool,
+    early: bool,
 ) -> Work:
     """What is done between the chunks of a program.
 
@@ -111,6 +114,7 @@ def chunk_work(
         together: Which parameters are gathered as one message.
         keep: Parameters that, once gathered, stay for the chunks that use them again.
         free: Whether chunks wait for gradients to be summed.
+        early: Whether sums wait for the updates before them.
     """
     first, middle = programs[0], programs[0].middle
     fetched = [
@@ -127,7 +131,7 @@ def chunk_work(
         )
         for chunk in range(middle + 1)
     ]
-    work = work_of(chunk_schedule(middle + 1), uses, together, kept=keep, free=free)
+    work = work_of(chunk_schedule(middle + 1), uses, together, kept=keep, free=free, early=early)
     check_work(work, uses)
     return work
 
@@ -170,6 +174,7 @@ class ChunkRun:
         """
         self._sums: dict[tuple[int, ...], Sequence[Any]] = {}
         self._waits: list[Any] = []
+        self._used: list[int] = []
         self.table: dict[type, Callable[[Any], None]] = {
             Forward: self._compute,
             Backward: self._compute,
@@ -177,6 +182,7 @@ class ChunkRun:
             Free: self._free,
             Reduce: self._reduce,
             Await: self._await,
+            Update: self._update,
         }
 
     def run(self) -> list[dict[int, list[Any]]]:
@@ -210,7 +216,12 @@ class ChunkRun:
 
     def _reduce(self, one: Reduce) -> None:
         assert self.complete is not None
-        self._sums[one.weights] = self.complete(one.weights, self.found)
+        self._sums[one.weights] = self.complete(one.weights, self._used, self.found)
+        self._used = []
+
+    def _update(self, one: Update) -> None:
+        """Sums that come later wait for it; it is written when all is (`optimizer/update`)."""
+        self._used += one.weights
 
     def _await(self, one: Await) -> None:
         self._waits += self._sums[one.weights]

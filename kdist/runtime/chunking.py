@@ -35,12 +35,14 @@ class Chunking:
     Attributes:
         forward: Whether the forward pass is cut too, so that gathered parameters are freed.
         free: Whether the backward pass waits for gradients to be reduced, to save memory.
+        early: Whether sums wait for the updates before them, to save memory.
         keep: Positions of gathered parameters that stay from the forward to the backward pass.
         blocks: Layers that run again in the backward pass.
     """
 
     forward: bool
     free: bool
+    early: bool = False
     keep: frozenset[int] = frozenset()
     blocks: Blocks = Blocks()
 
@@ -157,6 +159,7 @@ class Chunks:
             gather.groups,
             keep=self.chunking.keep,
             free=self.chunking.free,
+            early=self.chunking.early,
         )
         graph, before = tf.compat.v1.get_default_graph(), None
         works = [work]
@@ -178,26 +181,30 @@ class Completion:
     Args:
         numbers: Per trainable variable with a gradient, the flat results that this consists of.
         fill: Called with a variable and the results so far once its gradient is complete.
-        reduce: Sums gradients: called with the variables that are complete; returns operations.
+        reduce: Sums gradients: called with the variables that are complete, and those that are
+            updated before; returns operations.
     """
 
     def __init__(
         self,
         numbers: Mapping[int, Collection[int]],
         fill: Callable[[int, list[dict[int, list[Any]]]], None],
-        reduce: Callable[[Collection[int]], Sequence[Any]],
+        reduce: Callable[[Collection[int], Collection[int]], Sequence[Any]],
     ) -> None:
         self.numbers, self.fill, self.reduce = dict(numbers), fill, reduce
         self.complete: set[int] = set()
 
     def __call__(
-        self, variables: Collection[int], found: list[dict[int, list[Any]]]
+        self,
+        variables: Collection[int],
+        used: Collection[int],
+        found: list[dict[int, list[Any]]],
     ) -> Sequence[Any]:
         """See `kdist.runtime.chunk_run.Complete`."""
         for variable in variables:
             self.fill(variable, found)
         self.complete |= set(variables)
-        return self.reduce(self.complete)
+        return self.reduce(self.complete, used)
 
 
 def first_uses(concrete: Any, count: int) -> list[int]:

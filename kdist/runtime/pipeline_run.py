@@ -22,6 +22,7 @@ from kdist.pipeline.instructions import (
     Instruction,
     Penalty,
     Reduce,
+    Update,
 )
 from kdist.pipeline.work import Step, Work
 from kdist.runtime.flow import Flow
@@ -65,10 +66,11 @@ class PipelineRun:
             Penalty: self._penalty,
             Reduce: self._reduce,
             Await: self._await,
+            Update: self._update,
         }
         self._rows = [list(row) for row in work.stages]
         self._chains: dict[tuple[int, int], Chain] = {}
-        self._reduces: list[Reduce] = []
+        self._at_the_end: list[Reduce | Update] = []
         self._ended: dict[int, list[tf.Operation]] = {}
 
     def forwards(self) -> None:
@@ -157,7 +159,11 @@ class PipelineRun:
 
     def _reduce(self, one: Reduce) -> None:
         """Notes it: sums may have effects, and are written once nothing is to be traced anew."""
-        self._reduces.append(one)
+        self._at_the_end.append(one)
+
+    def _update(self, one: Update) -> None:
+        """Notes it too: sums that come later wait for it."""
+        self._at_the_end.append(one)
 
     def _await(self, one: Await) -> None:
         for r in range(len(self.flows)):
@@ -167,9 +173,14 @@ class PipelineRun:
         """Sums the gradients of a pass that has been written, in the order of its work."""
         reduction = begin(source, connected)
         complete: set[int] = set()
+        used: set[int] = set()
         sums: dict[tuple[int, ...], Sequence[tf.Operation]] = {}
-        for one in self._reduces:
+        for one in self._at_the_end:
+            if isinstance(one, Update):
+                used |= set(one.weights)
+                continue
             complete |= set(one.weights)
-            sums[one.weights] = reduction.advance(complete)
+            sums[one.weights] = reduction.advance(complete, used)
+            used = set()
         for chain in self._chains.values():
             chain.close(sums)

@@ -239,6 +239,7 @@ class PipelineRunner:
             lambda weights: gather_groups(weights, keys, placements),
             kept=kept,
             free=self.chunking.free,
+            early=self.chunking.early,
         )
         check_work(work, uses)
         return work

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kdist.pipeline import (
     Await,
@@ -16,6 +17,7 @@ from kdist.pipeline import (
     Reduce,
     Schedule,
     Send,
+    Update,
     WeightUse,
     Work,
     check_work,
@@ -52,12 +54,12 @@ def pairs(weights: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(weights[i : i + 2]) for i in range(0, len(weights), 2)]
 
 
-@given(used(), st.booleans(), st.sets(st.integers(0, 20)))
+@given(used(), st.booleans(), st.booleans(), st.sets(st.integers(0, 20)))
 def test_what_is_made_is_right(
-    given_: tuple[Schedule, list[WeightUse]], free: bool, kept: set[int]
+    given_: tuple[Schedule, list[WeightUse]], free: bool, early: bool, kept: set[int]
 ) -> None:
     schedule, uses = given_
-    check_work(work_of(schedule, uses, pairs, kept=kept, free=free), uses)
+    check_work(work_of(schedule, uses, pairs, kept=kept, free=free, early=early), uses)
     forwards = Schedule(
         stages=tuple(tuple(o for o in row if isinstance(o, Forward)) for row in schedule.stages)
     )
@@ -78,7 +80,7 @@ def test_a_stage_gathers_when_it_turns_to_a_chunk_and_frees_when_it_turns_away()
     assert " ".join(row) == (
         "0G(0,1) 0F0 0F0>1 0F1 0F1>1 0X(0,1) "
         "2G(4,5) 2<1F0 2F0 2F0>3 2<1F1 2F1 2F1>3 2<3B0 2B0 2B0>1 2<3B1 2B1 2B1>1 2R(4,5) 2X(4,5) "
-        "0G(1) 0<1B0 0B0 0G(0) 0P(0) 0<1B1 0B1 0R(0,1) 0X(1,0)"
+        "0G(1) 0<1B0 0B0 0G(0) 0P(0) 0<1B1 0B1 0R(0,1) 0X(1,0) 0U(0,1,4,5)"
     )
 
 
@@ -99,7 +101,41 @@ def test_a_stage_waits_for_all_but_the_last_sum() -> None:
 def test_gradients_of_several_stages_are_summed_at_the_end_of_the_first_one() -> None:
     uses = [WeightUse(gradients=(0, 9)), WeightUse(gradients=(1, 9))]
     work = work_of(get_schedule("1f1b", stages=2, micro_batches=3), uses)
-    assert work.stages[0][-1] == Reduce(0, (9,)) and work.stages[1][-1] == Reduce(1, (1,))
+    assert work.stages[0][-2:] == (Reduce(0, (9,)), Update(0, (0, 9)))
+    assert work.stages[1][-2:] == (Reduce(1, (1,)), Update(1, (1,)))
+
+
+def test_sums_are_used_before_those_of_the_next_but_one_where_they_may() -> None:
+    schedule = get_schedule("interleaved", stages=2, micro_batches=2, chunks=4)
+    uses = [WeightUse(gradients=(v,)) for v in range(8)]
+
+    def row(*, early: bool) -> str:
+        found = work_of(schedule, uses, early=early).stages[0]
+        return " ".join(one.cell(2) for one in found if isinstance(one, Reduce | Update))
+
+    assert row(early=True) == "6R(6) 4R(4) 0U(6) 2R(2) 0U(4) 0R(0) 0U(0,2)"
+    assert row(early=False) == "6R(6) 4R(4) 2R(2) 0R(0) 0U(0,2,4,6)"
+
+
+@pytest.mark.parametrize(
+    ("looks", "updates"),
+    [(6, [(6,), (4,), (0, 2)]), (0, [(4, 6), (0, 2)]), (1, [(4,), (0, 2, 6)])],
+)
+def test_nothing_is_written_that_is_looked_at_later(looks: int, updates: list[Any]) -> None:
+    """A virtual stage looks at weight 6 of the last one of stage 0."""
+    schedule = get_schedule("interleaved", stages=2, micro_batches=2, chunks=4)
+    uses = [WeightUse({"B": (6,)} if v == looks else {}, gradients=(v,)) for v in range(8)]
+    work = work_of(schedule, uses, early=True)
+    check_work(work, uses)
+    assert [one.weights for one in work.of(Update) if one.stage == 0] == updates
+
+
+def test_gradients_that_travel_together_are_summed_when_all_are_complete() -> None:
+    schedule = get_schedule("interleaved", stages=2, micro_batches=2, chunks=4)
+    uses = [WeightUse(gradients=(v,)) for v in range(8)]
+    found = work_of(schedule, uses, pairs, free=True).stages[0]
+    row = [one.cell(2) for one in found if isinstance(one, Reduce | Await)]
+    assert row == ["4R(4,6)", "4A(4,6)", "0R(0,2)"]
 
 
 def swapped(row: list[Step], kind: type, other: Callable[[Step], bool]) -> list[Step]:
@@ -129,11 +165,21 @@ BROKEN: dict[str, tuple[Callable[[list[Step]], list[Step]], str]] = {
         "Add a Free",
     ),
     "reduced early": (
-        lambda r: [*r[:-4], r[-2], *r[-4:-2], r[-1]],
+        lambda r: [*r[:-5], r[-3], *r[-5:-3], *r[-2:]],
         r"gradients of \d are added until",
     ),
-    "reduced twice": (lambda r: [*r, r[-2]], "Keep it once"),
-    "not reduced": (lambda r: [*r[:-2], r[-1]], "Keep one Reduce of each weight"),
+    "reduced twice": (lambda r: [*r, r[-3]], "Keep it once"),
+    "not reduced": (
+        lambda r: [*r[:-3], r[-2], Update(0, (4, 5))],
+        "Keep one Reduce of each weight",
+    ),
+    "not updated": (lambda r: without(r, Update), r"no Update of \[0, 1, 4, 5\]"),
+    "updated twice": (lambda r: [*r, r[-1]], "Keep it once"),
+    "updated early": (lambda r: [*r[:-3], r[-1], *r[-3:-1]], "before their Reduce"),
+    "looked at when updated": (
+        lambda r: [*r, Gather(0, (4,)), Free(0, (4,))],
+        r"has an Update of \[4\] before the gather",
+    ),
     "no penalty": (
         lambda r: without(r, Penalty),
         "Keep one Penalty of each weight",

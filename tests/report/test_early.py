@@ -82,6 +82,9 @@ def test_what_needs_all_sums_waits_for_all(monkeypatch: pytest.MonkeyPatch) -> N
 
     def noted(reduction: Any) -> int:
         added.append(early.update_early(reduction))
+        *rounds, last = reduction.rounds
+        assert all(one.sums for one in rounds), "each Reduce of the work has sums of its own"
+        assert not last.sums, "nothing is left for the end"
         return added[-1]
 
     monkeypatch.setattr(step, "update_early", noted)
