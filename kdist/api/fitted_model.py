@@ -86,16 +86,15 @@ class FittedModel(SteppedModel):
         if "x" in names and weights is not None:
             weighted = keras_trainer.class_weighted(arguments["x"], weights)
             arguments = arguments | {"x": weighted, "class_weight": None}
-        devices = [one.devices[0] for one in self.topology.slices]
+        first = self.topology.group(0)  # whose slices have the inputs
+        devices = [self.topology.slices[s].devices[0] for s in first]
         read = self.datasets.read([arguments[n] for n in names], devices, in_parts)
         return arguments | dict(zip(names, read, strict=True))
 
     def _read_by_process_0(self) -> str | None:
         """Why steps take whole batches, None where they take each replica's rows."""
-        if self.topology.num_stages > 1:
-            return "stages of a pipeline read other parts of a batch in other processes"
-        if self.topology.inner_size > 1 or self._whole_batch() is not None:
-            return "devices of inner axes, or layers that see the whole batch, share rows"
+        if self._whole_batch() is not None:
+            return "layers that see the whole batch share rows"
         if self.model.run_eagerly or self.config.verify is not None:
             return "verify and run_eagerly look at whole batches"
         return None

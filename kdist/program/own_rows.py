@@ -132,15 +132,41 @@ class OwnRows:
         flat = [None if leaf is None else next(left) for leaf in keras.tree.flatten(element)]
         return keras.tree.pack_sequence_as(element, flat)
 
-    def joined(self, kept: Sequence[Any]) -> SplitBatch:
+    def shapes(self, kept: Any) -> tuple[tuple[int, ...], ...]:
+        """Of the tensors of a batch.
+
+        Args:
+            kept: Of one process, what `cut` gave there, eagerly.
+        """
+        size, parts = kept
+        return tuple((int(size), *t.shape[1:]) for t in parts[0])
+
+    def of_shapes(self, process: int, kept: Any, shapes: Sequence[Sequence[int]]) -> Any:
+        """What `cut` gave in a process, in a graph for batches of some shapes alone.
+
+        Args:
+            process: Its number.
+            kept: What it kept.
+            shapes: Of the tensors of a batch.
+        """
+        size, found = kept
+        bounds, parts = part_bounds(shapes[0][0], self.count), []
+        for r, tensors in zip(self.replicas[process], found, strict=True):
+            rows = max(bounds[r][1] - bounds[r][0], 1)
+            each = ((rows, *shape[1:]) for shape in shapes)
+            parts.append(tuple(map(tf.ensure_shape, tensors, each)))
+        return size, tuple(parts)
+
+    def joined(self, kept: Sequence[Any], size: int | None = None) -> SplitBatch:
         """The batch whose rows the processes kept.
 
         Args:
             kept: Of each process, what `cut` gave there.
+            size: Of the batch, if it is known.
         """
-        known = leading(self.spec).shape[0]
-        size = kept[0][0] if known is None else tf.constant(known, tf.int32)
-        counts = row_counts(size if known is None else known, self.count)
+        known = leading(self.spec).shape[0] if size is None else size
+        rows = kept[0][0] if known is None else tf.constant(known, tf.int32)
+        counts = row_counts(rows if known is None else known, self.count)
         parts: list[Any] = [None] * self.count
         for numbers, (_, found) in zip(self.replicas, kept, strict=True):
             for r, tensors in zip(numbers, found, strict=True):
@@ -148,7 +174,7 @@ class OwnRows:
         full = known is not None and known >= self.count
         # Written down for what wants all rows; where nothing does, it is never computed.
         whole = _joined(parts, counts)
-        return SplitBatch(whole, parts, counts, size, known, full)
+        return SplitBatch(whole, parts, counts, rows, known, full)
 
 
 def _joined(parts: list[Any], counts: list[Any]) -> Any:

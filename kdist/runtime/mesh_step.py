@@ -20,11 +20,12 @@ from kdist.program.fetched_tables import tensors_of, with_tensors
 from kdist.program.step_result import SliceResult, StepResult
 from kdist.program.training_pass import TrainingPass
 from kdist.runtime.by_shape import ByShape
+from kdist.runtime.in_place import InPlace
 from kdist.runtime.keras_contract import one_after_the_other, single_steps, without_optionals
 from kdist.runtime.pipeline_step import PipelineStep
 from kdist.runtime.step import Step
 from kdist.runtime.whole_loss import WholeLossStep
-from kdist.runtime.worker_data import WorkerIterator
+from kdist.runtime.worker_data import Taken, WorkerIterator
 
 import keras
 import tensorflow as tf
@@ -172,6 +173,7 @@ class BatchFunction:
         self.ahead = [one.layer.embeddings.path for one in tables]
         several = self._predicted if kind == "predict" else self._in_one_graph
         self.one, self.several = steps.by_shape(self._step), steps.by_shape(several)
+        self.in_place = InPlace(self._step, steps.topology.devices)
         self.model = model
         self.inspected = inspected
         self.no_batch = no_batch
@@ -186,18 +188,33 @@ class BatchFunction:
             try:
                 return self.one(data, known_size)
             except CannotExpand as reason:
-                self._expandable = False
-                self.inspected(
-                    f"DTensor cannot run {reason}. The model runs on gathered weights instead: "
-                    "results are the same, weights stay cut at rest, but compute is not split "
-                    "over the inner axes."
-                )
+                self._falls_back(reason)
         if self._plain is None:
             step = self._make_plain()
             self._plain = tf.function(
                 lambda data, known: step(data, known), autograph=False, reduce_retracing=True
             )
         return self._plain(data, known_size)
+
+    def _falls_back(self, reason: CannotExpand) -> None:
+        """Goes on with gathered weights, and says why."""
+        self._expandable = False
+        self.inspected(
+            f"DTensor cannot run {reason}. The model runs on gathered weights instead: "
+            "results are the same, weights stay cut at rest, but compute is not split "
+            "over the inner axes."
+        )
+
+    def on_taken(self, taken: Taken, known_size: bool = True) -> Any:
+        """Runs one step on a batch that processes read; where it is, if a graph is for that."""
+        if self._expandable and not self.ahead:
+            try:
+                graph = self.in_place.graph(taken, known_size)
+                if graph is not None:
+                    return graph()
+            except CannotExpand as reason:
+                self._falls_back(reason)
+        return self.on_batch(taken.whole(), known_size)
 
     def _dense(self, data: Any) -> Any:
         """A batch as tensors, padded where the model alone would do it."""
@@ -209,12 +226,28 @@ class BatchFunction:
         if isinstance(iterator, tf.data.Iterator | WorkerIterator):
             first = leading(iterator.element_spec)
             known = first.shape.rank is not None and first.shape[0] is not None
+        if isinstance(iterator, WorkerIterator) and not self.ahead:
+            return self._where_read(iterator, known)
         batches = self._next(iterator)
         if not batches:
             if single_steps(self.model, iterator):
                 self.no_batch()
             raise StopIteration
         return self._steps(batches, known)
+
+    def _where_read(self, iterator: WorkerIterator, known: bool) -> Any:
+        """The same on batches that processes read; one call each."""
+        logs, wanted = None, self.model.steps_per_execution
+        for _ in range(wanted):
+            taken = iterator.take()
+            if taken is None:
+                break
+            logs = self.on_taken(taken, known)
+        if logs is None:
+            if wanted == 1:
+                self.no_batch()
+            raise StopIteration
+        return logs
 
     def _next(self, iterator: Any) -> list[Any]:
         """The batches of one execution; fewer at the end of the data."""
@@ -299,6 +332,8 @@ class BatchFunction:
 
     def predict(self, batches: list[Any]) -> Any:
         """The contract of Keras's predict function."""
+        if any(isinstance(batch, Taken) for batch in batches):
+            return one_after_the_other([self.on_taken(batch) for batch in batches])
         batches = [self._dense(without_optionals(batch)) for batch in batches]
         shapes = {signature(batch) for batch in batches}
         if len(batches) == self.model.steps_per_execution > 1 == len(shapes) and self._expandable:

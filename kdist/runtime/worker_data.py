@@ -147,16 +147,25 @@ class WorkerDataset:
         made.read_by_workers = self
         return made
 
-    def taken(self, first: Any, others: Sequence[Any]) -> SplitBatch:
+    def taken(
+        self, first: Any, others: Sequence[Any], shapes: Sequence[Sequence[int]] = ()
+    ) -> SplitBatch:
         """The next batch, in a graph.
 
         Args:
             first: What process 0 kept of it.
             others: The other processes' iterators, or what they kept.
+            shapes: Of its tensors, in a graph for these alone.
         """
         if self.apart:
             return self.rows.joined_apart([first, *(one.get_value() for one in others)])
-        return self.rows.joined([first, *(one.get_next() for one in others)])
+        kept = [first, *(one.get_next() for one in others)]
+        if not shapes:
+            return self.rows.joined(kept)
+        for process, device in enumerate(self.devices):
+            with tf.device(device):
+                kept[process] = self.rows.of_shapes(process, kept[process], shapes)
+        return self.rows.joined(kept, shapes[0][0])
 
     def _batch(self, first: Any, others: Sequence[Any]) -> Any:
         found, spec = self.taken(first, others).whole, self.rows.spec
@@ -176,6 +185,18 @@ class Taken:
     dataset: WorkerDataset
     first: tf.experimental.Optional
     others: Sequence[Any]
+
+    def whole(self) -> Any:
+        """The batch with all its rows, in process 0."""
+        with ending_together():
+            return self.dataset.batch(self.first.get_value(), self.others)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of its tensors; none where process 0 cannot tell, of rows that it has not read."""
+        rows = self.dataset.rows
+        apart = self.dataset.apart or not rows.replicas[0]
+        return () if apart else rows.shapes(self.first.get_value())
 
 
 class WorkerIterator:
@@ -246,10 +267,7 @@ class WorkerIterator:
         taken = self.take()
         if taken is None:
             raise StopIteration
-        if self._in_parts:
-            return taken
-        with ending_together():
-            return self.dataset.batch(taken.first.get_value(), taken.others)
+        return taken if self._in_parts else taken.whole()
 
     def take(self) -> Taken | None:
         """The next batch, where its rows are or will be read; None at the end of the data."""

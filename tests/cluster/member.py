@@ -45,11 +45,17 @@ def model() -> keras.Model:
     keras.utils.set_random_seed(7)
     layers = [keras.layers.Dense(16, activation="gelu"), keras.layers.Dense(4)]
     made = keras.Sequential([keras.Input((12,)), *layers])
-    devices = int(os.environ.get("TEST_MESH", "4"))
+    axes = {"data": int(os.environ.get("TEST_MESH", "4"))}
+    axes = json.loads(os.environ["TEST_AXES"]) if "TEST_AXES" in os.environ else axes
     coded = kdist.StateFormatConfig(first="1-6-9", second="0-6-10")
     state = {"state_format": coded} if "TEST_CODED" in os.environ else {}
     optimizer = kdist.OptimizerConfig(level=1, threshold_kb=0, **state)
-    config = kdist.ParallelConfig(mesh=kdist.mesh(data=devices), optimizer=optimizer)
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(**axes),
+        layout_map={".*/dense/kernel": (None, "model")} if "model" in axes else {},
+        optimizer=optimizer,
+        pipeline=kdist.PipelineConfig(micro_batches=2) if "pipe" in axes else None,
+    )
     kdist.parallelize(made, config)
     made.compile(keras.optimizers.Adam(0.01), "mse")
     return made

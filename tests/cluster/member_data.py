@@ -49,6 +49,10 @@ def datasets(folder: Path) -> dict[str, Any]:
         "split, to look at": shuffled.take(8).batch(7),
         "columns": tf.data.Dataset.zip(columns).batch(7),
         "weighted": parsed.map(lambda x, y: (x, tf.cast(y[:1] > 0, tf.float64))).batch(7),
+        "sizes": parsed.take(14)
+        .batch(7)
+        .concatenate(parsed.skip(14).take(10).batch(5))
+        .concatenate(parsed.skip(24).batch(4)),
         "plain": parsed.batch(7),
         "seeded": parsed.shuffle(50, seed=3).batch(7),
         "unseeded": parsed.shuffle(50).batch(7),

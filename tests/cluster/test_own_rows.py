@@ -1,5 +1,7 @@
 """A `tf.data.Dataset` over processes: each reads the rows of its own replicas."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from .test_joining import result
 ROWS = 45
 """No multiple of a batch of 7, nor that of 4 replicas."""
 READ_BY_0 = "process 0 reads this tf.data.Dataset"
+SLICES = {"data": 2, "model": 2}
 
 
 @pytest.fixture
@@ -26,11 +29,11 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def equal_to_one_process(given: dict[str, str]) -> dict[str, Any]:
+def equal_to_one_process(given: dict[str, str], devices: int = 4) -> dict[str, Any]:
     """What a run of two processes gives, which is what a run of one gives."""
-    with program("reads", 2, **given) as both:
+    with program("reads", 2, TEST_DEVICES=str(devices // 2), **given) as both:
         assert [one.ends() for one in both] == [0, 0], both[0].text[-3000:]
-    with program("reads", 1, TEST_DEVICES="4", **given) as alone:
+    with program("reads", 1, TEST_DEVICES=str(devices), **given) as alone:
         assert alone[0].ends() == 0, alone[0].text[-3000:]
     found, wanted = result(both[0]), result(alone[0])
     assert found["step"] == wanted["step"]
@@ -62,6 +65,32 @@ def test_datasets_over_two_processes_equal_one(name: str, files: Path) -> None:
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize(
+    ("axes", "name"),
+    [
+        ({"data": 2, "pipe": 2}, "plain"),
+        ({"pipe": 2, "data": 2}, "plain"),
+        (SLICES, "plain"),
+        (SLICES, "sizes"),
+        (SLICES, "weighted"),
+        pytest.param({"data": 2, "pipe": 2}, "seeded", marks=pytest.mark.long),
+        pytest.param(SLICES, "seeded", marks=pytest.mark.long),
+        pytest.param({"data": 2, "pipe": 2, "model": 2}, "plain", marks=pytest.mark.long),
+        pytest.param({"pipe": 2, "data": 2, "model": 2}, "sizes", marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_slices_and_stages_read_their_rows(axes: dict[str, int], name: str, files: Path) -> None:
+    """Those of the first stage, for all; of inner axes, the first device of each replica.
+
+    "sizes" has batches of five shapes, more than have graphs of their own.
+    """
+    given = {"TEST_DATA": name, "TEST_FOLDER": str(files), "TEST_AXES": json.dumps(axes)}
+    found = equal_to_one_process(given, math.prod(axes.values()))
+    assert not [line for line in found["said"] if READ_BY_0 in line], found["said"]
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["unseeded", "loose"])
 def test_shuffles_without_a_seed_see_each_example_once(name: str, files: Path) -> None:
     """In every epoch, in one order for all processes; or process 0 reads them."""
@@ -75,9 +104,10 @@ def test_shuffles_without_a_seed_see_each_example_once(name: str, files: Path) -
 
 
 @pytest.mark.wide
-def test_a_run_goes_on_within_an_epoch(files: Path) -> None:
+@pytest.mark.parametrize("axes", [{"data": 4}, SLICES], ids=str)
+def test_a_run_goes_on_within_an_epoch(axes: dict[str, int], files: Path) -> None:
     """The shuffled epoch is read once more, and what was trained on is passed over."""
-    given = {"TEST_DATA": "seeded", "TEST_FOLDER": str(files)}
+    given = {"TEST_DATA": "seeded", "TEST_FOLDER": str(files), "TEST_AXES": json.dumps(axes)}
     states = {"TEST_STATES": str(files / "broken")}
     with program("reads", 2, TEST_FAILS="1", **states, **given) as both:
         assert [one.ends() for one in both] == [1, 1]
@@ -122,6 +152,14 @@ def test_a_run_goes_on_with_as_many_readers_of_files(files: Path) -> None:
         assert both[0].ends() == 0, both[0].text[-3000:]
     seen = result(both[0])["history"]
     np.testing.assert_allclose(seen["seen"], seen["val_seen"], rtol=1e-9)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["plain", "full"])
+def test_several_steps_over_inner_axes_are_some_calls(name: str, files: Path) -> None:
+    """Each takes a batch where it was read."""
+    axes = {"TEST_AXES": json.dumps(SLICES), "TEST_STEPS": "3"}
+    equal_to_one_process({"TEST_DATA": name, "TEST_FOLDER": str(files), **axes})
 
 
 @pytest.mark.wide

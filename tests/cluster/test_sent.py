@@ -12,7 +12,8 @@ from .processes import program
 from .test_joining import result
 
 CASES = [({"data": 4}, 0), ({"data": 4}, 1), ({"data": 4}, 3), ({"data": 2, "model": 2}, 1)]
-OTHERS = r"strided_slice.*|PartitionedCall(?!.*(/gradient_tape/|/kdist_segment)).*"
+LOSSES = r"PartitionedCall(?!.*(/gradient_tape/|/kdist_segment)).*"
+OTHERS = rf"strided_slice.*|{LOSSES}"
 """The batch, losses. A whole gradient leaves as the program made it, a part of one as a slice."""
 SCALAR = 8
 """Bytes of a learning rate, a count."""
@@ -38,10 +39,15 @@ def test_what_is_sent_equals_the_plan(axes: dict[str, int], level: int) -> None:
 
 
 @pytest.mark.wide
-def test_rows_that_workers_read_are_not_sent(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("axes", "sent"), [({"data": 4}, [2] * 4), ({"data": 2, "model": 2}, [4] * 4)], ids=str
+)
+def test_rows_that_workers_read_are_not_sent(
+    axes: dict[str, int], sent: list[int], tmp_path: Path
+) -> None:
     """Beside gradients and new values nothing travels but scalars; given arrays, rows do."""
     (tmp_path / "rows").write_bytes(bytes(8 * 256 * 4))
-    variables = {"TEST_AXES": json.dumps({"data": 4}), "TEST_LEVEL": "0"}
+    variables = {"TEST_AXES": json.dumps(axes), "TEST_LEVEL": "0"}
     found = []
     for more in ({}, {"TEST_FOLDER": str(tmp_path)}):
         with program("sends", 2, **variables, **more) as both:
@@ -51,14 +57,14 @@ def test_rows_that_workers_read_are_not_sent(tmp_path: Path) -> None:
         [
             (name, nbytes)
             for name, nbytes in one["sent"]
-            if not name.startswith("PartitionedCall") and (nbytes is None or nbytes > SCALAR)
+            if not re.fullmatch(LOSSES, name) and (nbytes is None or nbytes > SCALAR)
         ]
         for one in found
     )
     assert len(read) == found[1]["planned"]["tensors"], read
-    # The rows of the other process's two replicas, x and y.
+    # The rows of the other process's replicas, x and y.
     rows = [nbytes for name, nbytes in given if name.startswith("strided_slice")]
-    assert rows == [2 * 256 * 4] * 4
+    assert rows == [n * 256 * 4 for n in sent]
     assert not any("process 0 reads" in line for line in found[1]["said"])
 
 
