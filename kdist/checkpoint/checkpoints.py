@@ -17,6 +17,7 @@ from kdist.checkpoint.store import Compression
 from kdist.checkpoint.writer import Target, write
 
 import keras
+import numpy as np
 
 PathLike = str | os.PathLike[str]
 
@@ -77,7 +78,7 @@ def save(
 
     Raises:
         CheckpointError: The model is not built, or the file system refuses.
-        ValueError: `keep` or `compression` is not listed.
+        ValueError: `step`, `keep` or `compression` has no meaning.
 
     Example:
         >>> kdist.checkpoint.save(model, "checkpoints", step=120, keep=3)
@@ -95,11 +96,17 @@ def target_of(directory: PathLike, keep: int | None, compression: Compression) -
     Raises:
         ValueError: For a value that has no meaning.
     """
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+    if keep is not None and not is_count(keep):
         raise ValueError(f"keep is a number of checkpoints, or None for all. Received: {keep!r}")
     if compression not in ("none", "zstd"):
         raise ValueError(f"compression is 'none' or 'zstd'. Received: {compression!r}")
     return Target(Path(directory), keep, compression)
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a whole number from 1 on."""
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return whole and value >= 1
 
 
 def _step(model: keras.Model, step: int | None) -> int:
@@ -108,10 +115,16 @@ def _step(model: keras.Model, step: int | None) -> int:
             "The model has no weights yet. Build it, or train it, before it is saved. "
             f"Received: model={model.name!r}"
         )
-    if step is not None:
-        return step
-    optimizer = model.optimizer if model.compiled else None
-    return 0 if optimizer is None else int(optimizer.iterations)
+    if step is None:
+        optimizer = model.optimizer if model.compiled else None
+        return 0 if optimizer is None else int(optimizer.iterations)
+    number = None if isinstance(step, bool) or not hasattr(step, "__index__") else int(step)
+    if number is None or number < 0:
+        raise ValueError(
+            "step is the number of training steps done, from 0 on; by default the optimizer's "
+            f"count. Received: step={step!r}"
+        )
+    return number
 
 
 def latest(directory: PathLike) -> Path | None:
