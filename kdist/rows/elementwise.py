@@ -20,6 +20,8 @@ NONLINEAR = named(
     QuantizeAndDequantizeV2 QuantizeAndDequantizeV4 FakeQuantWithMinMaxArgs
     FakeQuantWithMinMaxVars Betainc AsString StringLower StringUpper RegexReplace
     StaticRegexReplace StringToHashBucketFast StringToHashBucketStrong StringToNumber
+    EluGrad InvGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad
+    SoftplusGrad SoftsignGrad SqrtGrad TanhGrad
     """
 )
 LINEAR = named(
