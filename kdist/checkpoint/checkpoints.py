@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import warnings
@@ -13,6 +14,7 @@ from kdist.api.parallelize import parallel_of
 from kdist.checkpoint import directory as directories
 from kdist.checkpoint import snapshot as snapshots
 from kdist.checkpoint.manifest import CheckpointError, DamagedError, Manifest
+from kdist.checkpoint.matching import match
 from kdist.checkpoint.store import Compression
 from kdist.checkpoint.writer import Target, write
 
@@ -77,7 +79,8 @@ def save(
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: The model is not built, or the file system refuses.
+        CheckpointError: The model is not built, there is a checkpoint of another model of the same
+            step, or the file system refuses.
         ValueError: `step`, `keep` or `compression` has no meaning.
 
     Example:
@@ -86,6 +89,7 @@ def save(
     """
     target = target_of(directory, keep, compression)
     number = _step(model, step)
+    _refuse_replacing(model, target.directory, number)
     taken = snapshots.snapshot(model, number, copied=False, directory=target.directory)
     return write(taken, target)
 
@@ -125,6 +129,23 @@ def _step(model: keras.Model, step: int | None) -> int:
             f"count. Received: step={step!r}"
         )
     return number
+
+
+def _refuse_replacing(model: keras.Model, directory: Path, step: int) -> None:
+    """Refuses to replace a checkpoint of another model, of the same step."""
+    named = snapshots.groups_of(model)[snapshots.MODEL]
+    wanted = [(path, tuple(int(n) for n in v.shape)) for path, v in named]
+    for folder in _candidates(directory, step):
+        with contextlib.suppress(DamagedError):
+            saved = directories.load(folder).groups[snapshots.MODEL]
+            try:
+                match(saved, wanted, snapshots.MODEL)
+            except CheckpointError as difference:
+                raise CheckpointError(
+                    "There is a checkpoint of another model, which one of the same step would "
+                    "replace. Give each model a directory of its own, or name another step. "
+                    f"Received: model={model.name!r}, {folder}. {difference}"
+                ) from None
 
 
 def latest(directory: PathLike) -> Path | None:

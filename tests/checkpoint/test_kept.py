@@ -9,9 +9,11 @@ import warnings
 import kdist
 from kdist.callbacks import ShardedCheckpoint, sharded_checkpoint
 from kdist.checkpoint import directory as directories
+from kdist.checkpoint.manifest import CheckpointError
 from kdist.checkpoint.monitored import Monitored
 from kdist.checkpoint.writer import write
 
+import keras
 import numpy as np
 import pytest
 
@@ -98,6 +100,20 @@ def test_a_name_that_no_logs_have_is_told_once(tmp_path, monitor, kind, told):
     texts = [str(one.message) for one in found if "monitors" in str(one.message)]
     assert len(texts) == told
     assert all(f"monitor={monitor!r}" in text and "'loss'" in text for text in texts)
+
+
+def test_a_model_does_not_replace_a_checkpoint_of_another(tmp_path):
+    """As the two of a GAN would, of the same step in one directory; of other steps they may be."""
+    model, other = build({"data": 2}, 0), keras.Sequential([keras.Input((2,))])
+    other.add(keras.layers.Dense(3))
+    folder = kdist.checkpoint.save(model, tmp_path, step=1)
+    with pytest.raises(CheckpointError, match="of another model.*Received: model="):
+        kdist.checkpoint.save(other, tmp_path, step=1)
+    assert steps_in(tmp_path) == [1] and kdist.checkpoint.latest(tmp_path) == folder
+    kdist.checkpoint.save(other, tmp_path, step=2)
+    (folder / directories.MANIFEST).write_text("damaged")
+    kdist.checkpoint.save(other, tmp_path, step=1)
+    assert steps_in(tmp_path) == [1, 2]
 
 
 def test_a_step_is_any_whole_number(tmp_path):
