@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection
 
 from kdist.rows.joins import without_dims
-from kdist.rows.node import Node, aligned, named, rule
+from kdist.rows.node import Node, aligned, broadcast_flat, named, rule
 from kdist.rows.values import Apart, Const, Linear, Rows, RowsMeet, Value, powers
 
 LAST = named(
@@ -154,7 +154,8 @@ def solve(node: Node) -> Value:
     rank = len(node.shape(0))
     found = aligned(node, rank)
     if found is None:
-        return Const(frozenset())
+        flat = broadcast_flat(node, rank)
+        return Const(frozenset(d for d in range(rank - 2) if flat is None or d in flat))
     if len(node.shape(1)) != rank or found.dim >= rank - 2:
         raise RowsMeet
     return found

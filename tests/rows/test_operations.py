@@ -73,6 +73,15 @@ ROW_BY_ROW: dict[str, Any] = {
         x, ops.full(x.shape[:1], 2, "int32"), 1, 0
     ),
     "a gradient of its own": lambda x: tf.gradients(ops.sum(ops.sigmoid(ops.tanh(x))), x)[0],
+    "noise through a layer": lambda x: (
+        x * tf.nn.bias_add(keras.random.normal(x.shape, seed=1) @ SQUARE, SQUARE[0])
+    ),
+    "noise that is solved": lambda x: (
+        matrices(x)
+        @ tf.linalg.solve(
+            matrices(keras.random.normal(x.shape, seed=1)), matrices(ops.ones(x.shape))
+        )
+    ),
     "what is learned, for each row": lambda x: (
         ops.reshape(ops.tile(SQUARE[None], (x.shape[0], 1, 1)), (-1, 4)) @ SQUARE
     ),
