@@ -15,6 +15,7 @@ from kdist.checkpoint.checkpoints import (
     PathLike,
     Restored,
     first_whole,
+    is_count,
     target_of,
     tell_damaged,
 )
@@ -86,7 +87,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         compression: Compression = "none",
     ) -> None:
         super().__init__()
-        if every_steps is not None and (isinstance(every_steps, bool) or every_steps < 1):
+        if every_steps is not None and not is_count(every_steps):
             raise ValueError(
                 "every_steps is a number of training steps, or None for the end of each epoch. "
                 f"Received: every_steps={every_steps!r}"
@@ -133,23 +134,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._before = self._steps_before(model)
         source, arguments = source_of(arguments, self._seed)
         position = Position(source, total=progress.get("total", 0))
-        epoch = progress.get("epoch", arguments.get("initial_epoch", 0))
-        batch = progress.get("batch", 0)
         steps = arguments.get("steps_per_epoch") or source.steps
-        check_execution(batch, model.steps_per_execution, steps)
-        check_data(source, progress.get("data", {}), batch, steps)
-        if self.restored is not None:
-            if arguments.get("initial_epoch", 0) > epoch:
-                warnings.warn(
-                    "A run that goes on begins in the epoch of its checkpoint, not in "
-                    "initial_epoch. To leave epochs out, kdist.checkpoint.restore(model, "
-                    "directory), and fit without resume=True. Received: "
-                    f"initial_epoch={arguments['initial_epoch']}; the checkpoint is of {epoch}",
-                    stacklevel=2,
-                )
-            source.resume(self._files, position.total)
-            if progress.get("stopped"):
-                epoch = arguments["epochs"] = max(arguments.get("epochs", 1), epoch)
+        check_execution(progress.get("batch", 0), model.steps_per_execution, steps)
+        epoch, batch = self._first(position, progress, arguments, steps)
         others = [c for c in _as_list(arguments.get("callbacks")) if c is not self]
         self._position = parallel.position = position
         verbose = arguments.get("verbose", "auto")
@@ -175,6 +162,35 @@ class ShardedCheckpoint(keras.callbacks.Callback):
                 if isinstance(one, keras.callbacks.CSVLogger):
                     one.append = True  # else it would empty the file of the run before
         return {**arguments, "callbacks": callbacks}
+
+    def _first(
+        self, position: Position, progress: dict[str, Any], arguments: dict[str, Any], steps: Any
+    ) -> tuple[int, int]:
+        """The epoch to begin with, and how many batches of it are done.
+
+        Args:
+            position: With the data of this `fit`; they get to know how many batches are done.
+            progress: Of the checkpoint; empty without one.
+            arguments: Of `fit`; "epochs" is changed where the run before has ended.
+            steps: Batches of an epoch, None if nobody knows.
+        """
+        epoch = progress.get("epoch", arguments.get("initial_epoch", 0))
+        batch = progress.get("batch", 0)
+        check_data(position.source, progress.get("data", {}), batch, steps)
+        if self.restored is not None:
+            if arguments.get("initial_epoch", 0) > epoch:
+                warnings.warn(
+                    "A run that goes on begins in the epoch of its checkpoint, not in "
+                    "initial_epoch. To leave epochs out, kdist.checkpoint.restore(model, "
+                    "directory), and fit without resume=True. Received: "
+                    f"initial_epoch={arguments['initial_epoch']}; the checkpoint is of {epoch}",
+                    stacklevel=4,
+                )
+            position.source.resume(self._files, position.total)
+            if progress.get("stopped"):
+                epoch = arguments["epochs"] = max(arguments.get("epochs", 1), epoch)
+        # Where no epoch begins, nothing waits for one.
+        return epoch, batch if epoch < arguments.get("epochs", 1) else 0
 
     def _find(self, can_begin_again: bool) -> Restored | None:
         """The checkpoint to go on from: its arrays are checked as they are loaded, if they may."""
@@ -271,9 +287,11 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         position = self._position
         step = self._before + position.total
         files = position.source.files(position.iterator, within=batch > 0)
-        self._due = files is None
+        stopped = bool(self.model.stop_training)
+        # Again after the next step; of a run that stops within an epoch, with the epoch's logs.
+        self._due = files is None or (stopped and batch > 0)
         if files is None:
-            return  # and again after the next step
+            return
         self._monitored.judge(step, logs or {})
         arrays: list[np.ndarray] = []
         progress = {
@@ -282,7 +300,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             "total": position.total,
             "data": position.source.described(),
             "seed": self._seed,
-            "stopped": bool(self.model.stop_training),
+            "stopped": stopped,
             "best": self._monitored.best,
             "callbacks": self._states.save(arrays),
         }

@@ -74,6 +74,11 @@ class PreparedModel(FittedModel):
         assert self.program is not None
         if self.update is not None or not self.program.state.trainable:
             return
+        if self.model.optimizer is None:
+            raise ValueError(
+                "Training needs an optimizer. Call model.compile(optimizer=..., loss=...). "
+                f"Received: model={self.model.name!r}, compiled with optimizer=None"
+            )
         check_table_optimizers(self.model)
         spread = self.spread()
         self.update = DistributedUpdate(

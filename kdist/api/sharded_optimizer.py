@@ -117,7 +117,7 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
         name: str | None = None,
     ) -> None:
         inner = keras.optimizers.get(inner_optimizer)
-        if unwrap(inner).config is not None:
+        if inner is None or unwrap(inner).config is not None:
             raise ValueError(
                 "A ShardedOptimizer takes a Keras optimizer, not another ShardedOptimizer. "
                 f"Received: inner_optimizer={inner_optimizer!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import warnings
@@ -13,10 +14,12 @@ from kdist.api.parallelize import parallel_of
 from kdist.checkpoint import directory as directories
 from kdist.checkpoint import snapshot as snapshots
 from kdist.checkpoint.manifest import CheckpointError, DamagedError, Manifest
+from kdist.checkpoint.matching import match
 from kdist.checkpoint.store import Compression
 from kdist.checkpoint.writer import Target, write
 
 import keras
+import numpy as np
 
 PathLike = str | os.PathLike[str]
 
@@ -76,8 +79,9 @@ def save(
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: The model is not built, or the file system refuses.
-        ValueError: `keep` or `compression` is not listed.
+        CheckpointError: The model is not built, there is a checkpoint of another model of the same
+            step, or the file system refuses.
+        ValueError: `step`, `keep` or `compression` has no meaning.
 
     Example:
         >>> kdist.checkpoint.save(model, "checkpoints", step=120, keep=3)
@@ -85,6 +89,7 @@ def save(
     """
     target = target_of(directory, keep, compression)
     number = _step(model, step)
+    _refuse_replacing(model, target.directory, number)
     taken = snapshots.snapshot(model, number, copied=False, directory=target.directory)
     return write(taken, target)
 
@@ -95,11 +100,17 @@ def target_of(directory: PathLike, keep: int | None, compression: Compression) -
     Raises:
         ValueError: For a value that has no meaning.
     """
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+    if keep is not None and not is_count(keep):
         raise ValueError(f"keep is a number of checkpoints, or None for all. Received: {keep!r}")
     if compression not in ("none", "zstd"):
         raise ValueError(f"compression is 'none' or 'zstd'. Received: {compression!r}")
     return Target(Path(directory), keep, compression)
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a whole number from 1 on."""
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return whole and value >= 1
 
 
 def _step(model: keras.Model, step: int | None) -> int:
@@ -108,10 +119,33 @@ def _step(model: keras.Model, step: int | None) -> int:
             "The model has no weights yet. Build it, or train it, before it is saved. "
             f"Received: model={model.name!r}"
         )
-    if step is not None:
-        return step
-    optimizer = model.optimizer if model.compiled else None
-    return 0 if optimizer is None else int(optimizer.iterations)
+    if step is None:
+        optimizer = model.optimizer if model.compiled else None
+        return 0 if optimizer is None else int(optimizer.iterations)
+    number = None if isinstance(step, bool) or not hasattr(step, "__index__") else int(step)
+    if number is None or number < 0:
+        raise ValueError(
+            "step is the number of training steps done, from 0 on; by default the optimizer's "
+            f"count. Received: step={step!r}"
+        )
+    return number
+
+
+def _refuse_replacing(model: keras.Model, directory: Path, step: int) -> None:
+    """Refuses to replace a checkpoint of another model, of the same step."""
+    named = snapshots.groups_of(model)[snapshots.MODEL]
+    wanted = [(path, tuple(int(n) for n in v.shape)) for path, v in named]
+    for folder in _candidates(directory, step):
+        with contextlib.suppress(DamagedError):
+            saved = directories.load(folder).groups[snapshots.MODEL]
+            try:
+                match(saved, wanted, snapshots.MODEL)
+            except CheckpointError as difference:
+                raise CheckpointError(
+                    "There is a checkpoint of another model, which one of the same step would "
+                    "replace. Give each model a directory of its own, or name another step. "
+                    f"Received: model={model.name!r}, {folder}. {difference}"
+                ) from None
 
 
 def latest(directory: PathLike) -> Path | None:

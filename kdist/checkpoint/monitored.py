@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +23,7 @@ class Monitored:
         of_epochs: Whether the last epoch's logs had it, and those of its steps did not.
 
     Raises:
-        ValueError: Its name does not say which way it is better, and neither does `mode`.
+        ValueError: `mode` is not listed; or neither it nor the name says which way it is better.
     """
 
     def __init__(self, name: str | None, mode: str) -> None:
@@ -44,7 +45,9 @@ class Monitored:
         if self.name is None or self.name not in logs:
             return
         value, known = float(logs[self.name]), self.best[1]
-        if known is None or (value > known if self._more else value < known):
+        if math.isnan(value):  # it compares as neither better nor worse
+            return
+        if known is None or math.isnan(known) or (value > known if self._more else value < known):
             self.best = step, value
 
     def see_step(self, logs: Mapping[str, Any]) -> None:
@@ -81,6 +84,11 @@ class Monitored:
 
 
 def _more_is_better(monitor: str, mode: str) -> bool:
+    if mode not in ("auto", "min", "max"):
+        raise ValueError(
+            "mode is 'min', 'max', or 'auto', which decides by the name. "
+            f"Received: monitor={monitor!r}, mode={mode!r}"
+        )
     if mode in ("min", "max"):
         return mode == "max"
     if "loss" in monitor or "error" in monitor:

@@ -82,7 +82,8 @@ def _new(
 
 
 def _spec(folder: Path, part: SavedPart) -> dict[str, Any]:
-    base = f"file://{folder.resolve()}/{part.store}/"
+    # Not as an address, in which some characters of a path mean something else.
+    base = {"driver": "file", "path": f"{folder.resolve()}/{part.store}/"}
     kvstore = {"driver": "ocdbt", "base": base, "path": f"{part.key}/"}
     return {"driver": "zarr3", "kvstore": kvstore}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from kdist.comm.algorithms import ALGORITHMS
@@ -111,7 +111,7 @@ class FusionConfig:
                 "link is a kdist.comm.LinkCost, for mode='auto'. "
                 f"Received: link={self.link!r}, mode={self.mode!r}"
             )
-        index = tuple(self.index)
+        index = tuple(self.index) if isinstance(self.index, Iterable) else (None,)
         rising = all(isinstance(i, int) for i in index) and list(index) == sorted(set(index))
         if not rising or any(i <= 0 for i in index):
             raise ValueError(

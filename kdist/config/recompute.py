@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from kdist.config.settings import Setting
@@ -124,7 +124,7 @@ class RecomputeConfig:
     """See `kdist.recompute`."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.layers, str) or not self.layers:
+        if isinstance(self.layers, str) or not (isinstance(self.layers, Iterable) and self.layers):
             raise ValueError(
                 "layers is a list of regular expressions for paths of layers. "
                 f"Received: layers={self.layers!r}"

@@ -20,6 +20,8 @@ NONLINEAR = named(
     QuantizeAndDequantizeV2 QuantizeAndDequantizeV4 FakeQuantWithMinMaxArgs
     FakeQuantWithMinMaxVars Betainc AsString StringLower StringUpper RegexReplace
     StaticRegexReplace StringToHashBucketFast StringToHashBucketStrong StringToNumber
+    EluGrad InvGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad SigmoidGrad
+    SoftplusGrad SoftsignGrad SqrtGrad TanhGrad
     """
 )
 LINEAR = named(
@@ -64,13 +66,15 @@ def add(node: Node) -> Value:
 def bias_add(node: Node) -> Value:
     """The bias belongs to the channels, whichever dim these are."""
     node.only_constants(1)
-    rows = node.values[0]
-    if isinstance(rows, Rows):
-        first = node.op.type == "BiasAdd" and node.attr("data_format") == b"NCHW"
-        if rows.dim == (1 if first else len(node.shape(0)) - 1):
-            raise RowsMeet
+    given, rank = node.values[0], len(node.shape(0))
+    first = node.op.type == "BiasAdd" and node.attr("data_format") == b"NCHW"
+    channels = 1 if first else rank - 1
+    if isinstance(given, Rows) and given.dim == channels:
+        raise RowsMeet
     value = added(node, (0, 1))
-    return Const() if isinstance(value, Const) else value
+    if not isinstance(given, Const):
+        return value
+    return Const(frozenset(d for d in range(rank) if given.is_flat(d)) - {channels}, value.power)
 
 
 @rule("Mul", "MulNoNan")

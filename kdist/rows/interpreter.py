@@ -16,6 +16,7 @@ from kdist.rows import (
     reductions,
     shaping,
 )
+from kdist.rows.known_functions import known_function
 from kdist.rows.node import RULES, Node
 from kdist.rows.numbers import fixed, power_of
 from kdist.rows.values import Const, Linear, Mixed, Mixing, RowsMeet, Value, join
@@ -152,6 +153,11 @@ class Interpreter:
 
     def _identities(self, op: Any, values: list[Value]) -> list[Value]:
         scope, _, name = op.name.rpartition("/")
+        if (known := known_function(op)) is not None:
+            result = known(op, values)
+            if result is not None:
+                self.mixings = [m for m in self.mixings if not m.name.startswith(f"{scope}/")]
+                return [result, *values[1:]]
         if not name.startswith(ROW_BY_ROW):
             return values
         inside = [m for m in self.mixings if m.name.startswith(f"{scope}/")]

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection
 
 from kdist.rows.joins import without_dims
-from kdist.rows.node import Node, aligned, named, rule
+from kdist.rows.node import Node, aligned, broadcast_flat, named, rule
 from kdist.rows.values import Apart, Const, Linear, Rows, RowsMeet, Value, powers
 
 LAST = named(
@@ -113,6 +113,39 @@ def along_last_two(node: Node) -> Value:
     return Const(frozenset(), value.power) if isinstance(value, Const) else value
 
 
+@rule("Cross")
+def cross(node: Node) -> Value:
+    """Of two vectors in the last dim."""
+    last = len(node.out_shape()) - 1
+    if any(p != 0 for p in powers(node.values)):
+        raise RowsMeet
+    found = aligned(node, last + 1)
+    if found is not None and found.dim == last:
+        raise RowsMeet
+    return Const() if found is None else found
+
+
+@rule("ReverseSequence")
+def reverse_sequence(node: Node) -> Value:
+    """Each entry of one dim along another one, up to a length of its own."""
+    value, lengths = node.values
+    if any(p != 0 for p in powers(node.values)):
+        raise RowsMeet
+    if node.constant:
+        return Const()
+    along, entries = node.attr("seq_dim"), node.attr("batch_dim")
+    rows = [Rows(entries, v.outer, v.inner) for v in (lengths,) if isinstance(v, Rows)]
+    rows += [v for v in (value,) if isinstance(v, Rows)]
+    if len({*rows}) != 1 or rows[0].dim == along:
+        raise RowsMeet
+    flat = value.is_flat(entries) if isinstance(value, Const) else True
+    if isinstance(lengths, Const) and rows[0].dim == entries:
+        flat = lengths.is_flat(0)
+    if not flat:
+        raise RowsMeet
+    return rows[0]
+
+
 @rule("MatrixSolve", "MatrixTriangularSolve")
 def solve(node: Node) -> Value:
     """Two matrices in the last two dims."""
@@ -121,7 +154,8 @@ def solve(node: Node) -> Value:
     rank = len(node.shape(0))
     found = aligned(node, rank)
     if found is None:
-        return Const(frozenset())
+        flat = broadcast_flat(node, rank)
+        return Const(frozenset(d for d in range(rank - 2) if flat is None or d in flat))
     if len(node.shape(1)) != rank or found.dim >= rank - 2:
         raise RowsMeet
     return found

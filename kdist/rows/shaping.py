@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -20,8 +21,30 @@ def reshape(node: Node) -> Value:
         return value
     before, after = node.shape(0), node.out_shape()
     if isinstance(value, Const):
-        return Const(_flat_after(value, before, after), value.power)
+        return _constant_after(node, value, before, after)
     return regrouped(value, before, after, node.batch)
+
+
+def _constant_after(node: Node, value: Const, before: Shape, after: Shape) -> Const | Rows:
+    """A constant after a reshape.
+
+    What is the same for each row (queries that a model has learned, repeated for the batch) is so
+    after it, but where rows and other entries share a dim only `Rows` can say it.
+    """
+    flat = _flat_after(value, before, after)
+    if flat is None or value.power is None or any(_has_rows(node, after[d]) for d in flat):
+        return Const(flat, value.power)
+    for dim, size in enumerate(before):
+        if size is not None and _has_rows(node, size) and value.is_flat(dim):
+            alike = Rows(dim, size // node.batch, power=value.power)
+            with contextlib.suppress(RowsMeet):
+                return regrouped(alike, before, after, node.batch)
+    return Const(flat, value.power)
+
+
+def _has_rows(node: Node, size: int | None) -> bool:
+    """Whether a size is known, and may be that of batches."""
+    return size is not None and node.is_batch_multiple(size)
 
 
 def regrouped(rows: Rows, before: Shape, after: Shape, batch: int) -> Rows:

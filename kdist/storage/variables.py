@@ -21,6 +21,7 @@ from kdist._compat.keras_trainer import KEY
 from kdist.sharding.device import Device
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Index, Placement, covers
+from kdist.storage.every_copy import for_all
 from kdist.storage.recipes import Given, is_mapped
 
 import keras
@@ -167,7 +168,20 @@ class Stored:
     def whole(self) -> Any:
         """The whole value, assembled from one copy of each shard."""
         shards = self.placement.shards
-        return assemble([(s.index, self.locals[s.holders[0]].value) for s in shards])
+        found = assemble([(s.index, self.locals[s.holders[0]].value) for s in shards])
+        if isinstance(found, tf.Variable) and len(self._locals) + len(self.masters) > 1:
+            copies = [(str(p.device), keras_trainer.tf_variable(p.target)) for p in self._whole]
+            return for_all(found, copies)
+        return found
+
+    @property
+    def _whole(self) -> list[Part]:
+        """The copies of the whole value."""
+        return [
+            p
+            for p in self.stored_parts()
+            if p.index is None or covers(p.index, self.variable.shape)
+        ]
 
     def used_at(self, at: Coordinate) -> Any:
         """What compute sees at a coordinate: its shard, made whole over the data axis."""
@@ -367,6 +381,17 @@ def _view_class(base: Any) -> type:
                 tensor._unique_id = self.__dict__[KEY]
         return keras_trainer.autocast(self, tensor)
 
+    def handle(self: Any) -> Any:
+        tensor = self.value
+        if not isinstance(tensor, tf.Variable):
+            raise ValueError(
+                "A weight that is cut over devices is trained by models that went through "
+                "kdist.parallelize, and its gradient is found by kdist.gradients(model, x, y). "
+                "Pass the model that contains its layer through kdist.parallelize too. "
+                f"Received: weight {self.path!r}"
+            )
+        return tensor.handle
+
     def assign(self: Any, new: Any) -> Any:
         # Keras makes a whole tensor of it, on one device; of an array each device needs its part.
         array = isinstance(new, np.ndarray) and new.shape == tuple(self.shape)
@@ -396,6 +421,7 @@ def _view_class(base: Any) -> type:
 
     body = {
         "value": property(value),
+        "handle": property(handle),
         "assign": assign,
         "_direct_assign": _direct_assign,
         "_serialize_to_tensors": _serialize_to_tensors,

@@ -138,6 +138,8 @@ def test_compiling_again_at_another_level_moves_the_weights() -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="not another ShardedOptimizer"):
         kdist.ShardedOptimizer(sharded())
+    with pytest.raises(ValueError, match="takes a Keras optimizer.*inner_optimizer=None"):
+        kdist.ShardedOptimizer(None)
     with pytest.raises(ValueError, match="Received: level=7"):
         kdist.ShardedOptimizer("adam", level=7)
     with pytest.raises(ValueError, match="Received: value=1"):

@@ -212,6 +212,17 @@ def test_fit_before_compile_is_keras_own_error(axes):
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=["data", "inner"])
+def test_fit_without_an_optimizer_says_so(axes):
+    """What needs none works: evaluating."""
+    models = pair(axes)
+    for model in models:
+        model.compile(optimizer=None, loss="mse")
+    assert_close(*(model.evaluate(*data(8), verbose=0) for model in models))
+    with pytest.raises(ValueError, match=r"compile\(optimizer=.*Received: model="):
+        models[1].fit(*data(8), verbose=0)
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=["data", "inner"])
 @pytest.mark.parametrize("wrong", ["input", "target"])
 def test_wrong_shapes_are_refused_as_keras_does(axes, wrong):
     models = pair(axes)

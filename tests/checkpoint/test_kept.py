@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 
 import kdist
 from kdist.callbacks import ShardedCheckpoint, sharded_checkpoint
 from kdist.checkpoint import directory as directories
+from kdist.checkpoint.manifest import CheckpointError
+from kdist.checkpoint.monitored import Monitored
 from kdist.checkpoint.writer import write
 
+import keras
 import numpy as np
 import pytest
 
@@ -73,6 +77,17 @@ def test_the_best_that_is_still_being_written_stays(tmp_path, monkeypatch):
     assert saver._monitored.best[0] < STEPS
 
 
+@pytest.mark.parametrize(("mode", "best"), [("min", 1.0), ("max", 3.0)])
+def test_what_is_no_number_is_never_the_best(mode, best):
+    monitored = Monitored("val_loss", mode)
+    for step, value in enumerate([math.nan, 3.0, 1.0, math.nan, 2.0]):
+        monitored.judge(step, {"val_loss": value})
+    assert monitored.best[1] == best
+    monitored.begin((0, math.nan))  # as an earlier version could save it
+    monitored.judge(7, {"val_loss": 5.0})
+    assert monitored.best == (7, 5.0)
+
+
 @pytest.mark.parametrize(
     ("monitor", "kind", "told"),
     [("val_lossy", "split", 1), ("val_loss", "arrays", 1), ("val_loss", "split", 0)],
@@ -85,3 +100,29 @@ def test_a_name_that_no_logs_have_is_told_once(tmp_path, monitor, kind, told):
     texts = [str(one.message) for one in found if "monitors" in str(one.message)]
     assert len(texts) == told
     assert all(f"monitor={monitor!r}" in text and "'loss'" in text for text in texts)
+
+
+def test_a_model_does_not_replace_a_checkpoint_of_another(tmp_path):
+    """As the two of a GAN would, of the same step in one directory; of other steps they may be."""
+    model, other = build({"data": 2}, 0), keras.Sequential([keras.Input((2,))])
+    other.add(keras.layers.Dense(3))
+    folder = kdist.checkpoint.save(model, tmp_path, step=1)
+    with pytest.raises(CheckpointError, match="of another model.*Received: model="):
+        kdist.checkpoint.save(other, tmp_path, step=1)
+    assert steps_in(tmp_path) == [1] and kdist.checkpoint.latest(tmp_path) == folder
+    kdist.checkpoint.save(other, tmp_path, step=2)
+    (folder / directories.MANIFEST).write_text("damaged")
+    kdist.checkpoint.save(other, tmp_path, step=1)
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_a_step_is_any_whole_number(tmp_path):
+    """NumPy's too, which optimizers count with."""
+    model = build({"data": 2}, 0)
+    for n, step in enumerate((np.int64(1), model.optimizer.iterations.numpy() + 2)):
+        folder = kdist.checkpoint.save(model, tmp_path, step=step)
+        assert kdist.checkpoint.latest(tmp_path) == folder and directories.step_of(folder) == n + 1
+    for step in (-1, 2.5, True, "3"):
+        with pytest.raises(ValueError, match=r"step is the number.*Received: step="):
+            kdist.checkpoint.save(model, tmp_path, step=step)
+    assert len(list(tmp_path.iterdir())) == 2

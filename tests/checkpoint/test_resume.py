@@ -291,6 +291,9 @@ def test_arrays_that_are_no_numbers_are_named():
     ("options", "text"),
     [
         ({"every_steps": 0}, "every_steps is a number"),
+        ({"every_steps": 2.5}, "every_steps is a number"),
+        ({"every_steps": "x"}, "every_steps is a number"),
+        ({"monitor": "val_loss", "mode": "MAX"}, "mode is"),
         ({"monitor": "entropy"}, "mode says whether"),
         ({"keep": -1}, "keep is a number"),
         ({"compression": "gzip"}, "compression is"),

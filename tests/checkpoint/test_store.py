@@ -130,3 +130,14 @@ def test_where_nothing_can_be_written(tmp_path):
     (tmp_path / STORE).write_text("a file in the place of the folder")
     with pytest.raises(CheckpointError, match="Cannot write arrays"):
         write(tmp_path, "one", np.zeros(3), [(slice(0, 3),)])
+
+
+@pytest.mark.parametrize("name", ["run #1", "lr=1e-3?x=1", "a|b", "100%", "50%25", "a%2Fb"])
+def test_a_folder_of_any_name_holds_its_arrays(tmp_path, name):
+    """In the address that TensorStore could be given some characters mean something else."""
+    folder = tmp_path / name
+    folder.mkdir()
+    array = write(folder, "one", np.arange(3.0), [(slice(0, 3),)])
+    assert [one.name for one in tmp_path.iterdir()] == [name]
+    moved = folder.rename(tmp_path / "elsewhere")
+    np.testing.assert_array_equal(store.Reader(moved).read(array), np.arange(3.0))

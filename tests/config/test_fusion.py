@@ -108,6 +108,7 @@ def test_an_index_past_the_last_parameter_is_refused() -> None:
         {"mode": "index", "index": (3, 2)},
         {"mode": "index", "index": (0, 2)},
         {"index": (2,)},
+        {"mode": "index", "index": 2},
         {"mode": "none", "link": LinkCost(a=1e-3, b=1e-9)},
         {"link": 1e-3},
         {"algorithm": "tensorflow"},

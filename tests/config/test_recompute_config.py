@@ -105,6 +105,7 @@ def test_weights_that_are_gathered_again() -> None:
         ({"budget_mb": 1.0}, "takes budget_mb"),
         ({"policy": "budget", "budget_mb": 0}, "a number above 0"),
         ({"layers": "block"}, "layers is a list"),
+        ({"layers": True}, "layers is a list"),
         ({"layers": ["("]}, "regular expressions"),
         ({"mp_comm_recompute": 1}, "mp_comm_recompute is"),
         ({"parallel_optimizer_comm_recompute": 0}, "or None"),

@@ -67,6 +67,24 @@ ROW_BY_ROW: dict[str, Any] = {
     "a bias of every feature": lambda x: x + SQUARE[0],
     "reshape and back": lambda x: ops.reshape(ops.reshape(x, (-1, 2)) * 2, (-1, 4)),
     "transpose and back": lambda x: ops.transpose(ops.exp(ops.transpose(x))),
+    "cross": lambda x: ops.cross(x[:, :3], SQUARE[0, 1:]),
+    "words back to front": lambda x: tf.reverse_sequence(x, whole(x)[:, 0], 1, 0),
+    "words back to front, alike": lambda x: tf.reverse_sequence(
+        x, ops.full(x.shape[:1], 2, "int32"), 1, 0
+    ),
+    "a gradient of its own": lambda x: tf.gradients(ops.sum(ops.sigmoid(ops.tanh(x))), x)[0],
+    "noise through a layer": lambda x: (
+        x * tf.nn.bias_add(keras.random.normal(x.shape, seed=1) @ SQUARE, SQUARE[0])
+    ),
+    "noise that is solved": lambda x: (
+        matrices(x)
+        @ tf.linalg.solve(
+            matrices(keras.random.normal(x.shape, seed=1)), matrices(ops.ones(x.shape))
+        )
+    ),
+    "what is learned, for each row": lambda x: (
+        ops.reshape(ops.tile(SQUARE[None], (x.shape[0], 1, 1)), (-1, 4)) @ SQUARE
+    ),
     "tile and cut": lambda x: ops.split(ops.tile(x, (3, 1)), 3)[1],
     "repeat and mean": lambda x: ops.mean(ops.reshape(ops.repeat(x, 3, 0), (-1, 3, 4)), 1),
     "two batches joined and parted": lambda x: ops.split(ops.concatenate([x, 2 * x]), 2)[0],
@@ -189,6 +207,15 @@ MIXED: dict[str, Any] = {
     "written in a function": lambda x: _written_in_a_function(x),
     "positions collected in a loop": lambda x: (
         x + tf.map_fn(lambda i: i, tf.range(x.shape[0], dtype="float32"))[:, None]
+    ),
+    "cross over rows": lambda x: ops.cross(ops.transpose(x[:3]), SQUARE[:, 1:]),
+    "rows back to front": lambda x: ops.transpose(
+        tf.reverse_sequence(ops.transpose(x), [2, 3, 1, 2], 1, 0)
+    ),
+    "lengths by position": lambda x: tf.reverse_sequence(x, ops.arange(x.shape[0]) % 4, 1, 0),
+    "gradient through a mean": lambda x: tf.gradients(ops.exp(ops.mean(ops.tanh(x))), x)[0],
+    "what differs in the batch, flat": lambda x: (
+        x + ops.reshape(ops.arange(4.0 * x.shape[0]), (-1, 4))
     ),
     "one image of many rows": lambda x: tf.image.adjust_contrast(x[:, :, None], 2.0)[:, :, 0],
 }

@@ -1,0 +1,59 @@
+"""A run that has no epoch left to train ends with the state of its checkpoint."""
+
+from __future__ import annotations
+
+from kdist.callbacks import ShardedCheckpoint
+
+import keras
+import numpy as np
+
+from ..cluster.stopping import Stopped
+from .runs import STEPS, build, run
+
+
+class StopWithin(keras.callbacks.Callback):
+    """Stops training within an epoch, as `TerminateOnNaN` does."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def on_train_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer.iterations) == self.step:
+            self.model.stop_training = True
+
+
+class DieAtTheEnd(keras.callbacks.Callback):
+    """Ends a run as a crash would, as its second epoch ends."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            raise Stopped
+
+
+def test_a_run_that_was_stopped_within_an_epoch_is_not_run_again(tmp_path):
+    """Nor is its model left as it was built."""
+    stop = [StopWithin(STEPS + 4)]
+    whole = run(
+        build({"data": 2}, 1), ShardedCheckpoint(tmp_path, every_steps=2), "arrays", also=stop
+    )
+    assert len(whole["epochs"]) == 2
+    saver = ShardedCheckpoint(tmp_path, every_steps=2, resume=True)
+    second = run(build({"data": 2}, 1), saver, "arrays", also=[StopWithin(STEPS + 4)])
+    assert second["steps"] == whole["steps"] and second["history"] == whole["history"]
+    for a, b in zip(second["weights"], whole["weights"], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_of_a_checkpoint_within_an_epoch_that_is_not_trained_the_state_is_loaded(tmp_path):
+    """One of a run that was killed as it stopped; and one of a later epoch than `epochs`."""
+    stopped, later = tmp_path / "stopped", tmp_path / "later"
+    also = [StopWithin(STEPS + 4), DieAtTheEnd()]
+    run(build({"data": 2}, 1), ShardedCheckpoint(stopped, every_steps=2), "arrays", also=also)
+    run(build({"data": 2}, 1), ShardedCheckpoint(later, every_steps=2), "arrays", STEPS + 5)
+    for folder, epochs in ((stopped, 3), (later, 1)):
+        again = build({"data": 2}, 1)
+        saver = ShardedCheckpoint(folder, every_steps=2, resume=True)
+        found = run(again, saver, "arrays", epochs=epochs)
+        assert int(again.optimizer.iterations) == saver.restored.step > STEPS
+        assert len(found["epochs"]) == 1  # those that have ended

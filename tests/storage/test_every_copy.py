@@ -1,0 +1,78 @@
+"""A plain model that trains weights of a parallel one writes to every copy, or is refused."""
+
+from __future__ import annotations
+
+import kdist
+from kdist.storage.every_copy import WRITES
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ..parity import assert_close, assert_every_copy, data, pair
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def inner() -> keras.Model:
+    """A model that others contain."""
+    keras.utils.set_random_seed(5)
+    layers = [keras.layers.Embedding(9, 4, name="table"), keras.layers.Flatten()]
+    return keras.Sequential(
+        [keras.Input((3,)), *layers, keras.layers.Dense(4, name="head")], name="inner"
+    )
+
+
+def run(parallel: bool, optimizer: str) -> list:
+    """Losses, outputs and weights of a plain model around another, and of that one afterwards."""
+    model = inner()
+    if parallel:
+        kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=4)))
+    model.compile(keras.optimizers.get(optimizer), "mse")
+    x = np.random.default_rng(0).integers(0, 9, (12, 3))
+    y = np.random.default_rng(1).normal(size=(12, 4))
+    keras.utils.set_random_seed(6)
+    inputs = keras.Input((3,))
+    around = keras.Model(inputs, keras.layers.Dense(4)(model(inputs)))
+    around.compile(keras.optimizers.get(optimizer), "mse")
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0, "epochs": 2}
+    found = around.fit(x, y, **options).history["loss"]
+    for variable in model.weights if parallel else ():
+        assert_every_copy(variable, variable.numpy())
+    found += model.fit(x, y, **options).history["loss"]
+    found += around.fit(x, y, **options).history["loss"]
+    return [found, model.predict(x, verbose=0), *around.get_weights()]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_plain_model_around_a_parallel_one_trains_all_copies(optimizer):
+    """In turns with it; gradients of tables are rows, which `SGD` writes alone."""
+    assert_close(run(False, optimizer), run(True, optimizer))
+
+
+def test_every_write_reaches_every_copy():
+    model = pair({"data": 2})[1]
+    kernel = next(v for v in model.weights if len(v.shape) == 2)
+    row = tf.fill([1, kernel.shape[1]], tf.constant(2.0, tf.float64))
+    for name in WRITES:
+        arguments: tuple = (tf.ones(kernel.shape, tf.float64),)
+        if name.startswith("scatter_nd"):
+            arguments = [[0]], row
+        elif name.startswith("scatter"):
+            arguments = (tf.IndexedSlices(row, [0]),)
+        wanted = tf.Variable(kernel.numpy())
+        getattr(wanted, name)(*arguments)
+        getattr(kernel.value, name)(*arguments)
+        assert_every_copy(kernel, wanted.numpy())
+    for name in dir(tf.Variable):
+        assert name in WRITES or not name.startswith(("assign", "scatter")), name
+
+
+def test_where_weights_are_cut_the_fix_is_named():
+    model = pair({"data": 2, "model": 2})[1]
+    x, y = data(8)
+    features = keras.Model(model.inputs, model.outputs)
+    features.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"through kdist\.parallelize too\. Received: weight '"):
+        features.fit(x, y, verbose=0)
