@@ -7,9 +7,11 @@ output out as declared. Outside of a trace, layers are untouched.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kdist._compat import keras_trainer
 from kdist.config.operands import lay_out, operands
 from kdist.dtensor import limits, relayout
 from kdist.dtensor.model_layouts import ModelLayouts
@@ -73,13 +75,26 @@ def _laid_out_calls(layouts: ModelLayouts) -> Iterator[None]:
                 object.__setattr__(layer, "call", call)
 
 
+def _masked(change: Callable) -> Callable:
+    """A change of a tensor after which it has the mask that it had: some calls attach their own."""
+
+    @functools.wraps(change)
+    def changed(tensor: Any, *args: Any) -> Any:
+        made, mask = change(tensor, *args), keras_trainer.get_mask(tensor)
+        if mask is not None:
+            keras_trainer.set_mask(made, mask)
+        return made
+
+    return changed
+
+
 def _channels_whole(call: Callable) -> Callable:
     """`call` on values, and with gradients, that are cut by rows of the batch at most."""
 
     def whole(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs = keras.tree.map_structure(relayout.rows_only, inputs)
+        inputs = keras.tree.map_structure(_masked(relayout.rows_only), inputs)
         outputs = call(inputs, *args, **kwargs)
-        return keras.tree.map_structure(relayout.gradient_rows_only, outputs)
+        return keras.tree.map_structure(_masked(relayout.gradient_rows_only), outputs)
 
     return whole
 
@@ -109,7 +124,7 @@ def _columns_pinned(call: Callable, dim: Dim) -> Callable:
     """
 
     def pinned(*args: Any, **kwargs: Any) -> Any:
-        return relayout.last_dim_cut(call(*args, **kwargs), dim)
+        return _masked(relayout.last_dim_cut)(call(*args, **kwargs), dim)
 
     return pinned
 
@@ -122,11 +137,12 @@ def _laid_out(
 ) -> Callable:
     """`call` with inputs and outputs as declared; `every` is for all outputs, and wins."""
     call, name = layer.call, f"layer {layer.path or layer.name!r}"
+    change = _masked(relayout.relayout_active)
 
     def laid_out(*args: Any, **kwargs: Any) -> Any:
-        given = lay_out(list(args), inputs, "input", name, relayout.relayout_active)
+        given = lay_out(list(args), inputs, "input", name, change)
         results = call(*given, **kwargs)
         wanted = outputs if every is None else (every,) * len(operands(results))
-        return lay_out(results, wanted, "output", name, relayout.relayout_active)
+        return lay_out(results, wanted, "output", name, change)
 
     return laid_out

@@ -10,6 +10,7 @@ from kdist.dtensor import limits, relayout
 from kdist.dtensor.model_layouts import ModelLayouts
 from kdist.dtensor.partial_sums import summand
 from kdist.program.program import Program
+from kdist.program.vjp import differentiable
 from kdist.sharding.dims import Dim, Dims, inner_dims
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Placement
@@ -98,8 +99,8 @@ class MeshPrograms:
             tape.watch(used)
             outputs, _ = self.program.forward(used, state, x, training=True)
             leaves = [o for o in keras.tree.flatten(outputs) if o is not None]
-            floating = [o for o in leaves if o.dtype.is_floating]
-            target = tf.add_n([tf.cast(tf.reduce_sum(o), tf.float32) for o in floating])
+            sums = [tf.math.real(tf.reduce_sum(o)) for o in leaves if differentiable(o)]
+            target = tf.add_n([tf.cast(one, tf.float32) for one in sums])
         gradients = [tf.convert_to_tensor(g) for g in tape.gradient(target, used) if g is not None]
         return outputs, gradients
 

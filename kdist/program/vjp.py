@@ -140,11 +140,11 @@ class Vjp:
 
     def _sources(self, params: list[Any], inputs: list[Any]) -> list[Any]:
         """What may get a gradient."""
-        return [t for t in (*params, *inputs) if t.dtype.is_floating]
+        return [t for t in (*params, *inputs) if differentiable(t)]
 
     def _targets(self, outputs: list[Any]) -> list[int]:
         """Positions of the outputs that take a cotangent."""
-        return [i for i, t in enumerate(outputs) if t.dtype.is_floating]
+        return [i for i, t in enumerate(outputs) if differentiable(t)]
 
     @staticmethod
     def _refuse_variables(graph: Any) -> None:
@@ -221,6 +221,12 @@ class Vjp:
     def _passes(self, tensor: Any) -> bool:
         """Whether the forward half may hand a tensor on; else what made it is computed again."""
         return True
+
+
+def differentiable(tensor: Any) -> bool:
+    """Whether a tensor, or a spec, can have a gradient."""
+    dtype = tf.as_dtype(tensor.dtype)
+    return bool(dtype.is_floating or dtype.is_complex)
 
 
 class Cut:

@@ -23,6 +23,7 @@ from kdist.program.loss_parts import LossParts, compute_loss
 from kdist.program.program import attach_masks
 from kdist.program.state import combined
 from kdist.program.step_result import SliceResult, State, StepResult
+from kdist.program.vjp import differentiable
 from kdist.runtime.loss_terms import OVERRIDDEN
 from kdist.runtime.metrics import join_masks
 from kdist.runtime.pipeline_step import PipelineStep
@@ -50,11 +51,11 @@ class WholeLossStep(Step):
             state = self._state_after(batch, results, training=True)
             params, carried = self._given(collected.given, state)
             with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch([t for t in keras.tree.flatten([outputs, added]) if is_floating(t)])
+                tape.watch([t for t in keras.tree.flatten([outputs, added]) if differentiable(t)])
                 tape.watch(params)
                 loss, written, parts = self._loss(collected, (params, carried), training=True)
                 target = loss if scale is None else loss * tf.cast(scale, loss.dtype)
-            sources = [t if is_floating(t) else None for t in keras.tree.flatten(outputs)]
+            sources = [t if differentiable(t) else None for t in keras.tree.flatten(outputs)]
             found = _gradient(tape, target, [*sources, *keras.tree.flatten(added), *params])
         cotangents = _take(found, [len(one) for one in outputs])
         d_added = _take(found, [len(one) for one in added])
@@ -158,11 +159,6 @@ def _of_unknown_size(tensor: Any) -> Any:
     if tf.executing_eagerly() or not isinstance(tensor, tf.Tensor) or tensor.shape[0] is None:
         return tensor
     return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
-
-
-def is_floating(value: Any) -> bool:
-    """Whether a tensor can have a gradient."""
-    return tf.as_dtype(value.dtype).is_floating
 
 
 def _gradient(tape: tf.GradientTape, target: Any, sources: Sequence[Any]) -> list[Any]:

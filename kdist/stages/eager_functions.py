@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist.dtensor.sharded import Sharded
+from kdist.program.vjp import differentiable
 from kdist.stages.body import StageInput, StageOutput
 from kdist.stages.functions import Saved, StageFunctions
 from kdist.storage.sparse import is_sparse
@@ -42,7 +43,7 @@ class EagerFunctions(StageFunctions):
         boundary = flat[: len([t for t in given.boundary.values() if t is not None])]
         wanted = self.wanted
         with tf.GradientTape(persistent=wanted.split, watch_accessed_variables=False) as tape:
-            tape.watch([t for t in (*values, *boundary) if t.dtype.is_floating])
+            tape.watch([t for t in (*values, *boundary) if differentiable(t)])
             made = self.body.run(values, given.filled(flat), wanted.training, wanted.whole)
             outputs = [tf.identity(t) for t in made.flat()]
         result = made.filled([Sharded((t,)) for t in outputs])
@@ -73,8 +74,8 @@ class EagerFunctions(StageFunctions):
 def _gradients(saved: Taped, sources: Sequence[Any]) -> list[Any]:
     """Gradients of some inputs; None where there is none."""
     pairs = [(t, d) for t, d in zip(saved.outputs, saved.cotangents) if d is not None]
-    targets = [t for t, _ in pairs if t.dtype.is_floating]
-    given = [_value(d) for t, d in pairs if t.dtype.is_floating]
+    targets = [t for t, _ in pairs if differentiable(t)]
+    given = [_value(d) for t, d in pairs if differentiable(t)]
     found = saved.tape.gradient(targets, list(sources), output_gradients=given)
     return [None if g is None else _sharded(g) for g in found]
 

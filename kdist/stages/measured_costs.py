@@ -14,6 +14,7 @@ from typing import Any
 
 from kdist._compat import keras_models
 from kdist.pipeline.graph import Graph
+from kdist.program.vjp import differentiable
 from kdist.stages.model_graph import ModelGraph, Source
 
 import keras
@@ -164,10 +165,10 @@ class _LayerCall:
 
     def _both(self, given: list[Any], state: list[Any]) -> list[Any]:
         weights = [t for v, t in zip(self._variables, state) if v.trainable]
-        sources = [t for t in (*given, *weights) if t is not None and t.dtype.is_floating]
+        sources = [t for t in (*given, *weights) if t is not None and differentiable(t)]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
-            made = [t for t in self._forward(given, state) if t.dtype.is_floating]
+            made = [t for t in self._forward(given, state) if differentiable(t)]
         gradients = tape.gradient(made, sources) if made and sources else []
         return [*made, *(tf.convert_to_tensor(g) for g in gradients if g is not None)]
 

@@ -14,6 +14,7 @@ from kdist.pipeline.partition import Partition, partition
 from kdist.pipeline.schedule import Schedule
 from kdist.pipeline.work import WeightUse
 from kdist.plan.boundaries import BoundaryTensor
+from kdist.program.vjp import differentiable
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Group
 from kdist.stages.layer_lists import chained, with_lists
@@ -238,7 +239,7 @@ class StagedModel:
 
 def _described(name: str, tensor: Any) -> BoundaryTensor:
     dtype = tf.as_dtype(keras.backend.standardize_dtype(tensor.dtype))
-    return BoundaryTensor(name, tuple(tensor.shape[1:]), dtype.size, dtype.is_floating)
+    return BoundaryTensor(name, tuple(tensor.shape[1:]), dtype.size, differentiable(tensor))
 
 
 def stages_given(model: keras.Model) -> list[tuple[Any, int]]:

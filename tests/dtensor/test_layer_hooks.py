@@ -1,0 +1,73 @@
+"""Layers whose inputs and outputs are laid out keep what Keras has attached to these: masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import kdist
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from ..parity import assert_close, compile_all, fit_all
+
+pytestmark = pytest.mark.usefixtures("float64")
+IDS = np.random.default_rng(0).integers(0, 5, size=(8, 4))
+Y = np.random.default_rng(1).normal(size=(8, 2))
+HEAD = {".*head/kernel": ("model", None)}
+
+
+@keras.saving.register_keras_serializable("test_layer_hooks")
+class Pooled(layers.Layer):
+    """Hands its input on to a layer that finds the mask on it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.pool = layers.GlobalAveragePooling1D()
+
+    def call(self, x: Any) -> Any:
+        return self.pool(x)
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> None:
+        return None
+
+
+def model_of(table: layers.Layer, pooling: layers.Layer) -> keras.Model:
+    inputs = keras.Input((4,), dtype="int32")
+    return keras.Model(inputs, layers.Dense(2, name="head")(pooling(table(inputs))))
+
+
+def attached_by_the_call() -> keras.Model:
+    """`ReversibleEmbedding` has no `compute_mask`: its call attaches the mask itself."""
+    table = layers.ReversibleEmbedding(5, 4, mask_zero=True, name="table")
+    return model_of(table, layers.GlobalAveragePooling1D())
+
+
+def of_a_declared_input() -> keras.Model:
+    pooled = Pooled()
+    kdist.shard(pooled, in_strategy=((1, 1, 2),))
+    return model_of(layers.Embedding(5, 4, mask_zero=True, name="table"), pooled)
+
+
+def of_a_declared_output() -> keras.Model:
+    table = layers.ReversibleEmbedding(5, 4, mask_zero=True, name="table")
+    kdist.shard(table, out_strategy=((1, 1, 2),))
+    return model_of(table, layers.GlobalAveragePooling1D())
+
+
+@pytest.mark.parametrize("build", [attached_by_the_call, of_a_declared_input, of_a_declared_output])
+def test_masks_are_kept(build: Callable[[], keras.Model]) -> None:
+    models = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(0)
+        model = build()
+        if parallel:
+            config = kdist.ParallelConfig(mesh=kdist.mesh(model=2), layout_map=HEAD)
+            model = kdist.parallelize(model, config)
+        models.append(model)
+    assert_close(*[model.predict(IDS, verbose=0) for model in models])
+    compile_all(models)
+    fit_all(models, lambda: (IDS, Y), batch_size=4)
