@@ -76,3 +76,48 @@ def test_where_weights_are_cut_the_fix_is_named():
     features.compile("sgd", "mse")
     with pytest.raises(ValueError, match=r"through kdist\.parallelize too\. Received: weight '"):
         features.fit(x, y, verbose=0)
+
+
+def own_loop(axes: dict[str, int] | None, in_graph: bool) -> list:
+    """A user's loop with an optimizer of their own, as on keras.io; then `fit`, and the loop."""
+    model = inner()
+    if axes is not None:
+        pipeline = kdist.PipelineConfig(micro_batches=1) if "pipe" in axes else None
+        optimizer = kdist.OptimizerConfig(level=1, threshold_kb=0)
+        kdist.parallelize(
+            model,
+            kdist.ParallelConfig(mesh=kdist.mesh(**axes), pipeline=pipeline, optimizer=optimizer),
+        )
+    model.compile("sgd", "mse")
+    adam = keras.optimizers.Adam(0.05)
+    adam.build(model.trainable_variables)
+    x = np.random.default_rng(0).integers(0, 9, (12, 3))
+    y = np.random.default_rng(1).normal(size=(12, 4))
+
+    def step() -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        adam.apply(gradients, model.trainable_variables)
+        return loss
+
+    train = tf.function(step) if in_graph else step
+    found = [float(train()) for _ in range(2)]
+    found += model.fit(x, y, batch_size=4, shuffle=False, verbose=0, epochs=2).history["loss"]
+    found += [float(train()), model.evaluate(x, y, verbose=0, batch_size=12)]
+    return [found, model.predict(x, verbose=0), *model.get_weights()]
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("axes", [{"data": 2}, {"pipe": 2, "data": 2}], ids=str)
+def test_a_loop_with_an_own_optimizer_trains_all_copies(axes, in_graph):
+    assert_close(own_loop(None, in_graph), own_loop(axes, in_graph))
+
+
+def test_such_a_loop_over_inner_axes_is_refused():
+    model = pair({"data": 2, "model": 2})[1]
+    x, _ = data(8)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(x))
+        with pytest.raises(ValueError, match=r"found by kdist\.gradients.*Received: weight '"):
+            tape.gradient(loss, model.trainable_variables)
