@@ -8,7 +8,8 @@ from typing import Any
 
 from kdist.graphs.instantiation import prepared_cheaply
 from kdist.runtime.by_shape import ALONE
-from kdist.runtime.worker_data import Taken, WorkerDataset, ending_together
+from kdist.runtime.taken import Taken, alive, ending_together
+from kdist.runtime.worker_data import WorkerDataset
 
 import tensorflow as tf
 
@@ -51,9 +52,10 @@ class InPlace:
         return run
 
     def _of(self, dataset: WorkerDataset, shapes: Sequence[Any], known_size: bool) -> Callable:
-        batch = weakref.proxy(dataset).taken
+        there = weakref.ref(dataset)
 
         def step(first: Any, others: Sequence[Any]) -> Any:
-            return self._step(batch(first.get_value(), others, shapes), known_size)
+            batch = alive(there).taken(first.get_value(), others, shapes)
+            return self._step(batch, known_size)
 
         return tf.function(step, autograph=False)

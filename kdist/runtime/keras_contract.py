@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist._compat import keras_models, keras_optimizers
-from kdist.runtime.worker_data import Taken, WorkerDataset, WorkerIterator, ending_together
+from kdist.runtime.taken import Taken, alive, ending_together
+from kdist.runtime.worker_data import WorkerDataset, WorkerIterator
 
 import keras
 import tensorflow as tf
@@ -131,9 +132,9 @@ class _OfDataset:
     """
 
     def __init__(self, step: Callable, dataset: WorkerDataset) -> None:
-        taken = weakref.proxy(dataset).taken
+        there = weakref.ref(dataset)
         self.one = tf.function(
-            lambda first, others: step(taken(first.get_value(), others)),
+            lambda first, others: step(alive(there).taken(first.get_value(), others)),
             autograph=False,
             reduce_retracing=True,
         )

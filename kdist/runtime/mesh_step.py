@@ -24,8 +24,9 @@ from kdist.runtime.in_place import InPlace
 from kdist.runtime.keras_contract import one_after_the_other, single_steps, without_optionals
 from kdist.runtime.pipeline_step import PipelineStep
 from kdist.runtime.step import Step
+from kdist.runtime.taken import Taken
 from kdist.runtime.whole_loss import WholeLossStep
-from kdist.runtime.worker_data import Taken, WorkerIterator
+from kdist.runtime.worker_data import WorkerIterator
 
 import keras
 import tensorflow as tf

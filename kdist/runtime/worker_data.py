@@ -7,12 +7,10 @@ its arrays to all, is refused; process 0 reads it then, and sends rows.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.program.batch import SplitBatch
@@ -21,6 +19,7 @@ from kdist.runtime import by_file, drawing
 from kdist.runtime.deferred import deferred
 from kdist.runtime.drawing import Draws, StaysWithProcess0
 from kdist.runtime.same_everywhere import check_elements, check_operations
+from kdist.runtime.taken import SAME, Taken
 from kdist.sharding.device import Device
 
 import tensorflow as tf
@@ -33,10 +32,6 @@ WHOLE = tf.data.experimental.AutoShardPolicy.OFF
 _APART_FILES = (
     "each process reads files of its own of this tf.data.Dataset (AutoShardPolicy.FILE): each "
     "example is seen once, in other batches than those of one process"
-)
-_SAME = (
-    "A tf.data.Dataset has the same elements in every process, each of which reads it. Give all of "
-    "them the same files, or arrays in place of a Dataset, which process 0 reads."
 )
 _APART = (
     "this tf.data.Dataset begins anew: it has a shuffle in common with one that was read before, "
@@ -172,33 +167,6 @@ class WorkerDataset:
         return tuple(found[: len(spec)]) if isinstance(spec, tuple) else found[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Taken:
-    """A batch whose rows are where they were read, or will be.
-
-    Attributes:
-        dataset: What it is of.
-        first: What process 0 kept of it.
-        others: The other processes' iterators; where they read files of their own, what they kept.
-    """
-
-    dataset: WorkerDataset
-    first: tf.experimental.Optional
-    others: Sequence[Any]
-
-    def whole(self) -> Any:
-        """The batch with all its rows, in process 0."""
-        with ending_together():
-            return self.dataset.batch(self.first.get_value(), self.others)
-
-    @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of its tensors; none where process 0 cannot tell, of rows that it has not read."""
-        rows = self.dataset.rows
-        apart = self.dataset.apart or not rows.replicas[0]
-        return () if apart else rows.shapes(self.first.get_value())
-
-
 class WorkerIterator:
     """What `fit` reads a `WorkerDataset` by.
 
@@ -244,7 +212,7 @@ class WorkerIterator:
         if self.ended:
             return
         if any(bool(one.get_next_as_optional().has_value()) for one in self.others):
-            raise RuntimeError(f"{_SAME} Received: more batches than in process 0")
+            raise RuntimeError(f"{SAME} Received: more batches than in process 0")
         self.ended, self.dataset.length = True, self._given
 
     def has_given(self, count: int) -> None:
@@ -298,21 +266,6 @@ class FileIterator(WorkerIterator):
         if self._given == self.dataset.length and not self.ended:
             self.take()
         return self.ended or self._given == 0
-
-
-@contextlib.contextmanager
-def ending_together() -> Iterator[None]:
-    """Around what takes a batch that process 0 has: names the end of another's data.
-
-    Raises:
-        RuntimeError: Another process has no such batch.
-    """
-    try:
-        yield
-    except tf.errors.OutOfRangeError as error:
-        raise RuntimeError(
-            f"{_SAME} Received: fewer batches than in process 0 ({error.message})"
-        ) from error
 
 
 def is_dataset(data: Any) -> bool:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from kdist.program.batch import SplitBatch
 from kdist.runtime.in_place import InPlace
+from kdist.runtime.keras_contract import _WhereRead
 from kdist.runtime.worker_data import WorkerDataset
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 DEVICES = ["/device:CPU:0", "/device:CPU:1"]
@@ -64,3 +69,25 @@ def test_a_replica_without_rows_has_one_that_does_not_count() -> None:
     assert taken is not None and (graph := InPlace(step, DEVICES).graph(taken, True)) is not None
     assert [part.shape.as_list() for part in graph()] == [[1, 3], [1, 3]]
     assert counts == [[1, 0]]
+
+
+def _in_place(taken: Any) -> Any:
+    graph = IN_PLACE.graph(taken, True)
+    assert graph is not None
+    return graph()
+
+
+IN_PLACE = InPlace(lambda batch, known_size: batch.size, DEVICES)
+WHERE_READ = _WhereRead(lambda batch: batch.size)
+
+
+@pytest.mark.parametrize("run", [_in_place, WHERE_READ], ids=["in place", "plain"])
+def test_graphs_do_not_keep_a_dataset(run: Callable[[Any], Any]) -> None:
+    """A loop may give `fit` a new one in each turn."""
+    dataset = read([3])
+    there = weakref.ref(dataset)
+    taken = dataset.begin().take()
+    assert int(run(taken)) == 3
+    del dataset, taken
+    gc.collect()
+    assert there() is None
