@@ -46,7 +46,7 @@ def in_chunks(model: keras.Model, x: Any, y: Any, cuts: Collection[int]) -> tupl
         chunks = cut(stitcher.graph, chunk_of, (), {names[len(flat(arguments)) - 1]})
         given = [[t] for t in (*flat(arguments), *traced.concrete.captured_inputs)]
         cutted = ChunkedProgram(stitcher, chunks, [[DEVICE]], [])
-        work = chunk_work([cutted], {}, each_alone, keep=(), free=False)
+        work = chunk_work([cutted], {}, each_alone, keep=(), free=False, early=False)
         (found,) = ChunkRun([cutted], [given], work, lambda positions, gates: []).run()
         parts = {i: one[0] for i, one in found.items()}
         return tf.nest.map_structure(lambda leaf: leaf.value(parts), traced.structure)
