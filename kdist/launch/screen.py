@@ -13,6 +13,7 @@ from typing import IO, BinaryIO
 _HELD_SECONDS = 0.4
 """For which a line waits for its end, so that no other process writes into it."""
 _AT_ONCE = 1 << 16
+_UNREAD = b"kdist.launch: nobody reads its output any more; the run goes on, see its logs\n"
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
 
 
@@ -62,10 +63,10 @@ class Screen:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
-            print(
-                "kdist.launch: nobody reads its output any more; the run goes on, see its logs",
-                file=sys.stderr,
-            )
+            try:
+                os.write(sys.stderr.fileno(), _UNREAD)
+            except BrokenPipeError:  # as under `2>&1 | head`
+                os.dup2(self._stream.fileno(), sys.stderr.fileno())
 
 
 def copy(source: IO[bytes], log: BinaryIO, screen: Screen, process: int) -> None:

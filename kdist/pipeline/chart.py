@@ -29,6 +29,8 @@ import rich.text
 if TYPE_CHECKING:
     from kdist.pipeline.simulate import Simulation
 
+Marks = tuple[tuple[tuple[Time, str], ...], ...]
+"""Per stage, times and letters."""
 _WIDTH = 120
 _IDLE = "·"
 _BETWEEN = (Receive, Send, Gather, Free, Penalty, Reduce, Await, Update)
@@ -45,8 +47,8 @@ class Chart:
         title: Above it.
         caption: Below it.
         seconds: Length of the timeline's unit of time in seconds, None if it has no unit (a plan).
-        between: Per stage, what it does between computations: time and letter; see
-            `kdist.pipeline.Work`.
+        weights: Per stage, what it does with weights: time and letter; see `kdist.pipeline.Work`.
+        messages: Per stage, when it receives and sends, likewise.
 
     Example:
     ```python
@@ -63,7 +65,8 @@ class Chart:
     title: str = "Pipeline"
     caption: str = ""
     seconds: float | None = None
-    between: tuple[tuple[tuple[Time, str], ...], ...] = ()
+    weights: Marks = ()
+    messages: Marks = ()
 
     @staticmethod
     def of_simulation(
@@ -74,11 +77,15 @@ class Chart:
         title = f"{schedule.name} · {schedule.num_stages} stages"
         title += f" · {schedule.micro_batches} micro-batches"
         title += f" · {schedule.chunks} chunks per stage" if schedule.chunks > 1 else ""
-        between = tuple(
+        marks = [
             tuple(_marks(row, simulation.timeline.of_stage(stage)))
             for stage, row in enumerate(rows)
+        ]
+        messages, weights = (
+            tuple(tuple(one for one in row if (one[1] in MESSAGES) == sent) for row in marks)
+            for sent in (True, False)
         )
-        return Chart(simulation.timeline, title, simulation.caption(), between=between)
+        return Chart(simulation.timeline, title, simulation.caption(), None, weights, messages)
 
     @property
     def chunks(self) -> int:
@@ -92,7 +99,7 @@ class Chart:
 
     def marks(self) -> list[str]:
         """What stages do between computations, each with its letter: "G gather"."""
-        there = {letter for row in self.between for _, letter in row}
+        there = {letter for row in (*self.weights, *self.messages) for _, letter in row}
         return [f"{letter} {BETWEEN[letter]}" for letter in BETWEEN if letter in there]
 
     def text(self, width: int | None = None) -> str:
@@ -169,14 +176,11 @@ class Chart:
 
         A message is received where a cell begins, and sent where one ends.
         """
-        marks = self.between[stage] if self.between else ()
         scale, messages, weights = columns / float(self.timeline.total or 1), [" "] * columns, ""
-        for time, letter in marks:
-            at = round(float(time) * scale)
-            if letter in MESSAGES:
-                messages[max(at - (letter == Send.letter), 0)] = letter
-            else:
-                weights = weights.ljust(at) + letter
+        for time, letter in self.messages[stage] if self.messages else ():
+            messages[max(round(float(time) * scale) - (letter == Send.letter), 0)] = letter
+        for time, letter in self.weights[stage] if self.weights else ():
+            weights = weights.ljust(round(float(time) * scale)) + letter
         yield from (line for line in ("".join(messages).rstrip(), weights) if line)
 
     def _legend(self, chunks: int) -> rich.text.Text:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from kdist.display.figure import new_figure
 from kdist.pipeline.colors import shade, text_color
-from kdist.pipeline.timeline import NAMES, Event
+from kdist.pipeline.communication import Receive, Send
+from kdist.pipeline.timeline import NAMES, Event, Time
 
 if TYPE_CHECKING:
     from kdist.pipeline.chart import Chart
@@ -44,7 +45,9 @@ def save_png(chart: Chart, path: pathlib.Path) -> None:
             _draw_bar(axes, chart, event, width - left - right)
         elif event.kind == "communication":
             _draw_transfer(axes, chart, event)
-    for stage, marks in enumerate(chart.between):
+    for stage, (messages, weights) in enumerate(zip(chart.messages, chart.weights)):
+        # What is done at one time, from a send to a receive.
+        marks = sorted((*messages, *weights), key=_turn)
         for time, together in itertools.groupby(marks, lambda mark: mark[0]):
             at, letters = (float(time), stage + (_BAR + 0.2) / 2), "".join(m for _, m in together)
             axes.text(*at, letters, ha="center", va="center", fontsize=5.0, color=_GRAY)
@@ -56,6 +59,11 @@ def save_png(chart: Chart, path: pathlib.Path) -> None:
     _draw_legend(figure, chart, (1 - right / width, 1 - 0.57 / height))
     figure.text(left / width, 0.2 / height, chart.caption, fontsize=9.5, color=_INK, va="center")
     figure.savefig(path, format="png")
+
+
+def _turn(mark: tuple[Time, str]) -> tuple[Time, int]:
+    time, letter = mark
+    return time, {Send.letter: 0, Receive.letter: 2}.get(letter, 1)
 
 
 def _width(chart: Chart) -> float:

@@ -73,15 +73,6 @@ class Transfer:
     kind: ClassVar[str] = ""
     """The kind in words."""
 
-    @property
-    def stage(self) -> int:
-        """Index of the stage that does it."""
-        raise NotImplementedError
-
-    def cell(self, stages: int) -> str:
-        """Compact text: the instruction that makes it, and the virtual stage on the other side."""
-        raise NotImplementedError
-
     def __str__(self) -> str:
         return f"{self.kind} of the {self.message}"
 
