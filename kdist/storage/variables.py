@@ -10,25 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kdist._compat import keras_trainer
+from kdist._compat.every_copy import for_all
 from kdist._compat.keras_births import raw_dtype
 from kdist._compat.keras_trainer import KEY
 from kdist.sharding.device import Device
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Index, Placement, covers
-from kdist.storage.every_copy import for_all
 from kdist.storage.recipes import Given, is_mapped
+from kdist.storage.view_class import ATTRIBUTE, view_class
 
 import keras
 import numpy as np
 import tensorflow as tf
-
-ATTRIBUTE = "_kdist_stored"
 
 
 def assemble(parts: Sequence[tuple[Index, Any]]) -> Any:
@@ -336,7 +334,7 @@ def become_view(variable: keras.Variable, backing: Any, whole: keras.Variable | 
     keras_trainer.set_tf_variable(variable, tensor)
     if ATTRIBUTE not in attributes:
         base: Any = type(variable)
-        variable.__class__ = _view_class(base)
+        variable.__class__ = view_class(base)
     object.__setattr__(variable, ATTRIBUTE, backing)
     object.__setattr__(variable, KEY, key)
 
@@ -362,76 +360,6 @@ def replace(entry: Stored, placement: Placement) -> Stored:
     if entry.unborn is None:
         release(entry.variable)
     return distribute(entry.variable, placement, entry.topology, type(entry))
-
-
-@functools.cache
-def _view_class(base: Any) -> type:
-    """The subclass of a variable class whose instances read and write their local copies."""
-
-    def value(self: Any) -> Any:
-        mapped = keras_trainer.current_value(self)
-        if getattr(self.__dict__[ATTRIBUTE], "by_rows", False):
-            raise self.__dict__[ATTRIBUTE].read_whole()
-        if mapped is not None:
-            return keras_trainer.autocast(self, mapped)
-        tensor = keras_trainer.tf_variable(self)
-        if tensor is None:
-            tensor = self.__dict__[ATTRIBUTE].whole()
-            if ATTRIBUTE in self.__dict__:  # reading may have made it a plain variable
-                tensor._unique_id = self.__dict__[KEY]
-        return keras_trainer.autocast(self, tensor)
-
-    def handle(self: Any) -> Any:
-        tensor = self.value
-        if not isinstance(tensor, tf.Variable):
-            raise ValueError(
-                "A weight that is cut over devices is trained by models that went through "
-                "kdist.parallelize, and its gradient is found by kdist.gradients(model, x, y). "
-                "Pass the model that contains its layer through kdist.parallelize too. "
-                f"Received: weight {self.path!r}"
-            )
-        return tensor.handle
-
-    def assign(self: Any, new: Any) -> Any:
-        # Keras makes a whole tensor of it, on one device; of an array each device needs its part.
-        array = isinstance(new, np.ndarray) and new.shape == tuple(self.shape)
-        if not array or not tf.executing_eagerly() or keras_trainer.is_stateless():
-            return base.assign(self, new)
-        self.__dict__[ATTRIBUTE].assign(new)
-        return new
-
-    def _direct_assign(self: Any, new: Any) -> None:
-        self.__dict__[ATTRIBUTE].assign(new)
-
-    def _serialize_to_tensors(self: Any) -> dict[str, Any]:
-        return {"VARIABLE_VALUE": tf.convert_to_tensor(self.value)}
-
-    def _restore_from_tensors(self: Any, restored: dict[str, Any]) -> Any:
-        self.assign(restored["VARIABLE_VALUE"])
-        return self.value
-
-    def _shared_name(self: Any) -> str:
-        # What tf.train.Checkpoint calls the variable; a value assembled from parts has no name.
-        return self.path
-
-    def __deepcopy__(self: Any, memo: dict) -> keras.Variable:
-        return keras.Variable(
-            tf.convert_to_tensor(self.value), trainable=self.trainable, name=self.name
-        )
-
-    body = {
-        "value": property(value),
-        "handle": property(handle),
-        "assign": assign,
-        "_direct_assign": _direct_assign,
-        "_serialize_to_tensors": _serialize_to_tensors,
-        "_restore_from_tensors": _restore_from_tensors,
-        "_shared_name": property(_shared_name),
-        "__deepcopy__": __deepcopy__,
-        "__module__": base.__module__,
-        "__doc__": base.__doc__,
-    }
-    return type(base.__name__, (base,), body)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import kdist
-from kdist.storage.every_copy import WRITES
 
 import keras
 import numpy as np
@@ -51,30 +50,12 @@ def test_a_plain_model_around_a_parallel_one_trains_all_copies(optimizer):
     assert_close(run(False, optimizer), run(True, optimizer))
 
 
-def test_every_write_reaches_every_copy():
-    model = pair({"data": 2})[1]
-    kernel = next(v for v in model.weights if len(v.shape) == 2)
-    row = tf.fill([1, kernel.shape[1]], tf.constant(2.0, tf.float64))
-    for name in WRITES:
-        arguments: tuple = (tf.ones(kernel.shape, tf.float64),)
-        if name.startswith("scatter_nd"):
-            arguments = [[0]], row
-        elif name.startswith("scatter"):
-            arguments = (tf.IndexedSlices(row, [0]),)
-        wanted = tf.Variable(kernel.numpy())
-        getattr(wanted, name)(*arguments)
-        getattr(kernel.value, name)(*arguments)
-        assert_every_copy(kernel, wanted.numpy())
-    for name in dir(tf.Variable):
-        assert name in WRITES or not name.startswith(("assign", "scatter")), name
-
-
 def test_where_weights_are_cut_the_fix_is_named():
     model = pair({"data": 2, "model": 2})[1]
     x, y = data(8)
     features = keras.Model(model.inputs, model.outputs)
     features.compile("sgd", "mse")
-    with pytest.raises(ValueError, match=r"through kdist\.parallelize too\. Received: weight '"):
+    with pytest.raises(AttributeError, match=r"through kdist\.parallelize too.*weight '"):
         features.fit(x, y, verbose=0)
 
 
@@ -119,5 +100,5 @@ def test_such_a_loop_over_inner_axes_is_refused():
     x, _ = data(8)
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(model(x))
-        with pytest.raises(ValueError, match=r"found by kdist\.gradients.*Received: weight '"):
+        with pytest.raises(AttributeError, match=r"found by kdist\.gradients.*Received: weight '"):
             tape.gradient(loss, model.trainable_variables)

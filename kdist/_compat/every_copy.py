@@ -1,8 +1,9 @@
-"""A weight with copies on several devices, as code outside kdist reads and writes it.
+"""A `tf.Variable` with copies on several devices, as code outside kdist reads and writes it.
 
 Keras's own optimizers write to the `tf.Variable` behind a weight, as a plain model does that trains
 with a layer of a parallel one (the second half of a GAN, a model of features). That variable is one
-of the copies: what is written to it has to reach them all.
+of the copies: what is written to it has to reach them all. TensorFlow has no variable that does so
+in one process, so an instance of a subclass shares what the copy's instance has, its `__dict__`.
 """
 
 from __future__ import annotations
