@@ -173,14 +173,13 @@ class PipelineRun:
         """Sums the gradients of a pass that has been written, in the order of its work."""
         reduction = begin(source, connected)
         complete: set[int] = set()
-        used: set[int] = set()
+        used: dict[int, set[int]] = {}
         sums: dict[tuple[int, ...], Sequence[tf.Operation]] = {}
         for one in self._at_the_end:
             if isinstance(one, Update):
-                used |= set(one.weights)
+                used.setdefault(one.stage, set()).update(one.weights)
                 continue
             complete |= set(one.weights)
-            sums[one.weights] = reduction.advance(complete, used)
-            used = set()
+            sums[one.weights] = reduction.advance(complete, used.pop(one.stage, ()))
         for chain in self._chains.values():
             chain.close(sums)
