@@ -220,66 +220,6 @@ def test_layers_that_keep_rows_apart_are_silent(layer: Callable, shape: tuple[in
     assert studied(model, np.zeros((4, *shape), "float32")).lines() == []
 
 
-def queries(how: str) -> keras.Model:
-    """What a model has learned attends to its inputs, as in Perceiver and DETR."""
-
-    class Queries(layers.Layer):
-        def build(self, shape: Any) -> None:
-            self.learned = self.add_weight(shape=(3, 8), name="learned")
-
-        def call(self, x: Any) -> Any:
-            count = ops.shape(x)[0]
-            if how == "repeat":
-                return ops.repeat(self.learned[None], count, axis=0)
-            if how == "broadcast":
-                return ops.broadcast_to(self.learned, (count, 3, 8))
-            return ops.tile(self.learned[None], (count, 1, 1))
-
-    inputs = keras.Input((5, 8))
-    x = layers.LayerNormalization()(layers.Dense(8, activation="gelu")(Queries()(inputs)))
-    x = x + layers.MultiHeadAttention(2, 4)(x, inputs)
-    if how == "across":  # each query meets those of another row
-        x = x + ops.roll(x, 1, axis=0)
-    return keras.Model(inputs, layers.Dense(2)(x))
-
-
-@pytest.mark.parametrize("how", ["repeat", "broadcast", "tile"])
-def test_learned_queries_keep_rows_apart(how: str) -> None:
-    assert studied(queries(how), np.zeros((4, 5, 8), "float32")).lines() == []
-
-
-def test_rows_that_meet_behind_queries_are_told() -> None:
-    assert studied(queries("across"), np.zeros((4, 5, 8), "float32")).findings
-
-
-class Spelling(layers.Layer):
-    """Adds the CTC loss of its inputs."""
-
-    def __init__(self, meets: bool = False) -> None:
-        super().__init__()
-        self.meets = meets
-
-    def call(self, scores: Any, labels: Any, lengths: Any) -> Any:
-        if self.meets:
-            scores = scores - ops.mean(scores, axis=0)
-        frames = ops.full_like(lengths, scores.shape[1])
-        losses = ops.ctc_loss(labels, scores, lengths, frames, mask_index=6)
-        self.add_loss(ops.mean(losses))
-        return scores
-
-
-@pytest.mark.parametrize("meets", [False, True])
-def test_the_ctc_loss_of_a_layer_is_one_of_rows(meets: bool) -> None:
-    inputs = [
-        keras.Input((12, 6)),
-        keras.Input((4,), dtype="int32"),
-        keras.Input((), dtype="int32"),
-    ]
-    scores = layers.Dense(7)(inputs[0])
-    study = studied(keras.Model(inputs, Spelling(meets)(scores, *inputs[1:])), inputs)
-    assert bool(study.lines()) is meets
-
-
 @pytest.mark.parametrize("layer", [layers.MixUp, layers.CutMix], ids=["MixUp", "CutMix"])
 def test_keras_layers_that_mix_rows_are_told(layer: Callable) -> None:
     inputs = keras.Input(IMAGE)
