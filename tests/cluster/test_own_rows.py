@@ -123,10 +123,21 @@ def test_a_run_goes_on_within_an_epoch(axes: dict[str, int], files: Path) -> Non
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("name", "count"), [("by file", 2), ("by file", 4), ("one file", 2)])
-def test_files_of_their_own_are_seen_once(name: str, count: int, files: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "count", "axes"),
+    [
+        *(("by file", count, {"data": 4}) for count in (2, 4)),
+        ("one file", 2, {"data": 4}),
+        *(("by file", 2, axes) for axes in (SLICES, {"data": 2, "pipe": 2})),
+    ],
+    ids=str,
+)
+def test_files_of_their_own_are_seen_once(
+    name: str, count: int, axes: dict[str, int], files: Path
+) -> None:
     """In every epoch, though they are of 20, 3 and 22 rows, and fewer than processes."""
     given = {"TEST_DATA": name, "TEST_FOLDER": str(files), "TEST_DEVICES": str(4 // count)}
+    given["TEST_AXES"] = json.dumps(axes)
     with program("reads", count, **given) as members:
         assert [one.ends() for one in members] == [0] * count, members[0].text[-3000:]
     found = result(members[0])
