@@ -11,6 +11,7 @@ from kdist.api.parallelize import Parallel, attached
 from kdist.display.tables import readable
 from kdist.dtensor.lowered import Collective, format_table
 from kdist.dtensor.lowering import Island
+from kdist.plan.device_memory import DeviceMemory
 from kdist.plan.plan import Plan
 from kdist.report import memory as device_memory
 from kdist.rows.model import ModelStudy
@@ -48,7 +49,7 @@ class Inspection:
     """
 
     collectives: tuple[Collective, ...]
-    memory: tuple[device_memory.DeviceMemory, ...]
+    memory: tuple[DeviceMemory, ...]
     plan: Plan
     fallbacks: tuple[str, ...]
     gathered: tuple[str, ...]
@@ -142,7 +143,10 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
     """
     refuse_batch_size(batch_size)
     parallel = attached(model)
-    live = device_memory.analyse(parallel, batch_size or len(parallel.topology.devices))
+    rows = batch_size or len(parallel.topology.devices)
+    live = device_memory.analyse(parallel, rows)
+    memory = device_memory.measure(parallel, None if isinstance(live, str) else live, rows)
+    parallel.memory = () if isinstance(live, str) else memory
     collectives: Sequence[Collective] = ()
     islands: Sequence[Island] = ()
     if over_inner_axes(parallel):
@@ -151,7 +155,7 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
     reason = live if isinstance(live, str) else ""
     return Inspection(
         tuple(collectives),
-        device_memory.measure(parallel, None if isinstance(live, str) else live),
+        memory,
         parallel.plan(),
         tuple(parallel.fallbacks),
         tuple(_gathered(parallel)),

@@ -211,6 +211,7 @@ class Parallel(PreparedModel):
         self.model.jit_compile = False
         self.forget_steps(jit_compile)
         self.live.clear()
+        self.memory = ()
         self.model.train_function = None
         self.model.test_function = None
         self.model.predict_function = None

@@ -20,6 +20,7 @@ from kdist.optimizer.gather import gather_groups
 from kdist.optimizer.wrappers import optimizer_groups, row_updates, sums_rows
 from kdist.pipeline.instructions import Gather
 from kdist.pipeline.work import WeightUse, Work, chunk_schedule, work_of
+from kdist.plan.device_memory import DeviceMemory
 from kdist.plan.inside_layers import InsideTraffic
 from kdist.plan.plan import Plan, make_plan
 from kdist.report import memory as device_memory
@@ -32,11 +33,16 @@ import keras
 
 
 class PlannedModel(PlacedModel):
-    """A placed model and its plan; see `PlacedModel` for arguments and attributes."""
+    """A placed model and its plan; see `PlacedModel` for arguments and more attributes.
+
+    Attributes:
+        memory: What each device has, with a step as `kdist.inspect` read it last.
+    """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
         super().__init__(model, config)
         self._told: set[str] = set()
+        self.memory: tuple[DeviceMemory, ...] = ()
 
     def look_ups(self) -> Mapping[int, LookUp]:
         """The trainable weights whose gradients are rows of a table, and how they are looked up.
@@ -172,36 +178,36 @@ class PlannedModel(PlacedModel):
         spread = self.spread()
         optimizer = self.model.optimizer if self.model.compiled else None
         jobs = None if self.update is None else self.update.jobs
-        buckets = spread.buckets if jobs is None else tuple(jobs.buckets)
-        exchanges = spread.exchanges if jobs is None else jobs.exchanges
-        works = self.works()
+        works, pipeline = self.works(), self.config.pipeline
         return make_plan(
             self.topology,
             weights,
             trainable,
             spread.units,
-            buckets,
-            self._notes(),
-            spread.decisions,
-            exchanges,
-            self.classes(),
-            [one for work in works for one in work if isinstance(one, Gather)],
-            self._look_ups_of_stages(),
-            1 if self.config.pipeline is None else self.config.pipeline.micro_batches,
-            row_updates(optimizer, self.trained),
-            works,
-            sums_rows(optimizer, self.trained),
-            self._looked_up_ahead(),
-            () if self.staged is None else self.staged.boundaries(),
-            self.inside_layers(batch_size),
-            self._state_bytes(),
+            buckets=spread.buckets if jobs is None else jobs.buckets,
+            notes=self._notes(),
+            decisions=spread.decisions,
+            exchanges=spread.exchanges if jobs is None else jobs.exchanges,
+            classes=self.classes(),
+            gathers=[one for work in works for one in work if isinstance(one, Gather)],
+            look_ups=self._look_ups_of_stages(),
+            micro_batches=1 if pipeline is None else pipeline.micro_batches,
+            row_updates=row_updates(optimizer, self.trained),
+            works=works,
+            summed_rows=sums_rows(optimizer, self.trained),
+            ahead=self._looked_up_ahead(),
+            boundaries=() if self.staged is None else self.staged.boundaries(),
+            inside=self.inside_layers(batch_size),
+            memory=self._memory(batch_size),
         )
 
-    def _state_bytes(self) -> Mapping[str, int] | None:
-        """Bytes of the optimizer's state by device; None while there is none."""
+    def _memory(self, batch_size: int | None) -> tuple[DeviceMemory, ...]:
+        """What each device has: of a step what was read, if that had as many rows."""
         if self.update is None:
-            return None
-        return {one.device: one.slots for one in device_memory.measure(self, None)}
+            return ()
+        if self.memory and batch_size in (None, self.memory[0].rows):
+            return self.memory
+        return device_memory.measure(self, None)
 
     def inside_layers(self, batch_size: int | None) -> Sequence[InsideTraffic] | None:
         """What layers communicate over inner axes; see `plan`."""

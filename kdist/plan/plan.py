@@ -17,6 +17,7 @@ from kdist.pipeline.work import Work
 from kdist.plan.between_processes import Crossing, between_processes
 from kdist.plan.boundaries import BoundaryTensor, BoundaryTraffic, boundary_traffic
 from kdist.plan.bucket import Bucket, values_from_host
+from kdist.plan.device_memory import DeviceMemory
 from kdist.plan.exchange import Exchange
 from kdist.plan.inside_layers import InsideTraffic
 from kdist.plan.partition import Decision
@@ -41,15 +42,19 @@ class DevicePlan:
         parameter_bytes: Weights stored there.
         updated_bytes: Of these, the bytes whose optimizer state and update are there.
         updates: Number of update units.
-        state_bytes: Optimizer state that is there, sums of accumulated gradients included; None
-            while none exists.
+        memory: What is there, and what a step has there; None before the first step.
     """
 
     device: str
     parameter_bytes: int
     updated_bytes: int
     updates: int
-    state_bytes: int | None = None
+    memory: DeviceMemory | None = None
+
+    @property
+    def state_bytes(self) -> int | None:
+        """Optimizer state that is there, sums of accumulated gradients included, if any exists."""
+        return None if self.memory is None else self.memory.slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +79,8 @@ class Plan:
         ahead: Trainable variables of which rows are looked up a step ahead in `fit`.
         boundaries: Tensors that cross from each virtual stage of a pipeline to the next.
         inside: What layers communicate over inner axes; None while no program is lowered.
-        state: By device, bytes of the optimizer's state; None while none exists.
+        memory: What is on each device once a step has run; its gradients, gathered parameters and
+            activations once `kdist.inspect` has read them from a step.
         works: What stages, or a model in chunks, do instruction by instruction; per pass, of which
             a loss over the whole batch makes two.
 
@@ -104,7 +110,7 @@ class Plan:
     ahead: frozenset[int] = frozenset()
     boundaries: tuple[tuple[BoundaryTensor, ...], ...] = ()
     inside: tuple[InsideTraffic, ...] | None = dataclasses.field(default=(), compare=False)
-    state: Mapping[str, int] | None = dataclasses.field(default=None, compare=False)
+    memory: tuple[DeviceMemory, ...] = dataclasses.field(default=(), compare=False)
     works: tuple[Work, ...] = dataclasses.field(default=(), compare=False)
 
     @property
@@ -137,14 +143,13 @@ class Plan:
         slices = enumerate(self.topology.slices)
         places = [(s, k) for s, one in slices for k in range(len(one.devices))]
         places += [HOST] * self.uses_host
-        plans = []
+        plans, memory = [], {one.device: one for one in self.memory}
         for at in places:
             stored = sum(w.stored_bytes(at) for w in self.weights)
             mine = [u for u in self.units if u.owner == at]
             updated = sum(self.unit_bytes(u) for u in mine)
             device = self.topology.device(at)
-            state = None if self.state is None else self.state.get(device, 0)
-            plans.append(DevicePlan(device, stored, updated, len(mine), state))
+            plans.append(DevicePlan(device, stored, updated, len(mine), memory.get(device)))
         return plans
 
     def traffic(self) -> list[Traffic]:
@@ -349,6 +354,7 @@ def make_plan(
     weights: Sequence[Placement],
     trainable: Sequence[int],
     units: Sequence[UpdateUnit],
+    *,
     buckets: Sequence[Bucket] = (),
     notes: Sequence[str] = (),
     decisions: Sequence[Decision] = (),
@@ -363,7 +369,7 @@ def make_plan(
     ahead: frozenset[int] = frozenset(),
     boundaries: Sequence[Sequence[BoundaryTensor]] = (),
     inside: Sequence[InsideTraffic] | None = (),
-    state: Mapping[str, int] | None = None,
+    memory: Sequence[DeviceMemory] = (),
 ) -> Plan:
     """Puts a plan together; without `gathers`, what is not stored whole is gathered once."""
     if gathers is None:
@@ -387,5 +393,5 @@ def make_plan(
         ahead=ahead,
         boundaries=tuple(map(tuple, boundaries)),
         inside=None if inside is None else tuple(inside),
-        state=state,
+        memory=tuple(memory),
     )

@@ -12,6 +12,7 @@ from kdist.plan.inside_layers import InsideTraffic
 from rich.console import Console, RenderableType
 
 if TYPE_CHECKING:
+    from kdist.plan.device_memory import DeviceMemory
     from kdist.plan.plan import DevicePlan, Plan
 
 NOT_LOWERED = "known once a step is lowered, by training or by model.plan(batch_size=...)"
@@ -32,6 +33,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         near = sum(not w.fetched for w in plan.weights)
         print_prose(console, f"weights: {near}, all of them whole on every device")
     console.print(_devices(plan, width), "")
+    if plan.memory and plan.memory[0].rows is not None:
+        console.print(_step_memory(plan, width), "")
     console.print(_traffic(plan, width), "")
     if plan.inside is None:
         print_prose(console, f"communication inside layers: {NOT_LOWERED}")
@@ -70,7 +73,7 @@ def _devices(plan: Plan, width: int) -> RenderableType:
     staged = plan.topology.num_stages > 1
     columns = [Column("device"), *[number("stage")] * staged, number("replica")]
     columns += map(number, ("weights", "updates", "bytes updated"))
-    columns += [number("optimizer state")] * (plan.state is not None)
+    columns += [number("optimizer state")] * bool(plan.memory)
     rows, plans = [], iter(plan.devices())
     for one in plan.topology.slices:
         for _ in one.devices:
@@ -87,6 +90,21 @@ def _sizes(device: DevicePlan) -> list[str]:
     state = [] if device.state_bytes is None else [readable(device.state_bytes)]
     sizes = [readable(device.parameter_bytes), str(device.updates)]
     return [*sizes, readable(device.updated_bytes), *state]
+
+
+def _step_memory(plan: Plan, width: int) -> RenderableType:
+    """What a step has on each device beside weights and state, at most."""
+    columns = [Column("device"), *map(number, ("gradients", "gathered", "activations", "step"))]
+    rows = [
+        [one.device, *("-" if n is None else readable(n) for n in _of_step(one))]
+        for one in plan.memory
+    ]
+    title = f"memory of a step with {plan.memory[0].rows} rows, at most"
+    return table(title, columns, rows, width)
+
+
+def _of_step(memory: DeviceMemory) -> tuple[int | None, ...]:
+    return memory.gradients, memory.gathered, memory.activations, memory.live
 
 
 def _traffic(plan: Plan, width: int) -> RenderableType:

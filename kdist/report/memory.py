@@ -16,6 +16,7 @@ from typing import Any
 from kdist.display.figure import new_figure
 from kdist.display.tables import Column, as_text, number, readable
 from kdist.graphs.live_tensors import LiveTensors
+from kdist.plan.device_memory import DeviceMemory
 from kdist.report.step_graph import live_tensors
 from kdist.sharding.device import Device
 from kdist.storage.variables import backing_of
@@ -24,44 +25,15 @@ import keras
 import tensorflow as tf
 
 
-@dataclasses.dataclass(frozen=True)
-class DeviceMemory:
-    """Bytes on one device.
-
-    `gradients` and what follows are None where the step was not analysed. They are the most that
-    any order of execution can have alive; of what is inside programs only `activations` knows.
-
-    Attributes:
-        device: TensorFlow device string.
-        parameters: Weights, trainable or not, masters of whole-tensor optimizers included.
-        slots: Optimizer state, sums of accumulated gradients included.
-        compression: What low-rank compression keeps from step to step.
-        gradients: Gradients of parameters, from where they are made to where they are used.
-        gathered: Parameters that come from other devices: gathered before use, or updated there.
-        both: Gradients and gathered parameters that may be there at the same time.
-        activations: What the model's programs make beside these, temporaries included, and keep for
-            the backward pass, or make again in it.
-        live: All tensors of the step that may be, activations that wait for the backward pass
-            included.
-    """
-
-    device: str
-    parameters: int
-    slots: int
-    compression: int = 0
-    gradients: int | None = None
-    gathered: int | None = None
-    both: int | None = None
-    activations: int | None = None
-    live: int | None = None
-
-
-def measure(parallel: Any, live: LiveTensors | None) -> tuple[DeviceMemory, ...]:
+def measure(
+    parallel: Any, live: LiveTensors | None, rows: int | None = None
+) -> tuple[DeviceMemory, ...]:
     """Memory per device of the mesh.
 
     Args:
         parallel: What kdist attached to a model.
         live: The analysed step, if there is one.
+        rows: Of its batch.
     """
     topology, devices = parallel.topology, list(parallel.topology.devices)
     if topology.host_is_apart and parallel.uses_host:
@@ -94,6 +66,7 @@ def measure(parallel: Any, live: LiveTensors | None) -> tuple[DeviceMemory, ...]
             both=live.peak(one.device, ("gradient", "gathered")).nbytes,
             activations=_activations(live.opened(), one.device),
             live=live.peak(one.device).nbytes,
+            rows=rows,
         )
         for one in found
     )

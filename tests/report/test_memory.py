@@ -93,6 +93,22 @@ def test_devices_that_share_memory_keep_a_value_once(level: int) -> None:
         assert len({_address(one) for one in copies}) == 1
 
 
+def test_the_plan_states_what_was_read_of_a_step() -> None:
+    model = prepared(3, layers=2)
+    assert all(one.memory.gradients is None for one in model.plan().devices())
+    found = kdist.inspect(model, batch_size=ROWS)
+    plan = model.plan()
+    assert plan.memory == found.memory
+    assert [one.memory for one in plan.devices()] == list(found.memory)
+    assert all(one.gradients and one.gathered and one.activations for one in plan.memory)
+    assert f"memory of a step with {ROWS} rows, at most" in str(plan)
+    assert model.plan(ROWS).memory == plan.memory
+    # Of another number of rows nothing was read; nor is it known after another compile.
+    assert {one.rows for one in model.plan(2 * ROWS).memory} == {None}
+    model.compile("sgd", "mse")
+    assert all(one.gradients is None for one in model.plan().memory)
+
+
 def _address(variable: keras.Variable) -> int:
     """Where the buffer of a variable is."""
     return int(np.asarray(memoryview(tf.convert_to_tensor(variable.value))).ctypes.data)
