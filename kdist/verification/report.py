@@ -81,10 +81,12 @@ class Verification:
         lines += [f"not compared: {', '.join(left_out)}"] if left_out else []
         lines += [f"tolerance: {self.tolerance}", f"how: {self.way}"]
         lines += [f"first layer that differs: {self.first_layer}"] if self.first_layer else []
+        if self.ok and self.differences:
+            lines.append(f"arrays that differ with these: {len(self.differences)} (`differences`)")
         lines += [f"note: {note}" for note in self.notes]
         for line in lines:
             print_prose(console, f"  {line}")
-        if self.differences:
+        if self.differences and not self.ok:
             console.print(_table(self.differences, "as it is", console.width))
         if self.unexplained and self.unexplained != self.differences:
             title = "without what differs by design"

@@ -19,6 +19,9 @@ def test_dropout_and_batch_normalization_are_named():
     report = kdist.verify(small(*noise), *batch())
     assert report.ok and report.differences
     assert report.explained_by == ("noise", "norm")
+    # What is excused is counted; the table is of what is not.
+    assert f"differ with these: {len(report.differences)}" in str(report)
+    assert "worst first" not in str(report)
     assert report.first_layer == "noise"
     assert report.unexplained == ()
     assert "noise" in report.cause and "norm" in report.cause
