@@ -21,14 +21,43 @@ def adopt_learning_rate(optimizer: Any, source: Any) -> None:
     object.__setattr__(optimizer, "_learning_rate", source._learning_rate)
 
 
+class LearningRate:
+    """The learning rate of an optimizer as of now; a schedule is a function of its own.
+
+    Keras computes schedules in float32, and TensorFlow rounds them otherwise in a graph that it
+    optimizes (a division by a constant is a product there). As a node of its own a schedule is
+    optimized whatever is done with the graph around it, and gives what it gives a plain model.
+
+    Args:
+        optimizer: A Keras optimizer.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._function: Any = None
+
+    def __call__(self) -> Any:
+        """A tensor; None where the rate is neither a variable nor a schedule."""
+        rate, step = self._optimizer._learning_rate, self._optimizer._iterations
+        if isinstance(rate, keras.Variable):
+            return tf.identity(rate.value)
+        if not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            return None
+        if tf.executing_eagerly():
+            return rate(step)
+        if self._function is None:
+            alone = {"_noinline": True}
+            self._function = tf.function(rate, autograph=False, experimental_attributes=alone)
+        return self._function(tf.identity(step.value))
+
+
 @contextlib.contextmanager
-def fixed_learning_rate(optimizer: Any) -> Iterator[None]:
-    """Meanwhile, an optimizer reads its learning rate variable's value as of now."""
-    shared = optimizer._learning_rate
-    if not isinstance(shared, keras.Variable):
+def fixed_learning_rate(optimizer: Any, rate: Any) -> Iterator[None]:
+    """Meanwhile, an optimizer has a learning rate; its own, if that is None."""
+    if rate is None:
         yield
         return
-    rate = tf.identity(shared.value)
+    shared = optimizer._learning_rate
     object.__setattr__(optimizer, "_learning_rate", lambda: rate)
     try:
         yield

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from kdist.sharding.device import Device
 
@@ -21,6 +22,9 @@ _WITHOUT_GAIN = (
     "shape_optimization",
 )
 """Passes over graphs, as `tf.config.optimizer.set_experimental_options` names them."""
+_OFF = {"disable_meta_optimizer": False}
+_before: list[dict[str, Any]] = []
+"""What was set around the contexts of now, outermost first."""
 
 
 @contextlib.contextmanager
@@ -36,13 +40,8 @@ def instantiated_cheaply(devices: Sequence[str]) -> Iterator[None]:
     if len(devices) == 1 or any(Device.parse(one).kind != "CPU" for one in devices):
         yield
         return
-    before = tf.config.optimizer.get_experimental_options()
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    try:
+    with _options({"disable_meta_optimizer": True}):
         yield
-    finally:
-        was = before.get("disable_meta_optimizer", False)
-        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": was})
 
 
 @contextlib.contextmanager
@@ -60,13 +59,32 @@ def prepared_cheaply(devices: Sequence[str]) -> Iterator[None]:
     if any(Device.parse(one).kind != "CPU" for one in devices):
         yield
         return
+    with _options(dict.fromkeys(_WITHOUT_GAIN, False)):
+        yield
+
+
+@contextlib.contextmanager
+def optimized_as_ever() -> Iterator[None]:
+    """Meanwhile, functions are optimized as they would be without kdist."""
+    if not _before:
+        yield
+        return
+    with _options({**dict.fromkeys(_WITHOUT_GAIN, True), **_OFF, **_before[0]}):
+        yield
+
+
+@contextlib.contextmanager
+def _options(options: Mapping[str, bool]) -> Iterator[None]:
+    """Meanwhile, TensorFlow's optimizer has some options."""
     before = tf.config.optimizer.get_experimental_options()
-    tf.config.optimizer.set_experimental_options(dict.fromkeys(_WITHOUT_GAIN, False))
+    _before.append(before)
+    tf.config.optimizer.set_experimental_options(dict(options))
     try:
         yield
     finally:
-        # What was not set is on.
-        was = {name: before.get(name, True) for name in _WITHOUT_GAIN}
+        _before.pop()
+        # What was not set is on, but for what turns all off.
+        was = {name: before.get(name, name not in _OFF) for name in options}
         tf.config.optimizer.set_experimental_options(was)
 
 

@@ -7,6 +7,7 @@ and callbacks see whole tensors in Keras's order.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -14,6 +15,7 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 from kdist._compat import keras_optimizers, keras_trainer
+from kdist.graphs.instantiation import optimized_as_ever
 from kdist.layers.lazy import Lazy
 from kdist.optimizer.settings import carry_settings
 from kdist.optimizer.shared_steps import SharedSteps
@@ -181,6 +183,7 @@ class LocalOptimizer:
         self.variables = variables
         with tf.device(device):
             self.optimizer = clone(logical)
+            self._learning_rate = keras_optimizers.LearningRate(self.optimizer)
             self._carry_weight_decay_rules(logical, logical_variables)
             keras_optimizers.update_through_keras_variables(self.optimizer, scatter_rows)
             if isinstance(self.optimizer, Lazy):
@@ -199,9 +202,9 @@ class LocalOptimizer:
     def apply(self, gradients: list[Any], variables: list[keras.Variable]) -> None:
         """Updates variables of this device, maybe none; call it in the device's scope.
 
-        The shared learning rate is fetched once. (Keras reads it anew for every variable.)
+        The learning rate is fetched, or computed, once. (Keras reads it anew for every variable.)
         """
-        with keras_optimizers.fixed_learning_rate(self.optimizer):
+        with self._fixed_learning_rate():
             if variables:
                 with self.steps.used_by(self.optimizer, self.variables):
                     self.optimizer.apply(gradients, variables)
@@ -210,8 +213,13 @@ class LocalOptimizer:
 
     def without_gradients(self, variables: list[keras.Variable]) -> None:
         """Does what an update does that needs no gradient; call it in the device's scope."""
-        with keras_optimizers.fixed_learning_rate(self.optimizer):
+        with self._fixed_learning_rate():
             keras_optimizers.decay_and_count(self.optimizer, variables)
+
+    def _fixed_learning_rate(self) -> contextlib.AbstractContextManager[None]:
+        with optimized_as_ever():
+            rate = self._learning_rate()
+        return keras_optimizers.fixed_learning_rate(self.optimizer, rate)
 
     def iterations(self) -> keras.Variable:
         """The raw step counter of this device."""

@@ -43,7 +43,8 @@ def test_fixed_learning_rate():
     variable = keras.Variable(1.0)
     optimizer.build([variable])
     own = optimizer._learning_rate
-    with keras_optimizers.fixed_learning_rate(optimizer):
+    rate = keras_optimizers.LearningRate(optimizer)()
+    with keras_optimizers.fixed_learning_rate(optimizer, rate):
         own.assign(100.0)
         assert float(optimizer.learning_rate) == 0.5
         optimizer.apply([tf.constant(1.0)], [variable])
@@ -52,10 +53,20 @@ def test_fixed_learning_rate():
     assert float(optimizer.learning_rate) == 100.0
 
 
-def test_fixed_learning_rate_leaves_a_schedule_alone():
-    optimizer = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5))
-    schedule = optimizer._learning_rate
-    with keras_optimizers.fixed_learning_rate(optimizer):
+def test_the_rate_of_a_schedule_is_that_of_a_plain_graph():
+    """TensorFlow rounds it otherwise in a graph than op by op, or in one that it does not fold."""
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.01, 3, 0.7)
+    optimizer = keras.optimizers.SGD(schedule)
+    rate = keras_optimizers.LearningRate(optimizer)
+    plain = tf.function(lambda: schedule(optimizer._iterations), autograph=False)
+    by_hand = tf.function(lambda: tf.identity(rate()), autograph=False)
+    differs = 0
+    for step in range(9):
+        optimizer._iterations.assign(step)
+        assert plain() == by_hand()
+        differs += bool(rate() != plain())
+    assert differs, "the schedule cannot tell"
+    with keras_optimizers.fixed_learning_rate(optimizer, None):
         assert optimizer._learning_rate is schedule
 
 

@@ -4,7 +4,11 @@ import contextlib
 
 import kdist
 from kdist._compat import run_metadata
-from kdist.graphs.instantiation import prepared_cheaply
+from kdist.graphs.instantiation import (
+    instantiated_cheaply,
+    optimized_as_ever,
+    prepared_cheaply,
+)
 from kdist.runtime import by_shape
 
 import keras
@@ -48,6 +52,18 @@ def test_what_the_user_has_set_is_set_again(remapping):
         after = options.get_experimental_options()
     assert after["remapping"] is remapping
     assert after["constant_folding"] is not remapping
+
+
+def test_inside_of_both_all_can_be_as_the_user_has_set_it():
+    with user_settings(remapping=False, constant_folding=True):
+        with prepared_cheaply(CPUS), instantiated_cheaply(CPUS):
+            with optimized_as_ever():
+                inside = options.get_experimental_options()
+            between = options.get_experimental_options()
+        after = options.get_experimental_options()
+    assert not inside["disable_meta_optimizer"] and between["disable_meta_optimizer"]
+    assert [one["constant_folding"] for one in (inside, between, after)] == [True, False, True]
+    assert not (inside["remapping"] or between["remapping"] or after["remapping"])
 
 
 @pytest.mark.parametrize("cheaply", [True, False])
