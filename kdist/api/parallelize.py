@@ -282,18 +282,21 @@ class Parallel(PreparedModel):
         """What Keras calls: `kind` is "train", "test" or "predict"."""
         self.prepare(kind, example)
         no_batch = self.no_batch if kind == "train" else (lambda: None)
-        over = self.over_inner_axes(kind)
-        if over or (kind == "train" and (self.looks_ahead() or self.needs_sizes(example))):
-            function = BatchFunction(
-                self.mesh_step if over else self.plain_step,
-                kind,
-                lambda: getattr(self.plain_step, kind),
-                self.model,
-                self.fall_back,
-                no_batch,
-            )
+        over, step = self.over_inner_axes(kind), getattr(self.plain_step, kind)
+        function = BatchFunction(
+            self.mesh_step if over else self.plain_step,
+            kind,
+            lambda: step,
+            self.model,
+            self.fall_back,
+            no_batch,
+        )
+        known = kind == "train" and self.takes_batches(example)
+        sized = known and self.blocks.budget is not None
+        if over or sized or (kind == "train" and self.looks_ahead()):
             return function.predict if kind == "predict" else function
-        return step_function(kind, getattr(self.plain_step, kind), self.model, no_batch)
+        several = function if known and self.steps_together > 1 else None
+        return step_function(kind, step, self.model, no_batch, several)
 
     def predictor(self, x: Any) -> Callable[[Any], Any]:
         """What `predict` computes, as one graph: for files, which are loaded without kdist.

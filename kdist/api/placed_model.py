@@ -268,12 +268,17 @@ class PlacedModel:
         variables = self.trained
         gathers = any(self.entries[id(v)].placement.gathered for v in variables)
         return Chunking(
-            forward=gathers,
+            forward=gathers or self.steps_together > 1,
             free=config.level >= 2,
             early=self.updates_early,
             keep=self.kept_gathered(),
             blocks=self.blocks,
         )
+
+    @property
+    def steps_together(self) -> int:
+        """How many steps of `fit` have no barrier between them."""
+        return min(self.model.unrolled_steps_per_execution, self.model.steps_per_execution)
 
     @property
     def updates_early(self) -> bool:

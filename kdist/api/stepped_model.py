@@ -222,14 +222,14 @@ class SteppedModel(PlannedModel):
         cut = self.compute.inner_size > 1 and not self.model.run_eagerly
         return cut and (kind == "predict" or not self.loss_on_gathered_weights)
 
-    def needs_sizes(self, example: Any) -> bool:
-        """Whether `fit` takes batches before the graph of a step, since a budget needs sizes.
+    def takes_batches(self, example: Any) -> bool:
+        """Whether batches can be taken before the graph of a step, so that it knows their sizes.
 
         Args:
             example: A batch, or the specs of one.
         """
         sparse = any(isinstance(one, COMPOSITE) for one in tf.nest.flatten(example))
-        return self.blocks.budget is not None and not (sparse or self.model.run_eagerly)
+        return not (sparse or self.model.run_eagerly)
 
     def looks_ahead(self) -> bool:
         """Whether `fit` looks rows of tables up a step ahead; never op by op.

@@ -33,7 +33,8 @@ class Chunking:
     """Why programs are cut into chunks.
 
     Attributes:
-        forward: Whether the forward pass is cut too, so that gathered parameters are freed.
+        forward: Whether the forward pass is cut too: gathered parameters are freed then, and it
+            may begin while the values of later layers are on their way.
         free: Whether the backward pass waits for gradients to be reduced, to save memory.
         early: Whether sums wait for the updates before them, to save memory.
         keep: Positions of gathered parameters that stay from the forward to the backward pass.

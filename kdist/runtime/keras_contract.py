@@ -33,7 +33,11 @@ def adapt_callbacks(callbacks: Any) -> None:
 
 
 def step_function(
-    kind: str, step: Callable, model: keras.Model, no_batch: Callable[[], None]
+    kind: str,
+    step: Callable,
+    model: keras.Model,
+    no_batch: Callable[[], None],
+    several: Callable | None = None,
 ) -> Callable:
     """Keras's train, test or predict function over a step on plain devices.
 
@@ -42,10 +46,11 @@ def step_function(
         step: Computes one batch.
         model: The model.
         no_batch: Called when data to train on has run out.
+        several: Takes several steps on batches of an iterator; by default Keras's own.
     """
     if kind == "predict":
         return _predict_function(step, model)
-    function = model._make_function(step)
+    function = several or model._make_function(step)
     if kind == "train":
         function = _train_function(step, function, model, no_batch)
     return _or_by_workers(step, function, model, no_batch)
@@ -106,17 +111,18 @@ class _WhereRead:
         with ending_together():
             return of.several([batch.first for batch in batches], others)
 
-    def up_to(self, count: int, first: Taken, iterator: WorkerIterator) -> Any:
+    def up_to(self, count: int, first: Taken, iterator: WorkerIterator, together: int = 1) -> Any:
         """The logs of the last of some steps, in one call; fewer where the data ends.
 
         Args:
             count: How many steps there are at most.
             first: The first batch, which the iterator has given.
             iterator: Gives the others.
+            together: See `in_loop`.
         """
         with ending_together():
             logs, done = self._of(first.dataset).up_to(
-                tf.constant(count), first.first, iterator.first, first.others
+                tf.constant(count), first.first, iterator.first, first.others, together
             )
         iterator.has_given(int(done) - 1)
         return logs
@@ -133,33 +139,53 @@ class _OfDataset:
 
     def __init__(self, step: Callable, dataset: WorkerDataset) -> None:
         there = weakref.ref(dataset)
-        self.one = tf.function(
-            lambda first, others: step(alive(there).taken(first.get_value(), others)),
-            autograph=False,
-            reduce_retracing=True,
-        )
+        self._step = lambda first, others: step(alive(there).taken(first.get_value(), others))
+        self.one = tf.function(self._step, autograph=False, reduce_retracing=True)
         self.several = tf.function(self._several, autograph=False, reduce_retracing=True)
         self.up_to = tf.function(self._up_to, autograph=False)
 
     def _several(self, firsts: list[Any], others: Sequence[Any]) -> Any:
         return one_after_the_other([self.one(first, others) for first in firsts])
 
-    def _up_to(self, count: Any, first: Any, iterator: Any, others: Sequence[Any]) -> Any:
+    def _up_to(
+        self, count: Any, first: Any, iterator: Any, others: Sequence[Any], together: int
+    ) -> Any:
         """See `_WhereRead.up_to`; returns how many steps there were too."""
         logs = self.one.get_concrete_function(first, others).structured_outputs
         zeros = tf.nest.map_structure(lambda t: tf.zeros(t.shape, t.dtype), logs)
+        several = tf.function(self._each, autograph=False) if together > 1 else self._each
 
-        def goes_on(done: Any, _: Any, following: Any) -> Any:
-            return (done < count) & following.has_value()
+        def following(done: Any, last: Any, wanted: int = together) -> list[Any]:
+            """Batches after `last`, none beyond `count`."""
+            found = [last]
+            for n in range(wanted):
+                before = found[-1]
+                there, get = done + n < count, iterator.get_next_as_optional
+                found.append(tf.cond(there, get, lambda before=before: before))
+            return found[1:]
 
-        def step(done: Any, _: Any, given: Any) -> Any:
-            logs = self.one(given, others)
-            after = tf.cond(done + 1 < count, iterator.get_next_as_optional, lambda: given)
-            return done + 1, logs, after
+        def goes_on(done: Any, _: Any, given: list[Any]) -> Any:
+            there = [one.has_value() for one in given]
+            return (done + together <= count) & tf.reduce_all(there)
 
-        start = (tf.constant(0), zeros, first)
-        done, logs, _ = tf.while_loop(goes_on, step, start, parallel_iterations=1)
-        return logs, done
+        def turn(done: Any, _: Any, given: list[Any]) -> Any:
+            logs, done = several(given, others), done + together
+            return done, logs, following(done, given[-1])
+
+        start = (tf.constant(0), zeros, [first, *following(1, first, together - 1)])
+        done, logs, given = tf.while_loop(goes_on, turn, start, parallel_iterations=1)
+        left = done
+        for n, batch in enumerate(given[:-1]):
+            there = (done + n < count) & batch.has_value()
+            one = functools.partial(self.one, batch, others)
+            logs = tf.cond(there, one, lambda logs=logs: logs)
+            left += tf.cast(there, left.dtype)
+        return logs, left
+
+    def _each(self, firsts: Sequence[Any], others: Sequence[Any]) -> Any:
+        """Steps on some batches; what the last one gives."""
+        step = self.one if len(firsts) == 1 else self._step
+        return [step(first, others) for first in firsts][-1]
 
 
 def _train_function(
@@ -204,7 +230,8 @@ def _or_by_workers(
                 no_batch()
             raise StopIteration
         if wanted > 1 and iterator.in_graphs and not model.run_eagerly:
-            return where_read.up_to(wanted, taken, iterator)
+            together = min(model.unrolled_steps_per_execution, wanted)
+            return where_read.up_to(wanted, taken, iterator, together)
         logs = where_read(taken)
         for _ in range(wanted - 1):
             taken = iterator.take()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from kdist.program.fetched_tables import tensors_of, with_tensors
 from kdist.program.step_result import SliceResult, StepResult
 from kdist.program.training_pass import TrainingPass
 from kdist.runtime.by_shape import ByShape
+from kdist.runtime.in_loop import in_loop
 from kdist.runtime.in_place import InPlace
 from kdist.runtime.keras_contract import one_after_the_other, single_steps, without_optionals
 from kdist.runtime.pipeline_step import PipelineStep
@@ -146,8 +146,8 @@ def as_tensors(data: Any) -> Any:
 class BatchFunction:
     """What Keras calls as a train, test or predict function that takes batches before its graph.
 
-    For a model with inner axes, one whose tables are looked up a step ahead, and one that repeats
-    what a budget of memory asks for, which needs sizes. Falls back, once
+    For a model with inner axes, one whose tables are looked up a step ahead, one that repeats what
+    a budget of memory asks for, which needs sizes, and steps without a barrier. Falls back, once
     and with a warning that says why, to plain devices with gathered weights, for models with an
     operation that DTensor cannot run.
 
@@ -239,6 +239,12 @@ class BatchFunction:
     def _where_read(self, iterator: WorkerIterator, known: bool) -> Any:
         """The same on batches that processes read; one call each."""
         logs, wanted = None, self.model.steps_per_execution
+        if self.steps.parallel.steps_together > 1:
+            self.steps.parallel.warn_once(
+                "unrolled_steps_per_execution has no effect over inner axes where each process "
+                "reads its own rows of a tf.data.Dataset: each step is a call. Received: "
+                f"unrolled_steps_per_execution={self.model.unrolled_steps_per_execution}"
+            )
         for _ in range(wanted):
             taken = iterator.take()
             if taken is None:
@@ -299,37 +305,17 @@ class BatchFunction:
         def batch(i: Any) -> Any:
             return keras.tree.map_structure(lambda t: None if t is None else t[i], stacked)
 
-        if self.ahead:
-            return self._looking_ahead(batch, count, known)
-        one = tf.function(self._step, autograph=False)
-        return tf.while_loop(
-            lambda i, logs: i < count,
-            lambda i, logs: (i + 1, one(batch(i), known)),
-            (tf.constant(1), one(batch(0), known)),
-            parallel_iterations=1,
-        )[1]
-
-    def _looking_ahead(self, batch: Callable[[Any], Any], count: Any, known: bool) -> Any:
-        """Steps on `batch(0)` to `batch(count - 1)`, each of which fetches rows for the next."""
+        together = self.steps.parallel.steps_together
+        if not self.ahead:
+            return in_loop(lambda i: (self._step(batch(i), known), ()), (), count, together)
         first = self.steps.look_ahead(batch(0), tf.constant(True), known)
 
-        def one(i: Any, tensors: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
-            following = batch(tf.minimum(i + 1, count - 1))
-            return graph(batch(i), tensors, following, i + 1 < count)
+        def looking_ahead(i: Any, *tensors: Any) -> tuple[Any, tuple]:
+            rows, following = with_tensors(first, tensors), batch(tf.minimum(i + 1, count - 1))
+            logs, after = self.steps.train_ahead(batch(i), rows, following, i + 1 < count, known)
+            return logs, tuple(tensors_of(after))
 
-        @functools.partial(tf.function, autograph=False)
-        def graph(data: Any, tensors: Any, following: Any, there: Any) -> tuple[Any, Any]:
-            rows = with_tensors(first, tensors)
-            logs, after = self.steps.train_ahead(data, rows, following, there, known)
-            return logs, tensors_of(after)
-
-        logs, tensors = one(tf.constant(0), tensors_of(first))
-        return tf.while_loop(
-            lambda i, *_: i < count,
-            lambda i, _, tensors: (i + 1, *one(i, tensors)),
-            (tf.constant(1), logs, tensors),
-            parallel_iterations=1,
-        )[1]
+        return in_loop(looking_ahead, tuple(tensors_of(first)), count, together)
 
     def predict(self, batches: list[Any]) -> Any:
         """The contract of Keras's predict function."""
