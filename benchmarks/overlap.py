@@ -3,8 +3,9 @@
     python benchmarks/overlap.py [--picture overlap.png]
 
 For each row, how many of the sums have started when the last operation of a backward pass ends, and
-what share of their time lies before that. The picture has the times of forward, backward, sums and
-the optimizer's writes. Every row is a process of its own.
+what share of their time lies before that; of two steps in one graph, how many of the first one's
+new values are written when the second one's forward pass has begun. The picture has the times of
+forward, backward, sums and the optimizer's writes. Every row is a process of its own.
 """
 
 import dataclasses
@@ -33,12 +34,14 @@ class Row:
         level: Level of optimizer parallelism.
         overlap: See `kdist.FusionConfig`.
         processes: That share the devices; the profile is of the first one.
+        steps: That are one graph, without a barrier between them.
     """
 
     name: str
     level: int = 0
     overlap: bool = True
     processes: int = 1
+    steps: int = 1
 
 
 ROWS = (
@@ -47,7 +50,16 @@ ROWS = (
     Row("level 1", level=1),
     Row("level 2", level=2),
     Row("level 0, 2 processes", processes=2),
+    Row("level 0, 2 steps in one graph", steps=2),
+    Row("level 3, 2 steps in one graph", level=3, steps=2),
 )
+COLUMNS = {
+    "sums": "sums",
+    "early": "before backward ends",
+    "share": "of their time",
+    "values": "new values",
+    "late": "after the next forward begins",
+}
 _ROW = flags.DEFINE_string("row", "", "For the program's own use: the row to run.")
 _DEVICES = flags.DEFINE_integer("devices", 4, "Replicas.", lower_bound=2)
 _KEEP = flags.DEFINE_bool("keep", False, "Write the tracked file of results.")
@@ -59,6 +71,7 @@ def run(row: Row) -> dict[str, list[Span]]:
     import kdist
 
     kdist.init(cpu_devices=_DEVICES.value // row.processes)
+    import numpy as np
     import tensorflow as tf
 
     import step_configurations
@@ -71,7 +84,13 @@ def run(row: Row) -> dict[str, list[Span]]:
         optimizer=kdist.OptimizerConfig(level=row.level),
     )
     model = kdist.parallelize(step_worker.build(sizes), config)
-    step = step_worker.compiled(model, sizes)
+    step_worker.compile_model(model)
+    model.steps_per_execution = model.unrolled_steps_per_execution = row.steps
+    x, y = (np.concatenate([one] * row.steps) for one in step_worker.batch_of(sizes))
+
+    def step() -> None:
+        model.fit(x, y, batch_size=sizes.batch, shuffle=False, verbose=0)
+
     for _ in range(3):
         step()
     with tempfile.TemporaryDirectory() as folder:
@@ -104,23 +123,40 @@ def kind_of(event: str) -> str | None:
     name, colon, operation = event.rpartition(":")
     if not colon:
         return None
-    name = name.removeprefix("tf.")
-    if name.startswith("reduce"):
-        return "reduce"
     if "gradient_tape" in name:
         return "backward"
+    if "/reduce" in f"/{name.removeprefix('tf.')}":
+        return "reduce"
     if operation.startswith("Assign"):
         return "update"
     return "forward" if "block_" in name or "head" in name else None
 
 
-def summary(found: dict[str, list[Span]]) -> tuple[int, int, float]:
-    """Sums that started before the backward pass ended, all sums, share of their time before it."""
-    end = max(stop for _, stop in found["backward"])
-    early = sum(start < end for start, _ in found["reduce"])
-    total = sum(stop - start for start, stop in found["reduce"])
-    before = sum(min(stop, end) - start for start, stop in found["reduce"] if start < end)
-    return early, len(found["reduce"]), before / total
+def summary(found: dict[str, list[Span]], steps: int) -> dict[str, Any]:
+    """Of one step, what of the sums is hidden; of two, which new values are.
+
+    Returns:
+        `sums`, the number of sums; `early`, how many started before the backward pass ended; and
+        `share`, which part of their time was before it. Of two steps, `values`, which the first one
+        writes, and `late`, how many of these after the next forward pass began.
+    """
+    if steps == 1:
+        end = max(stop for _, stop in found["backward"])
+        early = sum(start < end for start, _ in found["reduce"])
+        total = sum(stop - start for start, stop in found["reduce"])
+        before = sum(min(stop, end) - start for start, stop in found["reduce"] if start < end)
+        return {"sums": len(found["reduce"]), "early": early, "share": before / total}
+    # What the second step writes needs all that the first one wrote.
+    values = found["update"][: len(found["update"]) // 2]
+    begins, _ = found["forward"][len(found["forward"]) // 2]
+    return {"values": len(values), "late": sum(start > begins for start, _ in values)}
+
+
+def cell(row: dict[str, Any], column: str) -> str:
+    """A result as text."""
+    if column not in row:
+        return ""
+    return f"{row[column]:.0%}" if column == "share" else str(row[column])
 
 
 def draw(results: dict[str, dict[str, list[Span]]], path: str) -> None:
@@ -160,16 +196,15 @@ def main(_: list[str]) -> None:
         print(MARK + json.dumps(run(Row(**json.loads(_ROW.value)))), flush=True)
         return
     console = Console()
-    table = Table(title=f"sums of gradients in one step, {_DEVICES.value} replicas")
-    for column in ("row", "sums", "before backward ends", "of their time"):
+    table = Table(title=f"what one step hides, {_DEVICES.value} replicas")
+    for column in ("row", *COLUMNS.values()):
         table.add_column(column, justify="left" if column == "row" else "right")
     results, rows = {}, {}
     for row in ROWS:
         with console.status(row.name):
             results[row.name] = measure(row)
-        early, count, share = summary(results[row.name])
-        rows[row.name] = {"sums": count, "early": early, "share": share}
-        table.add_row(row.name, str(count), str(early), f"{share:.0%}")
+        rows[row.name] = one = summary(results[row.name], row.steps)
+        table.add_row(row.name, *(cell(one, column) for column in COLUMNS))
     console.print(table)
     settings = {"devices": _DEVICES.value}
     path = results_file.save("overlap", settings, rows, keep=_KEEP.value)

@@ -170,12 +170,16 @@ def tables(record: dict[str, Any]) -> str:
 
 
 def overlap(record: dict[str, Any]) -> str:
-    """How much of the sums' time lies before the last backward pass ends."""
-    rows = [
-        [name, str(row["sums"]), str(row["early"]), f"{row['share']:.0%}"]
-        for name, row in record["rows"].items()
-    ]
-    return table(("", "sums", "before the backward pass ends", "of their time"), rows)
+    """How much of the sums, and of new values, lies beside other work."""
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        share = f"{row['share']:.0%}" if "share" in row else ""
+        counts = {key: str(row.get(key, "")) for key in ("sums", "early", "values", "late")}
+        return [counts["sums"], counts["early"], share, counts["values"], counts["late"]]
+
+    header = ("", "sums", "before the backward pass ends", "of their time", "new values of a step")
+    rows = [[name, *cells(row)] for name, row in record["rows"].items()]
+    return table((*header, "written after the next forward pass began"), rows)
 
 
 KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
