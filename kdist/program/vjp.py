@@ -326,13 +326,15 @@ def unflatten(kinds: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
 def dependencies(graph: Any, params: Sequence[Any], inputs: Sequence[Any]) -> dict[str, bool]:
     """Per operation of a graph, whether it depends on an input, rather than on parameters alone.
 
-    What waits for something (an assertion about a batch of unknown size) depends on it.
+    What waits for something (an assertion about a batch of unknown size) depends on it. What may be
+    another value next time counts as such: random numbers, and what Python makes.
     """
     sources = {t.op.name for t in inputs}
     found: dict[str, bool] = {}
     for op in graph.get_operations():
         used = [*(t.op for t in op.inputs), *op.control_inputs]
-        found[op.name] = op.name in sources or any(found.get(one.name, True) for one in used)
+        changes = op.name in sources or op.op_def.is_stateful
+        found[op.name] = changes or any(found.get(one.name, True) for one in used)
     return found
 
 
