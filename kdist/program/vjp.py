@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from kdist._compat import function_graphs, keras_trainer
+from kdist._compat import function_graphs, keras_trainer, said_shapes
 from kdist.storage import sparse
 
 import tensorflow as tf
@@ -297,8 +297,8 @@ def pruned(function: Any, feeds: Sequence[Any], fetches: Sequence[Any]) -> Any:
     for operation in made.graph.get_operations():
         original = traced.get(operation.name)
         if original is not None and original.type == operation.type != "Placeholder":
-            for tensor, known in zip(operation.outputs, original.outputs, strict=True):
-                tensor.set_shape(known.shape)
+            for known, tensor in zip(original.outputs, operation.outputs, strict=True):
+                said_shapes.carry(known, tensor)
     return made
 
 
