@@ -68,3 +68,13 @@ def test_the_backward_pass_sees_what_was_drawn(
     # The loss is the mean of the noise, and the gradient of a scale its noise, over their number.
     loss = model.train_on_batch(zeros, zeros)
     np.testing.assert_allclose(np.mean(1 - noise.scale.numpy()), loss, rtol=1e-5)
+
+
+def test_draws_from_the_seed_of_all_are_refused_and_told_what_to_do() -> None:
+    noise = Noise(lambda: keras.random.normal((WIDTH,)))
+    model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(WIDTH), noise])
+    model = kdist.PipelineModel(model, stages=2, micro_batches=1)
+    model.compile("sgd", "mse")
+    zeros = np.zeros((4, WIDTH))
+    with pytest.raises(ValueError, match=r"seed=self\.seed_generator.*layers noise"):
+        model.train_on_batch(zeros, zeros)
