@@ -26,10 +26,25 @@ def _set_shape(tensor: Any, shape: Any) -> None:
     before = tensor.shape
     _plain(tensor, shape)
     if before.rank != tensor.shape.rank or before.as_list() != tensor.shape.as_list():
-        if not hasattr(tensor.graph, _NOTE):
-            setattr(tensor.graph, _NOTE, {})
-        noted(tensor.graph).setdefault((tensor.op.name, tensor.value_index), before)
+        _note(tensor, before)
     return None
+
+
+def _note(tensor: Any, before: tf.TensorShape) -> None:
+    if not hasattr(tensor.graph, _NOTE):
+        setattr(tensor.graph, _NOTE, {})
+    noted(tensor.graph).setdefault((tensor.op.name, tensor.value_index), before)
+
+
+def carry(tensor: Any, copy: Any) -> None:
+    """Gives the copy of a tensor in another graph its shape, said of it if it was of the tensor.
+
+    Of what follows from that, the copy knows as little; it was inferred, and will be again.
+    """
+    _plain(copy, tensor.shape)
+    before = noted(tensor.graph).get((tensor.op.name, tensor.value_index))
+    if before is not None:
+        _note(copy, before)
 
 
 @contextlib.contextmanager

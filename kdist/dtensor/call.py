@@ -276,8 +276,9 @@ class Lowered:
             return
         if not self.gather_first:
             raise Retrace
+        what = f"operations of layer {bad[0].layer!r}" if bad[0].layer else f"{bad[0].node!r}"
         raise CannotExpand(
-            f"operations of layer {bad[0].layer!r} without an all-to-all (their operands are cut "
+            f"{what} without an all-to-all (their operands are cut "
             "along different dims; lay them out alike with kdist.shard, or set "
             "enable_alltoall=True)"
         )

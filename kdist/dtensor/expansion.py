@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist.dtensor import limits
@@ -11,7 +11,7 @@ from kdist.dtensor.body import TAG, Body, data_inputs, topological
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.device_number import SHAPES
 from kdist.dtensor.islands import LAYOUTS, Cut, with_neighbours
-from kdist.dtensor.lowering import Function, LoweredProgram, lower
+from kdist.dtensor.lowering import LAID_OUT, Function, LoweredProgram, lower
 from kdist.dtensor.rewrites import rewrite
 
 import tensorflow as tf
@@ -75,7 +75,8 @@ def expand(
         found = dict(_with_collectives(body, program))
         found |= _of_many_dims(body, program, inside)
         if not alltoall:
-            found |= _moving(body, program, inside)
+            given = [*body.inputs, *(cut.made if cut is not None else ())]
+            found |= _moving(body, program, inside, given)
         if not found:
             return program
         chosen.update(found)
@@ -101,12 +102,37 @@ def _of_many_dims(body: Body, program: LoweredProgram, inside: dict[str, str]) -
     return dict.fromkeys(known, f"a tensor of more than {MOST_DIMS} dims, which cannot be sliced")
 
 
-def _moving(body: Body, program: LoweredProgram, inside: dict[str, str]) -> dict[str, str]:
-    """The operations whose operands, or results, an all-to-all moves."""
-    moves = [one.node for one in program.collectives if one.kind == "all-to-all"]
-    names = [name.partition(ADDED)[0] for name in moves]
-    known = [n for n in names if n in body.nodes and n not in inside and _may_fail(body.nodes[n])]
+def _moving(
+    body: Body, program: LoweredProgram, inside: dict[str, str], given: Sequence[str]
+) -> dict[str, str]:
+    """The operations whose operands, or results, an all-to-all moves.
+
+    Args:
+        body: The traced function.
+        program: What DTensor made of it.
+        inside: What is in islands.
+        given: References of what was lowered took as inputs.
+    """
+    readers = body.readers()
+    found: list[str] = []
+    for one in program.collectives:
+        name = one.node.partition(ADDED)[0]
+        number = name.removeprefix(LAID_OUT)
+        if one.kind == "all-to-all":
+            found += [name] if number == name else _users(body, readers, given[int(number)])
+    known = [n for n in found if n in body.nodes and n not in inside and _may_fail(body.nodes[n])]
     return dict.fromkeys(known, "an all-to-all, which enable_alltoall=False rules out")
+
+
+def _users(body: Body, readers: Mapping[str, Sequence[str]], reference: str) -> list[str]:
+    """The operations that take a tensor, or copies of it."""
+    found: list[str] = []
+    waiting = [reference]
+    while waiting:
+        for name in readers.get(waiting.pop(), ()):
+            copies = body.nodes[name].op == "Identity"
+            (waiting if copies else found).append(f"{name}:output:0" if copies else name)
+    return found
 
 
 def _reaches_collectives(program: LoweredProgram, names: set[str]) -> bool:

@@ -63,7 +63,7 @@ def _laid_out_calls(layouts: ModelLayouts) -> Iterator[None]:
     for layer in texts:
         object.__setattr__(layer, "call", _rows_known(layer.call))
     for layer, dim in tables:
-        object.__setattr__(layer, "call", _columns_pinned(layer.call, dim))
+        object.__setattr__(layer, "call", _columns_pinned(layer.call, dim, layer.output_dim))
     for layer, inputs, outputs, every in hooked:
         object.__setattr__(layer, "call", _laid_out(layer, inputs, outputs, every))
     try:
@@ -116,15 +116,18 @@ def _columns(layer: keras.layers.Layer, layouts: ModelLayouts) -> Dim:
     return layouts.read(id(layer.weights[0]))[1]
 
 
-def _columns_pinned(call: Callable, dim: Dim) -> Callable:
+def _columns_pinned(call: Callable, dim: Dim, columns: int) -> Callable:
     """`call` of an embedding whose output is cut by columns as its table is.
 
     Otherwise what reads the output decides its layout, and DTensor's look-up takes no other cut of
-    the columns than the table's.
+    the columns than the table's. What has another number of columns is no look-up: logits, of a
+    `ReversibleEmbedding`.
     """
 
     def pinned(*args: Any, **kwargs: Any) -> Any:
-        return _masked(relayout.last_dim_cut)(call(*args, **kwargs), dim)
+        made = call(*args, **kwargs)
+        looked_up = tf.is_tensor(made) and made.shape[-1:] == [columns]
+        return _masked(relayout.last_dim_cut)(made, dim) if looked_up else made
 
     return pinned
 

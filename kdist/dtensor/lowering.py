@@ -28,6 +28,8 @@ from tensorflow.experimental import dtensor
 
 NOWHERE = 9999
 """Task of the devices of an abstract mesh: one that no cluster has."""
+LAID_OUT = "kdist_laid_out_"
+"""Begins the names of the inputs of a function, by number, in the layouts in which they come."""
 _TAG = "_kdist_"
 
 
@@ -249,8 +251,10 @@ def _tagged(function: Function, layouts: Sequence[dtensor.Layout]) -> Any:
     def call(*inputs: Any) -> Any:
         copies = _each(inputs, "input")
         given = [
-            one if one.dtype == tf.string else dtensor.relayout(one, layout)
-            for one, layout in zip(copies, layouts, strict=True)
+            one
+            if one.dtype == tf.string
+            else dtensor.relayout(one, layout, name=f"{LAID_OUT}{number}")
+            for number, (one, layout) in enumerate(zip(copies, layouts, strict=True))
         ]
         return _each(function.call(given), "result")
 

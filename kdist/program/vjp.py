@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from kdist._compat import function_graphs, keras_trainer
+from kdist._compat import function_graphs, keras_trainer, said_shapes
 from kdist.storage import sparse
 
 import tensorflow as tf
@@ -297,8 +297,8 @@ def pruned(function: Any, feeds: Sequence[Any], fetches: Sequence[Any]) -> Any:
     for operation in made.graph.get_operations():
         original = traced.get(operation.name)
         if original is not None and original.type == operation.type != "Placeholder":
-            for tensor, known in zip(operation.outputs, original.outputs, strict=True):
-                tensor.set_shape(known.shape)
+            for known, tensor in zip(original.outputs, operation.outputs, strict=True):
+                said_shapes.carry(known, tensor)
     return made
 
 
@@ -326,13 +326,15 @@ def unflatten(kinds: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
 def dependencies(graph: Any, params: Sequence[Any], inputs: Sequence[Any]) -> dict[str, bool]:
     """Per operation of a graph, whether it depends on an input, rather than on parameters alone.
 
-    What waits for something (an assertion about a batch of unknown size) depends on it.
+    What waits for something (an assertion about a batch of unknown size) depends on it. What may be
+    another value next time counts as such: random numbers, and what Python makes.
     """
     sources = {t.op.name for t in inputs}
     found: dict[str, bool] = {}
     for op in graph.get_operations():
         used = [*(t.op for t in op.inputs), *op.control_inputs]
-        found[op.name] = op.name in sources or any(found.get(one.name, True) for one in used)
+        changes = op.name in sources or op.op_def.is_stateful
+        found[op.name] = changes or any(found.get(one.name, True) for one in used)
     return found
 
 

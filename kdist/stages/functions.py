@@ -121,8 +121,10 @@ class StageFunctions:
         except CapturesVariables:
             raise ValueError(
                 "A layer of a pipeline uses its own variables alone; this one reads variables of "
-                "layers that it does not own. Make the other layer an attribute of it, or call "
-                f"that layer in the model's graph. Received: layers {', '.join(body.names)}"
+                "layers that it does not own, or Keras's seed for all. Make the other layer an "
+                "attribute of it, or call that layer in the model's graph; give functions of "
+                "keras.random a seed of the layer's own (seed=self.seed_generator, a "
+                f"keras.random.SeedGenerator). Received: layers {', '.join(body.names)}"
             ) from None
 
     def cut(self, again: Collection[str]) -> None:

@@ -71,3 +71,22 @@ def test_masks_are_kept(build: Callable[[], keras.Model]) -> None:
     assert_close(*[model.predict(IDS, verbose=0) for model in models])
     compile_all(models)
     fit_all(models, lambda: (IDS, Y), batch_size=4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_of_a_table_that_is_cut_by_columns_have_any_number_of_words(tied: bool) -> None:
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        table = layers.ReversibleEmbedding(5, 4, tie_weights=tied, name="table")
+        inputs = keras.Input((4,), dtype="int32")
+        x = layers.Dense(4, "tanh", name="head")(table(inputs))
+        return keras.Model(inputs, table(x, reverse=True))
+
+    plain, model = build(), build()
+    cuts = {**HEAD, ".*table/embeddings": (None, "model")}
+    config = kdist.ParallelConfig(mesh=kdist.mesh(data=2, model=2), layout_map=cuts)
+    kdist.parallelize(model, config)
+    compile_all((plain, model))
+    targets = np.random.default_rng(1).normal(size=(8, 4, 5))
+    fit_all((plain, model), lambda: (IDS, targets), batch_size=4)
+    assert kdist.inspect(model).fallbacks == ()

@@ -288,3 +288,19 @@ def test_an_island_of_cut_weights_gathers_these_too(float64: None) -> None:
     assert inspection.gathered == (kernel.path,) and inspection.fallbacks == ()
     sizes = [one.bytes for one in inspection.collectives if one.kind == "all-gather"]
     assert int(np.prod(kernel.shape)) * 8 in sizes
+
+
+def test_filters_in_groups_that_are_cut_are_an_island_of_their_stage(float64: None) -> None:
+    """XLA compiles them, so sizes of what they give are said; what follows is no island for it."""
+    plain, model = build(CASES["grouped"][0]), build(CASES["grouped"][0])
+    model.set_weights(plain.get_weights())
+    cuts = {**CUT, r".*conv1d(_\d+)?/kernel": (None, None, "model")}
+    mesh, stages = kdist.mesh(pipe=2, model=2), kdist.PipelineConfig(micro_batches=1)
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh, layout_map=cuts, pipeline=stages))
+    for one in (plain, model):
+        one.compile(keras.optimizers.Adam(0.01), "mse")
+        one.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+    for a, b in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+    kinds = {kind for one in kdist.inspect(model).islands for kind, _ in one.operations}
+    assert "PartitionedCall" in kinds and not kinds & {"BiasAdd", "MatMul", "Tanh"}

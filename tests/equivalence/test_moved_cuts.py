@@ -154,6 +154,34 @@ def test_layers_laid_out_in_turn_stay_cut(alltoall: bool, said: list[str]) -> No
     assert not kdist.inspect(model).fallbacks
 
 
+@pytest.mark.parametrize("axes", [{"model": 2}, {"pipe": 2, "model": 2}], ids=["one", "stages"])
+def test_an_operation_that_takes_a_weight_in_another_cut_is_an_island(
+    axes: dict[str, int], float64: None
+) -> None:
+    """What lays a weight out has a name of its own: no operation of the model is blamed for it."""
+    plain, model = _heads(), _heads()
+    model.set_weights(plain.get_weights())
+    cuts = {
+        "query/kernel": ("model", None, None),
+        "query/bias": (None, "model"),
+        "key/kernel": (None, None, "model"),
+        "key/bias": ("model", None),
+        "value/kernel": (None, "model", None),
+        "value/bias": (None, "model"),
+    }
+    stages = kdist.PipelineConfig(micro_batches=1) if "pipe" in axes else None
+    layouts = {f".*attention/{name}": dims for name, dims in cuts.items()}
+    mesh = kdist.mesh(**axes)
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh, layout_map=layouts, pipeline=stages))
+    x, y, _ = _of(8, 8)(0, 8)
+    for one in (plain, model):
+        one.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+        one.train_on_batch(x, y)
+    for a, b in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+    assert not kdist.inspect(model).fallbacks
+
+
 def test_a_table_that_is_never_used() -> None:
     class Holder(keras.layers.Layer):
         def __init__(self) -> None:

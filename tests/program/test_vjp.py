@@ -77,6 +77,17 @@ def test_a_linear_function_keeps_nothing_for_its_inputs() -> None:
     assert saved == []
 
 
+def test_what_is_drawn_is_drawn_once() -> None:
+    def noisy(params: list[Any], inputs: list[Any]) -> list[Any]:
+        return [inputs[0] + params[0] * tf.random.normal((4,), dtype=tf.float64)]
+
+    tf.random.set_seed(None)  # with one, each of two operations would draw the same
+    params, inputs = values((4,)), [tf.zeros(X, tf.float64)]
+    vjp, (output,), saved = halves(noisy, params, inputs)
+    found, _ = vjp.backward(params, saved, [tf.ones(X, tf.float64)])
+    assert_same([found[0] * params[0]], [tf.reduce_sum(output, 0)])
+
+
 def test_unused_parameters_and_inputs_have_no_gradient() -> None:
     params, inputs = values(W, B, B), values(X, X)
     vjp, _, saved = halves(dense, params, inputs)
