@@ -333,12 +333,7 @@ class DistributedUpdate:
             clip_globally(self.jobs, leaf, local, gradients)
             moves = any(n in gradients for one in local for n in one.positions)
             for one in local:
-                # A part of a table may have no rows; Keras takes those for a bias.
-                live = [
-                    (n, v)
-                    for n, v in zip(one.positions, one.variables)
-                    if n in gradients and 0 not in v.shape
-                ]
+                live = [(n, v) for n, v in zip(one.positions, one.variables) if n in gradients]
                 with tf.device(one.device), instantiated_cheaply(devices):
                     if moves:
                         one.apply([gradients[n] for n, _ in live], [v for _, v in live])

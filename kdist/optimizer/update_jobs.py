@@ -204,7 +204,7 @@ class Jobs:
     def _build_local(self, leaf: Any, members: list[int]) -> list[LocalOptimizer]:
         by_owner: dict[Coordinate, list[int]] = {}
         for n, job in enumerate(self.jobs):
-            if self.units[job.units[0]].variable in members:
+            if self.units[job.units[0]].variable in members and not self._is_empty(job):
                 by_owner.setdefault(job.owner, []).append(n)
         steps = SharedSteps(shares_steps(leaf))
         local = [
@@ -224,6 +224,10 @@ class Jobs:
         where = dict(zip(members, keras_optimizers.positions(leaf, variables), strict=True))
         link_slots(leaf, local, [self._spans(job, where) for job in self.jobs])
         return local
+
+    def _is_empty(self, job: Job) -> bool:
+        """Whether it is the part without rows of a table; Keras takes its width for a bias's."""
+        return 0 in job.variable.shape and 0 not in self._logical(job).shape
 
     def _draw(self, number: int) -> int:
         """What a job's stochastic rounding draws by: the same for all copies of an update."""
