@@ -288,6 +288,11 @@ def decays(optimizer: Any, variable: keras.Variable) -> bool:
     return optimizer.weight_decay is not None and optimizer._use_weight_decay(known)
 
 
+def replace_apply(optimizer: Any, apply: Callable[..., None]) -> None:
+    """Replaces what one optimizer's `apply`, and so its `apply_gradients`, does."""
+    object.__setattr__(optimizer, "apply", apply)
+
+
 def apply_nothing(optimizer: Any) -> None:
     """What `apply` does besides its updates: averages of weights and step counts move on.
 
