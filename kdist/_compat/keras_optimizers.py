@@ -44,13 +44,18 @@ def steps_through(
 
     Args:
         optimizer: A Keras optimizer.
-        step: Gets the optimizer's own `update_step`, and what that would have been called with.
+        step: Gets the optimizer's own `update_step`, or that of a block around this one, and what
+            that would have been called with.
     """
+    around = vars(optimizer).get("update_step")
     object.__setattr__(optimizer, "update_step", functools.partial(step, optimizer.update_step))
     try:
         yield
     finally:
-        object.__delattr__(optimizer, "update_step")
+        if around is None:
+            object.__delattr__(optimizer, "update_step")
+        else:
+            object.__setattr__(optimizer, "update_step", around)
 
 
 def index_of(optimizer: Any, variable: Any) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from kdist._compat import keras_optimizers
 from kdist.config.compression import Classes
 from kdist.config.state_format import StateFormatConfig
+from kdist.optimizer.absent import live_elements
 from kdist.optimizer.compressed import CompressedGradients, Compression, KnownStates
 from kdist.optimizer.formatted_slots import format_slots
 from kdist.optimizer.gradients import GradientSource
@@ -32,6 +33,7 @@ from kdist.storage.row_views import rows_view
 from kdist.storage.variables import Stored, assemble, make_local
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 
@@ -150,7 +152,24 @@ class Jobs:
 
     def updating(self, variables: Container[int]) -> list[int]:
         """Numbers of the jobs that update some parameters."""
-        return [n for n, job in enumerate(self.jobs) if self.variable(job) in variables]
+        units = self.units
+        return [
+            n
+            for n, job in enumerate(self.jobs)
+            if any(units[unit].variable in variables for unit in job.units)
+        ]
+
+    def live(self, number: int, connected: Container[int]) -> np.ndarray | None:
+        """Which elements of a job's variable have a gradient; None if all have.
+
+        Args:
+            number: Of the job.
+            connected: Positions of the parameters that have one.
+        """
+        units = [self.units[n] for n in self.jobs[number].units]
+        placements = [self.entries[unit.variable].placement for unit in units]
+        sizes = [math.prod(shape_of(unit.index(p))) for unit, p in zip(units, placements)]
+        return live_elements(sizes, [unit.variable in connected for unit in units])
 
     def device(self, at: Coordinate) -> str:
         """TensorFlow device string of a coordinate."""
@@ -258,11 +277,12 @@ class Jobs:
         index = unit.index(placement)
         return None if covers(index, placement.shape) else index
 
-    def whole(self, gradients: Mapping[int, Any]) -> dict[int, Any]:
+    def whole(self, gradients: Mapping[int, Any], connected: Container[int]) -> dict[int, Any]:
         """Each parameter's gradient, put together from those of its jobs on the device in scope.
 
         Args:
             gradients: By job, what its variable is updated with.
+            connected: Positions of the parameters that have a gradient.
         """
         parts: dict[int, list[tuple[Index, Any]]] = {}
         for number, gradient in gradients.items():
@@ -277,7 +297,7 @@ class Jobs:
                 )
             for n, index, piece in zip(job.units, indices, pieces):
                 parts.setdefault(self.units[n].variable, []).append((index, piece))
-        return {variable: assemble(found) for variable, found in parts.items()}
+        return {v: assemble(found) for v, found in parts.items() if v in connected}
 
     def own_rows(self, unit: UpdateUnit) -> Index:
         """The unit's rows, counted inside its shard."""
