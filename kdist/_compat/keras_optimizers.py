@@ -73,13 +73,18 @@ def steps_through(
 
     Args:
         optimizer: A Keras optimizer.
-        step: Gets the optimizer's own `update_step`, and what that would have been called with.
+        step: Gets the optimizer's own `update_step`, or that of a block around this one, and what
+            that would have been called with.
     """
+    around = vars(optimizer).get("update_step")
     object.__setattr__(optimizer, "update_step", functools.partial(step, optimizer.update_step))
     try:
         yield
     finally:
-        object.__delattr__(optimizer, "update_step")
+        if around is None:
+            object.__delattr__(optimizer, "update_step")
+        else:
+            object.__setattr__(optimizer, "update_step", around)
 
 
 def index_of(optimizer: Any, variable: Any) -> int:
@@ -315,6 +320,11 @@ def decays(optimizer: Any, variable: keras.Variable) -> bool:
         name=f"{variable.path}:0", _unique_id=variable_key(optimizer, variable)
     )
     return optimizer.weight_decay is not None and optimizer._use_weight_decay(known)
+
+
+def replace_apply(optimizer: Any, apply: Callable[..., None]) -> None:
+    """Replaces what one optimizer's `apply`, and so its `apply_gradients`, does."""
+    object.__setattr__(optimizer, "apply", apply)
 
 
 def apply_nothing(optimizer: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kdist.api.applied_by_hand import apply_whole
 from kdist.api.parallelize import Parallel, attached
 from kdist.dtensor.call import CannotExpand
 from kdist.program.batch import split
@@ -102,19 +103,7 @@ def apply_gradients(model: keras.Model, gradients: Sequence[Any]) -> None:
         >>> loss, grads = kdist.gradients(model, x, y)
         >>> kdist.apply_gradients(model, grads)
     """
-    count = len(model.trainable_variables)
-    if len(gradients) != count:
-        raise ValueError(
-            "Pass one gradient (or None) per variable of model.trainable_variables: "
-            f"{count} of them. Received: {len(gradients)} gradients"
-        )
-    step = attached(model).step_for(None)
-    if count and all(gradient is None for gradient in gradients):
-        raise ValueError(
-            "At least one gradient is needed: check that the loss depends on trainable weights. "
-            f"Received: None for all {count} variables of model {model.name!r}"
-        )
-    step.apply_whole(list(gradients))
+    apply_whole(attached(model), gradients)
 
 
 @unconverted

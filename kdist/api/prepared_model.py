@@ -8,6 +8,7 @@ from typing import Any
 
 from kdist._compat import keras_optimizers, keras_remat, keras_trainer
 from kdist.api import mirrored_scope
+from kdist.api.applied_by_hand import hand_over
 from kdist.api.fitted_model import FittedModel
 from kdist.api.table_optimizers import check_table_optimizers
 from kdist.config.parallel import ParallelConfig
@@ -91,6 +92,7 @@ class PreparedModel(FittedModel):
             self.classes(),
             self.low_rank,
         )
+        hand_over(self)
         self.warn_without_effect()
 
     def _build_optimizer(self) -> None:

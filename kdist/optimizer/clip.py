@@ -12,12 +12,17 @@ from kdist.optimizer.local import LocalOptimizer
 from kdist.optimizer.update_jobs import Jobs
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import ops
 
 
 def clip_globally(
-    jobs: Jobs, leaf: Any, local: Sequence[LocalOptimizer], gradients: Mapping[int, Any]
+    jobs: Jobs,
+    leaf: Any,
+    local: Sequence[LocalOptimizer],
+    gradients: Mapping[int, Any],
+    some: Mapping[int, np.ndarray],
 ) -> None:
     """Gives each local optimizer the norm of the whole gradient to clip by.
 
@@ -26,6 +31,7 @@ def clip_globally(
         leaf: The optimizer that the user compiled; nothing is done unless it clips so.
         local: Its local optimizers.
         gradients: By job, what its variable is updated with.
+        some: By job, which elements have a gradient, where not all have.
     """
     if not (leaf.global_clipnorm and leaf.global_clipnorm > 0):
         return
@@ -35,6 +41,8 @@ def clip_globally(
             for n, variable in zip(one.positions, one.variables):
                 if n in gradients and jobs.is_first(n):
                     gradient = _update_gradient(leaf, one, variable, gradients[n])
+                    if n in some:
+                        gradient = ops.where(some[n], gradient, ops.zeros_like(gradient))
                     squares.append(ops.sum(ops.square(_shown(leaf, gradient))))
     norm = ops.sqrt(ops.sum(ops.stack(squares)))
     clip = leaf.global_clipnorm

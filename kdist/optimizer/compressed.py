@@ -7,7 +7,7 @@ crosses to others. The mathematics is in `kdist.optimizer.compressors`, who send
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from kdist.config.compression import PowerSGD, matrix_shape
@@ -150,11 +150,11 @@ class CompressedGradients:
         placement = self.compression.placements[variable]
         return assemble([(placement.inner_index(e.inner), self._part(e, unit)) for e in lanes])
 
-    def bucket(self, bucket: Bucket) -> list[Any]:
+    def bucket(self, bucket: Bucket, live: Container[int] | None = None) -> list[Any]:
         """As `bucket_gradients`."""
         exchange = self._exchange(bucket.members[0], bucket.inner, bucket.owners[0])
         if exchange is None:
-            return bucket_gradients(bucket, self.source, self.compression.topology)
+            return bucket_gradients(bucket, self.source, self.compression.topology, live)
         if is_low_rank(exchange.compressor):
             return self._low_rank_rows(exchange, bucket)
         return self._cast_rows(exchange, bucket)
@@ -359,11 +359,13 @@ class CompressedGradients:
                 self.last_uses.append(error)
 
 
-def bucket_vectors(bucket: Bucket, source: GradientSource, topology: Topology) -> list[Any]:
+def bucket_vectors(
+    bucket: Bucket, source: GradientSource, topology: Topology, live: Container[int] | None = None
+) -> list[Any]:
     """As `bucket_gradients`, for any source."""
     if isinstance(source, CompressedGradients):
-        return source.bucket(bucket)
-    return bucket_gradients(bucket, source, topology)
+        return source.bucket(bucket, live)
+    return bucket_gradients(bucket, source, topology, live)
 
 
 def to_16_bits(wide: Any, exchange: Exchange, scale: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any, Protocol
 
 from kdist.optimizer.routed import summed
@@ -30,22 +31,34 @@ class GradientSource(Protocol):
         """What one coordinate computed: dense, of the part it computes with; None if nothing."""
 
 
-def bucket_gradients(bucket: Bucket, source: GradientSource, topology: Topology) -> list[Any]:
+def bucket_gradients(
+    bucket: Bucket,
+    source: GradientSource,
+    topology: Topology,
+    live: Container[int] | None = None,
+) -> list[Any]:
     """A bucket's gradients, summed over the slices: per owner, its vector.
 
     Args:
         bucket: The bucket.
         source: The gradients.
         topology: The mesh.
+        live: Members that have a gradient; None if all have. Others' are zeros.
     """
     k = bucket.inner
     messages, sources = [], []
     for s in range(len(topology.slices)):
         device = topology.device((s, k))
         with tf.device(device):
-            tensors = [source.local(v, (s, k)) for v in bucket.members]
-            if any(t is not None for t in tensors):
-                messages.append(bucket.messages(tensors))
+            has = [live is None or v in live for v in bucket.members]
+            tensors = [source.local(v, (s, k)) if h else None for v, h in zip(bucket.members, has)]
+            if found := [t for t in tensors if t is not None]:
+                dtype = tf.convert_to_tensor(found[0]).dtype
+                dense = [
+                    tf.zeros(shape, dtype) if t is None else t
+                    for t, shape in zip(tensors, bucket.shapes)
+                ]
+                messages.append(bucket.messages(dense))
                 sources.append(device)
     vectors = []
     for p, owner in enumerate(bucket.owners):

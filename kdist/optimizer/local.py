@@ -17,6 +17,7 @@ from typing import Any
 from kdist._compat import keras_optimizers, keras_trainer
 from kdist.graphs.instantiation import optimized_as_ever
 from kdist.layers.lazy import Lazy
+from kdist.optimizer.absent import Live, passed_over
 from kdist.optimizer.settings import carry_settings
 from kdist.optimizer.shared_steps import SharedSteps
 from kdist.sharding.placement import Index, covers
@@ -199,14 +200,19 @@ class LocalOptimizer:
         ]
         keras_optimizers.exclude_from_decay(self.optimizer, excluded)
 
-    def apply(self, gradients: list[Any], variables: list[keras.Variable]) -> None:
-        """Updates variables of this device, maybe none; call it in the device's scope.
+    def apply(
+        self, gradients: list[Any], variables: list[keras.Variable], live: Live | None = None
+    ) -> None:
+        """Updates variables, of those numbered in `live` these elements; in the device's scope.
 
         The learning rate is fetched, or computed, once. (Keras reads it anew for every variable.)
         """
         with self._fixed_learning_rate():
             if variables:
-                with self.steps.used_by(self.optimizer, self.variables):
+                with (
+                    self.steps.used_by(self.optimizer, self.variables),
+                    passed_over(self.optimizer, self.variables, live or {}),
+                ):
                     self.optimizer.apply(gradients, variables)
             else:
                 keras_optimizers.apply_nothing(self.optimizer)

@@ -73,8 +73,13 @@ class Reduction:
         self.gradients: dict[int, Any] = {}
         self.accumulated: set[int] = set()
         self.rounds: list[Round] = []
-        self._together = [set(one.members) for one in jobs.exchanges]
-        self._buckets = [one for one in jobs.buckets if self.live.issuperset(one.members)]
+        self._together = [self.live.intersection(one.members) for one in jobs.exchanges]
+        # A vector is updated as a whole, with zeros for what has no gradient.
+        self._buckets = [
+            one
+            for one in jobs.buckets
+            if self.live.issuperset(one.members) or (one.flat and self.live & set(one.members))
+        ]
         fused = {n for one in self._buckets for units in one.units for n in units}
         self._alone = [
             n
@@ -105,7 +110,7 @@ class Reduction:
         late = {v for members in self._together if not members <= complete for v in members}
         ready = complete - late
         made = self._accumulate(complete)
-        for bucket in [one for one in self._buckets if ready.issuperset(one.members)]:
+        for bucket in [one for one in self._buckets if ready >= self.live & set(one.members)]:
             self._buckets.remove(bucket)
             made += self._sum_bucket(bucket)
         for n in [n for n in self._alone if self.jobs.variable(self.jobs.jobs[n]) in ready]:
@@ -129,7 +134,8 @@ class Reduction:
         return made
 
     def _sum_bucket(self, bucket: Bucket) -> list[Any]:
-        vectors = bucket_vectors(bucket, self.source, self.jobs.topology)
+        live = None if self.live.issuperset(bucket.members) else self.live
+        vectors = bucket_vectors(bucket, self.source, self.jobs.topology, live)
         if self._frees and len(bucket.owners) > 1:
             vectors = list(map(self._apart, bucket.owners, vectors))
         for at, units, vector in zip(bucket.owners, bucket.units, vectors):

@@ -88,6 +88,7 @@ class DistributedUpdate:
         # Of a penalty, as large as the table: accumulated where the table is.
         self._fetched = {v for v, entry in enumerate(entries) if entry.placement.fetched}
         self._unfused: frozenset[int] = frozenset()
+        self._has_updated = False
         self.jobs.build(keys, self._whole)
         self._override_finalize()
 
@@ -141,7 +142,7 @@ class DistributedUpdate:
             v: source.unit(v, UpdateUnit(v, None, (0, 0)))
             for v in reduction.connected & source.rows
         }
-        return {**self.jobs.whole(sums), **tables}
+        return {**self.jobs.whole(sums, reduction.connected), **tables}
 
     def begin(
         self,
@@ -160,7 +161,8 @@ class DistributedUpdate:
                 `whole_gradients`.
         """
         live = set(connected)
-        self._settle(source, live)
+        self._settle(source, live, compress)
+        self._has_updated |= accumulate
         frees = self.one_by_one
         if not accumulate:
             dense = live - source.rows
@@ -187,7 +189,7 @@ class DistributedUpdate:
         self._sum_rows(direct)
         if self.loss_scale is None:
             reduction.keep()
-            self._apply({**direct, **self._accumulated(reduction, None)})
+            self._apply({**direct, **self._accumulated(reduction, None)}, live)
             return
         summed = {v for sums in self.sums.values() for v in sums.sums}
         flags = self._are_finite(direct)
@@ -215,11 +217,16 @@ class DistributedUpdate:
             with tf.device(self.jobs.device(self.jobs.jobs[n].owner)):
                 gradients[n] = rows_summed(gradients[n])
 
-    def _settle(self, source: GradientSource, live: set[int]) -> None:
-        """Takes out of buckets and exchanges what has no gradient, or turns out to be rows."""
+    def _settle(self, source: GradientSource, live: set[int], compress: bool) -> None:
+        """Takes out of buckets and exchanges what has no gradient, or turns out to be rows.
+
+        After the first update state stays where graphs that were traced have it, so that what has
+        no gradient for once is passed over in its bucket.
+        """
         fused = {v for bucket in self.jobs.buckets for v in bucket.members}
-        fused |= {v for exchange in self.jobs.exchanges for v in exchange.members}
-        if wrong := {v for v in fused if v not in live or v in source.rows}:
+        exchanged = {v for exchange in self.jobs.exchanges for v in exchange.members}
+        apart = fused | exchanged if not self._has_updated else exchanged if compress else set()
+        if wrong := (apart - live) | ((fused | exchanged) & source.rows):
             # Known only now: rows stay rows, and Keras passes over what has no gradient.
             if self.jobs.classes is not None:
                 self.jobs.classes.refuse_rows(wrong & source.rows)
@@ -263,7 +270,7 @@ class DistributedUpdate:
                 found = Reduction(self.jobs, sums, variables, variables, factor, compress=compress)
                 found.advance(variables)
                 found.keep()
-                sums.reset(sorted(variables))
+                sums.reset(sorted(sums.sums))
                 return [gradient for _, gradient in sorted(found.gradients.items())]
 
             def zeros(jobs: list[int] = jobs) -> list[Any]:
@@ -295,15 +302,15 @@ class DistributedUpdate:
         for n, gradient in reduction.gradients.items():
             with tf.device(self.jobs.device(self.jobs.jobs[n].owner)):
                 unscaled[n] = ops.divide(gradient, scale)
-        self._apply({**unscaled, **self._accumulated(reduction, scale)})
+        self._apply({**unscaled, **self._accumulated(reduction, scale)}, reduction.connected)
         self.loss_scale.grow()
 
-    def _apply(self, gradients: dict[int, Any]) -> None:
+    def _apply(self, gradients: dict[int, Any], connected: set[int]) -> None:
         held = self._held_rows(gradients)
         for backing in held:
             backing.hold()
         try:
-            self._update_and_send(gradients)
+            self._update_and_send(gradients, connected)
         finally:
             for backing in held:
                 backing.release()
@@ -327,21 +334,19 @@ class DistributedUpdate:
                     found.append(backing_of(job.variable))
         return found
 
-    def _update_and_send(self, gradients: dict[int, Any]) -> None:
+    def _update_and_send(self, gradients: dict[int, Any], connected: set[int]) -> None:
         devices = list({one.device for local in self.jobs.local for one in local})
+        masks = {n: self.jobs.live(n, connected) for n in gradients}
+        some = {n: mask for n, mask in masks.items() if mask is not None}
         for (leaf, _), local in zip(self.groups, self.jobs.local):
-            clip_globally(self.jobs, leaf, local, gradients)
+            clip_globally(self.jobs, leaf, local, gradients, some)
             moves = any(n in gradients for one in local for n in one.positions)
             for one in local:
-                # A part of a table may have no rows; Keras takes those for a bias.
-                live = [
-                    (n, v)
-                    for n, v in zip(one.positions, one.variables)
-                    if n in gradients and 0 not in v.shape
-                ]
+                live = [(n, v) for n, v in zip(one.positions, one.variables) if n in gradients]
                 with tf.device(one.device), instantiated_cheaply(devices):
                     if moves:
-                        one.apply([gradients[n] for n, _ in live], [v for _, v in live])
+                        parts = {i: some[n] for i, n in enumerate(one.positions) if n in some}
+                        one.apply([gradients[n] for n, _ in live], [v for _, v in live], parts)
                     else:
                         one.iterations().assign_add(1)
         if self.inner not in [leaf for leaf, _ in self.groups]:

@@ -10,6 +10,7 @@ from typing import Any
 from kdist._compat import keras_optimizers
 from kdist.config.compression import Classes
 from kdist.config.state_format import StateFormatConfig
+from kdist.optimizer.absent import live_elements
 from kdist.optimizer.compressed import CompressedGradients, Compression, KnownStates
 from kdist.optimizer.formatted_slots import format_slots
 from kdist.optimizer.gradients import GradientSource
@@ -32,6 +33,7 @@ from kdist.storage.row_views import rows_view
 from kdist.storage.variables import Stored, assemble, make_local
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 
@@ -150,7 +152,24 @@ class Jobs:
 
     def updating(self, variables: Container[int]) -> list[int]:
         """Numbers of the jobs that update some parameters."""
-        return [n for n, job in enumerate(self.jobs) if self.variable(job) in variables]
+        units = self.units
+        return [
+            n
+            for n, job in enumerate(self.jobs)
+            if any(units[unit].variable in variables for unit in job.units)
+        ]
+
+    def live(self, number: int, connected: Container[int]) -> np.ndarray | None:
+        """Which elements of a job's variable have a gradient; None if all have.
+
+        Args:
+            number: Of the job.
+            connected: Positions of the parameters that have one.
+        """
+        units = [self.units[n] for n in self.jobs[number].units]
+        placements = [self.entries[unit.variable].placement for unit in units]
+        sizes = [math.prod(shape_of(unit.index(p))) for unit, p in zip(units, placements)]
+        return live_elements(sizes, [unit.variable in connected for unit in units])
 
     def device(self, at: Coordinate) -> str:
         """TensorFlow device string of a coordinate."""
@@ -204,7 +223,7 @@ class Jobs:
     def _build_local(self, leaf: Any, members: list[int]) -> list[LocalOptimizer]:
         by_owner: dict[Coordinate, list[int]] = {}
         for n, job in enumerate(self.jobs):
-            if self.units[job.units[0]].variable in members:
+            if self.units[job.units[0]].variable in members and not self._is_empty(job):
                 by_owner.setdefault(job.owner, []).append(n)
         steps = SharedSteps(shares_steps(leaf))
         local = [
@@ -224,6 +243,10 @@ class Jobs:
         where = dict(zip(members, keras_optimizers.positions(leaf, variables), strict=True))
         link_slots(leaf, local, [self._spans(job, where) for job in self.jobs])
         return local
+
+    def _is_empty(self, job: Job) -> bool:
+        """Whether it is the part without rows of a table; Keras takes its width for a bias's."""
+        return 0 in job.variable.shape and 0 not in self._logical(job).shape
 
     def _draw(self, number: int) -> int:
         """What a job's stochastic rounding draws by: the same for all copies of an update."""
@@ -254,11 +277,12 @@ class Jobs:
         index = unit.index(placement)
         return None if covers(index, placement.shape) else index
 
-    def whole(self, gradients: Mapping[int, Any]) -> dict[int, Any]:
+    def whole(self, gradients: Mapping[int, Any], connected: Container[int]) -> dict[int, Any]:
         """Each parameter's gradient, put together from those of its jobs on the device in scope.
 
         Args:
             gradients: By job, what its variable is updated with.
+            connected: Positions of the parameters that have a gradient.
         """
         parts: dict[int, list[tuple[Index, Any]]] = {}
         for number, gradient in gradients.items():
@@ -273,7 +297,7 @@ class Jobs:
                 )
             for n, index, piece in zip(job.units, indices, pieces):
                 parts.setdefault(self.units[n].variable, []).append((index, piece))
-        return {variable: assemble(found) for variable, found in parts.items()}
+        return {v: assemble(found) for v, found in parts.items() if v in connected}
 
     def own_rows(self, unit: UpdateUnit) -> Index:
         """The unit's rows, counted inside its shard."""

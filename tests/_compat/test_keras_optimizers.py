@@ -99,6 +99,14 @@ def test_steps_through():
     assert [float(v) for v in variables] == [-0.5, 0.5]
 
 
+def test_replace_apply():
+    optimizer = keras.optimizers.SGD()
+    seen = []
+    keras_optimizers.replace_apply(optimizer, lambda *given: seen.append(given))
+    optimizer.apply_gradients([(1.0, "one"), (2.0, "two")])
+    assert seen == [((1.0, 2.0), ("one", "two"))]
+
+
 def test_index_of():
     variables = [keras.Variable(0.0), keras.Variable(0.0)]
     optimizer = keras.optimizers.SGD()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +126,19 @@ def test_features(feature: str, axis: str, mesh: str, alltoall: bool) -> None:
 def test_optimizers(optimizer: str) -> None:
     declare = split("data2", "data")
     compare(TABLES, MESHES["data2"], optimizer=OPTIMIZERS[optimizer], declare=declare)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_ema": True, "ema_overwrite_frequency": 2},
+        {"gradient_accumulation_steps": 2, "global_clipnorm": 0.1},
+    ],
+    ids=["averages", "clipped_sums"],
+)
+def test_a_part_without_rows(options: dict[str, Any]) -> None:
+    optimizer = functools.partial(OPTIMIZERS["adam"], **options)
+    compare(TABLES, MESHES["data4"], optimizer=optimizer, declare=split("data4", "data"))
 
 
 SIZES = (8, 7, 8, 3, 1, 6)
