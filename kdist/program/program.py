@@ -22,7 +22,7 @@ from kdist.program.loss import CountedLoss, SharedLoss, TermKind, added_parts, t
 from kdist.program.loss_parts import collected, penalty_name
 from kdist.program.model_state import ModelState
 from kdist.program.padded_batch import PaddedBatch
-from kdist.program.traced import Traced
+from kdist.program.traced import Traced, drawing
 from kdist.storage import sparse
 from kdist.storage.variables import backing_of
 
@@ -287,6 +287,8 @@ class Program:
         added, traced = keras_trainer.add_loss_values(scope), self.traced(training)
         layers = keras_models.flat_layers(self.model)
         traced.adders = [keras_trainer.adder_of(layers, value) for value in added]
+        if not tf.executing_eagerly():
+            traced.drawn = drawing(tf.compat.v1.get_default_graph())
         return {
             "outputs": outputs,
             "masks": self._masks(outputs),

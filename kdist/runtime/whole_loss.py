@@ -44,6 +44,8 @@ class WholeLossStep(Step):
         self, batch: SplitBatch, scale: Any, begin: Begin | None = None
     ) -> StepResult:
         collected = self.runner.collect(batch, training=True)
+        if self.program.trained.drawn:
+            self.parallel.warn_once(_other_draws(self.program.trained.drawn))
         results = collected.results
         outputs = [keras.tree.flatten(part.outputs) for part in collected.parts]
         added = [part.added for part in collected.parts]
@@ -152,6 +154,16 @@ class WholeLossStep(Step):
 
 class WholeLossPipelineStep(WholeLossStep, PipelineStep):
     """The steps of a pipeline whose loss is computed over the whole batch."""
+
+
+def _other_draws(operation: str) -> str:
+    """A note for the user about numbers that differ between the two forward passes."""
+    return (
+        "A loss over the whole batch takes two forward passes, and what TensorFlow draws differs "
+        "between them: gradients are not those of the loss that is shown. Draw with functions of "
+        "keras.random, with a seed of the layer's own (seed=self.seed_generator, a "
+        f"keras.random.SeedGenerator). Received: operation {operation!r}"
+    )
 
 
 def _of_unknown_size(tensor: Any) -> Any:

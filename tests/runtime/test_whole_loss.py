@@ -13,6 +13,7 @@ from kdist.api.parallelize import attached
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import ops
 
 from ..parity import CUTS, assert_close, data, mlp
@@ -250,3 +251,37 @@ def test_a_subclassed_model_whose_own_loss_leaves_the_compiled_one_alone(mesh):
         model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
         weights.append(model.get_weights())
     assert_close(*weights)
+
+
+class Noisy(keras.layers.Layer):
+    """Adds noise, drawn by TensorFlow or with a seed of its own."""
+
+    def __init__(self, seeded: bool) -> None:
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(0)
+        self.seeded = seeded
+
+    def call(self, x: Any) -> Any:
+        if self.seeded:
+            return x + keras.random.normal(ops.shape(x), seed=self.seed_generator)
+        return x + tf.random.normal(tf.shape(x))
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return shape
+
+
+@pytest.mark.parametrize(("seeded", "count"), [(True, 0), (False, 1)])
+@pytest.mark.parametrize("level", [0, 3])
+def test_what_two_passes_draw_is_told(level: int, seeded: bool, count: int) -> None:
+    inputs = keras.Input((6,))
+    model = keras.Model(inputs, keras.layers.Dense(3)(Noisy(seeded)(inputs)))
+    levels = kdist.OptimizerConfig(level=level, threshold_kb=0)
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2), optimizer=levels))
+    model.compile("sgd", lambda y, found: ops.std(found - y))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.train_on_batch(*data())
+    found = [str(one.message) for one in caught if "two forward passes" in str(one.message)]
+    assert len(found) == count
+    assert all("RandomStandardNormal" in one for one in found)
