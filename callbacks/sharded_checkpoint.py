@@ -16,6 +16,7 @@ from kdist.checkpoint.checkpoints import (
     Restored,
     first_whole,
     is_count,
+    refuse_another,
     target_of,
     tell_damaged,
 )
@@ -68,6 +69,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
     Raises:
         ValueError: For values without a meaning.
+        CheckpointError: In `fit`: the newest checkpoint there is of another model.
 
     Example:
         >>> saver = kdist.callbacks.ShardedCheckpoint("checkpoints", every_steps=500, resume=True)
@@ -107,6 +109,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._due = False
         self._before = 0
         self._seed = 0
+        self._checked = False
         self._known = KnownPlaces()
         self._files: dict[str, bytes] = {}
         self._damaged: set[Path] = set()
@@ -129,6 +132,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         model = parallel.model
         self.restored = self._find(can_begin_again(arguments))
         progress = {} if self.restored is None else dict(self.restored.progress)
+        self._checked = False
+        if self.restored is None and model.built:
+            self._refuse_another(model)
         self._seed = int(progress.get("seed", np.random.randint(2**31)))
         self._monitored.begin(tuple(progress.get("best", self._monitored.best)))
         self._before = self._steps_before(model)
@@ -191,6 +197,12 @@ class ShardedCheckpoint(keras.callbacks.Callback):
                 epoch = arguments["epochs"] = max(arguments.get("epochs", 1), epoch)
         # Where no epoch begins, nothing waits for one.
         return epoch, batch if epoch < arguments.get("epochs", 1) else 0
+
+    def _refuse_another(self, model: keras.Model) -> None:
+        """Refuses a directory of another model: numbers would go on, and `keep` remove its own."""
+        if not self._checked:
+            refuse_another(model, directories.folders(self.target.directory)[-1:])
+        self._checked = True
 
     def _find(self, can_begin_again: bool) -> Restored | None:
         """The checkpoint to go on from: its arrays are checked as they are loaded, if they may."""
@@ -285,6 +297,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     def _save(self, epoch: int, batch: int, logs: Any) -> None:
         assert self._position is not None and self._states is not None
         position = self._position
+        self._refuse_another(self.model)
         step = self._before + position.total
         files = position.source.files(position.iterator, within=batch > 0)
         stopped = bool(self.model.stop_training)

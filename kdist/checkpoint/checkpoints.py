@@ -89,7 +89,7 @@ def save(
     """
     target = target_of(directory, keep, compression)
     number = _step(model, step)
-    _refuse_replacing(model, target.directory, number)
+    refuse_another(model, _candidates(target.directory, number))
     taken = snapshots.snapshot(model, number, copied=False, directory=target.directory)
     return write(taken, target)
 
@@ -104,6 +104,11 @@ def target_of(directory: PathLike, keep: int | None, compression: Compression) -
         raise ValueError(f"keep is a number of checkpoints, or None for all. Received: {keep!r}")
     if compression not in ("none", "zstd"):
         raise ValueError(f"compression is 'none' or 'zstd'. Received: {compression!r}")
+    if "\\" in str(Path(directory).resolve()):
+        raise ValueError(
+            "TensorStore takes a backslash in a path for a slash: arrays would lie elsewhere. "
+            f"Name a directory without one. Received: directory={str(directory)!r}"
+        )
     return Target(Path(directory), keep, compression)
 
 
@@ -131,19 +136,27 @@ def _step(model: keras.Model, step: int | None) -> int:
     return number
 
 
-def _refuse_replacing(model: keras.Model, directory: Path, step: int) -> None:
-    """Refuses to replace a checkpoint of another model, of the same step."""
+def refuse_another(model: keras.Model, there: Sequence[Path]) -> None:
+    """Refuses to save beside checkpoints of another model, which would be replaced.
+
+    Args:
+        model: Built.
+        there: The checkpoints that are in question; damaged ones are not.
+
+    Raises:
+        CheckpointError: One of them is of another model.
+    """
     named = snapshots.groups_of(model)[snapshots.MODEL]
     wanted = [(path, tuple(int(n) for n in v.shape)) for path, v in named]
-    for folder in _candidates(directory, step):
+    for folder in there:
         with contextlib.suppress(DamagedError):
             saved = directories.load(folder).groups[snapshots.MODEL]
             try:
                 match(saved, wanted, snapshots.MODEL)
             except CheckpointError as difference:
                 raise CheckpointError(
-                    "There is a checkpoint of another model, which one of the same step would "
-                    "replace. Give each model a directory of its own, or name another step. "
+                    "There is a checkpoint of another model, which one of this model would "
+                    "replace. Give each model a directory of its own, or `save` another step. "
                     f"Received: model={model.name!r}, {folder}. {difference}"
                 ) from None
 

@@ -116,6 +116,37 @@ def test_a_model_does_not_replace_a_checkpoint_of_another(tmp_path):
     assert steps_in(tmp_path) == [1, 2]
 
 
+@pytest.mark.parametrize("name", ["a\\b", "a\\"])
+def test_a_backslash_in_a_path_is_refused(tmp_path, name):
+    """TensorStore takes it for a slash, and would write into another folder."""
+    with pytest.raises(ValueError, match=r"(?s)backslash.*Received: directory="):
+        ShardedCheckpoint(tmp_path / name / "deeper")
+    with pytest.raises(ValueError, match=r"(?s)backslash.*Received: directory="):
+        kdist.checkpoint.save(build({"data": 2}, 0), tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def two_columns(built):
+    """Another model than `build` makes."""
+    keras.utils.set_random_seed(0)
+    inputs = [keras.Input((6,))] * built
+    model = keras.Sequential([*inputs, keras.layers.Dense(2), keras.layers.Dense(3)])
+    model = kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_a_run_of_another_model_is_refused(tmp_path, built):
+    """Its `keep` would remove the checkpoints of the first, and neither could resume."""
+    run(build({"data": 2}, 0), ShardedCheckpoint(tmp_path), "arrays", epochs=1)
+    there, other = steps_in(tmp_path), two_columns(built)
+    with pytest.raises(CheckpointError, match="(?s)of another model.*directory of its own"):
+        other.fit(np.ones((8, 6)), np.ones((8, 3)), callbacks=[ShardedCheckpoint(tmp_path)])
+    assert steps_in(tmp_path) == there
+    assert int(other.optimizer.iterations) == 0 or not built
+
+
 def test_a_step_is_any_whole_number(tmp_path):
     """NumPy's too, which optimizers count with."""
     model = build({"data": 2}, 0)
