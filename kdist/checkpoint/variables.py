@@ -14,7 +14,7 @@ from kdist.checkpoint.codes import described
 from kdist.checkpoint.manifest import Box, CheckpointError, SavedArray, SavedPart
 from kdist.checkpoint.store import Reader, dtype_of
 from kdist.optimizer.formatted_slots import coded
-from kdist.optimizer.local import Vectors
+from kdist.optimizer.logical_slots import Vectors
 from kdist.sharding.device import Device
 from kdist.storage.flat_rows import Piece
 from kdist.storage.variables import Part, parts_of

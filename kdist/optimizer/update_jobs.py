@@ -14,7 +14,8 @@ from kdist.optimizer.absent import live_elements
 from kdist.optimizer.compressed import CompressedGradients, Compression, KnownStates
 from kdist.optimizer.formatted_slots import format_slots
 from kdist.optimizer.gradients import GradientSource
-from kdist.optimizer.local import LocalOptimizer, Span, link_slots, shares_steps
+from kdist.optimizer.local import LocalOptimizer, shares_steps
+from kdist.optimizer.logical_slots import Span, link_slots
 from kdist.optimizer.shared_steps import SharedSteps
 from kdist.plan.bucket import Bucket, make_buckets
 from kdist.plan.exchange import Exchange, make_exchanges

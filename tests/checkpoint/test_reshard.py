@@ -11,7 +11,7 @@ import kdist
 from kdist.api.parallelize import attached
 from kdist.checkpoint import store, variables
 from kdist.checkpoint.manifest import STORE
-from kdist.optimizer.local import SlotParts
+from kdist.optimizer.logical_slots import SlotParts
 from kdist.storage import unborn
 from kdist.storage.variables import parts_of
 

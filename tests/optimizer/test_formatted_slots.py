@@ -12,7 +12,8 @@ from kdist._compat.keras_optimizers import families
 from kdist.config.state_format import SLOTS, StateFormatConfig
 from kdist.optimizer import formatted_slots
 from kdist.optimizer.formatted_slots import coded, format_slots
-from kdist.optimizer.local import LocalOptimizer, Span, link_slots
+from kdist.optimizer.local import LocalOptimizer
+from kdist.optimizer.logical_slots import Span, link_slots
 from kdist.storage.state_formats import FIRST_MOMENT, FORMATS, SECOND_MOMENT
 from kdist.storage.variables import make_local
 

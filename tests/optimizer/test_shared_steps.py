@@ -8,7 +8,8 @@ from typing import Any
 import kdist
 from kdist._compat.run_metadata import function_graphs
 from kdist.api.parallelize import attached
-from kdist.optimizer.local import ELEMENTWISE, LocalOptimizer, Vectors
+from kdist.optimizer.local import ELEMENTWISE, LocalOptimizer
+from kdist.optimizer.logical_slots import Vectors
 from kdist.optimizer.shared_steps import SharedSteps
 from kdist.storage.flat_rows import Piece
 from kdist.storage.row_views import RowsBacking, rows_view
