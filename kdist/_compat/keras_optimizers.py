@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ class LearningRate:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._function: Any = None
+        self._functions: Any = weakref.WeakKeyDictionary()
 
     def __call__(self) -> Any:
         """A tensor; None where the rate is neither a variable nor a schedule."""
@@ -45,10 +46,13 @@ class LearningRate:
             return None
         if tf.executing_eagerly():
             return rate(step)
-        if self._function is None:
+        # Once for each graph: what a schedule reads in Python is read where Keras would.
+        graph = tf.compat.v1.get_default_graph()
+        if graph not in self._functions:
             alone = {"_noinline": True}
-            self._function = tf.function(rate, autograph=False, experimental_attributes=alone)
-        return self._function(tf.identity(step.value))
+            call = tf.function(rate, autograph=False, experimental_attributes=alone)
+            self._functions[graph] = call
+        return self._functions[graph](tf.identity(step.value))
 
 
 @contextlib.contextmanager

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 from kdist._compat import keras_optimizers, keras_trainer
 from kdist.storage.row_views import rows_view
 
@@ -68,6 +71,19 @@ def test_the_rate_of_a_schedule_is_that_of_a_plain_graph():
     assert differs, "the schedule cannot tell"
     with keras_optimizers.fixed_learning_rate(optimizer, None):
         assert optimizer._learning_rate is schedule
+
+
+def test_what_a_schedule_reads_in_python_is_read_in_each_trace():
+    schedule = keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5)
+    optimizer = keras.optimizers.SGD(schedule)
+    optimizer._iterations.assign(1)
+    rate = keras_optimizers.LearningRate(optimizer)
+    assert tf.function(lambda: rate() + rate())() == 1.0
+    schedule.decay_rate = 0.25
+    assert tf.function(lambda: rate())() == 0.25
+    graphs = [weakref.ref(graph) for graph in rate._functions]
+    gc.collect()
+    assert all(graph() is None for graph in graphs)
 
 
 def test_carry_decay_rules():
