@@ -120,6 +120,7 @@ def reads() -> None:
             return self.total
 
     each = int(os.environ.get("TEST_STEPS", "1"))
+    made.unrolled_steps_per_execution = int(os.environ.get("TEST_TOGETHER", "1"))
     made.compile(keras.optimizers.Adam(0.01), "mse", metrics=[Seen()], steps_per_execution=each)
     calls: list[keras.callbacks.Callback] = []
     if states := os.environ.get("TEST_STATES"):

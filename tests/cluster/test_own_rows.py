@@ -174,11 +174,13 @@ def test_several_steps_over_inner_axes_are_some_calls(name: str, files: Path) ->
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["plain", "repeated", "full"])
-def test_several_steps_are_one_call(name: str, files: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "together"), [("plain", 1), ("repeated", 1), ("full", 1), ("plain", 2), ("full", 3)]
+)
+def test_several_steps_are_one_call(name: str, together: int, files: Path) -> None:
     """Of 7 batches, 13, or 4 of an endless dataset: three steps a call, and what is left."""
     given = {"TEST_DATA": name, "TEST_FOLDER": str(files), "TEST_STEPS": "3"}
-    found = equal_to_one_process(given)
+    found = equal_to_one_process({**given, "TEST_TOGETHER": str(together)})
     # A call takes one batch outside of its graph; an epoch's end is asked for once more.
     validation, last = 3 * (3 + 1), (3 + 1) + (7 + 2)
     calls = {"plain": 3 * (3 + 1), "repeated": 3 * (5 + 1), "full": 3 * 2}[name]
