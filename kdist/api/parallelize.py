@@ -203,6 +203,7 @@ class Parallel(PreparedModel):
             )
         self.config = dataclasses.replace(self.config, fusion=fusion)
         self.update = None
+        self._forget_memory()
         if self.model.train_function is not None:
             self.make_train_function(force=True)
 
@@ -210,11 +211,15 @@ class Parallel(PreparedModel):
         """Makes all functions anew on their next use, compiled as asked; state stays."""
         self.model.jit_compile = False
         self.forget_steps(jit_compile)
-        self.live.clear()
-        self.memory = ()
+        self._forget_memory()
         self.model.train_function = None
         self.model.test_function = None
         self.model.predict_function = None
+
+    def _forget_memory(self) -> None:
+        """The step that was analysed is no more."""
+        self.live.clear()
+        self.memory = ()
 
     def make_train_function(self, force: bool = False) -> None:
         """See `keras.Model.make_train_function`."""
@@ -282,21 +287,25 @@ class Parallel(PreparedModel):
         """What Keras calls: `kind` is "train", "test" or "predict"."""
         self.prepare(kind, example)
         no_batch = self.no_batch if kind == "train" else (lambda: None)
-        over, step = self.over_inner_axes(kind), getattr(self.plain_step, kind)
-        function = BatchFunction(
-            self.mesh_step if over else self.plain_step,
-            kind,
-            lambda: step,
-            self.model,
-            self.fall_back,
-            no_batch,
-        )
+        over = self.over_inner_axes(kind)
+
+        def plain() -> Callable:
+            return getattr(self.plain_step, kind)
+
+        def by_batch() -> BatchFunction:
+            steps = self.mesh_step if over else self.plain_step
+            return BatchFunction(steps, kind, plain, self.model, self.fall_back, no_batch)
+
         known = kind == "train" and self.takes_batches(example)
         sized = known and self.blocks.budget is not None
         if over or sized or (kind == "train" and self.looks_ahead()):
+            function = by_batch()
             return function.predict if kind == "predict" else function
-        several = function if known and self.steps_together > 1 else None
-        return step_function(kind, step, self.model, no_batch, several)
+        if kind == "train" and not known:
+            self.tell_barriers("batches are sparse or ragged, or steps run op by op")
+        several = by_batch() if known and self.steps_together > 1 else None
+        tell = self.tell_barriers if kind == "train" else (lambda where: None)
+        return step_function(kind, plain(), self.model, no_batch, several, tell)
 
     def predictor(self, x: Any) -> Callable[[Any], Any]:
         """What `predict` computes, as one graph: for files, which are loaded without kdist.

@@ -151,6 +151,15 @@ class PlannedModel(PlacedModel):
             self._told.add(note)
             warnings.warn(f"{self.model.name}: {note}", stacklevel=3)
 
+    def tell_barriers(self, where: str) -> None:
+        """Warns that steps of one execution wait for each other, if they were to go without."""
+        if self.steps_together > 1:
+            self.warn_once(
+                "unrolled_steps_per_execution has no effect where "
+                f"{where}: each step waits for all of the one before. Received: "
+                f"unrolled_steps_per_execution={self.model.unrolled_steps_per_execution}"
+            )
+
     def plan(self, batch_size: int | None = None) -> Plan:
         """What a step will do; `model.plan().summary()` prints it.
 

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from kdist._compat import keras_optimizers, keras_trainer
+from kdist._compat import keras_optimizers, keras_trainer, learning_rates
 from kdist.graphs.instantiation import optimized_as_ever
 from kdist.layers.lazy import Lazy
 from kdist.optimizer.absent import Live, passed_over
@@ -147,7 +147,7 @@ def clone(optimizer: Any) -> Any:
             f"from_config. Received: {own}, with config {config}: {error}"
         ) from error
     carry_settings(copy, optimizer)
-    keras_optimizers.adopt_learning_rate(copy, optimizer)
+    learning_rates.adopt_learning_rate(copy, optimizer)
     keras_optimizers.keep_one_copy(copy)
     return copy
 
@@ -178,7 +178,7 @@ class LocalOptimizer:
         self.variables = variables
         with tf.device(device):
             self.optimizer = clone(logical)
-            self._learning_rate = keras_optimizers.LearningRate(self.optimizer)
+            self._learning_rate = learning_rates.LearningRate(self.optimizer)
             self._carry_weight_decay_rules(logical, logical_variables)
             keras_optimizers.update_through_keras_variables(self.optimizer, scatter_rows)
             if isinstance(self.optimizer, Lazy):
@@ -219,7 +219,7 @@ class LocalOptimizer:
     def _fixed_learning_rate(self) -> contextlib.AbstractContextManager[None]:
         with optimized_as_ever():
             rate = self._learning_rate()
-        return keras_optimizers.fixed_learning_rate(self.optimizer, rate)
+        return learning_rates.fixed_learning_rate(self.optimizer, rate)
 
     def iterations(self) -> keras.Variable:
         """The raw step counter of this device."""

@@ -29,7 +29,8 @@ def in_loop(
     """
     one = tf.function(step, autograph=False)
     results, _ = one.get_concrete_function(tf.constant(0), *start).structured_outputs
-    nothing = tf.nest.map_structure(lambda t: tf.zeros(t.shape, t.dtype), results)
+    nothing = tf.nest.map_structure(_blank, results)
+    shapes = tf.nest.map_structure(lambda t: t.shape, (tf.constant(0), results, start))
 
     @tf.function(autograph=False)
     def several(i: Any, *state: Any) -> Any:
@@ -44,6 +45,12 @@ def in_loop(
                 lambda i, *_, size=size: i + size <= count,
                 lambda i, _, state, turn=turn, size=size: (i + size, *turn(i, *state)),
                 done,
+                shape_invariants=shapes,
                 parallel_iterations=1,
             )
     return done[1]
+
+
+def _blank(result: Any) -> Any:
+    """Zeros in the place of a result; none along dims whose size is not known."""
+    return tf.zeros([size or 0 for size in result.shape], result.dtype)

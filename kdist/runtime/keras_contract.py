@@ -38,6 +38,7 @@ def step_function(
     model: keras.Model,
     no_batch: Callable[[], None],
     several: Callable | None = None,
+    tell_barriers: Callable[[str], None] = lambda where: None,
 ) -> Callable:
     """Keras's train, test or predict function over a step on plain devices.
 
@@ -47,13 +48,14 @@ def step_function(
         model: The model.
         no_batch: Called when data to train on has run out.
         several: Takes several steps on batches of an iterator; by default Keras's own.
+        tell_barriers: Called where steps of one execution are calls of their own.
     """
     if kind == "predict":
         return _predict_function(step, model)
     function = several or model._make_function(step)
     if kind == "train":
         function = _train_function(step, function, model, no_batch)
-    return _or_by_workers(step, function, model, no_batch)
+    return _or_by_workers(step, function, model, no_batch, tell_barriers)
 
 
 def _predict_function(step: Callable, model: keras.Model) -> Callable:
@@ -215,7 +217,11 @@ def _train_function(
 
 
 def _or_by_workers(
-    step: Callable, function: Callable, model: keras.Model, no_batch: Callable[[], None]
+    step: Callable,
+    function: Callable,
+    model: keras.Model,
+    no_batch: Callable[[], None],
+    tell_barriers: Callable[[str], None],
 ) -> Callable:
     """`function`, but for data that workers read: of that, a step takes the rows where they are."""
     where_read = _WhereRead(step)
@@ -232,6 +238,7 @@ def _or_by_workers(
         if wanted > 1 and iterator.in_graphs and not model.run_eagerly:
             together = min(model.unrolled_steps_per_execution, wanted)
             return where_read.up_to(wanted, taken, iterator, together)
+        tell_barriers("each process reads files of its own")
         logs = where_read(taken)
         for _ in range(wanted - 1):
             taken = iterator.take()

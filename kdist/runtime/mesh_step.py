@@ -239,12 +239,7 @@ class BatchFunction:
     def _where_read(self, iterator: WorkerIterator, known: bool) -> Any:
         """The same on batches that processes read; one call each."""
         logs, wanted = None, self.model.steps_per_execution
-        if self.steps.parallel.steps_together > 1:
-            self.steps.parallel.warn_once(
-                "unrolled_steps_per_execution has no effect over inner axes where each process "
-                "reads its own rows of a tf.data.Dataset: each step is a call. Received: "
-                f"unrolled_steps_per_execution={self.model.unrolled_steps_per_execution}"
-            )
+        self.steps.parallel.tell_barriers("each process reads its rows over inner axes")
         for _ in range(wanted):
             taken = iterator.take()
             if taken is None:

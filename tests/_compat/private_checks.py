@@ -36,6 +36,6 @@ def untested(module: ModuleType, *tests: str | Path) -> list[str]:
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__
     ]
-    assert len(functions) > 9
+    assert functions
     source = "\n".join(Path(file).read_text() for file in tests)
     return [name for name in functions if f"def test_{name}(" not in source]

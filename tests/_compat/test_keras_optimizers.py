@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 from kdist._compat import keras_optimizers, keras_trainer
 from kdist.storage.row_views import rows_view
 
@@ -22,16 +19,6 @@ def test_each_function_has_a_test():
     assert untested(keras_optimizers, __file__) == []
 
 
-def test_adopt_learning_rate():
-    source, reader = keras.optimizers.SGD(0.5), keras.optimizers.SGD(0.1)
-    keras_optimizers.adopt_learning_rate(reader, source)
-    source.learning_rate = 0.25
-    assert float(reader.learning_rate) == 0.25
-    schedule = keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5)
-    keras_optimizers.adopt_learning_rate(reader, keras.optimizers.SGD(schedule))
-    assert float(reader.learning_rate) == 1.0
-
-
 def test_positions():
     optimizer = keras.optimizers.SGD(0.5)
     variables = [keras.Variable(1.0, name=name) for name in "ab"]
@@ -39,51 +26,6 @@ def test_positions():
     assert keras_optimizers.positions(optimizer, variables[::-1]) == [1, 0]
     with pytest.raises(ValueError, match=r"built for other variables.*\['c'\]"):
         keras_optimizers.positions(optimizer, [keras.Variable(1.0, name="c")])
-
-
-def test_fixed_learning_rate():
-    optimizer = keras.optimizers.SGD(0.5)
-    variable = keras.Variable(1.0)
-    optimizer.build([variable])
-    own = optimizer._learning_rate
-    rate = keras_optimizers.LearningRate(optimizer)()
-    with keras_optimizers.fixed_learning_rate(optimizer, rate):
-        own.assign(100.0)
-        assert float(optimizer.learning_rate) == 0.5
-        optimizer.apply([tf.constant(1.0)], [variable])
-    assert float(variable) == 0.5
-    assert optimizer._learning_rate is own
-    assert float(optimizer.learning_rate) == 100.0
-
-
-def test_the_rate_of_a_schedule_is_that_of_a_plain_graph():
-    """TensorFlow rounds it otherwise in a graph than op by op, or in one that it does not fold."""
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.01, 3, 0.7)
-    optimizer = keras.optimizers.SGD(schedule)
-    rate = keras_optimizers.LearningRate(optimizer)
-    plain = tf.function(lambda: schedule(optimizer._iterations), autograph=False)
-    by_hand = tf.function(lambda: tf.identity(rate()), autograph=False)
-    differs = 0
-    for step in range(9):
-        optimizer._iterations.assign(step)
-        assert plain() == by_hand()
-        differs += bool(rate() != plain())
-    assert differs, "the schedule cannot tell"
-    with keras_optimizers.fixed_learning_rate(optimizer, None):
-        assert optimizer._learning_rate is schedule
-
-
-def test_what_a_schedule_reads_in_python_is_read_in_each_trace():
-    schedule = keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5)
-    optimizer = keras.optimizers.SGD(schedule)
-    optimizer._iterations.assign(1)
-    rate = keras_optimizers.LearningRate(optimizer)
-    assert tf.function(lambda: rate() + rate())() == 1.0
-    schedule.decay_rate = 0.25
-    assert tf.function(lambda: rate())() == 0.25
-    graphs = [weakref.ref(graph) for graph in rate._functions]
-    gc.collect()
-    assert all(graph() is None for graph in graphs)
 
 
 def test_carry_decay_rules():

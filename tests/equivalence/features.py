@@ -82,6 +82,10 @@ def _regularize_activity(model: keras.Model) -> None:
         layer.activity_regularizer = keras.regularizers.L2(0.05)
 
 
+def _unroll(model: keras.Model) -> None:
+    model.unrolled_steps_per_execution = 2
+
+
 def _constrain(model: keras.Model) -> None:
     # Norms run along dim 0, which the layouts of `down` and `head` split: the norm must be global.
     for variable in model.trainable_variables:
@@ -239,6 +243,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature(name="own_compute_metrics", edit=lambda model: _swap_class(model, OwnMetrics)),
     Feature(name="steps_per_execution", compile=lambda case: {"steps_per_execution": 2}),
     Feature(name="three_steps_per_execution", compile=lambda case: {"steps_per_execution": 3}),
+    Feature(
+        name="steps_without_barrier",
+        compile=lambda case: {"steps_per_execution": 3},
+        edit=_unroll,
+    ),
     Feature(name="run_eagerly", compile=lambda case: {"run_eagerly": True}),
 )
 BY_NAME: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}

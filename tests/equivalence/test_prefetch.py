@@ -52,6 +52,18 @@ def test_levels(update: str, level: str, mesh: str) -> None:
     )
 
 
+def test_steps_without_a_barrier() -> None:
+    """Rows of the next batch are looked up while steps of one graph follow each other."""
+    compare(
+        TABLES,
+        MESHES["data2"],
+        optimizer=UPDATES["lazy"][0],
+        features=[FEATURES["steps_without_barrier"]],
+        config=level_config("level1"),
+        declare=UPDATES["lazy"][1],
+    )
+
+
 FEATURED = ("global_clipnorm", "sample_weight", "own_compute_loss", "loss_scale", "weight_decay")
 
 

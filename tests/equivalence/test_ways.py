@@ -44,10 +44,16 @@ def test_xla_computes_the_same(name: str, mesh: str, engine: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"),
-    spread(product(BY_NAME, MESHES), [("mlp", "model2")]),
+    ("name", "mesh", "feature"),
+    spread(
+        product(BY_NAME, MESHES, ("three_steps_per_execution", "steps_without_barrier")),
+        [
+            ("mlp", "model2", "three_steps_per_execution"),
+            ("encoder", "data4", "steps_without_barrier"),
+        ],
+    ),
 )
-def test_several_steps_per_execution(name: str, mesh: str, engine: str) -> None:
+def test_several_steps_per_execution(name: str, mesh: str, feature: str, engine: str) -> None:
     # Seven batches, the last one smaller: executions of three, three and one.
     compare(
         BY_NAME[name],
@@ -56,7 +62,7 @@ def test_several_steps_per_execution(name: str, mesh: str, engine: str) -> None:
         engine=engine,
         samples=53,
         epochs=1,
-        features=(FEATURES["three_steps_per_execution"],),
+        features=(FEATURES[feature],),
     )
 
 

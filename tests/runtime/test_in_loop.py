@@ -48,11 +48,28 @@ CASES = [
 
 
 def normed() -> keras.Model:
-    """With state that each step writes, and the next one reads."""
     model = mlp()
     hidden = keras.layers.LayerNormalization()(model.layers[1].output)
-    counted = keras.layers.Rescaling(1.0)(hidden)
-    return keras.Model(model.input, keras.layers.Dense(3, name="down")(counted))
+    return keras.Model(model.input, keras.layers.Dense(3, name="down")(hidden))
+
+
+@keras.saving.register_keras_serializable("test_in_loop")
+class Counting(keras.layers.Layer):
+    """What it gives depends on how many steps there were before."""
+
+    def build(self, shape: Any) -> None:
+        self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.steps.assign(self.steps + 1)
+        return x * (1 + 0.1 * self.steps)
+
+
+def counting() -> keras.Model:
+    model = mlp()
+    hidden = Counting()(model.layers[1].output)
+    return keras.Model(model.input, keras.layers.Dense(3, name="down")(hidden))
 
 
 def trained(model: keras.Model, together: int, each: int, source: Any = None) -> Any:
@@ -60,7 +77,8 @@ def trained(model: keras.Model, together: int, each: int, source: Any = None) ->
     model.unrolled_steps_per_execution = together
     schedule = keras.optimizers.schedules.ExponentialDecay(0.01, 3, 0.7)
     adam = keras.optimizers.Adam(schedule, use_ema=True, ema_momentum=0.9)
-    model.compile(adam, "mse", metrics=["mae"], steps_per_execution=each)
+    eager = model.run_eagerly
+    model.compile(adam, "mse", metrics=["mae"], steps_per_execution=each, run_eagerly=eager)
     given = (X, Y) if source is None else (source,)
     size = {"batch_size": 8, "shuffle": False} if source is None else {}
     history = model.fit(*given, epochs=2, verbose=0, **size)
@@ -77,6 +95,69 @@ def test_it_equals_one_device(mesh: str, level: int, together: int, each: int) -
     found = [trained(normed(), 1, 1), trained(parallel, together, each)]
     assert_same_history(*(history for history, _ in found))
     assert_close(*(weights for _, weights in found))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("mesh", ["data", "inner"])
+def test_state_of_layers_goes_from_step_to_step(mesh: str) -> None:
+    parallel = kdist.parallelize(counting(), config(MESHES[mesh]))
+    found = [trained(counting(), 1, 1), trained(parallel, 2, 4)]
+    assert_same_history(*(history for history, _ in found))
+    assert_close(*(weights for _, weights in found))
+
+
+def test_logs_may_have_sizes_that_are_not_known() -> None:
+    class Positive(keras.metrics.Metric):
+        """The positive parts of one weight."""
+
+        def __init__(self) -> None:
+            super().__init__(name="positive")
+            self.last = self.add_weight(shape=(3,), initializer="zeros", name="last")
+
+        def update_state(self, y: Any, outputs: Any, sample_weight: Any = None) -> None:
+            self.last.assign(tf.reduce_mean(y - outputs, axis=0))
+
+        def result(self) -> Any:
+            last = tf.convert_to_tensor(self.last)
+            return tf.reduce_sum(tf.boolean_mask(last, last > 0), keepdims=True)[:1]
+
+    logs = []
+    for together in (1, 2):
+        model = kdist.parallelize(mlp(), config(MESHES["inner"]))
+        model.unrolled_steps_per_execution = together
+        model.compile("sgd", "mse", metrics=[Positive()], steps_per_execution=2)
+        x, y = X[:32].astype("float32"), Y[:32].astype("float32")
+        logs.append(model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history["positive"])
+    assert logs[0] == logs[1] and logs[0][0]
+
+
+@pytest.mark.parametrize("where", ["sparse or ragged", "files of its own"])
+def test_where_steps_wait_all_the_same_that_is_said(
+    where: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = kdist.parallelize(mlp(), config(MESHES["data"]))
+    if where == "files of its own":
+        monkeypatch.setattr(fitted_model, "has_joined", lambda: True)
+        for n in range(2):
+            np.savetxt(tmp_path / f"{n}.csv", X[:16].astype("float32"))
+        names = tf.data.Dataset.from_tensor_slices([str(one) for one in tmp_path.iterdir()])
+        lines = tf.data.TextLineDataset(names)
+        source = lines.map(_parsed).batch(8)
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = (
+            tf.data.experimental.AutoShardPolicy.FILE
+        )
+        source = source.with_options(options)
+    else:
+        source = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+        model.run_eagerly = True
+    with pytest.warns(UserWarning, match=rf"unrolled_steps_per_execution has no.*{where}"):
+        trained(model, 2, 4, source)
+
+
+def _parsed(line: Any) -> Any:
+    numbers = tf.strings.to_number(tf.strings.split(line, " "))
+    return tf.ensure_shape(numbers, (6,)), tf.ensure_shape(numbers[:3], (3,))
 
 
 @pytest.mark.usefixtures("float64")
