@@ -103,8 +103,13 @@ def test_the_plan_states_what_was_read_of_a_step() -> None:
     assert all(one.gradients and one.gathered and one.activations for one in plan.memory)
     assert f"memory of a step with {ROWS} rows, at most" in str(plan)
     assert model.plan(ROWS).memory == plan.memory
-    # Of another number of rows nothing was read; nor is it known after another compile.
+    # Nothing was read of other rows, nor of other buckets, nor after another compile.
     assert {one.rows for one in model.plan(2 * ROWS).memory} == {None}
+    attached(model).set_fusion(kdist.FusionConfig(mode="none"))
+    batch = np.ones((ROWS, WIDTH), np.float32)
+    model.train_on_batch(batch, batch)
+    assert not attached(model).live
+    assert all(one.gradients is None and one.slots for one in model.plan().memory)
     model.compile("sgd", "mse")
     assert all(one.gradients is None for one in model.plan().memory)
 
