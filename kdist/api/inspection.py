@@ -70,7 +70,9 @@ class Inspection:
     def __str__(self) -> str:
         parts = ["collectives inside layers, per slice and step"]
         parts.append(format_table(self.collectives) if self.collectives else "  none")
-        parts.append("memory per device: variables, and the most that a step may have at once")
+        rows = self.memory[0].rows
+        step = "a step" if rows is None else f"a step of {rows} rows (batch_size={rows})"
+        parts.append(f"memory per device: variables, and the most that {step} may have at once")
         parts.append(device_memory.table(self.memory))
         if self.not_analysed:
             parts.append(f"gradients and gathered parameters not counted: {self.not_analysed}")
@@ -128,8 +130,8 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
     Args:
         model: A parallelized, compiled model.
         batch_size: Rows of the batch to run the step with, and whose collectives to show; by
-            default the number of the model's devices, and the collectives of the first batch that
-            it trained with.
+            default those of the batches that it trained with (the number of its devices where
+            these differ, or it has not trained), and the collectives of the first of them.
 
     Returns:
         An `Inspection`; print it.
@@ -143,7 +145,7 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
     """
     refuse_batch_size(batch_size)
     parallel = attached(model)
-    rows = batch_size or len(parallel.topology.devices)
+    rows = batch_size or parallel.batch_rows or len(parallel.topology.devices)
     live = device_memory.analyse(parallel, rows)
     memory = device_memory.measure(parallel, None if isinstance(live, str) else live, rows)
     parallel.memory = () if isinstance(live, str) else memory

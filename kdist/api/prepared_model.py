@@ -25,12 +25,14 @@ class PreparedModel(FittedModel):
 
     Attributes:
         batch_specs: Of (x, y, sample_weight), once trained.
+        batch_rows: Of a batch to train with, where that is known of all.
         births: Whether weights are born as parts, and who is told of others; see `kdist.scope`.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
         super().__init__(model, config)
         self.batch_specs: Any = None
+        self.batch_rows: int | None = None
         self.births: Callable[[keras.Variable, str], None] | None = None
 
     def prepare(self, kind: str, example: Any) -> None:
@@ -46,6 +48,8 @@ class PreparedModel(FittedModel):
             self._build(kind, example)
         if kind == "train":
             self.batch_specs = keras.tree.map_structure(as_spec, example)
+            sizes = (s.shape[:1] for s in keras.tree.flatten(self.batch_specs) if s is not None)
+            self.batch_rows = next((n for (n,) in filter(None, sizes) if n), self.batch_rows)
         if kind != "predict" and self.loss_terms is None:
             self._look_at_loss(example)
         if self.program is None:

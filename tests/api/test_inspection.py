@@ -91,6 +91,25 @@ def test_bytes_are_those_of_buffers_on_that_device(hybrid: keras.Model) -> None:
     assert found == {m.device: [m.parameters, m.slots] for m in memory}
 
 
+def test_a_step_has_the_rows_of_the_batches_it_trained_with() -> None:
+    model = parallel({"data": 2}, cuts=None)
+    model.compile("sgd", "mse")
+    model.train_on_batch(np.ones((64, 6), np.float32), np.ones((64, 3), np.float32))
+    found = kdist.inspect(model)
+    assert found.memory == kdist.inspect(model, batch_size=64).memory
+    assert "a step of 64 rows (batch_size=64)" in str(found)
+    few, many = kdist.inspect(model, batch_size=2).memory[0], found.memory[0]
+    assert few.activations is not None and many.activations is not None
+    assert few.activations * 16 < many.activations
+
+
+def test_batches_of_several_sizes_have_none_of_their_own() -> None:
+    model = parallel({"data": 2}, cuts=None)
+    model.compile("sgd", "mse")
+    model.fit(np.ones((7, 6), np.float32), np.ones((7, 3), np.float32), batch_size=4, verbose=0)
+    assert "a step of 2 rows (batch_size=2)" in str(kdist.inspect(model))
+
+
 def test_before_training_there_is_no_optimizer_state() -> None:
     model = parallel({"data": 4}, None)
     model.compile("adam", "mse")
