@@ -21,6 +21,7 @@ CHECKOUT = results_file.FOLDER.parent.parent
 PAGES = (
     "README.md",
     "docs/memory.md",
+    "docs/recompute.md",
     "docs/compression.md",
     "docs/pipeline.md",
     "docs/collectives.md",

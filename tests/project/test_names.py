@@ -12,7 +12,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 KDIST = CHECKOUT / "kdist"
 MAPPED = {"layers": CHECKOUT / "layers", "callbacks": CHECKOUT / "callbacks"}
 """Packages of kdist whose folders lie elsewhere; see setup.cfg."""
-PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
+PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
 MODULES = sorted(path for at in (KDIST, *MAPPED.values()) for path in at.rglob("*.py"))
 QUOTED = re.compile(r"`([A-Za-z_][\w./]*)(?:\([^`\n]*\))?`")
 FILE = re.compile(r"\.(csv|ini|json|keras|md|png|py|sh|svg|txt|yaml)$")

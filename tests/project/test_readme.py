@@ -14,8 +14,11 @@ RUN = (
     "batch_semantics",
     "checkpoints",
     "compression",
+    "custom_loops",
     "export",
     "pipeline",
+    "recompute",
+    "tensor_parallelism",
 )
 """Pages whose blocks are a whole program; those of others are parts of one."""
 PAGES = [README, *(ROOT / "docs" / f"{name}.md" for name in RUN)]
@@ -51,7 +54,7 @@ def test_there_is_something_to_run():
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 PAGES_AND_LINKS = sorted(
     (page, target)
-    for page in [README, *(ROOT / "docs").glob("*.md")]
+    for page in [README, *(ROOT / "docs").rglob("*.md")]
     for target in set(LINK.findall(page.read_text()))
 )
 
@@ -59,3 +62,22 @@ PAGES_AND_LINKS = sorted(
 @pytest.mark.parametrize(("page", "target"), PAGES_AND_LINKS, ids=lambda value: str(value)[-40:])
 def test_links_lead_to_files(page, target):
     assert (page.parent / target).exists()
+
+
+PLACES = sorted(
+    (page, target)
+    for page in [README, *(ROOT / "docs").rglob("*.md")]
+    for target in set(re.findall(r"\]\(([^):]*#[^)]+)\)", page.read_text()))
+)
+
+
+def places(page):
+    """What a page's headings are called in links."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+@pytest.mark.parametrize(("page", "target"), PLACES, ids=lambda value: str(value)[-40:])
+def test_links_lead_to_headings(page, target):
+    name, place = target.split("#")
+    assert place in places(page.parent / name if name else page)
