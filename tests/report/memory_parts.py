@@ -18,6 +18,8 @@ import numpy as np
 REPLICAS = 4
 WIDTH, LAYERS, ROWS = 16, 6, 8
 KERNEL, BIAS = 4 * WIDTH * WIDTH, 4 * WIDTH
+COUNTERS = 32
+"""Bytes of the scalars that may be there beside: steps, learning rates."""
 CUT, WHOLE = LAYERS * KERNEL, LAYERS * BIAS
 # A device's own step counter (int64) and learning rate (float32).
 SCALARS = 8 + 4

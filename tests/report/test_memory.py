@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from .memory_parts import (
     BIAS,
+    COUNTERS,
     CUT,
     KERNEL,
     LAYERS,
@@ -289,7 +290,11 @@ def test_a_stage_frees_the_gradients_of_a_chunk_when_it_is_done(inner: int) -> N
         assert stage <= everything <= stage + 8 * BIAS
         biases = everything - stage
         assert freed.peak(device, ["gradient"]).nbytes <= stage / 2 + 2 * KERNEL / inner + biases
-        assert freed.peak(device).nbytes <= 0.85 * whole.peak(device).nbytes
+        most, all_along = freed.peak(device).nbytes, whole.peak(device).nbytes
+        # A kernel's part is gone by the time that most is there: over inner axes that is while the
+        # second chunk from the front computes, beside one that is on its way.
+        assert most <= all_along - KERNEL / inner + COUNTERS
+        assert inner > 1 or most <= 0.85 * all_along
 
 
 def test_keep_gathered_keeps_all() -> None:
