@@ -242,7 +242,7 @@ class Parallel(PreparedModel):
                 f"A model with its own `{method}` decides itself what a step is, which kdist "
                 "cannot distribute. Override `compute_loss` or `compute_metrics` instead, or "
                 "write the loop with kdist.gradients(model, x, y), kdist.apply_gradients(model, "
-                "gradients) and kdist.reduce(...): see examples/custom_loop.py. "
+                "gradients) and kdist.reduce(...): docs/custom_loops.md has a recipe for each. "
                 f"Received: model of type {type(self.model).__name__}"
             )
 
