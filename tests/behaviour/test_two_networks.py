@@ -41,7 +41,7 @@ def trained(
     generator, discriminator, both = networks()
     if axes is not None:
         cuts = CUTS if "model" in axes else {}
-        optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0 if level else 32)
+        optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0 if level else 64)
 
         def config(cuts: dict[str, Any]) -> kdist.ParallelConfig:
             mesh = kdist.mesh(**axes)
