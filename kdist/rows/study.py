@@ -194,7 +194,9 @@ def _trace(
     try:
         wrapped = tf.compat.v1.wrap_function(traced, list(flat))
     except Exception as error:
-        raise NotStudied(_reason(error)) from error
+        rows = next((s.shape[0] for s in flat if s.shape.rank), None)
+        made_up = "" if rows is None else f" (on a batch of {rows} rows, made up to find it out)"
+        raise NotStudied(f"{_reason(error)}{made_up}") from error
     return wrapped.graph, given, outputs
 
 
