@@ -19,7 +19,8 @@ from kdist.rows import (
 from kdist.rows.known_functions import known_function
 from kdist.rows.node import RULES, Node
 from kdist.rows.numbers import fixed, power_of
-from kdist.rows.values import Const, Linear, Mixed, Mixing, RowsMeet, Value, join
+from kdist.rows.own_numbers import choice_after_own_number
+from kdist.rows.values import Const, Linear, Mixed, Mixing, Rows, RowsMeet, Value, join
 from kdist.storage.constant_ids import ConstantIds
 from kdist.storage.constants import constant_value
 
@@ -64,7 +65,9 @@ class Interpreter:
         self.accepted: list[Mixing] = []
         self.constant_ids = ConstantIds()
         self._written: dict[int, Value] = {}
+        self._known: dict[int, Value] = {}
         self._special: Mapping[str, Callable[[Any, list[Value]], list[Value]]] = {
+            "GatherNd": self._chosen,
             "IdentityN": self._identities,
             "PartitionedCall": self._call,
             "StatefulPartitionedCall": self._call,
@@ -94,24 +97,38 @@ class Interpreter:
                 known.setdefault(id(op.outputs[0]), Const())
                 continue
             values = [known[id(t)] for t in op.inputs]
+            self._known = known
             for tensor, value in zip(op.outputs, self._outputs(op, values)):
                 known[id(tensor)] = value
         return [known[id(t)] for t in outputs]
 
     def _outputs(self, op: Any, values: list[Value]) -> list[Value]:
-        count = len(op.outputs)
-        special = self._special.get(op.type)
         try:
-            if special is not None:
-                return special(op, values)
-            mixed = [v for v in values if isinstance(v, Mixed)]
-            if mixed and op.type not in SHAPE_ONLY:
-                known = fixed(op.outputs[0]) if op.type == "Minimum" else None
-                return [mixed[0] if known is None else self._refined_to(known)] * count
-            apart = [Const() if isinstance(v, Mixed) else v for v in values]
-            return self._by_rule(Node(op, apart, self.batch))
+            return self._special.get(op.type, self._usual)(op, values)
         except RowsMeet:
-            return [Mixed(self._note(op, values))] * count
+            return [Mixed(self._note(op, values))] * len(op.outputs)
+
+    def _usual(self, op: Any, values: list[Value]) -> list[Value]:
+        """Rows that have met stay so; else the operation's rule says."""
+        mixed = [v for v in values if isinstance(v, Mixed)]
+        if mixed and op.type not in SHAPE_ONLY:
+            known = fixed(op.outputs[0]) if op.type == "Minimum" else None
+            return [mixed[0] if known is None else self._refined_to(known)] * len(op.outputs)
+        apart = [Const() if isinstance(v, Mixed) else v for v in values]
+        return self._by_rule(Node(op, apart, self.batch))
+
+    def _chosen(self, op: Any, values: list[Value]) -> list[Value]:
+        """What rows take from a table, or each from itself."""
+        joined = choice_after_own_number(op.inputs[1], self.batch) if values[0] == Rows(0) else None
+        if joined is None:
+            return self._usual(op, values)
+        at, parts = joined
+        for value in (self._known[id(part)] for part in parts):
+            alike = isinstance(value, Const) and value.is_flat(0) and value.power == 0
+            if not alike and value != Rows(0):
+                return self._usual(op, values)
+        self.mixings = [one for one in self.mixings if one.name != at.name]
+        return [Rows(0)]
 
     def _by_rule(self, node: Node) -> list[Value]:
         count = len(node.op.outputs)

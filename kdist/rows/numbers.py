@@ -39,22 +39,28 @@ _REDUCTIONS: Mapping[str, Callable[..., Any]] = {
 _SAME = {"Identity", "Snapshot", "StopGradient"}
 
 
-def fixed(tensor: Any, depth: int = DEPTH) -> np.ndarray | None:
-    """The value of a small tensor that no input of the graph decides; None if it is not fixed."""
+def fixed(tensor: Any, depth: int = DEPTH, most: int = SMALL) -> np.ndarray | None:
+    """The value of a small tensor that no input of the graph decides; None if it is not fixed.
+
+    Args:
+        tensor: Of a graph.
+        depth: How far back to look.
+        most: How many values it may have.
+    """
     size = tensor.shape.num_elements()
-    if size is None or size > SMALL or depth == 0:
+    if size is None or size > most or depth == 0:
         return None
     value = tf.get_static_value(tensor)
     if value is not None:
         return np.asarray(value)
     op = tensor.op
     if op.type in _SAME or op.type == "Cast":
-        source = fixed(op.inputs[0], depth - 1)
+        source = fixed(op.inputs[0], depth - 1, most)
         return source if source is None else source.astype(tensor.dtype.as_numpy_dtype)
     if op.type in ("Reshape", "Squeeze", "ExpandDims"):
-        source = fixed(op.inputs[0], depth - 1)
+        source = fixed(op.inputs[0], depth - 1, most)
         return source if source is None else source.reshape(tensor.shape)
-    known = [fixed(t, depth - 1) for t in op.inputs]
+    known = [fixed(t, depth - 1, most) for t in op.inputs]
     if op.type == "Minimum" and (bound := _bounded(op, known, depth)) is not None:
         return bound
     if any(k is None for k in known) or not known:
@@ -85,27 +91,38 @@ def _computed(op: Any, known: list[np.ndarray]) -> np.ndarray | None:
     if op.type == "Range":
         begin, end, step = (one.item() for one in known)
         return np.arange(begin, end, step) if step else None
+    if op.type == "Tile":
+        return np.tile(known[0], known[1])
+    if op.type == "BroadcastTo":
+        return np.broadcast_to(known[0], known[1])
     if op.type == "Pack":
         return np.stack(known, op.get_attr("axis"))
     if op.type == "ConcatV2":
         return np.concatenate(known[:-1], int(known[-1]))
-    if op.type == "StridedSlice" and known[0].ndim == 1:
-        return _sliced(op, *known)
+    if op.type == "StridedSlice":
+        return np.asarray(known[0][_places(op, *known[1:])])
     return None
 
 
-def _sliced(
-    op: Any, vector: np.ndarray, begin: np.ndarray, end: np.ndarray, stride: np.ndarray
-) -> np.ndarray | None:
-    """`vector[begin:end:stride]`, or one entry."""
-    if op.get_attr("ellipsis_mask") or op.get_attr("new_axis_mask"):
-        return None
-    low, high, step = int(begin[0]), int(end[0]), int(stride[0])
-    if op.get_attr("shrink_axis_mask"):
-        return np.asarray(vector[low])
-    first = None if op.get_attr("begin_mask") else low
-    last = None if op.get_attr("end_mask") else high
-    return vector[first:last:step]
+def _places(op: Any, begin: np.ndarray, end: np.ndarray, stride: np.ndarray) -> tuple[Any, ...]:
+    """What stands between the brackets of `x[...]`."""
+    masks = {
+        name: op.get_attr(f"{name}_mask")
+        for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+    }
+
+    def place(i: int) -> Any:
+        if masks["ellipsis"] >> i & 1:
+            return Ellipsis
+        if masks["new_axis"] >> i & 1:
+            return None
+        if masks["shrink_axis"] >> i & 1:
+            return int(begin[i])
+        first = None if masks["begin"] >> i & 1 else int(begin[i])
+        last = None if masks["end"] >> i & 1 else int(end[i])
+        return slice(first, last, int(stride[i]))
+
+    return tuple(place(i) for i in range(len(begin)))
 
 
 def power_of(array: np.ndarray, batch: int) -> int | None:
