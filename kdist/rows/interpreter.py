@@ -17,6 +17,7 @@ from kdist.rows import (
     shaping,
 )
 from kdist.rows.known_functions import known_function
+from kdist.rows.mapped import Mapped, mapped_by_loop
 from kdist.rows.node import RULES, Node
 from kdist.rows.numbers import fixed, power_of
 from kdist.rows.own_numbers import choice_after_own_number
@@ -45,6 +46,16 @@ ASSIGN = {
     "ResourceScatterUpdate",
     "ResourceScatterSub",
 }
+OWN_PLACES = {
+    "GatherNd": (1, (0,)),
+    "ScatterNd": (0, (1,)),
+    "TensorScatterAdd": (1, (0, 2)),
+    "TensorScatterMax": (1, (0, 2)),
+    "TensorScatterMin": (1, (0, 2)),
+    "TensorScatterSub": (1, (0, 2)),
+    "TensorScatterUpdate": (1, (0, 2)),
+}
+"""Operations that may be of each row by itself: which input has the places, and which has rows."""
 
 
 class Interpreter:
@@ -67,7 +78,7 @@ class Interpreter:
         self._written: dict[int, Value] = {}
         self._known: dict[int, Value] = {}
         self._special: Mapping[str, Callable[[Any, list[Value]], list[Value]]] = {
-            "GatherNd": self._chosen,
+            **dict.fromkeys(OWN_PLACES, self._chosen),
             "IdentityN": self._identities,
             "PartitionedCall": self._call,
             "StatefulPartitionedCall": self._call,
@@ -78,6 +89,7 @@ class Interpreter:
             "While": self._loop,
             "StatelessWhile": self._loop,
             "ReadVariableOp": self._read,
+            "TensorListStack": self._stacked,
             **dict.fromkeys(ASSIGN, self._assign),
         }
 
@@ -118,17 +130,44 @@ class Interpreter:
         return self._by_rule(Node(op, apart, self.batch))
 
     def _chosen(self, op: Any, values: list[Value]) -> list[Value]:
-        """What rows take from a table, or each from itself."""
-        joined = choice_after_own_number(op.inputs[1], self.batch) if values[0] == Rows(0) else None
-        if joined is None:
+        """What rows take from a table, or write to one; or each from itself, and to itself."""
+        at, rows = OWN_PLACES[op.type]
+        joined = choice_after_own_number(op.inputs[at], self.batch)
+        if joined is None or op.outputs[0].shape[0] != self.batch:
             return self._usual(op, values)
-        at, parts = joined
-        for value in (self._known[id(part)] for part in parts):
-            alike = isinstance(value, Const) and value.is_flat(0) and value.power == 0
-            if not alike and value != Rows(0):
-                return self._usual(op, values)
-        self.mixings = [one for one in self.mixings if one.name != at.name]
+        choice, parts = joined
+        given = [values[n] for n in rows] + [self._known[id(part)] for part in parts]
+        alike = [v for v in given if isinstance(v, Const) and v.is_flat(0) and v.power == 0]
+        own = [v for v in given if v == Rows(0)]
+        if not own or len(own) + len(alike) < len(given):
+            return self._usual(op, values)
+        self.mixings = [one for one in self.mixings if one.name != choice.name]
         return [Rows(0)]
+
+    def _stacked(self, op: Any, values: list[Value]) -> list[Value]:
+        """A list as a tensor; of what a loop did to each row, the rows."""
+        found = mapped_by_loop(op, self.batch)
+        if found is None:
+            return self._usual(op, values)
+        given = [self._known[id(one.inputs[0])] for one in found.lists]
+        alike = [v for v in given if isinstance(v, Const) and v.is_flat(0) and v.power == 0]
+        rows = [v for v in given if v == Rows(0)]
+        if not rows or len(rows) + len(alike) < len(given) or not self._is_of_element(found):
+            return self._usual(op, values)
+        inside = f"{found.loop.name}/"
+        names = {found.loop.name, *(one.name for one in found.lists)}
+        self.mixings = [
+            m for m in self.mixings if m.name not in names and not m.name.startswith(inside)
+        ]
+        return [Rows(0)]
+
+    def _is_of_element(self, mapped: Mapped) -> bool:
+        """Whether what a loop makes of an element does not depend on how many there are."""
+        known = self._known
+        others = {name: known[id(tensor)] for name, tensor in mapped.others.items()}
+        (value,) = self.evaluate(mapped.body, others, [mapped.element])
+        self._known = known
+        return isinstance(value, Const) and value.power == 0
 
     def _by_rule(self, node: Node) -> list[Value]:
         count = len(node.op.outputs)

@@ -125,6 +125,21 @@ def cut(node: Node) -> Value:
     return _part(value, size, node.batch)
 
 
+@rule("XlaDynamicUpdateSlice")
+def slice_update(node: Node) -> Value:
+    """A part of a tensor that is written anew; of the batch's dim, all of it."""
+    values = node.values[:2]
+    if node.constant or any(isinstance(v, Linear) or v.power != 0 for v in values):
+        raise RowsMeet
+    node.only_constants(2)
+    rows = next(v for v in values if isinstance(v, Rows))
+    if node.shape(0)[rows.dim] != node.shape(1)[rows.dim]:
+        raise RowsMeet
+    if not all(v == rows or isinstance(v, Const) and v.is_flat(rows.dim) for v in values):
+        raise RowsMeet
+    return rows
+
+
 @rule("StridedSlice")
 def strided_slice(node: Node) -> Value:
     """Python's `x[...]`: parts, single places and new dims."""

@@ -57,8 +57,41 @@ def alike(x: Any) -> Any:
     return tf.gather_nd(x, tf.stack([tf.range(rows), tf.fill([rows], 2)], axis=1))
 
 
+def own_place(x: Any) -> Any:
+    return tf.stack([tf.range(tf.shape(x)[0]), largest(x)], axis=1)
+
+
+def written(x: Any) -> Any:
+    return tf.tensor_scatter_nd_update(x, own_place(x), x[:, 0])
+
+
+def added(x: Any) -> Any:
+    return tf.tensor_scatter_nd_add(tf.zeros_like(x), own_place(x), x[:, 0])
+
+
+def scattered(x: Any) -> Any:
+    return tf.scatter_nd(own_place(x), x[:, 0], tf.shape(x))
+
+
+def of_keras(x: Any) -> Any:
+    return ops.slice_update(x, (0, 2, 0), x[:, :1])
+
+
 @pytest.mark.parametrize(
-    "function", [stacked, by_keras, several, broadcast, concatenated, of_wide_numbers, alike]
+    "function",
+    [
+        stacked,
+        by_keras,
+        several,
+        broadcast,
+        concatenated,
+        of_wide_numbers,
+        alike,
+        written,
+        added,
+        scattered,
+        of_keras,
+    ],
 )
 def test_a_row_that_looks_into_itself_keeps_apart(function: Callable) -> None:
     found = study(function, SEQUENCES)
@@ -96,8 +129,38 @@ def used_again(x: Any) -> Any:
     return tf.gather_nd(x, indices) + tf.cast(tf.reduce_sum(indices), x.dtype)
 
 
+def writes_the_first(x: Any) -> Any:
+    return ops.slice_update(x, (0, 0, 0), tf.ones((1, 5, 3)))
+
+
+def writes_of_others(x: Any) -> Any:
+    return tf.tensor_scatter_nd_update(x, own_place(x), x[::-1, 0])
+
+
+def writes_what_differs(x: Any) -> Any:
+    rows = tf.shape(x)[0]
+    numbers = tf.tile(tf.cast(tf.range(rows), x.dtype)[:, None], [1, 3])
+    return tf.tensor_scatter_nd_update(x, own_place(x), numbers)
+
+
+def scattered_elsewhere(x: Any) -> Any:
+    return tf.scatter_nd(own_place(x), x[:, 0], [2 * tf.shape(x)[0], 5, 3])
+
+
 @pytest.mark.parametrize(
-    "function", [reversed_numbers, next_numbers, behind, chosen_by_others, of_others, used_again]
+    "function",
+    [
+        reversed_numbers,
+        next_numbers,
+        behind,
+        chosen_by_others,
+        of_others,
+        used_again,
+        writes_the_first,
+        writes_of_others,
+        writes_what_differs,
+        scattered_elsewhere,
+    ],
 )
 def test_what_only_looks_like_it_does_not(function: Callable) -> None:
     found = study(function, SEQUENCES)
