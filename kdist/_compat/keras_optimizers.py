@@ -273,6 +273,15 @@ def decays(optimizer: Any, variable: keras.Variable) -> bool:
     return optimizer.weight_decay is not None and optimizer._use_weight_decay(known)
 
 
+def own_methods(optimizer: Any, names: Sequence[str]) -> list[str]:
+    """Which methods of an optimizer are neither Keras's nor kdist's."""
+
+    def definer(name: str) -> type:
+        return next(one for one in type(optimizer).__mro__ if name in vars(one))
+
+    return [n for n in names if definer(n).__module__.split(".")[0] not in ("keras", "kdist")]
+
+
 def replace_apply(optimizer: Any, apply: Callable[..., None]) -> None:
     """Replaces what one optimizer's `apply`, and so its `apply_gradients`, does."""
     object.__setattr__(optimizer, "apply", apply)

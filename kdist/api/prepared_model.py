@@ -12,6 +12,7 @@ from kdist.api.applied_by_hand import hand_over
 from kdist.api.fitted_model import FittedModel
 from kdist.api.table_optimizers import check_table_optimizers
 from kdist.config.parallel import ParallelConfig
+from kdist.optimizer.local import sees_some_alone
 from kdist.optimizer.update import DistributedUpdate
 from kdist.runtime.keras_contract import as_spec, is_built
 from kdist.runtime.loss_terms import loss_terms
@@ -98,6 +99,9 @@ class PreparedModel(FittedModel):
         )
         hand_over(self)
         self.warn_without_effect()
+        for (leaf, _), local in zip(self.update.groups, self.update.jobs.local):
+            if note := sees_some_alone(leaf, len(local)):
+                self.warn_once(note)
 
     def _build_optimizer(self) -> None:
         """Builds the optimizer as Keras does, but that what will be views is never whole."""

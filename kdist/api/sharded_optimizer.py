@@ -193,7 +193,9 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
             self.build(trainable_variables)
         if self._mirrored is not None:
             return self._mirrored.merge(grads, trainable_variables)
-        return self.inner_optimizer.apply(grads, trainable_variables)
+        if trainable_variables is None:
+            return self.inner_optimizer.apply(grads)
+        return self.inner_optimizer.apply_gradients(zip(grads, trainable_variables, strict=True))
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of optimizer state per device, under a `tf.distribute.MirroredStrategy`.

@@ -121,6 +121,24 @@ def changes_rows_only(optimizer: Any, variable: keras.Variable) -> bool:
     )
 
 
+def sees_some_alone(optimizer: Any, devices: int) -> str | None:
+    """What the user should know of a class that is called with the gradients of each device.
+
+    Args:
+        optimizer: A leaf optimizer.
+        devices: How many devices update weights by it.
+    """
+    own = keras_optimizers.own_methods(optimizer, ("apply", "apply_gradients"))
+    if not own or devices < 2:
+        return None
+    return (
+        f"optimizer {type(optimizer).__name__!r} overrides {' and '.join(own)}: each of {devices} "
+        "devices calls that with the gradients that it updates weights by. If it looks at all "
+        "gradients together, as a norm over them does, set "
+        "OptimizerConfig(state_on='host'), which updates all in one place"
+    )
+
+
 def clone(optimizer: Any) -> Any:
     """A fresh optimizer with the same settings that reads the same learning rate.
 
@@ -207,7 +225,7 @@ class LocalOptimizer:
                     self.steps.used_by(self.optimizer, self.variables),
                     passed_over(self.optimizer, self.variables, live or {}),
                 ):
-                    self.optimizer.apply(gradients, variables)
+                    self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
             else:
                 keras_optimizers.apply_nothing(self.optimizer)
 

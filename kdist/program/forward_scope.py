@@ -15,9 +15,9 @@ import tensorflow as tf
 class ForwardScope(keras.StatelessScope):
     """The scope of a program's forward pass.
 
-    A layer may write a trainable variable in its call (SpectralNormalization does). On one device
-    the gradient is then taken at the written value, and does not flow through how it was computed:
-    so here.
+    A layer may write a variable in its call, and read it. On one device no gradient flows through
+    how the written value was computed: so here. Of a trainable variable (SpectralNormalization
+    writes one) the gradient is then taken at the written value.
 
     Args:
         mapping: Variables and their values.
@@ -73,7 +73,9 @@ class ForwardScope(keras.StatelessScope):
         """Notes the new value of a variable."""
         variable, value = update
         self.written[id(variable)] = variable
+        given = self.given.get(id(variable))
         if id(variable) in self.trainable:
-            given = self.given[id(variable)]
             value = tf.stop_gradient(value) + (given - tf.stop_gradient(given))
+        elif value is not given and not value.dtype.is_integer:
+            value = tf.stop_gradient(value)
         super().add_update((variable, value))

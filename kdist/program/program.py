@@ -23,6 +23,7 @@ from kdist.program.loss_parts import collected, penalty_name
 from kdist.program.model_state import ModelState
 from kdist.program.padded_batch import PaddedBatch
 from kdist.program.traced import Traced, drawing
+from kdist.program.unlisted_writes import refuse_unlisted_writes
 from kdist.storage import sparse
 from kdist.storage.variables import backing_of
 
@@ -352,8 +353,10 @@ class Program:
         """New values of the variables that the forward pass wrote.
 
         Raises:
-            ValueError: It wrote a variable that the model does not list: the value would be lost.
+            ValueError: It wrote a variable that the model does not list: the value would be lost,
+                or each replica's.
         """
+        refuse_unlisted_writes(self.model.name)
         listed = {id(v) for v in self.state.written}
         lost = [v.path for key, v in scope.written.items() if key not in listed]
         if lost:

@@ -122,9 +122,11 @@ class StageFunctions:
             raise ValueError(
                 "A layer of a pipeline uses its own variables alone; this one reads variables of "
                 "layers that it does not own, or Keras's seed for all. Make the other layer an "
-                "attribute of it, or call that layer in the model's graph; give functions of "
-                "keras.random a seed of the layer's own (seed=self.seed_generator, a "
-                f"keras.random.SeedGenerator). Received: layers {', '.join(body.names)}"
+                "attribute of it, or call that layer in the model's graph; make a tf.Variable a "
+                "weight (self.add_weight); read a variable of no layer in an overridden "
+                "compute_loss, not in a compiled loss; give functions of keras.random a seed of "
+                "the layer's own (seed=self.seed_generator, a keras.random.SeedGenerator). "
+                f"Received: layers {', '.join(body.names)}"
             ) from None
 
     def cut(self, again: Collection[str]) -> None:

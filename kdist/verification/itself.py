@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kdist.api.parallelize import Parallel, attached
+from kdist.program.forward_scope import ForwardScope
 from kdist.program.model_state import ModelState
 from kdist.verification.calm import calm
 from kdist.verification.observe import (
@@ -108,7 +109,7 @@ def _alone(model: keras.Model, batch: tuple[Any, Any, Any]) -> Observed:
     x, y, sample_weight = batch
     state = ModelState.of(model)
     params = [tf.identity(v.value) for v in state.trainable]
-    scope = keras.StatelessScope(list(zip(state.trainable, params)), collect_losses=True)
+    scope = ForwardScope(list(zip(state.trainable, params)), state.trainable)
     with tf.GradientTape() as tape:
         tape.watch(params)
         with scope:

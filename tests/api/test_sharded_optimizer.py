@@ -82,6 +82,19 @@ def test_on_one_plain_device_it_is_the_inner_optimizer() -> None:
         np.testing.assert_array_equal(a, b)
 
 
+def test_on_one_plain_device_its_own_way_of_applying_counts() -> None:
+    class Still(keras.optimizers.SGD):
+        def apply_gradients(self, grads_and_vars: Any) -> Any:
+            return super().apply_gradients([(0.0 * g, v) for g, v in grads_and_vars])
+
+    model = build()
+    before = model.get_weights()
+    model.compile(kdist.ShardedOptimizer(Still(0.1), level=0), "mse")
+    model.train_on_batch(X, Y)
+    for now, then in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
 def test_state_on_the_host() -> None:
     model = parallel(sharded(level=1, state_on="host"))
     assert model.plan().uses_host

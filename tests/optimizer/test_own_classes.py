@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import kdist
@@ -35,7 +37,23 @@ class Own(keras.optimizers.Optimizer):
         super().__init__(learning_rate=rate, name="own")
 
 
-def made(data: int | None, level: int = 0) -> keras.Model:
+class Bounded(keras.optimizers.SGD):
+    """Bounds gradients one by one, where Keras's step hands them over."""
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        bounded = [(keras.ops.clip(g, -0.05, 0.05), v) for g, v in grads_and_vars]
+        return super().apply_gradients(bounded)
+
+
+class Shortened(keras.optimizers.SGD):
+    """Shortens all gradients together."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        norm = keras.ops.sqrt(sum(keras.ops.sum(keras.ops.square(g)) for g in grads))
+        super().apply([0.1 * g / norm for g in grads], trainable_variables)
+
+
+def made(data: int | None, level: int = 0, **more: Any) -> keras.Model:
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     keras.utils.set_random_seed(1)
@@ -43,9 +61,22 @@ def made(data: int | None, level: int = 0) -> keras.Model:
     model = keras.Sequential([keras.Input((6,)), *layers])
     if data is None:
         return model
-    optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0)
+    optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0, **more)
     config = kdist.ParallelConfig(mesh=kdist.mesh(data=data), layout_map={}, optimizer=optimizer)
     return kdist.parallelize(model, config)
+
+
+def check_equal(model: keras.Model, make: Callable[[], keras.optimizers.Optimizer]) -> None:
+    """Trains the model, and a plain one, alike."""
+    plain = made(None)
+    losses = []
+    for one in (plain, model):
+        one.compile(make(), "mse")
+        fit = one.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        losses.append(fit.history["loss"])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-9)
+    for ours, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9)
 
 
 def configured() -> Gain:
@@ -57,15 +88,26 @@ def configured() -> Gain:
 
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_settings_that_its_config_leaves_out(level: int) -> None:
-    plain, model = made(None), made(2, level)
-    losses = []
-    for one in (plain, model):
-        one.compile(configured(), "mse")
-        fit = one.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
-        losses.append(fit.history["loss"])
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-9)
-    for ours, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-9)
+    check_equal(made(2, level), configured)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_what_it_does_to_each_gradient_is_done(level: int) -> None:
+    with pytest.warns(UserWarning, match=r"'Bounded' overrides apply_gradients: .*state_on='host'"):
+        check_equal(made(2, level), lambda: Bounded(0.5))
+
+
+def test_what_it_does_to_all_gradients_is_done_in_one_place() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*overrides apply")
+        check_equal(made(2, state_on="host"), lambda: Shortened(0.5))
+
+
+def test_all_gradients_are_not_seen_on_each_device() -> None:
+    model = made(2)
+    model.compile(Shortened(0.5), "mse")
+    with pytest.warns(UserWarning, match=r"'Shortened' overrides apply: each of 2 devices"):
+        model.train_on_batch(X, Y)
 
 
 def test_verify_compares_with_the_same_settings() -> None:

@@ -71,6 +71,23 @@ def test_a_model_without_a_twin_is_compared_itself():
     assert kdist.verify(compressed, x, y).ok  # gradients are compared before they travel
 
 
+class Normed(layers.Layer):
+    """Divides by a norm of its weights that it keeps as state."""
+
+    def build(self, shape):
+        self.gain = self.add_weight(shape=(shape[-1],), initializer="ones", name="gain")
+        self.norm = self.add_weight(shape=(), initializer="ones", trainable=False, name="norm")
+
+    def call(self, inputs):
+        self.norm.assign(ops.sum(ops.square(self.gain)))
+        return inputs * self.gain / self.norm
+
+
+def test_what_a_layer_writes_and_reads_has_no_gradient_in_a_model_itself():
+    report = kdist.verify(wrapped(Normed(name="normed")), *batch())
+    assert report.ok and "the model itself" in report.way, report
+
+
 class Hidden(layers.Layer):
     """Has a factor that its configuration does not have."""
 
