@@ -2,7 +2,7 @@
 
 Process 0 runs the program; the others run a TensorFlow server, whose devices process 0 uses.
 Documented: `tf.distribute.Server`, `tf.config.experimental_connect_to_cluster`. Not documented, and
-held by `tests/cluster/test_training.py`:
+held by `tests/cluster/test_joining.py`:
 
 - `Server` makes as many CPU devices as `device_count` says, and its target is the address that it
   listens on, the port included that the system chose for port 0.
@@ -18,10 +18,11 @@ held by `tests/cluster/test_training.py`:
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -89,13 +90,28 @@ def use(addresses: Sequence[str]) -> None:
     if strategy_job() is not None:
         _use_beside_strategy(addresses)
         return
-    tf.config.experimental_connect_to_cluster(
-        tf.train.ClusterSpec({JOB: list(addresses)}),
-        job_name=JOB,
-        task_index=0,
-        protocol="grpc",
-        make_master_device_default=False,
-    )
+    with _logging_untouched():
+        tf.config.experimental_connect_to_cluster(
+            tf.train.ClusterSpec({JOB: list(addresses)}),
+            job_name=JOB,
+            task_index=0,
+            protocol="grpc",
+            make_master_device_default=False,
+        )
+
+
+@contextlib.contextmanager
+def _logging_untouched() -> Iterator[None]:
+    """Keeps absl, which TensorFlow connects with, from giving the root logger a handler.
+
+    With one, TensorFlow's warnings are printed twice, and `logging.basicConfig` does nothing.
+    """
+    stand_in = logging.NullHandler()
+    logging.root.addHandler(stand_in)
+    try:
+        yield
+    finally:
+        logging.root.removeHandler(stand_in)
 
 
 def _use_beside_strategy(addresses: Sequence[str]) -> None:

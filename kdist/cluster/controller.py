@@ -338,7 +338,9 @@ class NamingFailures:
                 raise failure from error
         if error is not None and (process := cluster_runtime.process_of(error)):
             place, address = self._controller.place, self._controller.addresses[process]
-            error.add_note(
+            note = (
                 f"kdist: TensorFlow heard of this from process {process} of {place.count} "
                 f"({address}). What that process printed last may say more."
             )
+            if note not in getattr(error, "__notes__", ()):  # a step within `fit`
+                error.add_note(note)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import signal
@@ -29,7 +30,9 @@ START = float(os.environ.get("TEST_START", "60"))
 def joined(threads_per_op: int | None = None) -> None:
     """Joins, with the deadlines that a test says."""
     devices = int(os.environ.get("TEST_DEVICES", "2"))
+    before = list(logging.root.handlers)
     kdist.init(devices, threads_per_op, start_timeout_s=START, peer_timeout_s=SILENCE)
+    assert logging.root.handlers == before, "a script's `logging.basicConfig` is without effect"
     print("joined", flush=True)
 
 
