@@ -6,6 +6,9 @@ held by `tests/cluster/test_joining.py`:
 
 - `Server` makes as many CPU devices as `device_count` says, and its target is the address that it
   listens on, the port included that the system chose for port 0.
+- An operation that Python runs on another process's device is over when Python goes on, if
+  TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE is false. Otherwise it waits there for its turn, and a
+  function called next does not wait for it: a step may read a weight before it is assigned.
 - A server shares its port with sockets that have SO_REUSEPORT where TF_GRPC_REUSE_PORT is set.
 - A `MultiWorkerMirroredStrategy` of several workers starts a server in each of them, for
   collectives, and a coordination service with a table of texts. Other servers can be started beside
@@ -87,6 +90,7 @@ def use(addresses: Sequence[str]) -> None:
     Args:
         addresses: `host:port` of each process's server; this one's starts here.
     """
+    os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "false"  # see above
     if strategy_job() is not None:
         _use_beside_strategy(addresses)
         return

@@ -137,6 +137,34 @@ def trains() -> None:
     print("RESULT " + json.dumps(found), flush=True)
 
 
+def assigns() -> None:
+    """Reads and assigns a variable of process 1 between calls of a function that changes it."""
+    if "TF_CONFIG" in os.environ:
+        tf.distribute.MultiWorkerMirroredStrategy()
+    joined()
+    there = "/job:worker/task:1/device:CPU:0"
+    with tf.device(there):
+        variable = tf.Variable(tf.zeros([100]))
+
+    @tf.function
+    def step() -> Any:
+        with tf.device(there):
+            found = tf.identity(variable)
+            with tf.control_dependencies([found]):
+                variable.assign(tf.zeros([100]))
+        return found[0]
+
+    step()
+    read, seen = [], []
+    for one in range(1, 201):
+        with tf.device(there):
+            variable.assign(np.full([100], one, "float32"))
+            value = variable.read_value()
+        seen.append(float(step()) == one)
+        read.append(float(value[0]) == one)
+    print(f"in order: {all(read)} {all(seen)}", flush=True)
+
+
 def strategy() -> None:
     """A model from the scope of a strategy that has started a cluster of its own."""
     keras.config.set_floatx("float64")
