@@ -191,6 +191,11 @@ def process_of(error: BaseException) -> int | None:
     return int(named.pop()) if len(named) == 1 else None
 
 
+def lacks_python(error: BaseException) -> bool:
+    """Whether a Python function of this process was called in another one, which has none."""
+    return isinstance(error, tf.errors.OpError) and "Could not find callback with key" in str(error)
+
+
 def may_be_a_process(error: BaseException | None) -> bool:
     """Whether an error of TensorFlow may come of a process that failed."""
     kinds = (

@@ -58,6 +58,15 @@ def test_process_1_runs_out_of_memory(tmp_path: Path) -> None:
     assert "bad_alloc" in all_[1].text or "OOM" in all_[1].text
 
 
+def test_what_is_wrong_with_data_is_said() -> None:
+    """By the error of the operation that fails, not of one that waits for it in vain."""
+    with program("mislabels", 2, TEST_DEVICES="2") as both:
+        assert [one.ends() for one in both] == [1, 1], both[0].text[-3000:]
+    assert both[0].text.count("SAID True") == 6, both[0].text[-3000:]
+    assert "goes on [ True]" in both[0].text
+    assert "process 0 alone has the script's functions" in both[0].text, "what is Python"
+
+
 def test_process_1_ends_before_it_is_ready(tmp_path: Path) -> None:
     """Process 2, which comes a little later, hears of it too."""
     with program("ends_early", 3, TEST_FOLDER=str(tmp_path)) as all_:
