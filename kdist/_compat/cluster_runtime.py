@@ -2,10 +2,13 @@
 
 Process 0 runs the program; the others run a TensorFlow server, whose devices process 0 uses.
 Documented: `tf.distribute.Server`, `tf.config.experimental_connect_to_cluster`. Not documented, and
-held by `tests/cluster/test_training.py`:
+held by `tests/cluster/test_joining.py`:
 
 - `Server` makes as many CPU devices as `device_count` says, and its target is the address that it
   listens on, the port included that the system chose for port 0.
+- An operation that Python runs on another process's device is over when Python goes on, if
+  TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE is false. Otherwise it waits there for its turn, and a
+  function called next does not wait for it: a step may read a weight before it is assigned.
 - A server shares its port with sockets that have SO_REUSEPORT where TF_GRPC_REUSE_PORT is set.
 - A `MultiWorkerMirroredStrategy` of several workers starts a server in each of them, for
   collectives, and a coordination service with a table of texts. Other servers can be started beside
@@ -18,10 +21,11 @@ held by `tests/cluster/test_training.py`:
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -86,16 +90,32 @@ def use(addresses: Sequence[str]) -> None:
     Args:
         addresses: `host:port` of each process's server; this one's starts here.
     """
+    os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "false"  # see above
     if strategy_job() is not None:
         _use_beside_strategy(addresses)
         return
-    tf.config.experimental_connect_to_cluster(
-        tf.train.ClusterSpec({JOB: list(addresses)}),
-        job_name=JOB,
-        task_index=0,
-        protocol="grpc",
-        make_master_device_default=False,
-    )
+    with _logging_untouched():
+        tf.config.experimental_connect_to_cluster(
+            tf.train.ClusterSpec({JOB: list(addresses)}),
+            job_name=JOB,
+            task_index=0,
+            protocol="grpc",
+            make_master_device_default=False,
+        )
+
+
+@contextlib.contextmanager
+def _logging_untouched() -> Iterator[None]:
+    """Keeps absl, which TensorFlow connects with, from giving the root logger a handler.
+
+    With one, TensorFlow's warnings are printed twice, and `logging.basicConfig` does nothing.
+    """
+    stand_in = logging.NullHandler()
+    logging.root.addHandler(stand_in)
+    try:
+        yield
+    finally:
+        logging.root.removeHandler(stand_in)
 
 
 def _use_beside_strategy(addresses: Sequence[str]) -> None:
@@ -169,6 +189,11 @@ def process_of(error: BaseException) -> int | None:
         return None
     named = set(re.findall(rf"/job:{JOB}/replica:0/task:(\d+)", str(error))) - {"0"}
     return int(named.pop()) if len(named) == 1 else None
+
+
+def lacks_python(error: BaseException) -> bool:
+    """Whether a Python function of this process was called in another one, which has none."""
+    return isinstance(error, tf.errors.OpError) and "Could not find callback with key" in str(error)
 
 
 def may_be_a_process(error: BaseException | None) -> bool:

@@ -19,12 +19,9 @@ def of_one_device() -> dict[str, bool]:
     It shares the caller's rendezvous. Otherwise, when an operation in it fails, TensorFlow cancels
     what other devices wait for before the caller hears of the failure, and what the user gets is
     "RecvAsync is cancelled" in place of the reason. With GPUs such a function may send to its own
-    CPU, and two calls would send under one name: there it does not share. Nor does it on devices of
-    several processes, where the step would wait for ever.
+    CPU, and two calls would send under one name: there it does not share.
     """
-    devices = tf.config.list_logical_devices()
-    processes = {device.name.partition("/device:")[0] for device in devices}
-    alone = len(processes) == 1 and all(device.device_type != "GPU" for device in devices)
+    alone = all(device.device_type != "GPU" for device in tf.config.list_logical_devices())
     return {"_noinline": True, "shared_rendezvous": alone}
 
 

@@ -95,7 +95,8 @@ def parallelize(model: keras.Model, config: ParallelConfig | None = None) -> ker
         mirrored_scope.check_devices(strategy, config.topology)
         if mirrored_scope.workers_of(strategy) > 1:
             mirrored_scope.detach(model)  # before Keras resets what the workers hold apart
-    Parallel(model, config).install()
+    with naming_failures():
+        Parallel(model, config).install()
     return model
 
 

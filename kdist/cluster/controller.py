@@ -268,6 +268,11 @@ class Controller:
             self._raised.set()
         return self._failure
 
+    def explain(self, error: BaseException) -> None:
+        """Notes on an error that nobody caught which process has failed, if that may be why."""
+        if cluster_runtime.may_be_a_process(error) and (failure := self.reason()) is not None:
+            error.add_note(f"kdist: {failure}")
+
     def name_of_hold(self, process: int) -> str:
         """By which `held.hold` of a process is called."""
         return str(self._said[process]["hold"])
@@ -322,6 +327,13 @@ class Controller:
             channel.hang_up()
 
 
+_NO_PYTHON = (
+    " A layer calls Python (tf.py_function, tf.numpy_function), and process 0 alone has the "
+    "script's functions. Write it in TensorFlow's operations, call it in the dataset, or give the "
+    "mesh devices of process 0 alone."
+)
+
+
 class NamingFailures:
     """See `Controller.naming_failures`."""
 
@@ -338,7 +350,11 @@ class NamingFailures:
                 raise failure from error
         if error is not None and (process := cluster_runtime.process_of(error)):
             place, address = self._controller.place, self._controller.addresses[process]
-            error.add_note(
+            note = (
                 f"kdist: TensorFlow heard of this from process {process} of {place.count} "
                 f"({address}). What that process printed last may say more."
             )
+            if cluster_runtime.lacks_python(error):
+                note += _NO_PYTHON
+            if note not in getattr(error, "__notes__", ()):  # a step within `fit`
+                error.add_note(note)

@@ -25,10 +25,15 @@ class Ending:
 
     Args:
         tell: Gets the exit code, and the error if that is why. May be called twice.
+        explain: Gets an error that nobody caught, before it is printed.
     """
 
-    def __init__(self, tell: Callable[[int, BaseException | None], None]) -> None:
-        self._tell, self._program = tell, os.getpid()
+    def __init__(
+        self,
+        tell: Callable[[int, BaseException | None], None],
+        explain: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self._tell, self._explain, self._program = tell, explain, os.getpid()
         self._asked = 0
         self._error_before = _uncaught()
         self._main = _outermost()
@@ -62,6 +67,8 @@ class Ending:
 
     def _see(self, kind: Any, error: Any, trace: Any) -> None:
         """Before threads are waited for, unless another hook has taken this one's place."""
+        if os.getpid() == self._program:
+            self._explain(error)
         self._hook(kind, error, trace)
         if os.getpid() == self._program:
             self._tell(code_of(error), error)

@@ -178,7 +178,10 @@ def _join(
         raise
     _controller = made
     signs.joined(found)
-    Ending(lambda code, error: made.end(code, output.described(error) if error else "")).watch()
+    end = Ending(
+        lambda code, error: made.end(code, output.described(error) if error else ""), made.explain
+    )
+    end.watch()
     host, _ = split_address(place.coordinator, place.source)
     if not os.environ.get(TOKEN) and (line := without_token(host, place.source)):
         warnings.warn(f"kdist.init: {line}", stacklevel=3)

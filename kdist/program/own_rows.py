@@ -48,6 +48,7 @@ class OwnRows:
         See `kdist.program.batch.refuse_sizes` for elements that are refused.
         """
 
+        @tf.autograph.experimental.do_not_convert  # which `map` would do, and warn where it cannot
         def keep(*element: Any) -> Any:
             data = element if len(element) > 1 else element[0]
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import signal
@@ -29,7 +30,9 @@ START = float(os.environ.get("TEST_START", "60"))
 def joined(threads_per_op: int | None = None) -> None:
     """Joins, with the deadlines that a test says."""
     devices = int(os.environ.get("TEST_DEVICES", "2"))
+    before = list(logging.root.handlers)
     kdist.init(devices, threads_per_op, start_timeout_s=START, peer_timeout_s=SILENCE)
+    assert logging.root.handlers == before, "a script's `logging.basicConfig` is without effect"
     print("joined", flush=True)
 
 
@@ -132,6 +135,34 @@ def trains() -> None:
     weights = [w.tolist() for w in made.get_weights()]
     found = {"loss": history["loss"], "weights": weights, "predicted": made.predict(x).sum()}
     print("RESULT " + json.dumps(found), flush=True)
+
+
+def assigns() -> None:
+    """Reads and assigns a variable of process 1 between calls of a function that changes it."""
+    if "TF_CONFIG" in os.environ:
+        tf.distribute.MultiWorkerMirroredStrategy()
+    joined()
+    there = "/job:worker/task:1/device:CPU:0"
+    with tf.device(there):
+        variable = tf.Variable(tf.zeros([100]))
+
+    @tf.function
+    def step() -> Any:
+        with tf.device(there):
+            found = tf.identity(variable)
+            with tf.control_dependencies([found]):
+                variable.assign(tf.zeros([100]))
+        return found[0]
+
+    step()
+    read, seen = [], []
+    for one in range(1, 201):
+        with tf.device(there):
+            variable.assign(np.full([100], one, "float32"))
+            value = variable.read_value()
+        seen.append(float(step()) == one)
+        read.append(float(value[0]) == one)
+    print(f"in order: {all(read)} {all(seen)}", flush=True)
 
 
 def strategy() -> None:
@@ -307,6 +338,26 @@ def large() -> None:
     made.compile("adam", "mse")
     made.fit(np.ones((8, 4096)), np.ones((8, 1)), batch_size=8, epochs=3, verbose=0)
     print("trained", flush=True)
+
+
+def mislabels() -> None:
+    """Trains on labels of which one, in either process's rows, is none of the model's."""
+    joined()
+    made, (x, _) = model(), data()
+    made.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    for row in (2, 2, 2, 30, 30, 30):
+        try:
+            made.fit(x, np.where(np.arange(32) == row, 9, 1), batch_size=32, shuffle=False)
+        except tf.errors.OpError as error:
+            print("SAID", "outside the valid range" in str(error), error, flush=True)
+    history = made.fit(x, np.ones(32), batch_size=32).history
+    print("goes on", np.isfinite(history["loss"]), flush=True)
+    python = keras.layers.Lambda(
+        lambda v: tf.ensure_shape(tf.numpy_function(np.abs, [v], v.dtype), v.shape)
+    )
+    calls = keras.Sequential([keras.Input((12,)), python])
+    kdist.parallelize(calls, kdist.ParallelConfig(mesh=kdist.mesh(data=4)))
+    calls.predict(x)
 
 
 def forks() -> None:

@@ -100,3 +100,12 @@ def test_an_interrupt_and_a_raised_exit() -> None:
 def test_without_site_there_is_no_exit() -> None:
     assert ended("sys.exit(3)", "-S") == (3, "3 None")
     assert ended("print(exit)")[1].startswith("Use exit() or Ctrl-D")
+
+
+def test_an_error_is_explained_before_it_is_printed() -> None:
+    """A process that has failed is named beside what TensorFlow says of it."""
+    explained = "explain=lambda error: error.add_note('a reason')).watch()"
+    text = WATCHED.format(path=ENDING).replace(").watch()", f", {explained}")
+    command = [sys.executable, "-c", text + "raise KeyError('x')"]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.stderr.endswith("KeyError: 'x'\na reason\n")

@@ -62,6 +62,14 @@ def test_a_strategy_of_several_workers_is_joined(workers: int) -> None:
     assert f"devices {devices}" in all_[0].text
 
 
+@pytest.mark.parametrize("beside", [False, pytest.param(True, marks=pytest.mark.wide)])
+def test_what_python_reads_and_assigns_between_steps_is_in_order(beside: bool) -> None:
+    each = of_tf_config({"worker": 2}) if beside else {}
+    with program("assigns", 2, each=each, TEST_DEVICES="1") as both:
+        assert [one.ends() for one in both] == [0, 0], both[0].text[-2000:]
+    assert "in order: True True" in both[0].text
+
+
 @pytest.mark.wide
 def test_a_strategy_with_a_chief_is_refused_and_its_place_taken() -> None:
     """What the refusal says to do instead works, with the very same TF_CONFIG."""

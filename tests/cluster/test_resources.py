@@ -40,7 +40,7 @@ def test_what_process_1_writes_finds_a_full_disk(tmp_path: Path) -> None:
             pytest.skip("no mounts for users on this machine")
         assert codes == [1, 1]
     for one in both:
-        assert "heard of this from process 1 of 2 (127.0.0.1:" in one.text
+        assert one.text.count("heard of this from process 1 of 2 (127.0.0.1:") == 1
     assert "No space left on device" in both[1].text
 
 
@@ -56,6 +56,15 @@ def test_process_1_runs_out_of_memory(tmp_path: Path) -> None:
     for survivor in (all_[0], all_[2]):
         assert "Process 1 of 3 (127.0.0.1:" in survivor.text or "process 1 of 3" in survivor.text
     assert "bad_alloc" in all_[1].text or "OOM" in all_[1].text
+
+
+def test_what_is_wrong_with_data_is_said() -> None:
+    """By the error of the operation that fails, not of one that waits for it in vain."""
+    with program("mislabels", 2, TEST_DEVICES="2") as both:
+        assert [one.ends() for one in both] == [1, 1], both[0].text[-3000:]
+    assert both[0].text.count("SAID True") == 6, both[0].text[-3000:]
+    assert "goes on [ True]" in both[0].text
+    assert "process 0 alone has the script's functions" in both[0].text, "what is Python"
 
 
 def test_process_1_ends_before_it_is_ready(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from kdist.program import batch
 from kdist.program.own_rows import OwnRows
 
 import pytest
@@ -33,3 +36,19 @@ def test_other_lengths_are_refused_when_they_are_read(apart: bool) -> None:
     cut = (lambda *element: rows.apart(element, 1)) if apart else rows.cut(1)
     with pytest.raises(tf.errors.InvalidArgumentError, match="have as many rows"):
         next(iter(dataset.map(cut)))
+
+
+def test_what_is_cut_is_not_converted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise TensorFlow warns, once for each function, of what it cannot convert."""
+
+    def split(*given: Any) -> Any:
+        return cut if (cut := batch.split(*given)) else None
+
+    monkeypatch.setattr("kdist.program.own_rows.split", split)
+    dataset = tf.data.Dataset.from_tensors(tf.zeros([4, 2]))
+    rows = OwnRows(dataset.element_spec, ((0,), (1,)))
+    size, parts = next(iter(dataset.map(rows.cut(1))))
+    assert int(size) == 4 and parts[0][0].shape == (2, 2)
+    assert "AutoGraph" not in caplog.text
