@@ -35,11 +35,13 @@ class FittedModel(SteppedModel):
 
     Attributes:
         position: Where a `fit` is whose callback saves and resumes; else None.
+        batch_rows: Of the batches that it trains with, as far as that is known before they come.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
         super().__init__(model, config)
         self.position: Position | None = None
+        self.batch_rows: int | None = None
         self.datasets = WorkerDatasets(self.warn_once)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,6 +54,7 @@ class FittedModel(SteppedModel):
 
     def _fit(self, *args: Any, **kwargs: Any) -> Any:
         call = Arguments(self.model, "fit", args, kwargs)
+        self.batch_rows = _batch_rows(call) or self.batch_rows
         arguments = self._read_by_workers(call.named)
         adapt_callbacks(arguments.get("callbacks"))
         arranging = _arranging(arguments.get("callbacks"))
@@ -146,6 +149,20 @@ class FittedModel(SteppedModel):
         """Whether a training step is passed over; see `Position`."""
         position = self.position
         return position is not None and position.passes(source, self.model.steps_per_execution)
+
+
+def _batch_rows(call: Arguments) -> int | None:
+    """Rows of the batches of a `fit`, the last one apart; None where they are not known."""
+    data = call.get("x")
+    leaves = keras.tree.flatten(data.element_spec if is_dataset(data) else data)
+    try:
+        size = tuple(leaves[0].shape)[0]
+    except (AttributeError, IndexError, TypeError, ValueError):  # no array, or of no known shape
+        return None
+    if size is None or is_dataset(data):
+        return size
+    rows = int(size * (1 - (call.get("validation_split") or 0)))
+    return min(call.get("batch_size") or 32, rows) or None
 
 
 def _arranging(callbacks: Any) -> Any:

@@ -130,8 +130,8 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
     Args:
         model: A parallelized, compiled model.
         batch_size: Rows of the batch to run the step with, and whose collectives to show; by
-            default those of the batches that it trained with (the number of its devices where
-            these differ, or it has not trained), and the collectives of the first of them.
+            default those of the batches that it trained with (the number of its devices where a
+            dataset's differ, or it has not trained), and the collectives of the first of them.
 
     Returns:
         An `Inspection`; print it.

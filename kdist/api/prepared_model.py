@@ -26,14 +26,12 @@ class PreparedModel(FittedModel):
 
     Attributes:
         batch_specs: Of (x, y, sample_weight), once trained.
-        batch_rows: Of a batch to train with, where that is known of all.
         births: Whether weights are born as parts, and who is told of others; see `kdist.scope`.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
         super().__init__(model, config)
         self.batch_specs: Any = None
-        self.batch_rows: int | None = None
         self.births: Callable[[keras.Variable, str], None] | None = None
 
     def prepare(self, kind: str, example: Any) -> None:

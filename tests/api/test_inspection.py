@@ -12,6 +12,7 @@ from kdist.sharding.device import Device
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from ..parity import CUTS, mlp
 
@@ -103,11 +104,27 @@ def test_a_step_has_the_rows_of_the_batches_it_trained_with() -> None:
     assert few.activations * 16 < many.activations
 
 
-def test_batches_of_several_sizes_have_none_of_their_own() -> None:
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [({"batch_size": 4}, 4), ({}, 7), ({"batch_size": 6, "validation_split": 0.3}, 4)],
+    ids=str,
+)
+def test_a_step_has_the_rows_that_fit_cuts_arrays_into(options: dict[str, Any], rows: int) -> None:
     model = parallel({"data": 2}, cuts=None)
     model.compile("sgd", "mse")
-    model.fit(np.ones((7, 6), np.float32), np.ones((7, 3), np.float32), batch_size=4, verbose=0)
+    model.fit(np.ones((7, 6), np.float32), np.ones((7, 3), np.float32), verbose=0, **options)
+    assert f"a step of {rows} rows (batch_size={rows})" in str(kdist.inspect(model))
+
+
+def test_batches_of_a_dataset_may_have_no_size_of_their_own() -> None:
+    model = parallel({"data": 2}, cuts=None)
+    model.compile("sgd", "mse")
+    arrays = np.ones((7, 6), np.float32), np.ones((7, 3), np.float32)
+    data = tf.data.Dataset.from_tensor_slices(arrays)
+    model.fit(data.batch(4), verbose=0)
     assert "a step of 2 rows (batch_size=2)" in str(kdist.inspect(model))
+    model.fit(data.batch(4, drop_remainder=True), verbose=0)
+    assert "a step of 4 rows (batch_size=4)" in str(kdist.inspect(model))
 
 
 def test_before_training_there_is_no_optimizer_state() -> None:
