@@ -57,6 +57,16 @@ def test_steps_through():
     assert [float(v) for v in variables] == [-0.5, 0.5]
 
 
+def test_own_methods():
+    class Clipped(keras.optimizers.SGD):
+        def apply_gradients(self, grads_and_vars):
+            super().apply_gradients(grads_and_vars)
+
+    names = ("apply", "apply_gradients")
+    assert keras_optimizers.own_methods(keras.optimizers.SGD(0.5), names) == []
+    assert keras_optimizers.own_methods(Clipped(0.5), names) == ["apply_gradients"]
+
+
 def test_replace_apply():
     optimizer = keras.optimizers.SGD()
     seen = []
