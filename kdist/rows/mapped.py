@@ -83,6 +83,8 @@ class _Body:
         if not self._follow(element, at) or not self.read:
             return None
         lists = tuple(_same(given[n]).op for n in sorted(self.read))
+        if any(one.outputs[0].consumers() != [self.loop] for one in lists):
+            return None
         others = {id(self.body.inputs[n]): given[n] for n in sorted(self.used)}
         return Mapped(self.loop, self.body, element, lists, others)
 

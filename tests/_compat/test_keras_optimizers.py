@@ -58,13 +58,9 @@ def test_steps_through():
 
 
 def test_own_methods():
-    class Clipped(keras.optimizers.SGD):
-        def apply_gradients(self, grads_and_vars):
-            super().apply_gradients(grads_and_vars)
-
-    names = ("apply", "apply_gradients")
-    assert keras_optimizers.own_methods(keras.optimizers.SGD(0.5), names) == []
-    assert keras_optimizers.own_methods(Clipped(0.5), names) == ["apply_gradients"]
+    kind = type("Own", (keras.optimizers.SGD,), {"apply": None, "__module__": __name__})
+    found = [keras_optimizers.own_methods(k(0.5), ["apply"]) for k in kind.__mro__[:2]]
+    assert found == [["apply"], []]
 
 
 def test_replace_apply():
