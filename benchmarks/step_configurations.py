@@ -34,6 +34,7 @@ class Configuration:
         level: level of optimizer parallelism, of kdist.
         processes: processes that share the devices, of kdist.
         sequence: whether what is between layers is cut along the sequence too, of kdist.
+        xla: `jit_compile` of the model, None for Keras's choice.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Configuration:
     level: int = 0
     processes: int = 1
     sequence: bool = False
+    xla: bool | None = None
 
     @property
     def devices(self) -> int:

@@ -16,6 +16,9 @@ from typing import Any
 import step_configurations as rows
 
 MARK = "@step "
+ON_GPU = "BENCH_ON_GPU"
+"""Set, the devices of a row are parts of the first GPU."""
+GPU_MB = 72_000  # of the card, for the devices of a row together
 MICRO_BATCHES = 4  # of rows with an axis `pipe`
 Step = Callable[[], tuple[float, float]]  # runs one step; returns its seconds and the loss
 
@@ -35,7 +38,7 @@ def main() -> None:
     seconds, loss = step()
     _, second = step()
     losses = {"first_loss": loss, "second_loss": second}
-    answer(setup_s=setup, first_step_s=seconds, peak_mib=_peak_mib(), **losses)
+    answer(setup_s=setup, first_step_s=seconds, peak_mib=_peak_mib(), **losses, **_gpu())
     for line in sys.stdin:
         answer(steps_s=[step()[0] for _ in range(int(line))])
 
@@ -43,6 +46,28 @@ def main() -> None:
 def _peak_mib() -> float:
     """The most memory that this process has had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _gpu() -> dict[str, Any]:
+    """The card, and the most memory that each of its devices has had."""
+    if ON_GPU not in os.environ:
+        return {}
+    import tensorflow as tf
+
+    memory = tf.config.experimental.get_memory_info
+    found = [memory(f"GPU:{k}") for k in range(len(tf.config.list_logical_devices("GPU")))]
+    details = tf.config.experimental.get_device_details(tf.config.list_physical_devices("GPU")[0])
+    peaks = [one["peak"] / 2**20 for one in found]
+    return {"gpu": details.get("device_name"), "gpu_peak_mib": peaks}
+
+
+def _cut_card(count: int) -> None:
+    """Makes several logical devices of the first GPU."""
+    import tensorflow as tf
+
+    part = tf.config.LogicalDeviceConfiguration(memory_limit=GPU_MB // count)
+    card = tf.config.list_physical_devices("GPU")[0]
+    tf.config.set_logical_device_configuration(card, [part] * count)
 
 
 def answer(**record: Any) -> None:
@@ -53,7 +78,7 @@ def answer(**record: Any) -> None:
 def plain(configuration: rows.Configuration) -> Step:
     """Keras on TensorFlow, one device, none of kdist."""
     os.environ["KERAS_BACKEND"] = "tensorflow"
-    return compiled(build(configuration.sizes), configuration.sizes)
+    return compiled(build(configuration.sizes), configuration)
 
 
 def mirrored(configuration: rows.Configuration) -> Step:
@@ -106,11 +131,15 @@ def _fit_step(strategy: Any, model: Any, configuration: rows.Configuration) -> S
 
 
 def with_kdist(configuration: rows.Configuration) -> Step:
-    """Kdist over logical CPU devices."""
+    """Kdist over logical CPU devices, or over parts of a GPU."""
     import kdist
 
-    # In a process that serves another, this call does not return.
-    kdist.init(cpu_devices=max(8, configuration.devices) // configuration.processes)
+    if ON_GPU in os.environ:
+        _cut_card(configuration.devices)
+        kdist.init()
+    else:
+        # In a process that serves another, this call does not return.
+        kdist.init(cpu_devices=max(8, configuration.devices) // configuration.processes)
     axes: dict[str, Any] = dict(configuration.axes)
     config = kdist.ParallelConfig(
         mesh=kdist.mesh(**axes),
@@ -119,7 +148,7 @@ def with_kdist(configuration: rows.Configuration) -> Step:
         pipeline=kdist.PipelineConfig(micro_batches=MICRO_BATCHES) if "pipe" in axes else None,
     )
     model = kdist.parallelize(build(configuration.sizes), config)
-    return compiled(model, configuration.sizes)
+    return compiled(model, configuration)
 
 
 def multi_worker(configuration: rows.Configuration) -> Step:
@@ -231,7 +260,7 @@ def jax(configuration: rows.Configuration) -> Step:
             else distribution.DataParallel(device_mesh=mesh)
         )
     assert keras.backend.backend() == "jax"
-    return compiled(build(configuration.sizes), configuration.sizes)
+    return compiled(build(configuration.sizes), configuration)
 
 
 RUNNERS: dict[str, Callable[[rows.Configuration], Step]] = {
@@ -286,12 +315,14 @@ def batch_of(sizes: rows.Sizes) -> tuple[Any, Any]:
     return x, y
 
 
-def compiled(model: Any, sizes: rows.Sizes) -> Step:
+def compiled(model: Any, configuration: rows.Configuration) -> Step:
     """Compiles a model and returns its step, by `train_on_batch`."""
     import numpy as np
 
-    compile_model(model)
-    x, y = batch_of(sizes)
+    compile_model(
+        model, **({} if configuration.xla is None else {"jit_compile": configuration.xla})
+    )
+    x, y = batch_of(configuration.sizes)
 
     def step() -> tuple[float, float]:
         start = time.perf_counter()

@@ -22,10 +22,12 @@ import keras
 import pytest
 import tensorflow as tf
 
+from . import one_card
 from .part import Part
 from .tiers import function_of, wide
 from .within import REASON, default_first, summary
 
+one_card.cut_as_asked()
 # Across processes, `python -m kdist.launch` says how many devices each has.
 kdist.init(cpu_devices=None if "KDIST_CPU_DEVICES" in os.environ else 8)
 

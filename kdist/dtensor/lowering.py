@@ -173,16 +173,17 @@ class LoweredProgram:
         return math.prod(self.axes.values())
 
 
-def abstract_mesh(axes: Mapping[str, int], kind: str) -> dtensor.Mesh:
+def abstract_mesh(axes: Mapping[str, int]) -> dtensor.Mesh:
     """A mesh without devices: what is called on it is expanded, and not run.
+
+    Its devices are called CPUs whatever runs the programs, so that they are the same everywhere.
 
     Args:
         axes: Names and sizes of its axes.
-        kind: Of its devices: "CPU" or "GPU".
     """
     sizes = list(axes.values())
     count = math.prod(sizes)
-    devices = [f"/job:localhost/replica:0/task:{NOWHERE}/device:{kind}:{i}" for i in range(count)]
+    devices = [f"/job:localhost/replica:0/task:{NOWHERE}/device:CPU:{i}" for i in range(count)]
     numbers = np.arange(count).reshape(sizes)
     return dtensor.Mesh(list(axes), numbers, [], [], "kdist", global_devices=devices)
 

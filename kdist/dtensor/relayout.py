@@ -20,7 +20,6 @@ from kdist.dtensor import sizes
 from kdist.dtensor.lowered import mesh_dim
 from kdist.dtensor.lowering import abstract_mesh
 from kdist.sharding.active import laying_out
-from kdist.sharding.device import Device
 from kdist.sharding.dims import Dim, Dims, axes_of, cut_of, inner_dims
 from kdist.sharding.merged_axes import inner_axes_of
 from kdist.sharding.mesh import Topology
@@ -69,10 +68,9 @@ def make_mesh(topology: Topology) -> dtensor.Mesh:
     Args:
         topology: the whole mesh.
     """
-    kind = Device.parse(topology.devices[0]).kind
     together = {axis: group for group in topology.merged for axis in group}
     groups = dict.fromkeys(together.get(name, (name,)) for name, _ in topology.inner_axes)
-    return abstract_mesh({mesh_dim(g): math.prod(map(topology.axis_size, g)) for g in groups}, kind)
+    return abstract_mesh({mesh_dim(g): math.prod(map(topology.axis_size, g)) for g in groups})
 
 
 @contextlib.contextmanager

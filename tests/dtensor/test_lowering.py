@@ -22,7 +22,7 @@ X = np.arange(32.0).reshape(4, 8)
 
 
 def test_devices_need_not_exist_and_nothing_is_allocated() -> None:
-    mesh = abstract_mesh({"model": 512}, "GPU")
+    mesh = abstract_mesh({"model": 512})
     rows = dtensor.Layout(["model", dtensor.UNSHARDED], mesh)
     spec = tf.TensorSpec((2**20, 2**12))  # 16 GiB
     concrete = tf.function(lambda x: tf.reduce_sum(x * 2.0)).get_concrete_function(spec)
