@@ -52,3 +52,12 @@ def test_kept_results_are_tracked_and_others_are_not():
     for path, ignored in (("results/step_time.json", 1), ("results/scratch/step_time.json", 0)):
         done = subprocess.run(["git", "check-ignore", "-q", path], cwd=FOLDER)
         assert done.returncode == ignored
+
+
+def test_no_program_hides_a_module_of_the_standard_library():
+    """Their folders are on `sys.path`, of tests too: `compression` is a package of Python 3.14."""
+    later = {"compression", "annotationlib"}
+    names = {
+        path.stem for folder in (FOLDER, FOLDER.parent / "examples") for path in folder.iterdir()
+    }
+    assert not names & (set(sys.stdlib_module_names) | later)

@@ -1,6 +1,6 @@
 """What compression saves and costs: the GPT example, trained the same way with and without it.
 
-    sh run.sh python benchmarks/compression.py
+    sh run.sh python benchmarks/gradient_compression.py
 
 Every row trains the same model, from the same weights, on the same windows in the same order, over
 four replicas. "sent" are the bytes of gradients and new values that cross devices in a step, as
