@@ -1,12 +1,11 @@
 """Measures training steps on one GPU: plain Keras, kdist, and meshes over parts of the card.
 
-    python benchmarks/one_gpu.py                       a GPT of 8 blocks, width 1024
-    python benchmarks/one_gpu.py --layers=24 --width=16 --length=8 --vocabulary=64 --batch=8
+    python benchmarks/one_gpu.py             a GPT of 4 blocks, width 1024, and a deep small model
 
 A mesh of several devices is over logical devices of the one card. They share its arithmetic, so
 that no mesh can be faster than plain Keras: what the rows show is what kdist's steps cost beside
-it, in time, and in the memory of a device. Rows run one after the other, each in a process of
-its own that has the card for itself; run it twice to see the noise.
+it, in time, and in the memory of a device. Each row is a process of its own that stays alive,
+with its share of the card's memory; rounds go through all of them in turn.
 """
 
 import dataclasses
@@ -24,10 +23,10 @@ from rich.console import Console
 import step_configurations as rows
 from step_worker import ON_GPU
 
-SIZES = rows.Sizes(layers=8, width=1024, length=512, vocabulary=32000, batch=16)
+SIZES = rows.Sizes(layers=4, width=1024, length=512, vocabulary=32000, batch=16)
 ROWS = (
-    rows.PLAIN,
     dataclasses.replace(rows.PLAIN, name="plain Keras, without XLA", xla=False),
+    rows.PLAIN,
     rows.Configuration("kdist, data 1", "kdist", (("data", 1),)),
     rows.Configuration("kdist, data 1, without XLA", "kdist", (("data", 1),), xla=False),
     rows.Configuration("kdist, data 4", "kdist", (("data", 4),)),
@@ -40,7 +39,16 @@ ROWS = (
     rows.Configuration("kdist, pipe 2 x data 2", "kdist", (("pipe", 2), ("data", 2))),
 )
 
-flags.DEFINE_integer("steps", 20, "measured steps of a row", lower_bound=1)
+DEEP_ROWS = (
+    dataclasses.replace(rows.PLAIN, name="plain Keras, deep and small", xla=False),
+    rows.Configuration("kdist, data 1, deep and small", "kdist", (("data", 1),), xla=False),
+    *rows.DEEP_ROWS[1:],
+)
+
+flags.DEFINE_integer("rounds", 5, "interleaved rounds", lower_bound=1)
+flags.DEFINE_integer("steps", 10, "steps of a row in a round", lower_bound=1)
+flags.DEFINE_integer("memory_mb", 72_000, "of the card, for all rows together", lower_bound=1)
+flags.DEFINE_bool("together", False, "start all rows at once: first steps are not to be compared")
 flags.DEFINE_string("only", "", "run rows whose name has this text")
 flags.DEFINE_string("out", "", "JSON file to write")
 flags.DEFINE_bool("keep", False, "write the tracked file of results")
@@ -53,16 +61,15 @@ def main(argv: Sequence[str]) -> None:
     if argv[1:]:
         raise app.UsageError(f"Options start with --. Received: {argv[1:]}")
     args = flags.FLAGS
-    os.environ[ON_GPU] = "1"
     sizes = {field.name: getattr(args, field.name) for field in dataclasses.fields(SIZES)}
-    chosen = (
-        dataclasses.replace(row, sizes=rows.Sizes(**sizes)) for row in ROWS if args.only in row.name
-    )
-    records: list[dict[str, Any]] = []
-    for row in chosen:
-        records += step_time.measure([row], {}, 1, args.steps)
+    chosen = [dataclasses.replace(row, sizes=rows.Sizes(**sizes)) for row in ROWS]
+    chosen += [dataclasses.replace(row, sizes=rows.DEEP_SMALL) for row in DEEP_ROWS]
+    chosen = [row for row in chosen if args.only in row.name]
+    os.environ[ON_GPU] = str(args.memory_mb // max(1, len(chosen)))
+    records = step_time.measure(chosen, {}, args.rounds, args.steps, together=args.together)
     show(records)
-    path = results_file.save("one_gpu", sizes, {"rows": records}, keep=args.keep, out=args.out)
+    settings = {"rounds": args.rounds, "steps_in_a_round": args.steps, **sizes}
+    path = results_file.save("one_gpu", settings, records, keep=args.keep, out=args.out)
     Console(stderr=True).print(f"written: {path}")
 
 
@@ -70,23 +77,25 @@ def show(records: list[dict[str, Any]]) -> None:
     """Prints the table."""
     from kdist.display.tables import Column, number, table
 
-    times = [statistics.median(r["steps_s"]) if r.get("steps_s") else None for r in records]
-    cells = []
-    for record, seconds in zip(records, times, strict=True):
-        if seconds is None:
+    cells, base = [], float("nan")
+    for record in records:
+        if not record.get("steps_s"):
             cells.append((record["name"], "failed", "", "", "", ""))
             continue
+        seconds = statistics.median(record["steps_s"])
+        if record["runner"] == "plain" and record["xla"] is not None:
+            base = seconds  # of the rows that follow it
         cells.append(
             (
                 record["name"],
                 f"{record['first_step_s']:.1f}",
                 f"{1000 * seconds:.1f}",
-                f"{seconds / times[0]:.2f}" if times[0] else "",
+                f"{seconds / base:.2f}",
                 " ".join(f"{one:.0f}" for one in record["gpu_peak_mib"]),
                 f"{record['first_loss']:.4f} {record['second_loss']:.4f}",
             )
         )
-    titles = ("first, s", "step, ms", "to plain", "peak MiB of each device", "losses")
+    titles = ("first, s", "step, ms", "to plain without XLA", "peak MiB of each device", "losses")
     shown = Console()
     columns = [Column("configuration"), *map(number, titles)]
     shown.print(table("training step on one GPU", columns, cells, shown.width))

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import venv
 from collections.abc import Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import IO, Any
 
@@ -118,11 +119,16 @@ def _places(processes: int) -> list[dict[str, str]]:
 
 
 def measure(
-    configurations: Sequence[rows.Configuration], pythons: dict[str, str], rounds: int, steps: int
+    configurations: Sequence[rows.Configuration],
+    pythons: dict[str, str],
+    rounds: int,
+    steps: int,
+    together: bool = False,
 ) -> list[dict[str, Any]]:
     """Runs configurations in interleaved rounds.
 
-    A configuration that fails is reported and left out of the rounds; the others go on.
+    A configuration that fails is reported and left out of the rounds; the others go on. With
+    `together` all start at once: sooner done, and first steps are not to be compared.
 
     Returns:
         A record for each configuration: `name`, `first_step_s`, `setup_s`, `steps_s` (all rounds),
@@ -131,17 +137,15 @@ def measure(
     records: list[dict[str, Any]] = [dataclasses.asdict(row) for row in configurations]
     workers: list[tuple[dict[str, Any], Worker]] = []
     try:
-        for record, row in zip(records, configurations, strict=True):
-            with console.status(f"{row.name}: first step"):
-                try:
-                    worker = Worker(row, pythons.get(row.runner, sys.executable))
-                except RuntimeError as error:
-                    record["error"] = str(error)
-                    console.print(f"[red]{row.name}: failed[/red]\n{error}", highlight=False)
+        with futures.ThreadPoolExecutor(len(records) if together else 1) as pool:
+            pythons_of = [pythons.get(row.runner, sys.executable) for row in configurations]
+            started = pool.map(_started, configurations, pythons_of)
+            for record, worker in zip(records, started, strict=True):
+                if isinstance(worker, str):
+                    record["error"] = worker
                     continue
-            record |= worker.first | {"steps_s": []}
-            workers.append((record, worker))
-            console.print(f"{row.name}: first step {worker.first['first_step_s']:.1f} s")
+                record |= worker.first | {"steps_s": []}
+                workers.append((record, worker))
         for index in range(rounds):
             for record, worker in workers:
                 with console.status(f"round {index + 1} of {rounds}: {record['name']}"):
@@ -150,6 +154,18 @@ def measure(
         for _, worker in workers:
             worker.close()
     return records
+
+
+def _started(row: rows.Configuration, python: str) -> Worker | str:
+    """A worker that has done its first step, or why it has not."""
+    console.print(f"{row.name}: starts")
+    try:
+        worker = Worker(row, python)
+    except RuntimeError as error:
+        console.print(f"[red]{row.name}: failed[/red]\n{error}", highlight=False)
+        return str(error)
+    console.print(f"{row.name}: first step {worker.first['first_step_s']:.1f} s")
+    return worker
 
 
 def add_devices(

@@ -17,8 +17,7 @@ import step_configurations as rows
 
 MARK = "@step "
 ON_GPU = "BENCH_ON_GPU"
-"""Set, the devices of a row are parts of the first GPU."""
-GPU_MB = 72_000  # of the card, for the devices of a row together
+"""Set, the devices of a row are parts of the first GPU; its value is their memory, in MB."""
 MICRO_BATCHES = 4  # of rows with an axis `pipe`
 Step = Callable[[], tuple[float, float]]  # runs one step; returns its seconds and the loss
 
@@ -65,7 +64,8 @@ def _cut_card(count: int) -> None:
     """Makes several logical devices of the first GPU."""
     import tensorflow as tf
 
-    part = tf.config.LogicalDeviceConfiguration(memory_limit=GPU_MB // count)
+    memory = int(os.environ[ON_GPU]) // count
+    part = tf.config.LogicalDeviceConfiguration(memory_limit=memory)
     card = tf.config.list_physical_devices("GPU")[0]
     tf.config.set_logical_device_configuration(card, [part] * count)
 
@@ -78,6 +78,8 @@ def answer(**record: Any) -> None:
 def plain(configuration: rows.Configuration) -> Step:
     """Keras on TensorFlow, one device, none of kdist."""
     os.environ["KERAS_BACKEND"] = "tensorflow"
+    if ON_GPU in os.environ:
+        _cut_card(1)
     return compiled(build(configuration.sizes), configuration)
 
 
