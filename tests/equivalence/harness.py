@@ -210,8 +210,8 @@ def compiled(run: Run, engine: str) -> keras.Model:
         options.update(feature.compile(run.case))
     if hasattr(model, "_parts"):
         options["run_eagerly"] = True
-    if engine == "kdist":
-        options.update(run.compile)
+    # With a GPU, Keras would have XLA compile it, and so fail on what XLA has no kernels for.
+    options.update(run.compile if engine == "kdist" else {"jit_compile": False})
     model.compile(optimizer=optimizer, **options)
     if engine != "kdist" and isinstance(optimizer, keras.optimizers.ScheduleFreeAdamW):
         # Built inside the train function, as `fit` does by itself, its momentum does not start at

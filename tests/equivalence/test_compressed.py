@@ -12,6 +12,7 @@ from kdist.config.compression import Compressor
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from .compressed_reference import Reference
 from .harness import precision
@@ -378,6 +379,8 @@ def test_one_scale_for_what_travels_together(level: int) -> None:
 
 @pytest.mark.parametrize("level", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_no_class_changes_no_bit(level: int) -> None:
+    # Sums on a GPU are in no fixed order.
+    rounding = 1e-12 if tf.config.list_logical_devices("GPU") else 0.0
     config = CompressionConfig(rest="none")
     losses = []
     with precision("float64"):
@@ -386,9 +389,9 @@ def test_no_class_changes_no_bit(level: int) -> None:
                 {"data": 2}, adam(), one, optimizer=OptimizerConfig(level=level, threshold_kb=0)
             )
             losses.append((train(model, batches()), weights(model)))
-    assert losses[0][0] == losses[1][0]
+    np.testing.assert_allclose(losses[0][0], losses[1][0], rtol=rounding)
     for a, b in zip(losses[0][1].values(), losses[1][1].values()):
-        np.testing.assert_array_equal(a, b)
+        np.testing.assert_allclose(a, b, rtol=rounding)
 
 
 def test_a_rank_that_holds_the_gradient_is_exact() -> None:
