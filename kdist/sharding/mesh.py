@@ -94,7 +94,8 @@ def _first_devices(count: int, axes: dict[str, int]) -> list[str]:
         processes = len({device.process for device in found})
         fix = f"Call kdist.init(cpu_devices={-(-count // processes)}) first"
         if kind == "GPU":
-            fix += " and name the CPUs with devices=[...]"
+            fix += f" and name the CPUs, devices=[f'cpu:{{k}}' for k in range({count})], or cut a"
+            fix += " card into parts (tf.config.set_logical_device_configuration)"
         raise ValueError(
             f"A mesh of {_by(axes)} needs {count} devices and there are {len(found)} {kind} "
             f"devices. {fix}, or make an axis smaller. Received: axes={axes}"

@@ -8,6 +8,7 @@ import hypothesis
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import strategies as st
 
 from ..runtime.mesh_parts import topology
@@ -291,3 +292,13 @@ def test_slices_hold_each_device_once_at_its_coordinate(names, sizes, count):
             coordinate["data"] = piece.index
             position = np.ravel_multi_index([coordinate[n] for n in axes], tuple(axes.values()))
             assert device == f"/device:CPU:{position}"
+
+
+def test_with_too_few_gpus_it_says_how_to_have_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = [tf.config.LogicalDevice("/device:GPU:0", "GPU")]
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: one)
+    with pytest.raises(ValueError, match=r"4 devices and there are 1 GPU") as caught:
+        mesh(data=4)
+    assert "kdist.init(cpu_devices=4)" in str(caught.value)
+    assert "devices=[f'cpu:{k}' for k in range(4)]" in str(caught.value)
+    assert "set_logical_device_configuration" in str(caught.value)
