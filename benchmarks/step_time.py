@@ -137,7 +137,7 @@ def measure(
     records: list[dict[str, Any]] = [dataclasses.asdict(row) for row in configurations]
     workers: list[tuple[dict[str, Any], Worker]] = []
     try:
-        with futures.ThreadPoolExecutor(len(records) if together else 1) as pool:
+        with futures.ThreadPoolExecutor(max(1, len(records)) if together else 1) as pool:
             pythons_of = [pythons.get(row.runner, sys.executable) for row in configurations]
             started = pool.map(_started, configurations, pythons_of)
             for record, worker in zip(records, started, strict=True):
