@@ -19,7 +19,17 @@ import functools
 from collections.abc import Callable
 
 from kdist.comm import torus
-from kdist.comm.messages import PREFIX, RUNNING, Message, Rounds, Schedule, transposed
+from kdist.comm.messages import (
+    PREFIX,
+    RUNNING,
+    Message,
+    Rounds,
+    Schedule,
+    all_blocks,
+    rooted_at,
+    transposed,
+    with_chunks,
+)
 
 ALGORITHMS = ("direct", "ring", "tree", "halving", "hypercube")
 OPERATIONS = (
@@ -71,7 +81,7 @@ def schedule(operation: str, algorithm: str, size: int, root: int = 0) -> Schedu
         )
     rounds = _BUILDERS[operation](algorithm, size) if size > 1 else ()
     if root:
-        rounds = _rooted_at(rounds, operation, algorithm, size, root)
+        rounds = rooted_at(rounds, operation, algorithm, size, root)
     pieces = pieces_of(operation, algorithm, size)
     return Schedule(
         operation=operation,
@@ -190,7 +200,7 @@ def _all_gather(algorithm: str, p: int) -> Rounds:
             for number in range(p - 1)
         )
     if algorithm == "tree":
-        return _gather("tree", p) + _with_chunks(_broadcast("tree", p), tuple(range(p)))
+        return _gather("tree", p) + with_chunks(_broadcast("tree", p), tuple(range(p)))
     if algorithm == "halving":
         return transposed(_exchange_halves(p, lambda rank, ranks: tuple(ranks)), combine=False)
     return tuple(
@@ -204,7 +214,7 @@ def _all_gather(algorithm: str, p: int) -> Rounds:
 
 def _reduce_scatter(algorithm: str, p: int) -> Rounds:
     if algorithm == "tree":
-        return _with_chunks(_reduce("tree", p), tuple(range(p))) + _scatter("tree", p)
+        return with_chunks(_reduce("tree", p), tuple(range(p))) + _scatter("tree", p)
     return transposed(_all_gather(algorithm, p), combine=True)
 
 
@@ -237,7 +247,7 @@ def _all_to_all(algorithm: str, p: int) -> Rounds:
             for number in range(p - 1)
         )
     if algorithm == "tree":
-        return _all_blocks(_gather("tree", p), p, of_source=True) + _all_blocks(
+        return all_blocks(_gather("tree", p), p, of_source=True) + all_blocks(
             _scatter("tree", p), p, of_source=False
         )
     if algorithm == "hypercube":
@@ -348,48 +358,6 @@ def _exchange_halves(
 def _bits(p: int) -> list[int]:
     """1, 2, 4, ... below p."""
     return [1 << k for k in range((p - 1).bit_length())]
-
-
-def _with_chunks(rounds: Rounds, chunks: tuple[int, ...]) -> Rounds:
-    return tuple(
-        tuple(Message(m.source, m.target, chunks, m.combine) for m in messages)
-        for messages in rounds
-    )
-
-
-def _all_blocks(rounds: Rounds, p: int, *, of_source: bool) -> Rounds:
-    """A gather or scatter in which block j is all that rank j sends, or all that it gets."""
-
-    def blocks(chunks: tuple[int, ...]) -> tuple[int, ...]:
-        if of_source:
-            return tuple(j * p + d for j in chunks for d in range(p))
-        return tuple(s * p + j for j in chunks for s in range(p))
-
-    return tuple(
-        tuple(Message(m.source, m.target, blocks(m.chunks), m.combine) for m in messages)
-        for messages in rounds
-    )
-
-
-def _rooted_at(rounds: Rounds, operation: str, algorithm: str, p: int, root: int) -> Rounds:
-    """The same messages with another root: ranks shifted, on a hypercube by exclusive or."""
-
-    def place(rank: int) -> int:
-        return rank ^ root if algorithm == "hypercube" else (rank + root) % p
-
-    blocks = operation in ("gather", "scatter")
-    return tuple(
-        tuple(
-            Message(
-                place(m.source),
-                place(m.target),
-                tuple(map(place, m.chunks)) if blocks else m.chunks,
-                m.combine,
-            )
-            for m in messages
-        )
-        for messages in rounds
-    )
 
 
 _BUILDERS: dict[str, Callable[[str, int], Rounds]] = {

@@ -162,3 +162,46 @@ def transposed(rounds: Rounds, *, combine: bool) -> Rounds:
         tuple(Message(m.target, m.source, m.chunks, combine) for m in messages)
         for messages in reversed(rounds)
     )
+
+
+def with_chunks(rounds: Rounds, chunks: tuple[int, ...]) -> Rounds:
+    """The same messages, each of them with all of some chunks."""
+    return tuple(
+        tuple(Message(m.source, m.target, chunks, m.combine) for m in messages)
+        for messages in rounds
+    )
+
+
+def all_blocks(rounds: Rounds, p: int, *, of_source: bool) -> Rounds:
+    """A gather or scatter in which block j is all that rank j sends, or all that it gets."""
+
+    def blocks(chunks: tuple[int, ...]) -> tuple[int, ...]:
+        if of_source:
+            return tuple(j * p + d for j in chunks for d in range(p))
+        return tuple(s * p + j for j in chunks for s in range(p))
+
+    return tuple(
+        tuple(Message(m.source, m.target, blocks(m.chunks), m.combine) for m in messages)
+        for messages in rounds
+    )
+
+
+def rooted_at(rounds: Rounds, operation: str, algorithm: str, p: int, root: int) -> Rounds:
+    """The same messages with another root: ranks shifted, on a hypercube by exclusive or."""
+
+    def place(rank: int) -> int:
+        return rank ^ root if algorithm == "hypercube" else (rank + root) % p
+
+    blocks = operation in ("gather", "scatter")
+    return tuple(
+        tuple(
+            Message(
+                place(m.source),
+                place(m.target),
+                tuple(map(place, m.chunks)) if blocks else m.chunks,
+                m.combine,
+            )
+            for m in messages
+        )
+        for messages in rounds
+    )

@@ -19,31 +19,15 @@ from kdist import comm
 from kdist.comm.algorithms import ALGORITHMS
 
 import keras
+import member_gradients
 import numpy as np
 import tensorflow as tf
-from one_device import loss_of, part_of_loss, plain
-from reference import assert_equal, expected, values  # the folder of this file is on the path
+from member_parts import OPERATIONS, mesh, own
+from reference import assert_equal, expected, values
 
-OPERATIONS = (
-    "broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter",
-    "all_to_all", "scan",
-)  # fmt: skip
 TIMEOUT = 4.0
 BROKEN = ("missing", "killed", "raises")
 LATE_SECONDS = 3.0
-
-
-def mesh(n: int, per_process: int = 1, model: int = 1) -> keras.distribution.DeviceMesh:
-    names = [
-        f"/job:worker/task:{task}/device:CPU:{device}"
-        for task in range(n)
-        for device in range(per_process * model)
-    ]
-    return keras.distribution.DeviceMesh((n * per_process, model), ["data", "model"], names)
-
-
-def own(index: int, per_process: int, arrays: list) -> list:
-    return arrays[index * per_process : (index + 1) * per_process]
 
 
 def every_collective(
@@ -124,159 +108,6 @@ def in_a_function(index: int, n: int) -> list[float]:
     found = tape.gradient(loss, x)
     assert found.numpy().tolist() == [n * (n + 1) / 2] * 2
     return [float(value) for value in total]
-
-
-def gradients_of_all(index: int, n: int, per_process: int = 1) -> int:
-    """Of every operation, with every reduction, by two algorithms, eagerly and in a function."""
-    p, tried = n * per_process, 0
-    cases = [(name, {}) for name in OPERATIONS]
-    cases += [(name, {"root": p - 1}) for name in ("broadcast", "reduce", "gather", "scatter")]
-    cases += [("reduce", {"reduction": kind, "root": 1}) for kind in ("mean", "max", "product")]
-    cases += [("scan", {"reduction": "product", "exclusive": True})]
-    pairs = [(0, p - 1), (p - 1, 0)] if p == 2 else [(0, p - 1), (1, 0)]
-    cases += [("send_recv", {"pairs": pairs}), ("send_recv", {"pairs": pairs[:1]})]
-    for operation, options in cases:
-        for algorithm in (None,) if operation == "send_recv" else ("ring", "auto"):
-            for traced in (True, False):
-                chosen = options if algorithm is None else {**options, "algorithm": algorithm}
-                one_gradient(index, n, per_process, operation, traced, chosen)
-                tried += 1
-    return tried
-
-
-def one_gradient(
-    index: int, n: int, per_process: int, operation: str, traced: bool, options: dict
-) -> None:
-    """The gradient of one operation, with only those values that it needs, against one device."""
-    p, line = n * per_process, mesh(n, per_process)
-    arrays = [tf.constant(x) for x in values(p, (2 * p, 3), "float64", seed=p)]
-    needs = range(p)
-    if operation in ("broadcast", "scatter"):
-        needs = [options.get("root", 0)]
-    elif operation == "send_recv":
-        needs = [source for source, _ in options["pairs"]]
-    ranks = own(index, per_process, list(range(p)))
-    held = [arrays[rank] for rank in ranks if rank in needs]
-    spec = tf.TensorSpec(arrays[0].shape, tf.float64)
-
-    def program(*held):
-        feed = iter(held)
-        given = [next(feed) if rank in needs else spec for rank in ranks]
-        with comm.GradientTape() as tape:
-            tape.watch(held)
-            results = getattr(comm, operation)(given, line, "data", **options)
-            parts = [part_of_loss(r, y) for r, y in zip(ranks, results) if y is not None]
-            loss = tf.add_n(parts) if parts else None
-        return tape.gradient(loss, list(held), unconnected_gradients="zero")
-
-    got = (tf.function(program, autograph=False) if traced else program)(*held)
-    with tf.GradientTape() as tape:
-        tape.watch(arrays)
-        results = plain(operation, arrays, **options)
-        # Who neither sends nor receives, and has no value, has no result.
-        results = [
-            y if r in needs or operation != "send_recv" or any(r == t for _, t in options["pairs"])
-            else None
-            for r, y in enumerate(results)
-        ]  # fmt: skip
-        loss = loss_of(results)
-    want = tape.gradient(loss, arrays, unconnected_gradients="zero")
-    for w, g in zip([want[rank] for rank in ranks if rank in needs], got, strict=True):
-        np.testing.assert_allclose(g, w, rtol=1e-9, atol=1e-12, err_msg=f"{operation} {options}")
-
-
-def gradients_of_a_program(index: int, n: int, traced: bool = True) -> int:
-    """Several collectives after each other, used in another order in each process."""
-    line, root = mesh(n), n - 1
-    arrays = [tf.constant(x) for x in values(n, (4,), "float64", seed=3)]
-
-    def parts(ys) -> list:
-        """Of each process: it has some results, and uses them in an order of its own."""
-        return [part_of_loss(k, y) for k, y in enumerate(ys) if y is not None]
-
-    def program(x):
-        with comm.GradientTape() as tape:
-            tape.watch(x)
-            spec = tf.TensorSpec((4,), tf.float64)
-            (total,) = comm.reduce([x], line, "data", root=root)
-            (back,) = comm.broadcast([spec if total is None else total**2], line, "data", root=root)
-            (unused,) = comm.all_reduce([x], line, "data", algorithm="ring")
-            (joined,) = comm.gather([back * x], line, "data", root=0, algorithm="tree")
-            with tape.stop_recording():
-                comm.all_reduce([x], line, "data")
-            found = parts([total, back, joined])
-            loss = (
-                tf.add_n(found[:: 1 if index else -1]) if index != 0 or joined is not None else None
-            )
-        return tape.gradient(loss, x)
-
-    got = (tf.function(program, autograph=False) if traced else program)(arrays[index])
-    with tf.GradientTape() as tape:
-        tape.watch(arrays)
-        total = tf.add_n(arrays)
-        back = total**2
-        joined = tf.concat([back * x for x in arrays], 0)
-        losses = [part_of_loss(0, total), part_of_loss(2, joined)]
-        loss = tf.add_n([*losses, *[part_of_loss(1, back)] * n])
-    want = tape.gradient(loss, arrays)
-    np.testing.assert_allclose(got, want[index], rtol=1e-9)
-    return n
-
-
-def gradients_of_gradients(index: int, n: int, traced: bool = True) -> int:
-    line = mesh(n)
-    arrays = [tf.constant(x) for x in values(n, (3,), "float64", seed=4)]
-
-    def program(x):
-        with comm.GradientTape() as outer:
-            outer.watch(x)
-            with comm.GradientTape() as inner:
-                inner.watch(x)
-                # Backwards the broadcast comes last, and has a result in process 0 only.
-                given = tf.TensorSpec((3,), tf.float64) if index else x**2
-                (first,) = comm.broadcast([given], line, "data", root=0)
-                (total,) = comm.reduce([first * x**2], line, "data", root=0)
-                loss = None if total is None else tf.reduce_sum(total**2)
-            first = inner.gradient(loss, x)
-            norm = tf.reduce_sum(first**2)
-        return first, outer.gradient(norm, x)
-
-    got = (tf.function(program, autograph=False) if traced else program)(arrays[index])
-    with tf.GradientTape() as outer:
-        outer.watch(arrays)
-        with tf.GradientTape() as inner:
-            inner.watch(arrays)
-            loss = tf.reduce_sum(tf.add_n([arrays[0] ** 2 * x**2 for x in arrays]) ** 2)
-        first = inner.gradient(loss, arrays)
-        norm = tf.add_n([tf.reduce_sum(g**2) for g in first])
-    want = first[index], outer.gradient(norm, arrays)[index]
-    for w, g in zip(want, got):
-        np.testing.assert_allclose(g, w, rtol=1e-9)
-    return n
-
-
-def gradients(index: int, n: int) -> int:
-    """What the default tests run."""
-    for name, options in (
-        ("reduce", {"root": 1}),
-        ("scatter", {}),
-        ("send_recv", {"pairs": [(1, 0)]}),
-    ):
-        one_gradient(index, n, 1, name, True, options)
-    one_gradient(index, n, 1, "gather", False, {"root": 1})
-    one_gradient(index, n, 1, "broadcast", False, {})
-    return gradients_of_a_program(index, n) + gradients_of_gradients(index, n)
-
-
-def all_gradients(index: int, n: int) -> int:
-    for traced in (True, False):
-        gradients_of_a_program(index, n, traced)
-        gradients_of_gradients(index, n, traced)
-    return gradients_of_all(index, n)
-
-
-def gradients_of_several_devices(index: int, n: int) -> int:
-    return gradients_of_all(index, n, per_process=2)
 
 
 def apart(index: int, n: int) -> int:
@@ -537,7 +368,8 @@ def main() -> None:
         atexit.register(lambda: print(json.dumps(times | {"free": time.monotonic()}), flush=True))
     # A first step may take long on a busy machine; only failures need a short timeout.
     comm.connect(addresses, index, timeout_seconds=TIMEOUT if scenario in BROKEN else 60.0)
-    result = globals()[scenario](index, len(addresses))
+    scenarios = vars(member_gradients) | globals()
+    result = scenarios[scenario](index, len(addresses))
     if scenario == "at_exit":
         times["began"] = result
         return
