@@ -1,12 +1,16 @@
-"""What the processes of the tests of TensorFlow's own settings run."""
+"""What the processes of the tests of settings that are a process's own run."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+from typing import Any
 
 import kdist
 
+import keras
 import tensorflow as tf
 from member import data, joined, model
 from tensorflow.python.framework import config
@@ -34,6 +38,26 @@ def follows() -> None:
         made.predict(x, verbose=0)
         seen.append([refuses_chance(name) for name in there])
     print("RESULT " + json.dumps(seen), flush=True)
+
+
+def terminated() -> None:
+    """Trains until SIGTERM, which each process takes note of, and saves then."""
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    joined()
+    made, (x, y) = model(), data()
+
+    class Stopping(keras.callbacks.Callback):
+        """Ends training within the grace that a scheduler gives."""
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 2:
+                print("training", flush=True)
+            self.model.stop_training = bool(told)
+
+    made.fit(x, y, batch_size=8, epochs=1_000_000, verbose=0, callbacks=[Stopping()])
+    kdist.checkpoint.save(made, os.environ["TEST_FOLDER"])
+    print("saved", flush=True)
 
 
 def refuses_chance(device: str) -> bool:
