@@ -4,11 +4,15 @@ Process 0 runs the program; the others run a TensorFlow server, whose devices pr
 Documented: `tf.distribute.Server`, `tf.config.experimental_connect_to_cluster`. Not documented, and
 held by `tests/cluster/test_joining.py`:
 
-- `Server` makes as many CPU devices as `device_count` says, and its target is the address that it
+- `Server` makes the devices that its own configuration says, and not those that `tf.config` was
+  told; `Context.config` is the latter as such a configuration. Its target is the address that it
   listens on, the port included that the system chose for port 0.
 - An operation that Python runs on another process's device is over when Python goes on, if
   TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE is false. Otherwise it waits there for its turn, and a
   function called next does not wait for it: a step may read a weight before it is assigned.
+- Whether operations are deterministic, and TensorFloat-32 is used, is a process's own: kernels ask
+  for it as they run. `config.is_op_determinism_enabled` and `config.disable_op_determinism` are not
+  in `tf.config`.
 - A server shares its port with sockets that have SO_REUSEPORT where TF_GRPC_REUSE_PORT is set.
 - A `MultiWorkerMirroredStrategy` of several workers starts a server in each of them, for
   collectives, and a coordination service with a table of texts. Other servers can be started beside
@@ -31,12 +35,33 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
 from tensorflow.python.eager import context
+from tensorflow.python.framework import config
 
 JOB = "worker"
 _FILES = "/proc/self/fd"
 
 
-def serve(process: int, host: str, port: int, cpu_devices: int, threads_per_op: int) -> int:
+def device_counts() -> dict[str, int]:
+    """Devices that this process has, or will have, by kind: as `tf.config` was told."""
+    return dict(context.context().config.device_count)
+
+
+def kernel_settings() -> dict[str, bool]:
+    """What `tf.config` keeps in a process, for all kernels that run there, and in no graph."""
+    return {
+        "deterministic": bool(config.is_op_determinism_enabled()),
+        "tensor_float_32": bool(tf.config.experimental.tensor_float_32_execution_enabled()),
+    }
+
+
+def set_kernels(deterministic: bool, tensor_float_32: bool) -> None:
+    """Sets what `kernel_settings` of another process are."""
+    switch = config.enable_op_determinism if deterministic else config.disable_op_determinism
+    switch()
+    tf.config.experimental.enable_tensor_float_32_execution(tensor_float_32)
+
+
+def serve(process: int, host: str, port: int) -> int:
     """Starts this process's server, which ends with the process.
 
     TensorFlow's server listens on every interface, and does what it is asked by whoever asks.
@@ -45,19 +70,20 @@ def serve(process: int, host: str, port: int, cpu_devices: int, threads_per_op: 
         process: Number of this process.
         host: By which others reach it.
         port: To listen on; 0 for a free one.
-        cpu_devices: Number of its CPU devices.
-        threads_per_op: See `kdist.init`; 0 is a thread per core.
 
     Returns:
         The port.
     """
-    config = tf.compat.v1.ConfigProto(
-        device_count={"CPU": cpu_devices}, intra_op_parallelism_threads=threads_per_op
+    told = context.context().config
+    own = tf.compat.v1.ConfigProto(
+        device_count=told.device_count,
+        gpu_options=told.gpu_options,
+        intra_op_parallelism_threads=told.intra_op_parallelism_threads,
+        inter_op_parallelism_threads=told.inter_op_parallelism_threads,
     )
-    config.gpu_options.allow_growth = True
     cluster = tf.train.ClusterSpec({JOB: {process: f"{host}:{port}"}})
     server = tf.distribute.Server(
-        cluster, job_name=JOB, task_index=process, protocol="grpc", config=config
+        cluster, job_name=JOB, task_index=process, protocol="grpc", config=own
     )
     return int(server.target.rpartition(":")[2])
 

@@ -80,11 +80,6 @@ def set_up_devices(cpu_devices: int | None = None, threads_per_op: int | None = 
     _set_threads(threads_per_op)
 
 
-def running_cpu_devices() -> int | None:
-    """CPU devices of this process, if TensorFlow has started."""
-    return dtensor_internals.context_devices()
-
-
 def grow_gpu_memory() -> None:
     """Has TensorFlow take memory of GPUs as it needs it, not all of it at the start.
 
@@ -98,11 +93,6 @@ def grow_gpu_memory() -> None:
         return
     for gpu in gpus:
         tf.config.experimental.set_memory_growth(gpu, True)
-
-
-def threads() -> int:
-    """Threads of one operation on a CPU; 0 is one per core."""
-    return tf.config.threading.get_intra_op_parallelism_threads()
 
 
 def _check_threads(count: int) -> None:

@@ -30,6 +30,8 @@ READERS = "data-readers"
 SEEDS = b"num_random_samples"
 """What TensorFlow calls, in an iterator's state, how much a shuffle has drawn."""
 
+_OF_EACH = "each process has an iterator of its own"
+
 
 class Pipeline(Source):
     """A `tf.data.Dataset`.
@@ -98,6 +100,9 @@ class Pipeline(Source):
         """See `Source`."""
         super().resume(files, total)
         self._state = {name: files[name] for name in files if name.startswith(STATE + ".")}
+        if self._state and hasattr(self.dataset, "read_by_workers"):
+            self._state = {}  # of the one iterator there was
+            self._tell(_OF_EACH)
         self._made_before = json.loads(files.get(MADE, b"0"))
         self._readers_before = json.loads(files[READERS]) if READERS in files else 1
 
@@ -159,7 +164,7 @@ class Pipeline(Source):
     def _saved(self, iterator: Any) -> dict[str, bytes]:
         """The state of an iterator; {} if it has none that can be saved, which is told once."""
         if isinstance(iterator, WorkerIterator):
-            self._tell("each process has an iterator of its own")
+            self._tell(_OF_EACH)
             return {}
         with tempfile.TemporaryDirectory() as folder:
             try:
@@ -170,6 +175,8 @@ class Pipeline(Source):
             return {one.name: one.read_bytes() for one in Path(folder).iterdir()}
 
     def _tell(self, reason: str) -> None:
+        if self._cannot:
+            return
         self._cannot = True
         warnings.warn(
             "The position in this tf.data.Dataset cannot be saved. A run that goes on reads the "

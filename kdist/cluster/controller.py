@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import threading
@@ -16,7 +17,7 @@ from kdist.cluster.errors import PeerError
 from kdist.cluster.output import say
 from kdist.cluster.place import Place, joined_address, split_address
 from kdist.cluster.reach import listener
-from kdist.cluster.settings import Deadlines, first_difference
+from kdist.cluster.settings import FOLLOW, Deadlines, first_difference
 
 _GRACE_SECONDS = 5.0
 """After a failure, for the program to hear of it where it waits; then the process ends."""
@@ -37,12 +38,15 @@ class Controller:
 
     Attributes:
         addresses: `host:port` of each process's server, this one's first.
+        numbers: Of messages that are answered.
     """
 
     def __init__(self, place: Place, mine: Mapping[str, Any], deadlines: Deadlines) -> None:
         self.place, self.mine, self.deadlines = place, dict(mine), deadlines
         self._program = threading.current_thread()
         self.addresses: list[str] = []
+        self.numbers = itertools.count()
+        self._followed: dict[str, bool] = {}
         self._peers: dict[int, Channel] = {}
         self._said: dict[int, dict[str, Any]] = {}
         self._refused: set[int] = set()
@@ -258,6 +262,23 @@ class Controller:
             self._raised.set()
             raise self._failure
 
+    def be_followed(self) -> None:
+        """Has the others' kernels work as this process's do, if the script has changed that.
+
+        Raises:
+            PeerError: A process has failed.
+        """
+        said = cluster_runtime.kernel_settings()
+        if said == self._followed:
+            return
+        asked = []
+        for process in self._peers:
+            asked.append(next(self.numbers))
+            self.ask(process, asked[-1], run=FOLLOW, held=None, arguments=said)
+        for number in asked:
+            self.answer(number)
+        self._followed = said
+
     def naming_failures(self) -> NamingFailures:
         """Around what uses other processes' devices: raises `PeerError` where one has failed."""
         return NamingFailures(self)
@@ -342,6 +363,7 @@ class NamingFailures:
 
     def __enter__(self) -> None:
         self._controller.check()
+        self._controller.be_followed()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if cluster_runtime.may_be_a_process(error):

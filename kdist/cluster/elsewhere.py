@@ -6,7 +6,6 @@ of that process, and its answer is a message. Training goes on meanwhile.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +14,6 @@ from kdist._compat import cluster_runtime, remote_python
 from kdist.cluster.joining import controller, naming_failures
 
 import tensorflow as tf
-
-_numbers = itertools.count()
 
 
 class ElsewhereError(RuntimeError):
@@ -38,7 +35,7 @@ class Running:
     ) -> None:
         found = controller()
         assert found is not None
-        self._controller, self._process, self._number = found, process, next(_numbers)
+        self._controller, self._process, self._number = found, process, next(found.numbers)
         found.ask(process, self._number, run=name, held=handed_over, arguments=arguments)
 
     def wait(self) -> Any:
@@ -71,7 +68,7 @@ def hand_over(process: int, tensors: Sequence[Any], about: Any, copied: bool) ->
     """
     found = controller()
     assert found is not None
-    number = next(_numbers)
+    number = next(found.numbers)
     words = json.dumps({"number": number, "copied": copied, "about": about})
     device = f"/job:{cluster_runtime.JOB}/replica:0/task:{process}/device:CPU:0"
     with naming_failures():

@@ -17,7 +17,13 @@ def expanded(text: str) -> list[str]:
     Raises:
         ValueError: A range is none.
     """
-    return [name for part in _PART.findall(text) for name in _names(part.strip())]
+    parts = _PART.findall(text)
+    if text.count("[") != text.count("]") or "".join(parts).count("[") != text.count("["):
+        raise ValueError(
+            "A range in a list of hosts is '[3]' or '[01-12]', with both brackets. "
+            f"Received: {text!r}"
+        )
+    return [name for part in parts for name in _names(part.strip())]
 
 
 def _names(part: str) -> list[str]:

@@ -98,11 +98,9 @@ def init(
     beside = place is not None and place.count > 1 and cluster_runtime.has_started()
     if place is not None and beside:
         check_strategy(place)
-        running = environment.running_cpu_devices()
-        cpu_devices = running if cpu_devices is None else cpu_devices
     environment.set_up_devices(cpu_devices, threads_per_op)
     if place is not None and place.count > 1:
-        _join(place, deadlines, cpu_devices, threads_per_op, beside)
+        _join(place, deadlines, threads_per_op, beside)
 
 
 def controller() -> Controller | None:
@@ -154,7 +152,6 @@ def _place(
 def _join(
     place: Place,
     deadlines: Deadlines,
-    cpu_devices: int | None,
     threads_per_op: int | None,
     beside: bool,
 ) -> None:
@@ -163,11 +160,11 @@ def _join(
     found = place
     if beside:
         place = place_beside(place, deadlines.start)
-    mine = described(cpu_devices, threads_per_op)
+    mine = described(threads_per_op)
     if place.process:
         head = f"process {place.process} of {place.count} serves {place.coordinator}"
         output.say(f"{head} (from {place.source})")
-        serve(place, mine, deadlines, cpu_devices or 1, environment.threads())
+        serve(place, mine, deadlines)
     made = Controller(place, mine, deadlines)
     try:
         if beside:

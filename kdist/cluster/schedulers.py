@@ -6,11 +6,19 @@ See `kdist.cluster.sources`, which asks these where nothing nearer to the proces
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from kdist.cluster.host_list import expanded, host_file
 from kdist.cluster.place import Place, joined_address, port_of
-from kdist.cluster.variables import HERE, INDEX, KDIST, Environment, Rank, check_all, number
+from kdist.cluster.variables import (
+    HERE,
+    INDEX,
+    KDIST,
+    Environment,
+    Rank,
+    check_all,
+    content,
+    number,
+)
 
 _STEP = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
 _MPIRUN = {
@@ -71,8 +79,8 @@ def of_mpi(environment: Environment) -> Place | Rank | None:
             continue
         check_all("MPI", given, (rank, size))
         process, count = number(given, rank), number(given, size)
-        if path := environment.get("HOST_FILE"):
-            first = _first_host(path, size, count)
+        if environment.get("HOST_FILE"):
+            first = _first_host(environment, size, count)
         elif environment.get(local) == given[size]:
             first = HERE
         else:
@@ -99,14 +107,14 @@ def of_mpi(environment: Environment) -> Place | Rank | None:
     )
 
 
-def _first_host(path: str, size: str, count: int) -> str:
+def _first_host(environment: Environment, size: str, count: int) -> str:
     """The machine of process 0, by a file of hosts."""
-    hosts = host_file(Path(path).read_text(encoding="utf-8"))
+    hosts = host_file(content(environment, "HOST_FILE"))
     slots = sum(number for _, number in hosts)
     if not hosts or slots < count:
         raise ValueError(
-            f"HOST_FILE has a slot for each process. Received: {slots} slots in {path}, "
-            f"{size}={count}"
+            f"HOST_FILE has a slot for each process. Received: {slots} slots in "
+            f"{environment['HOST_FILE']}, {size}={count}"
         )
     return hosts[0][0]
 
@@ -124,7 +132,7 @@ def of_rank_table(environment: Environment) -> Place | None:
         return None  # there is no table of one
     check_all("A rank table", given, _TABLE[:2])
     path = given["RANK_TABLE_FILE"]
-    text = Path(path).read_text(encoding="utf-8")
+    text = content(given, "RANK_TABLE_FILE")
     try:
         servers = {
             int(device["rank_id"]): (str(server["server_id"]), str(device["device_id"]))

@@ -37,17 +37,13 @@ class Served(SystemExit):
         self.text = text
 
 
-def serve(
-    place: Place, mine: Mapping[str, Any], deadlines: Deadlines, cpu_devices: int, threads: int
-) -> NoReturn:
+def serve(place: Place, mine: Mapping[str, Any], deadlines: Deadlines) -> NoReturn:
     """Lends this process's devices to process 0, to its end.
 
     Args:
         place: Of this process.
         mine: See `settings.described`.
         deadlines: When process 0 has failed.
-        cpu_devices: See `kdist.init`.
-        threads: See `kdist.init`.
 
     Raises:
         Served: Process 0 has ended.
@@ -58,7 +54,7 @@ def serve(
     host, port = address_for_others(channel.here, coordinator), 0
     if place.address is not None:
         host, port = split_address(place.address, place.source)
-    port = cluster_runtime.serve(place.process, host, port, cpu_devices, threads)
+    port = cluster_runtime.serve(place.process, host, port)
     address = joined_address(host, port)
     ending = threading.Event()
     try:

@@ -8,10 +8,14 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
+from kdist._compat import cluster_runtime
 from kdist._compat.version import VERSION
+from kdist.cluster.held import FUNCTIONS, Held
 
 import keras
 import tensorflow as tf
+
+FOLLOW = "settings.follow"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +45,16 @@ class Deadlines:
         return min(1.0, self.silence / 5)
 
 
-def described(cpu_devices: int | None, threads_per_op: int | None) -> dict[str, Any]:
+def described(threads_per_op: int | None) -> dict[str, Any]:
     """What must be the same in all processes."""
+    devices = cluster_runtime.device_counts()
     return {
         "kdist": VERSION,
         "tensorflow": tf.__version__,
         "keras": keras.__version__,
         "python": platform.python_version(),
-        "cpu_devices": cpu_devices or 1,
-        "gpus": len(tf.config.list_physical_devices("GPU")),
+        "cpu_devices": devices.get("CPU", 0),
+        "gpus": devices.get("GPU", 0),
         "threads_per_op": threads_per_op,
     }
 
@@ -69,3 +74,11 @@ def first_difference(mine: Mapping[str, Any], others: Mapping[int, Mapping[str, 
 
 def _listed(processes: list[int]) -> str:
     return ", ".join(map(str, processes))
+
+
+def _follow(held: Held | None, **said: bool) -> None:
+    """Has this process's kernels work as process 0's do."""
+    cluster_runtime.set_kernels(**said)
+
+
+FUNCTIONS[FOLLOW] = _follow

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist._compat import ray_train
-from kdist.cluster.place import Place, joined_address, port_of
+from kdist.cluster.place import Place, joined_address, port_of, split_address
 from kdist.cluster.schedulers import (
     daemons_of_slurm,
     of_kubernetes,
@@ -54,7 +54,7 @@ def of_tf_config(environment: Environment) -> Place | None:
     jobs, task = config["cluster"], config.get("task", {})
     well_formed = isinstance(task, dict) and isinstance(jobs, dict)
     if well_formed:
-        lists = all(isinstance(one, list) for one in jobs.values()) and any(jobs.values())
+        lists = all(_is_list_of_texts(one) for one in jobs.values()) and any(jobs.values())
         known = not set(jobs) - {"chief", "worker"} and task.get("type") in jobs
         well_formed = lists and known and str(task.get("index", "")).isdecimal()
     if not well_formed:
@@ -64,9 +64,16 @@ def of_tf_config(environment: Environment) -> Place | None:
             f"Received: TF_CONFIG={text}"
         )
     addresses = [*jobs.get("chief", []), *jobs.get("worker", [])]
-    before = len(jobs.get("chief", [])) if task["type"] == "worker" else 0
-    process = before + int(task["index"])
-    own = addresses[process] if 0 < process < len(addresses) else None
+    for address in addresses:
+        split_address(address, "TF_CONFIG")
+    kind, index = task["type"], int(task["index"])
+    if index >= len(jobs[kind]):
+        raise ValueError(
+            "Tasks of a kind are numbered from 0 to their number less one. Received: "
+            f"{kind} {index} of {len(jobs[kind])}, from TF_CONFIG"
+        )
+    process = index + (len(jobs.get("chief", [])) if kind == "worker" else 0)
+    own = addresses[process] if process else None
     return Place(process, len(addresses), addresses[0], "TF_CONFIG", address=own)
 
 
@@ -212,6 +219,10 @@ def _agreed(sources: Sequence[Source], environment: Environment) -> Place | None
         assert isinstance(found[0], Rank)
         raise ValueError(found[0].lacks)
     return None
+
+
+def _is_list_of_texts(one: Any) -> bool:
+    return isinstance(one, list) and all(isinstance(text, str) for text in one)
 
 
 def _said(one: Place | Rank) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 Environment = Mapping[str, str]
 KDIST = ("KDIST_COORDINATOR", "KDIST_NUM_PROCESSES", "KDIST_PROCESS_ID")
@@ -45,3 +46,14 @@ def number(given: Environment, name: str) -> int:
         return int(given[name])
     except ValueError:
         raise ValueError(f"{name} is an integer. Received: {given[name]!r}") from None
+
+
+def content(given: Environment, name: str) -> str:
+    """The text of the file whose path a variable says."""
+    try:
+        return Path(given[name]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{name} is the path of a file of text that this process can read. "
+            f"Received: {name}={given[name]!r}, {error}"
+        ) from error

@@ -46,6 +46,25 @@ def reads_again() -> None:
     print("RESULT " + json.dumps({"equal": found == whole, "step": step}), flush=True)
 
 
+def moves() -> None:
+    """Trains on a dataset, by epochs and by steps; stops within an epoch, or goes on and ends."""
+    joined()
+    x, y = data()
+    found = {}
+    for name, more in (("epochs", {}), ("steps", {"steps_per_epoch": 5})):
+        rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), seed=5)
+        rows = (rows.repeat() if more else rows).batch(8)
+        folder = f"{os.environ['TEST_FOLDER']}/{name}"
+        saver = kdist.callbacks.ShardedCheckpoint(folder, every_steps=1, resume=True)
+        calls = [saver, StopAfter(int(os.environ.get("TEST_STOP", "-1")))]
+        with contextlib.suppress(Stopped):
+            made = model()
+            losses = made.fit(rows, epochs=3, verbose=0, callbacks=calls, **more).history["loss"]
+            step = saver.restored and saver.restored.step
+            found[name] = {"step": step, "loss": losses}
+    print("RESULT " + json.dumps(found), flush=True)
+
+
 def survives() -> None:
     """Trains with checkpoints; prints each step's number and loss, and what is saved."""
     joined()

@@ -21,7 +21,7 @@ def test_expanded(text: str, names: list[str]) -> None:
     assert expanded(text) == names
 
 
-@pytest.mark.parametrize("text", ["a[3-1]", "a[x]", "a[1-]", "a[]"])
+@pytest.mark.parametrize("text", ["a[3-1]", "a[x]", "a[1-]", "a[]", "a[1-2", "a1-2]"])
 def test_ranges_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="A range in a list of hosts"):
         expanded(text)

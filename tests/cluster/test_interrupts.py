@@ -7,6 +7,8 @@ import threading
 import time
 from pathlib import Path
 
+import kdist
+from kdist.checkpoint.manifest import STORE
 from kdist.launch import run
 
 import pytest
@@ -38,6 +40,19 @@ def test_who_signals_all_lets_the_script_save(tmp_path: Path) -> None:
     for number, one in enumerate(all_[1:], 1):
         assert f"process {number} of 3 goes on until process 0 ends" in one.text
         assert "KeyboardInterrupt" not in one.text
+
+
+@pytest.mark.wide
+def test_a_scheduler_that_terminates_all_lets_the_script_save(tmp_path: Path) -> None:
+    """Where the script has said before `kdist.init` what each process does then."""
+    with program("terminated", 2, TEST_FOLDER=str(tmp_path)) as both:
+        both[0].until("training")
+        for one in (both[1], both[0]):
+            one.process.send_signal(signal.SIGTERM)
+        assert [one.ends(30) for one in both] == [0, 0], both[0].text[-2000:]
+    assert "saved" in both[0].text
+    newest = kdist.checkpoint.latest(tmp_path)
+    assert newest is not None and (newest / f"{STORE}.1").exists(), "process 1 wrote its parts"
 
 
 @pytest.mark.wide

@@ -37,6 +37,19 @@ def test_training_over_two_processes_equals_one() -> None:
     assert "joined" not in both[1].text, "the script goes on in process 0 only"
 
 
+def test_each_process_has_the_devices_that_tensorflow_was_told_of() -> None:
+    with program("lends", 2) as both:
+        assert [one.ends() for one in both] == [0, 0], both[0].text[-2000:]
+    names = result(both[0])
+    assert [one.split("/")[3] for one in names] == ["task:0"] * 3 + ["task:1"] * 3
+
+
+def test_kernels_of_all_processes_work_as_the_script_says() -> None:
+    with program("follows", 2) as both:
+        assert [one.ends() for one in both] == [0, 0], both[0].text[-2000:]
+    assert result(both[0]) == [[True] * 4, [False] * 4]
+
+
 def of_tf_config(jobs: dict[str, int]) -> dict[int, dict[str, str]]:
     """What each process finds in its environment, by the number of processes of each job."""
     cluster = {job: [f"127.0.0.1:{free_port()}" for _ in range(n)] for job, n in jobs.items()}

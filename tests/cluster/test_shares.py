@@ -80,6 +80,26 @@ def test_a_dataset_that_processes_read_goes_on_within_an_epoch(tmp_path: Path) -
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_other_processes_go_on_within_an_epoch(before: int, after: int, tmp_path: Path) -> None:
+    """Of one process the iterator's state is saved, which those of several cannot take."""
+    text, found = "", []
+    for count, variables in (
+        (before, {"TEST_FOLDER": f"{tmp_path}/moved", "TEST_STOP": "7"}),
+        (after, {"TEST_FOLDER": f"{tmp_path}/moved"}),
+        (after, {"TEST_FOLDER": f"{tmp_path}/whole"}),
+    ):
+        with program("moves", count, TEST_DEVICES=str(4 // count), **variables) as all_:
+            assert [one.ends() for one in all_] == [0] * count, all_[0].text[-3000:]
+            text, line = all_[0].text, next(o for o in all_[0].lines if o.startswith("RESULT "))
+        found.append(json.loads(line.removeprefix("RESULT ")))
+    _, moved, whole = found
+    for name in ("epochs", "steps"):
+        assert moved[name]["step"] == 6 and whole[name]["step"] is None, text
+        np.testing.assert_allclose(moved[name]["loss"], whole[name]["loss"], rtol=0, atol=1e-12)
+
+
+@pytest.mark.wide
 def test_a_folder_that_is_not_shared_is_written_by_process_0(tmp_path: Path) -> None:
     apart = {1: ["unshare", "--map-root-user", "--mount", "sh", "-c", OTHER_FOLDER, "sh"]}
     with program("shares", 2, before=apart, TEST_FOLDER=str(tmp_path)) as both:

@@ -199,12 +199,44 @@ def test_there_is_no_table_of_one(said: dict[str, str]) -> None:
             (["a:1", "b:1"], {"type": "worker"}),
             (["a:1", "b:1"], [1]),
             ([], {"type": "worker", "index": 0}),
+            ([1, 2], {"type": "worker", "index": 0}),
         )
     ],
 )
 def test_what_is_no_tf_config(text: str) -> None:
     with pytest.raises(ValueError, match="^TF_CONFIG (has|is) .*Received: "):
         find({"TF_CONFIG": text})
+
+
+def test_a_task_that_its_cluster_has_not_is_refused() -> None:
+    """A second chief was taken for the first worker."""
+    cluster = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
+    for kind, index in (("chief", 1), ("worker", 2)):
+        config = {"cluster": cluster, "task": {"type": kind, "index": index}}
+        with pytest.raises(ValueError, match=f"numbered from 0.*{kind} {index} of {index}"):
+            find({"TF_CONFIG": json.dumps(config)})
+
+
+def test_each_process_refuses_an_address_of_any_that_is_none() -> None:
+    """Else process 0 would wait for one that has ended."""
+    config = {"cluster": {"worker": ["a:1", "b"]}, "task": {"type": "worker", "index": 0}}
+    with pytest.raises(ValueError, match="An address is.*Received: 'b', from TF_CONFIG"):
+        find({"TF_CONFIG": json.dumps(config)})
+
+
+@pytest.mark.parametrize(
+    ("name", "around"),
+    [
+        ("RANK_TABLE_FILE", {"RANK_ID": "1"}),
+        ("HOST_FILE", OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}),
+    ],
+)
+def test_a_file_that_is_not_there_is_named_by_its_variable(
+    name: str, around: dict[str, str], tmp_path: Path
+) -> None:
+    path = f"{tmp_path}/none"
+    with pytest.raises(ValueError, match=f"{name} is the path of a file.*{name}={path!r}"):
+        find(around | {name: path})
 
 
 def test_parameter_servers_are_refused() -> None:
