@@ -13,16 +13,39 @@ from tensorflow.python.framework import function_def_to_graph
 from tensorflow.python.ops import handle_data_util
 
 
-def of_one_device() -> dict[str, bool]:
+def of_one_device(*, elsewhere: bool = False) -> dict[str, bool]:
     """Attributes of a function that each of several devices calls as one node of its graph.
 
     It shares the caller's rendezvous. Otherwise, when an operation in it fails, TensorFlow cancels
     what other devices wait for before the caller hears of the failure, and what the user gets is
-    "RecvAsync is cancelled" in place of the reason. With GPUs such a function may send to its own
-    CPU, and two calls would send under one name: there it does not share.
+    "RecvAsync is cancelled" in place of the reason. Where such a function sends something, two
+    calls of it would send under one name, and over processes wait for ever: there it does not
+    share. With GPUs it may send to its own CPU.
+
+    Args:
+        elsewhere: Operations of it run on other devices: see `runs_elsewhere`.
     """
     alone = all(device.device_type != "GPU" for device in tf.config.list_logical_devices())
-    return {"_noinline": True, "shared_rendezvous": alone}
+    return {"_noinline": True, "shared_rendezvous": alone and not elsewhere}
+
+
+def runs_elsewhere(tensors: Sequence[Any]) -> bool:
+    """Whether a function that takes or captures these has operations that run elsewhere.
+
+    A look-up in a table of texts runs where the table is.
+    """
+    return any(one.dtype == tf.resource and not is_variable(one) for one in tensors)
+
+
+def has_tables(layers: Sequence[Any]) -> bool:
+    """Whether some of the layers keep a table of texts, or another resource that is no variable."""
+    kind = tf.saved_model.experimental.TrackableResource
+    return any(isinstance(value, kind) for layer in layers for value in vars(layer).values())
+
+
+def looks_up(nodes: Sequence[Any]) -> bool:
+    """Whether nodes look up in a table of texts: see `runs_elsewhere`."""
+    return any(node.op.startswith("LookupTable") for node in nodes)
 
 
 def unoptimized() -> bytes:
@@ -33,9 +56,9 @@ def unoptimized() -> bytes:
     return bytes(config.SerializeToString())
 
 
-def one_device_function(call: Callable, **options: Any) -> Any:
+def one_device_function(call: Callable, *, elsewhere: bool = False, **options: Any) -> Any:
     """A `tf.function` with these attributes, of which TensorFlow takes one by no other way."""
-    given = of_one_device()
+    given = of_one_device(elsewhere=elsewhere)
     shares = given.pop("shared_rendezvous")
     function = tf.function(call, autograph=False, experimental_attributes=given, **options)
     function._shared_rendezvous = shares
@@ -44,8 +67,9 @@ def one_device_function(call: Callable, **options: Any) -> Any:
 
 def of_one_device_too(concrete: Any) -> Any:
     """A concrete function with these attributes: the same graph, under another name."""
+    attributes = of_one_device(elsewhere=runs_elsewhere(concrete.inputs))
     return concrete_function.ConcreteFunction.from_func_graph(
-        concrete.graph, concrete.function_type, of_one_device()
+        concrete.graph, concrete.function_type, attributes
     )
 
 

@@ -360,7 +360,8 @@ def as_node(concrete: Any, *, jit_compile: bool = False) -> Callable:
 
     if jit_compile:
         return tf.function(call, autograph=False, jit_compile=True)
-    return function_graphs.one_device_function(call)
+    elsewhere = function_graphs.runs_elsewhere(concrete.inputs)
+    return function_graphs.one_device_function(call, elsewhere=elsewhere)
 
 
 def check_dtypes(concrete: Any, arguments: Sequence[Any]) -> None:

@@ -2,10 +2,13 @@
 
 from kdist._compat import function_graphs
 
+import keras
 import pytest
 import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context
+
+TEXTS = tf.TensorSpec((2,), tf.string)
 
 
 def test_the_graph_of_a_called_function_has_static_shapes() -> None:
@@ -99,3 +102,36 @@ def test_what_a_resource_is() -> None:
     assert [function_graphs.is_variable(seen[id(t)]) for t in handles] == [True, False]
     assert function_graphs.variable_dtype(variable.handle) == tf.float64
     assert not function_graphs.is_variable(tf.constant(1.0))
+
+
+def test_runs_elsewhere() -> None:
+    """Look-ups run where the table is; what is sent there has one name in all calls."""
+    vocabulary = keras.layers.StringLookup(vocabulary=["a", "b"])
+    weight = tf.Variable(tf.ones(3))
+    looks_up = tf.function(lambda x: vocabulary(x)).get_concrete_function(
+        tf.TensorSpec((2,), "string")
+    )
+    reads = tf.function(lambda x: x * weight).get_concrete_function(tf.TensorSpec((3,)))
+    assert function_graphs.runs_elsewhere(looks_up.inputs)
+    assert not function_graphs.runs_elsewhere(reads.inputs)
+    assert function_graphs.of_one_device()["shared_rendezvous"]
+    assert not function_graphs.of_one_device(elsewhere=True)["shared_rendezvous"]
+    for concrete, shares in ((looks_up, False), (reads, True)):
+        made = function_graphs.of_one_device_too(concrete)
+        assert made.function_def.attr["shared_rendezvous"].b is shares
+
+
+def test_looks_up() -> None:
+    vocabulary = keras.layers.StringLookup(vocabulary=["a", "b"])
+    concrete = tf.function(lambda x: vocabulary(x)).get_concrete_function(
+        tf.TensorSpec((2,), "string")
+    )
+    assert function_graphs.looks_up(concrete.function_def.node_def)
+    square = tf.function(tf.square).get_concrete_function(tf.TensorSpec((2,)))
+    assert not function_graphs.looks_up(square.function_def.node_def)
+
+
+def test_has_tables() -> None:
+    inside = keras.layers.TextVectorization(vocabulary=["a", "b"])
+    assert function_graphs.has_tables([keras.layers.Dense(2), *inside._flatten_layers()])
+    assert not function_graphs.has_tables([keras.layers.Dense(2), keras.layers.Embedding(3, 2)])
