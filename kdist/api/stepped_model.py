@@ -190,8 +190,8 @@ class SteppedModel(PlannedModel):
     def resolved_xla(self, wanted: bool | str) -> bool | str:
         """What `jit_compile` is here: "auto" is True where Keras says so and programs are whole.
 
-        Keras says so on machines with a GPU, of models whose layers all support it. Where programs
-        are cut (inner axes, stages, level 2 and more, recompute), it has to be asked for.
+        Keras says so with a GPU, of models whose layers all support it. Where programs are cut
+        (inner axes, stages, level 2 and more, recompute), it has to be asked for.
         """
         if wanted != "auto" or not keras_trainer.compiles_by_itself(self.model):
             return wanted
@@ -260,7 +260,9 @@ class SteppedModel(PlannedModel):
 
     def no_batch(self) -> None:
         """Does what Keras's step has done by the time it learns that the data has run out."""
-        if self.update is not None and self.program is not None and self.jit_compile is not True:
+        auto = self.jit_compile == "auto"  # what XLA compiled has done nothing by then
+        xla = keras_trainer.compiles_by_itself(self.model) if auto else self.jit_compile
+        if self.update is not None and self.program is not None and not xla:
             connected = self.program.trained.connected
             tf.function(self.update.without_batch, autograph=False)(connected)
 
