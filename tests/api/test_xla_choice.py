@@ -7,10 +7,12 @@ from typing import Any
 
 import kdist
 from kdist.api.parallelize import attached
+from kdist.layers import DistributedEmbedding, FeatureConfig, TableConfig
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from ..parity import data, mlp
 
@@ -57,7 +59,9 @@ def test_what_nobody_asked_for_cuts_no_programs(
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_what_was_asked_for_before_counts(asked: bool) -> None:
+def test_what_was_asked_for_before_counts(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, since with one Keras does not keep whether it was."""
+    monkeypatch.setattr(keras.Model, "_resolve_auto_jit_compile", lambda self: False)
     model = mlp()
     model.compile("sgd", "mse", jit_compile=asked)
     assert attached(parallel(model, **LEVEL_2)).jit_compile is asked
@@ -84,3 +88,18 @@ def test_steps_op_by_op_have_no_xla(asked: dict[str, bool], gpu: None) -> None:
     assert attached(model).jit_compile is False
     assert bool(asked) == any("Disabling `jit_compile`" in str(w.message) for w in told)
     assert np.isfinite(model.train_on_batch(*data(8)))
+
+
+@pytest.mark.parametrize("first", ["fit", "predict"])
+def test_sparse_and_ragged_batches_have_none_that_nobody_asked_for(first: str, gpu: None) -> None:
+    """XLA cannot read them."""
+    ids = tf.ragged.constant([[1, 2], [3], [4, 5, 6], [7]], dtype=tf.int32)
+    table = TableConfig("words", 8, 4)
+    inputs = keras.Input((3,), dtype="int32", ragged=True)
+    rows = DistributedEmbedding(FeatureConfig("text", table, (None, 3), (None, 4)))(inputs)
+    model = parallel(keras.Model(inputs, keras.layers.Dense(2)(rows)))
+    model.compile("sgd", "mse")
+    if first == "predict":
+        assert model.predict_on_batch(ids).shape == (4, 2)
+    assert np.isfinite(model.train_on_batch(ids, np.zeros((4, 2))))
+    assert attached(model).jit_compile is False
