@@ -149,7 +149,9 @@ class Parallel(PreparedModel):
         for name in (*METHODS, *of_tasks):
             object.__setattr__(model, name, getattr(self, name))
         if model.compiled:
-            self.forget_functions(bool(model.jit_compile))
+            # Keras keeps no more than what it made of "auto".
+            auto = model.jit_compile and keras_trainer.compiles_by_itself(model)
+            self.forget_functions(self.resolved_xla("auto" if auto else bool(model.jit_compile)))
             self.spread_parameters()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -163,15 +165,11 @@ class Parallel(PreparedModel):
         several = with_table_optimizers(self.model, optimizer)
         if several is not optimizer and arguments.takes("optimizer"):
             arguments.named["optimizer"] = several
-        wanted = arguments.get("jit_compile")
-        if wanted is not None:
-            arguments.named["jit_compile"] = False
-        arguments.call()
-        config = self.model._compile_config.config
-        if wanted is None:  # what the class's own `compile` says
-            wanted = config.get("jit_compile", "auto")
-        elif "jit_compile" in config:
-            config["jit_compile"] = wanted
+        with keras_trainer.auto_left_open(self.model):
+            arguments.call()
+            wanted = self.model.jit_compile
+        if wanted == keras_trainer.LEFT_OPEN:
+            wanted = self.model._compile_config.config["jit_compile"] = "auto"
         follow_weights(self, "compile")
         self.forget_functions(self.resolved_xla(wanted))
         self.unknown_to_optimizer = None

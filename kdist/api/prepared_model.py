@@ -14,7 +14,7 @@ from kdist.api.table_optimizers import check_table_optimizers
 from kdist.config.parallel import ParallelConfig
 from kdist.optimizer.local import sees_some_alone
 from kdist.optimizer.update import DistributedUpdate
-from kdist.runtime.keras_contract import as_spec, is_built
+from kdist.runtime.keras_contract import as_spec, has_composites, is_built
 from kdist.runtime.loss_terms import loss_terms
 from kdist.storage.unborn import unborn_variables
 
@@ -43,6 +43,7 @@ class PreparedModel(FittedModel):
         """
         mirrored_scope.refuse_scope()
         mirrored_scope.detach(self.model)
+        self._leave_out_xla(example)
         with keras_remat.taken_back(self.model):
             self._build(kind, example)
         if kind == "train":
@@ -60,6 +61,12 @@ class PreparedModel(FittedModel):
         self.study_rows(training=kind == "train")
         if kind == "train":
             self._make_update()
+
+    def _leave_out_xla(self, example: Any) -> None:
+        """Goes on without XLA, which nobody asked for, where it cannot read the first batch."""
+        if self.xla_of_keras and "plain_step" not in self.__dict__ and has_composites(example):
+            self.xla_of_keras = False
+            self.forget_steps(False)
 
     def prepare_optimizer(self) -> None:
         """Builds the compiled optimizer, and places its state, before there is a batch.

@@ -20,6 +20,7 @@ from kdist.rows.model import ModelStudy, of_micro_batches, study_model
 from kdist.runtime.chunked_runner import ChunkedRunner
 from kdist.runtime.chunking import Chunking
 from kdist.runtime.inner_axes import InnerAxes
+from kdist.runtime.keras_contract import has_composites
 from kdist.runtime.loss_terms import OVERRIDDEN
 from kdist.runtime.mesh_runner import MeshRunner
 from kdist.runtime.mesh_step import MeshPipelineStep, MeshStep, WholeLossMeshStep
@@ -51,14 +52,13 @@ STEPS: Mapping[tuple[bool, bool, bool], type[Step]] = {
 }
 """By (over inner axes, in stages, with a loss over the whole batch)."""
 
-COMPOSITE = tf.SparseTensor | tf.SparseTensorSpec | tf.RaggedTensor | tf.RaggedTensorSpec
-
 
 class SteppedModel(PlannedModel):
     """A placed model's pure functions, and the steps that run them.
 
     Attributes:
-        jit_compile: What `compile` was given.
+        jit_compile: What `compile` was given, or Keras made of it.
+        xla_of_keras: Whether that is XLA, and nobody asked for it.
         program: The model's pure functions, once compiled and used.
         recorder: Notes when a pipeline's training steps ran what, if set.
         row_studies: Where rows of the batch meet in the model, by whether in training.
@@ -68,6 +68,7 @@ class SteppedModel(PlannedModel):
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
         super().__init__(model, config)
         self.jit_compile: bool | str = "auto"
+        self.xla_of_keras = False
         self.program: Program | None = None
         self.recorder: Recorder | None = None
         self.row_studies: dict[bool, ModelStudy] = {}
@@ -190,13 +191,14 @@ class SteppedModel(PlannedModel):
     def resolved_xla(self, wanted: bool | str) -> bool | str:
         """What `jit_compile` is here: "auto" is True where Keras says so and programs are whole.
 
-        Keras says so on machines with a GPU, of models whose layers all support it. Where programs
-        are cut (inner axes, stages, level 2 and more, recompute), it has to be asked for.
+        Keras says so with a GPU, of models whose layers all support it. Where programs are cut
+        (inner axes, stages, level 2 and more, recompute), it has to be asked for.
         """
-        if wanted != "auto" or not keras_trainer.compiles_by_itself(self.model):
-            return wanted
         cut = self.compute.inner_size > 1 or self.topology.num_stages > 1
-        return wanted if cut or self.optimizer_config.level >= 2 or self.blocks else True
+        whole = not (cut or self.optimizer_config.level >= 2 or self.blocks)
+        auto = wanted == "auto" and keras_trainer.compiles_by_itself(self.model)
+        self.xla_of_keras = auto and whole
+        return True if self.xla_of_keras else wanted
 
     def travel_notes(self) -> list[str]:
         """See `PlannedModel.travel_notes`."""
@@ -223,13 +225,8 @@ class SteppedModel(PlannedModel):
         return cut and (kind == "predict" or not self.loss_on_gathered_weights)
 
     def takes_batches(self, example: Any) -> bool:
-        """Whether batches can be taken before the graph of a step, so that it knows their sizes.
-
-        Args:
-            example: A batch, or the specs of one.
-        """
-        sparse = any(isinstance(one, COMPOSITE) for one in tf.nest.flatten(example))
-        return not (sparse or self.model.run_eagerly)
+        """Whether batches like this one can be taken before the graph of a step, to know sizes."""
+        return not (has_composites(example) or self.model.run_eagerly)
 
     def looks_ahead(self) -> bool:
         """Whether `fit` looks rows of tables up a step ahead; never op by op.
@@ -260,7 +257,9 @@ class SteppedModel(PlannedModel):
 
     def no_batch(self) -> None:
         """Does what Keras's step has done by the time it learns that the data has run out."""
-        if self.update is not None and self.program is not None and self.jit_compile is not True:
+        auto = self.jit_compile == "auto"  # what XLA compiled has done nothing by then
+        xla = keras_trainer.compiles_by_itself(self.model) if auto else self.jit_compile
+        if self.update is not None and self.program is not None and not xla:
             connected = self.program.trained.connected
             tf.function(self.update.without_batch, autograph=False)(connected)
 

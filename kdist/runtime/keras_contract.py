@@ -21,6 +21,12 @@ def is_built(model: keras.Model) -> bool:
     return model.built and all(layer.built for layer in keras_models.flat_layers(model))
 
 
+def has_composites(example: Any) -> bool:
+    """Whether tensors of a batch, or the specs of one, are sparse or ragged."""
+    kinds = tf.SparseTensor | tf.SparseTensorSpec | tf.RaggedTensor | tf.RaggedTensorSpec
+    return any(isinstance(one, kinds) for one in tf.nest.flatten(example))
+
+
 def adapt_callbacks(callbacks: Any) -> None:
     """Makes callbacks that would write to TensorFlow's variables write to Keras's.
 

@@ -282,6 +282,23 @@ def test_compiles_by_itself(kinds: str, able: bool, monkeypatch: pytest.MonkeyPa
     assert keras_trainer.compiles_by_itself(model) == ("GPU" in kinds and able)
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, keras_trainer.LEFT_OPEN),
+        ({"jit_compile": False}, False),
+        ({"jit_compile": True}, True),
+        ({"run_eagerly": True}, False),
+    ],
+)
+def test_auto_left_open(given: dict[str, bool], expected: bool | str) -> None:
+    model = mlp()
+    with keras_trainer.auto_left_open(model):
+        model.compile("sgd", "mse", **given)
+    assert model.jit_compile == model.get_compile_config()["jit_compile"] == expected
+    assert "_resolve_auto_jit_compile" not in vars(model)
+
+
 def test_class_weighted():
     labels = np.array([[0.0], [2.0], [1.0], [0.0]])
     dataset = tf.data.Dataset.from_tensor_slices((labels, labels)).batch(3)

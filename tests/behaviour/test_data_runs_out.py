@@ -109,3 +109,15 @@ def test_losses_are_of_the_batches_that_came(mesh: str) -> None:
     data = data.batch(16, drop_remainder=True)
     wanted = np.mean((model.predict(x[:32], verbose=0) - x[:32]) ** 2)
     assert model.evaluate(data, verbose=0) == pytest.approx([wanted, wanted], rel=1e-5)
+
+
+@pytest.mark.parametrize("mesh", ["data2", "data2_level2"])
+def test_where_keras_compiles_with_xla_nothing_runs_without_a_batch(
+    mesh: str, float64: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if there were a GPU; kdist's programs are cut at level 2, and XLA is left out there."""
+    monkeypatch.setattr(keras.Model, "_resolve_auto_jit_compile", lambda self: True)
+    expected, actual = trained("plain", "adamw", 1), trained(mesh, "adamw", 1)
+    assert int(expected[1]) == 3
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)

@@ -318,7 +318,7 @@ def test_a_timeline_is_of_pipelines() -> None:
 
 def test_xla_refuses_what_a_loop_keeps() -> None:
     x = inputs = keras.Input((5, 3))
-    x = keras.layers.LSTM(4)(keras.layers.Dense(3)(x))
+    x = keras.layers.LSTM(4, use_cudnn=False)(keras.layers.Dense(3)(x))
     model = kdist.PipelineModel(keras.Model(inputs, x), 2, 2)
     model.compile("sgd", "mse", jit_compile=True)
     with pytest.raises(ValueError, match="unroll the loop.*lstm.*while"):

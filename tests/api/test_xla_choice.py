@@ -1,0 +1,105 @@
+"""Whether XLA compiles steps, by what was asked for and what Keras would do, as if on a GPU."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import kdist
+from kdist.api.parallelize import attached
+from kdist.layers import DistributedEmbedding, FeatureConfig, TableConfig
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ..parity import data, mlp
+
+LEVEL_2 = {"optimizer": kdist.OptimizerConfig(level=2, threshold_kb=0)}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were one: Keras's own choice is XLA."""
+    monkeypatch.setattr(keras.Model, "_resolve_auto_jit_compile", lambda self: True)
+
+
+def parallel(model: keras.Model, **options: Any) -> keras.Model:
+    return kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2), **options))
+
+
+class OwnCompile(keras.Sequential):
+    def compile(self, rate: float = 0.1) -> None:
+        super().compile(keras.optimizers.SGD(rate), "mse")
+
+
+class Unable(keras.layers.Layer):
+    """One that XLA does not compile, as those of strings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.supports_jit = False
+
+    def call(self, x: Any) -> Any:
+        return x
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, True), (LEVEL_2, "auto")])
+def test_what_nobody_asked_for_cuts_no_programs(
+    options: dict[str, Any], expected: bool | str, gpu: None
+) -> None:
+    own = parallel(OwnCompile([keras.Input((6,)), keras.layers.Dense(2)]), **options)
+    own.compile()
+    before = mlp()
+    before.compile("sgd", "mse")
+    parallel(before, **options)
+    assert (attached(own).jit_compile, attached(before).jit_compile) == (expected, expected)
+    assert own.get_compile_config()["jit_compile"] == "auto"
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_was_asked_for_before_counts(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, since with one Keras does not keep whether it was."""
+    monkeypatch.setattr(keras.Model, "_resolve_auto_jit_compile", lambda self: False)
+    model = mlp()
+    model.compile("sgd", "mse", jit_compile=asked)
+    assert attached(parallel(model, **LEVEL_2)).jit_compile is asked
+
+
+@pytest.mark.parametrize("asked", [{}, {"jit_compile": True}])
+def test_layers_that_xla_cannot_compile_train_without_it_as_in_keras(
+    asked: dict[str, bool],
+) -> None:
+    model = parallel(keras.Sequential([keras.Input((6,)), Unable(), keras.layers.Dense(2)]))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model.compile("sgd", "mse", **asked)
+    assert attached(model).jit_compile in (False, "auto")
+    assert bool(asked) == any("doesn't support `jit_compile=True`" in str(w.message) for w in told)
+
+
+@pytest.mark.parametrize("asked", [{}, {"jit_compile": True}])
+def test_steps_op_by_op_have_no_xla(asked: dict[str, bool], gpu: None) -> None:
+    model = parallel(mlp())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model.compile("sgd", "mse", run_eagerly=True, **asked)
+    assert attached(model).jit_compile is False
+    assert bool(asked) == any("Disabling `jit_compile`" in str(w.message) for w in told)
+    assert np.isfinite(model.train_on_batch(*data(8)))
+
+
+@pytest.mark.parametrize("first", ["fit", "predict"])
+def test_sparse_and_ragged_batches_have_none_that_nobody_asked_for(first: str, gpu: None) -> None:
+    """XLA cannot read them."""
+    ids = tf.ragged.constant([[1, 2], [3], [4, 5, 6], [7]], dtype=tf.int32)
+    table = TableConfig("words", 8, 4)
+    inputs = keras.Input((3,), dtype="int32", ragged=True)
+    rows = DistributedEmbedding(FeatureConfig("text", table, (None, 3), (None, 4)))(inputs)
+    model = parallel(keras.Model(inputs, keras.layers.Dense(2)(rows)))
+    model.compile("sgd", "mse")
+    if first == "predict":
+        assert model.predict_on_batch(ids).shape == (4, 2)
+    assert np.isfinite(model.train_on_batch(ids, np.zeros((4, 2))))
+    assert attached(model).jit_compile is False
