@@ -18,15 +18,18 @@ def of_one_device(*, elsewhere: bool = False) -> dict[str, bool]:
 
     It shares the caller's rendezvous. Otherwise, when an operation in it fails, TensorFlow cancels
     what other devices wait for before the caller hears of the failure, and what the user gets is
-    "RecvAsync is cancelled" in place of the reason. Where such a function sends something, two
-    calls of it would send under one name, and over processes wait for ever: there it does not
-    share. With GPUs it may send to its own CPU.
+    "RecvAsync is cancelled" in place of the reason. Where such a function sends to another process,
+    two calls of it would send under one name, and wait for ever: there it does not share. Nor with
+    GPUs, where it may send to its own CPU.
 
     Args:
         elsewhere: Operations of it run on other devices: see `runs_elsewhere`.
     """
-    alone = all(device.device_type != "GPU" for device in tf.config.list_logical_devices())
-    return {"_noinline": True, "shared_rendezvous": alone and not elsewhere}
+    devices = tf.config.list_logical_devices()
+    processes = {device.name.partition("/device:")[0] for device in devices}
+    sends = any(device.device_type == "GPU" for device in devices)
+    sends |= elsewhere and len(processes) > 1
+    return {"_noinline": True, "shared_rendezvous": not sends}
 
 
 def runs_elsewhere(tensors: Sequence[Any]) -> bool:

@@ -104,7 +104,7 @@ def test_what_a_resource_is() -> None:
     assert not function_graphs.is_variable(tf.constant(1.0))
 
 
-def test_runs_elsewhere() -> None:
+def test_runs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look-ups run where the table is; what is sent there has one name in all calls."""
     vocabulary = keras.layers.StringLookup(vocabulary=["a", "b"])
     weight = tf.Variable(tf.ones(3))
@@ -114,6 +114,10 @@ def test_runs_elsewhere() -> None:
     reads = tf.function(lambda x: x * weight).get_concrete_function(tf.TensorSpec((3,)))
     assert function_graphs.runs_elsewhere(looks_up.inputs)
     assert not function_graphs.runs_elsewhere(reads.inputs)
+    assert function_graphs.of_one_device(elsewhere=True)["shared_rendezvous"]
+    names = [f"/job:worker/replica:0/task:{k}/device:CPU:0" for k in range(2)]
+    both = [tf.config.LogicalDevice(name, "CPU") for name in names]
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda: both)
     assert function_graphs.of_one_device()["shared_rendezvous"]
     assert not function_graphs.of_one_device(elsewhere=True)["shared_rendezvous"]
     for concrete, shares in ((looks_up, False), (reads, True)):
