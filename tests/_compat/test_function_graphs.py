@@ -108,9 +108,7 @@ def test_runs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look-ups run where the table is; what is sent there has one name in all calls."""
     vocabulary = keras.layers.StringLookup(vocabulary=["a", "b"])
     weight = tf.Variable(tf.ones(3))
-    looks_up = tf.function(lambda x: vocabulary(x)).get_concrete_function(
-        tf.TensorSpec((2,), "string")
-    )
+    looks_up = tf.function(lambda x: vocabulary(x)).get_concrete_function(TEXTS)
     reads = tf.function(lambda x: x * weight).get_concrete_function(tf.TensorSpec((3,)))
     assert function_graphs.runs_elsewhere(looks_up.inputs)
     assert not function_graphs.runs_elsewhere(reads.inputs)
@@ -127,9 +125,7 @@ def test_runs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_looks_up() -> None:
     vocabulary = keras.layers.StringLookup(vocabulary=["a", "b"])
-    concrete = tf.function(lambda x: vocabulary(x)).get_concrete_function(
-        tf.TensorSpec((2,), "string")
-    )
+    concrete = tf.function(lambda x: vocabulary(x)).get_concrete_function(TEXTS)
     assert function_graphs.looks_up(concrete.function_def.node_def)
     square = tf.function(tf.square).get_concrete_function(tf.TensorSpec((2,)))
     assert not function_graphs.looks_up(square.function_def.node_def)
