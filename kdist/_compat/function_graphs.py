@@ -10,7 +10,7 @@ from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import concrete_function
 from tensorflow.python.framework import function_def_to_graph
-from tensorflow.python.ops import handle_data_util
+from tensorflow.python.ops import control_flow_v2_func_graphs, handle_data_util
 
 
 def of_one_device(*, elsewhere: bool = False) -> dict[str, bool]:
@@ -93,6 +93,21 @@ def function_graph(graph: Any, name: str) -> Any:
             return getattr(found, "graph", None)
         graph = getattr(graph, "outer_graph", None)
     return None
+
+
+def in_control_flow() -> bool:
+    """Whether what is traced is the body of a `tf.while_loop`, or a branch of a `tf.cond`."""
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    kinds = (
+        control_flow_v2_func_graphs.CondBranchFuncGraph,
+        control_flow_v2_func_graphs.WhileBodyFuncGraph,
+        control_flow_v2_func_graphs.WhileCondFuncGraph,
+    )
+    while graph is not None:
+        if isinstance(graph, kinds):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 def variable_dtype(handle: Any) -> tf.DType | None:

@@ -32,6 +32,11 @@ def nodes_in_order(functional: Any) -> list[Any]:
     return [node for node in nodes if not node.is_input]
 
 
+def has_call(model: keras.Model) -> bool:
+    """Whether a model can be called; one that only holds others may have no `call`."""
+    return type(model).call not in (keras.Model.call, keras.Layer.call)
+
+
 def flat_layers(layer: keras.Layer) -> list[keras.Layer]:
     """A layer and all layers inside it, at any depth, itself first."""
     return list(layer._flatten_layers())

@@ -63,6 +63,13 @@ def current_value(variable: keras.Variable) -> Any:
     return None if scope is None else scope.get_current_value(variable)
 
 
+def call_context() -> tuple[tuple[str, Any], ...]:
+    """What the outermost layer that is being called hands to those inside it, such as `training`."""
+    context = global_state.get_global_attribute("current_call_ctx")
+    given = {} if context is None else vars(context)
+    return tuple(sorted((k, v) for k, v in given.items() if k != "entry_layer"))
+
+
 def running_scope() -> Any:
     """The `StatelessScope` that is running, or None."""
     return get_stateless_scope()

@@ -15,6 +15,7 @@ from kdist.api import mirrored_scope
 from kdist.api.changed_weights import follow_frozen, follow_weights, take_up_weights
 from kdist.api.inside_layers import inside_layers, over_inner_axes
 from kdist.api.own_methods import Arguments
+from kdist.api.own_steps import has_own_step, own_function
 from kdist.api.prepared_model import PreparedModel
 from kdist.api.table_optimizers import with_table_optimizers
 from kdist.cluster.joining import naming_failures
@@ -25,7 +26,6 @@ from kdist.graphs.instantiation import traced_without_collection
 from kdist.plan.inside_layers import InsideTraffic
 from kdist.runtime.keras_contract import example_of, is_built, peek, step_function
 from kdist.runtime.mesh_step import BatchFunction
-from kdist.runtime.metrics import overrides
 from kdist.runtime.step import Step
 
 import keras
@@ -222,28 +222,15 @@ class Parallel(PreparedModel):
 
     def make_train_function(self, force: bool = False) -> None:
         """See `keras.Model.make_train_function`."""
-        self._refuse_override("train_step")
         self._make("train", force)
 
     def make_test_function(self, force: bool = False) -> None:
         """See `keras.Model.make_test_function`."""
-        self._refuse_override("test_step")
         self._make("test", force)
 
     def make_predict_function(self, force: bool = False) -> None:
         """See `keras.Model.make_predict_function`."""
-        self._refuse_override("predict_step")
         self._make("predict", force)
-
-    def _refuse_override(self, method: str) -> None:
-        if overrides(self.model, method):
-            raise ValueError(
-                f"A model with its own `{method}` decides itself what a step is, which kdist "
-                "cannot distribute. Override `compute_loss` or `compute_metrics` instead, or "
-                "write the loop with kdist.gradients(model, x, y), kdist.apply_gradients(model, "
-                "gradients) and kdist.reduce(...): docs/custom_loops.md has a recipe for each. "
-                f"Received: model of type {type(self.model).__name__}"
-            )
 
     def _make(self, kind: str, force: bool) -> None:
         """Gives the model a function that builds the real one from the first batch it sees."""
@@ -284,6 +271,8 @@ class Parallel(PreparedModel):
 
     def _function(self, kind: str, example: Any) -> Callable:
         """What Keras calls: `kind` is "train", "test" or "predict"."""
+        if has_own_step(self.model, kind):
+            return own_function(self, kind, example)
         self.prepare(kind, example)
         no_batch = self.no_batch if kind == "train" else (lambda: None)
         over = self.over_inner_axes(kind)
@@ -362,6 +351,8 @@ class Parallel(PreparedModel):
         if example is not None:
             with tf.init_scope():
                 follow_frozen(self)
+        if example is None and has_own_step(self.model, "train"):
+            self.updating()
         if self.update is None:
             if example is None:
                 raise ValueError(

@@ -14,11 +14,17 @@ from kdist.api.table_optimizers import check_table_optimizers
 from kdist.config.parallel import ParallelConfig
 from kdist.optimizer.local import sees_some_alone
 from kdist.optimizer.update import DistributedUpdate
-from kdist.runtime.keras_contract import as_spec, has_composites, is_built
+from kdist.runtime.keras_contract import (
+    as_spec,
+    build_for_own_steps,
+    has_composites,
+    is_built,
+)
 from kdist.runtime.loss_terms import loss_terms
 from kdist.storage.unborn import unborn_variables
 
 import keras
+import tensorflow as tf
 
 
 class PreparedModel(FittedModel):
@@ -61,6 +67,36 @@ class PreparedModel(FittedModel):
         self.study_rows(training=kind == "train")
         if kind == "train":
             self._make_update()
+
+    def prepare_own(self, kind: str, example: Any) -> None:
+        """Builds what steps of the model's own share, on first use.
+
+        Args:
+            kind: "train", "test" or "predict".
+            example: See `prepare`.
+
+        Raises:
+            ValueError: Layers are not built, and the model has no `call` that builds them.
+        """
+        mirrored_scope.refuse_scope()
+        mirrored_scope.detach(self.model)
+        data = keras.tree.map_structure(as_spec, example)
+        if not is_built(self.model):
+            with keras_remat.taken_back(self.model), self._bearing():
+                build_for_own_steps(self.model, keras.utils.unpack_x_y_sample_weight(data)[0])
+        if self.program is None:
+            self.place()
+            self.spread_parameters()
+            self.program = self.make_program()
+        if kind == "train" and self.update is None and self.model.optimizer is not None:
+            hand_over(self)
+
+    def updating(self) -> None:
+        """Makes what applies gradients, for a step of the model's own that has some, if need be."""
+        if self.update is None and self.program is not None:
+            with tf.init_scope():
+                self._build_optimizer()
+                self._make_update()
 
     def _leave_out_xla(self, example: Any) -> None:
         """Goes on without XLA, which nobody asked for, where it cannot read the first batch."""

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist._compat import keras_models, keras_optimizers
+from kdist._compat import keras_models, keras_optimizers, keras_trainer
 from kdist.runtime.taken import Taken, alive, ending_together
 from kdist.runtime.worker_data import WorkerDataset, WorkerIterator
 
@@ -17,8 +17,36 @@ import tensorflow as tf
 
 
 def is_built(model: keras.Model) -> bool:
-    """Whether all variables of a model exist."""
-    return model.built and all(layer.built for layer in keras_models.flat_layers(model))
+    """Whether all variables of a model exist; one without a `call` has those of its layers alone."""
+    layers = keras_models.flat_layers(model)
+    inside = [layer for layer in layers if layer is not model]
+    own = model.built or (inside and not keras_models.has_call(model))
+    return bool(own) and all(layer.built for layer in inside)
+
+
+def build_for_own_steps(model: keras.Model, x: Any) -> None:
+    """Builds the layers of a model whose step is its own.
+
+    Args:
+        model: The model.
+        x: Specs of its input.
+
+    Raises:
+        ValueError: Its `call` does not build them all.
+    """
+    failed = ""
+    if keras_models.has_call(model):
+        try:
+            keras_trainer.keras_backend.compute_output_spec(model, x)
+        except Exception as error:  # a call of other inputs than the step's data
+            failed = f"; its call says {str(error).splitlines()[0]}"
+    left = [one.path or one.name for one in keras_models.flat_layers(model) if not one.built]
+    if not is_built(model):
+        raise ValueError(
+            "A model with a step of its own is built before it trains: kdist places its weights "
+            "first. Call it, or its layers, once (model(x[:1])), or layer.build(shape). "
+            f"Received: {type(model).__name__} with unbuilt layers {left}{failed}"
+        )
 
 
 def has_composites(example: Any) -> bool:

@@ -288,14 +288,8 @@ class StageFunctions:
 
     def connected(self) -> list[int]:
         """The trainable variables that get a gradient."""
-        return [i for i, there in zip(self.body.trainable, self.vjp.gradients_exist) if there]
+        return self.vjp.connected()
 
     def look_ups(self) -> dict[int, LookUp]:
-        """By trainable variable, how gradients that are rows are looked up."""
-        state, stage = self._example.state_range, self.body.staged.stage_of(self.body.virtual)
-        found = {}
-        for i, (reached, merged, alike) in self.vjp.rows.items():
-            by_batch = any(j not in state for j in reached)
-            same = ((stage, alike),) if alike and not merged else ()
-            found[self.body.trainable[i]] = LookUp(by_batch, merged, same=same)
-        return found
+        """See `LaidVjp.look_ups`."""
+        return self.vjp.look_ups(self.body.staged.stage_of(self.body.virtual))

@@ -17,20 +17,20 @@ from kdist.graphs.recompute import Passes
 from kdist.pipeline.schedule import Schedule
 from kdist.program.again import Candidates, Nodes
 from kdist.program.blocks import block_of
-from kdist.program.vjp import Cut, PureFunction, Vjp, reached, unflatten
+from kdist.program.vjp import Cut, PureFunction, reached, unflatten
 from kdist.stages.body import StageBody
+from kdist.stages.laid_vjp import LaidVjp
 from kdist.stages.lowered import UNKNOWN, Known
 from kdist.stages.node_seconds import operation_seconds
 from kdist.stages.stage_peaks import Halves, Trace
 from kdist.stages.waiting import Held, made_by, most_held, owned, together
-from kdist.storage import sparse
 
 import tensorflow as tf
 
 _SIZES = ("Shape", "ShapeN", "Size", "Rank")
 
 
-class StageVjp(Vjp):
+class StageVjp(LaidVjp):
     """Forward and backward of a virtual stage.
 
     Only the first inputs, those from the stage before, get a gradient, and only the first outputs,
@@ -71,41 +71,26 @@ class StageVjp(Vjp):
     ) -> None:
         self.boundary, self._count, self._split = boundary, targets, split
         self._unread = unread
-        self._body, self._state, self._known = body, state, known
+        self._body, self._known = body, known
         self.numbers: dict[str, int] = {}
         self.local: frozenset[str] = frozenset()
         self._effects: set[str] = set()
         self._trace: Trace | None = None
-        super().__init__(function, params, inputs, wrap)
-
-    def _of_batch(self, inputs: list[Any]) -> list[Any]:
-        return [t for j, t in enumerate(inputs) if j not in self._state]
+        super().__init__(
+            function,
+            params,
+            inputs,
+            wrap,
+            backend=body.backend,
+            trainable=body.trainable,
+            of_batch=lambda j: j not in state,
+        )
 
     def _sources(self, params: list[Any], inputs: list[Any]) -> list[Any]:
         return super()._sources(params, inputs[: self.boundary])
 
     def _targets(self, outputs: list[Any]) -> list[int]:
         return super()._targets(outputs[: self._count()])
-
-    def _passes(self, tensor: Any) -> bool:
-        return bool(self._body.backend.hands_on(tensor))
-
-    def _laid_out(self, source: Any, gradient: Any) -> Any:
-        for param, position in zip(self._arguments[0], self._body.trainable):
-            if param is source:
-                by_batch = sparse.is_sparse(gradient) and self._by_batch(gradient)
-                return self._body.backend.laid_out(gradient, param, position, by_batch)
-        return gradient
-
-    def _by_batch(self, gradient: tf.IndexedSlices) -> bool:
-        """Whether the rows of a gradient are for rows of the batch, one after the other."""
-        look_up = sparse.look_up(gradient.indices, self._of_batch(self._arguments[1]))
-        return look_up.by_batch and not look_up.merged
-
-    @property
-    def gradients_exist(self) -> list[bool]:
-        """Per parameter, whether it gets a gradient."""
-        return [kind is not None for kind in self._kinds[: self._sizes[0]]]
 
     def _cut_backward(self, feeds: Sequence[Any]) -> None:
         if not self._split:
@@ -145,7 +130,7 @@ class StageVjp(Vjp):
         nodes = {op.name: op for op in self._joint_trace.graph.get_operations()}
         inputs = {name: [t.name for t in op.inputs] for name, op in nodes.items()}
         kept = {n for n, op in nodes.items() if op.op_def is None or op.op_def.is_stateful}
-        if not self._body.backend.draws_alike:
+        if not self.backend.draws_alike:
             drawn = [op for op in nodes.values() if op.type.startswith("StatelessRandom")]
             # A mask is smaller than the numbers that it is made of.
             masks = [m for op in drawn for t in op.outputs for m in t.consumers()]
@@ -161,7 +146,7 @@ class StageVjp(Vjp):
             {t.op.name for t in self._given},
             lambda n: self._kind(nodes[n]),
             lambda r: self._size(nodes[node_of(r)].outputs[int(r.rpartition(":")[2])]),
-            self._body.backend.draws_alike,
+            self.backend.draws_alike,
         )
         known = Nodes(
             kind=lambda n: nodes[n].type,
@@ -226,11 +211,11 @@ class StageVjp(Vjp):
         lead to it are no part of a parameter's gradient.
         """
         kind = self._known.kind(operation, self.numbers)
-        return "Add" if kind == "AddN" and not self._body.backend.draws_alike else kind
+        return "Add" if kind == "AddN" and not self.backend.draws_alike else kind
 
     def _read_outputs(self) -> list[Any]:
         """The outputs that something reads; on one device a call returns all of them."""
-        unread = range(0) if self._body.backend.draws_alike else self._unread()
+        unread = range(0) if self.backend.draws_alike else self._unread()
         return [t for i, t in enumerate(self._outputs) if i not in unread]
 
     @staticmethod
@@ -246,7 +231,7 @@ class StageVjp(Vjp):
     @property
     def _lowered_later(self) -> bool:
         """Whether lowering is still to show what a device has of each tensor."""
-        unlowered = not self._body.backend.draws_alike and self._known.sizes is None
+        unlowered = not self.backend.draws_alike and self._known.sizes is None
         return unlowered and not self._unknown()
 
     def _handed(

@@ -34,11 +34,13 @@ def view_class(base: Any) -> type:
         if tensor is None:
             tensor = self.__dict__[ATTRIBUTE].whole()
             if ATTRIBUTE in self.__dict__:  # reading may have made it a plain variable
+                tensor = _anchored(tensor, self.__dict__[ATTRIBUTE])
                 tensor._unique_id = self.__dict__[KEY]
         return keras_trainer.autocast(self, tensor)
 
     def handle(self: Any) -> Any:
-        tensor = self.value
+        anchor = getattr(self.__dict__[ATTRIBUTE], "anchor", None)
+        tensor = self.value if anchor is None else anchor
         if not isinstance(tensor, tf.Variable):
             raise AttributeError(
                 "A weight that is cut over devices is trained by models that went through "
@@ -88,3 +90,17 @@ def view_class(base: Any) -> type:
         "__doc__": base.__doc__,
     }
     return type(base.__name__, (base,), body)
+
+
+def _anchored(tensor: Any, stored: Any) -> Any:
+    """What is read of a weight, for tapes as if it were read of its anchor, if it has one."""
+    anchor = getattr(stored, "anchor", None)
+    if anchor is None:
+        return tensor
+
+    @tf.custom_gradient
+    def read(handle: Any) -> Any:
+        return tf.identity(tensor), lambda gradient: gradient
+
+    tf.convert_to_tensor(anchor)  # which tells tapes that watch what is read
+    return read(anchor.handle)

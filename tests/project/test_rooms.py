@@ -22,6 +22,7 @@ ROOMS = [
     "optimizer",
     "stages",
     "runtime",
+    "calls",
     "report",
     "api",
     "checkpoint",

@@ -1,0 +1,111 @@
+"""Models that say themselves what a step is: what Keras calls in the place of kdist's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kdist.calls.layer_calls import LayerCalls
+from kdist.calls.own_steps import OwnSteps
+from kdist.runtime.inner_axes import InnerAxes
+from kdist.runtime.keras_contract import step_function
+from kdist.runtime.mesh_step import BatchFunction
+from kdist.runtime.metrics import overrides
+from kdist.runtime.one_device import OneDevice
+
+import keras
+
+if TYPE_CHECKING:
+    from kdist.api.parallelize import Parallel
+
+
+def has_own_step(model: keras.Model, kind: str) -> bool:
+    """Whether the model's class has a `train_step`, `test_step` or `predict_step` of its own.
+
+    Args:
+        model: The model.
+        kind: "train", "test" or "predict".
+    """
+    return overrides(model, f"{kind}_step")
+
+
+def own_function(parallel: Parallel, kind: str, example: Any) -> Callable:
+    """What Keras calls: steps of the model's own, whose layers run over the mesh.
+
+    Args:
+        parallel: What kdist attached to the model.
+        kind: "train", "test" or "predict".
+        example: A batch, or the specs of one.
+
+    Raises:
+        ValueError: A setting has no meaning for such steps.
+    """
+    _refuse(parallel, kind)
+    parallel.prepare_own(kind, example)
+    if parallel.model.run_eagerly:
+        return step_function(kind, getattr(parallel.model, f"{kind}_step"), parallel.model, _nothing)
+    plain: list[OwnSteps] = []
+
+    def on_plain() -> Callable:
+        if not plain:
+            plain.append(OwnSteps(parallel, _calls(parallel, over=False)))
+        return getattr(plain[0], kind)
+
+    if parallel.compute.inner_size == 1:
+        return step_function(kind, on_plain(), parallel.model, _nothing)
+    steps = OwnSteps(parallel, _calls(parallel, over=True))
+    function = BatchFunction(steps, kind, on_plain, parallel.model, parallel.fall_back, _nothing)
+    return function.predict if kind == "predict" else function
+
+
+def _nothing() -> None:
+    """What such a step has done when the data has run out."""
+
+
+def _calls(parallel: Parallel, over: bool) -> LayerCalls:
+    """Runs the model's layers over the mesh.
+
+    Args:
+        parallel: See `own_function`.
+        over: Whether over inner axes, or on one device per slice.
+    """
+    program, xla = parallel.program, parallel.jit_compile is True and not parallel.xla_of_keras
+    assert program is not None and parallel.layouts is not None
+    backend: OneDevice | InnerAxes
+    if over:
+        backend = InnerAxes(
+            program.state,
+            parallel.trainable(),
+            parallel.layouts,
+            parallel.config.enable_alltoall,
+            parallel.model,
+            jit_compile=xla,
+            outlined=True,
+        )
+    else:
+        backend = OneDevice(
+            program.state,
+            parallel.trainable(),
+            parallel.compute,
+            parallel.topology,
+            jit_compile=xla,
+        )
+    return LayerCalls(program, backend, parallel.warn_once)
+
+
+def _refuse(parallel: Parallel, kind: str) -> None:
+    """Refuses what such steps cannot honour."""
+    config, model = parallel.config, parallel.model
+    settings = {
+        "pipeline": "its stages are what one step runs; leave the pipe axis out",
+        "compression": "it sums gradients layer by layer, uncompressed",
+        "recompute": "its backward pass is its own; wrap functions in tf.recompute_grad",
+        "verify": "kdist compares steps of its own",
+    }
+    for name, why in settings.items():
+        if getattr(config, name, None) is not None:
+            raise ValueError(
+                f"A model with its own `{kind}_step` trains without {name}=: {why}. Override "
+                "compute_loss instead where that says as much: docs/custom_loops.md has recipes. "
+                f"Received: {type(model).__name__}, {name}={getattr(config, name)!r}"
+            )

@@ -1,0 +1,34 @@
+"""What a `tf.GradientTape` knows weights by, wherever they lie.
+
+A tape finds gradients by the handle of a variable. A weight that every device has whole has one; of
+a weight that is cut, or stored in parts, no single variable is the whole. It gets an *anchor*: a
+variable without content, whose handle stands for it. What is read of such a weight follows from its
+anchor, for tapes (`kdist.storage.view_class`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kdist.storage.variables import Stored, stored
+
+import keras
+import tensorflow as tf
+
+
+def anchor(entries: Sequence[Stored]) -> None:
+    """Gives weights that are whole nowhere something that tapes know them by."""
+    for entry in entries:
+        if entry.anchor is None and not isinstance(entry.whole(), tf.Variable):
+            with tf.init_scope():
+                entry.anchor = tf.Variable(0.0, name="anchor")
+
+
+def handle_of(variable: keras.Variable) -> Any:
+    """What tapes know a weight by; those that watch what is read watch it from now on."""
+    entry = stored(variable)
+    assert entry is not None
+    known = entry.whole() if entry.anchor is None else entry.anchor
+    tf.convert_to_tensor(known)
+    return known.handle

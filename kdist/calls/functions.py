@@ -1,0 +1,242 @@
+"""The forward and backward function of a layer's call, traced once for all replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kdist._compat import keras_models, keras_trainer
+from kdist.calls.arguments import CallArguments
+from kdist.program.blocks import named
+from kdist.program.program import Program
+from kdist.program.traced import Traced
+from kdist.program.vjp import CapturesVariables, PureFunction
+from kdist.stages.laid_vjp import LaidVjp
+from kdist.stages.leaves import leaves, rebuild, specs
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a call takes on one replica.
+
+    Attributes:
+        rows: Its rows of the tensors that have rows.
+        shared: The other tensors.
+        masks: Its rows of their masks; None where there is none.
+        state: Values of the state that the layer uses.
+    """
+
+    rows: list[Any]
+    shared: list[Any]
+    masks: list[Any]
+    state: list[Any]
+
+    def flat(self) -> list[Any]:
+        """All tensors, those that may get a gradient first."""
+        return [t for part in self._parts for t in leaves(part)]
+
+    def filled(self, flat: Sequence[Any]) -> Given:
+        """The same with other tensors."""
+        given = iter(flat)
+        return Given(*(rebuild(part, [next(given) for _ in leaves(part)]) for part in self._parts))
+
+    @property
+    def _parts(self) -> list[list[Any]]:
+        return [self.rows, self.shared, self.masks, self.state]
+
+    @property
+    def differentiable(self) -> list[int]:
+        """Positions among the flat tensors of those that may get a gradient."""
+        count = len(leaves([self.rows, self.shared]))
+        return [i for i, t in enumerate(self.flat()[:count]) if tf.as_dtype(t.dtype).is_floating]
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """What a call gives on one replica.
+
+    Attributes:
+        outputs: What the layer returns.
+        added: What its layers gave to `add_loss`.
+        masks: The Keras mask, or None, of each flat output.
+        updated: New values of the state that it wrote.
+    """
+
+    outputs: Any
+    added: list[Any]
+    masks: list[Any]
+    updated: list[Any]
+
+    def flat(self) -> list[Any]:
+        """All tensors; the first `count` may take a cotangent."""
+        return [t for part in self._parts for t in leaves(part)]
+
+    def filled(self, flat: Sequence[Any]) -> Made:
+        """The same with other tensors."""
+        given = iter(flat)
+        return Made(*(rebuild(part, [next(given) for _ in leaves(part)]) for part in self._parts))
+
+    @property
+    def _parts(self) -> list[Any]:
+        return [self.outputs, self.added, self.masks, self.updated]
+
+    @property
+    def count(self) -> int:
+        """How many tensors the layer returned or added."""
+        return len(leaves([self.outputs, self.added]))
+
+
+class CallVjp(LaidVjp):
+    """Forward and backward of a layer's call; state gets no gradient, nor do masks take one.
+
+    Args:
+        function: See `Vjp`.
+        params: See `Vjp`.
+        inputs: See `Vjp`.
+        wrap: See `Vjp`.
+        sources: How many of the inputs may get a gradient.
+        targets: Tells, once the function has run, how many outputs may take one.
+        how: See `LaidVjp`.
+    """
+
+    def __init__(
+        self,
+        function: PureFunction,
+        params: Sequence[tf.TensorSpec],
+        inputs: Sequence[tf.TensorSpec],
+        wrap: Callable[..., Callable],
+        *,
+        sources: int,
+        targets: Callable[[], int],
+        **how: Any,
+    ) -> None:
+        self._first_inputs, self._first_outputs = sources, targets
+        super().__init__(function, params, inputs, wrap, **how)
+
+    def _sources(self, params: list[Any], inputs: list[Any]) -> list[Any]:
+        return super()._sources(params, inputs[: self._first_inputs])
+
+    def _targets(self, outputs: list[Any]) -> list[int]:
+        return super()._targets(outputs[: self._first_outputs()])
+
+    def _cut_backward(self, feeds: Sequence[Any]) -> None:
+        if self._fetches:
+            super()._cut_backward(feeds)
+        else:
+            self._call_backward = lambda *arguments: []
+
+
+class CallFunctions:
+    """A layer's call as two functions, on one kind of slice.
+
+    Args:
+        program: The model's: knows its variables.
+        backend: What runs functions: `OneDevice` or `InnerAxes`.
+        layer: The layer.
+        call: Its `call`.
+        arguments: What it is called with.
+        given: Of one replica, tensors or their specs; its state's values are made here.
+
+    Attributes:
+        trainable: Positions of the trainable variables that it uses.
+        carried: The other state that it uses.
+        example: What the trace made.
+        adders: The layer that gave each value of `Made.added`.
+        updated: Positions in `ModelState.written` of the state that it writes.
+
+    Raises:
+        ValueError: It reads variables that are not its own.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        backend: Any,
+        layer: keras.Layer,
+        call: Callable,
+        arguments: CallArguments,
+        given: Given,
+    ) -> None:
+        self.program, self.backend, self._layer = program, backend, layer
+        self._call, self._arguments = call, arguments
+        self._inside = keras_models.flat_layers(layer)
+        self.trainable, self.carried = used_by(layer, program)
+        variables = [program.state.trainable[i] for i in self.trainable]
+        state = [tf.TensorSpec(v.shape, v.dtype) for v in self.carried]
+        self._given = dataclasses.replace(given, state=state)
+        self.example: Made
+        self.adders: list[keras.Layer | None] = []
+        self.updated: list[int] = []
+        flat = specs(self._given.flat())
+        first_of_state = len(flat) - len(state)
+        with backend.tracing():
+            try:
+                self.vjp = CallVjp(
+                    self._compute,
+                    [tf.TensorSpec(v.shape, v.dtype) for v in variables],
+                    flat,
+                    self._part,
+                    sources=len(leaves([given.rows, given.shared])),
+                    targets=lambda: self.example.count,
+                    backend=backend,
+                    trainable=self.trainable,
+                    of_batch=lambda j: j < first_of_state,
+                )
+            except CapturesVariables:
+                raise ValueError(
+                    "A layer that a train_step calls uses its own variables alone. Make other "
+                    "layers attributes of it, and a tf.Variable a weight (self.add_weight). "
+                    f"Received: layer {layer.path or layer.name!r}"
+                ) from None
+            self.vjp.cut()
+
+    def _part(self, concrete: Any, late: Sequence[int] = ()) -> Callable[..., list[Any]]:
+        if not concrete.outputs:
+            return lambda *arguments: []
+        call: Callable[..., list[Any]] = self.backend.part(concrete).call
+        return call
+
+    def _compute(self, params: list[Any], flat: list[Any]) -> list[Any]:
+        given, state = self._given.filled(flat), self.program.state
+        variables = [*(state.trainable[i] for i in self.trainable), *self.carried]
+        before = dict(zip(map(id, variables), [*params, *given.state]))
+        taken = [(v, self.backend.taken(v, before[id(v)])) for v in variables]
+        scope = self.program.scope_of(taken, variables[: len(params)])
+        args, kwargs = self._arguments.filled(given.rows, given.masks, given.shared)
+        with scope, named(self.program.blocks):
+            outputs = self._call(*args, **kwargs)
+        values, traced = keras_trainer.add_loss_values(scope), Traced()
+        self.adders = [keras_trainer.adder_of(self._inside, value) for value in values]
+        updated = self.program._collect_updates(scope, traced)
+        self.updated = traced.updated
+        written = [id(state.written[i]) for i in self.updated]
+        self.example = Made(
+            keras.tree.map_structure(tf.convert_to_tensor, outputs),
+            [ops.sum(value) for value in values],
+            self.program._masks(outputs),
+            [self.backend.like(now, before[key]) for key, now in zip(written, updated)],
+        )
+        return self.example.flat()
+
+    def connected(self) -> list[int]:
+        """The trainable variables that get a gradient."""
+        return self.vjp.connected()
+
+
+def used_by(layer: keras.Layer, program: Program) -> tuple[list[int], list[keras.Variable]]:
+    """Positions of the trainable variables that a layer uses, and its other state."""
+    mine = {id(v) for v in layer.variables}
+    for one in keras_models.flat_layers(layer):
+        mine |= {id(v) for metric in getattr(one, "metrics", []) for v in metric.variables}
+    unseeded = keras_trainer.unseeded_generator()
+    if unseeded is not None:
+        mine.add(id(unseeded))
+    state = program.state
+    trainable = [i for i, v in enumerate(state.trainable) if id(v) in mine]
+    return trainable, [v for v in state.carried if id(v) in mine]
+

@@ -1,0 +1,147 @@
+"""The layers of a model, called over its mesh by a training step of the user's own.
+
+The outermost call of a layer whose outputs all have a row per example runs over the mesh
+(`kdist.calls.over_mesh`). All else of the step is plain TensorFlow on whole tensors: losses,
+metrics, what a model computes between its layers. So its numbers are those of one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+from kdist._compat import function_graphs, keras_models, keras_trainer
+from kdist.calls.anchors import anchor
+from kdist.calls.arguments import CallArguments, any_symbolic, without_rows
+from kdist.calls.functions import CallFunctions, Given
+from kdist.calls.over_mesh import OverMesh
+from kdist.dtensor import sizes
+from kdist.dtensor.call import CannotExpand, Retrace
+from kdist.program.batch import SplitBatch, split
+from kdist.program.program import Program
+from kdist.stages.leaves import leaves, signature
+
+import keras
+import tensorflow as tf
+
+
+class LayerCalls:
+    """Calls layers over a mesh.
+
+    Args:
+        program: The model's: knows its variables.
+        backend: What a call runs on: `OneDevice` or `InnerAxes`.
+        tell: Told of what runs on one device.
+
+    Attributes:
+        apart: Layers, by identity, whose calls run on one device.
+    """
+
+    def __init__(self, program: Program, backend: Any, tell: Callable[[str], None]) -> None:
+        self.program, self.backend, self.apart = program, backend, set[int]()
+        self._layers = keras_models.flat_layers(program.model)
+        self._tell = tell
+        self._functions: dict[Hashable, CallFunctions] = {}
+        self._reasons: dict[Hashable, str] = {}
+        self._alone = False
+        anchor(backend.entries)
+
+    @contextlib.contextmanager
+    def over_mesh(self) -> Iterator[None]:
+        """Meanwhile, calls of the model's layers run over the mesh."""
+        before = [(layer, layer.__dict__.get("call")) for layer in self._layers]
+        for layer, _ in before:
+            object.__setattr__(layer, "call", self._wrapped(layer, layer.call))
+        try:
+            yield
+        finally:
+            for layer, call in before:
+                layer.__dict__.pop("call", None)
+                if call is not None:
+                    object.__setattr__(layer, "call", call)
+
+    def trace_anew(self, reason: Retrace) -> None:
+        """Forgets what was traced, to trace it again."""
+        if reason.gather_first:
+            self.backend.gather_first = True
+        self._functions.clear()
+
+    def set_apart(self, layer: keras.Layer, reason: str) -> None:
+        """Has calls of a layer run on one device from now on."""
+        self.apart.add(id(layer))
+        self._tell(
+            f"{reason}: layer {layer.path or layer.name!r} computes on one device, on whole weights"
+        )
+
+    def _wrapped(self, layer: keras.Layer, call: Callable) -> Callable:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            within = self._alone or keras_trainer.is_stateless()
+            if within or any_symbolic((args, kwargs)):
+                return call(*args, **kwargs)
+            if id(layer) in self.apart:
+                return self._on_one_device(call, args, kwargs)
+            if function_graphs.in_control_flow():
+                self.set_apart(layer, "A call in a tf.cond, tf.while_loop or tf.map_fn")
+                return self._on_one_device(call, args, kwargs)
+            given = CallArguments.of(args, kwargs)
+            # What returns other things than rows leaves it to the layers inside.
+            if not given.rows or self._without_rows(layer, given, call):
+                return call(*args, **kwargs)
+            return self._over_mesh(layer, call, given)
+
+        return called
+
+    def _on_one_device(self, call: Callable, args: Any, kwargs: Any) -> Any:
+        """Calls a layer, and those inside it, as Keras does."""
+        self._alone = True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._alone = False
+
+    def _without_rows(self, layer: keras.Layer, given: CallArguments, call: Callable) -> str:
+        """See `without_rows`; looked at once for arguments of a kind."""
+        key = (self._key(layer, given), *(t.dtype for t in (*given.rows, *given.shared)))
+        if key not in self._reasons:
+            self._reasons[key] = without_rows(given, call)
+        return self._reasons[key]
+
+    def _key(self, layer: keras.Layer, given: CallArguments) -> Hashable:
+        """What decides what a call computes, but for its tensors."""
+        trainable = tuple(one.trainable for one in keras_models.flat_layers(layer))
+        masked = tuple(mask is not None for mask in given.masks)
+        context = keras_trainer.call_context()
+        return (id(layer), trainable, given.key(), masked, context, sizes.active())
+
+    def _over_mesh(self, layer: keras.Layer, call: Callable, given: CallArguments) -> Any:
+        batch = self._split(given)
+        parts = [Given(rows, given.shared, masks, []) for (rows, masks), _, _ in batch.parts]
+        functions = [self._functions_of(layer, call, given, one) for one in parts]
+        return OverMesh(layer, functions, parts, batch, self.program.add_loss_mean)()
+
+    def _split(self, given: CallArguments) -> SplitBatch:
+        """Cuts rows over the replicas.
+
+        Raises:
+            CannotExpand: Over inner axes, tensors are sparse or of unknown size.
+        """
+        if self.backend.exact:
+            for leaf in (*given.rows, *given.shared):
+                if not isinstance(leaf, tf.Tensor):
+                    raise CannotExpand("sparse inputs", of_batch=True)
+                if not leaf.shape.is_fully_defined() and sizes.active() is None:
+                    raise CannotExpand(f"batches of unknown size, here {leaf.shape}", of_batch=True)
+        replicas = self.backend.topology.data_size
+        return split((given.rows, given.masks), None, None, replicas, static=True)
+
+    def _functions_of(
+        self, layer: keras.Layer, call: Callable, arguments: CallArguments, given: Given
+    ) -> CallFunctions:
+        """The functions of a call, for tensors of such shapes."""
+        key = (self._key(layer, arguments), signature(leaves([given.rows, given.shared])))
+        if key not in self._functions:
+            program, backend = self.program, self.backend
+            made = CallFunctions(program, backend, layer, call, arguments, given)
+            self._functions[key] = made
+        return self._functions[key]

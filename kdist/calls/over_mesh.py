@@ -1,0 +1,228 @@
+"""A layer's call over the mesh: forward on every replica, with a gradient that runs there too.
+
+To the `GradientTape` of whoever calls, it is one operation of the layer's weights and arguments.
+Rows of the arguments go to the replicas and rows of the outputs come back; in the backward pass
+rows of their gradients go, and gradients of the weights come, summed over the replicas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kdist.calls.anchors import handle_of
+from kdist.calls.functions import CallFunctions, Given
+from kdist.graphs.instantiation import instantiated_cheaply
+from kdist.optimizer.slice_gradients import as_gradient
+from kdist.program.batch import SplitBatch, join
+from kdist.program.program import attach_masks
+from kdist.program.state import combine
+from kdist.runtime.metrics import join_masks
+from kdist.runtime.plain_runner import layer_weights
+from kdist.sharding.owners import UpdateUnit
+from kdist.storage.sparse import is_sparse
+
+import keras
+import tensorflow as tf
+
+
+class TwiceDifferentiated(Exception):
+    """Someone asks for a gradient of a gradient through a call.
+
+    Args:
+        layer: The layer that was called.
+    """
+
+    def __init__(self, layer: keras.Layer) -> None:
+        super().__init__(f"a gradient of a gradient, through layer {layer.path or layer.name!r}")
+        self.layer = layer
+
+
+class OverMesh:
+    """One call of a layer.
+
+    Args:
+        layer: The layer.
+        functions: Per replica; they differ in the number of rows alone.
+        given: Per replica, what it takes, but for state.
+        batch: How rows are cut.
+        mean: Whether values given to `add_loss` are means over examples.
+    """
+
+    def __init__(
+        self,
+        layer: keras.Layer,
+        functions: Sequence[CallFunctions],
+        given: Sequence[Given],
+        batch: SplitBatch,
+        mean: bool,
+    ) -> None:
+        self.layer, self.functions, self.batch, self._mean = layer, list(functions), batch, mean
+        first = self.functions[0]
+        self.program, self.backend = first.program, first.backend
+        trainable = self.program.state.trainable
+        self._params, self._flat = [], []
+        for s, one in enumerate(given):
+            with tf.device(self._device(s)):
+                self._params.append([self._read(trainable[i], s) for i in first.trainable])
+                state = [self._read(v, s) for v in first.carried]
+                self._flat.append(dataclasses.replace(one, state=state).flat())
+        self._sources = given[0].differentiable
+        self._saved: list[Any] = [None] * len(given)
+        self._made: list[Any] = [None] * len(given)
+
+    def _device(self, s: int) -> str:
+        return str(self.backend.devices(s)[0])
+
+    def _read(self, variable: keras.Variable, s: int) -> Any:
+        return self.backend.read(variable, s)
+
+    def __call__(self) -> Any:
+        """Runs it; returns what the layer returns for the whole batch, and writes its state."""
+        weights = [self.program.state.trainable[i] for i in self.functions[0].connected()]
+        sources = [flat[i] for flat in self._flat for i in self._sources]
+        given = [*map(handle_of, weights), *sources]
+        targets = tf.custom_gradient(self._forward)(*given) if given else self._forward()[0]
+        targets = iter(keras.tree.flatten(targets))
+        for r, one in enumerate(self.functions):
+            flat = list(self._made[r])
+            for i in self._targets(one):
+                flat[i] = next(targets)
+            self._made[r] = one.example.filled(flat)
+        self._keep_state()
+        self._add_losses()
+        return self._joined()
+
+    @staticmethod
+    def _targets(functions: CallFunctions) -> list[int]:
+        """Positions of the flat results of a function that take a cotangent."""
+        count = functions.example.count
+        return [i for i in range(count) if functions.vjp.takes_cotangent(i)]
+
+    def _forward(self, *given: Any) -> tuple[list[Any], Callable]:
+        """The forward pass, and what gives its gradient.
+
+        Args:
+            *given: Handles of the weights that get a gradient; per replica, the inputs that may.
+        """
+        first = len(given) - len(self._flat) * len(self._sources)
+        inputs, results, whole = iter(given[first:]), [], []
+        for s, (one, flat) in enumerate(zip(self.functions, self._flat, strict=True)):
+            for i in self._sources:
+                flat[i] = next(inputs)
+            device = self._device(s)
+            with tf.device(device), instantiated_cheaply(self._devices):
+                made, self._saved[s] = one.vjp.forward(self._params[s], self._data(flat, one), s)
+                results.append(made)
+                self._made[s] = [t.whole(device) for t in made]
+            whole += [self._made[s][i] for i in self._targets(one)]
+
+        def gradient(*cotangents: Any) -> list[Any]:
+            return self._gradient(results, cotangents, given)
+
+        return whole, gradient
+
+    @property
+    def _devices(self) -> list[str]:
+        return [device for s in range(len(self._flat)) for device in self.backend.devices(s)]
+
+    def _data(self, flat: Sequence[Any], functions: CallFunctions) -> list[Any]:
+        """The inputs of a replica, where its devices take them."""
+        count = len(flat) - len(functions.carried)
+        return [*self.backend.data(list(flat[:count])), *flat[count:]]
+
+    def _gradient(
+        self, results: Sequence[Any], cotangents: Sequence[Any], given: Sequence[Any]
+    ) -> list[Any]:
+        """Gradients of `given`; another one of these is refused.
+
+        Raises:
+            TwiceDifferentiated: When someone asks for it.
+        """
+
+        @tf.custom_gradient
+        def once(*tensors: Any) -> tuple[list[Any], Callable]:
+            def again(*_: Any) -> list[Any]:
+                raise TwiceDifferentiated(self.layer)
+
+            return self._flat_gradient(results, tensors[: len(cotangents)]), again
+
+        found = once(*cotangents, *given)
+        return self._unflattened(keras.tree.flatten(found))
+
+    def _flat_gradient(self, results: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """The backward pass: gradients as flat tensors, those that exist."""
+        there = iter(cotangents)
+        gradients: dict[int, dict[int, list[Any]]] = {}
+        inward: list[Any] = []
+        for s, (one, made) in enumerate(zip(self.functions, results, strict=True)):
+            taken: list[Any] = [None] * len(made)
+            with tf.device(self._device(s)), instantiated_cheaply(self._devices):
+                for i in self._targets(one):
+                    taken[i] = self.backend.everywhere(next(there), like=made[i])
+                found, into = one.vjp.backward(self._params[s], self._saved[s], taken, s)
+                pairs = zip(one.trainable, found)
+                gradients[s] = {v: self._on_devices(v, g) for v, g in pairs if g is not None}
+                inward += [self._whole(into[i], s) for i in self._sources]
+        self._kinds = [None if g is None else "dense" for g in inward]
+        return [
+            *(t for g in self._summed(gradients) for t in g),
+            *(g for g in inward if g is not None),
+        ]
+
+    def _whole(self, gradient: Any, s: int) -> Any:
+        return None if gradient is None else gradient.whole(self._device(s))
+
+    def _on_devices(self, position: int, gradient: Any) -> list[Any]:
+        """A gradient on each device of a slice."""
+        if not is_sparse(gradient):
+            return list(gradient.parts)
+        placement = self.backend.entries[position].placement
+        pairs = zip(gradient.values.parts, gradient.indices.parts, strict=True)
+        return [as_gradient(pair, placement) for pair in pairs]
+
+    def _summed(self, gradients: Mapping[int, Mapping[int, list[Any]]]) -> list[list[Any]]:
+        """Per weight that gets one, the tensors of its whole gradient."""
+        first = self.functions[0]
+        source = self.backend.source(gradients, first.vjp.look_ups(0))
+        self._rows: list[tuple[int, ...] | None] = []
+        found: list[list[Any]] = []
+        for position in first.connected():
+            gradient = source.unit(position, UpdateUnit(position, None, (0, 0)))
+            rows = is_sparse(gradient)
+            shape = self.backend.entries[position].placement.shape
+            self._rows.append(tuple(shape) if rows else None)
+            found.append([gradient.values, gradient.indices] if rows else [gradient])
+        return found
+
+    def _unflattened(self, flat: Sequence[Any]) -> list[Any]:
+        """Gradients of weights and of inputs, as the tape takes them."""
+        tensors, found = iter(flat), []
+        for shape in self._rows:
+            values = next(tensors)
+            if shape is not None:
+                indices = tf.identity(next(tensors))
+                values = tf.IndexedSlices(values, indices, tf.constant(shape, indices.dtype))
+            found.append(values)
+        return [*found, *(None if kind is None else next(tensors) for kind in self._kinds)]
+
+    def _keep_state(self) -> None:
+        """Writes what the call changed, as one device would have it."""
+        first = self.functions[0]
+        if first.updated:
+            values = [made.updated for made in self._made]
+            combine(self.program.state, first.updated, values, self.batch)
+
+    def _add_losses(self) -> None:
+        """Gives `add_loss` values, combined over the replicas, to the layers that added them."""
+        weights = layer_weights(self.batch, self._mean)
+        adders = self.functions[0].adders
+        for layer, *values in zip(adders, *(made.added for made in self._made), strict=True):
+            total = tf.add_n([v * tf.cast(w, v.dtype) for v, w in zip(values, weights)])
+            (layer or self.layer).add_loss(total)
+
+    def _joined(self) -> Any:
+        """The layer's outputs for the whole batch, with their masks."""
+        masks = join_masks([made.masks for made in self._made], self.batch)
+        return attach_masks(join([made.outputs for made in self._made], self.batch.counts), masks)
