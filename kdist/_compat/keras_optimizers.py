@@ -287,6 +287,36 @@ def replace_apply(optimizer: Any, apply: Callable[..., None]) -> None:
     object.__setattr__(optimizer, "apply", apply)
 
 
+@contextlib.contextmanager
+def applied_by(apply: Callable[[Any, Callable, Any, Any], None]) -> Iterator[None]:
+    """Meanwhile, `apply` of every optimizer is run by a function.
+
+    Whose optimizers a step of the user's own uses is known once it uses them, so it is Keras's
+    classes that change.
+
+    Args:
+        apply: Gets the optimizer, its own `apply`, gradients, and variables or None.
+    """
+    kinds = [keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer]
+    owners = {next(one for one in kind.__mro__ if "apply" in vars(one)) for kind in kinds}
+    before = {owner: vars(owner)["apply"] for owner in owners}
+
+    def routed(own: Callable) -> Callable:
+        @tf.autograph.experimental.do_not_convert
+        def run(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+            apply(self, functools.partial(own, self), grads, trainable_variables)
+
+        return run
+
+    for owner, own in before.items():
+        owner.apply = routed(own)
+    try:
+        yield
+    finally:
+        for owner, own in before.items():
+            owner.apply = own
+
+
 def apply_nothing(optimizer: Any) -> None:
     """What `apply` does besides its updates: averages of weights and step counts move on.
 

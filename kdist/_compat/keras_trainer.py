@@ -64,7 +64,7 @@ def current_value(variable: keras.Variable) -> Any:
 
 
 def call_context() -> tuple[tuple[str, Any], ...]:
-    """What the outermost layer that is being called hands to those inside it, such as `training`."""
+    """What the outermost layer in a call hands to those inside it, such as `training`."""
     context = global_state.get_global_attribute("current_call_ctx")
     given = {} if context is None else vars(context)
     return tuple(sorted((k, v) for k, v in given.items() if k != "entry_layer"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,6 +55,10 @@ def hand_over(parallel: Any) -> None:
 def _by_mesh(parallel: Any, optimizer: Any) -> Callable[..., None]:
     @tf.autograph.experimental.do_not_convert
     def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        if parallel.own_updates.running:
+            own = functools.partial(type(optimizer).apply, optimizer)
+            parallel.own_updates.apply(optimizer, own, grads, trainable_variables)
+            return
         _refuse(parallel, optimizer)
         gradients = list(grads)
         if trainable_variables is not None:

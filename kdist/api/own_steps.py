@@ -42,19 +42,18 @@ def own_function(parallel: Parallel, kind: str, example: Any) -> Callable:
     """
     _refuse(parallel, kind)
     parallel.prepare_own(kind, example)
-    if parallel.model.run_eagerly:
-        return step_function(kind, getattr(parallel.model, f"{kind}_step"), parallel.model, _nothing)
+    model, updates = parallel.model, parallel.own_updates
     plain: list[OwnSteps] = []
 
     def on_plain() -> Callable:
         if not plain:
-            plain.append(OwnSteps(parallel, _calls(parallel, over=False)))
+            plain.append(OwnSteps(parallel, _calls(parallel, over=False), updates.applying))
         return getattr(plain[0], kind)
 
-    if parallel.compute.inner_size == 1:
-        return step_function(kind, on_plain(), parallel.model, _nothing)
-    steps = OwnSteps(parallel, _calls(parallel, over=True))
-    function = BatchFunction(steps, kind, on_plain, parallel.model, parallel.fall_back, _nothing)
+    if parallel.compute.inner_size == 1 or model.run_eagerly:
+        return step_function(kind, on_plain(), model, _nothing)
+    steps = OwnSteps(parallel, _calls(parallel, over=True), updates.applying)
+    function = BatchFunction(steps, kind, on_plain, model, parallel.fall_back, _nothing)
     return function.predict if kind == "predict" else function
 
 

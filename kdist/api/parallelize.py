@@ -16,6 +16,7 @@ from kdist.api.changed_weights import follow_frozen, follow_weights, take_up_wei
 from kdist.api.inside_layers import inside_layers, over_inner_axes
 from kdist.api.own_methods import Arguments
 from kdist.api.own_steps import has_own_step, own_function
+from kdist.api.own_updates import OwnUpdates
 from kdist.api.prepared_model import PreparedModel
 from kdist.api.table_optimizers import with_table_optimizers
 from kdist.cluster.joining import naming_failures
@@ -134,6 +135,7 @@ class Parallel(PreparedModel):
         self.live: dict[int, Any] = {}
         self.verified = False
         self.unknown_to_optimizer: tuple[list[str], list[str]] | None = None
+        self.own_updates = OwnUpdates(self)
 
     def install(self) -> None:
         """Attaches to the model and replaces the methods that make its functions."""
@@ -351,8 +353,6 @@ class Parallel(PreparedModel):
         if example is not None:
             with tf.init_scope():
                 follow_frozen(self)
-        if example is None and has_own_step(self.model, "train"):
-            self.updating()
         if self.update is None:
             if example is None:
                 raise ValueError(

@@ -200,12 +200,12 @@ class PlacedModel:
             index = by_layout[id(v)].inner_index(0)
             shape = shape_of(index)
             parts.append(SimpleNamespace(path=v.path, shape=shape, dtype=v.dtype))
-        return self.config.compression.classes(parts, self._tables())
+        return self.config.compression.classes(parts, self._tables(variables))
 
-    def _tables(self) -> frozenset[int]:
-        """Positions of the trainable variables that are tables of embeddings."""
+    def _tables(self, variables: Sequence[keras.Variable]) -> frozenset[int]:
+        """Positions of the variables that are tables of embeddings."""
         tables = {id(v) for v in looked_up(self.model)}
-        return frozenset(i for i, v in enumerate(self.trained) if id(v) in tables)
+        return frozenset(i for i, v in enumerate(variables) if id(v) in tables)
 
     @property
     def trained(self) -> Sequence[keras.Variable]:
@@ -214,31 +214,49 @@ class PlacedModel:
 
     def spread(self) -> Spread:
         """How optimizer parallelism spreads the trainable parameters; the weights are placed."""
-        variables = self.trained
         optimizer = self.model.optimizer if self.model.compiled else None
         by_layout = {id(v): placement for v, placement in self._placements()}
+        placed = [by_layout[id(v)] for v in self.trained]
+        return self._spread(optimizer, self.trained, placed, self.optimizer_config, self.classes())
+
+    def spread_where_stored(self, optimizer: Any, variables: Sequence[keras.Variable]) -> Spread:
+        """How updates of an optimizer beside the compiled one are spread over those who store."""
+        config = config_for(optimizer, self.config.optimizer)
+        if config.level == 3:  # what is stored cut is updated where it is
+            config = dataclasses.replace(config, level=0)
+        placed = [self.entries[id(v)].placement for v in variables]
+        return self._spread(optimizer, variables, placed, config, None)
+
+    def _spread(
+        self,
+        optimizer: Any,
+        variables: Sequence[keras.Variable],
+        placed: Sequence[Placement],
+        config: OptimizerConfig,
+        classes: Classes | None,
+    ) -> Spread:
+        """How optimizer parallelism spreads some parameters."""
         whole = whole_updates(optimizer, variables)
         groups = optimizer_groups(optimizer, variables)
-        classes = self.classes()
         kinds = {v: n for n, (_, members) in enumerate(groups) for v in members}
         how: Sequence[Compressor] = ["none"] * len(variables)
         if classes is not None:
             how = classes.compressors()
+        tables = self._tables(variables)
 
         def keys(placed: Sequence[Placement]) -> tuple[Hashable | None, ...]:
-            apart = self._tables()
-            return bucket_keys(self.config.fusion, variables, placed, groups, whole, apart, how)
+            return bucket_keys(self.config.fusion, variables, placed, groups, whole, tables, how)
 
         return spread(
-            [by_layout[id(v)] for v in variables],
+            placed,
             whole,
             parallel_optimizer.of(variables),
-            self.optimizer_config,
+            config,
             self.topology,
             keys,
             how,
             self.config.fusion,
-            self._tables(),
+            tables,
             [kinds.get(v, 0) for v in range(len(variables))],
         )
 

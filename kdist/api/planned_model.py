@@ -88,7 +88,7 @@ class PlannedModel(PlacedModel):
             use = WeightUse({"F": sorted(gathered)}, tuple(range(len(placed))))
             return [work_of(chunk_schedule(1), [use])]
         numbers = parameter_chunks(range(len(placed)), [one.nbytes for one in placed])
-        tables, uses = self._tables(), []
+        tables, uses = self._tables(self.trained), []
         for n in range(max(numbers, default=0) + 1):
             mine = [i for i, number in enumerate(numbers) if number == n]
             looks = [i for i in mine if i in gathered]

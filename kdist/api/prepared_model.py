@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist._compat import keras_optimizers, keras_remat, keras_trainer
@@ -88,8 +88,6 @@ class PreparedModel(FittedModel):
             self.place()
             self.spread_parameters()
             self.program = self.make_program()
-        if kind == "train" and self.update is None and self.model.optimizer is not None:
-            hand_over(self)
 
     def updating(self) -> None:
         """Makes what applies gradients, for a step of the model's own that has some, if need be."""
@@ -145,15 +143,19 @@ class PreparedModel(FittedModel):
                 self.warn_once(note)
 
     def _build_optimizer(self) -> None:
-        """Builds the optimizer as Keras does, but that what will be views is never whole."""
-        optimizer = self.model.optimizer
-        if optimizer is not None and not optimizer.built:
+        if self.model.optimizer is not None:
+            self.build_optimizer(self.model.optimizer, self.model.trainable_variables)
+
+    @staticmethod
+    def build_optimizer(optimizer: Any, variables: Sequence[keras.Variable]) -> None:
+        """Builds an optimizer as Keras does, but that what will be views is never whole."""
+        if not optimizer.built:
             with (
                 keras_optimizers.build_scope(optimizer),
                 unborn_variables(lambda variable, why: None),
                 keras_optimizers.built_without_values(),
             ):
-                optimizer.build(self.model.trainable_variables)
+                optimizer.build(variables)
 
     def _look_at_loss(self, example: Any) -> None:
         """Finds out how the compiled losses split; steps may have been made before, to predict."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from kdist.calls.layer_calls import LayerCalls
@@ -20,10 +21,14 @@ class OwnSteps:
     Args:
         parallel: The model's compiled state, of `kdist.api.parallelize`.
         calls: Runs its layers over the mesh.
+        applying: Meanwhile, optimizers update its weights over the mesh.
     """
 
-    def __init__(self, parallel: Any, calls: LayerCalls) -> None:
+    def __init__(
+        self, parallel: Any, calls: LayerCalls, applying: Callable[[], AbstractContextManager]
+    ) -> None:
         self.parallel, self.model, self.calls = parallel, parallel.model, calls
+        self._applying = applying
         self.program, self.topology = parallel.program, parallel.compute
 
     def train(self, data: Any, known_size: bool = True) -> Any:
@@ -46,14 +51,18 @@ class OwnSteps:
     def _run(self, method: Callable, data: Any) -> Any:
         """Traces a step, again where its calls have to be traced in another way.
 
-        Each trace is a function of its own, so that nothing of one that failed has an effect.
+        Each trace is a function of its own, so that nothing of one that failed has an effect. Op by
+        op a step runs on whole weights, as all do then.
         """
 
         def step(data: Any) -> Any:
             sizes.note([t for t in tf.nest.flatten(data) if t is not None])
-            with self.calls.over_mesh():
+            with self.calls.over_mesh(), self._applying():
                 return method(data)
 
+        if self.model.run_eagerly:
+            with self._applying():
+                return method(data)
         while True:
             try:
                 return tf.function(step, autograph=False)(data)

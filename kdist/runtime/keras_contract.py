@@ -17,7 +17,7 @@ import tensorflow as tf
 
 
 def is_built(model: keras.Model) -> bool:
-    """Whether all variables of a model exist; one without a `call` has those of its layers alone."""
+    """Whether all variables of a model exist; without a `call` it has those of its layers."""
     layers = keras_models.flat_layers(model)
     inside = [layer for layer in layers if layer is not model]
     own = model.built or (inside and not keras_models.has_call(model))

@@ -1,0 +1,130 @@
+"""Updates by the optimizers that a step of the user's own applies, the compiled one or others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kdist._compat import keras_optimizers
+from kdist.graphs.write_order import writes_after_reads
+from kdist.optimizer.update import DistributedUpdate
+from kdist.runtime.step import WholeGradients
+
+import keras
+import tensorflow as tf
+
+if TYPE_CHECKING:
+    from kdist.api.parallelize import Parallel
+    from kdist.program.program import Program
+
+
+class OwnUpdates:
+    """Updates weights on their owners' devices, whichever optimizer is applied to them.
+
+    Each optimizer updates the weights that it was applied to first. Its state is spread as that of
+    the compiled one is.
+
+    Args:
+        parallel: What kdist attached to the model.
+
+    Attributes:
+        running: Whether a step of the user's own is being traced, or run.
+    """
+
+    def __init__(self, parallel: Parallel) -> None:
+        self._parallel = parallel
+        self._program: Program | None = None
+        self.running = False
+        self._made: dict[int, tuple[Any, list[keras.Variable], DistributedUpdate]] = {}
+
+    @contextlib.contextmanager
+    def applying(self) -> Iterator[None]:
+        """Meanwhile, optimizers that are applied to the model's weights do it over the mesh."""
+        self.running = True
+        try:
+            with keras_optimizers.applied_by(self.apply):
+                yield
+        finally:
+            self.running = False
+
+    def apply(self, optimizer: Any, own: Callable, grads: Any, variables: Any) -> None:
+        """Keras's `apply`.
+
+        Args:
+            optimizer: The optimizer.
+            own: Its own `apply`.
+            grads: Whole gradients, scaled where the optimizer scales losses.
+            variables: What they are for; None for all that it updates.
+        """
+        model = self._parallel.model
+        if variables is None and optimizer is model.optimizer:
+            variables = model.trainable_variables
+        gradients = list(grads)
+        if variables is None or not self._are_mine(optimizer, list(variables)):
+            own(gradients, variables)
+            return
+        by_variable = dict(zip(map(id, variables), gradients, strict=True))
+        if all(gradient is None for gradient in gradients):
+            own(gradients, variables)  # which says so
+            return
+        trained, update = self._update(optimizer, list(variables))
+        whole = [by_variable.get(id(v)) for v in trained]
+        entries = self._parallel.entries_of(trained)
+        there = [n for n, gradient in enumerate(whole) if gradient is not None]
+        with writes_after_reads():
+            source = WholeGradients(whole, None, entries)
+            update.apply(update.begin(source, there, compress=False))
+
+    def _are_mine(self, optimizer: Any, variables: Sequence[Any]) -> bool:
+        """Whether variables are trainable weights of the model, all or none.
+
+        Raises:
+            ValueError: Some are, and others are not.
+        """
+        assert self._parallel.program is not None
+        known = {id(v) for v in self._parallel.program.state.trainable}
+        others = [v for v in variables if id(v) not in known]
+        if others and len(others) < len(variables):
+            raise ValueError(
+                "An optimizer updates trainable weights of a parallelized model, or other "
+                "variables: give others an optimizer of their own; a weight that was frozen when "
+                "training began trains after compile. Received: "
+                f"{getattr(others[0], 'path', others[0])!r} in apply of "
+                f"{type(optimizer).__name__} {optimizer.name!r}"
+            )
+        return not others
+
+    def _update(
+        self, optimizer: Any, variables: list[keras.Variable]
+    ) -> tuple[Sequence[keras.Variable], DistributedUpdate]:
+        """The weights that an optimizer updates, and what does it; made on first use."""
+        parallel = self._parallel
+        assert parallel.program is not None
+        if optimizer is parallel.model.optimizer:
+            parallel.updating()
+            assert parallel.update is not None
+            return parallel.program.state.trainable, parallel.update
+        if self._program is not parallel.program:
+            self._made.clear()
+            self._program = parallel.program
+        if id(optimizer) not in self._made:
+            with tf.init_scope():
+                self._made[id(optimizer)] = (optimizer, variables, self._new(optimizer, variables))
+        _, trained, update = self._made[id(optimizer)]
+        if new := [v.path for v in variables if not any(v is one for one in trained)]:
+            raise ValueError(
+                "An optimizer of a step of one's own keeps to the weights that it was applied to "
+                "first. Give others an optimizer of their own. "
+                f"Received: {type(optimizer).__name__} {optimizer.name!r}, applied to {new} too"
+            )
+        return trained, update
+
+    def _new(self, optimizer: Any, variables: list[keras.Variable]) -> DistributedUpdate:
+        parallel = self._parallel
+        parallel.build_optimizer(optimizer, variables)
+        spread = parallel.spread_where_stored(optimizer, variables)
+        entries = parallel.entries_of(variables)
+        return DistributedUpdate(
+            optimizer, entries, parallel.topology, spread.units, spread.keys, spread.config
+        )
