@@ -95,15 +95,19 @@ def function_graph(graph: Any, name: str) -> Any:
     return None
 
 
-def in_control_flow() -> bool:
-    """Whether what is traced is the body of a `tf.while_loop`, or a branch of a `tf.cond`."""
+def in_control_flow(within: Any = None) -> bool:
+    """Whether what is traced is the body of a `tf.while_loop`, or a branch of a `tf.cond`.
+
+    Args:
+        within: The graph in which that would have to begin; any by default.
+    """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     kinds = (
         control_flow_v2_func_graphs.CondBranchFuncGraph,
         control_flow_v2_func_graphs.WhileBodyFuncGraph,
         control_flow_v2_func_graphs.WhileCondFuncGraph,
     )
-    while graph is not None:
+    while graph is not None and graph is not within:
         if isinstance(graph, kinds):
             return True
         graph = getattr(graph, "outer_graph", None)

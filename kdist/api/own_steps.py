@@ -29,6 +29,32 @@ def has_own_step(model: keras.Model, kind: str) -> bool:
     return overrides(model, f"{kind}_step")
 
 
+def refuse_settings(parallel: Parallel, kind: str) -> None:
+    """Refuses what steps of a model's own cannot honour.
+
+    Args:
+        parallel: What kdist attached to the model.
+        kind: "train", "test" or "predict".
+
+    Raises:
+        ValueError: It is asked for.
+    """
+    config, model = parallel.config, parallel.model
+    settings = {
+        "pipeline": (config.pipeline, "stages are cut out of steps of kdist's own"),
+        "compression": (config.compression, "gradients come whole, call by call"),
+        "recompute": (config.recompute or parallel.blocks.blocks, "calls keep what they compute"),
+        "verify": (config.verify, "kdist.verify compares steps of kdist's own"),
+    }
+    for name, (value, why) in settings.items():
+        if value:
+            raise ValueError(
+                f"A model with its own `{kind}_step` goes without {name}: {why}. Leave it out, or "
+                "say what the step does by add_loss or compute_loss: docs/custom_loops.md has "
+                f"recipes. Received: {type(model).__name__} with {name} {value!r}"
+            )
+
+
 def own_function(parallel: Parallel, kind: str, example: Any) -> Callable:
     """What Keras calls: steps of the model's own, whose layers run over the mesh.
 
@@ -37,11 +63,9 @@ def own_function(parallel: Parallel, kind: str, example: Any) -> Callable:
         kind: "train", "test" or "predict".
         example: A batch, or the specs of one.
 
-    Raises:
-        ValueError: A setting has no meaning for such steps.
     """
-    _refuse(parallel, kind)
     parallel.prepare_own(kind, example)
+    _refuse_fetched(parallel, kind)
     model, updates = parallel.model, parallel.own_updates
     plain: list[OwnSteps] = []
 
@@ -55,6 +79,18 @@ def own_function(parallel: Parallel, kind: str, example: Any) -> Callable:
     steps = OwnSteps(parallel, _calls(parallel, over=True), updates.applying)
     function = BatchFunction(steps, kind, on_plain, model, parallel.fall_back, _nothing)
     return function.predict if kind == "predict" else function
+
+
+def _refuse_fetched(parallel: Parallel, kind: str) -> None:
+    """Refuses tables whose rows are fetched for a whole step."""
+    assert parallel.layouts is not None
+    names = [layer.path or layer.name for layer in parallel.layouts.fetched_layers]
+    if names:
+        raise ValueError(
+            "Rows of a table on the host, or split by hand, are fetched for steps of kdist's own. "
+            "Leave the table whole on the device, or cut it by the layout map. Received: "
+            f"{type(parallel.model).__name__} with its own `{kind}_step` and such tables of {names}"
+        )
 
 
 def _nothing() -> None:
@@ -89,22 +125,4 @@ def _calls(parallel: Parallel, over: bool) -> LayerCalls:
             parallel.topology,
             jit_compile=xla,
         )
-    return LayerCalls(program, backend, parallel.warn_once)
-
-
-def _refuse(parallel: Parallel, kind: str) -> None:
-    """Refuses what such steps cannot honour."""
-    config, model = parallel.config, parallel.model
-    settings = {
-        "pipeline": "its stages are what one step runs; leave the pipe axis out",
-        "compression": "it sums gradients layer by layer, uncompressed",
-        "recompute": "its backward pass is its own; wrap functions in tf.recompute_grad",
-        "verify": "kdist compares steps of its own",
-    }
-    for name, why in settings.items():
-        if getattr(config, name, None) is not None:
-            raise ValueError(
-                f"A model with its own `{kind}_step` trains without {name}=: {why}. Override "
-                "compute_loss instead where that says as much: docs/custom_loops.md has recipes. "
-                f"Received: {type(model).__name__}, {name}={getattr(config, name)!r}"
-            )
+    return LayerCalls(program, backend, parallel.config.loss_from_layers, parallel.warn_once)

@@ -25,6 +25,7 @@ from kdist.plan.inside_layers import InsideTraffic
 from kdist.plan.plan import Plan, make_plan
 from kdist.report import memory as device_memory
 from kdist.runtime.keras_contract import is_built
+from kdist.runtime.metrics import overrides
 from kdist.stages.stages import stages_given
 from kdist.storage import nccl
 from kdist.storage.sparse import LookUp, gradients_of_rows, looked_up
@@ -232,6 +233,11 @@ class PlannedModel(PlacedModel):
         notes = list(self.fallbacks)
         if self.whole_loss and self.whole_loss_note not in notes:
             notes.append(self.whole_loss_note)
+        if overrides(self.model, "train_step"):
+            notes.append(
+                "the model has its own train_step: what is listed of a step is that of the "
+                "compiled loss; its own sums gradients call by call, and updates by apply"
+            )
         if self.staged is not None:
             notes.append(self.staged.describe())
         notes += [*map(str, self.without_effect()), *self.travel_notes()]

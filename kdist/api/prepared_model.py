@@ -83,7 +83,7 @@ class PreparedModel(FittedModel):
         data = keras.tree.map_structure(as_spec, example)
         if not is_built(self.model):
             with keras_remat.taken_back(self.model), self._bearing():
-                build_for_own_steps(self.model, keras.utils.unpack_x_y_sample_weight(data)[0])
+                build_for_own_steps(self.model, getattr(self.model, f"{kind}_step"), data)
         if self.program is None:
             self.place()
             self.spread_parameters()

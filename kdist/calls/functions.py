@@ -91,6 +91,28 @@ class Made:
         return len(leaves([self.outputs, self.added]))
 
 
+class CalledProgram(Program):
+    """A model's program that calls one of its layers.
+
+    Args:
+        program: The model's.
+        call: The layer's `call`.
+        arguments: What it is called with; a program's input has rows and masks.
+    """
+
+    def __init__(self, program: Program, call: Callable, arguments: CallArguments) -> None:
+        super().__init__(program.model, program.add_loss_mean)
+        self.state = program.state
+        self._called, self._arguments = call, arguments
+
+    def _call(self, x: Any, training: bool) -> Any:
+        rows, masks = x
+        shared = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in self._arguments.shared]
+        args, kwargs = self._arguments.filled(rows, masks, shared)
+        with named(None):
+            return self._called(*args, **kwargs)
+
+
 class CallVjp(LaidVjp):
     """Forward and backward of a layer's call; state gets no gradient, nor do masks take one.
 
@@ -239,4 +261,3 @@ def used_by(layer: keras.Layer, program: Program) -> tuple[list[int], list[keras
     state = program.state
     trainable = [i for i, v in enumerate(state.trainable) if id(v) in mine]
     return trainable, [v for v in state.carried if id(v) in mine]
-

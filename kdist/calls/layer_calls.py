@@ -14,13 +14,15 @@ from typing import Any
 from kdist._compat import function_graphs, keras_models, keras_trainer
 from kdist.calls.anchors import anchor
 from kdist.calls.arguments import CallArguments, any_symbolic, without_rows
-from kdist.calls.functions import CallFunctions, Given
+from kdist.calls.functions import CalledProgram, CallFunctions, Given
 from kdist.calls.over_mesh import OverMesh
 from kdist.dtensor import sizes
 from kdist.dtensor.call import CannotExpand, Retrace
 from kdist.program.batch import SplitBatch, split
 from kdist.program.program import Program
+from kdist.rows.model import ModelStudy, study_program
 from kdist.stages.leaves import leaves, signature
+from kdist.storage.constant_ids import knowing
 
 import keras
 import tensorflow as tf
@@ -32,25 +34,35 @@ class LayerCalls:
     Args:
         program: The model's: knows its variables.
         backend: What a call runs on: `OneDevice` or `InnerAxes`.
-        tell: Told of what runs on one device.
+        loss_from_layers: See `ParallelConfig`.
+        tell: Told of what runs on one device, and of rows that meet.
 
     Attributes:
         apart: Layers, by identity, whose calls run on one device.
     """
 
-    def __init__(self, program: Program, backend: Any, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        backend: Any,
+        loss_from_layers: str,
+        tell: Callable[[str], None],
+    ) -> None:
         self.program, self.backend, self.apart = program, backend, set[int]()
+        self._loss_from_layers = loss_from_layers
         self._layers = keras_models.flat_layers(program.model)
         self._tell = tell
         self._functions: dict[Hashable, CallFunctions] = {}
         self._reasons: dict[Hashable, str] = {}
-        self._alone = False
+        self._studies: dict[Hashable, ModelStudy] = {}
+        self._alone, self._step = False, None
         anchor(backend.entries)
 
     @contextlib.contextmanager
     def over_mesh(self) -> Iterator[None]:
         """Meanwhile, calls of the model's layers run over the mesh."""
         before = [(layer, layer.__dict__.get("call")) for layer in self._layers]
+        self._step = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         for layer, _ in before:
             object.__setattr__(layer, "call", self._wrapped(layer, layer.call))
         try:
@@ -81,7 +93,7 @@ class LayerCalls:
                 return call(*args, **kwargs)
             if id(layer) in self.apart:
                 return self._on_one_device(call, args, kwargs)
-            if function_graphs.in_control_flow():
+            if function_graphs.in_control_flow(self._step):
                 self.set_apart(layer, "A call in a tf.cond, tf.while_loop or tf.map_fn")
                 return self._on_one_device(call, args, kwargs)
             given = CallArguments.of(args, kwargs)
@@ -141,7 +153,24 @@ class LayerCalls:
         """The functions of a call, for tensors of such shapes."""
         key = (self._key(layer, arguments), signature(leaves([given.rows, given.shared])))
         if key not in self._functions:
-            program, backend = self.program, self.backend
-            made = CallFunctions(program, backend, layer, call, arguments, given)
-            self._functions[key] = made
+            study = self._study(key[0], call, arguments)
+            with knowing(study.constant_ids):
+                self._functions[key] = CallFunctions(
+                    self.program, self.backend, layer, call, arguments, given
+                )
         return self._functions[key]
+
+    def _study(self, key: Hashable, call: Callable, arguments: CallArguments) -> ModelStudy:
+        """Where rows of the batch meet in a call, looked at once; warns of it."""
+        if self.backend.topology.data_size == 1:
+            return ModelStudy()
+        if key not in self._studies:
+            program = CalledProgram(self.program, call, arguments)
+            training = bool(dict(keras_trainer.call_context()).get("training"))
+            study = study_program(
+                program, (arguments.rows, arguments.masks), training, self._loss_from_layers
+            )
+            self._studies[key] = study
+            if text := study.warning():
+                self._tell(text)
+        return self._studies[key]

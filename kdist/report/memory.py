@@ -18,6 +18,7 @@ from kdist.display.tables import Column, as_text, number, readable
 from kdist.graphs.live_tensors import LiveTensors
 from kdist.plan.device_memory import DeviceMemory
 from kdist.report.step_graph import live_tensors
+from kdist.runtime.metrics import overrides
 from kdist.sharding.device import Device
 from kdist.storage.variables import backing_of
 
@@ -108,6 +109,8 @@ def analyse(parallel: Any, rows: int) -> LiveTensors | str:
         parallel: What kdist attached to the model.
         rows: Of the batch to run it with.
     """
+    if overrides(parallel.model, "train_step"):
+        return "the model has its own train_step"
     if parallel.update is None or parallel.batch_specs is None:
         return "the model has not trained yet"
     if parallel.model.run_eagerly:

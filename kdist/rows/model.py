@@ -136,18 +136,35 @@ def study_model(model: keras.Model, x: Any, training: bool, loss_from_layers: st
         training: Whether the pass is that of training.
         loss_from_layers: See `ParallelConfig`.
     """
+    if x is None:
+        return ModelStudy(failed="its inputs are not known before the first batch")
+    program = Program(model, loss_from_layers == "mean")
+    return study_program(
+        program, _with_declared_sizes(x, model), training, loss_from_layers, _static_batch(model)
+    )
+
+
+def study_program(
+    program: Program, x: Any, training: bool, loss_from_layers: str, rows: int | None = None
+) -> ModelStudy:
+    """Follows the batch through a program's forward pass. Nothing runs.
+
+    Args:
+        program: The program.
+        x: See `study_model`.
+        training: See `study_model`.
+        loss_from_layers: See `study_model`.
+        rows: Of the batch, if it takes no others.
+    """
     try:
-        if x is None:
-            raise NotStudied("its inputs are not known before the first batch")
-        program = Program(model, loss_from_layers == "mean")
-        specs = keras.tree.map_structure(_spec, _with_declared_sizes(x, model))
+        specs = keras.tree.map_structure(_spec, x)
         sizes = [n for v in program.state.written for n in v.shape]
         names: list[str] = []
-        with chance_kept(), _marked_row_by_row(model):
+        with chance_kept(), _marked_row_by_row(program.model):
             analysis = analyse(
                 _pass_of(program, training, names),
                 specs,
-                batch_size=_static_batch(model),
+                batch_size=rows,
                 avoid=[n for n in sizes if n],
             )
         return _Reading(program, analysis, names, loss_from_layers).result()

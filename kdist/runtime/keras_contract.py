@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist._compat import keras_models, keras_optimizers, keras_trainer
+from kdist._compat import keras_models, keras_optimizers
 from kdist.runtime.taken import Taken, alive, ending_together
 from kdist.runtime.worker_data import WorkerDataset, WorkerIterator
 
@@ -24,28 +24,26 @@ def is_built(model: keras.Model) -> bool:
     return bool(own) and all(layer.built for layer in inside)
 
 
-def build_for_own_steps(model: keras.Model, x: Any) -> None:
-    """Builds the layers of a model whose step is its own.
+def build_for_own_steps(model: keras.Model, step: Callable, data: Any) -> None:
+    """Builds the layers of a model whose step is its own, as Keras does: by tracing it.
 
     Args:
         model: The model.
-        x: Specs of its input.
+        step: Its step.
+        data: Specs of its data.
 
     Raises:
-        ValueError: Its `call` does not build them all.
+        ValueError: The step does not build them all.
     """
-    failed = ""
-    if keras_models.has_call(model):
-        try:
-            keras_trainer.keras_backend.compute_output_spec(model, x)
-        except Exception as error:  # a call of other inputs than the step's data
-            failed = f"; its call says {str(error).splitlines()[0]}"
-    left = [one.path or one.name for one in keras_models.flat_layers(model) if not one.built]
+    specs = keras.tree.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), data)
+    with keras_optimizers.applied_by(lambda *apply: None):
+        tf.function(step, autograph=False).get_concrete_function(specs)
     if not is_built(model):
+        left = [one.path or one.name for one in keras_models.flat_layers(model) if not one.built]
         raise ValueError(
-            "A model with a step of its own is built before it trains: kdist places its weights "
-            "first. Call it, or its layers, once (model(x[:1])), or layer.build(shape). "
-            f"Received: {type(model).__name__} with unbuilt layers {left}{failed}"
+            "A model is built before it trains: kdist places its weights first. Layers that its "
+            "step does not call are built by a call (layer(x[:1])) or by layer.build(shape). "
+            f"Received: {type(model).__name__} with unbuilt layers {left}"
         )
 
 

@@ -81,6 +81,12 @@ def verify(
             "kdist.verify compares the loss and the update too. Call model.compile(optimizer=..., "
             f"loss=...) first. Received: model={model.name!r}"
         )
+    if overrides(model, "train_step"):
+        raise ValueError(
+            "kdist.verify compares steps of kdist's own, by the compiled loss. Of a model with its "
+            "own `train_step`, train a plain copy beside it and compare weights. "
+            f"Received: model of type {type(model).__name__}"
+        )
     if dtype not in ("float64", "own"):
         raise ValueError(
             "dtype is 'float64', or 'own' for the model's own dtype policy. "
