@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -93,6 +94,22 @@ def function_graph(graph: Any, name: str) -> Any:
             return getattr(found, "graph", None)
         graph = getattr(graph, "outer_graph", None)
     return None
+
+
+@contextlib.contextmanager
+def variables_apart() -> Iterator[None]:
+    """Meanwhile, variables are made beside whatever is being traced, and kept by who makes them.
+
+    A `tf.function` in whose trace variables are made is traced once more, wherever these are.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    creators = graph._variable_creator_stack
+    graph._variable_creator_stack = []
+    try:
+        with tf.init_scope():
+            yield
+    finally:
+        graph._variable_creator_stack = creators
 
 
 def in_control_flow(within: Any = None) -> bool:

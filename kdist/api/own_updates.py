@@ -6,13 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kdist._compat import keras_optimizers
+from kdist._compat import function_graphs, keras_optimizers
 from kdist.graphs.write_order import writes_after_reads
 from kdist.optimizer.update import DistributedUpdate
 from kdist.runtime.step import WholeGradients
 
 import keras
-import tensorflow as tf
 
 if TYPE_CHECKING:
     from kdist.api.parallelize import Parallel
@@ -109,7 +108,7 @@ class OwnUpdates:
             self._made.clear()
             self._program = parallel.program
         if id(optimizer) not in self._made:
-            with tf.init_scope():
+            with function_graphs.variables_apart():
                 self._made[id(optimizer)] = (optimizer, variables, self._new(optimizer, variables))
         _, trained, update = self._made[id(optimizer)]
         if new := [v.path for v in variables if not any(v is one for one in trained)]:

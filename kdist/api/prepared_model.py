@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist._compat import keras_optimizers, keras_remat, keras_trainer
+from kdist._compat import function_graphs, keras_optimizers, keras_remat, keras_trainer
 from kdist.api import mirrored_scope
 from kdist.api.applied_by_hand import hand_over
 from kdist.api.fitted_model import FittedModel
@@ -24,7 +24,6 @@ from kdist.runtime.loss_terms import loss_terms
 from kdist.storage.unborn import unborn_variables
 
 import keras
-import tensorflow as tf
 
 
 class PreparedModel(FittedModel):
@@ -92,7 +91,7 @@ class PreparedModel(FittedModel):
     def updating(self) -> None:
         """Makes what applies gradients, for a step of the model's own that has some, if need be."""
         if self.update is None and self.program is not None:
-            with tf.init_scope():
+            with function_graphs.variables_apart():
                 self._build_optimizer()
                 self._make_update()
 
