@@ -19,6 +19,7 @@ from kdist.runtime.keras_contract import (
     build_for_own_steps,
     has_composites,
     is_built,
+    layers_built,
 )
 from kdist.runtime.loss_terms import loss_terms
 from kdist.storage.unborn import unborn_variables
@@ -80,7 +81,7 @@ class PreparedModel(FittedModel):
         mirrored_scope.refuse_scope()
         mirrored_scope.detach(self.model)
         data = keras.tree.map_structure(as_spec, example)
-        if not is_built(self.model):
+        if not layers_built(self.model):
             with keras_remat.taken_back(self.model), self._bearing():
                 build_for_own_steps(self.model, getattr(self.model, f"{kind}_step"), data)
         if self.program is None:

@@ -18,10 +18,12 @@ import tensorflow as tf
 
 def is_built(model: keras.Model) -> bool:
     """Whether all variables of a model exist; without a `call` it has those of its layers."""
-    layers = keras_models.flat_layers(model)
-    inside = [layer for layer in layers if layer is not model]
-    own = model.built or (inside and not keras_models.has_call(model))
-    return bool(own) and all(layer.built for layer in inside)
+    return bool(model.built or not keras_models.has_call(model)) and layers_built(model)
+
+
+def layers_built(model: keras.Model) -> bool:
+    """Whether all variables of a model's layers exist."""
+    return all(layer.built for layer in keras_models.flat_layers(model) if layer is not model)
 
 
 def build_for_own_steps(model: keras.Model, step: Callable, data: Any) -> None:
@@ -38,8 +40,8 @@ def build_for_own_steps(model: keras.Model, step: Callable, data: Any) -> None:
     specs = keras.tree.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), data)
     with keras_optimizers.applied_by(lambda *apply: None):
         tf.function(step, autograph=False).get_concrete_function(specs)
-    if not is_built(model):
-        left = [one.path or one.name for one in keras_models.flat_layers(model) if not one.built]
+    layers = [layer for layer in keras_models.flat_layers(model) if layer is not model]
+    if left := [one.path or one.name for one in layers if not one.built]:
         raise ValueError(
             "A model is built before it trains: kdist places its weights first. Layers that its "
             "step does not call are built by a call (layer(x[:1])) or by layer.build(shape). "
