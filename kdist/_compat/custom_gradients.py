@@ -7,10 +7,13 @@ theirs. What runs it, in a graph and op by op, can be replaced for a while.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tensorflow.python.ops import custom_gradient
+import tensorflow as tf
+from tensorflow.python.eager import record, tape
+from tensorflow.python.ops import custom_gradient, gradients_util, resource_variable_ops
 
 Run = Callable[[Callable, Any, Any], Any]
 """Calls a function, with arguments and those by name, so that its gradient is its own."""
@@ -42,3 +45,30 @@ def run_by(instead: Callable[[Run, Callable, Any, Any], Any]) -> Iterator[None]:
 def is_of_library(function: Callable) -> bool:
     """Whether a function is TensorFlow's or Keras's own: these take all that they read."""
     return (function.__module__ or "").partition(".")[0] in ("tensorflow", "keras")
+
+
+def is_recorded(tensor: Any) -> bool:
+    """Whether a tape that records in this graph could be asked for a gradient of a tensor."""
+    return bool(record.should_record_backprop([tensor]))
+
+
+def asked_by_graph() -> bool:
+    """Whether the gradient that runs is for `tf.gradients`, or a function's, and not for a tape."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is gradients_util._GradientsHelper.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def without_content(shape: Sequence[int], dtype: str) -> tf.Variable:
+    """A trainable variable that has a handle, and no value."""
+    return resource_variable_ops.UninitializedVariable(
+        trainable=True, shape=list(shape), dtype=tf.as_dtype(dtype), name="anchor"
+    )
+
+
+def watched(variable: tf.Variable) -> None:
+    """Has tapes that watch what is read watch a variable, as if it were read."""
+    tape.variable_accessed(variable)

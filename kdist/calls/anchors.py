@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kdist._compat.custom_gradients import watched, without_content
 from kdist.storage.variables import Stored, stored
 
 import keras
@@ -22,7 +23,8 @@ def anchor(entries: Sequence[Stored]) -> None:
     for entry in entries:
         if entry.anchor is None and not isinstance(entry.whole(), tf.Variable):
             with tf.init_scope():
-                entry.anchor = tf.Variable(0.0, name="anchor")
+                variable = entry.variable
+                entry.anchor = without_content(variable.shape, variable.dtype)
 
 
 def handle_of(variable: keras.Variable) -> Any:
@@ -30,5 +32,5 @@ def handle_of(variable: keras.Variable) -> Any:
     entry = stored(variable)
     assert entry is not None
     known = entry.whole() if entry.anchor is None else entry.anchor
-    tf.convert_to_tensor(known)
+    watched(known)
     return known.handle

@@ -11,7 +11,7 @@ from kdist.calls.arguments import CallArguments
 from kdist.program.blocks import named
 from kdist.program.program import Program
 from kdist.program.traced import Traced
-from kdist.program.vjp import CapturesVariables, PureFunction
+from kdist.program.vjp import CapturesVariables, PureFunction, differentiable
 from kdist.stages.laid_vjp import LaidVjp
 from kdist.stages.leaves import leaves, rebuild, specs
 
@@ -29,31 +29,36 @@ class Given:
         shared: The other tensors.
         masks: Its rows of their masks; None where there is none.
         state: Values of the state that the layer uses.
+        sources: Positions of the flat tensors that get a gradient.
     """
 
     rows: list[Any]
     shared: list[Any]
     masks: list[Any]
-    state: list[Any]
+    state: list[Any] = dataclasses.field(default_factory=list)
+    sources: tuple[int, ...] = ()
 
     def flat(self) -> list[Any]:
-        """All tensors, those that may get a gradient first."""
+        """All tensors, those that may get a gradient first, state last."""
         return [t for part in self._parts for t in leaves(part)]
 
     def filled(self, flat: Sequence[Any]) -> Given:
         """The same with other tensors."""
         given = iter(flat)
-        return Given(*(rebuild(part, [next(given) for _ in leaves(part)]) for part in self._parts))
+        rows, shared, masks, state = (
+            rebuild(part, [next(given) for _ in leaves(part)]) for part in self._parts
+        )
+        return Given(rows, shared, masks, state, self.sources)
+
+    def differentiated(self, where: Callable[[Any], bool]) -> Given:
+        """The same with gradients of the tensors of a kind."""
+        tensors = enumerate(leaves([self.rows, self.shared]))
+        sources = [i for i, t in tensors if differentiable(t) and where(t)]
+        return dataclasses.replace(self, sources=tuple(sources))
 
     @property
     def _parts(self) -> list[list[Any]]:
         return [self.rows, self.shared, self.masks, self.state]
-
-    @property
-    def differentiable(self) -> list[int]:
-        """Positions among the flat tensors of those that may get a gradient."""
-        count = len(leaves([self.rows, self.shared]))
-        return [i for i, t in enumerate(self.flat()[:count]) if tf.as_dtype(t.dtype).is_floating]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +126,7 @@ class CallVjp(LaidVjp):
         params: See `Vjp`.
         inputs: See `Vjp`.
         wrap: See `Vjp`.
-        sources: How many of the inputs may get a gradient.
+        sources: Which of the inputs get a gradient, by position.
         targets: Tells, once the function has run, how many outputs may take one.
         how: See `LaidVjp`.
     """
@@ -133,15 +138,15 @@ class CallVjp(LaidVjp):
         inputs: Sequence[tf.TensorSpec],
         wrap: Callable[..., Callable],
         *,
-        sources: int,
+        sources: Sequence[int],
         targets: Callable[[], int],
         **how: Any,
     ) -> None:
-        self._first_inputs, self._first_outputs = sources, targets
+        self._gets_gradient, self._first_outputs = sources, targets
         super().__init__(function, params, inputs, wrap, **how)
 
     def _sources(self, params: list[Any], inputs: list[Any]) -> list[Any]:
-        return super()._sources(params, inputs[: self._first_inputs])
+        return super()._sources(params, [inputs[i] for i in self._gets_gradient])
 
     def _targets(self, outputs: list[Any]) -> list[int]:
         return super()._targets(outputs[: self._first_outputs()])
@@ -150,7 +155,7 @@ class CallVjp(LaidVjp):
         if self._fetches:
             super()._cut_backward(feeds)
         else:
-            self._call_backward = lambda *arguments: []
+            self._call_backward: Any = lambda *arguments: []
 
 
 class CallFunctions:
@@ -203,7 +208,7 @@ class CallFunctions:
                     [tf.TensorSpec(v.shape, v.dtype) for v in variables],
                     flat,
                     self._part,
-                    sources=len(leaves([given.rows, given.shared])),
+                    sources=given.sources,
                     targets=lambda: self.example.count,
                     backend=backend,
                     trainable=self.trainable,

@@ -12,9 +12,10 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from kdist._compat import function_graphs, keras_models, keras_trainer
-from kdist.calls.anchors import anchor
+from kdist._compat.custom_gradients import is_recorded
+from kdist.calls.anchors import anchor, handle_of
 from kdist.calls.arguments import CallArguments, any_symbolic, without_rows
-from kdist.calls.functions import CalledProgram, CallFunctions, Given
+from kdist.calls.functions import CalledProgram, CallFunctions, Given, used_by
 from kdist.calls.over_mesh import OverMesh
 from kdist.dtensor import sizes
 from kdist.dtensor.call import CannotExpand, Retrace
@@ -39,6 +40,7 @@ class LayerCalls:
 
     Attributes:
         apart: Layers, by identity, whose calls run on one device.
+        every_gradient: Whether tensors that no tape knows get gradients too.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class LayerCalls:
         tell: Callable[[str], None],
     ) -> None:
         self.program, self.backend, self.apart = program, backend, set[int]()
-        self._loss_from_layers = loss_from_layers
+        self._loss_from_layers, self.every_gradient = loss_from_layers, False
         self._layers = keras_models.flat_layers(program.model)
         self._tell = tell
         self._functions: dict[Hashable, CallFunctions] = {}
@@ -128,9 +130,32 @@ class LayerCalls:
 
     def _over_mesh(self, layer: keras.Layer, call: Callable, given: CallArguments) -> Any:
         batch = self._split(given)
-        parts = [Given(rows, given.shared, masks, []) for (rows, masks), _, _ in batch.parts]
+        wanted = self._wanted(layer)
+        parts = [
+            Given(rows, given.shared, masks).differentiated(wanted)
+            for (rows, masks), _, _ in batch.parts
+        ]
         functions = [self._functions_of(layer, call, given, one) for one in parts]
-        return OverMesh(layer, functions, parts, batch, self.program.add_loss_mean)()
+        mean, inside = self.program.add_loss_mean, not self._in_step
+        return OverMesh(layer, functions, parts, batch, mean, inside)()
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether what is traced is the step itself, and not a function that it calls."""
+        return not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is self._step
+
+    def _wanted(self, layer: keras.Layer) -> Callable[[Any], bool]:
+        """Tells which tensors get a gradient: those that a tape of the step knows.
+
+        All of them where that cannot be seen: without a tape, and in functions that the step calls.
+        """
+        if self.every_gradient:
+            return lambda tensor: True
+        used, _ = used_by(layer, self.program)
+        weights = [handle_of(self.program.state.trainable[i]) for i in used]
+        if self._in_step and any(map(is_recorded, weights)):
+            return is_recorded
+        return lambda tensor: True
 
     def _split(self, given: CallArguments) -> SplitBatch:
         """Cuts rows over the replicas.
@@ -151,7 +176,8 @@ class LayerCalls:
         self, layer: keras.Layer, call: Callable, arguments: CallArguments, given: Given
     ) -> CallFunctions:
         """The functions of a call, for tensors of such shapes."""
-        key = (self._key(layer, arguments), signature(leaves([given.rows, given.shared])))
+        tensors = leaves([given.rows, given.shared])
+        key = (self._key(layer, arguments), signature(tensors), given.sources)
         if key not in self._functions:
             study = self._study(key[0], call, arguments)
             with knowing(study.constant_ids):

@@ -11,8 +11,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kdist._compat.custom_gradients import asked_by_graph
 from kdist.calls.anchors import handle_of
 from kdist.calls.functions import CallFunctions, Given
+from kdist.dtensor.sharded import each
 from kdist.graphs.instantiation import instantiated_cheaply
 from kdist.optimizer.slice_gradients import as_gradient
 from kdist.program.batch import SplitBatch, join
@@ -39,6 +41,10 @@ class TwiceDifferentiated(Exception):
         self.layer = layer
 
 
+class EveryGradient(Exception):
+    """Someone asks by `tf.gradients`, which may want those that no tape of the step knows."""
+
+
 class OverMesh:
     """One call of a layer.
 
@@ -48,6 +54,8 @@ class OverMesh:
         given: Per replica, what it takes, but for state.
         batch: How rows are cut.
         mean: Whether values given to `add_loss` are means over examples.
+        inside: Whether in a function that a step calls, of which TensorFlow prepares gradients of
+            whatever its backward pass looks at.
     """
 
     def __init__(
@@ -57,7 +65,9 @@ class OverMesh:
         given: Sequence[Given],
         batch: SplitBatch,
         mean: bool,
+        inside: bool,
     ) -> None:
+        self._inside = inside
         self.layer, self.functions, self.batch, self._mean = layer, list(functions), batch, mean
         first = self.functions[0]
         self.program, self.backend = first.program, first.backend
@@ -68,7 +78,8 @@ class OverMesh:
                 self._params.append([self._read(trainable[i], s) for i in first.trainable])
                 state = [self._read(v, s) for v in first.carried]
                 self._flat.append(dataclasses.replace(one, state=state).flat())
-        self._sources = given[0].differentiable
+        self._sources = given[0].sources
+        self._some_left_out = self._sources != given[0].differentiated(lambda t: True).sources
         self._saved: list[Any] = [None] * len(given)
         self._made: list[Any] = [None] * len(given)
 
@@ -113,7 +124,8 @@ class OverMesh:
                 flat[i] = next(inputs)
             device = self._device(s)
             with tf.device(device), instantiated_cheaply(self._devices):
-                made, self._saved[s] = one.vjp.forward(self._params[s], self._data(flat, one), s)
+                made, saved = one.vjp.forward(self._params[s], self._data(flat, one), s)
+                self._saved[s] = [self._without_gradient(t, s) for t in saved]
                 results.append(made)
                 self._made[s] = [t.whole(device) for t in made]
             whole += [self._made[s][i] for i in self._targets(one)]
@@ -122,6 +134,12 @@ class OverMesh:
             return self._gradient(results, cotangents, given)
 
         return whole, gradient
+
+    def _without_gradient(self, tensor: Any, s: int) -> Any:
+        """A tensor of slice `s` that nobody looks behind for a gradient."""
+        if not self._inside:
+            return tensor
+        return each(tf.stop_gradient, self.backend.devices(s), tensor)
 
     @property
     def _devices(self) -> list[str]:
@@ -138,8 +156,11 @@ class OverMesh:
         """Gradients of `given`; another one of these is refused.
 
         Raises:
+            EveryGradient: It is not known whether all that are wanted are there.
             TwiceDifferentiated: When someone asks for it.
         """
+        if self._some_left_out and asked_by_graph():
+            raise EveryGradient
 
         @tf.custom_gradient
         def once(*tensors: Any) -> tuple[list[Any], Callable]:

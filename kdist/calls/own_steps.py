@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from kdist.calls.layer_calls import LayerCalls
-from kdist.calls.over_mesh import TwiceDifferentiated
+from kdist.calls.over_mesh import EveryGradient, TwiceDifferentiated
 from kdist.dtensor import sizes
 from kdist.dtensor.call import Retrace
 from kdist.runtime.by_shape import ByShape
@@ -68,5 +68,7 @@ class OwnSteps:
                 return tf.function(step, autograph=False)(data)
             except Retrace as reason:
                 self.calls.trace_anew(reason)
+            except EveryGradient:
+                self.calls.every_gradient = True
             except TwiceDifferentiated as reason:
                 self.calls.set_apart(reason.layer, str(reason))

@@ -152,7 +152,7 @@ class BatchFunction:
     operation that DTensor cannot run.
 
     Args:
-        steps: The model's steps.
+        steps: The model's steps, kdist's or its own (`kdist.calls.own_steps`).
         kind: Which of them: "train", "test" or "predict".
         plain: Makes the same step on plain devices.
         model: The model.
@@ -162,7 +162,7 @@ class BatchFunction:
 
     def __init__(
         self,
-        steps: Step,
+        steps: Any,
         kind: str,
         plain: Callable[[], Callable],
         model: keras.Model,

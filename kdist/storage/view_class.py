@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from kdist._compat import keras_trainer
+from kdist._compat.custom_gradients import watched
 from kdist._compat.keras_trainer import KEY
 
 import keras
@@ -102,5 +103,5 @@ def _anchored(tensor: Any, stored: Any) -> Any:
     def read(handle: Any) -> Any:
         return tf.identity(tensor), lambda gradient: gradient
 
-    tf.convert_to_tensor(anchor)  # which tells tapes that watch what is read
+    watched(anchor)
     return read(anchor.handle)

@@ -44,3 +44,79 @@ def test_is_of_library() -> None:
     assert custom_gradients.is_of_library(tf.nn.silu)
     assert custom_gradients.is_of_library(keras.activations.relu)
     assert not custom_gradients.is_of_library(test_is_of_library)
+
+
+def test_is_recorded() -> None:
+    weight, given = tf.Variable(2.0), tf.constant(3.0)
+    found = []
+
+    def look(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            y = weight * x
+            found.append([custom_gradients.is_recorded(t) for t in (weight.handle, x, y)])
+            with tape.stop_recording():
+                found.append([custom_gradients.is_recorded(t) for t in (weight.handle, y)])
+        found.append([custom_gradients.is_recorded(t) for t in (weight.handle, x, y)])
+        return y
+
+    for run in (look, tf.function(look, autograph=False)):
+        found.clear()
+        run(given)
+        assert found == [[True, False, True], [False, False], [False, False, False]]
+
+
+def test_asked_by_graph() -> None:
+    found = []
+
+    @tf.custom_gradient
+    def noted(x: Any) -> Any:
+        return x, lambda d: (found.append(custom_gradients.asked_by_graph()), d)[1]
+
+    def by_tape(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = noted(x)
+        return tape.gradient(y, x)
+
+    called = tf.function(lambda x: noted(x), autograph=False)
+
+    def of_function(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = called(x)
+        return tape.gradient(y, x)
+
+    for run in (by_tape, lambda x: tf.gradients(noted(x), x)[0], of_function):
+        tf.function(run, autograph=False)(tf.constant(1.0))
+    assert found[0] is False and found[1:] and all(found[1:])
+
+
+def test_without_content() -> None:
+    """A tape finds gradients by its handle, through functions too; nothing is stored."""
+    anchor = custom_gradients.without_content((2, 3), "float64")
+    assert not anchor.is_initialized() and anchor.shape == (2, 3)
+
+    @tf.custom_gradient
+    def made(handle: Any) -> Any:
+        return tf.ones((2, 3), tf.float64), lambda d: 2.0 * d
+
+    def slope(call: Any) -> Any:
+        with tf.GradientTape() as tape:
+            custom_gradients.watched(anchor)
+            y = call(anchor.handle)
+        return tape.gradient(y, anchor)
+
+    called = tf.function(lambda handle: made(handle), autograph=False)
+
+    def in_graph(call: Any) -> Any:
+        return tf.function(lambda: slope(call), autograph=False)()
+
+    for run in (slope, in_graph):
+        assert run(made).numpy().tolist() == run(called).numpy().tolist() == [[2.0] * 3] * 2
+
+
+def test_watched() -> None:
+    variable = tf.Variable(1.0)
+    with tf.GradientTape() as tape:
+        custom_gradients.watched(variable)
+        assert [v is variable for v in tape.watched_variables()] == [True]

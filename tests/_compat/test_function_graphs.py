@@ -135,3 +135,42 @@ def test_has_tables() -> None:
     inside = keras.layers.TextVectorization(vocabulary=["a", "b"])
     assert function_graphs.has_tables([keras.layers.Dense(2), *inside._flatten_layers()])
     assert not function_graphs.has_tables([keras.layers.Dense(2), keras.layers.Embedding(3, 2)])
+
+
+def test_in_control_flow() -> None:
+    found: list[tuple[bool, bool]] = []
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor) -> tf.Tensor:
+        here = tf.compat.v1.get_default_graph()
+
+        def note(x: tf.Tensor) -> tf.Tensor:
+            inside = tf.compat.v1.get_default_graph()
+            both = function_graphs.in_control_flow(here), function_graphs.in_control_flow(inside)
+            found.append(both)
+            return x + 1.0
+
+        tf.function(note, autograph=False)(x)
+        tf.cond(x > 0, lambda: note(x), lambda: x)
+        tf.while_loop(lambda x: x < 3.0, lambda x: (note(x),), (x,))
+        return note(x)
+
+    step(tf.constant(1.0))
+    assert found == [(False, False), (True, False), (True, False), (False, False)]
+    assert not function_graphs.in_control_flow()
+
+
+def test_variables_apart() -> None:
+    """A function that makes variables is traced twice, but for those that are made beside it."""
+    traces: list[bool] = []
+    kept: list[tf.Variable] = []
+
+    def step(apart: bool) -> tf.Tensor:
+        traces.append(apart)
+        if len(kept) == apart:
+            with function_graphs.variables_apart() if apart else tf.init_scope():
+                kept.append(tf.Variable(2.0))
+        return kept[apart] + 1.0
+
+    assert [float(tf.function(step, autograph=False)(apart)) for apart in (False, True)] == [3, 3]
+    assert traces == [False, False, True]

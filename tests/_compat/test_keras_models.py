@@ -123,3 +123,19 @@ def test_model_outputs():
     assert keras_models.model_outputs(model, [1, 2]) == dict(zip(model.output_names, [1, 2]))
     x = keras.Input((1,))
     assert keras_models.model_outputs(keras.Model(x, [x * 2]), [3]) == 3
+
+
+def test_has_call():
+    class Holder(keras.Model):
+        pass
+
+    class Called(keras.Model):
+        def call(self, x):
+            return x
+
+    assert [keras_models.has_call(one) for one in (Holder(), Called(), mlp())] == [
+        False,
+        True,
+        True,
+    ]
+    assert keras_models.has_call(keras.Sequential([keras.layers.Dense(2)]))

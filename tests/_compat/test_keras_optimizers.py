@@ -401,3 +401,24 @@ def test_scalars():
     optimizer.build(mlp().trainable_variables)
     assert {"_iterations", "_u_product"} <= set(keras_optimizers.scalars(optimizer))
     assert "_learning_rate" not in keras_optimizers.scalars(optimizer)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_applied_by(scaled):
+    variable = keras.Variable([1.0])
+    optimizer = keras.optimizers.SGD(1.0)
+    if scaled:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
+    seen = []
+
+    def apply(of, own, grads, variables):
+        seen.append((of, variables))
+        own([2.0 * g for g in grads], variables)
+
+    with keras_optimizers.applied_by(apply):
+        optimizer.apply_gradients([(keras.ops.ones((1,)), variable)])
+    assert seen[0][0] is optimizer and seen[0][1][0] is variable
+    # The inner optimizer's own `apply` asks too.
+    assert variable.numpy().tolist() == [-3.0 if scaled else -1.0]
+    optimizer.apply([keras.ops.ones((1,))], [variable])
+    assert len(seen) == 1 + scaled

@@ -304,3 +304,28 @@ def test_class_weighted():
     dataset = tf.data.Dataset.from_tensor_slices((labels, labels)).batch(3)
     batches = list(keras_trainer.class_weighted(dataset, {0: 0.5, 2: 3.0}))
     assert [weights.numpy().tolist() for *_, weights in batches] == [[0.5, 3.0, 1.0], [0.5]]
+
+
+def test_call_context():
+    found = []
+
+    class Inner(keras.layers.Layer):
+        def call(self, x):
+            found.append(keras_trainer.call_context())
+            return x
+
+    class Outer(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def call(self, x, training=None):
+            return self.inner(x)
+
+    outer, inner = Outer(), Inner()
+    for layer in (outer, outer.inner, inner):
+        layer.build((1, 1))
+    outer(np.ones((1, 1)), training=True)
+    inner(np.ones((1, 1)))
+    assert [dict(one).get("training") for one in found] == [True, None]
+    assert keras_trainer.call_context() == ()

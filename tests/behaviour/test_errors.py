@@ -166,40 +166,6 @@ def test_weights_that_level_3_has_cut_are_not_taken_by_another_model():
 # -- what is refused on first use ----------------------------------------------------------------
 
 
-class OwnTrain(keras.Model):
-    def train_step(self, data):
-        return {}
-
-
-class OwnTest(keras.Model):
-    def test_step(self, data):
-        return {}
-
-
-class OwnPredict(keras.Model):
-    def predict_step(self, data):
-        return data
-
-
-STEPS = {
-    "train_step": (OwnTrain, lambda m: m.fit(*data(8), verbose=0)),
-    "test_step": (OwnTest, lambda m: m.evaluate(*data(8), verbose=0)),
-    "predict_step": (OwnPredict, lambda m: m.predict(data(8)[0], verbose=0)),
-}
-
-
-@pytest.mark.parametrize("axes", MESHES, ids=["data", "inner"])
-@pytest.mark.parametrize("name", STEPS)
-def test_overridden_steps_are_refused_by_name(axes, name):
-    kind, call = STEPS[name]
-    base = mlp()
-    model = kdist.parallelize(kind(base.inputs, base.outputs[0]), config(axes))
-    model.compile("sgd", "mse")
-    words = rf"(?s)`{name}`.*compute_loss.*kdist\.gradients.*kdist\.apply_gradients.*kdist\.reduce"
-    with pytest.raises(ValueError, match=words + rf".*Received: model of type {kind.__name__}"):
-        call(model)
-
-
 @pytest.mark.parametrize("axes", MESHES, ids=["data", "inner"])
 def test_fit_before_compile_is_keras_own_error(axes):
     models = pair(axes)

@@ -1,0 +1,230 @@
+"""Own steps over a mesh: what runs where, what is told, and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import kdist
+from kdist.graphs import executed
+from kdist.sharding.device import Device
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+CUTS = {"up/kernel": (None, "model"), "up/bias": ("model",), "down/kernel": ("model", None)}
+MESHES = [{"data": 4}, {"data": 2, "model": 2}]
+IDS = ["data", "inner"]
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+class Own(keras.Model):
+    """A model whose step does what a function says."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(x, y)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"far": loss, "rows": ops.shape(x)[0]}
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        return ops.mean((self(x, training=True) - y) ** 2)
+
+
+def layer_of_two(kind: type = Own, middle: Any = None) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    first = keras.Input((6,))
+    hidden = layers.Dense(8, "tanh", name="up")(first)
+    hidden = hidden if middle is None else middle(hidden)
+    return kind(first, layers.Dense(3, name="down")(hidden))
+
+
+def batch(rows: int = 16) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(rows, 6)), rng.normal(size=(rows, 3))
+
+
+def pair(axes: dict[str, int], kind: type = Own, **options: Any) -> list[keras.Model]:
+    """The model plain, and over a mesh."""
+    models = [layer_of_two(kind) for _ in range(2)]
+    cuts = CUTS if "model" in axes else {}
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts)
+    kdist.parallelize(models[1], config)
+    for model in models:
+        model.compile(keras.optimizers.Adam(0.01), **options)
+    return models
+
+
+def same(models: list[keras.Model]) -> None:
+    for one, other in zip(*(model.get_weights() for model in models), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=IDS)
+def test_every_device_computes_and_nothing_runs_twice(axes: dict[str, int]) -> None:
+    """A layer's forward product, and those of its backward pass, are there once per device."""
+    _, model = pair(axes)
+    step = executed.largest(executed.watch(lambda: model.train_on_batch(*batch())))
+    found = {Device.parse(name).index: n for name, n in step.count(executed.PRODUCTS).items()}
+    # up: forward, kernel; nobody asks for its inputs'. down: forward, kernel, inputs.
+    assert found == dict.fromkeys(range(4), 5)
+
+
+@pytest.mark.parametrize("options", [{"steps_per_execution": 3}, {"run_eagerly": True}])
+@pytest.mark.parametrize("axes", MESHES, ids=IDS)
+def test_ways_to_run_steps(axes: dict[str, int], options: dict[str, Any]) -> None:
+    models = pair(axes, **options)
+    for model in models:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.fit(*batch(26), batch_size=4, epochs=2, verbose=0, shuffle=False)
+    same(models)
+
+
+class Slopes(Own):
+    """Gradients with respect to inputs: of a tape, of `tf.gradients`, and inside a function."""
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        @tf.function(autograph=False)
+        def far(x: Any) -> Any:
+            return ops.mean((self(x, training=True) - y) ** 2)
+
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            watched = far(x)
+        moved = x + 0.1 * tf.stop_gradient(tape.gradient(watched, x))
+        (slope,) = tf.gradients(super().loss_of(moved, y), moved)
+        return super().loss_of(moved - 0.1 * tf.stop_gradient(slope), y)
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=IDS)
+def test_gradients_of_inputs(axes: dict[str, int]) -> None:
+    models = pair(axes, Slopes)
+    for model in models:
+        model.fit(*batch(), batch_size=8, epochs=2, verbose=0, shuffle=False)
+    same(models)
+
+
+class Looping(Own):
+    def loss_of(self, x: Any, y: Any) -> Any:
+        zero = tf.zeros((), x.dtype)
+        every = tf.while_loop(
+            lambda i, _: i < 2, lambda i, far: (i + 1, far + super(Looping, self).loss_of(x, y)),
+            (0, zero),
+        )  # fmt: skip
+        return every[1]
+
+
+def test_a_call_in_a_loop_of_tensorflows_runs_on_one_device_and_says_so() -> None:
+    models = pair({"data": 4}, Looping)
+    models[0].fit(*batch(), verbose=0)
+    with pytest.warns(UserWarning, match=r"tf\.while_loop.*computes on one device"):
+        models[1].fit(*batch(), verbose=0)
+    same(models)
+
+
+def test_rows_that_meet_in_a_layer_are_told() -> None:
+    class Centred(layers.Layer):
+        def call(self, x: Any) -> Any:
+            return x - ops.mean(x, axis=0)
+
+    model = layer_of_two(middle=Centred())
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    model.compile("sgd")
+    with pytest.warns(UserWarning, match=r"each replica's rows.*centred.*batch_semantics"):
+        model.fit(*batch(), verbose=0)
+
+
+REFUSED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "pipeline": (
+        {"pipe": 2, "data": 2},
+        {"pipeline": kdist.PipelineConfig(micro_batches=2)},
+    ),
+    "compression": ({"data": 2}, {"compression": kdist.CompressionConfig(rest="bf16")}),
+    "recompute": ({"data": 2}, {"recompute": kdist.RecomputeConfig(layers=["up"])}),
+    "verify": ({"data": 2}, {"verify": "first_step"}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_own_steps_cannot_honour_are_refused(name: str) -> None:
+    axes, options = REFUSED[name]
+    model = layer_of_two()
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(**axes), **options))
+    model.compile("sgd")
+    words = f"(?s)its own `train_step` goes without {name}.*Leave it out.*Received: Own"
+    with pytest.raises(ValueError, match=words):
+        model.fit(*batch(), verbose=0)
+
+
+def test_tables_on_the_host_are_refused() -> None:
+    ids = keras.Input((4,), dtype="int32")
+    table = layers.Embedding(9, 3, name="table")
+    model = Own(ids, layers.GlobalAveragePooling1D()(table(ids)))
+    kdist.place(table, "host")
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    model.compile("sgd")
+    with pytest.raises(ValueError, match=r"layout map.*Received: Own.*\['table'\]"):
+        model.fit(np.zeros((8, 4), "int32"), batch(8)[1], verbose=0)
+
+
+def test_verify_is_refused() -> None:
+    _, model = pair({"data": 2})
+    with pytest.raises(ValueError, match="train a plain copy beside it"):
+        kdist.verify(model, *batch())
+
+
+def test_the_plan_says_whose_step_it_lists() -> None:
+    _, model = pair({"data": 2})
+    model.fit(*batch(), verbose=0)
+    assert any("own train_step" in note for note in model.plan(batch_size=16).notes)
+    assert "the model has its own train_step" in str(kdist.inspect(model))
+
+
+class TwoParts(Own):
+    """Applies one optimizer to other weights from step to step."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        for weights in self.groups():
+            with tf.GradientTape() as tape:
+                loss = self.loss_of(x, y)
+            self.other.apply(tape.gradient(loss, weights), weights)
+        return {"far": loss}
+
+
+def test_an_optimizer_keeps_to_its_weights() -> None:
+    model = layer_of_two(TwoParts)
+    model.other = keras.optimizers.SGD(0.1)
+    model.groups = lambda: [layer.trainable_weights for layer in model.layers[1:]]
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    model.compile()
+    with pytest.raises(ValueError, match=r"applied to first.*SGD.*\['down/kernel'"):
+        model.fit(*batch(), verbose=0)
+
+
+def test_weights_and_other_variables_are_not_updated_together() -> None:
+    other = keras.Variable(np.ones(3))
+    model = layer_of_two(TwoParts)
+    model.other = keras.optimizers.SGD(0.1)
+    model.groups = lambda: [[*model.trainable_weights, other]]
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    model.compile()
+    with pytest.raises(ValueError, match="or other variables: give others an optimizer"):
+        model.fit(*batch(), verbose=0)
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=IDS)
+def test_a_model_compiled_again_goes_on(axes: dict[str, int]) -> None:
+    models = pair(axes)
+    for model in models:
+        model.fit(*batch(), batch_size=4, verbose=0, shuffle=False)
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
+        model.fit(*batch(), batch_size=4, verbose=0, shuffle=False)
+    same(models)
