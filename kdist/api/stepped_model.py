@@ -211,8 +211,8 @@ class SteppedModel(PlannedModel):
         if not self.compiled_whole or super().chunking is None or self.staged is not None:
             return []
         return [
-            "jit_compile=True: XLA compiles each replica's program whole at levels 0 and 1, so "
-            "buckets leave when the backward pass has ended. Level 2 compiles it in chunks."
+            "XLA compiles each replica's program whole at levels 0 and 1, so buckets leave when "
+            "the backward pass has ended. Level 2 has chunks; jit_compile=False leaves XLA out."
         ]
 
     def over_inner_axes(self, kind: str) -> bool:
@@ -327,6 +327,7 @@ class SteppedModel(PlannedModel):
                 self.trainable(),
                 self.compute,
                 jit_compile=xla,
+                lacking=self.warn_once if self.xla_of_keras else None,
                 eager=self.model.run_eagerly,
             )
         return self._step(False, runner)

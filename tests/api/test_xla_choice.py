@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ..parity import assert_every_copy, data, mlp
+from ..parity import assert_close, assert_every_copy, assert_same_weights, data, mlp
 
 LEVEL_2 = {"optimizer": kdist.OptimizerConfig(level=2, threshold_kb=0)}
 
@@ -145,3 +145,54 @@ def test_plain_models_train_layers_that_several_devices_have_without_it(gpu: Non
     assert_every_copy(whole.get_layer("up").kernel, whole.get_layer("up").kernel.numpy())
     model.compile("sgd", "mse")
     assert attached(model).jit_compile is True
+
+
+class Doubled(keras.layers.Layer):
+    """By NumPy, which XLA cannot compile."""
+
+    def call(self, x: Any) -> Any:
+        double = tf.numpy_function(lambda v: 2 * v, [tf.stop_gradient(x)], x.dtype)
+        return x + tf.ensure_shape(double, x.shape)
+
+
+def loop(model: keras.Model, x: np.ndarray, y: np.ndarray) -> None:
+    @tf.function
+    def step(x: Any, y: Any) -> Any:
+        loss, gradients = kdist.gradients(model, x, y)
+        kdist.apply_gradients(model, gradients)
+        return loss
+
+    for first in range(0, len(x), 4):
+        step(x[first : first + 4], y[first : first + 4])
+
+
+def fit(model: keras.Model, x: np.ndarray, y: np.ndarray) -> None:
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+
+
+@pytest.mark.parametrize("train", [fit, loop])
+def test_operations_that_xla_lacks_run_without_it_and_a_line_says_so(
+    train: Any, gpu: None, float64: None
+) -> None:
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        layers = [keras.Input((6,)), Doubled(), keras.layers.Dense(3, name="head")]
+        return keras.Sequential(layers, name="doubled")
+
+    plain, model, (x, y) = build(), parallel(build()), data(10)
+    plain.compile("adam", "mse", jit_compile=False)
+    model.compile("adam", "mse")
+    fit(plain, x, y)
+    with pytest.warns(UserWarning, match=r"XLA cannot compile PyFunc \(") as told:
+        train(model, x, y)
+        outputs = model.predict(x, verbose=0)
+    assert len([one for one in told if "XLA cannot" in str(one.message)]) == 1
+    assert_same_weights(plain, model)
+    assert_close(plain.predict(x, verbose=0), outputs)
+
+
+def test_what_was_asked_for_is_not_left_out(gpu: None) -> None:
+    model = parallel(keras.Sequential([keras.Input((6,)), Doubled(), keras.layers.Dense(3)]))
+    model.compile("adam", "mse", jit_compile=True)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="PyFunc"):
+        fit(model, *data(4))
