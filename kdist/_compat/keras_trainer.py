@@ -37,8 +37,6 @@ __all__ = [
 KEY = "_kdist_key"
 """The identity under which optimizers know a view (see `kdist.storage.variables`); it stays when
 the variable's bytes move."""
-LEFT_OPEN = ""
-"""What a model's `jit_compile` is in `auto_left_open`, where nobody asked for something else."""
 
 
 def unseeded_generator() -> keras.Variable | None:
@@ -307,21 +305,6 @@ def at_once() -> Iterator[None]:
 def set_tf_variable(variable: keras.Variable, value: tf.Variable | None) -> None:
     """Replaces (or drops) the `tf.Variable` behind a Keras variable."""
     variable._value = value
-
-
-def compiles_by_itself(model: keras.Model) -> bool:
-    """What Keras makes of `jit_compile="auto"`: not without a GPU, nor of layers that cannot."""
-    return bool(model._resolve_auto_jit_compile())
-
-
-@contextlib.contextmanager
-def auto_left_open(model: keras.Model) -> Iterator[None]:
-    """Has Keras make `LEFT_OPEN` of `jit_compile="auto"`, which is false, and nothing else is."""
-    object.__setattr__(model, "_resolve_auto_jit_compile", lambda: LEFT_OPEN)
-    try:
-        yield
-    finally:
-        object.__delattr__(model, "_resolve_auto_jit_compile")
 
 
 def autocast(variable: keras.Variable, value: Any) -> Any:

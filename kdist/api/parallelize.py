@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist._compat import keras_trainer
+from kdist._compat import keras_trainer, keras_xla
 from kdist.api import mirrored_scope
 from kdist.api.changed_weights import follow_frozen, follow_weights, take_up_weights
 from kdist.api.inside_layers import inside_layers, over_inner_axes
@@ -152,7 +152,7 @@ class Parallel(PreparedModel):
             object.__setattr__(model, name, getattr(self, name))
         if model.compiled:
             # Keras keeps no more than what it made of "auto".
-            auto = model.jit_compile and keras_trainer.compiles_by_itself(model)
+            auto = model.jit_compile and keras_xla.compiles_by_itself(model)
             self.forget_functions(self.resolved_xla("auto" if auto else bool(model.jit_compile)))
             self.spread_parameters()
 
@@ -167,10 +167,10 @@ class Parallel(PreparedModel):
         several = with_table_optimizers(self.model, optimizer)
         if several is not optimizer and arguments.takes("optimizer"):
             arguments.named["optimizer"] = several
-        with keras_trainer.auto_left_open(self.model):
+        with keras_xla.auto_left_open(self.model):
             arguments.call()
             wanted = self.model.jit_compile
-        if wanted == keras_trainer.LEFT_OPEN:
+        if wanted == keras_xla.LEFT_OPEN:
             wanted = self.model._compile_config.config["jit_compile"] = "auto"
         follow_weights(self, "compile")
         self.forget_functions(self.resolved_xla(wanted))

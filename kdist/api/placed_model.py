@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from kdist._compat import keras_models
+from kdist._compat import keras_models, keras_xla
 from kdist.api import mirrored_scope
 from kdist.api.sharded_optimizer import config_for, parallel_optimizer
 from kdist.config.compression import Classes, Compressor
@@ -95,6 +95,7 @@ class PlacedModel:
         blocks_of(self.model, self.config.recompute)
         self._cut_into_stages()
         self.entries = place_weights(self._placements(), self.topology)
+        self._tell_plain_models()
 
     def gained_and_lost(self) -> tuple[list[str], list[str]]:
         """Paths of weights that the model has, and has no more, since they were placed.
@@ -131,6 +132,19 @@ class PlacedModel:
         for variable, placement in placed:
             if id(variable) in before:
                 self.entries[id(variable)] = replace(before[id(variable)], placement)
+        self._tell_plain_models()
+
+    def _tell_plain_models(self) -> None:
+        """Has what Keras itself computes with the model's layers follow their weights.
+
+        Models inside this one may have traced functions that read weights where they were.
+        """
+        inside = keras_models.flat_layers(self.model)
+        for layer in inside:
+            keras_xla.leave_out_xla(layer)
+        for layer in inside[1:]:
+            if isinstance(layer, keras.Model):
+                keras_xla.forget_functions(layer)
 
     def _resolved(self) -> ModelLayouts:
         inside = self.whole_batch is not None
@@ -320,6 +334,7 @@ class PlacedModel:
         wanted = self.spread().placements
         for variable, placement in zip(self.trained, wanted):
             self.entries[id(variable)] = replace(self.entries[id(variable)], placement)
+        self._tell_plain_models()
 
     @property
     def whole_loss(self) -> str:

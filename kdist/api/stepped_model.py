@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from kdist._compat import keras_remat, keras_trainer
+from kdist._compat import keras_remat, keras_trainer, keras_xla
 from kdist.api.planned_model import PlannedModel
 from kdist.config.parallel import ParallelConfig
 from kdist.display.tables import readable
@@ -196,7 +196,7 @@ class SteppedModel(PlannedModel):
         """
         cut = self.compute.inner_size > 1 or self.topology.num_stages > 1
         whole = not (cut or self.optimizer_config.level >= 2 or self.blocks)
-        auto = wanted == "auto" and keras_trainer.compiles_by_itself(self.model)
+        auto = wanted == "auto" and keras_xla.compiles_by_itself(self.model)
         self.xla_of_keras = auto and whole
         return True if self.xla_of_keras else wanted
 
@@ -211,8 +211,8 @@ class SteppedModel(PlannedModel):
         if not self.compiled_whole or super().chunking is None or self.staged is not None:
             return []
         return [
-            "jit_compile=True: XLA compiles each replica's program whole at levels 0 and 1, so "
-            "buckets leave when the backward pass has ended. Level 2 compiles it in chunks."
+            "XLA compiles each replica's program whole at levels 0 and 1, so buckets leave when "
+            "the backward pass has ended. Level 2 has chunks; jit_compile=False leaves XLA out."
         ]
 
     def over_inner_axes(self, kind: str) -> bool:
@@ -258,7 +258,7 @@ class SteppedModel(PlannedModel):
     def no_batch(self) -> None:
         """Does what Keras's step has done by the time it learns that the data has run out."""
         auto = self.jit_compile == "auto"  # what XLA compiled has done nothing by then
-        xla = keras_trainer.compiles_by_itself(self.model) if auto else self.jit_compile
+        xla = keras_xla.compiles_by_itself(self.model) if auto else self.jit_compile
         if self.update is not None and self.program is not None and not xla:
             connected = self.program.trained.connected
             tf.function(self.update.without_batch, autograph=False)(connected)
@@ -327,6 +327,7 @@ class SteppedModel(PlannedModel):
                 self.trainable(),
                 self.compute,
                 jit_compile=xla,
+                lacking=self.warn_once if self.xla_of_keras else None,
                 eager=self.model.run_eagerly,
             )
         return self._step(False, runner)

@@ -22,6 +22,7 @@ from kdist.program.loss import has_rows, shares_from_counts
 from kdist.program.program import Program
 from kdist.program.state import carried_for
 from kdist.program.step_result import SliceResult
+from kdist.runtime.or_without_xla import OrWithoutXla
 from kdist.sharding.mesh import Topology
 from kdist.storage.variables import Stored
 
@@ -58,6 +59,7 @@ class PlainRunner:
         entries: `Stored` of each trainable variable.
         topology: The mesh.
         jit_compile: Compile each program with XLA.
+        lacking: Of XLA that nobody asked for: told what it lacks, if a program goes without it.
         eager: Run op by op, for debugging.
     """
 
@@ -68,9 +70,11 @@ class PlainRunner:
         topology: Topology,
         *,
         jit_compile: bool = False,
+        lacking: Callable[[str], None] | None = None,
         eager: bool = False,
     ) -> None:
         self.program = program
+        self.lacking = lacking
         self.entries = list(entries)
         self.topology = topology
         self.eager = eager
@@ -100,7 +104,10 @@ class PlainRunner:
         if self.eager:
             return fn
         if jit_compile:
-            return tf.function(fn, autograph=False, reduce_retracing=True, jit_compile=True)
+            xla = tf.function(fn, autograph=False, reduce_retracing=True, jit_compile=True)
+            if self.lacking is None:
+                return xla
+            return OrWithoutXla(xla, lambda: self._function(fn, False, seeds), self.lacking)
         tables = function_graphs.has_tables(keras_models.flat_layers(self.program.model))
         return function_graphs.one_device_function(fn, elsewhere=tables, reduce_retracing=True)
 

@@ -147,6 +147,8 @@ class Stored:
         whole = tf.convert_to_tensor(original)
         for at in self._coordinates:
             self._locals[at] = self._make_local(original, whole, at, self.device(at))
+        if all(keras_trainer.tf_variable(one) is not original for one in self._locals.values()):
+            retire(original)
 
     def _make_local(
         self, original: tf.Variable, whole: tf.Tensor, at: Coordinate, device: str
@@ -360,9 +362,25 @@ def replace(entry: Stored, placement: Placement) -> Stored:
     """Moves a variable to another placement on the same mesh; returns what is behind it now."""
     if entry.placement == placement:
         return entry
-    if entry.unborn is None:
+    before = [] if entry.unborn is not None else list(entry.locals.values())
+    if before:
         release(entry.variable)
-    return distribute(entry.variable, placement, entry.topology, type(entry))
+    found = distribute(entry.variable, placement, entry.topology, type(entry))
+    for local in before:
+        retire(keras_trainer.tf_variable(local))
+    return found
+
+
+def retire(variable: Any) -> None:
+    """Empties a `tf.Variable` whose value is elsewhere from now on.
+
+    Functions of an earlier trace that read it would go on with its last value. So they fail, and it
+    takes no memory.
+    """
+    if type(variable).__name__ == "ResourceVariable":  # not what a strategy of TensorFlow made
+        with tf.init_scope(), tf.device(variable.device):
+            nothing = tf.zeros((0,), variable.dtype)
+            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=nothing)
 
 
 @contextlib.contextmanager

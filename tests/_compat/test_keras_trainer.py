@@ -6,14 +6,12 @@ When Keras moves one, the test that fails is named after the function of
 
 from __future__ import annotations
 
-import types
 from pathlib import Path
 
 from kdist._compat import keras_trainer, mirrored_internals
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from ..parity import mlp
@@ -263,40 +261,6 @@ def test_is_stateless() -> None:
     with keras.StatelessScope():
         assert keras_trainer.is_stateless()
     assert not keras_trainer.is_stateless()
-
-
-class Unable(keras.layers.Layer):
-    """XLA cannot compile it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.supports_jit = False
-
-
-@pytest.mark.parametrize(("kinds", "able"), [("CPU", True), ("CPU GPU", True), ("CPU GPU", False)])
-def test_compiles_by_itself(kinds: str, able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = [keras.Input((2,)), keras.layers.Dense(1), *([] if able else [Unable()])]
-    model = keras.Sequential(layers)
-    found = [types.SimpleNamespace(device_type=one) for one in kinds.split()]
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda *args: found)
-    assert keras_trainer.compiles_by_itself(model) == ("GPU" in kinds and able)
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, keras_trainer.LEFT_OPEN),
-        ({"jit_compile": False}, False),
-        ({"jit_compile": True}, True),
-        ({"run_eagerly": True}, False),
-    ],
-)
-def test_auto_left_open(given: dict[str, bool], expected: bool | str) -> None:
-    model = mlp()
-    with keras_trainer.auto_left_open(model):
-        model.compile("sgd", "mse", **given)
-    assert model.jit_compile == model.get_compile_config()["jit_compile"] == expected
-    assert "_resolve_auto_jit_compile" not in vars(model)
 
 
 def test_class_weighted():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import kdist
-from kdist._compat import keras_trainer
+from kdist._compat import keras_xla
 from kdist._compat.run_metadata import function_graphs
 from kdist.api.parallelize import attached
 
@@ -108,7 +108,7 @@ def test_auto_is_what_keras_makes_of_it_where_programs_are_whole(
     options = {"optimizer": kdist.OptimizerConfig(level=level, threshold_kb=0)} if level else {}
     plain, fit_plain = trained(axes, "auto", **options)
     assert attached(plain).jit_compile == "auto"
-    monkeypatch.setattr(keras_trainer, "compiles_by_itself", lambda model: True)
+    monkeypatch.setattr(keras_xla, "compiles_by_itself", lambda model: True)
     one, fit = trained(axes, "auto", **options)
     assert attached(one).jit_compile == expected
     if expected is True:

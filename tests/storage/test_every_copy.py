@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ..parity import assert_close, assert_every_copy, data, pair
+from ..parity import assert_close, assert_every_copy, compile_all, config, data, mlp, pair
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -102,3 +102,30 @@ def test_such_a_loop_over_inner_axes_is_refused():
         loss = tf.reduce_mean(model(x))
         with pytest.raises(AttributeError, match=r"found by kdist\.gradients.*Received: weight '"):
             tape.gradient(loss, model.trainable_variables)
+
+
+@pytest.mark.parametrize("traced", ["before parallelize", "before compile"])
+@pytest.mark.parametrize(("axes", "level"), [({"data": 4}, 3), ({"data": 2, "model": 2}, 0)])
+def test_what_was_traced_before_weights_moved_does_not_go_on_with_old_ones(
+    axes: dict[str, int], level: int, traced: str
+) -> None:
+    """It fails, and compiled again computes with the new ones; a model inside does so by itself."""
+    (plain, whole), (x, y) = (mlp(), mlp()), data(8)
+    features = keras.Model(whole.input, whole.get_layer("up").output)
+    inside = keras.Sequential([keras.Input((6,)), whole])
+    models, before = (features, whole), traced == "before parallelize"
+    if before:
+        expected = [one.predict(x, verbose=0) for one in models]
+    optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0)
+    kdist.parallelize(inside, config(axes, optimizer=optimizer))
+    if not before:
+        expected = [one.predict(x, verbose=0) for one in models]
+    assert_close(expected[1], plain.predict(x, verbose=0))
+    compile_all([inside])
+    inside.fit(x, y, verbose=0)
+    if before or level:
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            features.predict(x, verbose=0)
+    features.compile()
+    for one in models:
+        assert_close(one.predict(x, verbose=0), one(x))
