@@ -24,6 +24,7 @@ from kdist.api.custom_loop import apply_gradients, gradients, reduce  # noqa: E4
 from kdist.api.deal_tables import deal_tables  # noqa: E402
 from kdist.api.inspection import Inspection, inspect  # noqa: E402
 from kdist.api.mirrored_scope import mesh_from_strategy  # noqa: E402
+from kdist.api.own_functions import function  # noqa: E402
 from kdist.api.parallelize import parallelize  # noqa: E402
 from kdist.api.pipeline_model import PipelineModel  # noqa: E402
 from kdist.api.scope import scope  # noqa: E402
@@ -77,6 +78,7 @@ __all__ = [
     "deal_tables",
     "export",
     "get_comm_fusion",
+    "function",
     "gradients",
     "init",
     "inspect",

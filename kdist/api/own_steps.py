@@ -29,12 +29,12 @@ def has_own_step(model: keras.Model, kind: str) -> bool:
     return overrides(model, f"{kind}_step")
 
 
-def refuse_settings(parallel: Parallel, kind: str) -> None:
-    """Refuses what steps of a model's own cannot honour.
+def refuse_settings(parallel: Parallel, whose: str) -> None:
+    """Refuses what steps of a user's own cannot honour.
 
     Args:
         parallel: What kdist attached to the model.
-        kind: "train", "test" or "predict".
+        whose: The step, for the user.
 
     Raises:
         ValueError: It is asked for.
@@ -49,10 +49,15 @@ def refuse_settings(parallel: Parallel, kind: str) -> None:
     for name, (value, why) in settings.items():
         if value:
             raise ValueError(
-                f"A model with its own `{kind}_step` goes without {name}: {why}. Leave it out, or "
+                f"A model in {whose} goes without {name}: {why}. Leave it out, or "
                 "say what the step does by add_loss or compute_loss: docs/custom_loops.md has "
                 f"recipes. Received: {type(model).__name__} with {name} {value!r}"
             )
+
+
+def own_name(kind: str) -> str:
+    """What a step of the model's own is called, for the user."""
+    return f"its own `{kind}_step`"
 
 
 def own_function(parallel: Parallel, kind: str, example: Any) -> Callable:
@@ -64,32 +69,40 @@ def own_function(parallel: Parallel, kind: str, example: Any) -> Callable:
         example: A batch, or the specs of one.
 
     """
-    parallel.prepare_own(kind, example)
-    _refuse_fetched(parallel, kind)
+    parallel.prepare_own(getattr(parallel.model, f"{kind}_step"), example)
+    refuse_fetched(parallel, own_name(kind))
     model, updates = parallel.model, parallel.own_updates
     plain: list[OwnSteps] = []
 
     def on_plain() -> Callable:
         if not plain:
-            plain.append(OwnSteps(parallel, _calls(parallel, over=False), updates.applying))
+            plain.append(OwnSteps(parallel, calls_of(parallel, over=False), updates.applying))
         return getattr(plain[0], kind)
 
     if parallel.compute.inner_size == 1 or model.run_eagerly:
         return step_function(kind, on_plain(), model, _nothing)
-    steps = OwnSteps(parallel, _calls(parallel, over=True), updates.applying)
+    steps = OwnSteps(parallel, calls_of(parallel, over=True), updates.applying)
     function = BatchFunction(steps, kind, on_plain, model, parallel.fall_back, _nothing)
     return function.predict if kind == "predict" else function
 
 
-def _refuse_fetched(parallel: Parallel, kind: str) -> None:
-    """Refuses tables whose rows are fetched for a whole step."""
+def refuse_fetched(parallel: Parallel, whose: str) -> None:
+    """Refuses tables whose rows are fetched for a whole step.
+
+    Args:
+        parallel: What kdist attached to the model.
+        whose: The step, for the user.
+
+    Raises:
+        ValueError: There are some.
+    """
     assert parallel.layouts is not None
     names = [layer.path or layer.name for layer in parallel.layouts.fetched_layers]
     if names:
         raise ValueError(
             "Rows of a table on the host, or split by hand, are fetched for steps of kdist's own. "
             "Leave the table whole on the device, or cut it by the layout map. Received: "
-            f"{type(parallel.model).__name__} with its own `{kind}_step` and such tables of {names}"
+            f"{type(parallel.model).__name__} in {whose} with such tables of {names}"
         )
 
 
@@ -97,7 +110,7 @@ def _nothing() -> None:
     """What such a step has done when the data has run out."""
 
 
-def _calls(parallel: Parallel, over: bool) -> LayerCalls:
+def calls_of(parallel: Parallel, over: bool) -> LayerCalls:
     """Runs the model's layers over the mesh.
 
     Args:

@@ -56,9 +56,8 @@ class OwnUpdates:
             grads: Whole gradients, scaled where the optimizer scales losses.
             variables: What they are for; None for all that it updates.
         """
-        model = self._parallel.model
-        if variables is None and optimizer is model.optimizer:
-            variables = model.trainable_variables
+        if variables is None and self._is_compiled(optimizer):
+            variables = self._parallel.model.trainable_variables
         gradients = list(grads)
         if variables is None or not self._are_mine(optimizer, list(variables)):
             own(gradients, variables)
@@ -74,6 +73,11 @@ class OwnUpdates:
         with writes_after_reads():
             source = WholeGradients(whole, None, entries)
             update.apply(update.begin(source, there, compress=False))
+
+    def _is_compiled(self, optimizer: Any) -> bool:
+        """Whether the model is compiled with an optimizer."""
+        model = self._parallel.model
+        return bool(model.compiled) and optimizer is model.optimizer
 
     def _are_mine(self, optimizer: Any, variables: Sequence[Any]) -> bool:
         """Whether variables are trainable weights of the model, all or none.
@@ -100,7 +104,7 @@ class OwnUpdates:
         """The weights that an optimizer updates, and what does it; made on first use."""
         parallel = self._parallel
         assert parallel.program is not None
-        if optimizer is parallel.model.optimizer:
+        if self._is_compiled(optimizer):
             parallel.updating()
             assert parallel.update is not None
             return parallel.program.state.trainable, parallel.update

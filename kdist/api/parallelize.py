@@ -15,7 +15,7 @@ from kdist.api import mirrored_scope
 from kdist.api.changed_weights import follow_frozen, follow_weights, take_up_weights
 from kdist.api.inside_layers import inside_layers, over_inner_axes
 from kdist.api.own_methods import Arguments
-from kdist.api.own_steps import has_own_step, own_function, refuse_settings
+from kdist.api.own_steps import has_own_step, own_function, own_name, refuse_settings
 from kdist.api.own_updates import OwnUpdates
 from kdist.api.prepared_model import PreparedModel
 from kdist.api.table_optimizers import with_table_optimizers
@@ -238,7 +238,7 @@ class Parallel(PreparedModel):
         """Gives the model a function that builds the real one from the first batch it sees."""
         attribute = f"{kind}_function"
         if has_own_step(self.model, kind):
-            refuse_settings(self, kind)
+            refuse_settings(self, own_name(kind))
         if self.layouts is not None:
             take_up_weights(self, kind)
         if getattr(self.model, attribute) is not None and not force:

@@ -325,10 +325,14 @@ class PlacedModel:
         variables = self.trained
         return frozenset(i for i, v in enumerate(variables) if not freed.get(id(v), otherwise))
 
-    def spread_parameters(self) -> None:
-        """Moves parameters to where the compiled optimizer's level wants them."""
-        config = self.optimizer_config
-        if self.layouts is None or not self.model.compiled or config.level == 0 == self.level:
+    def spread_parameters(self, compiled: bool = False) -> None:
+        """Moves parameters to where the compiled optimizer's level wants them.
+
+        Args:
+            compiled: Whether there is an optimizer, of the model or of the user's step.
+        """
+        config, compiled = self.optimizer_config, compiled or self.model.compiled
+        if self.layouts is None or not compiled or config.level == 0 == self.level:
             return
         self.level = config.level
         wanted = self.spread().placements

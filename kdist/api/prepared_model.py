@@ -16,7 +16,7 @@ from kdist.optimizer.local import sees_some_alone
 from kdist.optimizer.update import DistributedUpdate
 from kdist.runtime.keras_contract import (
     as_spec,
-    build_for_own_steps,
+    build_by_step,
     has_composites,
     is_built,
     layers_built,
@@ -68,25 +68,24 @@ class PreparedModel(FittedModel):
         if kind == "train":
             self._make_update()
 
-    def prepare_own(self, kind: str, example: Any) -> None:
-        """Builds what steps of the model's own share, on first use.
+    def prepare_own(self, step: Callable, *data: Any) -> None:
+        """Builds what steps of the user's own share, on first use.
 
         Args:
-            kind: "train", "test" or "predict".
-            example: See `prepare`.
+            step: The step, which builds layers that are not.
+            *data: What it takes, or the specs of that.
 
         Raises:
-            ValueError: Layers are not built, and the model has no `call` that builds them.
+            ValueError: It does not build them all.
         """
         mirrored_scope.refuse_scope()
         mirrored_scope.detach(self.model)
-        data = keras.tree.map_structure(as_spec, example)
         if not layers_built(self.model):
             with keras_remat.taken_back(self.model), self._bearing():
-                build_for_own_steps(self.model, getattr(self.model, f"{kind}_step"), data)
+                build_by_step(self.model, step, *keras.tree.map_structure(as_spec, data))
         if self.program is None:
             self.place()
-            self.spread_parameters()
+            self.spread_parameters(compiled=True)
             self.program = self.make_program()
 
     def updating(self) -> None:

@@ -136,8 +136,7 @@ class LayerCalls:
             for (rows, masks), _, _ in batch.parts
         ]
         functions = [self._functions_of(layer, call, given, one) for one in parts]
-        mean, inside = self.program.add_loss_mean, not self._in_step
-        return OverMesh(layer, functions, parts, batch, mean, inside)()
+        return OverMesh(self, layer, functions, parts, batch, not self._in_step)()
 
     @property
     def _in_step(self) -> bool:

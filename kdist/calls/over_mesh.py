@@ -34,11 +34,12 @@ class TwiceDifferentiated(Exception):
 
     Args:
         layer: The layer that was called.
+        calls: Who called it; see `kdist.calls.layer_calls`.
     """
 
-    def __init__(self, layer: keras.Layer) -> None:
+    def __init__(self, layer: keras.Layer, calls: Any) -> None:
         super().__init__(f"a gradient of a gradient, through layer {layer.path or layer.name!r}")
-        self.layer = layer
+        self.layer, self.calls = layer, calls
 
 
 class EveryGradient(Exception):
@@ -49,26 +50,26 @@ class OverMesh:
     """One call of a layer.
 
     Args:
+        calls: Who calls it; see `kdist.calls.layer_calls`.
         layer: The layer.
         functions: Per replica; they differ in the number of rows alone.
         given: Per replica, what it takes, but for state.
         batch: How rows are cut.
-        mean: Whether values given to `add_loss` are means over examples.
         inside: Whether in a function that a step calls, of which TensorFlow prepares gradients of
             whatever its backward pass looks at.
     """
 
     def __init__(
         self,
+        calls: Any,
         layer: keras.Layer,
         functions: Sequence[CallFunctions],
         given: Sequence[Given],
         batch: SplitBatch,
-        mean: bool,
         inside: bool,
     ) -> None:
-        self._inside = inside
-        self.layer, self.functions, self.batch, self._mean = layer, list(functions), batch, mean
+        self._calls, self._inside = calls, inside
+        self.layer, self.functions, self.batch = layer, list(functions), batch
         first = self.functions[0]
         self.program, self.backend = first.program, first.backend
         trainable = self.program.state.trainable
@@ -165,7 +166,7 @@ class OverMesh:
         @tf.custom_gradient
         def once(*tensors: Any) -> tuple[list[Any], Callable]:
             def again(*_: Any) -> list[Any]:
-                raise TwiceDifferentiated(self.layer)
+                raise TwiceDifferentiated(self.layer, self._calls)
 
             return self._flat_gradient(results, tensors[: len(cotangents)]), again
 
@@ -237,7 +238,7 @@ class OverMesh:
 
     def _add_losses(self) -> None:
         """Gives `add_loss` values, combined over the replicas, to the layers that added them."""
-        weights = layer_weights(self.batch, self._mean)
+        weights = layer_weights(self.batch, self.program.add_loss_mean)
         adders = self.functions[0].adders
         for layer, *values in zip(adders, *(made.added for made in self._made), strict=True):
             total = tf.add_n([v * tf.cast(w, v.dtype) for v, w in zip(values, weights)])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -49,26 +50,46 @@ class OwnSteps:
         return ByShape(function, parts, devices, self.parallel.warn_once)
 
     def _run(self, method: Callable, data: Any) -> Any:
-        """Traces a step, again where its calls have to be traced in another way.
-
-        Each trace is a function of its own, so that nothing of one that failed has an effect. Op by
-        op a step runs on whole weights, as all do then.
-        """
-
-        def step(data: Any) -> Any:
-            sizes.note([t for t in tf.nest.flatten(data) if t is not None])
-            with self.calls.over_mesh(), self._applying():
-                return method(data)
-
-        if self.model.run_eagerly:
+        if self.model.run_eagerly:  # on whole weights, as all steps then
             with self._applying():
                 return method(data)
-        while True:
-            try:
-                return tf.function(step, autograph=False)(data)
-            except Retrace as reason:
-                self.calls.trace_anew(reason)
-            except EveryGradient:
-                self.calls.every_gradient = True
-            except TwiceDifferentiated as reason:
-                self.calls.set_apart(reason.layer, str(reason))
+        return run_over([self.calls], [self._applying], method, data)
+
+
+def run_over(
+    calls: Sequence[LayerCalls],
+    applying: Sequence[Callable[[], AbstractContextManager]],
+    step: Callable,
+    *data: Any,
+) -> Any:
+    """Runs a step in a graph, traced again where its calls have to be traced in another way.
+
+    Each trace is a function of its own, so that nothing of one that failed has an effect.
+
+    Args:
+        calls: Run layers over their meshes, per model.
+        applying: Meanwhile, optimizers update weights over their mesh, per model.
+        step: The step.
+        *data: What it takes.
+    """
+
+    def within(*data: Any) -> Any:
+        sizes.note([t for t in tf.nest.flatten(data) if t is not None])
+        with contextlib.ExitStack() as stack:
+            for one in calls:
+                stack.enter_context(one.over_mesh())
+            for update in applying:
+                stack.enter_context(update())
+            return step(*data)
+
+    while True:
+        try:
+            return tf.function(within, autograph=False)(*data)
+        except Retrace as reason:
+            for one in calls:
+                one.trace_anew(reason)
+        except EveryGradient:
+            for one in calls:
+                one.every_gradient = True
+        except TwiceDifferentiated as reason:
+            reason.calls.set_apart(reason.layer, str(reason))

@@ -26,20 +26,20 @@ def layers_built(model: keras.Model) -> bool:
     return all(layer.built for layer in keras_models.flat_layers(model) if layer is not model)
 
 
-def build_for_own_steps(model: keras.Model, step: Callable, data: Any) -> None:
-    """Builds the layers of a model whose step is its own, as Keras does: by tracing it.
+def build_by_step(model: keras.Model, step: Callable, *data: Any) -> None:
+    """Builds the layers of a model as Keras does: by tracing a step of the user's own.
 
     Args:
         model: The model.
-        step: Its step.
-        data: Specs of its data.
+        step: The step.
+        *data: Specs of what it takes.
 
     Raises:
         ValueError: The step does not build them all.
     """
     specs = keras.tree.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), data)
     with keras_optimizers.applied_by(lambda *apply: None):
-        tf.function(step, autograph=False).get_concrete_function(specs)
+        tf.function(step, autograph=False).get_concrete_function(*specs)
     layers = [layer for layer in keras_models.flat_layers(model) if layer is not model]
     if left := [one.path or one.name for one in layers if not one.built]:
         raise ValueError(

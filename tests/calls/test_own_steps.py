@@ -158,7 +158,7 @@ def test_settings_that_own_steps_cannot_honour_are_refused(name: str) -> None:
     model = layer_of_two()
     kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(**axes), **options))
     model.compile("sgd")
-    words = f"(?s)its own `train_step` goes without {name}.*Leave it out.*Received: Own"
+    words = f"(?s)in its own `train_step` goes without {name}.*Leave it out.*Received: Own"
     with pytest.raises(ValueError, match=words):
         model.fit(*batch(), verbose=0)
 

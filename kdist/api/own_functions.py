@@ -1,0 +1,123 @@
+"""`function`: a training step of one's own, in a loop of one's own, over the mesh of its models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kdist.api.own_steps import calls_of, refuse_fetched, refuse_settings
+from kdist.api.parallelize import Parallel, attached
+from kdist.calls.layer_calls import LayerCalls
+from kdist.calls.own_steps import run_over
+from kdist.dtensor.call import CannotExpand
+from kdist.runtime.by_shape import ByShape
+from kdist.runtime.mesh_step import as_tensors
+
+import keras
+import tensorflow as tf
+
+WHOSE = "kdist.function"
+
+
+def function(step: Callable | keras.Model, *models: keras.Model) -> Callable:
+    """Makes a step of one's own a graph over the mesh of its models, as `tf.function` does for one.
+
+    Calls of the models' layers run over the mesh: rows of the batch on the replicas, cut weights
+    over the inner axes. To a `tf.GradientTape` each is one operation of whole tensors. Optimizers
+    that the step applies to the models' weights update them on the devices that own them. All else
+    runs as it is written, on one device, on whole tensors. `fit` does the same with a `train_step`
+    of the model's own.
+
+    Args:
+        step: A function of tensors, or structures of them; over inner axes without keywords. Left
+            out, what is returned decorates one.
+        *models: Parallelized models whose layers it calls. They need not be compiled.
+
+    Returns:
+        A function of the same arguments that returns the same.
+
+    Raises:
+        ValueError: No model is given; one is not parallelized, or has settings that have no meaning
+            here (stages, compression, recompute, tables on the host).
+
+    Example:
+        >>> @kdist.function(model)  # or kdist.function(step, generator, discriminator)
+        ... def step(x, y):
+        ...     with tf.GradientTape() as tape:
+        ...         loss = loss_of(y, model(x, training=True))
+        ...     gradients = tape.gradient(loss, model.trainable_variables)
+        ...     optimizer.apply(gradients, model.trainable_variables)
+        ...     return loss
+        >>> for x, y in batches:
+        ...     loss = step(x, y)
+    """
+    if isinstance(step, keras.Model):
+        first = step
+        return lambda own: function(own, first, *models)
+    if not models:
+        raise ValueError(
+            "kdist.function runs the layers of parallelized models over their mesh. Name the "
+            f"models: kdist.function(step, model). Received: {step!r} alone"
+        )
+    return _Function(step, [attached(model) for model in models])
+
+
+class _Function:
+    """See `function`."""
+
+    def __init__(self, step: Callable, parallels: list[Parallel]) -> None:
+        for one in parallels:
+            refuse_settings(one, WHOSE)
+        self._step, self._parallels = step, parallels
+        self._programs: list[Any] = []
+        self._graphs: Callable | None = None
+        self._plain: Callable | None = None
+
+    def __call__(self, *data: Any, **named: Any) -> Any:
+        """Runs the step."""
+        with tf.init_scope():
+            self._prepare(data)
+        if self._graphs is None or named:
+            return self._on_plain(*data, **named)
+        try:
+            return self._graphs(as_tensors(data))
+        except CannotExpand as reason:
+            for one in self._parallels:
+                one.fall_back(
+                    f"DTensor cannot run {reason}. kdist.function runs on gathered weights instead."
+                )
+            self._graphs = None
+            return self._on_plain(*data)
+
+    def _prepare(self, data: Any) -> None:
+        """Places weights on first use, and makes graphs anew where `compile` has moved them."""
+        for one in self._parallels:
+            one.prepare_own(self._step, *data)
+            refuse_fetched(one, WHOSE)
+        programs = [one.program for one in self._parallels]
+        if self._programs and all(a is b for a, b in zip(programs, self._programs)):
+            return
+        self._programs, self._plain = programs, None
+        over = [one for one in self._parallels if one.compute.inner_size > 1]
+        self._graphs = None
+        if over:
+            calls = [calls_of(one, one.compute.inner_size > 1) for one in self._parallels]
+            parts, devices = over[0].compute.data_size, over[0].compute.devices
+            run = self._runs(calls)
+            self._graphs = ByShape(lambda data: run(*data), parts, devices, over[0].warn_once)
+
+    def _runs(self, calls: list[LayerCalls]) -> Callable:
+        """The step, with calls over the mesh."""
+        applying = [one.own_updates.applying for one in self._parallels]
+
+        def run(*data: Any, **named: Any) -> Any:
+            return run_over(calls, applying, lambda *data: self._step(*data, **named), *data)
+
+        return run
+
+    def _on_plain(self, *data: Any, **named: Any) -> Any:
+        """Runs the step on one device per slice."""
+        if self._plain is None:
+            calls = [calls_of(one, over=False) for one in self._parallels]
+            self._plain = tf.function(self._runs(calls), autograph=False, reduce_retracing=True)
+        return self._plain(*data, **named)

@@ -1,0 +1,141 @@
+"""`kdist.function`: loops of one's own, over the mesh."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import kdist
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+ROWS = (8, 8, 6, 3)  # the last two of other sizes
+CUTS = {".*up/kernel": (None, "model"), ".*up/bias": ("model",), ".*down/kernel": ("model", None)}
+MESHES = {
+    "data 4": ({"data": 4}, 0),
+    "data 2 x model 2": ({"data": 2, "model": 2}, 0),
+    "data 2 x model 2, level 3": ({"data": 2, "model": 2}, 3),
+}
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def network(inputs: int, outputs: int, name: str) -> keras.Model:
+    first = keras.Input((inputs,))
+    hidden = layers.Dense(8, "tanh", name="up")(first)
+    return keras.Model(first, layers.Dense(outputs, name="down")(hidden), name=name)
+
+
+def networks(mesh: str = "") -> list[keras.Model]:
+    """A generator and a discriminator; neither is compiled."""
+    keras.utils.set_random_seed(0)
+    made = [network(2, 6, "g"), network(6, 1, "d")]
+    if mesh:
+        axes, level = MESHES[mesh]
+        optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0 if level else 64)
+        cuts = CUTS if "model" in axes else {}
+        for model in made:
+            config = kdist.ParallelConfig(
+                mesh=kdist.mesh(**axes), layout_map=cuts, optimizer=optimizer
+            )
+            kdist.parallelize(model, config)
+    return made
+
+
+def batches() -> list[tuple[np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return [(rng.normal(size=(n, 6)), rng.normal(size=(n, 2))) for n in ROWS]
+
+
+def adversaries(g: keras.Model, d: keras.Model) -> Any:
+    """The usual step of two networks, with optimizers of its own."""
+    of_g, of_d = keras.optimizers.Adam(0.01), keras.optimizers.RMSprop(0.01)
+    judge = keras.losses.BinaryCrossentropy(from_logits=True)
+
+    def step(real: Any, noise: Any) -> dict[str, Any]:
+        with tf.GradientTape() as of_generator, tf.GradientTape() as of_discriminator:
+            fake = g(noise, training=True)
+            seen, made = d(real, training=True), d(fake, training=True)
+            g_loss = judge(ops.ones_like(made), made)
+            d_loss = judge(ops.ones_like(seen), seen) + judge(ops.zeros_like(made), made)
+        of_g.apply(of_generator.gradient(g_loss, g.trainable_variables), g.trainable_variables)
+        gradients = of_discriminator.gradient(d_loss, d.trainable_variables)
+        of_d.apply_gradients(zip(gradients, d.trainable_variables))
+        return {"g": g_loss, "d": d_loss}
+
+    return step
+
+
+def trained(mesh: str = "") -> tuple[list[list[float]], list[np.ndarray]]:
+    models = networks(mesh)
+    step = adversaries(*models)
+    run = kdist.function(step, *models) if mesh else tf.function(step, autograph=False)
+    logs = [run(*batch) for _ in range(2) for batch in batches()]
+    weights = [w for model in models for w in model.get_weights()]
+    return [[float(one["g"]), float(one["d"])] for one in logs], weights
+
+
+@functools.cache
+def one_device() -> tuple[list[list[float]], list[np.ndarray]]:
+    return trained()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_loop_over_two_models_equals_one_device(mesh: str) -> None:
+    (losses, weights), (expected, its_weights) = trained(mesh), one_device()
+    np.testing.assert_allclose(losses, expected, rtol=1e-9)
+    for one, other in zip(weights, its_weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "model": 2}], ids=["data", "inner"])
+def test_as_a_decorator_with_the_compiled_optimizer(axes: dict[str, int]) -> None:
+    found = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(0)
+        model = network(6, 3, "mlp")
+        if parallel:
+            cuts = CUTS if "model" in axes else {}
+            kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts))
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+
+        def step(data: dict[str, Any], model: keras.Model = model) -> Any:
+            with tf.GradientTape() as tape:
+                loss = ops.mean((model(data["x"], training=True) - data["y"]) ** 2)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            model.optimizer.apply(gradients, model.trainable_variables)
+            return loss
+
+        run = kdist.function(model)(step) if parallel else step
+        for real, noise in batches():
+            run({"x": real, "y": np.tile(noise[:, :1], 3)})
+        # What fit and a loop train is the same model.
+        model.fit(batches()[0][0], np.ones((8, 3)), batch_size=4, shuffle=False, verbose=0)
+        found.append([*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-12)
+
+
+def test_it_can_be_called_in_a_graph() -> None:
+    model = networks("data 4")[1]
+    run = kdist.function(lambda x: model(x) * 2.0, model)
+    x = batches()[0][0]
+    both = tf.function(lambda x: run(x) + run(x), autograph=False)(x)
+    np.testing.assert_allclose(both, 4.0 * np.asarray(model(x)), rtol=1e-9)
+
+
+def test_what_it_needs() -> None:
+    plain = network(6, 3, "plain")
+    with pytest.raises(ValueError, match=r"Name the models: kdist\.function\(step, model\)"):
+        kdist.function(lambda x: x)
+    with pytest.raises(ValueError, match="Pass it through kdist.parallelize"):
+        kdist.function(lambda x: x, plain)
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(data=2), compression=kdist.CompressionConfig(rest="bf16")
+    )
+    with pytest.raises(ValueError, match=r"in kdist\.function goes without compression"):
+        kdist.function(lambda x: x, kdist.parallelize(plain, config))
