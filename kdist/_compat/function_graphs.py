@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2, types_pb2
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import concrete_function
@@ -34,22 +36,17 @@ def of_one_device(*, elsewhere: bool = False) -> dict[str, bool]:
 
 
 def runs_elsewhere(tensors: Sequence[Any]) -> bool:
-    """Whether a function that takes or captures these has operations that run elsewhere.
+    """Whether a function that takes or captures these may have operations that run elsewhere.
 
-    A look-up in a table of texts runs where the table is.
+    A look-up in a table of texts runs where the table is, and a variable is read where it lies.
+    What branches, bodies of loops and other functions inside use, the function takes for them.
     """
-    return any(one.dtype == tf.resource and not is_variable(one) for one in tensors)
+    return any(one.dtype == tf.resource for one in tensors)
 
 
-def has_tables(layers: Sequence[Any]) -> bool:
-    """Whether some of the layers keep a table of texts, or another resource that is no variable."""
-    kind = tf.saved_model.experimental.TrackableResource
-    return any(isinstance(value, kind) for layer in layers for value in vars(layer).values())
-
-
-def looks_up(nodes: Sequence[Any]) -> bool:
-    """Whether nodes look up in a table of texts: see `runs_elsewhere`."""
-    return any(node.op.startswith("LookupTable") for node in nodes)
+def takes_resources(definition: Any) -> bool:
+    """The same of a function's definition: see `runs_elsewhere`."""
+    return any(one.type == types_pb2.DT_RESOURCE for one in definition.signature.input_arg)
 
 
 def unoptimized() -> bytes:
@@ -60,11 +57,22 @@ def unoptimized() -> bytes:
     return bytes(config.SerializeToString())
 
 
-def one_device_function(call: Callable, *, elsewhere: bool = False, **options: Any) -> Any:
-    """A `tf.function` with these attributes, of which TensorFlow takes one by no other way."""
-    given = of_one_device(elsewhere=elsewhere)
-    shares = given.pop("shared_rendezvous")
-    function = tf.function(call, autograph=False, experimental_attributes=given, **options)
+def one_device_function(call: Callable, **options: Any) -> Any:
+    """A `tf.function` with these attributes, of which TensorFlow takes one by no other way.
+
+    What it captures is known at the end of its trace, after which TensorFlow reads the attributes.
+    """
+    given = of_one_device()
+    shares = attr_value_pb2.AttrValue(b=given.pop("shared_rendezvous"))
+
+    @functools.wraps(call)
+    def traced(*arguments: Any) -> Any:
+        found = call(*arguments)
+        if runs_elsewhere(tf.compat.v1.get_default_graph().external_captures):
+            shares.b = of_one_device(elsewhere=True)["shared_rendezvous"]
+        return found
+
+    function = tf.function(traced, autograph=False, experimental_attributes=given, **options)
     function._shared_rendezvous = shares
     return function
 

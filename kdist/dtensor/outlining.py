@@ -180,7 +180,7 @@ class _Body:
             self._definition.ret[f"out_{i}"] = self._reference(reference)
         for reference, argument in self.takes.items():
             signature.input_arg.add(name=argument, type=dtype(reference))
-        elsewhere = function_graphs.looks_up(self._definition.node_def)
+        elsewhere = function_graphs.takes_resources(self._definition)
         for name, value in function_graphs.of_one_device(elsewhere=elsewhere).items():
             self._definition.attr[name].b = value
         key = hashlib.sha256(self._definition.SerializeToString(deterministic=True)).digest()

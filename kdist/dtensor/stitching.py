@@ -199,7 +199,7 @@ class Stitcher:
         pure = not set(self.effects) & set(chunk.nodes)
         # Graphs that call it on several devices then are not the larger for it.
         if devices == [""]:
-            elsewhere = function_graphs.looks_up(definition.node_def)
+            elsewhere = function_graphs.takes_resources(definition)
             for name, value in function_graphs.of_one_device(elsewhere=elsewhere).items():
                 definition.attr[name].b = value
         shapes = [self.shape(reference) for reference in chunk.gives]

@@ -360,8 +360,7 @@ def as_node(concrete: Any, *, jit_compile: bool = False) -> Callable:
 
     if jit_compile:
         return tf.function(call, autograph=False, jit_compile=True)
-    elsewhere = function_graphs.runs_elsewhere(concrete.inputs)
-    return function_graphs.one_device_function(call, elsewhere=elsewhere)
+    return function_graphs.one_device_function(call)
 
 
 def check_dtypes(concrete: Any, arguments: Sequence[Any]) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kdist._compat import function_graphs, keras_models
+from kdist._compat import function_graphs
 from kdist.graphs.instantiation import instantiated_cheaply
 from kdist.optimizer.gradients import GradientSource
 from kdist.optimizer.reduction import Reduction
@@ -108,8 +108,7 @@ class PlainRunner:
             if self.lacking is None:
                 return xla
             return OrWithoutXla(xla, lambda: self._function(fn, False, seeds), self.lacking)
-        tables = function_graphs.has_tables(keras_models.flat_layers(self.program.model))
-        return function_graphs.one_device_function(fn, elsewhere=tables, reduce_retracing=True)
+        return function_graphs.one_device_function(fn, reduce_retracing=True)
 
     def _inputs(self, replica: int) -> tuple[list[Any], list[Any]]:
         """Parameters and carried state of a replica, on its device."""

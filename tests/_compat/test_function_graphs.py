@@ -1,5 +1,8 @@
 """The TensorFlow internals behind `kdist._compat.function_graphs` are where kdist expects them."""
 
+from collections.abc import Callable
+from typing import Any
+
 from kdist._compat import function_graphs
 
 import keras
@@ -104,31 +107,34 @@ def test_what_a_resource_is() -> None:
     assert not function_graphs.is_variable(tf.constant(1.0))
 
 
-def test_runs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look-ups run where the table is; what is sent there has one name in all calls."""
-    vocabulary = keras.layers.StringLookup(vocabulary=["a", "b"])
-    weight = tf.Variable(tf.ones(3))
-    looks_up = tf.function(lambda x: vocabulary(x)).get_concrete_function(TEXTS)
-    reads = tf.function(lambda x: x * weight).get_concrete_function(tf.TensorSpec((3,)))
-    assert function_graphs.runs_elsewhere(looks_up.inputs)
-    assert not function_graphs.runs_elsewhere(reads.inputs)
-    assert function_graphs.of_one_device(elsewhere=True)["shared_rendezvous"]
+@pytest.fixture
+def over_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"/job:worker/replica:0/task:{k}/device:CPU:0" for k in range(2)]
     both = [tf.config.LogicalDevice(name, "CPU") for name in names]
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda: both)
-    assert function_graphs.of_one_device()["shared_rendezvous"]
-    assert not function_graphs.of_one_device(elsewhere=True)["shared_rendezvous"]
-    for concrete, shares in ((looks_up, False), (reads, True)):
-        made = function_graphs.of_one_device_too(concrete)
-        assert made.function_def.attr["shared_rendezvous"].b is shares
 
 
-def test_looks_up() -> None:
+def _users() -> dict[str, Callable]:
+    """Functions of texts that look them up or read a variable: outright, or in functions inside."""
     vocabulary = keras.layers.StringLookup(vocabulary=["a", "b"])
-    concrete = tf.function(lambda x: vocabulary(x)).get_concrete_function(TEXTS)
-    assert function_graphs.looks_up(concrete.function_def.node_def)
-    square = tf.function(tf.square).get_concrete_function(tf.TensorSpec((2,)))
-    assert not function_graphs.looks_up(square.function_def.node_def)
+    weight = tf.Variable(tf.ones(2))
+    inside = tf.function(lambda x: vocabulary(x))
+
+    def looped(x: Any) -> Any:
+        begin = (0, tf.zeros([2], tf.int64))
+        return tf.while_loop(lambda i, _: i < 2, lambda i, _: (i + 1, vocabulary(x)), begin)
+
+    def chosen(x: Any) -> Any:
+        return tf.cond(x[0] == "a", lambda: vocabulary(x), lambda: tf.zeros([2], tf.int64))
+
+    return {
+        "looks up": lambda x: vocabulary(x),
+        "reads": lambda x: weight + tf.strings.to_number(x),
+        "branches": chosen,
+        "loops": looped,
+        "maps": lambda x: tf.map_fn(vocabulary, x, fn_output_signature="int64"),
+        "calls": lambda x: inside(x),
+    }
 
 
 def test_has_tables() -> None:
@@ -174,3 +180,35 @@ def test_variables_apart() -> None:
 
     assert [float(tf.function(step, autograph=False)(apart)) for apart in (False, True)] == [3, 3]
     assert traces == [False, False, True]
+
+
+@pytest.mark.parametrize("way", [*_users(), ""])
+def test_runs_elsewhere(way: str) -> None:
+    function = _users().get(way, tf.strings.length)
+    concrete = tf.function(function).get_concrete_function(TEXTS)
+    assert function_graphs.runs_elsewhere(concrete.inputs) is bool(way)
+
+
+@pytest.mark.parametrize("way", [*_users(), ""])
+def test_takes_resources(way: str) -> None:
+    function = _users().get(way, tf.strings.length)
+    concrete = tf.function(function).get_concrete_function(TEXTS)
+    assert function_graphs.takes_resources(concrete.function_def) is bool(way)
+
+
+@pytest.mark.parametrize("way", ["loops", ""])
+def test_within_one_process_all_share_the_rendezvous_of_their_caller(way: str) -> None:
+    made = function_graphs.one_device_function(_users().get(way, tf.strings.length))
+    definition = made.get_concrete_function(TEXTS).function_def
+    assert definition.attr["shared_rendezvous"].b
+
+
+@pytest.mark.usefixtures("over_processes")
+@pytest.mark.parametrize("way", [*_users(), ""])
+def test_over_processes_what_runs_elsewhere_does_not(way: str) -> None:
+    """What is sent there has one name in all calls, which would wait for each other for ever."""
+    function = _users().get(way, tf.strings.length)
+    made = function_graphs.one_device_function(function).get_concrete_function(TEXTS)
+    concrete = tf.function(function).get_concrete_function(TEXTS)
+    for one in (made, function_graphs.of_one_device_too(concrete)):
+        assert one.function_def.attr["shared_rendezvous"].b is not bool(way)

@@ -77,7 +77,49 @@ def _subclassed() -> keras.Model:
     return model
 
 
+@keras.saving.register_keras_serializable("texts")
+class Deep(keras.layers.Layer):
+    """Looks up in a branch and in the turns of a loop, and keeps its table in a list."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        keys = tf.lookup.KeyValueTensorInitializer(WORDS, np.arange(len(WORDS)))
+        self.kept = [tf.lookup.StaticHashTable(keys, len(WORDS))]
+
+    def compute_output_spec(self, texts: Any) -> Any:
+        return keras.KerasTensor((*texts.shape, 2), self.compute_dtype)
+
+    def call(self, texts: Any) -> Any:
+        zeros = tf.zeros(tf.shape(texts), tf.int64)
+        table = self.kept[0]
+        chosen = tf.cond(tf.shape(texts)[0] > 0, lambda: table.lookup(texts), lambda: zeros)
+        _, looped = tf.while_loop(
+            lambda i, _: i < 3,
+            lambda i, sums: (i + 1, sums + table.lookup(texts)),
+            (0, zeros),
+            shape_invariants=(tf.TensorShape([]), texts.shape),
+        )
+        found = tf.cast(tf.stack([chosen, looped], -1), self.compute_dtype)
+        return tf.ensure_shape(found, (*texts.shape, 2))
+
+
+def _deep() -> keras.Model:
+    kind = keras.Input((1,), dtype="string", name="kind")
+    x = keras.layers.Flatten()(Deep(name="deep")(kind))
+    x = keras.layers.Dense(16, "gelu", name="up")(x)
+    x = keras.layers.Dense(8, name="down")(x)
+    return keras.Model(kind, keras.layers.Dense(CLASSES, name="head")(x), name="deep_texts")
+
+
+def _words(seed: int, samples: int) -> Any:
+    rng = np.random.default_rng(seed)
+    x = tf.constant(rng.choice([*WORDS, "new"], (samples, 1)))
+    return x, labels(rng, samples), weights(rng, samples)
+
+
 TEXTS = Case(name="texts", build=_model, data=_data, layout_map=FEED_FORWARD)
+DEEP = Case(name="deep", build=_deep, data=_words, layout_map=FEED_FORWARD)
+INSIDE = [("data2", True), ("data2", False), ("data2_model2", True), ("pipe2_data2", True)]
 SUBCLASSED = Case(name="reviews", build=_subclassed, data=_data, layout_map=FEED_FORWARD)
 
 
@@ -133,6 +175,21 @@ def test_in_the_call_of_a_subclassed_model_with_masks(mesh: str, level: str) -> 
         optimizer=OPTIMIZERS["adam"],
         samples=19,
         config=on("data2", level),
+        source="dataset",
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "overlap"),
+    spread(INSIDE, INSIDE, quick=2),
+)
+def test_in_functions_inside(mesh: str, overlap: bool) -> None:
+    """Over processes each replica, and each micro-batch, waits for its own look-ups."""
+    compare(
+        DEEP,
+        {**MESHES, **OVER}[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        config={**on(mesh, "level0"), "fusion": kdist.FusionConfig(overlap=overlap)},
         source="dataset",
     )
 
