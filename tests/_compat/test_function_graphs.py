@@ -137,12 +137,6 @@ def _users() -> dict[str, Callable]:
     }
 
 
-def test_has_tables() -> None:
-    inside = keras.layers.TextVectorization(vocabulary=["a", "b"])
-    assert function_graphs.has_tables([keras.layers.Dense(2), *inside._flatten_layers()])
-    assert not function_graphs.has_tables([keras.layers.Dense(2), keras.layers.Embedding(3, 2)])
-
-
 def test_in_control_flow() -> None:
     found: list[tuple[bool, bool]] = []
 
