@@ -20,6 +20,7 @@ FEW = (
     "tests/equivalence/test_texts.py::test_they_equal_one_device[pipe2_data2-level0-sample_weight]",
     "tests/equivalence/test_texts.py::test_in_functions_inside[data2-True]",
     "tests/equivalence/test_texts.py::test_in_functions_inside[data2-False]",
+    "tests/equivalence/test_own_steps.py",
 )
 
 
