@@ -14,6 +14,8 @@ from pathlib import Path
 
 from kdist.cluster import guard
 from kdist.cluster.guard import Watch
+from kdist.cluster.guarded import Guarded
+from kdist.cluster.settings import Deadlines
 
 import pytest
 
@@ -175,6 +177,35 @@ def test_the_guard_ends_with_a_program_that_is_killed() -> None:
         made.kill()
         assert read(peers[1], 1) == b"" and read(peers[2], 1) == b""
         assert is_gone(guards)
+
+
+def test_a_guard_that_cannot_be_started_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    Guarded({}, Deadlines(), 5.0, dict).close()
+    said = capfd.readouterr().err
+    assert "the guard of process 0 could not be started" in said and "/nowhere/python" in said
+
+
+def test_a_guard_that_has_ended_is_told_of(capfd: pytest.CaptureFixture) -> None:
+    made = Guarded({}, Deadlines(silence=1), 5.0, lambda: {1: 0.0})
+    os.kill(guard_of(os.getpid()), signal.SIGKILL)
+    end = time.monotonic() + 5
+    said = ""
+    while "has ended" not in said and time.monotonic() < end:
+        time.sleep(0.05)
+        said += capfd.readouterr().err
+    assert "the guard of process 0 has ended; process 0 goes on without" in said
+    made.close()
+
+
+def test_a_guard_that_is_closed_ends_without_a_word(capfd: pytest.CaptureFixture) -> None:
+    made = Guarded({}, Deadlines(silence=1), 5.0, lambda: {1: 0.0})
+    guards = guard_of(os.getpid())
+    time.sleep(0.5)
+    made.close()
+    assert is_gone(guards) and "guard" not in capfd.readouterr().err
 
 
 SOON_SECONDS = 30
