@@ -89,6 +89,10 @@ class Channel:
             raise Refused("what came is no message of kdist")
         return message
 
+    def fileno(self) -> int:
+        """The number of the connection's file."""
+        return self._socket.fileno()
+
     def hang_up(self) -> None:
         """Ends the connection; who waits for a message here hears of it."""
         with contextlib.suppress(OSError):  # it may have ended already

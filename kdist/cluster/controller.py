@@ -13,7 +13,8 @@ from typing import Any
 
 from kdist._compat import cluster_runtime
 from kdist.cluster.channel import Channel, Refused, let_in
-from kdist.cluster.errors import PeerError
+from kdist.cluster.errors import PeerError, lost
+from kdist.cluster.guarded import Guarded
 from kdist.cluster.output import say
 from kdist.cluster.place import Place, joined_address, split_address
 from kdist.cluster.reach import listener
@@ -56,6 +57,8 @@ class Controller:
         self._failed = threading.Event()
         self._raised = threading.Event()
         self._ended = False
+        self._heard: dict[int, float] = {}
+        self._guard: Guarded | None = None
         self._listener = self._listen()
 
     def _listen(self) -> socket.socket:
@@ -111,8 +114,21 @@ class Controller:
         self._check_reachable()
         for peer in self._peers.values():
             peer.send(start=True)
+        self._be_guarded()
         with self.naming_failures():
             cluster_runtime.use(self.addresses)
+
+    def _be_guarded(self) -> None:
+        silent = self.deadlines.silent
+        peers = {k: (one.fileno(), str(self._lost(k, silent))) for k, one in self._peers.items()}
+        self._guard = Guarded(peers, self.deadlines, _GRACE_SECONDS, self._silences)
+
+    def _silences(self) -> dict[int, float] | None:
+        """Seconds since each process was heard of; None once the program knows of a failure."""
+        if self._raised.is_set() or self._ended:
+            return None
+        now = time.monotonic()
+        return {process: now - last for process, last in dict(self._heard).items()}
 
     def _check_reachable(self) -> None:
         for process, address in enumerate(self.addresses[1:], 1):
@@ -190,10 +206,11 @@ class Controller:
         """Sends signs of life to a process, and waits for its own, until the end."""
         beat = threading.Thread(target=self._beat, args=(channel,), daemon=True)
         beat.start()
-        where = self._said[process].get("address", "")
+        self._heard[process] = time.monotonic()
         try:
             while not self._ended:
                 message = channel.receive(self.deadlines.silence)
+                self._heard[process] = time.monotonic()
                 if "failed" in message:
                     raise Refused(str(message["failed"]))
                 if "answer" in message:
@@ -201,21 +218,16 @@ class Controller:
                         self._answers[message["answer"]] = message
                         self._changed.notify_all()
         except TimeoutError:
-            cause = f"gave no sign of life for {self.deadlines.silence:g} s"
+            cause = self.deadlines.silent
         except EOFError:
             cause = "ended"
         except Refused as error:
             cause = f"failed: {error}"
         if not self._ended:
-            self._fail(
-                PeerError(
-                    f"Process {process} of {self.place.count} ({where}) {cause}. What it printed "
-                    "last says more. The program cannot go on without it: start all processes "
-                    "again; training goes on from its last checkpoint, see "
-                    "kdist.callbacks.ShardedCheckpoint.",
-                    [process],
-                )
-            )
+            self._fail(self._lost(process, cause))
+
+    def _lost(self, process: int, cause: str) -> PeerError:
+        return lost(process, self.place.count, str(self._said[process].get("address", "")), cause)
 
     def _beat(self, channel: Channel) -> None:
         try:
@@ -340,6 +352,8 @@ class Controller:
             return
         self._ended = True
         self.tell(end=code, text=text)
+        if self._guard is not None:
+            self._guard.close()
         self._listener.close()
 
     def leave(self) -> None:

@@ -34,3 +34,20 @@ class PeerError(RuntimeError):
     ) -> None:
         self.peers, self.operation, self.axis = tuple(peers), operation, axis
         super().__init__(message)
+
+
+def lost(process: int, count: int, address: str, cause: str) -> PeerError:
+    """The error that a process has failed while the program ran.
+
+    Args:
+        process: Its number.
+        count: Of processes.
+        address: Of its server.
+        cause: What happened to it.
+    """
+    return PeerError(
+        f"Process {process} of {count} ({address}) {cause}. What it printed last says more. The "
+        "program cannot go on without it: start all processes again; training goes on from its "
+        "last checkpoint, see kdist.callbacks.ShardedCheckpoint.",
+        [process],
+    )

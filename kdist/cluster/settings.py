@@ -44,6 +44,11 @@ class Deadlines:
         """Seconds between two signs of life."""
         return min(1.0, self.silence / 5)
 
+    @property
+    def silent(self) -> str:
+        """What has happened to a process that was silent for too long."""
+        return f"gave no sign of life for {self.silence:g} s"
+
 
 def described(threads_per_op: int | None) -> dict[str, Any]:
     """What must be the same in all processes."""

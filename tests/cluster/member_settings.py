@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import kdist
 
 import keras
+import numpy as np
 import tensorflow as tf
 from member import data, joined, model
 from tensorflow.python.framework import config
+
+
+def waits() -> None:
+    """Freezes process 1, and has TensorFlow wait for it with Python's lock."""
+    file = Path(os.environ["TEST_FOLDER"], "process")
+    if os.environ["KDIST_PROCESS_ID"] == "1":
+        file.write_text(str(os.getpid()))
+    joined()
+    what = os.environ["TEST_WHAT"]
+    add = tf.function(lambda value: value + 1)
+    there = "/job:worker/task:1/device:CPU:0"
+    with tf.device(there):
+        tf.constant(np.ones(1000))  # TensorFlow's own start waits without the lock
+    if what == "forgets":
+        add(1.0)
+    other = int(file.read_text())
+    os.kill(other, signal.SIGSTOP)
+    while ") T" not in Path(f"/proc/{other}/stat").read_text():
+        time.sleep(0.01)
+    time.sleep(0.2)  # what it was answering has arrived
+    print("frozen", flush=True)
+    if what == "traces":
+        add.get_concrete_function(tf.TensorSpec([]))
+    if what == "forgets":
+        del add
+        gc.collect()
+    if what == "puts":
+        with tf.device(there):
+            tf.constant(np.ones(1000))
+    print("went on", flush=True)
 
 
 def lends() -> None:

@@ -17,7 +17,7 @@ MEMBER = Path(__file__).with_name("member.py")
 OTHERS = {
     "reads": "member_data.py",
     **dict.fromkeys(("sends", "routes", "on_wires"), "member_sent.py"),
-    **dict.fromkeys(("lends", "follows", "terminated"), "member_settings.py"),
+    **dict.fromkeys(("lends", "follows", "terminated", "waits"), "member_settings.py"),
     **dict.fromkeys(("reads_again", "moves", "survives", "little_memory"), "member_kept.py"),
 }
 """Files of the scenarios that are not in `member.py`."""
