@@ -67,6 +67,12 @@ class OwnUpdates:
         if all(gradient is None for gradient in gradients):
             own(gradients, variables)  # which says so
             return
+        if missing := [v.path for v, g in zip(variables, gradients, strict=True) if g is None]:
+            self._parallel.warn_once(
+                f"Gradients do not exist for variables {missing} in apply of {optimizer.name!r}. "
+                "Does the loss depend on them? Of a cut weight, a tape finds a gradient by the "
+                "variable, and not by its value."
+            )
         trained, update = self._update(optimizer, list(variables))
         whole = [by_variable.get(id(v)) for v in trained]
         entries = self._parallel.entries_of(trained)

@@ -224,6 +224,21 @@ def test_averages_of_weights_that_an_optimizer_is_not_applied_to_are_refused() -
     model.fit(*batch(), verbose=0)
 
 
+def test_gradients_that_are_missing_are_told() -> None:
+    class Watching(Own):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            values = [v.value for v in self.trainable_variables]
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(values)
+                loss = self.loss_of(*data)
+            self.optimizer.apply(tape.gradient(loss, values), self.trainable_variables)
+            return {"far": loss}
+
+    _, model = pair({"data": 2, "model": 2}, Watching)
+    with pytest.warns(UserWarning, match=r"(?s)do not exist for variables \['up/kernel'.*by the v"):
+        model.fit(*batch(), verbose=0)
+
+
 def test_weights_and_other_variables_are_not_updated_together() -> None:
     other = keras.Variable(np.ones(3))
     model = layer_of_two(TwoParts)
