@@ -127,13 +127,14 @@ class Half(keras.Model):
 
 @pytest.mark.parametrize("axes", MESHES, ids=IDS)
 def test_mixed_precision(axes: dict[str, int]) -> None:
-    """Weights are read as they are, though Keras calls a layer with them cast."""
+    """Weights are read as they are, though Keras calls a model with them cast."""
     losses = []
+    keras.config.set_dtype_policy("mixed_float16")  # the fixture sets it back
     for parallel in (False, True):
         keras.utils.set_random_seed(0)
         first = keras.Input((6,), dtype="float32")
-        hidden = layers.Dense(8, "tanh", name="up", dtype="mixed_float16")(first)
-        model = Half(first, layers.Dense(3, name="down", dtype="mixed_float16")(hidden))
+        hidden = layers.Dense(8, "tanh", name="up")(first)
+        model = Half(first, layers.Dense(3, name="down")(hidden))
         if parallel:
             cuts = {"up/kernel": (None, "model")} if "model" in axes else {}
             kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts))
@@ -150,11 +151,19 @@ class Functional(keras.Model):
         return self(x, training=True)
 
     def train_step(self, x: Any) -> dict[str, Any]:
+        inside = self.slopes(x)
         with tf.GradientTape() as tape:
             loss = ops.mean(ops.square(self.forward(x) - 1.0))
         weights = self.trainable_weights
-        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        both = [a + b for a, b in zip(inside, tape.gradient(loss, weights))]
+        self.optimizer.apply(both, weights)
         return {"loss": loss}
+
+    @tf.function(autograph=False)
+    def slopes(self, x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = ops.mean(self(x, training=True) ** 2)
+        return tape.gradient(loss, self.trainable_weights)
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=IDS)
