@@ -69,6 +69,15 @@ def without_content(shape: Sequence[int], dtype: str) -> tf.Variable:
     )
 
 
-def watched(variable: tf.Variable) -> None:
-    """Has tapes that watch what is read watch a variable, as if it were read."""
-    tape.variable_accessed(variable)
+def watched(variable: tf.Variable, lasts: bool = False) -> None:
+    """Has tapes that watch what is read watch a variable, as if it were read.
+
+    Args:
+        variable: The variable.
+        lasts: Whether it lives as long as functions that are being traced. These note it, for the
+            tapes of those who call them.
+    """
+    if lasts:
+        resource_variable_ops.variable_accessed(variable)
+    else:
+        tape.variable_accessed(variable)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kdist._compat import function_graphs, keras_optimizers
 from kdist.graphs.write_order import writes_after_reads
 from kdist.optimizer.update import DistributedUpdate
+from kdist.optimizer.wrappers import unwrap
 from kdist.runtime.step import WholeGradients
 
 import keras
@@ -66,6 +67,12 @@ class OwnUpdates:
         if all(gradient is None for gradient in gradients):
             own(gradients, variables)  # which says so
             return
+        if missing := [v.path for v, g in zip(variables, gradients, strict=True) if g is None]:
+            self._parallel.warn_once(
+                f"Gradients do not exist for variables {missing} in apply of {optimizer.name!r}. "
+                "Does the loss depend on them? Of a cut weight, a tape finds a gradient by the "
+                "variable, and not by its value."
+            )
         trained, update = self._update(optimizer, list(variables))
         whole = [by_variable.get(id(v)) for v in trained]
         entries = self._parallel.entries_of(trained)
@@ -105,9 +112,11 @@ class OwnUpdates:
         parallel = self._parallel
         assert parallel.program is not None
         if self._is_compiled(optimizer):
+            every = parallel.program.state.trainable
+            _refuse_averages(optimizer, every, variables)
             parallel.updating()
             assert parallel.update is not None
-            return parallel.program.state.trainable, parallel.update
+            return every, parallel.update
         if self._program is not parallel.program:
             self._made.clear()
             self._program = parallel.program
@@ -130,4 +139,25 @@ class OwnUpdates:
         entries = parallel.entries_of(variables)
         return DistributedUpdate(
             optimizer, entries, parallel.topology, spread.units, spread.keys, spread.config
+        )
+
+
+def _refuse_averages(
+    optimizer: Any, trained: Sequence[keras.Variable], variables: Sequence[keras.Variable]
+) -> None:
+    """Refuses averages of weights that an optimizer is not applied to.
+
+    The compiled optimizer has state of all trainable weights; averages are written into them.
+
+    Raises:
+        ValueError: It averages weights, and is applied to some of them.
+    """
+    mine = {id(v) for v in variables}
+    others = [v.path for v in trained if id(v) not in mine]
+    if others and unwrap(optimizer).inner.use_ema:
+        raise ValueError(
+            "The compiled optimizer averages all trainable weights of a parallelized model "
+            "(use_ema=True), and the step applies it to some. Freeze the others before compile "
+            "(trainable = False), or apply an optimizer that the model is not compiled with. "
+            f"Received: {type(optimizer).__name__} {optimizer.name!r}, not applied to {others[:8]}"
         )

@@ -32,5 +32,5 @@ def handle_of(variable: keras.Variable) -> Any:
     entry = stored(variable)
     assert entry is not None
     known = entry.whole() if entry.anchor is None else entry.anchor
-    watched(known)
+    watched(known, lasts=entry.anchor is not None)
     return known.handle

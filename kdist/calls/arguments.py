@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from kdist._compat import keras_trainer
@@ -12,8 +12,10 @@ import keras
 import tensorflow as tf
 
 ROWS, SHARED, STATIC = "rows", "shared", "static"
-SOME_ROWS = 1009
-"""Rows of a batch that nobody has: an output with as many has one for each."""
+SOME_ROWS, OTHER_ROWS = 1009, 1013
+"""Rows of batches that nobody has: an output with as many has one for each."""
+NO_ROWS = 997
+"""Stands for an unknown size that is not that of the batch."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,6 +24,7 @@ class CallArguments:
 
     Attributes:
         structure: (args, kwargs).
+        leaves: Its flat leaves, those that can be as tensors.
         kinds: Per flat leaf of it, whether it is a tensor with a row per example ("rows"), another
             tensor ("shared"), or something else ("static").
         rows: The tensors with rows.
@@ -30,6 +33,7 @@ class CallArguments:
     """
 
     structure: tuple[Sequence[Any], Mapping[str, Any]]
+    leaves: list[Any]
     kinds: tuple[str, ...]
     rows: list[Any]
     masks: list[Any]
@@ -41,18 +45,40 @@ class CallArguments:
         structure = (tuple(args), dict(kwargs))
         leaves = [_as_tensor(leaf) for leaf in tf.nest.flatten(structure)]
         first = next((t for t in leaves if _is_tensor(t) and t.shape.rank != 0), None)
-        kinds, rows, shared = [], [], []
-        for leaf in leaves:
-            if not _is_tensor(leaf):
-                kinds.append(STATIC)
-            elif first is not None and _has_rows(leaf, first):
-                kinds.append(ROWS)
-                rows.append(leaf)
-            else:
-                kinds.append(SHARED)
-                shared.append(leaf)
-        masks = [keras_trainer.get_mask(t) for t in rows]
-        return cls(structure, tuple(kinds), rows, masks, shared)
+        rows = {n for n, t in enumerate(leaves) if first is not None and _has_rows(t, first)}
+        return cls._sorted(structure, leaves, rows)
+
+    @classmethod
+    def _sorted(cls, structure: Any, leaves: list[Any], rows: Set[int]) -> CallArguments:
+        """Arguments, some leaves of which have rows."""
+        kinds = tuple(
+            STATIC if not _is_tensor(t) else ROWS if n in rows else SHARED
+            for n, t in enumerate(leaves)
+        )
+        found = {
+            kind: [t for t, its in zip(leaves, kinds) if its == kind] for kind in (ROWS, SHARED)
+        }
+        masks = [keras_trainer.get_mask(t) for t in found[ROWS]]
+        return cls(structure, leaves, kinds, found[ROWS], masks, found[SHARED])
+
+    def sorted_by(self, kinds: Sequence[str]) -> CallArguments:
+        """The same with other kinds of tensors, one per leaf."""
+        rows = {n for n, kind in enumerate(kinds) if kind == ROWS}
+        return self._sorted(self.structure, self.leaves, rows)
+
+    def ways(self) -> Iterator[CallArguments]:
+        """The ways in which they can be meant, the likeliest first.
+
+        A tensor may have as many rows as the batch by chance, and the first one may be a table.
+        """
+        at = [n for n, t in enumerate(self.leaves) if _is_tensor(t) and t.shape.rank != 0]
+        sizes = dict.fromkeys(self.leaves[n].shape[0] for n in at)
+        for size in sizes:
+            alike = [n for n in at if self.leaves[n].shape[0] == size]
+            fewer = [[one for one in alike if one != left] for left in reversed(alike)]
+            sets = [alike, *fewer, *([one] for one in alike)]
+            for rows in dict.fromkeys(frozenset(one) for one in sets if one):
+                yield self._sorted(self.structure, self.leaves, rows)
 
     def filled(
         self, rows: Sequence[Any], masks: Sequence[Any], shared: Sequence[Any]
@@ -77,15 +103,19 @@ class CallArguments:
         args, kwargs = tf.nest.pack_sequence_as(self.structure, filled)
         return args, kwargs
 
-    def symbolic(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """(args, kwargs) as Keras's symbolic tensors, with `SOME_ROWS`."""
+    def symbolic(self, count: int = SOME_ROWS) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """(args, kwargs) as Keras's symbolic tensors, with a number of rows."""
 
         def spec(tensor: Any, *dims: int) -> keras.KerasTensor:
             shape = (*dims, *tensor.shape[len(dims) :])
             return keras.KerasTensor(shape, keras.backend.standardize_dtype(tensor.dtype))
 
-        rows = [spec(t, SOME_ROWS) for t in self.rows]
-        return self._packed({ROWS: iter(rows), SHARED: iter([spec(t) for t in self.shared])})
+        def shared(tensor: Any) -> keras.KerasTensor:
+            unknown = tensor.shape.rank and tensor.shape[0] is None
+            return spec(tensor, NO_ROWS) if unknown else spec(tensor)
+
+        rows = [spec(t, count) for t in self.rows]
+        return self._packed({ROWS: iter(rows), SHARED: iter(map(shared, self.shared))})
 
     def key(self) -> Hashable:
         """Tells apart calls that need traces of their own, but for the tensors' shapes."""
@@ -95,8 +125,13 @@ class CallArguments:
             for leaf, kind in zip(leaves, self.kinds)
             if kind == STATIC
         ]
-        names = tuple(self.structure[1])
-        return (len(self.structure[0]), names, self.kinds, tuple(static))
+        types = tuple(map(type, static))  # 1, 1.0 and True are equal
+        return (_outline(self.structure), self.kinds, tuple(static), types)
+
+    def shapes(self) -> Hashable:
+        """Dtypes and shapes of the tensors, but for the number of rows."""
+        found = [*((t, t.shape[1:]) for t in self.rows), *((t, t.shape) for t in self.shared)]
+        return tuple((t.dtype, str(shape)) for t, shape in found)
 
 
 def any_symbolic(values: Any) -> bool:
@@ -114,14 +149,31 @@ def without_rows(given: CallArguments, call: Callable) -> str:
     Returns:
         Which output, for the user; "" if all have rows.
     """
-    args, kwargs = given.symbolic()
-    outputs = keras_trainer.keras_backend.compute_output_spec(call, *args, **kwargs)
-    for output in tf.nest.flatten(outputs):
-        if not isinstance(output, keras.KerasTensor):
-            return repr(output)
-        if not output.shape or output.shape[0] != SOME_ROWS:
-            return f"a tensor of shape {tuple(output.shape)}"
-    return ""
+    for count in (SOME_ROWS, OTHER_ROWS):  # again, where that may be the size of something else
+        args, kwargs = given.symbolic(count)
+        outputs = keras_trainer.keras_backend.compute_output_spec(call, *args, **kwargs)
+        found = next(filter(None, (_rowless(t, count) for t in tf.nest.flatten(outputs))), "")
+        if not found:
+            break
+    return found
+
+
+def _rowless(output: Any, count: int) -> str:
+    """An output for the user, unless it has as many rows, and no other dim of that size."""
+    if not isinstance(output, keras.KerasTensor):
+        return repr(output)
+    shape = tuple(output.shape)
+    has_rows = bool(shape) and shape[0] == count and count not in shape[1:]
+    return "" if has_rows else f"a tensor of shape {shape}"
+
+
+def _outline(structure: Any) -> Hashable:
+    """How a structure nests its leaves, and under which names."""
+    if isinstance(structure, Mapping):
+        return tuple((name, _outline(value)) for name, value in structure.items())
+    if isinstance(structure, list | tuple):
+        return (type(structure), *map(_outline, structure))
+    return None
 
 
 def _as_tensor(leaf: Any) -> Any:
@@ -139,5 +191,5 @@ def _is_composite(leaf: Any) -> bool:
 
 
 def _has_rows(tensor: Any, first: Any) -> bool:
-    """Whether a tensor has as many rows as the first one, as far as that is known."""
-    return tensor.shape.rank != 0 and tensor.shape[0] == first.shape[0]
+    """Whether it is a tensor with as many rows as the first one, as far as that is known."""
+    return _is_tensor(tensor) and tensor.shape.rank != 0 and tensor.shape[0] == first.shape[0]

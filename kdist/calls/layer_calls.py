@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-from kdist._compat import function_graphs, keras_models, keras_trainer
+from kdist._compat import function_graphs, keras_autocast, keras_models, keras_trainer
 from kdist._compat.custom_gradients import is_recorded
 from kdist.calls.anchors import anchor, handle_of
 from kdist.calls.arguments import CallArguments, any_symbolic, without_rows
@@ -55,7 +55,7 @@ class LayerCalls:
         self._layers = keras_models.flat_layers(program.model)
         self._tell = tell
         self._functions: dict[Hashable, CallFunctions] = {}
-        self._reasons: dict[Hashable, str] = {}
+        self._sorted: dict[Hashable, tuple[str, ...] | None] = {}
         self._studies: dict[Hashable, ModelStudy] = {}
         self._alone, self._step = False, None
         anchor(backend.entries)
@@ -98,11 +98,13 @@ class LayerCalls:
             if function_graphs.in_control_flow(self._step):
                 self.set_apart(layer, "A call in a tf.cond, tf.while_loop or tf.map_fn")
                 return self._on_one_device(call, args, kwargs)
-            given = CallArguments.of(args, kwargs)
+            given = self._by_rows(layer, call, CallArguments.of(args, kwargs))
             # What returns other things than rows leaves it to the layers inside.
-            if not given.rows or self._without_rows(layer, given, call):
+            if given is None:
                 return call(*args, **kwargs)
-            return self._over_mesh(layer, call, given)
+            call_as_now = keras_autocast.autocast_as_now(call)
+            with keras_autocast.without_autocast():
+                return self._over_mesh(layer, call_as_now, given)
 
         return called
 
@@ -114,12 +116,38 @@ class LayerCalls:
         finally:
             self._alone = False
 
-    def _without_rows(self, layer: keras.Layer, given: CallArguments, call: Callable) -> str:
-        """See `without_rows`; looked at once for arguments of a kind."""
-        key = (self._key(layer, given), *(t.dtype for t in (*given.rows, *given.shared)))
-        if key not in self._reasons:
-            self._reasons[key] = without_rows(given, call)
-        return self._reasons[key]
+    def _by_rows(
+        self, layer: keras.Layer, call: Callable, given: CallArguments
+    ) -> CallArguments | None:
+        """Its arguments, sorted so that all that it returns has rows; None if there is no such way.
+
+        Looked at once for arguments of a kind.
+        """
+        key = (self._key(layer, given), given.shapes())
+        if key not in self._sorted:
+            self._sorted[key] = self._found(layer, call, given)
+        kinds = self._sorted[key]
+        return None if kinds is None else given.sorted_by(kinds)
+
+    def _found(
+        self, layer: keras.Layer, call: Callable, given: CallArguments
+    ) -> tuple[str, ...] | None:
+        """The kinds of arguments with which all outputs have rows; tells if no call succeeds."""
+        reasons: list[Exception | None] = []
+        for one in given.ways():
+            try:
+                if not without_rows(one, call):
+                    return one.kinds
+                reasons.append(None)
+            except Exception as reason:  # the user's code, for sizes that it may not be made for
+                reasons.append(reason)
+        if reasons and all(reasons):
+            self._tell(
+                f"Layer {layer.path or layer.name!r} fails on another number of rows than it is "
+                "called with, which replicas have. What it computes itself runs on one device, "
+                f"layers inside it over the mesh. Received: {reasons[0]}"
+            )
+        return None
 
     def _key(self, layer: keras.Layer, given: CallArguments) -> Hashable:
         """What decides what a call computes, but for its tensors."""

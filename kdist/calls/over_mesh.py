@@ -29,6 +29,13 @@ import keras
 import tensorflow as tf
 
 
+def ranked(tensor: Any, known: Any) -> Any:
+    """A tensor with the rank that a layer said, where a function it went through has lost it."""
+    if tensor.shape.rank is None and known.shape.rank:
+        tensor.set_shape([None, *known.shape[1:]])
+    return tensor
+
+
 class TwiceDifferentiated(Exception):
     """Someone asks for a gradient of a gradient through a call.
 
@@ -128,7 +135,8 @@ class OverMesh:
                 made, saved = one.vjp.forward(self._params[s], self._data(flat, one), s)
                 self._saved[s] = [self._without_gradient(t, s) for t in saved]
                 results.append(made)
-                self._made[s] = [t.whole(device) for t in made]
+                known = one.example.flat()
+                self._made[s] = [ranked(t.whole(device), k) for t, k in zip(made, known)]
             whole += [self._made[s][i] for i in self._targets(one)]
 
         def gradient(*cotangents: Any) -> list[Any]:

@@ -120,3 +120,19 @@ def test_watched() -> None:
     with tf.GradientTape() as tape:
         custom_gradients.watched(variable)
         assert [v is variable for v in tape.watched_variables()] == [True]
+
+
+def test_watched_in_a_function() -> None:
+    """What a function notes, tapes of its callers watch."""
+    variable, seen = tf.Variable(1.0), []
+
+    @tf.function(autograph=False)
+    def inside() -> Any:
+        custom_gradients.watched(variable, lasts=True)
+        return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=tf.float32)
+
+    with tf.GradientTape() as tape:
+        value = inside()
+        seen = [v is variable for v in tape.watched_variables()]
+    assert seen == [True]
+    assert float(tape.gradient(value, variable)) == 1.0

@@ -47,11 +47,25 @@ def test_masks_go_with_their_tensors() -> None:
         (([X], {"training": True}), ([X], {"training": False}), False),
         (([X, Y], {}), ([X], {"y": Y}), False),
         (([X, Y], {}), ([X, TABLE], {}), False),
-        (([X, 1.0], {}), ([X, [1.0]], {}), True),
+        (([X, 1.0], {}), ([X, [1.0]], {}), False),
+        (([X, 1], {}), ([X, 1.0], {}), False),
+        (([X, {"a": 1}], {}), ([X, {"b": 1}], {}), False),
+        (([{"a": X, "b": Y}], {}), ([{"a": X, "c": Y}], {}), False),
     ],
 )
 def test_keys_tell_calls_apart(one: Any, other: Any, alike: bool) -> None:
     assert (CallArguments.of(*one).key() == CallArguments.of(*other).key()) == alike
+
+
+def test_ways_begin_with_the_likeliest() -> None:
+    """The first tensor's rows, all of them; then fewer; then those of another size."""
+    given = CallArguments.of([X, Y, TABLE], {"training": True})
+    found = [[n for n, kind in enumerate(one.kinds) if kind == "rows"] for one in given.ways()]
+    assert found == [[0, 1], [0], [1], [2]]
+    assert next(given.ways()).kinds == given.kinds
+    other = given.sorted_by(("shared", "shared", "rows", "static"))
+    assert other.rows[0] is TABLE and other.shared[1] is Y
+    assert given.shapes() != other.shapes()
 
 
 @pytest.mark.parametrize(
@@ -59,9 +73,11 @@ def test_keys_tell_calls_apart(one: Any, other: Any, alike: bool) -> None:
     [
         (lambda x: {"a": x, "b": x[:, 0]}, ""),
         (lambda x: keras.ops.mean(x), "a tensor of shape ()"),
-        (lambda x: (x, keras.ops.reshape(x, (-1,))), "a tensor of shape (2018,)"),
-        (lambda x: keras.ops.transpose(x), "a tensor of shape (2, 1009)"),
+        (lambda x: (x, keras.ops.reshape(x, (-1,))), "a tensor of shape (2026,)"),
+        (lambda x: keras.ops.transpose(x), "a tensor of shape (2, 1013)"),
         (lambda x: (x, None), "None"),
+        (lambda x: x @ keras.ops.transpose(x), "a tensor of shape (1013, 1013)"),
+        (lambda x: keras.ops.pad(x, ((0, 0), (0, 1007))), ""),
     ],
 )
 def test_outputs_without_rows_are_found(call: Any, found: str) -> None:

@@ -209,6 +209,36 @@ def test_an_optimizer_keeps_to_its_weights() -> None:
         model.fit(*batch(), verbose=0)
 
 
+def test_averages_of_weights_that_an_optimizer_is_not_applied_to_are_refused() -> None:
+    """Keras averages those that it is applied to first; the compiled one has state of all."""
+    model = layer_of_two(TwoParts)
+    model.groups = lambda: [model.layers[1].trainable_weights]
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    model.compile(keras.optimizers.Adam(use_ema=True, ema_overwrite_frequency=1))
+    model.other = model.optimizer
+    with pytest.raises(ValueError, match=r"Freeze the others.*Adam.*\['down/kernel', 'down/bias'"):
+        model.fit(*batch(), verbose=0)
+    model.layers[2].trainable = False
+    model.compile(keras.optimizers.Adam(use_ema=True, ema_overwrite_frequency=1))
+    model.other = model.optimizer
+    model.fit(*batch(), verbose=0)
+
+
+def test_gradients_that_are_missing_are_told() -> None:
+    class Watching(Own):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            values = [v.value for v in self.trainable_variables]
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(values)
+                loss = self.loss_of(*data)
+            self.optimizer.apply(tape.gradient(loss, values), self.trainable_variables)
+            return {"far": loss}
+
+    _, model = pair({"data": 2, "model": 2}, Watching)
+    with pytest.warns(UserWarning, match=r"(?s)do not exist for variables \['up/kernel'.*by the v"):
+        model.fit(*batch(), verbose=0)
+
+
 def test_weights_and_other_variables_are_not_updated_together() -> None:
     other = keras.Variable(np.ones(3))
     model = layer_of_two(TwoParts)
