@@ -38,6 +38,11 @@ class OwnUpdates:
         self.running = False
         self._made: dict[int, tuple[Any, list[keras.Variable], DistributedUpdate]] = {}
 
+    @property
+    def beside(self) -> list[Any]:
+        """Optimizers that have updated weights, and that the model is not compiled with."""
+        return [optimizer for optimizer, _, _ in self._made.values()]
+
     @contextlib.contextmanager
     def applying(self) -> Iterator[None]:
         """Meanwhile, optimizers that are applied to the model's weights do it over the mesh."""

@@ -17,6 +17,7 @@ from kdist.checkpoint.manifest import CheckpointError, DamagedError, Manifest
 from kdist.checkpoint.matching import match
 from kdist.checkpoint.store import Compression
 from kdist.checkpoint.writer import Target, write
+from kdist.runtime.keras_contract import is_built
 
 import keras
 import numpy as np
@@ -119,7 +120,7 @@ def is_count(value: Any) -> bool:
 
 
 def _step(model: keras.Model, step: int | None) -> int:
-    if not model.built:
+    if not is_built(model):
         raise CheckpointError(
             "The model has no weights yet. Build it, or train it, before it is saved. "
             f"Received: model={model.name!r}"
@@ -197,7 +198,7 @@ def restore(model: keras.Model, directory: PathLike, *, step: int | None = None)
         >>> kdist.checkpoint.restore(model, "checkpoints").step
         120
     """
-    if not model.built:
+    if not is_built(model):
         raise CheckpointError(
             "The model has no weights yet to restore. Build it first, with an Input layer or "
             f"model.build(shape). Received: model={model.name!r}"

@@ -56,6 +56,20 @@ def groups_of(model: keras.Model) -> dict[str, Named]:
     return groups
 
 
+def _tell_left_out(model: keras.Model) -> None:
+    """Says, once, which state of training a checkpoint does not have."""
+    parallel = parallel_of(model)
+    if parallel is None:
+        return
+    for optimizer in parallel.own_updates.beside:
+        parallel.warn_once(
+            "Checkpoints of kdist have the state of the compiled optimizer, and not of others that "
+            "a step of one's own applies: it begins anew. Keras saves it with the weights, where "
+            f"the model has that optimizer as an attribute: model.save_weights(path). Received: "
+            f"{type(optimizer).__name__} {optimizer.name!r}"
+        )
+
+
 def _kept_by_compression(model: keras.Model) -> Named:
     parallel = parallel_of(model)
     if parallel is None:
@@ -97,6 +111,7 @@ def snapshot(
         known: What one snapshot after the other has in common.
         directory: Where it will be written; None to take all into this process.
     """
+    _tell_left_out(model)
     variables_of = groups_of(model)
     writing = frozenset() if directory is None else shares.writers(directory)
 

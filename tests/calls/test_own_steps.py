@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import kdist
@@ -258,3 +259,35 @@ def test_a_model_compiled_again_goes_on(axes: dict[str, int]) -> None:
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
         model.fit(*batch(), batch_size=4, verbose=0, shuffle=False)
     same(models)
+
+
+class Beside(keras.Model):
+    """Holds a network, and an optimizer besides the compiled one; has no `call`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = layer_of_two()
+        self.other = keras.optimizers.Adam(0.01)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = ops.mean((self.network(x, training=True) - y) ** 2)
+        weights = self.network.trainable_weights
+        self.other.apply(tape.gradient(loss, weights), weights)
+        return {"far": loss, "rows": ops.shape(x)[0]}
+
+
+def test_checkpoints_say_whose_state_they_do_not_have(tmp_path: Path) -> None:
+    def model() -> keras.Model:
+        made = kdist.parallelize(Beside(), kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+        made.compile("sgd")
+        return made
+
+    first, second = model(), model()
+    first.fit(*batch(), verbose=0)
+    with pytest.warns(UserWarning, match=r"state of the compiled optimizer.*Received: Adam 'adam"):
+        kdist.checkpoint.save(first, tmp_path, step=1)
+    kdist.checkpoint.restore(second, tmp_path)
+    for one, other in zip(first.get_weights(), second.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
