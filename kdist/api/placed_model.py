@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from kdist._compat import keras_models, keras_xla
 from kdist.api import mirrored_scope
-from kdist.api.sharded_optimizer import config_for, parallel_optimizer
-from kdist.config.compression import Classes, Compressor
+from kdist.api.sharded_optimizer import config_for
+from kdist.api.spreading import spread_for
+from kdist.config.compression import Classes
 from kdist.config.optimizer import OptimizerConfig
 from kdist.config.parallel import ParallelConfig
 from kdist.config.pipeline import PipelineConfig
@@ -20,9 +21,7 @@ from kdist.dtensor.model_layouts import ModelLayouts, place_weights, placements
 from kdist.optimizer.compressed import KnownStates
 from kdist.optimizer.early import needs_all
 from kdist.optimizer.update import DistributedUpdate
-from kdist.optimizer.wrappers import optimizer_groups, whole_updates
-from kdist.plan.fusion_groups import bucket_keys
-from kdist.plan.partition import Spread, spread
+from kdist.plan.partition import Spread
 from kdist.program.fixed_batch import refuse_fixed_batch, refuse_row_state
 from kdist.runtime.chunking import Chunking
 from kdist.runtime.loss_terms import LossTerm, whole_loss, whole_loss_note
@@ -249,30 +248,8 @@ class PlacedModel:
         config: OptimizerConfig,
         classes: Classes | None,
     ) -> Spread:
-        """How optimizer parallelism spreads some parameters."""
-        whole = whole_updates(optimizer, variables)
-        groups = optimizer_groups(optimizer, variables)
-        kinds = {v: n for n, (_, members) in enumerate(groups) for v in members}
-        how: Sequence[Compressor] = ["none"] * len(variables)
-        if classes is not None:
-            how = classes.compressors()
-        tables = self._tables(variables)
-
-        def keys(placed: Sequence[Placement]) -> tuple[Hashable | None, ...]:
-            return bucket_keys(self.config.fusion, variables, placed, groups, whole, tables, how)
-
-        return spread(
-            placed,
-            whole,
-            parallel_optimizer.of(variables),
-            config,
-            self.topology,
-            keys,
-            how,
-            self.config.fusion,
-            tables,
-            [kinds.get(v, 0) for v in range(len(variables))],
-        )
+        fusion, topology, tables = self.config.fusion, self.topology, self._tables(variables)
+        return spread_for(optimizer, variables, placed, config, fusion, topology, tables, classes)
 
     @property
     def optimizer_config(self) -> OptimizerConfig:

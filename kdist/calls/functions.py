@@ -239,13 +239,13 @@ class CallFunctions:
             outputs = self._call(*args, **kwargs)
         values, traced = keras_trainer.add_loss_values(scope), Traced()
         self.adders = [keras_trainer.adder_of(self._inside, value) for value in values]
-        updated = self.program._collect_updates(scope, traced)
+        updated = self.program.collect_updates(scope, traced)
         self.updated = traced.updated
         written = [id(state.written[i]) for i in self.updated]
         self.example = Made(
             keras.tree.map_structure(tf.convert_to_tensor, outputs),
             [ops.sum(value) for value in values],
-            self.program._masks(outputs),
+            self.program.masks_of(outputs),
             [self.backend.like(now, before[key]) for key, now in zip(written, updated)],
         )
         return self.example.flat()

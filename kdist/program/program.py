@@ -131,7 +131,7 @@ class Program:
     def infer(self, params: Sequence[Any], carried: Sequence[Any], x: Any) -> dict[str, Any]:
         """Inference-mode `outputs` and `updated` state: layers may draw and count there too."""
         outputs, scope = self.forward(params, carried, x, training=False)
-        return {"outputs": outputs, "updated": self._collect_updates(scope, self.tested)}
+        return {"outputs": outputs, "updated": self.collect_updates(scope, self.tested)}
 
     def loss_and_gradients(
         self,
@@ -204,9 +204,9 @@ class Program:
             "loss": total,
             "terms": [t.value for t in terms],
             "loss_parts": collected(extra),
-            "updated": self._collect_updates(scope, self.traced(training)),
+            "updated": self.collect_updates(scope, self.traced(training)),
             "outputs": outputs,
-            "masks": self._masks(outputs),
+            "masks": self.masks_of(outputs),
         }
 
     def compiled_loss(
@@ -292,10 +292,10 @@ class Program:
             traced.drawn = drawing(tf.compat.v1.get_default_graph())
         return {
             "outputs": outputs,
-            "masks": self._masks(outputs),
+            "masks": self.masks_of(outputs),
             "added": [ops.sum(value) for value in added],
             "terms": [],
-            "updated": self._collect_updates(scope, traced),
+            "updated": self.collect_updates(scope, traced),
         }
 
     def _connected(self, found: Sequence[Any], data: Any) -> list[Any]:
@@ -349,7 +349,7 @@ class Program:
             extra.append((penalty_name(variable), ops.cast(value, keras.config.floatx())))
         return extra
 
-    def _collect_updates(self, scope: ForwardScope, traced: Traced) -> list[Any]:
+    def collect_updates(self, scope: ForwardScope, traced: Traced) -> list[Any]:
         """New values of the variables that the forward pass wrote.
 
         Raises:
@@ -370,7 +370,7 @@ class Program:
         return [pairs[i][0] for i in traced.updated]
 
     @staticmethod
-    def _masks(outputs: Any) -> list[Any]:
+    def masks_of(outputs: Any) -> list[Any]:
         """The Keras mask of each flat output that carries one, with its position implied."""
         return [keras_trainer.get_mask(o) for o in keras.tree.flatten(outputs)]
 

@@ -303,7 +303,7 @@ class StageBody:
         described = self.staged.described
         flat = [table[name] for name in described.outputs]
         result.outputs = keras_models.model_outputs(self.staged.functional, flat)
-        result.output_masks = self.program._masks(result.outputs)
+        result.output_masks = self.program.masks_of(result.outputs)
         self._regularize(result.outputs)
         if given.loss is not None:
             y, sample_weight, shares = given.loss

@@ -22,6 +22,7 @@ from kdist.sharding.device import Device
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Index, Placement, covers
 from kdist.storage.recipes import Given, is_mapped
+from kdist.storage.retired import retire
 from kdist.storage.view_class import ATTRIBUTE, view_class
 
 import keras
@@ -369,18 +370,6 @@ def replace(entry: Stored, placement: Placement) -> Stored:
     for local in before:
         retire(keras_trainer.tf_variable(local))
     return found
-
-
-def retire(variable: Any) -> None:
-    """Empties a `tf.Variable` whose value is elsewhere from now on.
-
-    Functions of an earlier trace that read it would go on with its last value. So they fail, and it
-    takes no memory.
-    """
-    if type(variable).__name__ == "ResourceVariable":  # not what a strategy of TensorFlow made
-        with tf.init_scope(), tf.device(variable.device):
-            nothing = tf.zeros((0,), variable.dtype)
-            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=nothing)
 
 
 @contextlib.contextmanager
