@@ -134,7 +134,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self.restored = self._find(can_begin_again(arguments))
         progress = {} if self.restored is None else dict(self.restored.progress)
         self._checked = False
-        if self.restored is None and is_built(model):
+        if self.restored is None and (model.built or is_built(model)):
             self._refuse_another(model)
         self._seed = int(progress.get("seed", np.random.randint(2**31)))
         self._monitored.begin(tuple(progress.get("best", self._monitored.best)))

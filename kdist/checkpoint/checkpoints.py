@@ -120,7 +120,7 @@ def is_count(value: Any) -> bool:
 
 
 def _step(model: keras.Model, step: int | None) -> int:
-    if not is_built(model):
+    if not (model.built or is_built(model)):
         raise CheckpointError(
             "The model has no weights yet. Build it, or train it, before it is saved. "
             f"Received: model={model.name!r}"
@@ -198,7 +198,7 @@ def restore(model: keras.Model, directory: PathLike, *, step: int | None = None)
         >>> kdist.checkpoint.restore(model, "checkpoints").step
         120
     """
-    if not is_built(model):
+    if not (model.built or is_built(model)):
         raise CheckpointError(
             "The model has no weights yet to restore. Build it first, with an Input layer or "
             f"model.build(shape). Received: model={model.name!r}"
