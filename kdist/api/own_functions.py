@@ -44,12 +44,11 @@ def function(step: Callable | keras.Model, *models: keras.Model) -> Callable:
         >>> @kdist.function(model)  # or kdist.function(step, generator, discriminator)
         ... def step(x, y):
         ...     with tf.GradientTape() as tape:
-        ...         loss = loss_of(y, model(x, training=True))
+        ...         loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
         ...     gradients = tape.gradient(loss, model.trainable_variables)
-        ...     optimizer.apply(gradients, model.trainable_variables)
+        ...     model.optimizer.apply(gradients, model.trainable_variables)
         ...     return loss
-        >>> for x, y in batches:
-        ...     loss = step(x, y)
+        >>> loss = step(x, y)
     """
     if isinstance(step, keras.Model):
         first = step
