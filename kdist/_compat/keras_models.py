@@ -76,6 +76,19 @@ def as_model_call(layer: keras.Layer) -> Iterator[None]:
         layer._convert_input_args, layer._allow_non_tensor_positional_args = before
 
 
+@contextlib.contextmanager
+def calls_kept(layers: Sequence[keras.Layer]) -> Iterator[None]:
+    """Around what gives layers another `call`, on the instance: afterwards they have theirs."""
+    before = [(layer, layer.__dict__.get("call")) for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, call in before:
+            layer.__dict__.pop("call", None)
+            if call is not None:
+                object.__setattr__(layer, "call", call)
+
+
 def takes_training(operation: Any) -> bool:
     """Whether Keras passes `training` to it: a model that it trains, a layer of a `Functional`."""
     return getattr(operation, "_call_has_training_arg", False)

@@ -283,38 +283,61 @@ def own_methods(optimizer: Any, names: Sequence[str]) -> list[str]:
 
 
 def replace_apply(optimizer: Any, apply: Callable[..., None]) -> None:
-    """Replaces what one optimizer's `apply`, and so its `apply_gradients`, does."""
+    """Replaces what `apply` and `apply_gradients` of one optimizer do."""
+
+    def apply_gradients(grads_and_vars: Iterable[Any]) -> Any:
+        apply(*zip(*grads_and_vars, strict=True))
+        return optimizer.iterations
+
     object.__setattr__(optimizer, "apply", apply)
+    object.__setattr__(optimizer, "apply_gradients", apply_gradients)
+
+
+def _with_own(kind: Any, name: str) -> set[Any]:
+    """The classes that have a method of their own, from one on down."""
+    found = {kind} if name in vars(kind) else set()
+    return found.union(*(_with_own(one, name) for one in kind.__subclasses__()))
 
 
 @contextlib.contextmanager
 def applied_by(apply: Callable[[Any, Callable, Any, Any], None]) -> Iterator[None]:
-    """Meanwhile, `apply` of every optimizer is run by a function.
+    """Meanwhile, `apply` and `apply_gradients` of every optimizer are run by a function.
 
-    Whose optimizers a step of the user's own uses is known once it uses them, so it is Keras's
-    classes that change.
+    Whose optimizers a step of the user's own uses is known once it uses them, so it is the classes
+    that change: wrappers, and those of the user's own, too.
 
     Args:
-        apply: Gets the optimizer, its own `apply`, gradients, and variables or None.
+        apply: Gets the optimizer, a function of gradients and variables that does what its own
+            method does, gradients, and variables or None.
     """
-    kinds = [keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer]
-    owners = {next(one for one in kind.__mro__ if "apply" in vars(one)) for kind in kinds}
-    before = {owner: vars(owner)["apply"] for owner in owners}
 
-    def routed(own: Callable) -> Callable:
+    def of_apply(own: Callable) -> Callable:
         @tf.autograph.experimental.do_not_convert
         def run(self: Any, grads: Any, trainable_variables: Any = None) -> None:
             apply(self, functools.partial(own, self), grads, trainable_variables)
 
         return run
 
-    for owner, own in before.items():
-        owner.apply = routed(own)
+    def of_apply_gradients(own: Callable) -> Callable:
+        @tf.autograph.experimental.do_not_convert
+        def run(self: Any, grads_and_vars: Iterable[Any]) -> Any:
+            grads, variables = zip(*grads_and_vars, strict=True)
+            apply(self, lambda grads, found: own(self, zip(grads, found)), grads, variables)
+            return self.iterations
+
+        return run
+
+    before: list[tuple[Any, str, Callable]] = []
+    base = keras_base_optimizer.BaseOptimizer
+    for name, routed in (("apply", of_apply), ("apply_gradients", of_apply_gradients)):
+        for owner in _with_own(base, name):
+            before.append((owner, name, vars(owner)[name]))
+            setattr(owner, name, routed(vars(owner)[name]))
     try:
         yield
     finally:
-        for owner, own in before.items():
-            owner.apply = own
+        for owner, name, own in before:
+            setattr(owner, name, own)
 
 
 def apply_nothing(optimizer: Any) -> None:

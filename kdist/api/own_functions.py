@@ -66,7 +66,7 @@ class _Function:
 
     def __init__(self, step: Callable, parallels: list[Parallel]) -> None:
         for one in parallels:
-            refuse_settings(one, WHOSE)
+            refuse_settings(one, WHOSE, trains=True)
         self._step, self._parallels = step, parallels
         self._programs: list[Any] = []
         self._graphs: Callable | None = None
@@ -76,8 +76,14 @@ class _Function:
         """Runs the step."""
         with tf.init_scope():
             self._prepare(data)
-        if self._graphs is None or named:
+        if self._graphs is None:
             return self._on_plain(*data, **named)
+        if named:
+            raise ValueError(
+                "Over inner axes kdist.function has a graph for each shape of its arguments: pass "
+                "tensors, by position, and options by functools.partial(step, ...) or a closure. "
+                f"Received: keywords {sorted(named)}"
+            )
         try:
             return self._graphs(as_tensors(data))
         except CannotExpand as reason:

@@ -29,23 +29,28 @@ def has_own_step(model: keras.Model, kind: str) -> bool:
     return overrides(model, f"{kind}_step")
 
 
-def refuse_settings(parallel: Parallel, whose: str) -> None:
+def refuse_settings(parallel: Parallel, whose: str, trains: bool) -> None:
     """Refuses what steps of a user's own cannot honour.
 
     Args:
         parallel: What kdist attached to the model.
         whose: The step, for the user.
+        trains: Whether it may train.
 
     Raises:
         ValueError: It is asked for.
     """
     config, model = parallel.config, parallel.model
-    settings = {
+    settings: dict[str, tuple[Any, str]] = {
         "pipeline": (config.pipeline, "stages are cut out of steps of kdist's own"),
-        "compression": (config.compression, "gradients come whole, call by call"),
-        "recompute": (config.recompute or parallel.blocks.blocks, "calls keep what they compute"),
-        "verify": (config.verify, "kdist.verify compares steps of kdist's own"),
     }
+    if trains:
+        blocks = config.recompute or parallel.blocks.blocks
+        settings |= {
+            "compression": (config.compression, "gradients come whole, call by call"),
+            "recompute": (blocks, "calls keep what they compute"),
+            "verify": (config.verify, "kdist.verify compares steps of kdist's own"),
+        }
     for name, (value, why) in settings.items():
         if value:
             raise ValueError(
@@ -67,7 +72,6 @@ def own_function(parallel: Parallel, kind: str, example: Any) -> Callable:
         parallel: What kdist attached to the model.
         kind: "train", "test" or "predict".
         example: A batch, or the specs of one.
-
     """
     parallel.prepare_own(getattr(parallel.model, f"{kind}_step"), example)
     refuse_fetched(parallel, own_name(kind))

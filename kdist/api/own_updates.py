@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist._compat import function_graphs, keras_optimizers
+from kdist.api.sharded_optimizer import config_for
 from kdist.graphs.write_order import writes_after_reads
 from kdist.optimizer.update import DistributedUpdate
 from kdist.optimizer.wrappers import unwrap
@@ -142,9 +143,12 @@ class OwnUpdates:
         parallel.build_optimizer(optimizer, variables)
         spread = parallel.spread_where_stored(optimizer, variables)
         entries = parallel.entries_of(variables)
-        return DistributedUpdate(
-            optimizer, entries, parallel.topology, spread.units, spread.keys, spread.config
+        config = config_for(optimizer, parallel.config.optimizer)
+        update = DistributedUpdate(
+            optimizer, entries, parallel.topology, spread.units, spread.keys, config
         )
+        parallel.tell_own_methods(update)
+        return update
 
 
 def _refuse_averages(

@@ -238,7 +238,7 @@ class Parallel(PreparedModel):
         """Gives the model a function that builds the real one from the first batch it sees."""
         attribute = f"{kind}_function"
         if has_own_step(self.model, kind):
-            refuse_settings(self, own_name(kind))
+            refuse_settings(self, own_name(kind), trains=kind == "train")
         if self.layouts is not None:
             take_up_weights(self, kind)
         if getattr(self.model, attribute) is not None and not force:

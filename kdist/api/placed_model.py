@@ -47,6 +47,7 @@ class PlacedModel:
         level: The level of optimizer parallelism that the weights are placed for.
         update: The distributed optimizer, once trained.
         low_rank: What low-rank compression keeps between steps, and from one `update` to the next.
+        user_steps: Whether steps of the user's own have called its layers.
         whole_batch: Why layers compute over the whole batch, if they do.
         compute: The mesh as steps see it: with the data axis inside where layers compute over the
             whole batch (see `Topology.with_data_inside`), else as it is.
@@ -69,6 +70,7 @@ class PlacedModel:
         self.choices: dict[str, Choice] = {}
         self.update: DistributedUpdate | None = None
         self.low_rank: KnownStates = {}
+        self.user_steps = False
         self.staged: StagedModel | None = None
         self._one_stage: StagedModel | str = ""
         self.example_input: Any = None
@@ -233,8 +235,19 @@ class PlacedModel:
         return self._spread(optimizer, self.trained, placed, self.optimizer_config, self.classes())
 
     def spread_where_stored(self, optimizer: Any, variables: Sequence[keras.Variable]) -> Spread:
-        """How updates of an optimizer beside the compiled one are spread over those who store."""
+        """How updates of an optimizer beside the compiled one are spread over those who store.
+
+        Raises:
+            ValueError: It asks for weights that are stored cut, and they are not.
+        """
         config = config_for(optimizer, self.config.optimizer)
+        if config.level == 3 and self.level != 3:
+            raise ValueError(
+                "Level 3 stores weights cut, which is decided before a step applies an optimizer. "
+                "Say ParallelConfig(optimizer=kdist.OptimizerConfig(level=3)), or use level 2. "
+                f"Received: {type(optimizer).__name__} with level=3, weights placed at level "
+                f"{self.level}"
+            )
         if config.level == 3:  # what is stored cut is updated where it is
             config = dataclasses.replace(config, level=0)
         placed = [self.entries[id(v)].placement for v in variables]

@@ -131,6 +131,7 @@ class PlannedModel(PlacedModel):
             ),
             asked_to_gather=self._asked_to_gather(spread if config.level == 3 else ()),
             travels=any(len(p.slices) > 1 for _, p in self._placements()),
+            user_steps=self._has_user_steps,
         )
         return without_effect(self.config, config, self.topology, facts)
 
@@ -233,10 +234,10 @@ class PlannedModel(PlacedModel):
         notes = list(self.fallbacks)
         if self.whole_loss and self.whole_loss_note not in notes:
             notes.append(self.whole_loss_note)
-        if overrides(self.model, "train_step"):
+        if self._has_user_steps:
             notes.append(
-                "the model has its own train_step: what is listed of a step is that of the "
-                "compiled loss; its own sums gradients call by call, and updates by apply"
+                "of steps of one's own (a train_step, kdist.function) nothing is listed: what is "
+                "listed of a step is that of the compiled loss"
             )
         if self.staged is not None:
             notes.append(self.staged.describe())
@@ -261,6 +262,11 @@ class PlannedModel(PlacedModel):
         chosen = {} if self.layouts is None else self.layouts.chosen
         notes += [*table_notes(self.model), *dealt_notes(self.model, chosen)]
         return notes
+
+    @property
+    def _has_user_steps(self) -> bool:
+        """Whether its layers are called by steps of the user's own."""
+        return self.user_steps or overrides(self.model, "train_step")
 
     @property
     def uses_host(self) -> bool:

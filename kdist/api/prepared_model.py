@@ -87,6 +87,9 @@ class PreparedModel(FittedModel):
             self.place()
             self.spread_parameters(compiled=True)
             self.program = self.make_program()
+        if not self.user_steps:
+            self.user_steps = True
+            self.warn_without_effect()
 
     def updating(self) -> None:
         """Makes what applies gradients, for a step of the model's own that has some, if need be."""
@@ -137,7 +140,11 @@ class PreparedModel(FittedModel):
         )
         hand_over(self)
         self.warn_without_effect()
-        for (leaf, _), local in zip(self.update.groups, self.update.jobs.local):
+        self.tell_own_methods(self.update)
+
+    def tell_own_methods(self, update: DistributedUpdate) -> None:
+        """Warns of methods of optimizers that each device calls for what it updates."""
+        for (leaf, _), local in zip(update.groups, update.jobs.local):
             if note := sees_some_alone(leaf, len(local)):
                 self.warn_once(note)
 

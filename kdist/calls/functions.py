@@ -189,7 +189,7 @@ class CallFunctions:
         arguments: CallArguments,
         given: Given,
     ) -> None:
-        self.program, self.backend, self._layer = program, backend, layer
+        self.program, self.backend = program, backend
         self._call, self._arguments = call, arguments
         self._inside = keras_models.flat_layers(layer)
         self.trainable, self.carried = used_by(layer, program)

@@ -63,17 +63,11 @@ class LayerCalls:
     @contextlib.contextmanager
     def over_mesh(self) -> Iterator[None]:
         """Meanwhile, calls of the model's layers run over the mesh."""
-        before = [(layer, layer.__dict__.get("call")) for layer in self._layers]
         self._step = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        for layer, _ in before:
-            object.__setattr__(layer, "call", self._wrapped(layer, layer.call))
-        try:
+        with keras_models.calls_kept(self._layers):
+            for layer in self._layers:
+                object.__setattr__(layer, "call", self._wrapped(layer, layer.call))
             yield
-        finally:
-            for layer, call in before:
-                layer.__dict__.pop("call", None)
-                if call is not None:
-                    object.__setattr__(layer, "call", call)
 
     def trace_anew(self, reason: Retrace) -> None:
         """Forgets what was traced, to trace it again."""
@@ -102,9 +96,10 @@ class LayerCalls:
             # What returns other things than rows leaves it to the layers inside.
             if given is None:
                 return call(*args, **kwargs)
-            call_as_now = keras_autocast.autocast_as_now(call)
+            # By its name: layouts that are declared for the layer stand before its call by then.
+            by_name = keras_autocast.autocast_as_now(lambda *a, **k: layer.call(*a, **k))
             with keras_autocast.without_autocast():
-                return self._over_mesh(layer, call_as_now, given)
+                return self._over_mesh(layer, by_name, given)
 
         return called
 

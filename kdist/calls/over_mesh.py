@@ -83,8 +83,8 @@ class OverMesh:
         self._params, self._flat = [], []
         for s, one in enumerate(given):
             with tf.device(self._device(s)):
-                self._params.append([self._read(trainable[i], s) for i in first.trainable])
-                state = [self._read(v, s) for v in first.carried]
+                self._params.append([self.backend.read(trainable[i], s) for i in first.trainable])
+                state = [self.backend.read(v, s) for v in first.carried]
                 self._flat.append(dataclasses.replace(one, state=state).flat())
         self._sources = given[0].sources
         self._some_left_out = self._sources != given[0].differentiated(lambda t: True).sources
@@ -93,9 +93,6 @@ class OverMesh:
 
     def _device(self, s: int) -> str:
         return str(self.backend.devices(s)[0])
-
-    def _read(self, variable: keras.Variable, s: int) -> Any:
-        return self.backend.read(variable, s)
 
     def __call__(self) -> Any:
         """Runs it; returns what the layer returns for the whole batch, and writes its state."""

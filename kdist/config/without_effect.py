@@ -65,6 +65,8 @@ class ModelFacts:
         asked_to_gather: Paths of which it was said whether they are gathered again in the backward
             pass, where no such weight is gathered at all.
         travels: Whether any gradient goes from one slice to another.
+        user_steps: Whether steps of the user's own call the layers: an own `train_step`, or
+            `kdist.function`.
     """
 
     compiled: bool = False
@@ -82,6 +84,7 @@ class ModelFacts:
     keep_communication: tuple[str, ...] = ()
     asked_to_gather: tuple[str, ...] = ()
     travels: bool = True
+    user_steps: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,7 +293,42 @@ def _others(case: _Case) -> Iterator[WithoutEffect]:
         )
 
 
-RULES = (_level, _accumulation, _asked_to_spread, _chunks, _fusion, _recompute, _others)
+def _user_steps(case: _Case) -> Iterator[WithoutEffect]:
+    """What is about when gradients and parameters come and go, in a step of the user's own."""
+    if not (case.facts.user_steps and case.replicas):
+        return
+    fusion, level = case.config.fusion, case.optimizer.level
+    settings = []
+    if fusion.mode != "auto" or fusion.link is not None or fusion.algorithm != "auto":
+        settings.append(f"fusion ({fusion})")
+    if case.facts.fusion_ids:
+        settings.append(f"kdist.set_comm_fusion of {named(list(case.facts.fusion_ids))}")
+    for setting in settings:
+        yield WithoutEffect(
+            setting,
+            "a step of one's own sums them weight by weight, as its tapes ask for them",
+            "New values travel by it; leave it out where that does not matter",
+            "the sums of gradients",
+        )
+    if level >= 2:
+        yield WithoutEffect(
+            f"level={level}",
+            "a step of one's own has them whole, from when its calls and tapes make them",
+            "What a device keeps between steps is as the level says",
+            "when gradients and gathered parameters are freed",
+        )
+
+
+RULES = (
+    _level,
+    _accumulation,
+    _asked_to_spread,
+    _chunks,
+    _fusion,
+    _recompute,
+    _others,
+    _user_steps,
+)
 
 
 def uncut_dim(

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kdist._compat import keras_trainer
+from kdist._compat import keras_models, keras_trainer
 from kdist.config.operands import lay_out, operands
 from kdist.dtensor import limits, relayout
 from kdist.dtensor.model_layouts import ModelLayouts
@@ -57,22 +57,16 @@ def _laid_out_calls(layouts: ModelLayouts) -> Iterator[None]:
         layer for layer in layouts.model_layers if isinstance(layer, keras.layers.TextVectorization)
     ]
     changed = [*windowed, *texts, *(entry[0] for entry in hooked), *(layer for layer, _ in tables)]
-    before = [(layer, layer.__dict__.get("call")) for layer in changed]
-    for layer in windowed if layouts.any_cut else ():
-        object.__setattr__(layer, "call", _channels_whole(layer.call))
-    for layer in texts:
-        object.__setattr__(layer, "call", _rows_known(layer.call))
-    for layer, dim in tables:
-        object.__setattr__(layer, "call", _columns_pinned(layer.call, dim, layer.output_dim))
-    for layer, inputs, outputs, every in hooked:
-        object.__setattr__(layer, "call", _laid_out(layer, inputs, outputs, every))
-    try:
+    with keras_models.calls_kept(changed):
+        for layer in windowed if layouts.any_cut else ():
+            object.__setattr__(layer, "call", _channels_whole(layer.call))
+        for layer in texts:
+            object.__setattr__(layer, "call", _rows_known(layer.call))
+        for layer, dim in tables:
+            object.__setattr__(layer, "call", _columns_pinned(layer.call, dim, layer.output_dim))
+        for layer, inputs, outputs, every in hooked:
+            object.__setattr__(layer, "call", _laid_out(layer, inputs, outputs, every))
         yield
-    finally:
-        for layer, call in before:
-            layer.__dict__.pop("call", None)
-            if call is not None:
-                object.__setattr__(layer, "call", call)
 
 
 def _masked(change: Callable) -> Callable:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from kdist._compat import keras_remat
+from kdist._compat import keras_models, keras_remat
 from kdist.config.recompute_blocks import Blocks
 from kdist.program.own_gradients import weights_as_arguments
 
@@ -62,23 +62,17 @@ def named(blocks: Blocks | None) -> Iterator[None]:
         for kind, layers in ((SCOPE, blocks.layers), (WRAPPING, blocks.wrapping))
         for layer, number in layers
     ]
-    before = [(layer, layer.__dict__.get("call")) for layer, _ in scopes]
     within: list[str] = []
     calls = itertools.count()
-    for layer, scope in scopes:
-        object.__setattr__(layer, "call", _scoped(layer.call, scope, within))
-    try:
+    with keras_models.calls_kept([layer for layer, _ in scopes]):
+        for layer, scope in scopes:
+            object.__setattr__(layer, "call", _scoped(layer.call, scope, within))
         with (
             keras_remat.without_remat(blocks.scoped),
             keras_remat.wrapped_run_by(lambda call: _wrapped(call, within, calls)),
             weights_as_arguments(),
         ):
             yield
-    finally:
-        for layer, call in before:
-            layer.__dict__.pop("call", None)
-            if call is not None:
-                object.__setattr__(layer, "call", call)
 
 
 def _scoped(

@@ -240,18 +240,11 @@ def _marked_row_by_row(model: keras.Model) -> Iterator[None]:
     That BatchNormalization normalises by a replica's rows is known and documented, and would hide
     what follows. TextVectorization and HashedCrossing, which go over one list, keep rows.
     """
-    layers = [
-        layer
-        for layer in keras_models.flat_layers(model)
-        if isinstance(layer, _ROW_BY_ROW) and "call" not in layer.__dict__
-    ]
-    for layer in layers:
-        object.__setattr__(layer, "call", _marked(layer.call))
-    try:
-        yield
-    finally:
+    layers = [one for one in keras_models.flat_layers(model) if isinstance(one, _ROW_BY_ROW)]
+    with keras_models.calls_kept(layers):
         for layer in layers:
-            object.__delattr__(layer, "call")
+            object.__setattr__(layer, "call", _marked(layer.call))
+        yield
 
 
 def _marked(call: Callable) -> Callable:

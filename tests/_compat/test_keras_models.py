@@ -139,3 +139,12 @@ def test_has_call():
         True,
     ]
     assert keras_models.has_call(keras.Sequential([keras.layers.Dense(2)]))
+
+
+def test_calls_kept():
+    one, other = keras.layers.Dense(2), keras.layers.Dense(2)
+    object.__setattr__(other, "call", "of its own")
+    with keras_models.calls_kept([one, other]):
+        for layer in (one, other):
+            object.__setattr__(layer, "call", "another")
+    assert "call" not in vars(one) and other.call == "of its own"

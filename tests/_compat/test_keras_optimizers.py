@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import kdist
 from kdist._compat import keras_optimizers, keras_trainer
 from kdist.storage.row_views import rows_view
 
@@ -405,7 +406,7 @@ def test_scalars():
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_applied_by(scaled):
-    variable = keras.Variable([1.0])
+    variable, other = keras.Variable([1.0]), keras.Variable([1.0])
     optimizer = keras.optimizers.SGD(1.0)
     if scaled:
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
@@ -413,12 +414,31 @@ def test_applied_by(scaled):
 
     def apply(of, own, grads, variables):
         seen.append((of, variables))
-        own([2.0 * g for g in grads], variables)
+        if variables[0] is not other:
+            own(grads, variables)
 
     with keras_optimizers.applied_by(apply):
         optimizer.apply_gradients([(keras.ops.ones((1,)), variable)])
-    assert seen[0][0] is optimizer and seen[0][1][0] is variable
-    # The inner optimizer's own `apply` asks too.
-    assert variable.numpy().tolist() == [-3.0 if scaled else -1.0]
+        count = len(seen)
+        assert optimizer.apply_gradients([(keras.ops.ones((1,)), other)]) == 1
+        optimizer.apply([keras.ops.ones((1,))], [other])
+    # What a method's own code calls asks too: `apply`, and the inner optimizer's.
+    assert count >= 2 + scaled and seen[0][0] is optimizer and seen[0][1][0] is variable
+    assert len(seen) == count + 2
+    assert [variable.numpy().tolist(), other.numpy().tolist()] == [[0.0], [1.0]]
     optimizer.apply([keras.ops.ones((1,))], [variable])
-    assert len(seen) == 1 + scaled
+    assert len(seen) == count + 2
+
+
+def test__with_own():
+    """Wrappers of Keras and kdist are found, and classes of a user's own."""
+
+    class Own(keras.optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            super().apply(grads, trainable_variables)
+
+    base = keras_optimizers.keras_base_optimizer.BaseOptimizer
+    found = keras_optimizers._with_own(base, "apply")
+    assert {base, keras.optimizers.LossScaleOptimizer, kdist.ShardedOptimizer, Own} <= found
+    assert keras.optimizers.SGD not in found
+    assert base in keras_optimizers._with_own(base, "apply_gradients")

@@ -139,3 +139,13 @@ def test_what_it_needs() -> None:
     )
     with pytest.raises(ValueError, match=r"in kdist\.function goes without compression"):
         kdist.function(lambda x: x, kdist.parallelize(plain, config))
+
+
+def test_keywords_over_inner_axes_are_refused() -> None:
+    """They would have to run on gathered weights."""
+    model = networks("data 2 x model 2")[1]
+    run = kdist.function(lambda x, scale=1.0: model(x) * scale, model)
+    x = batches()[0][0]
+    np.testing.assert_allclose(run(x), model(x), rtol=1e-9)
+    with pytest.raises(ValueError, match=r"by position.*functools\.partial.*\['scale'\]"):
+        run(x, scale=2.0)

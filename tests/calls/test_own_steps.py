@@ -184,7 +184,7 @@ def test_verify_is_refused() -> None:
 def test_the_plan_says_whose_step_it_lists() -> None:
     _, model = pair({"data": 2})
     model.fit(*batch(), verbose=0)
-    assert any("own train_step" in note for note in model.plan(batch_size=16).notes)
+    assert any("steps of one's own" in note for note in model.plan(batch_size=16).notes)
     assert "the model has its own train_step" in str(kdist.inspect(model))
 
 
@@ -291,3 +291,76 @@ def test_checkpoints_say_whose_state_they_do_not_have(tmp_path: Path) -> None:
     kdist.checkpoint.restore(second, tmp_path)
     for one, other in zip(first.get_weights(), second.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_settings_without_their_effect_are_told() -> None:
+    fusion, level = kdist.FusionConfig(mode="none"), kdist.OptimizerConfig(level=2, threshold_kb=0)
+    model = layer_of_two()
+    config = kdist.ParallelConfig(mesh=kdist.mesh(data=2), fusion=fusion, optimizer=level)
+    kdist.parallelize(model, config)
+    model.compile("sgd")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model.fit(*batch(), verbose=0)
+    texts = [str(one.message) for one in said]
+    assert sum("no effect on the sums of gradients" in text for text in texts) == 1, texts
+    assert sum("level=2 has no effect on when gradients" in text for text in texts) == 1, texts
+
+
+class Evaluated(keras.Model):
+    """Trains as kdist does, and tests by itself."""
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        return {"far": ops.mean((self(x, training=False) - y) ** 2)}
+
+
+def test_an_own_test_step_leaves_training_its_settings() -> None:
+    model = layer_of_two(Evaluated)
+    compression = kdist.CompressionConfig(rest="bf16")
+    mesh = kdist.mesh(data=2)
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh, compression=compression))
+    model.compile("sgd", "mse")
+    x, y = batch()
+    model.fit(x, y, verbose=0)
+    far = model.evaluate(x, y, batch_size=16, verbose=0, return_dict=True)["far"]
+    np.testing.assert_allclose(far, np.mean((model.predict(x, verbose=0) - y) ** 2), rtol=1e-9)
+
+
+def test_a_normalization_is_not_told_of_as_in_fit() -> None:
+    model = layer_of_two(middle=layers.BatchNormalization())
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    model.compile("sgd")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(*batch(), verbose=0)
+
+
+class Direct(keras.Model):
+    """Its step calls layers, not the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = layers.Dense(8, "tanh", name="up")
+        self.down = layers.Dense(4, name="down")
+        self.down(self.up(np.zeros((1, 6))))
+
+    def train_step(self, x: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = ops.mean(self.down(self.up(x)) ** 2)
+        weights = self.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def test_a_layer_that_the_step_calls_has_its_layouts() -> None:
+    """`kdist.shard` of such a layer: each device makes a quarter of the rows, forward."""
+    model = Direct()
+    kdist.shard(model.up, in_strategy=((4, 1), (1, 1)))
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(model=4), layout_map={}))
+    model.compile("sgd")
+    x = batch()[0]
+    functions = executed.watch(lambda: model.fit(x, batch_size=16, verbose=0))
+    products = executed.largest(functions).select(executed.PRODUCTS)
+    shapes = {node.shape for node in products if not node.backward}
+    assert (4, 8) in shapes and (16, 8) not in shapes, shapes

@@ -1,0 +1,107 @@
+"""Optimizers that a step of the user's own applies: wrappers, and levels."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import kdist
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+MESHES = {"data": {"data": 4}, "inner": {"data": 2, "model": 2}}
+CUTS = {".*up/kernel": (None, "model"), ".*down/kernel": ("model", None)}
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+class Tripled(keras.optimizers.SGD):
+    """An optimizer of the user's own: what it does with gradients counts, once."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        super().apply([3.0 * g for g in grads], trainable_variables)
+
+
+class TripledPairs(keras.optimizers.SGD):
+    """The same in the other method."""
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        return super().apply_gradients([(3.0 * g, v) for g, v in grads_and_vars])
+
+
+class Stepped(keras.Model):
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        keras.utils.set_random_seed(0)
+        first = keras.Input((6,))
+        hidden = layers.Dense(8, "tanh", name="up")(first)
+        self.network = keras.Model(first, layers.Dense(3, name="down")(hidden))
+        self.own = own
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        applied = self.own or self.optimizer
+        with tf.GradientTape() as tape:
+            far = ops.mean((self.network(x, training=True) - y) ** 2)
+            loss = applied.scale_loss(far)
+        weights = self.network.trainable_weights
+        applied.apply_gradients(zip(tape.gradient(loss, weights), weights))
+        return {"far": far, "again": far}
+
+
+def adam() -> Any:
+    return keras.optimizers.Adam(0.01)
+
+
+def sharded() -> Any:
+    return kdist.ShardedOptimizer(adam(), level=1, threshold_kb=0)
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "sharded": (sharded, adam),
+    "scaled and sharded": (
+        lambda: keras.optimizers.LossScaleOptimizer(sharded()),
+        lambda: keras.optimizers.LossScaleOptimizer(adam()),
+    ),
+    "own apply": (lambda: Tripled(0.1), lambda: Tripled(0.1)),
+    "own apply_gradients": (lambda: TripledPairs(0.1), lambda: TripledPairs(0.1)),
+    "whole tensors": (lambda: keras.optimizers.Lamb(0.01), lambda: keras.optimizers.Lamb(0.01)),
+}
+
+
+def trained(optimizer: Any, besides: bool, axes: dict[str, int] | None, **options: Any) -> Any:
+    model = Stepped(optimizer if besides else None)
+    if axes is not None:
+        cuts = CUTS if "model" in axes else {}
+        config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts, **options)
+        kdist.parallelize(model, config)
+    model.compile(keras.optimizers.SGD(0.1) if besides else optimizer)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(20, 6)), rng.normal(size=(20, 3))
+    model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("besides", [False, True], ids=["compiled", "besides"])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_equal_one_device(name: str, mesh: str, besides: bool) -> None:
+    over, plain = OPTIMIZERS[name]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = trained(over(), besides, MESHES[mesh])
+    told = ["overrides apply" in str(one.message) for one in said]
+    assert any(told) == ("own" in name)
+    for one, other in zip(trained(plain(), besides, None), found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-12)
+
+
+def test_level_3_is_said_before_weights_are_placed() -> None:
+    optimizer = kdist.ShardedOptimizer(adam(), level=3, threshold_kb=0)
+    with pytest.raises(ValueError, match=r"ParallelConfig\(optimizer=.*level=3, weights placed"):
+        trained(optimizer, True, {"data": 2})
