@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, types_pb2
 from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.autograph.core import ag_ctx, converter
+from tensorflow.python.autograph.impl import api
 from tensorflow.python.eager import context
-from tensorflow.python.eager.polymorphic_function import concrete_function
+from tensorflow.python.eager.polymorphic_function import concrete_function, polymorphic_function
 from tensorflow.python.framework import function_def_to_graph
 from tensorflow.python.ops import control_flow_v2_func_graphs, handle_data_util
 from tensorflow.python.ops.parallel_for import control_flow_ops
@@ -139,6 +141,46 @@ def in_control_flow(within: Any = None) -> bool:
             return True
         graph = getattr(graph, "outer_graph", None)
     return False
+
+
+def converted(function: Callable) -> Callable:
+    """A function as `tf.function` traces it: what it does by the values of tensors is in a graph.
+
+    A `tf.function` does so by itself.
+    """
+    if isinstance(function, polymorphic_function.Function):
+        return function
+    options = converter.ConversionOptions(recursive=True, user_requested=True)
+    enabled = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED, options=options)
+    made: Callable = api.tf_convert(function, enabled)
+    return made
+
+
+@contextlib.contextmanager
+def traced_anew(known: MutableMapping[Any, Any]) -> Iterator[None]:
+    """Meanwhile, a user's `tf.function` that is called in a graph has traces of its own for it.
+
+    TensorFlow would take one from before, whatever `call` of a layer did by then.
+
+    Args:
+        known: What stands for each `tf.function`, so that it is traced once; filled here.
+    """
+    kind = polymorphic_function.Function
+    before = kind.__call__
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        home = (getattr(self.python_function, "__module__", None) or "").partition(".")[0]
+        if home in ("kdist", "keras", "tensorflow") or tf.executing_eagerly():
+            return before(self, *args, **kwargs)
+        if self not in known:
+            known[self] = self._clone(None)
+        return before(known[self], *args, **kwargs)
+
+    kind.__call__ = called
+    try:
+        yield
+    finally:
+        kind.__call__ = before
 
 
 def in_vectorized_loop() -> bool:

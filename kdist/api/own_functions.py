@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kdist._compat.function_graphs import converted
 from kdist.api.own_steps import calls_of, refuse_fetched, refuse_settings
 from kdist.api.parallelize import Parallel, attached
 from kdist.calls.layer_calls import LayerCalls
@@ -67,7 +68,7 @@ class _Function:
     def __init__(self, step: Callable, parallels: list[Parallel]) -> None:
         for one in parallels:
             refuse_settings(one, WHOSE, trains=True)
-        self._step, self._parallels = step, parallels
+        self._step, self._parallels = converted(step), parallels
         self._programs: list[Any] = []
         self._graphs: Callable | None = None
         self._plain: Callable | None = None

@@ -43,6 +43,7 @@ class LayerCalls:
     Attributes:
         apart: Layers, by identity, whose calls run on one device.
         every_gradient: Whether tensors that no tape knows get gradients too.
+        inside: What stands for each `tf.function` that the step calls; see `traced_anew`.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class LayerCalls:
         self._sorted: dict[Hashable, tuple[str, ...] | None] = {}
         self._studies: dict[Hashable, ModelStudy] = {}
         self._alone, self._step = False, None
+        self.inside: dict[Any, Any] = {}
         anchor(backend.entries)
 
     @contextlib.contextmanager

@@ -46,6 +46,8 @@ class NotOverMesh(Exception):
         calls: Who called it; see `kdist.calls.layer_calls`.
     """
 
+    ag_pass_through = True  # AutoGraph would make it another exception
+
     def __init__(self, what: str, layer: keras.Layer, calls: Any) -> None:
         super().__init__(f"{what}, through layer {layer.path or layer.name!r}")
         self.layer, self.calls = layer, calls
@@ -53,6 +55,8 @@ class NotOverMesh(Exception):
 
 class EveryGradient(Exception):
     """Someone asks by `tf.gradients`, which may want those that no tape of the step knows."""
+
+    ag_pass_through = True
 
 
 class OverMesh:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from kdist._compat.function_graphs import traced_anew
 from kdist.calls.layer_calls import LayerCalls
 from kdist.calls.over_mesh import EveryGradient, NotOverMesh
 from kdist.dtensor import sizes
@@ -80,6 +81,7 @@ def run_over(
                 stack.enter_context(one.over_mesh())
             for update in applying:
                 stack.enter_context(update())
+            stack.enter_context(traced_anew(calls[0].inside))
             return step(*data)
 
     while True:
@@ -93,3 +95,4 @@ def run_over(
                 one.every_gradient = True
         except NotOverMesh as reason:
             reason.calls.set_apart(reason.layer, str(reason))
+        calls[0].inside.clear()

@@ -41,6 +41,8 @@ class CannotExpand(Exception):
         of_batch: Whether it is about one kind of batch, and others may do.
     """
 
+    ag_pass_through = True  # AutoGraph would make it another exception
+
     def __init__(self, what: str, *, of_batch: bool = False) -> None:
         super().__init__(what)
         self.of_batch = of_batch
@@ -52,6 +54,8 @@ class Retrace(Exception):
     Args:
         gather_first: Whether with gradients gathered before they are cut.
     """
+
+    ag_pass_through = True
 
     def __init__(self, *, gather_first: bool = True) -> None:
         super().__init__()

@@ -45,8 +45,9 @@ def view_class(base: Any) -> type:
         if not isinstance(tensor, tf.Variable):
             raise AttributeError(
                 "A weight that is cut over devices is trained by models that went through "
-                "kdist.parallelize, and its gradient is found by kdist.gradients(model, x, y). "
-                "Pass the model that contains its layer through kdist.parallelize too. "
+                "kdist.parallelize, and its gradient is found in a kdist.function(step, model), or "
+                "by kdist.gradients(model, x, y). Pass the model that contains its layer through "
+                "kdist.parallelize too. "
                 f"Received: weight {self.path!r}"
             )
         return tensor.handle

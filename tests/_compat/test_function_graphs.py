@@ -225,3 +225,35 @@ def test_in_vectorized_loop() -> None:
 
     step(tf.ones(3))
     assert found == [False, True, True]
+
+
+def test_converted() -> None:
+    def step(x: tf.Tensor) -> tf.Tensor:
+        if x > 0:
+            x = 2 * x
+        return x
+
+    made = tf.function(function_graphs.converted(step), autograph=False)
+    assert [float(made(tf.constant(x))) for x in (1.0, -1.0)] == [2.0, -1.0]
+    already = tf.function(step)
+    assert function_graphs.converted(already) is already
+
+
+def test_traced_anew() -> None:
+    traces: list[str] = []
+    inner = tf.function(lambda x: (traces.append("inner"), x + 1)[1], autograph=False)
+
+    def outer(x: tf.Tensor) -> tf.Tensor:
+        return inner(x) + inner(x)
+
+    known: dict[Any, Any] = {}
+    inner(tf.constant(1))
+    for _ in range(2):
+        with function_graphs.traced_anew(known):
+            tf.function(outer, autograph=False)(tf.constant(1))
+    assert len(traces) == 2 and list(known) == [inner]
+    known.clear()
+    with function_graphs.traced_anew(known):
+        tf.function(outer, autograph=False)(tf.constant(1))
+    tf.function(outer, autograph=False)(tf.constant(1))
+    assert len(traces) == 3

@@ -149,3 +149,34 @@ def test_keywords_over_inner_axes_are_refused() -> None:
     np.testing.assert_allclose(run(x), model(x), rtol=1e-9)
     with pytest.raises(ValueError, match=r"by position.*functools\.partial.*\['scale'\]"):
         run(x, scale=2.0)
+
+
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "model": 2}], ids=["data", "inner"])
+def test_what_a_step_does_by_values_of_tensors(axes: dict[str, int]) -> None:
+    """As in `tf.function`, which converts `if` and `for`."""
+    found = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(0)
+        model, optimizer = network(6, 3, "mlp"), keras.optimizers.Adam(0.01)
+        if parallel:
+            cuts = {".*up/kernel": (None, "model")} if "model" in axes else {}
+            config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts)
+            kdist.parallelize(model, config)
+        optimizer.build(model.trainable_variables)
+
+        def step(x: Any, times: Any, model: Any = model, optimizer: Any = optimizer) -> Any:
+            loss = tf.zeros((), x.dtype)
+            for _ in tf.range(times):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(model(x) ** 2)
+                weights = model.trainable_variables
+                optimizer.apply(tape.gradient(loss, weights), weights)
+            if loss > 0.1:
+                loss = 2.0 * loss
+            return loss
+
+        run = kdist.function(step, model) if parallel else tf.function(step)
+        x = tf.constant(np.random.default_rng(0).normal(size=(8, 6)))
+        found.append([[float(run(x, tf.constant(n))) for n in (2, 3)], *model.get_weights()])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-12)

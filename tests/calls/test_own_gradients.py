@@ -81,3 +81,35 @@ def test_many_at_once(axes: dict[str, int], kind: type) -> None:
     same(models)
     told = any("computes on one device" in str(one.message) for one in said)
     assert told == (kind is OneByOne or "model" in axes)
+
+
+class Sloped(Own):
+    """A gradient of a gradient, in a `tf.function` that the step calls, and updates in another."""
+
+    @tf.function
+    def penalty(self, x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            found = self(x, training=True)
+        size = ops.mean(ops.square(tape.gradient(found, x)))
+        return 2.0 * size if size > 0.1 else size
+
+    @tf.function
+    def update(self, gradients: Any) -> None:
+        self.optimizer.apply(gradients, self.trainable_variables)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(*data) + self.penalty(data[0])
+        self.update(tape.gradient(loss, self.trainable_variables))
+        return {"far": loss}
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=IDS)
+def test_functions_that_a_step_calls_are_traced_again_with_it(axes: dict[str, int]) -> None:
+    """One from the trace before would ask again for what has no way over the mesh, without end."""
+    models = pair(axes, Sloped)
+    for model in models:
+        model.optimizer.build(model.trainable_variables)  # no variables are made inside
+        model.fit(*batch(), batch_size=8, epochs=2, verbose=0, shuffle=False)
+    same(models)
