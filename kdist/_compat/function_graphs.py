@@ -156,6 +156,15 @@ def converted(function: Callable) -> Callable:
     return made
 
 
+_COMPILED: list[str] = []
+"""Names of the functions with `jit_compile=True` that are called now; see `traced_anew`."""
+
+
+def within_xla() -> str:
+    """The function for XLA that is traced now, of those seen by `traced_anew`; "" if none is."""
+    return _COMPILED[-1] if _COMPILED else ""
+
+
 @contextlib.contextmanager
 def traced_anew(known: MutableMapping[Any, Any]) -> Iterator[None]:
     """Meanwhile, a user's `tf.function` that is called in a graph has traces of its own for it.
@@ -174,7 +183,13 @@ def traced_anew(known: MutableMapping[Any, Any]) -> Iterator[None]:
             return before(self, *args, **kwargs)
         if self not in known:
             known[self] = self._clone(None)
-        return before(known[self], *args, **kwargs)
+        if not self._jit_compile:
+            return before(known[self], *args, **kwargs)
+        _COMPILED.append(self.python_function.__name__)
+        try:
+            return before(known[self], *args, **kwargs)
+        finally:
+            _COMPILED.pop()
 
     kind.__call__ = called
     try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist._compat import function_graphs, keras_optimizers
 from kdist.api.sharded_optimizer import config_for
+from kdist.calls.xla import refuse_within_xla
 from kdist.graphs.write_order import writes_after_reads
 from kdist.optimizer.update import DistributedUpdate
 from kdist.optimizer.wrappers import unwrap
@@ -79,6 +80,7 @@ class OwnUpdates:
                 "Does the loss depend on them? Of a cut weight, a tape finds a gradient by the "
                 "variable, and not by its value."
             )
+        refuse_within_xla(f"An update by {optimizer.name!r}")
         trained, update = self._update(optimizer, list(variables))
         whole = [by_variable.get(id(v)) for v in trained]
         entries = self._parallel.entries_of(trained)

@@ -17,6 +17,7 @@ from kdist.calls.anchors import anchor, handle_of
 from kdist.calls.arguments import CallArguments, any_symbolic, without_rows
 from kdist.calls.functions import CalledProgram, CallFunctions, Given, used_by
 from kdist.calls.over_mesh import OverMesh
+from kdist.calls.xla import refuse_within_xla
 from kdist.dtensor import sizes
 from kdist.dtensor.call import CannotExpand, Retrace
 from kdist.program.batch import SplitBatch, split
@@ -156,6 +157,7 @@ class LayerCalls:
         return (id(layer), trainable, given.key(), masked, context, sizes.active())
 
     def _over_mesh(self, layer: keras.Layer, call: Callable, given: CallArguments) -> Any:
+        refuse_within_xla(f"A call of layer {layer.path or layer.name!r}")
         batch = self._split(given)
         wanted = self._wanted(layer)
         parts = [

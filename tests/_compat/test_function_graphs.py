@@ -257,3 +257,16 @@ def test_traced_anew() -> None:
         tf.function(outer, autograph=False)(tf.constant(1))
     tf.function(outer, autograph=False)(tf.constant(1))
     assert len(traces) == 3
+
+
+def test_within_xla() -> None:
+    found: list[str] = []
+
+    @tf.function(jit_compile=True, autograph=False)
+    def compiled(x: tf.Tensor) -> tf.Tensor:
+        found.append(function_graphs.within_xla())
+        return x + 1.0
+
+    with function_graphs.traced_anew({}):
+        tf.function(lambda x: compiled(x), autograph=False)(tf.constant(1.0))
+    assert found == ["compiled"] and function_graphs.within_xla() == ""

@@ -113,3 +113,38 @@ def test_functions_that_a_step_calls_are_traced_again_with_it(axes: dict[str, in
         model.optimizer.build(model.trainable_variables)  # no variables are made inside
         model.fit(*batch(), batch_size=8, epochs=2, verbose=0, shuffle=False)
     same(models)
+
+
+class Compiled(Own):
+    @tf.function(jit_compile=True)
+    def far(self, x: Any, y: Any) -> Any:
+        return ops.mean((x - y) ** 2)
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        return self.far(self(x, training=True), y)
+
+
+class CompiledCall(Own):
+    loss_of = tf.function(Own.loss_of, jit_compile=True)
+
+
+class CompiledUpdate(Own):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(*data)
+        weights = self.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        tf.function(lambda g: self.optimizer.apply(g, weights), jit_compile=True)(gradients)
+        return {"far": loss}
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=IDS)
+def test_functions_for_xla(axes: dict[str, int]) -> None:
+    """They are of one device: a loss is, a call of a layer and an update are not."""
+    models = pair(axes, Compiled)
+    for model in models:
+        model.fit(*batch(), batch_size=8, epochs=2, verbose=0, shuffle=False)
+    same(models)
+    for kind, what in ((CompiledCall, "A call of layer"), (CompiledUpdate, "An update by 'adam")):
+        with pytest.raises(ValueError, match=rf"{what}.*jit_compile=True out.*Received"):
+            pair(axes, kind)[1].fit(*batch(), verbose=0)
