@@ -59,6 +59,12 @@ def taped(normalized: bool = False) -> keras.Model:
     return Taped(first, layers.Dense(3, name="down")(hidden))
 
 
+def float8() -> keras.Model:
+    first, policy = keras.Input((6,)), keras.dtype_policies.get("float8_from_float64")
+    hidden = layers.Dense(8, "tanh", dtype=policy, name="up")(first)
+    return Taped(first, layers.Dense(3, dtype=policy, name="down")(hidden))
+
+
 class Around(keras.Model):
     """Keras's own step, with something before and after."""
 
@@ -322,4 +328,5 @@ ZOO = {
     "distillation": OwnStep(Student, lambda: adam(loss="mse", metrics=["mae"])),
     "views": OwnStep(Views, adam, lambda: (features(),)),
     "structured": OwnStep(Structured, adam),
+    "float8": OwnStep(float8, lambda: adam(loss="mse")),
 }
