@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import concrete_function
 from tensorflow.python.framework import function_def_to_graph
 from tensorflow.python.ops import control_flow_v2_func_graphs, handle_data_util
+from tensorflow.python.ops.parallel_for import control_flow_ops
 
 
 def of_one_device(*, elsewhere: bool = False) -> dict[str, bool]:
@@ -136,6 +138,19 @@ def in_control_flow(within: Any = None) -> bool:
         if isinstance(graph, kinds):
             return True
         graph = getattr(graph, "outer_graph", None)
+    return False
+
+
+def in_vectorized_loop() -> bool:
+    """Whether what is traced is done for many at once: `tf.vectorized_map`, `tape.jacobian`.
+
+    TensorFlow then writes each operation again, for all; the body is in the graph around it.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is control_flow_ops._pfor_impl.__code__:
+            return True
+        frame = frame.f_back
     return False
 
 

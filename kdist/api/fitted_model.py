@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from kdist._compat import keras_saving, keras_trainer
 from kdist.api.own_methods import Arguments
+from kdist.api.own_steps import has_own_step, own_name
 from kdist.api.stepped_model import SteppedModel
 from kdist.cluster.joining import has_joined, naming_failures
 from kdist.config.parallel import ParallelConfig
@@ -55,7 +56,7 @@ class FittedModel(SteppedModel):
     def _fit(self, *args: Any, **kwargs: Any) -> Any:
         call = Arguments(self.model, "fit", args, kwargs)
         self.batch_rows = _batch_rows(call) or self.batch_rows
-        arguments = self._read_by_workers(call.named)
+        arguments = self._read_by_workers(call.named, "train")
         adapt_callbacks(arguments.get("callbacks"))
         arranging = _arranging(arguments.get("callbacks"))
         if arranging is None:
@@ -72,16 +73,22 @@ class FittedModel(SteppedModel):
         """`keras.Model.evaluate`."""
         with naming_failures():
             call = Arguments(self.model, "evaluate", args, kwargs)
-            arguments = self._read_by_workers(call.named)
+            arguments = self._read_by_workers(call.named, "test")
             adapt_callbacks(arguments.get("callbacks"))
             return call.call(arguments)
 
-    def _read_by_workers(self, arguments: dict[str, Any], in_parts: bool = False) -> dict[str, Any]:
-        """Arguments of `fit`, `evaluate` or `predict`, whose datasets each process reads."""
-        names = [n for n in ("x", "validation_data") if is_dataset(arguments.get(n))]
+    def _read_by_workers(self, arguments: dict[str, Any], kind: str) -> dict[str, Any]:
+        """Arguments of `fit`, `evaluate` or `predict`, whose datasets each process reads.
+
+        Args:
+            arguments: By name.
+            kind: "train", "test" or "predict".
+        """
+        kinds = {"x": kind, "validation_data": "test"}
+        names = [n for n in kinds if is_dataset(arguments.get(n))]
         if not has_joined() or not names:
             return arguments
-        cause = self._read_by_process_0()
+        cause = self._read_by_process_0([kinds[n] for n in names])
         if cause is not None:
             self.datasets.stays(cause)
             return arguments
@@ -91,11 +98,15 @@ class FittedModel(SteppedModel):
             arguments = arguments | {"x": weighted, "class_weight": None}
         first = self.topology.group(0)  # whose slices have the inputs
         devices = [self.topology.slices[s].devices[0] for s in first]
+        in_parts = kind == "predict"
         read = self.datasets.read([arguments[n] for n in names], devices, in_parts)
         return arguments | dict(zip(names, read, strict=True))
 
-    def _read_by_process_0(self) -> str | None:
-        """Why steps take whole batches, None where they take each replica's rows."""
+    def _read_by_process_0(self, kinds: Sequence[str]) -> str | None:
+        """Why steps of some kinds take whole batches, None where they take each replica's rows."""
+        for kind in kinds:
+            if has_own_step(self.model, kind):
+                return f"{own_name(kind)} takes whole batches"
         if self._whole_batch() is not None:
             return "layers that see the whole batch share rows"
         if self.model.run_eagerly or self.config.verify is not None:
@@ -106,7 +117,7 @@ class FittedModel(SteppedModel):
         """`keras.Model.predict`."""
         with naming_failures():
             call = Arguments(self.model, "predict", args, kwargs)
-            arguments = self._read_by_workers(call.named, in_parts=True)
+            arguments = self._read_by_workers(call.named, "predict")
             adapt_callbacks(arguments.get("callbacks"))
             return call.call(arguments)
 

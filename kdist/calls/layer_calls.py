@@ -28,6 +28,8 @@ from kdist.storage.constant_ids import knowing
 import keras
 import tensorflow as tf
 
+_IN_LOOPS = "A call in a tf.cond, tf.while_loop, tf.map_fn or tf.vectorized_map"
+
 
 class LayerCalls:
     """Calls layers over a mesh.
@@ -89,8 +91,8 @@ class LayerCalls:
                 return call(*args, **kwargs)
             if id(layer) in self.apart:
                 return self._on_one_device(call, args, kwargs)
-            if function_graphs.in_control_flow(self._step):
-                self.set_apart(layer, "A call in a tf.cond, tf.while_loop or tf.map_fn")
+            if function_graphs.in_control_flow(self._step) or function_graphs.in_vectorized_loop():
+                self.set_apart(layer, _IN_LOOPS)
                 return self._on_one_device(call, args, kwargs)
             given = self._by_rows(layer, call, CallArguments.of(args, kwargs))
             # What returns other things than rows leaves it to the layers inside.

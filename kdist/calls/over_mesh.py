@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist._compat.custom_gradients import asked_by_graph
+from kdist._compat.function_graphs import in_vectorized_loop
 from kdist.calls.anchors import handle_of
 from kdist.calls.functions import CallFunctions, Given
 from kdist.dtensor.sharded import each
@@ -36,16 +37,17 @@ def ranked(tensor: Any, known: Any) -> Any:
     return tensor
 
 
-class TwiceDifferentiated(Exception):
-    """Someone asks for a gradient of a gradient through a call.
+class NotOverMesh(Exception):
+    """Someone asks of a call what has no way over the mesh.
 
     Args:
+        what: What is asked for.
         layer: The layer that was called.
         calls: Who called it; see `kdist.calls.layer_calls`.
     """
 
-    def __init__(self, layer: keras.Layer, calls: Any) -> None:
-        super().__init__(f"a gradient of a gradient, through layer {layer.path or layer.name!r}")
+    def __init__(self, what: str, layer: keras.Layer, calls: Any) -> None:
+        super().__init__(f"{what}, through layer {layer.path or layer.name!r}")
         self.layer, self.calls = layer, calls
 
 
@@ -163,15 +165,17 @@ class OverMesh:
 
         Raises:
             EveryGradient: It is not known whether all that are wanted are there.
-            TwiceDifferentiated: When someone asks for it.
+            NotOverMesh: When someone asks for it, or over inner axes for many at once.
         """
         if self._some_left_out and asked_by_graph():
             raise EveryGradient
+        if self.backend.exact and in_vectorized_loop():
+            raise NotOverMesh("many gradients at once (a jacobian)", self.layer, self._calls)
 
         @tf.custom_gradient
         def once(*tensors: Any) -> tuple[list[Any], Callable]:
             def again(*_: Any) -> list[Any]:
-                raise TwiceDifferentiated(self.layer, self._calls)
+                raise NotOverMesh("a gradient of a gradient", self.layer, self._calls)
 
             return self._flat_gradient(results, tensors[: len(cotangents)]), again
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from kdist.calls.layer_calls import LayerCalls
-from kdist.calls.over_mesh import EveryGradient, TwiceDifferentiated
+from kdist.calls.over_mesh import EveryGradient, NotOverMesh
 from kdist.dtensor import sizes
 from kdist.dtensor.call import Retrace
 from kdist.runtime.by_shape import ByShape
@@ -91,5 +91,5 @@ def run_over(
         except EveryGradient:
             for one in calls:
                 one.every_gradient = True
-        except TwiceDifferentiated as reason:
+        except NotOverMesh as reason:
             reason.calls.set_apart(reason.layer, str(reason))

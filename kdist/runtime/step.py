@@ -325,13 +325,15 @@ class WholeGradients:
     """Whole gradients, reduced already; see `kdist.optimizer.gradients.GradientSource`.
 
     Args:
-        gradients: One, or None, per trainable variable.
+        gradients: One, or None, per trainable variable; also a variable that has added some up.
         scale: The loss scale that the update will take out again, or None.
         entries: `Stored` of each trainable variable.
     """
 
     def __init__(self, gradients: Sequence[Any], scale: Any, entries: Sequence[Stored]) -> None:
-        self.gradients = gradients
+        self.gradients = [
+            g if g is None or is_sparse(g) else tf.convert_to_tensor(g) for g in gradients
+        ]
         self.scale = scale
         self.entries = entries
 
