@@ -34,6 +34,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 DEFAULT = {
     "data 3": ("around, loss scaling", "normalized", "penalized", "autoencoder", "distillation"),
     "data 2 x model 2, level 3": ("taped", "tables", "adversaries", "views", "structured"),
+    "model 2": ("two outputs",),
 }
 """The rows of the default suite."""
 
