@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from kdist._compat import keras_trainer
+from kdist._compat import keras_known_rows
 from kdist.calls.layer_calls import LayerCalls
 from kdist.calls.over_mesh import EveryGradient, TwiceDifferentiated
 from kdist.dtensor import sizes
@@ -52,7 +52,7 @@ class OwnSteps:
 
     def _run(self, method: Callable, data: Any, known_size: bool = True) -> Any:
         # Over inner axes a graph has the size of its batch, which one device's may not know.
-        losses = [] if known_size else [lambda: keras_trainer.unweighted_losses(self.model)]
+        losses = [] if known_size else [lambda: keras_known_rows.unweighted_losses(self.model)]
         if self.model.run_eagerly:  # on whole weights, as all steps then
             with self._applying():
                 return method(data)

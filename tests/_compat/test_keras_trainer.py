@@ -6,7 +6,6 @@ When Keras moves one, the test that fails is named after the function of
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 from kdist._compat import keras_trainer, mirrored_internals
@@ -294,24 +293,3 @@ def test_call_context():
     inner(np.ones((1, 1)))
     assert [dict(one).get("training") for one in found] == [True, None]
     assert keras_trainer.call_context() == ()
-
-
-def test_unweighted_losses():
-    def logs(unweighted: bool) -> dict[str, float]:
-        x = keras.Input((2,))
-        model = keras.Model(x, [x, keras.ops.multiply(2.0, x)])
-        model.compile("sgd", ["mse", "mse"])
-        kept = keras_trainer.unweighted_losses(model) if unweighted else contextlib.nullcontext()
-        with kept:
-            for value, rows in ((1.0, 3), (2.0, 1)):
-                ones = value * np.ones((rows, 2))
-                model.compute_loss(ones, [0 * ones, 0 * ones], model(ones))
-        assert keras_trainer.compiled_loss(model).call.__name__ == "call"
-        assert "call" not in vars(keras_trainer.compiled_loss(model))
-        return {m.name: float(m.result()) for m in keras_trainer.loss_trackers(model)}
-
-    assert list(logs(False).values()) == [1.75, 7.0]  # 3 rows of 1, one of 4
-    assert list(logs(True).values()) == [2.5, 10.0]
-    model = keras.Sequential([keras.layers.Dense(1)])
-    with keras_trainer.unweighted_losses(model):
-        pass
