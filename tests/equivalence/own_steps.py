@@ -79,6 +79,14 @@ def around() -> keras.Model:
     return Around(base.inputs, base.outputs)
 
 
+def two_outputs() -> keras.Model:
+    """Losses of single outputs are metrics of their own, weighted by the rows that Keras knows."""
+    first = keras.Input((6,))
+    hidden = layers.Dense(8, "tanh", name="up")(first)
+    outputs = {name: layers.Dense(3, name=name)(hidden) for name in ("down", "beside")}
+    return Around(first, outputs)
+
+
 class Penalty(layers.Layer):
     def call(self, x: Any) -> Any:
         self.add_loss(0.1 * ops.mean(ops.square(x)))
@@ -319,6 +327,11 @@ def scaled() -> dict[str, Any]:
 ZOO = {
     "taped": OwnStep(taped, lambda: adam(loss="mse", metrics=["mae"])),
     "around, loss scaling": OwnStep(around, scaled),
+    "two outputs": OwnStep(
+        two_outputs,
+        lambda: adam(loss={"down": "mse", "beside": "mae"}),
+        lambda: (features(), {"down": targets(), "beside": targets()}),
+    ),
     "normalized": OwnStep(lambda: taped(True), lambda: adam(loss="mse")),
     "penalized": OwnStep(penalized, lambda: adam(loss="mse")),
     "tables": OwnStep(tables, lambda: adam(loss="mse"), lambda: (ids(), targets())),

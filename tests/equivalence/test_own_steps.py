@@ -41,6 +41,7 @@ DEFAULT = {
         "float8",
     ),
     "data 2 x model 2, level 3": ("taped", "tables", "adversaries", "views", "structured"),
+    "model 2": ("two outputs",),
 }
 """The rows of the default suite."""
 

@@ -88,6 +88,26 @@ def test_what_a_layer_writes_and_reads_has_no_gradient_in_a_model_itself():
     assert report.ok and "the model itself" in report.way, report
 
 
+class Measured(layers.Layer):
+    """Has a metric of its own, which sees what the layer is called with."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seen = keras.metrics.Mean(name="seen")
+
+    def call(self, inputs):
+        self.seen.update_state(ops.mean(inputs, axis=-1))
+        return inputs
+
+
+def test_a_model_itself_has_the_batch_once_in_the_metrics_of_layers():
+    layer = Measured(name="measured")
+    report = kdist.verify(wrapped(layer), *batch())
+    assert report.ok and "the model itself" in report.way, report
+    assert report.compared["state"] >= 2, report
+    assert [float(v) for v in layer.seen.variables] == [0.0, 0.0], "nothing is left of it"
+
+
 class Hidden(layers.Layer):
     """Has a factor that its configuration does not have."""
 
