@@ -206,3 +206,22 @@ def test_over_processes_what_runs_elsewhere_does_not(way: str) -> None:
     concrete = tf.function(function).get_concrete_function(TEXTS)
     for one in (made, function_graphs.of_one_device_too(concrete)):
         assert one.function_def.attr["shared_rendezvous"].b is not bool(way)
+
+
+def test_in_vectorized_loop() -> None:
+    found: list[bool] = []
+
+    @tf.custom_gradient
+    def noted(x: tf.Tensor) -> Any:
+        found.append(function_graphs.in_vectorized_loop())
+        return x, lambda d: (found.append(function_graphs.in_vectorized_loop()), d)[1]
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = noted(x)
+        return tape.jacobian(y, x), tf.vectorized_map(noted, x)
+
+    step(tf.ones(3))
+    assert found == [False, True, True]
