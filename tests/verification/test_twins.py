@@ -71,6 +71,30 @@ def test_a_model_without_a_twin_is_compared_itself():
     assert kdist.verify(compressed, x, y).ok  # gradients are compared before they travel
 
 
+@pytest.mark.parametrize("level", [0, 3])
+def test_what_is_not_decayed_is_so_while_compared_and_afterwards(level: int, float64: None):
+    x, y = (np.asarray(one, "float64") for one in batch())
+
+    def trained(verified: bool) -> list[np.ndarray]:
+        keras.utils.set_random_seed(0)
+        inner = [layers.Dense(4, name="up"), layers.Dense(2, name="down")]
+        model = keras.Sequential([keras.Input((6,)), *inner])
+        optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0 if level else 64)
+        mesh = kdist.mesh(data=2)
+        kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh, optimizer=optimizer))
+        adam = keras.optimizers.Adam(0.05, weight_decay=0.5)
+        adam.exclude_from_weight_decay(var_names=["down", "bias"])
+        model.compile(adam, "mse")
+        if verified:
+            report = kdist.verify(model, x, y)
+            assert report.ok and report.compared["weight"] == 4, report
+        model.fit(x, y, verbose=0)
+        return model.get_weights()
+
+    for plain, verified in zip(trained(False), trained(True)):
+        np.testing.assert_array_equal(plain, verified)
+
+
 class Normed(layers.Layer):
     """Divides by a norm of its weights that it keeps as state."""
 
