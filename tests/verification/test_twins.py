@@ -132,6 +132,28 @@ def test_a_model_itself_has_the_batch_once_in_the_metrics_of_layers():
     assert [float(v) for v in layer.seen.variables] == [0.0, 0.0], "nothing is left of it"
 
 
+def spread_of_rows(y, p):
+    return ops.mean(ops.square(y - p)) + ops.std(p)
+
+
+def test_losses_of_outputs_are_as_they_were_after_a_model_itself_was_compared():
+    x, y = batch()
+    first = keras.Input((6,))
+    inner = keras.layers.Lambda(lambda t: t, name="own")(first)
+    model = keras.Model(first, {name: layers.Dense(2, name=name)(inner) for name in "ab"})
+    model.get_layer("own").get_config = lambda: {}  # so that there is no twin
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2), verify="first_step"))
+    model.compile("sgd", {"a": spread_of_rows, "b": "mse"})
+    logs = model.fit(x, {"a": y, "b": y}, verbose=0, batch_size=len(x)).history
+    assert logs["loss"][0] == pytest.approx(logs["a_loss"][0] + logs["b_loss"][0], rel=1e-5)
+    report = kdist.verify(model, x, {"a": y, "b": y})
+    assert report.ok and "the model itself" in report.way, report
+    assert [float(v) for m in model.metrics for v in m.variables if "_loss" in m.name][1::2] == [
+        len(x),
+        len(x),
+    ]
+
+
 class Hidden(layers.Layer):
     """Has a factor that its configuration does not have."""
 
