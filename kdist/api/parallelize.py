@@ -355,7 +355,9 @@ class Parallel(PreparedModel):
         if example is not None:
             with tf.init_scope():
                 follow_frozen(self)
-        if self.update is None:
+        # A checkpoint that was restored has made the update, before there was a batch.
+        unseen = self.loss_terms is None and example is not None
+        if self.update is None or unseen:
             if example is None:
                 raise ValueError(
                     "Call kdist.gradients(model, x, y) before kdist.apply_gradients. "
