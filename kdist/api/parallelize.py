@@ -248,6 +248,10 @@ class Parallel(PreparedModel):
         def function(source: Any) -> Any:
             if kind == "train" and self.passes(source):
                 return {}
+            # Step by step, as Keras trains op by op; traced steps hear of it by `compile`.
+            if kind == "train" and self.model.run_eagerly and follow_frozen(self):
+                made.clear()
+                self.model.train_function = function
             if made:
                 with naming_failures():
                     return made["inner"](source)
