@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kdist._compat import keras_trainer
 from kdist.api.parallelize import Parallel, attached
 from kdist.program.forward_scope import ForwardScope
 from kdist.program.model_state import ModelState
@@ -67,8 +68,11 @@ def run_itself(request: Request, *, quiet: bool = False) -> Trial:
 @contextlib.contextmanager
 def _unchanged(model: keras.Model) -> Iterator[Any]:
     """Gives a function that puts back a model's variables that changed, and calls it at the end."""
-    # Keras's `variables` have no metrics of layers.
-    variables = list({id(v): v for v in (*model.variables, *ModelState.of(model).carried)}.values())
+    # Keras's `variables` have no metrics: those of layers, and of single outputs' losses, which
+    # a loss over the whole batch moves.
+    metrics = [v for one in keras_trainer.loss_trackers(model) for v in one.variables]
+    each = (*model.variables, *ModelState.of(model).carried, *metrics)
+    variables = list({id(v): v for v in each}.values())
     before = [(v, as_array(v.value)) for v in variables]
     exact = [tf.identity(v.value) for v in variables]
 
