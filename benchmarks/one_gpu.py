@@ -49,6 +49,7 @@ flags.DEFINE_integer("rounds", 5, "interleaved rounds", lower_bound=1)
 flags.DEFINE_integer("steps", 10, "steps of a row in a round", lower_bound=1)
 flags.DEFINE_integer("memory_mb", 72_000, "of the card, for all rows together", lower_bound=1)
 flags.DEFINE_bool("together", False, "start all rows at once: first steps are not to be compared")
+flags.DEFINE_bool("deep", True, "run the deep small model too")
 flags.DEFINE_string("only", "", "run rows whose name has this text")
 flags.DEFINE_string("out", "", "JSON file to write")
 flags.DEFINE_bool("keep", False, "write the tracked file of results")
@@ -62,15 +63,18 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"Options start with --. Received: {argv[1:]}")
     args = flags.FLAGS
     sizes = {field.name: getattr(args, field.name) for field in dataclasses.fields(SIZES)}
+    settings = {"rounds": args.rounds, "steps_in_a_round": args.steps, **sizes}
+    groups = [(ROWS, rows.Sizes(**sizes)), *([(DEEP_ROWS, rows.DEEP_SMALL)] if args.deep else [])]
     records: list[dict[str, Any]] = []
-    for group, size in ((ROWS, rows.Sizes(**sizes)), (DEEP_ROWS, rows.DEEP_SMALL)):
+    out = args.out
+    for group, size in groups:  # shown and kept as they come: time on a card can run out
         chosen = [dataclasses.replace(r, sizes=size) for r in group if args.only in r.name]
         os.environ[ON_GPU] = str(args.memory_mb // max(1, len(chosen)))
-        records += step_time.measure(chosen, {}, args.rounds, args.steps, together=args.together)
-    show(records)
-    settings = {"rounds": args.rounds, "steps_in_a_round": args.steps, **sizes}
-    path = results_file.save("one_gpu", settings, records, keep=args.keep, out=args.out)
-    Console(stderr=True).print(f"written: {path}")
+        found = step_time.measure(chosen, {}, args.rounds, args.steps, together=args.together)
+        show(found)
+        records += found
+        out = str(results_file.save("one_gpu", settings, records, keep=args.keep, out=out))
+    Console(stderr=True).print(f"written: {out}")
 
 
 def show(records: list[dict[str, Any]]) -> None:

@@ -51,6 +51,17 @@ def step_time(record: dict[str, Any]) -> str:
     return table(("", "step, to plain Keras", "first step"), found)
 
 
+def one_gpu(record: dict[str, Any]) -> str:
+    """Steps over one card and its parts, relative to plain Keras, and memory."""
+    first = statistics.median(record["rows"][0]["steps_s"])
+    found = []
+    for row in record["rows"]:
+        seconds = statistics.median(row["steps_s"])
+        peaks = ", ".join(f"{one:.0f}" for one in row["gpu_peak_mib"])
+        found.append([row["name"], f"{1000 * seconds:.1f} ms", f"{seconds / first:.2f}", peaks])
+    return table(("", "step", "to plain Keras", "memory of each device at most, MiB"), found)
+
+
 def memory_levels(record: dict[str, Any]) -> str:
     """Bytes per parameter, by level."""
     n = record["settings"]["data"]
@@ -185,6 +196,7 @@ def overlap(record: dict[str, Any]) -> str:
 
 KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "step_time": step_time,
+    "one_gpu": one_gpu,
     "memory_levels_data4": memory_levels,
     "memory_levels_data8": memory_levels,
     "compression": compression,

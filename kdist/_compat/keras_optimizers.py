@@ -81,6 +81,7 @@ def exclude_from_decay(optimizer: Any, variables: Iterable[keras.Variable]) -> N
     """Makes an optimizer apply its weight decay to all but some variables."""
     optimizer._exclude_from_weight_decay = {variable_key(optimizer, v) for v in variables}
     optimizer._exclude_from_weight_decay_pattern = None
+    optimizer._exclude_from_weight_decay_cache = {}  # what was asked before is no more
 
 
 def carry_decay_rules(optimizer: Any, source: Any) -> None:

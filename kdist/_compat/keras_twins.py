@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from kdist._compat import keras_optimizers
+
 import keras
 import tensorflow as tf
 from keras.src import backend as keras_backend
@@ -54,7 +56,7 @@ def not_decayed(optimizer: Any, variables: list[keras.Variable]) -> list[keras.V
     """Variables that `exclude_from_weight_decay` named; None if it was not called."""
     if not hasattr(optimizer, "_exclude_from_weight_decay"):
         return None
-    return [v for v in variables if not optimizer._use_weight_decay(v)]
+    return [v for v in variables if not keras_optimizers.decays(optimizer, v)]
 
 
 @contextlib.contextmanager

@@ -34,14 +34,16 @@ def take_up_weights(parallel: Parallel, kind: str) -> None:
         )
 
 
-def follow_frozen(parallel: Parallel) -> None:
-    """Makes the steps anew if layers were frozen or thawed since they were made."""
+def follow_frozen(parallel: Parallel) -> bool:
+    """Makes the steps anew if layers were frozen or thawed since they were made; tells whether."""
     if parallel.program is None:
-        return
+        return False
     made = [id(v) for v in parallel.program.state.trainable]
     if made != [id(v) for v in parallel.model.trainable_variables]:
         parallel.forget_functions(parallel.jit_compile)
         parallel.spread_parameters()
+        return True
+    return False
 
 
 def follow_weights(parallel: Parallel, kind: str) -> None:

@@ -248,6 +248,10 @@ class Parallel(PreparedModel):
         def function(source: Any) -> Any:
             if kind == "train" and self.passes(source):
                 return {}
+            # Step by step, as Keras trains op by op; traced steps hear of it by `compile`.
+            if kind == "train" and self.model.run_eagerly and follow_frozen(self):
+                made.clear()
+                self.model.train_function = function
             if made:
                 with naming_failures():
                     return made["inner"](source)
@@ -355,7 +359,9 @@ class Parallel(PreparedModel):
         if example is not None:
             with tf.init_scope():
                 follow_frozen(self)
-        if self.update is None:
+        # A checkpoint that was restored has made the update, before there was a batch.
+        unseen = self.loss_terms is None and example is not None
+        if self.update is None or unseen:
             if example is None:
                 raise ValueError(
                     "Call kdist.gradients(model, x, y) before kdist.apply_gradients. "

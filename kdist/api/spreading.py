@@ -25,7 +25,7 @@ def spread_for(
     config: OptimizerConfig,
     fusion: FusionConfig,
     topology: Topology,
-    tables: frozenset[int],
+    apart: frozenset[int],
     classes: Classes | None,
 ) -> Spread:
     """Spreads what an optimizer updates.
@@ -37,7 +37,8 @@ def spread_for(
         config: Level and the rest.
         fusion: Which gradients travel together.
         topology: The mesh.
-        tables: Positions of the variables that are tables of embeddings.
+        apart: Positions of the variables whose gradients are not summed as vectors are: rows of
+            tables, and maxima.
         classes: How gradients travel compressed, if they do.
     """
     whole = whole_updates(optimizer, variables)
@@ -48,7 +49,7 @@ def spread_for(
         how = classes.compressors()
 
     def keys(placed: Sequence[Placement]) -> tuple[Hashable | None, ...]:
-        return bucket_keys(fusion, variables, placed, groups, whole, tables, how)
+        return bucket_keys(fusion, variables, placed, groups, whole, apart, how)
 
     return spread(
         placed,
@@ -59,6 +60,6 @@ def spread_for(
         keys,
         how,
         fusion,
-        tables,
+        apart,
         [kinds.get(v, 0) for v in range(len(variables))],
     )

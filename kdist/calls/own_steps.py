@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from kdist._compat import keras_known_rows
 from kdist._compat.function_graphs import traced_anew
 from kdist.calls.layer_calls import LayerCalls
 from kdist.calls.over_mesh import EveryGradient, NotOverMesh
@@ -35,11 +36,11 @@ class OwnSteps:
 
     def train(self, data: Any, known_size: bool = True) -> Any:
         """The model's `train_step` on a global batch."""
-        return self._run(self.model.train_step, data)
+        return self._run(self.model.train_step, data, known_size)
 
     def test(self, data: Any, known_size: bool = True) -> Any:
         """The model's `test_step` on a global batch."""
-        return self._run(self.model.test_step, data)
+        return self._run(self.model.test_step, data, known_size)
 
     def predict(self, data: Any, known_size: bool = True) -> Any:
         """The model's `predict_step` on a global batch."""
@@ -50,11 +51,13 @@ class OwnSteps:
         parts, devices = self.topology.data_size, self.topology.devices
         return ByShape(function, parts, devices, self.parallel.warn_once)
 
-    def _run(self, method: Callable, data: Any) -> Any:
+    def _run(self, method: Callable, data: Any, known_size: bool = True) -> Any:
+        # Over inner axes a graph has the size of its batch, which one device's may not know.
+        losses = [] if known_size else [lambda: keras_known_rows.unweighted_losses(self.model)]
         if self.model.run_eagerly:  # on whole weights, as all steps then
             with self._applying():
                 return method(data)
-        return run_over([self.calls], [self._applying], method, data)
+        return run_over([self.calls], [self._applying, *losses], method, data)
 
 
 def run_over(

@@ -289,7 +289,9 @@ class CompressionConfig:
         for position, variable in enumerate(variables):
             pattern = match_pattern(self.patterns, variable.path)
             compressor, why = self._choose(variable, pattern)
-            if position in tables and compressor != "none":
+            if getattr(variable, "overwrite_with_gradient", False) and compressor != "none":
+                compressor, why = "none", f"{why}; it is overwritten by what travels"
+            elif position in tables and compressor != "none":
                 compressor, why = "none", f"{why}; the rows of a table travel as they are"
             entries.append(_entry(variable, compressor, why, pattern is not None))
             if pattern is not None:

@@ -78,8 +78,8 @@ class PipelineConfig:
             object.__setattr__(self, "stages", tuple(tuple(row) for row in self.stages))
         elif self.stages != "auto":
             raise ValueError(
-                "stages is 'auto', a mapping of layer name, or regex, to stage, or a list of "
-                f"layers per stage. Received: stages={self.stages!r}"
+                "stages is 'auto', a mapping of layer name, or regex, to stage, or a list per "
+                f"stage of its layers, one at least. Received: stages={self.stages!r}"
             )
 
         if self.costs not in ("estimate", "measured"):

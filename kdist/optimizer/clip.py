@@ -39,6 +39,8 @@ def clip_globally(
     for one in local:
         with tf.device(one.device):
             for n, variable in zip(one.positions, one.variables):
+                if variable.overwrite_with_gradient:
+                    continue
                 if n in gradients and jobs.is_first(n):
                     gradient = _update_gradient(leaf, one, variable, gradients[n])
                     if n in some:

@@ -19,7 +19,7 @@ from kdist.sharding.placement import (
 from kdist.storage import sparse
 from kdist.storage.fetched_table import FetchedTable
 from kdist.storage.parts import InParts, distinct_parts, whole_of
-from kdist.storage.transfer import added
+from kdist.storage.transfer import added, largest
 from kdist.storage.variables import Stored, assemble
 
 import tensorflow as tf
@@ -32,7 +32,9 @@ class SliceGradients:
 
     A slice computes on one device, which has gradients of whole variables, or on several, each with
     that of its part. A weight that several stages of a pipeline use has a gradient on each of them
-    through which one flows; they are summed like those of replicas.
+    through which one flows; they are summed like those of replicas. What overwrites its variable
+    (the maxima of float8 training) is not summed: the largest counts, as Keras has it where
+    gradients accumulate.
 
     Args:
         gradients: Per slice, by trainable variable, its gradient on each device that computes;
@@ -156,6 +158,9 @@ class SliceGradients:
                         # Each stage has rows of its own that all of its replicas look up.
                         key = how, None if how.by_batch else stage
                         parts.setdefault(key, []).append(self._cut(piece, index, own))
+        if self.entries[variable].variable.overwrite_with_gradient:
+            (dense,) = parts.values()
+            return added(dense, devices, REDUCE, variable, largest)
         sums = [add_gradients(of, how, devices, variable, to) for (how, _), of in parts.items()]
         if variable in self.once:
             with tf.device(self.devices[placement.slices[0]][0]):

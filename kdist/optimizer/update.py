@@ -69,7 +69,6 @@ class DistributedUpdate:
         self.loss_scale = LossScale(wrappers.loss_scale) if wrappers.loss_scale else None
         self.inner = wrappers.inner
         variables = [entry.variable for entry in entries]
-        self._refuse_overwritten(variables)
         self.groups = leaf_optimizers(self.inner, variables)
         for leaf, _ in self.groups:
             slot_formats(leaf, config.state_format)  # refuses before anything is changed
@@ -87,20 +86,12 @@ class DistributedUpdate:
         self.sums: dict[int, LocalSums] = {}
         # Of a penalty, as large as the table: accumulated where the table is.
         self._fetched = {v for v, entry in enumerate(entries) if entry.placement.fetched}
+        # What overwrites a variable is no sum, and Keras accumulates it by the largest.
+        self._overwritten = {v for v, one in enumerate(variables) if one.overwrite_with_gradient}
         self._unfused: frozenset[int] = frozenset()
         self._has_updated = False
         self.jobs.build(keys, self._whole)
         self._override_finalize()
-
-    @staticmethod
-    def _refuse_overwritten(variables: Sequence[keras.Variable]) -> None:
-        for v in variables:
-            if v.overwrite_with_gradient:
-                raise ValueError(
-                    "Variables that are overwritten by their gradient (float8 training) cannot be "
-                    "summed over replicas. Use mixed_bfloat16 instead. "
-                    f"Received: variable={v.path!r}"
-                )
 
     def _override_finalize(self) -> None:
         """Writing EMA averages back goes through the logical variables, to reach every copy."""
@@ -169,7 +160,7 @@ class DistributedUpdate:
             return Reduction(
                 self.jobs, source, live, dense, self.scale(), compress=compress, frees=frees
             )
-        self._build_sums(live - source.rows - self._fetched)
+        self._build_sums(live - source.rows - self._fetched - self._overwritten)
         summed = {v for sums in self.sums.values() for v in sums.sums}
         # With a dynamic loss scale, it is not known yet whether the step counts.
         early = self.sums if self.loss_scale is None else {}
@@ -300,6 +291,9 @@ class DistributedUpdate:
         scale = self.loss_scale.scale()
         unscaled = {}
         for n, gradient in reduction.gradients.items():
+            if self.jobs.variable(self.jobs.jobs[n]) in self._overwritten:
+                unscaled[n] = gradient
+                continue
             with tf.device(self.jobs.device(self.jobs.jobs[n].owner)):
                 unscaled[n] = ops.divide(gradient, scale)
         self._apply({**unscaled, **self._accumulated(reduction, scale)}, reduction.connected)

@@ -29,7 +29,7 @@ def bucket_keys(
         placements: Where each is stored.
         groups: The optimizers that do math, with the positions of their variables.
         whole: Per variable, whether its update must see the whole tensor.
-        apart: Positions of variables that are never fused: tables, whose gradients are rows.
+        apart: Positions of variables that are never fused: their gradients are rows, or maxima.
         compressors: How each gradient travels over the data axis.
 
     Raises:

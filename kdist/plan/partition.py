@@ -148,7 +148,7 @@ def deal_alike(
     decisions: Sequence[Decision],
     placements: Sequence[Placement],
     keys: Sequence[Hashable | None],
-    tables: frozenset[int],
+    apart: frozenset[int],
     kinds: Sequence[int] = (),
 ) -> tuple[Decision, ...]:
     """Deals out whole what would be cut, where every replica gets as much either way.
@@ -162,14 +162,14 @@ def deal_alike(
         decisions: See `decide`.
         placements: As the layouts alone would place them.
         keys: Parameters with the same key travel together; they stay as they are.
-        tables: Positions of parameters whose gradients are rows; they stay as they are.
+        apart: See `spread`; they stay as they are.
         kinds: See `spread`.
     """
     kinds = kinds or [0] * len(placements)
     company = collections.Counter(key for key in keys if key is not None)
     alike: dict[Hashable, list[int]] = {}
     for i, (one, decision, key) in enumerate(zip(placements, decisions, keys)):
-        if decision.how == "slice" and i not in tables and (key is None or company[key] == 1):
+        if decision.how == "slice" and i not in apart and (key is None or company[key] == 1):
             sizes = tuple(math.prod(shard.shape) for shard in one.shards)
             alike.setdefault((sizes, one.itemsize, one.groups, one.home, kinds[i]), []).append(i)
     found = list(decisions)
@@ -214,7 +214,7 @@ def spread(
     fuse: Fuse = alone,
     compressors: Sequence[Compressor] | None = None,
     fusion: FusionConfig | None = None,
-    tables: frozenset[int] = frozenset(),
+    apart: frozenset[int] = frozenset(),
     kinds: Sequence[int] = (),
 ) -> Spread:
     """Decides, then places (at level 3 parameters are stored cut, or by one slice) and deals.
@@ -230,7 +230,7 @@ def spread(
             travels compressed and is not spread is updated by every slice, which then has nothing
             to send.
         fusion: How sums and new values go between processes.
-        tables: Positions of parameters whose gradients are rows.
+        apart: Positions of parameters whose gradients are not summed as vectors are: rows, maxima.
         kinds: Per parameter, the number of the optimizer that updates it: state is as large for
             parameters of equal size and kind. None given: all are of one kind.
 
@@ -240,7 +240,7 @@ def spread(
     decisions = decide(placements, whole, wanted, config, topology)
     placed = _stored(placements, decisions, config, topology, kinds)
     if _may_deal(config, topology):
-        decisions = deal_alike(decisions, placements, fuse(placed), tables, kinds)
+        decisions = deal_alike(decisions, placements, fuse(placed), apart, kinds)
         placed = _stored(placements, decisions, config, topology, kinds)
     cut = [d.how == "slice" and config.level < 3 for d in decisions]
     keys = tuple(fuse(placed))
@@ -257,7 +257,7 @@ def spread(
     units = on_every_slice(units, every, placed)
     buckets = tuple(make_buckets(units, placed, keys, whole))
     if fusion is not None:
-        direct = tables | {v for v, how in enumerate(compressors) if how != "none"}
+        direct = apart | {v for v, how in enumerate(compressors) if how != "none"}
         units = routed(units, buckets, placed, topology, fusion, direct)
         buckets = tuple(make_buckets(units, placed, keys, whole))
     exchanges = make_exchanges(units, placed, compressors, keys, buckets)

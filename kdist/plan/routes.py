@@ -225,7 +225,7 @@ def routed(
         placements: One per trainable variable.
         topology: The mesh.
         fusion: The settings.
-        direct: Variables whose gradients go directly: rows of tables, what travels compressed.
+        direct: Variables whose gradients go directly: rows, maxima, what travels compressed.
 
     Raises:
         ValueError: The algorithm is not for so many processes.

@@ -244,7 +244,9 @@ class Flow:
         sums = self.gradients.setdefault(s, {})
         first = position not in sums
         if not first:
-            gradient = each(operator.add, self.backend.devices(s), sums[position], gradient)
+            overwrites = self.program.state.trainable[position].overwrite_with_gradient
+            join = tf.maximum if overwrites else operator.add
+            gradient = each(join, self.backend.devices(s), sums[position], gradient)
         sums[position] = gradient
         return [] if first or tf.executing_eagerly() else [part.op for part in gradient.parts]
 

@@ -174,10 +174,15 @@ def _of_unknown_size(tensor: Any) -> Any:
 
 
 def _gradient(tape: tf.GradientTape, target: Any, sources: Sequence[Any]) -> list[Any]:
-    """Gradient of each source; None for one that is None."""
-    there = [source for source in sources if source is not None]
-    found = iter(tape.gradient(target, there))
-    return [None if source is None else next(found) for source in sources]
+    """Gradient of each source; None for one that is None, and where one comes again.
+
+    A tape gives a tensor that is two of the model's outputs its whole gradient twice, and who pulls
+    back adds up what each output got.
+    """
+    there = {id(source): source for source in sources if source is not None}
+    gradients = tape.gradient(target, list(there.values()))
+    found = dict(zip(there, gradients, strict=True))
+    return [None if source is None else found.pop(id(source), None) for source in sources]
 
 
 def _take(values: list[Any], sizes: Sequence[int]) -> list[list[Any]]:

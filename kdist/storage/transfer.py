@@ -6,7 +6,7 @@ would send a tensor once for each device that reads it, over the same wire.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist._compat import keras_trainer
@@ -53,8 +53,17 @@ def apart(tensor: Any) -> Any:
     return copy
 
 
+def largest(parts: Sequence[Any], name: str | None = None) -> Any:
+    """The largest of some tensors, element by element; `tf.add_n` for maxima."""
+    return tf.reduce_max(tf.stack(parts), axis=0, name=name)
+
+
 def added(
-    parts: Sequence[Any], devices: Sequence[str] | None, name: str | None = None, turn: int = 0
+    parts: Sequence[Any],
+    devices: Sequence[str] | None,
+    name: str | None = None,
+    turn: int = 0,
+    by: Callable[..., Any] = tf.add_n,
 ) -> Any:
     """The sum of tensors, on the device in scope: each process adds up its own first.
 
@@ -63,18 +72,19 @@ def added(
         devices: Where each of them is; None: all on one.
         name: Of the operation, for graphs and profiles.
         turn: Which of a process's devices adds up: sums that differ in it spread over all.
+        by: `largest` for the largest in place of the sum.
     """
     by_process: dict[Any, list[int]] = {}
     for number, device in enumerate(devices or ()):
         by_process.setdefault(process_of(device), []).append(number)
     if len(by_process) < 2:
-        return tf.add_n(list(parts), name=name)
+        return by(list(parts), name=name)
     terms: list[Any] = []
     for numbers in by_process.values():
         mine = [parts[n] for n in numbers]
         if len(mine) > 1:
             assert devices is not None
             with tf.device(devices[numbers[turn % len(numbers)]]):
-                mine = [tf.add_n(mine, name=name)]
+                mine = [by(mine, name=name)]
         terms += mine
-    return tf.add_n(terms, name=name)
+    return by(terms, name=name)

@@ -8,9 +8,10 @@ made, so that weights, slots and metrics need no putting back, and are not compa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from kdist._compat import keras_trainer
 from kdist.api.parallelize import Parallel, attached
 from kdist.program.forward_scope import ForwardScope
 from kdist.program.model_state import ModelState
@@ -54,7 +55,7 @@ def run_itself(request: Request, *, quiet: bool = False) -> Trial:
     with _unchanged(model) as restore, _observed(layers, parallel):
         with tf.device(request.config.topology.devices[0]):
             one = _alone(model, batch)
-        mesh = _over_mesh(model, batch)
+        mesh = _over_mesh(model, batch, restore)
         restore()
         comparison = compare_runs(one, mesh, request.tolerance)
         found = Study()
@@ -67,8 +68,13 @@ def run_itself(request: Request, *, quiet: bool = False) -> Trial:
 @contextlib.contextmanager
 def _unchanged(model: keras.Model) -> Iterator[Any]:
     """Gives a function that puts back a model's variables that changed, and calls it at the end."""
-    before = [(v, as_array(v.value)) for v in model.variables]
-    exact = [tf.identity(v.value) for v in model.variables]
+    # Keras's `variables` have no metrics: those of layers, and of single outputs' losses, which
+    # a loss over the whole batch moves.
+    metrics = [v for one in keras_trainer.loss_trackers(model) for v in one.variables]
+    each = (*model.variables, *ModelState.of(model).carried, *metrics)
+    variables = list({id(v): v for v in each}.values())
+    before = [(v, as_array(v.value)) for v in variables]
+    exact = [tf.identity(v.value) for v in variables]
 
     def restore() -> None:
         for (variable, value), whole in zip(before, exact):
@@ -130,9 +136,12 @@ def _alone(model: keras.Model, batch: tuple[Any, Any, Any]) -> Observed:
     )
 
 
-def _over_mesh(model: keras.Model, batch: tuple[Any, Any, Any]) -> Observed:
+def _over_mesh(
+    model: keras.Model, batch: tuple[Any, Any, Any], restore: Callable[[], None]
+) -> Observed:
     """What the mesh gives; statistics and seeds move on."""
     output = output_arrays(model, model.predict_on_batch(batch[0]))
+    restore()  # layers' own metrics see predictions too
     found = mesh_pass(model, batch)
     return Observed(
         output=output,

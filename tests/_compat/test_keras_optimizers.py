@@ -109,6 +109,7 @@ def test_exclude_from_decay():
     a, b, c = (keras.Variable(np.ones(2), name=name) for name in "abc")
     optimizer = keras.optimizers.SGD(0.1, weight_decay=1.0)
     optimizer.exclude_from_weight_decay(var_names=["c"])
+    assert keras_optimizers.decays(optimizer, a)  # which Keras remembers
     keras_optimizers.exclude_from_decay(optimizer, [a, b])
     optimizer.build([a, b, c])
     optimizer.apply([tf.zeros(2)] * 3, [a, b, c])

@@ -61,12 +61,16 @@ def test_compile_options():
 
 
 def test_not_decayed():
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="dense")])
     kernel, bias = model.trainable_variables
     optimizer = keras.optimizers.AdamW()
     assert keras_twins.not_decayed(optimizer, [kernel, bias]) is None
     optimizer.exclude_from_weight_decay(var_names=["bias"])
     assert keras_twins.not_decayed(optimizer, [kernel, bias]) == [bias]
+    # In the name of the `tf.Variable`, which begins with the layer's.
+    optimizer.exclude_from_weight_decay(var_names=["dense"])
+    assert keras_twins.not_decayed(optimizer, [kernel, bias]) == [kernel, bias]
+    assert not optimizer._use_weight_decay(kernel.value), "Keras itself remembers what it was asked"
 
 
 def test_equal_draws():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import kdist
@@ -149,3 +150,30 @@ def test_gradients_of_a_model_that_dtensor_cannot_run():
     plain.optimizer.apply(expected, plain.trainable_variables)
     kdist.apply_gradients(parallel, found)
     assert_same_weights(plain, parallel)
+
+
+def _of_rows(y: Any, p: Any) -> Any:
+    return keras.ops.mean(keras.ops.square(y - p)) + keras.ops.std(p)
+
+
+def test_after_a_checkpoint_was_restored_a_loss_over_the_batch_is_one(tmp_path: Path) -> None:
+    """Restoring makes the optimizer's state, before a batch has shown what the loss looks at."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(8, 4)), rng.normal(size=(8, 3))
+
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, name="head")])
+        kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+        model.compile("sgd", _of_rows)
+        return model
+
+    first = build()
+    first.fit(x, y, verbose=0)
+    kdist.checkpoint.save(first, tmp_path)
+    second = build()
+    kdist.checkpoint.restore(second, tmp_path)
+    (loss, found), (expected, others) = (kdist.gradients(m, x, y) for m in (second, first))
+    np.testing.assert_allclose(loss, _of_rows(y, second.predict(x, verbose=0)), rtol=1e-9)
+    for one, other in zip([loss, *found], [expected, *others]):
+        np.testing.assert_allclose(one, other, rtol=1e-9)

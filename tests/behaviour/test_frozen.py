@@ -143,6 +143,31 @@ def test_a_loop_follows_at_once(mesh: str, level: int, graph: bool) -> None:
     assert changed == [False] * 2 + [True] * 4
 
 
+@pytest.mark.parametrize(("mesh", "level"), [("data2", 3), ("pipe2_data2", 0)])
+def test_what_runs_eagerly_follows_step_by_step(mesh: str, level: int) -> None:
+    """As Keras, which asks what is trainable in each step then; traced steps wait for `compile`."""
+
+    def trained(on: str | None) -> tuple[list[float], list[np.ndarray]]:
+        model = made(on, level)
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", run_eagerly=True)
+        losses = train(model)
+        freeze(model, "c")
+        losses += train(model)
+
+        def frozen(batch: int, logs: Any) -> None:
+            if batch == 1:
+                freeze(model)
+
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=frozen)
+        model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[callback])
+        return losses, model.get_weights()
+
+    (losses, weights), (expected, its_weights) = trained(mesh), trained(None)
+    np.testing.assert_allclose(losses, expected, rtol=1e-9)
+    for one, other in zip(weights, its_weights):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
 def test_an_optimizer_of_another_model_is_refused() -> None:
     optimizer, first = keras.optimizers.Adam(0.1), made("data2")
     first.compile(optimizer, "mse")

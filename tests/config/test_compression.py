@@ -39,6 +39,15 @@ def kinds(config: CompressionConfig) -> dict[str, str]:
     return {e.path: str(e.compressor) for e in config.classes(MODEL).entries}
 
 
+def test_what_overwrites_its_variable_travels_as_it_is() -> None:
+    history = variable("up/inputs_amax_history", 1024)
+    history.overwrite_with_gradient = True
+    classes = CompressionConfig(patterns={".*": "bf16"}).classes([*MODEL, history])
+    assert classes.entries[-1].compressor == "none"
+    assert "overwritten" in classes.entries[-1].why
+    assert {str(e.compressor) for e in classes.entries[:-1]} == {"bf16"}
+
+
 # --- the declaration
 
 

@@ -59,6 +59,12 @@ def taped(normalized: bool = False) -> keras.Model:
     return Taped(first, layers.Dense(3, name="down")(hidden))
 
 
+def float8() -> keras.Model:
+    first, policy = keras.Input((6,)), keras.dtype_policies.get("float8_from_float64")
+    hidden = layers.Dense(8, "tanh", dtype=policy, name="up")(first)
+    return Taped(first, layers.Dense(3, dtype=policy, name="down")(hidden))
+
+
 class Around(keras.Model):
     """Keras's own step, with something before and after."""
 
@@ -71,6 +77,14 @@ class Around(keras.Model):
 def around() -> keras.Model:
     base = network(6, 3, "around")
     return Around(base.inputs, base.outputs)
+
+
+def two_outputs() -> keras.Model:
+    """Losses of single outputs are metrics of their own, weighted by the rows that Keras knows."""
+    first = keras.Input((6,))
+    hidden = layers.Dense(8, "tanh", name="up")(first)
+    outputs = {name: layers.Dense(3, name=name)(hidden) for name in ("down", "beside")}
+    return Around(first, outputs)
 
 
 class Penalty(layers.Layer):
@@ -313,6 +327,11 @@ def scaled() -> dict[str, Any]:
 ZOO = {
     "taped": OwnStep(taped, lambda: adam(loss="mse", metrics=["mae"])),
     "around, loss scaling": OwnStep(around, scaled),
+    "two outputs": OwnStep(
+        two_outputs,
+        lambda: adam(loss={"down": "mse", "beside": "mae"}),
+        lambda: (features(), {"down": targets(), "beside": targets()}),
+    ),
     "normalized": OwnStep(lambda: taped(True), lambda: adam(loss="mse")),
     "penalized": OwnStep(penalized, lambda: adam(loss="mse")),
     "tables": OwnStep(tables, lambda: adam(loss="mse"), lambda: (ids(), targets())),
@@ -322,4 +341,5 @@ ZOO = {
     "distillation": OwnStep(Student, lambda: adam(loss="mse", metrics=["mae"])),
     "views": OwnStep(Views, adam, lambda: (features(),)),
     "structured": OwnStep(Structured, adam),
+    "float8": OwnStep(float8, lambda: adam(loss="mse")),
 }

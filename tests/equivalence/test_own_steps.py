@@ -32,8 +32,16 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "model 2": ({"model": 2}, {}),
 }
 DEFAULT = {
-    "data 3": ("around, loss scaling", "normalized", "penalized", "autoencoder", "distillation"),
+    "data 3": (
+        "around, loss scaling",
+        "normalized",
+        "penalized",
+        "autoencoder",
+        "distillation",
+        "float8",
+    ),
     "data 2 x model 2, level 3": ("taped", "tables", "adversaries", "views", "structured"),
+    "model 2": ("two outputs",),
 }
 """The rows of the default suite."""
 

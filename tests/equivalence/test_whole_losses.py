@@ -24,6 +24,7 @@ DEFAULT = [
     ("circle", "data4", "even"),
     ("one_of_two", "data2_model2", "ragged"),
     ("projection", "data4", "ragged"),
+    ("same_output_twice", "data4", "even"),
     ("own_call_of_the_model", "data2_model2", "ragged"),
 ]
 DEFAULT_LEVELS = [

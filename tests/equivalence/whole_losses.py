@@ -109,6 +109,16 @@ def _one_number() -> keras.Model:
     return keras.Model(inputs, layers.Dense(1, name="down")(x)[:, 0], name="one_number")
 
 
+def _same_output_twice() -> keras.Model:
+    model = _probabilities()
+    return keras.Model(model.inputs, [model.outputs[0], model.outputs[0]], name="twice")
+
+
+def _targets_twice(seed: int, samples: int) -> Data:
+    x, y, weight = _one_hot_data(seed, samples)
+    return x, [y, y], [weight, weight]
+
+
 def _tower_loss(reduction: str) -> Any:
     binary = keras.losses.BinaryCrossentropy(from_logits=True, reduction=reduction)
     return {"click": binary, "rating": RootMeanSquare(reduction=reduction)}
@@ -134,6 +144,14 @@ COUPLED: tuple[Case, ...] = (
     _coupled("own_call", lambda r: WorstRow(reduction=r)),
     _coupled("unreduced", lambda r: keras.losses.MeanSquaredError(reduction="none")),
     dataclasses.replace(TWO_TOWER, name="one_of_two", loss=_tower_loss),
+    dataclasses.replace(
+        MLP,
+        name="same_output_twice",
+        build=_same_output_twice,
+        data=_targets_twice,
+        loss=lambda r: [keras.losses.Dice(reduction=r), keras.losses.MeanSquaredError(reduction=r)],
+        metrics=list,
+    ),
     dataclasses.replace(ENCODER, name="masked", loss=lambda r: perplexity, metrics=list),
     # Outputs of shape (n,): a mean over the last axis is one over the rows.
     dataclasses.replace(

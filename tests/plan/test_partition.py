@@ -166,7 +166,7 @@ def decided(topo: Topology, shapes: Sequence[Any], keys: Any = None, **options: 
     fuse = (lambda placed: keys) if keys else (lambda placed: list(range(count)))
     tables = frozenset({0}) if options.get("level") == 1 else frozenset()
     found = spread(
-        placed(topo, *shapes), [False] * count, [None] * count, config, topo, fuse, tables=tables
+        placed(topo, *shapes), [False] * count, [None] * count, config, topo, fuse, apart=tables
     )
     return [d.how[0] for d in found.decisions]
 

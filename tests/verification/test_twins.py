@@ -71,6 +71,30 @@ def test_a_model_without_a_twin_is_compared_itself():
     assert kdist.verify(compressed, x, y).ok  # gradients are compared before they travel
 
 
+@pytest.mark.parametrize("level", [0, 3])
+def test_what_is_not_decayed_is_so_while_compared_and_afterwards(level: int, float64: None):
+    x, y = (np.asarray(one, "float64") for one in batch())
+
+    def trained(verified: bool) -> list[np.ndarray]:
+        keras.utils.set_random_seed(0)
+        inner = [layers.Dense(4, name="up"), layers.Dense(2, name="down")]
+        model = keras.Sequential([keras.Input((6,)), *inner])
+        optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0 if level else 64)
+        mesh = kdist.mesh(data=2)
+        kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh, optimizer=optimizer))
+        adam = keras.optimizers.Adam(0.05, weight_decay=0.5)
+        adam.exclude_from_weight_decay(var_names=["down", "bias"])
+        model.compile(adam, "mse")
+        if verified:
+            report = kdist.verify(model, x, y)
+            assert report.ok and report.compared["weight"] == 4, report
+        model.fit(x, y, verbose=0)
+        return model.get_weights()
+
+    for plain, verified in zip(trained(False), trained(True)):
+        np.testing.assert_array_equal(plain, verified)
+
+
 class Normed(layers.Layer):
     """Divides by a norm of its weights that it keeps as state."""
 
@@ -86,6 +110,48 @@ class Normed(layers.Layer):
 def test_what_a_layer_writes_and_reads_has_no_gradient_in_a_model_itself():
     report = kdist.verify(wrapped(Normed(name="normed")), *batch())
     assert report.ok and "the model itself" in report.way, report
+
+
+class Measured(layers.Layer):
+    """Has a metric of its own, which sees what the layer is called with."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seen = keras.metrics.Mean(name="seen")
+
+    def call(self, inputs):
+        self.seen.update_state(ops.mean(inputs, axis=-1))
+        return inputs
+
+
+def test_a_model_itself_has_the_batch_once_in_the_metrics_of_layers():
+    layer = Measured(name="measured")
+    report = kdist.verify(wrapped(layer), *batch())
+    assert report.ok and "the model itself" in report.way, report
+    assert report.compared["state"] >= 2, report
+    assert [float(v) for v in layer.seen.variables] == [0.0, 0.0], "nothing is left of it"
+
+
+def spread_of_rows(y, p):
+    return ops.mean(ops.square(y - p)) + ops.std(p)
+
+
+def test_losses_of_outputs_are_as_they_were_after_a_model_itself_was_compared():
+    x, y = batch()
+    first = keras.Input((6,))
+    inner = keras.layers.Lambda(lambda t: t, name="own")(first)
+    model = keras.Model(first, {name: layers.Dense(2, name=name)(inner) for name in "ab"})
+    model.get_layer("own").get_config = lambda: {}  # so that there is no twin
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2), verify="first_step"))
+    model.compile("sgd", {"a": spread_of_rows, "b": "mse"})
+    logs = model.fit(x, {"a": y, "b": y}, verbose=0, batch_size=len(x)).history
+    assert logs["loss"][0] == pytest.approx(logs["a_loss"][0] + logs["b_loss"][0], rel=1e-5)
+    report = kdist.verify(model, x, {"a": y, "b": y})
+    assert report.ok and "the model itself" in report.way, report
+    assert [float(v) for m in model.metrics for v in m.variables if "_loss" in m.name][1::2] == [
+        len(x),
+        len(x),
+    ]
 
 
 class Hidden(layers.Layer):
