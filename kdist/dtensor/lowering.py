@@ -283,20 +283,28 @@ def _each(tensors: Any, kind: str) -> Any:
 def _placeholders(
     mesh: dtensor.Mesh, inputs: Sequence[Any], layouts: Sequence[dtensor.Layout]
 ) -> list[Any]:
-    """DTensors of given shapes and layouts, with no memory behind them."""
+    """DTensors of given shapes and layouts, with no memory behind them.
+
+    One stands for all inputs that are alike, such as the weights of a model's blocks: what makes
+    them is expanded too.
+    """
+    keys = [(tuple(t.shape), t.dtype, layout.to_string()) for t, layout in zip(inputs, layouts)]
+    kinds = {key: (t, layout) for key, t, layout in zip(keys, inputs, layouts, strict=True)}
 
     def make() -> list[Any]:
         return [
             dtensor.relayout(
                 tf.fill(t.shape, "") if t.dtype == tf.string else tf.zeros(t.shape, t.dtype), layout
             )
-            for t, layout in zip(inputs, layouts, strict=True)
+            for t, layout in kinds.values()
         ]
 
     if not inputs:  # DTensor runs no function that makes nothing
         return []
     with without_notices(), dtensor.default_mesh(mesh):
-        return list(tf.function(make, autograph=False).get_concrete_function()())
+        made = tf.function(make, autograph=False).get_concrete_function()()
+    found = dict(zip(kinds, made, strict=True))
+    return [found[key] for key in keys]
 
 
 def _arguments(
