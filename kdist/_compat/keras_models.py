@@ -21,41 +21,6 @@ def functional_of(model: Any) -> Any:
     return model if isinstance(model, Functional) and call is Functional.call else None
 
 
-def known_outputs(model: Any, inputs: Any) -> Any:
-    """Specs of what a model gives for inputs, as its graph of layers knows them.
-
-    Args:
-        model: The model.
-        inputs: Specs of a batch, in the structure of the model's inputs.
-
-    Returns:
-        `KerasTensor`s in the structure of the outputs; None where another size, rank or structure
-        than the graph was made with would have to be followed through it.
-    """
-    functional = functional_of(model)
-    if functional is None:
-        return None
-
-    def is_dense(spec: Any) -> bool:
-        sparse = getattr(spec, "sparse", False) or getattr(spec, "ragged", False)
-        return spec is not None and not sparse
-
-    given, declared = keras.tree.flatten(inputs), functional.inputs
-    if len(given) != len(declared) or not all(map(is_dense, [*given, *declared])):
-        return None
-    rows = {one.shape[:1] for one in given}
-    outputs = functional._outputs_struct
-    tensors = [*declared, *keras.tree.flatten(outputs)]
-    if len(rows) != 1 or any(t.shape[:1] != (None,) or None in t.shape[1:] for t in tensors):
-        return None
-    if any(tuple(g.shape[1:]) != tuple(d.shape[1:]) for g, d in zip(given, declared)):
-        return None
-    (first,) = rows
-    return keras.tree.map_structure(
-        lambda t: keras.KerasTensor((*first, *t.shape[1:]), t.dtype), outputs
-    )
-
-
 def nodes_in_order(functional: Any) -> list[Any]:
     """The nodes of a `Functional` in the order in which Keras runs them, without its inputs.
 

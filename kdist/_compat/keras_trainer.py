@@ -11,8 +11,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from kdist._compat import keras_models
-
 import keras
 import tensorflow as tf
 from keras.src import backend as keras_backend
@@ -177,27 +175,8 @@ def replaced_losses(model: keras.Model, losses: Sequence[Any]) -> Iterator[None]
 
 
 def build_from_specs(model: keras.Model, specs: Any) -> None:
-    """Builds layers, metrics, losses and the optimizer from the specs of one batch.
-
-    Keras traces the whole model for the specs of its outputs; where its graph of layers knows them,
-    and all layers are built, it need not.
-    """
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(specs)
-    built = all(layer.built for layer in keras_models.flat_layers(model))
-    outputs = keras_models.known_outputs(model, x) if built else None
-    if outputs is None:
-        model._symbolic_build(data_batch=specs)
-        return
-    traced = keras_backend.compute_output_spec
-
-    def spec(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return outputs if function is model else traced(function, *args, **kwargs)
-
-    keras_backend.compute_output_spec = spec
-    try:
-        model._symbolic_build(data_batch=specs)
-    finally:
-        keras_backend.compute_output_spec = traced
+    """Builds layers, metrics, losses and the optimizer from the specs of one batch."""
+    model._symbolic_build(data_batch=specs)
 
 
 def build_from_loss(model: keras.Model, specs: Any) -> None:

@@ -8,7 +8,6 @@ from kdist._compat import keras_trainer
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from ..parity import assert_close, data, mlp
@@ -186,32 +185,6 @@ def test_build_from_specs():
     assert len(keras_trainer.compiled_losses(model)) == 1
     assert model.optimizer.built
     assert keras_trainer.compiled_metrics(model).built
-
-
-class Noting(keras.layers.Layer):
-    """Counts how often it is traced."""
-
-    calls = 0
-
-    def call(self, x):
-        self.calls += 1
-        return x
-
-
-@pytest.mark.parametrize(("length", "traced"), [(6, 0), (None, 1)])
-def test_what_a_graph_of_layers_knows_is_not_traced(length, traced):
-    inputs = keras.Input((length, 2))
-    note = Noting()
-    model = keras.Model(inputs, [keras.layers.Dense(3)(note(inputs)), inputs])
-    model.compile("sgd", ["mse", "mae"], metrics=[["accuracy"], ["mae"]])
-    note.calls = 0
-    specs = (keras.KerasTensor((4, 6, 2)), [keras.KerasTensor((4, 6, n)) for n in (3, 2)], None)
-    keras_trainer.build_from_specs(model, specs)
-    assert note.calls == traced
-    assert len(keras_trainer.compiled_losses(model)) == 2
-    (first, _) = keras_trainer.compiled_metrics(model).metrics
-    assert first.name.endswith("accuracy")
-    assert keras_trainer.keras_backend.compute_output_spec.__name__ == "compute_output_spec"
 
 
 def test_loss_tracker():

@@ -7,7 +7,6 @@ from kdist._compat import keras_models
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend import compute_output_spec
 
 from ..parity import mlp
 from .private_checks import two_outputs, untested
@@ -32,32 +31,6 @@ def test_functional_of():
             return super().call(inputs)
 
     assert keras_models.functional_of(Own(model.inputs, model.outputs)) is None
-
-
-def test_known_outputs():
-    inputs = {"a": keras.Input((3,), name="a"), "b": keras.Input((4, 2), name="b")}
-    dense = keras.layers.Dense(5)
-    model = keras.Model(inputs, {"c": dense(inputs["a"]), "d": inputs["b"]})
-    a, b = keras.KerasTensor((7, 3)), keras.KerasTensor((7, 4, 2))
-    found = keras_models.known_outputs(model, {"a": a, "b": b})
-    assert {name: one.shape for name, one in found.items()} == {"c": (7, 5), "d": (7, 4, 2)}
-    expected = compute_output_spec(model, {"a": a, "b": b})
-    assert {n: (t.shape, t.dtype) for n, t in found.items()} == {
-        n: (t.shape, t.dtype) for n, t in expected.items()
-    }
-    # Another rank, other sizes, another number of rows each, one input less.
-    assert keras_models.known_outputs(model, {"a": keras.KerasTensor((7,)), "b": b}) is None
-    assert keras_models.known_outputs(model, {"a": a, "b": keras.KerasTensor((7, 6, 2))}) is None
-    assert keras_models.known_outputs(model, {"a": keras.KerasTensor((8, 3)), "b": b}) is None
-    assert keras_models.known_outputs(model, {"a": a}) is None
-    sequential = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    assert keras_models.known_outputs(sequential, keras.KerasTensor((None, 3))).shape == (None, 2)
-
-    class Other(keras.Model):
-        def call(self, x):
-            return x
-
-    assert keras_models.known_outputs(Other(), a) is None
 
 
 def test_nodes_in_order():
