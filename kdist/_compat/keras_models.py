@@ -76,17 +76,33 @@ def as_model_call(layer: keras.Layer) -> Iterator[None]:
         layer._convert_input_args, layer._allow_non_tensor_positional_args = before
 
 
+def call_name(layer: keras.Layer) -> str:
+    """The method that Keras runs when a layer is called."""
+    return "call" if getattr(layer, "quantization_mode", None) is None else "quantized_call"
+
+
+def call_of(layer: keras.Layer) -> Any:
+    """What Keras runs when a layer is called: `call`, or `quantized_call` if it is quantized."""
+    return getattr(layer, call_name(layer))
+
+
+def give_call(layer: keras.Layer, call: Any) -> None:
+    """Gives a layer another `call_of`, on the instance; see `calls_kept`."""
+    object.__setattr__(layer, call_name(layer), call)
+
+
 @contextlib.contextmanager
 def calls_kept(layers: Sequence[keras.Layer]) -> Iterator[None]:
-    """Around what gives layers another `call`, on the instance: afterwards they have theirs."""
-    before = [(layer, layer.__dict__.get("call")) for layer in layers]
+    """Around what gives layers another call, on the instance: afterwards they have theirs."""
+    names = ("call", "quantized_call")
+    before = [(layer, name, vars(layer).get(name)) for layer in layers for name in names]
     try:
         yield
     finally:
-        for layer, call in before:
-            layer.__dict__.pop("call", None)
+        for layer, name, call in before:
+            vars(layer).pop(name, None)
             if call is not None:
-                object.__setattr__(layer, "call", call)
+                object.__setattr__(layer, name, call)
 
 
 def takes_training(operation: Any) -> bool:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist._compat import keras_optimizers
+from kdist._compat import keras_applied
 from kdist.optimizer.wrappers import unwrap
 
 import keras
@@ -49,7 +49,7 @@ def hand_over(parallel: Any) -> None:
         parallel: Of a model that has an update.
     """
     optimizer = parallel.model.optimizer
-    keras_optimizers.replace_apply(optimizer, _by_mesh(parallel, optimizer))
+    keras_applied.replace_apply(optimizer, _by_mesh(parallel, optimizer))
 
 
 def _by_mesh(parallel: Any, optimizer: Any) -> Callable[..., None]:

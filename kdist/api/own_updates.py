@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kdist._compat import function_graphs, keras_optimizers
+from kdist._compat import function_graphs, keras_applied
 from kdist.api.sharded_optimizer import config_for
 from kdist.calls.xla import refuse_within_xla
 from kdist.graphs.write_order import writes_after_reads
@@ -50,7 +50,7 @@ class OwnUpdates:
         """Meanwhile, optimizers that are applied to the model's weights do it over the mesh."""
         self.running = True
         try:
-            with keras_optimizers.applied_by(self.apply):
+            with keras_applied.applied_by(self.apply):
                 yield
         finally:
             self.running = False

@@ -214,23 +214,14 @@ class PlacedModel:
         for v in variables:
             index = by_layout[id(v)].inner_index(0)
             shape = shape_of(index)
-            overwrites = v.overwrite_with_gradient
-            parts.append(
-                SimpleNamespace(
-                    path=v.path, shape=shape, dtype=v.dtype, overwrite_with_gradient=overwrites
-                )
-            )
+            parts.append(SimpleNamespace(path=v.path, shape=shape, dtype=v.dtype))
+            parts[-1].overwrite_with_gradient = v.overwrite_with_gradient
         return self.config.compression.classes(parts, self._tables(variables))
 
     def _tables(self, variables: Sequence[keras.Variable]) -> frozenset[int]:
         """Positions of the variables that are tables of embeddings."""
         tables = {id(v) for v in looked_up(self.model)}
         return frozenset(i for i, v in enumerate(variables) if id(v) in tables)
-
-    def _apart(self, variables: Sequence[keras.Variable]) -> frozenset[int]:
-        """Positions of those whose gradients are not summed as vectors are: rows, and maxima."""
-        overwritten = (i for i, v in enumerate(variables) if v.overwrite_with_gradient)
-        return self._tables(variables).union(overwritten)
 
     @property
     def trained(self) -> Sequence[keras.Variable]:
@@ -271,8 +262,8 @@ class PlacedModel:
         config: OptimizerConfig,
         classes: Classes | None,
     ) -> Spread:
-        fusion, topology, apart = self.config.fusion, self.topology, self._apart(variables)
-        return spread_for(optimizer, variables, placed, config, fusion, topology, apart, classes)
+        fusion, topology, tables = self.config.fusion, self.topology, self._tables(variables)
+        return spread_for(optimizer, variables, placed, config, fusion, topology, tables, classes)
 
     @property
     def optimizer_config(self) -> OptimizerConfig:

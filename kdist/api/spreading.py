@@ -14,6 +14,7 @@ from kdist.plan.fusion_groups import bucket_keys
 from kdist.plan.partition import Spread, spread
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Placement
+from kdist.storage.overwritten import overwritten
 
 import keras
 
@@ -25,7 +26,7 @@ def spread_for(
     config: OptimizerConfig,
     fusion: FusionConfig,
     topology: Topology,
-    apart: frozenset[int],
+    tables: frozenset[int],
     classes: Classes | None,
 ) -> Spread:
     """Spreads what an optimizer updates.
@@ -37,11 +38,11 @@ def spread_for(
         config: Level and the rest.
         fusion: Which gradients travel together.
         topology: The mesh.
-        apart: Positions of the variables whose gradients are not summed as vectors are: rows of
-            tables, and maxima.
+        tables: Positions of the variables that are tables of embeddings.
         classes: How gradients travel compressed, if they do.
     """
     whole = whole_updates(optimizer, variables)
+    apart = tables | overwritten(variables)
     groups = optimizer_groups(optimizer, variables)
     kinds = {v: n for n, (_, members) in enumerate(groups) for v in members}
     how: Sequence[Compressor] = ["none"] * len(variables)

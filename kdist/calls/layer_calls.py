@@ -71,7 +71,8 @@ class LayerCalls:
         self._step = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         with keras_models.calls_kept(self._layers):
             for layer in self._layers:
-                object.__setattr__(layer, "call", self._wrapped(layer, layer.call))
+                call = keras_models.call_of(layer)
+                keras_models.give_call(layer, self._wrapped(layer, call))
             yield
 
     def trace_anew(self, reason: Retrace) -> None:
@@ -102,7 +103,9 @@ class LayerCalls:
             if given is None:
                 return call(*args, **kwargs)
             # By its name: layouts that are declared for the layer stand before its call by then.
-            by_name = keras_autocast.autocast_as_now(lambda *a, **k: layer.call(*a, **k))
+            by_name = keras_autocast.autocast_as_now(
+                lambda *a, **k: keras_models.call_of(layer)(*a, **k)
+            )
             with keras_autocast.without_autocast():
                 return self._over_mesh(layer, by_name, given)
 

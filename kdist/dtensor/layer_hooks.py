@@ -11,7 +11,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kdist._compat import keras_models, keras_trainer
+from kdist._compat import keras_trainer
+from kdist._compat.keras_models import call_of, calls_kept, give_call
 from kdist.config.operands import lay_out, operands
 from kdist.dtensor import limits, relayout
 from kdist.dtensor.model_layouts import ModelLayouts
@@ -57,15 +58,15 @@ def _laid_out_calls(layouts: ModelLayouts) -> Iterator[None]:
         layer for layer in layouts.model_layers if isinstance(layer, keras.layers.TextVectorization)
     ]
     changed = [*windowed, *texts, *(entry[0] for entry in hooked), *(layer for layer, _ in tables)]
-    with keras_models.calls_kept(changed):
+    with calls_kept(changed):
         for layer in windowed if layouts.any_cut else ():
-            object.__setattr__(layer, "call", _channels_whole(layer.call))
+            give_call(layer, _channels_whole(call_of(layer)))
         for layer in texts:
-            object.__setattr__(layer, "call", _rows_known(layer.call))
+            give_call(layer, _rows_known(call_of(layer)))
         for layer, dim in tables:
-            object.__setattr__(layer, "call", _columns_pinned(layer.call, dim, layer.output_dim))
+            give_call(layer, _columns_pinned(call_of(layer), dim, layer.output_dim))
         for layer, inputs, outputs, every in hooked:
-            object.__setattr__(layer, "call", _laid_out(layer, inputs, outputs, every))
+            give_call(layer, _laid_out(layer, inputs, outputs, every))
         yield
 
 
@@ -133,7 +134,7 @@ def _laid_out(
     every: Dims | None,
 ) -> Callable:
     """`call` with inputs and outputs as declared; `every` is for all outputs, and wins."""
-    call, name = layer.call, f"layer {layer.path or layer.name!r}"
+    call, name = call_of(layer), f"layer {layer.path or layer.name!r}"
     change = _masked(relayout.relayout_active)
 
     def laid_out(*args: Any, **kwargs: Any) -> Any:

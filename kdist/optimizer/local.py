@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from kdist._compat import keras_optimizers, keras_trainer, learning_rates
+from kdist._compat import keras_applied, keras_optimizers, keras_trainer, learning_rates
 from kdist.graphs.instantiation import optimized_as_ever
 from kdist.layers.lazy import Lazy
 from kdist.optimizer.absent import Live, passed_over
@@ -128,7 +128,7 @@ def sees_some_alone(optimizer: Any, devices: int) -> str | None:
         optimizer: A leaf optimizer.
         devices: How many devices update weights by it.
     """
-    own = keras_optimizers.own_methods(optimizer, ("apply", "apply_gradients"))
+    own = keras_applied.own_methods(optimizer, ("apply", "apply_gradients"))
     if not own or devices < 2:
         return None
     return (

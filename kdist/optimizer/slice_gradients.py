@@ -18,6 +18,7 @@ from kdist.sharding.placement import (
 )
 from kdist.storage import sparse
 from kdist.storage.fetched_table import FetchedTable
+from kdist.storage.overwritten import added_up
 from kdist.storage.parts import InParts, distinct_parts, whole_of
 from kdist.storage.transfer import added, largest
 from kdist.storage.variables import Stored, assemble
@@ -159,13 +160,32 @@ class SliceGradients:
                         key = how, None if how.by_batch else stage
                         parts.setdefault(key, []).append(self._cut(piece, index, own))
         if self.entries[variable].variable.overwrite_with_gradient:
-            (dense,) = parts.values()
-            return added(dense, devices, REDUCE, variable, largest)
+            return self._largest(variable, k, index, parts, devices)
         sums = [add_gradients(of, how, devices, variable, to) for (how, _), of in parts.items()]
         if variable in self.once:
             with tf.device(self.devices[placement.slices[0]][0]):
                 sums.append(part_of(self.once[variable], index, placement.shape))
         return sums[0] if len(sums) == 1 else add_gradients(sums, sparse.LookUp())
+
+    def _largest(
+        self,
+        variable: int,
+        k: int,
+        index: Index,
+        parts: Mapping[Any, list[Any]],
+        devices: Sequence[str],
+    ) -> Any:
+        """Of the new values that a variable is overwritten with, the largest; see `_at`."""
+        entry, slices = self.entries[variable], self.placements[variable].slices
+        news = [tf.convert_to_tensor(one) for of in parts.values() for one in of]
+        there = [s for s in slices if self._found(variable, s, k) is not None]
+        stages = {entry.topology.slices[s].stage for s in there}
+        if len(stages) + (variable in self.once) > 1:
+            raise added_up(entry.variable)
+        if not news:
+            with tf.device(self.devices[slices[0]][0]):
+                return part_of(self.once[variable], index, entry.placement.shape)
+        return news[0] if len(news) == 1 else added(news, devices, REDUCE, variable, largest)
 
     def _rows_of_table(self, variable: int, unit: UpdateUnit) -> Any:
         """Of a table's gradient, what falls on some rows: joined once, then cut for each owner.

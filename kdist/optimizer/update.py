@@ -28,6 +28,7 @@ from kdist.optimizer.wrappers import row_updates, unwrap, whole_updates
 from kdist.sharding.mesh import Topology
 from kdist.sharding.owners import UpdateUnit
 from kdist.sharding.placement import Coordinate
+from kdist.storage.overwritten import overwritten
 from kdist.storage.row_views import RowsBacking
 from kdist.storage.sparse import is_sparse
 from kdist.storage.variables import Stored, backing_of
@@ -87,7 +88,7 @@ class DistributedUpdate:
         # Of a penalty, as large as the table: accumulated where the table is.
         self._fetched = {v for v, entry in enumerate(entries) if entry.placement.fetched}
         # What overwrites a variable is no sum, and Keras accumulates it by the largest.
-        self._overwritten = {v for v, one in enumerate(variables) if one.overwrite_with_gradient}
+        self._overwritten = overwritten(variables)
         self._unfused: frozenset[int] = frozenset()
         self._has_updated = False
         self.jobs.build(keys, self._whole)

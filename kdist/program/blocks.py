@@ -66,7 +66,8 @@ def named(blocks: Blocks | None) -> Iterator[None]:
     calls = itertools.count()
     with keras_models.calls_kept([layer for layer, _ in scopes]):
         for layer, scope in scopes:
-            object.__setattr__(layer, "call", _scoped(layer.call, scope, within))
+            call = keras_models.call_of(layer)
+            keras_models.give_call(layer, _scoped(call, scope, within))
         with (
             keras_remat.without_remat(blocks.scoped),
             keras_remat.wrapped_run_by(lambda call: _wrapped(call, within, calls)),

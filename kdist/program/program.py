@@ -25,6 +25,7 @@ from kdist.program.padded_batch import PaddedBatch
 from kdist.program.traced import Traced, drawing
 from kdist.program.unlisted_writes import refuse_unlisted_writes
 from kdist.storage import sparse
+from kdist.storage.overwritten import refuse_added
 from kdist.storage.variables import backing_of
 
 import keras
@@ -303,6 +304,8 @@ class Program:
         leaves = tf.nest.flatten(data, expand_composites=True)
         sources = [t for t in leaves if t is not None]
         self.trained.connected = [i for i, g in enumerate(found) if g is not None]
+        for variable, gradient in zip(self.state.trainable, found):
+            refuse_added(variable, gradient)
         given, self.trained.rows = list(found), {}
         for i, g in enumerate(found):
             if g is not None and sparse.is_sparse(g):

@@ -243,7 +243,7 @@ def _marked_row_by_row(model: keras.Model) -> Iterator[None]:
     layers = [one for one in keras_models.flat_layers(model) if isinstance(one, _ROW_BY_ROW)]
     with keras_models.calls_kept(layers):
         for layer in layers:
-            object.__setattr__(layer, "call", _marked(layer.call))
+            keras_models.give_call(layer, _marked(keras_models.call_of(layer)))
         yield
 
 

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist._compat import keras_models, keras_optimizers
+from kdist._compat import keras_applied, keras_models, keras_optimizers
 from kdist.runtime.taken import Taken, alive, ending_together
 from kdist.runtime.worker_data import WorkerDataset, WorkerIterator
 
@@ -38,7 +38,7 @@ def build_by_step(model: keras.Model, step: Callable, *data: Any) -> None:
         ValueError: The step does not build them all.
     """
     specs = keras.tree.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), data)
-    with keras_optimizers.applied_by(lambda *apply: None):
+    with keras_applied.applied_by(lambda *apply: None):
         tf.function(step, autograph=False).get_concrete_function(*specs)
     layers = [layer for layer in keras_models.flat_layers(model) if layer is not model]
     if left := [one.path or one.name for one in layers if not one.built]:

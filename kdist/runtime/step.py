@@ -33,6 +33,7 @@ from kdist.sharding.mesh import Topology
 from kdist.sharding.owners import UpdateUnit
 from kdist.sharding.placement import Coordinate
 from kdist.storage.constant_ids import knowing
+from kdist.storage.overwritten import overwritten, refuse_added
 from kdist.storage.sparse import is_sparse
 from kdist.storage.variables import Stored
 
@@ -231,8 +232,9 @@ class Step:
         Rows of tables stay rows: an optimizer squares and clips them one by one, as in `fit`.
         """
         whole: list[Any] = [None] * len(self.program.state.trainable)
+        unscaled = overwritten(self.program.state.trainable)
         for v, gradient in self.update.whole_gradients(reduction).items():
-            if scale is not None:
+            if scale is not None and v not in unscaled:
                 gradient = multiplied(gradient, 1 / tf.cast(scale, gradient.dtype))
             whole[v] = gradient
         return whole
@@ -336,6 +338,10 @@ class WholeGradients:
         ]
         self.scale = scale
         self.entries = entries
+        variables = [entry.variable for entry in entries]
+        self._unscaled = overwritten(variables)
+        for variable, gradient in zip(variables, self.gradients):
+            refuse_added(variable, gradient)
 
     @property
     def rows(self) -> set[int]:
@@ -345,9 +351,8 @@ class WholeGradients:
     def unit(self, variable: int, unit: UpdateUnit) -> Any:
         """See `GradientSource`."""
         placement = self.entries[variable].placement
-        return self._scaled(
-            part_of(self.gradients[variable], unit.index(placement), placement.shape)
-        )
+        part = part_of(self.gradients[variable], unit.index(placement), placement.shape)
+        return self._scaled(variable, part)
 
     def local(self, variable: int, at: Coordinate) -> Any:
         """See `GradientSource`; the first slice's that uses the variable stands for all."""
@@ -355,10 +360,12 @@ class WholeGradients:
         if at[0] != placement.slices[0]:
             return None
         part = part_of(self.gradients[variable], placement.inner_index(at[1]), placement.shape)
-        return self._scaled(tf.convert_to_tensor(part))
+        return self._scaled(variable, tf.convert_to_tensor(part))
 
-    def _scaled(self, gradient: Any) -> Any:
-        return gradient if self.scale is None else multiplied(gradient, self.scale)
+    def _scaled(self, variable: int, gradient: Any) -> Any:
+        if self.scale is None or variable in self._unscaled:
+            return gradient
+        return multiplied(gradient, self.scale)
 
 
 def multiplied(gradient: Any, factor: Any) -> Any:

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kdist._compat import keras_trainer
+from kdist._compat import keras_models, keras_trainer
 
 import keras
 import tensorflow as tf
@@ -94,18 +94,13 @@ def _watched(
     layers: Sequence[keras.Layer], record: CallRecord, scope: keras.StatelessScope
 ) -> Iterator[None]:
     """Records the outermost calls of some layers within the block."""
-    own = {id(layer): (layer, layer.__dict__.get("call")) for layer in layers}
+    every = list({id(layer): layer for layer in layers}.values())
     inside: list[keras.Layer] = []
-    for layer, _ in own.values():
-        recorded = _recorded(layer, layer.call, record, scope, inside)
-        object.__setattr__(layer, "call", recorded)
-    try:
+    with keras_models.calls_kept(every):
+        for layer in every:
+            call = keras_models.call_of(layer)
+            keras_models.give_call(layer, _recorded(layer, call, record, scope, inside))
         yield
-    finally:
-        for layer, before in own.values():
-            del layer.__dict__["call"]
-            if before is not None:
-                object.__setattr__(layer, "call", before)
 
 
 def _recorded(
@@ -116,7 +111,7 @@ def _recorded(
     inside: list[keras.Layer],
 ) -> Callable:
     """`call` of a layer that is noted unless another watched layer makes it."""
-    signature = inspect.signature(call)
+    signature = inspect.signature(layer.call)
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         if inside:

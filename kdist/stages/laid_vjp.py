@@ -7,6 +7,7 @@ from typing import Any
 
 from kdist.program.vjp import PureFunction, Vjp
 from kdist.storage import sparse
+from kdist.storage.overwritten import refuse_added
 from kdist.storage.sparse import LookUp
 
 import tensorflow as tf
@@ -49,6 +50,7 @@ class LaidVjp(Vjp):
     def _laid_out(self, source: Any, gradient: Any) -> Any:
         for param, position in zip(self._arguments[0], self.trainable):
             if param is source:
+                refuse_added(self.backend.entries[position].variable, gradient)
                 by_batch = sparse.is_sparse(gradient) and self._by_batch(gradient)
                 return self.backend.laid_out(gradient, param, position, by_batch)
         return gradient

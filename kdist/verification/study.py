@@ -162,7 +162,7 @@ def _recording(model: keras.Model) -> Iterator[list[_Call]]:
     layers = [one for one in keras_models.flat_layers(model) if one is not model]
 
     def recorded(layer: Any) -> Callable:
-        inner = layer.call
+        inner = keras_models.call_of(layer)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             outputs = inner(*args, **kwargs)
@@ -174,13 +174,10 @@ def _recording(model: keras.Model) -> Iterator[list[_Call]]:
 
         return call
 
-    for layer in layers:
-        object.__setattr__(layer, "call", recorded(layer))
-    try:
-        yield calls
-    finally:
+    with keras_models.calls_kept(layers):
         for layer in layers:
-            layer.__dict__.pop("call", None)
+            keras_models.give_call(layer, recorded(layer))
+        yield calls
 
 
 def _first_difference(

@@ -6,9 +6,10 @@ from kdist._compat import keras_models
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
-from ..parity import mlp
+from ..parity import assert_close, mlp
 from .private_checks import two_outputs, untested
 
 
@@ -141,10 +142,42 @@ def test_has_call():
     assert keras_models.has_call(keras.Sequential([keras.layers.Dense(2)]))
 
 
+def quantized(mode: str) -> keras.layers.Layer:
+    layer = keras.layers.Dense(2)
+    layer.build((None, 3))
+    layer.quantize(mode)
+    return layer
+
+
+@pytest.mark.parametrize("mode", [None, "int8", "float8"])
+def test_give_call(mode):
+    layer = keras.layers.Dense(2) if mode is None else quantized(mode)
+    x = np.ones((1, 3), "float32")
+    expected = np.asarray(layer(x))
+    call = keras_models.call_of(layer)
+    with keras_models.calls_kept([layer]):
+        keras_models.give_call(layer, lambda *args, **kwargs: 1.0 + call(*args, **kwargs))
+        assert_close(layer(x), 1.0 + expected)
+    assert_close(layer(x), expected)
+
+
+def test_call_name():
+    assert keras_models.call_name(keras.layers.Dense(2)) == "call"
+    assert keras_models.call_name(quantized("int8")) == "quantized_call"
+
+
+def test_call_of():
+    layer, eighth = keras.layers.Dense(2), quantized("int8")
+    assert keras_models.call_of(layer) == layer.call
+    assert keras_models.call_of(eighth) == eighth.quantized_call
+
+
 def test_calls_kept():
     one, other = keras.layers.Dense(2), keras.layers.Dense(2)
-    object.__setattr__(other, "call", "of its own")
+    keras_models.give_call(other, "of its own")
     with keras_models.calls_kept([one, other]):
         for layer in (one, other):
-            object.__setattr__(layer, "call", "another")
-    assert "call" not in vars(one) and other.call == "of its own"
+            keras_models.give_call(layer, "another")
+            object.__setattr__(layer, "quantized_call", "another")
+    assert not {"call", "quantized_call"} & set(vars(one))
+    assert other.call == "of its own" and "quantized_call" not in vars(other)

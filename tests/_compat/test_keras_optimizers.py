@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import kdist
 from kdist._compat import keras_optimizers, keras_trainer
 from kdist.storage.row_views import rows_view
 
@@ -56,20 +55,6 @@ def test_steps_through():
     optimizer.apply([tf.constant(1.0)] * 2, variables)
     assert seen == [0, 1]
     assert [float(v) for v in variables] == [-0.5, 0.5]
-
-
-def test_own_methods():
-    kind = type("Own", (keras.optimizers.SGD,), {"apply": None, "__module__": __name__})
-    found = [keras_optimizers.own_methods(k(0.5), ["apply"]) for k in kind.__mro__[:2]]
-    assert found == [["apply"], []]
-
-
-def test_replace_apply():
-    optimizer = keras.optimizers.SGD()
-    seen = []
-    keras_optimizers.replace_apply(optimizer, lambda *given: seen.append(given))
-    optimizer.apply_gradients([(1.0, "one"), (2.0, "two")])
-    assert seen == [((1.0, 2.0), ("one", "two"))]
 
 
 def test_index_of():
@@ -403,43 +388,3 @@ def test_scalars():
     optimizer.build(mlp().trainable_variables)
     assert {"_iterations", "_u_product"} <= set(keras_optimizers.scalars(optimizer))
     assert "_learning_rate" not in keras_optimizers.scalars(optimizer)
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-def test_applied_by(scaled):
-    variable, other = keras.Variable([1.0]), keras.Variable([1.0])
-    optimizer = keras.optimizers.SGD(1.0)
-    if scaled:
-        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
-    seen = []
-
-    def apply(of, own, grads, variables):
-        seen.append((of, variables))
-        if variables[0] is not other:
-            own(grads, variables)
-
-    with keras_optimizers.applied_by(apply):
-        optimizer.apply_gradients([(keras.ops.ones((1,)), variable)])
-        count = len(seen)
-        assert optimizer.apply_gradients([(keras.ops.ones((1,)), other)]) == 1
-        optimizer.apply([keras.ops.ones((1,))], [other])
-    # What a method's own code calls asks too: `apply`, and the inner optimizer's.
-    assert count >= 2 + scaled and seen[0][0] is optimizer and seen[0][1][0] is variable
-    assert len(seen) == count + 2
-    assert [variable.numpy().tolist(), other.numpy().tolist()] == [[0.0], [1.0]]
-    optimizer.apply([keras.ops.ones((1,))], [variable])
-    assert len(seen) == count + 2
-
-
-def test__with_own():
-    """Wrappers of Keras and kdist are found, and classes of a user's own."""
-
-    class Own(keras.optimizers.SGD):
-        def apply(self, grads, trainable_variables=None):
-            super().apply(grads, trainable_variables)
-
-    base = keras_optimizers.keras_base_optimizer.BaseOptimizer
-    found = keras_optimizers._with_own(base, "apply")
-    assert {base, keras.optimizers.LossScaleOptimizer, kdist.ShardedOptimizer, Own} <= found
-    assert keras.optimizers.SGD not in found
-    assert base in keras_optimizers._with_own(base, "apply_gradients")

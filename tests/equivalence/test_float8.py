@@ -6,6 +6,8 @@ micro-batches alone, changes scales, and with them every number.
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from typing import Any
 
 import kdist
@@ -84,7 +86,6 @@ def test_levels(mesh: str, level: str) -> None:
                 "reduction_sum",
                 "own_compute_loss",
                 "steps_per_execution",
-                "run_eagerly",
                 "frozen",
             ),
             ("level0", "level2"),
@@ -109,20 +110,78 @@ def test_features(feature: str, level: str, mesh: str) -> None:
     )
 
 
+def test_computed_again() -> None:
+    again = kdist.RecomputeConfig(layers=["up|down|mixed"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "recompute computes nothing again")
+        compare(CASE, {"data": 4}, optimizer=OPTIMIZERS["adam"], config={"recompute": again})
+
+
+@pytest.mark.wide
+def test_state_on_the_host() -> None:
+    config = {"optimizer": kdist.OptimizerConfig(state_on="host")}
+    compare(CASE, {"data": 4}, optimizer=OPTIMIZERS["adam"], config=config)
+
+
+@keras.saving.register_keras_serializable()
+class Subclassed(keras.Model):
+    """Calls its layers itself, one of them in its loss."""
+
+    def __init__(self, layers: list[keras.layers.Layer], last: keras.layers.Layer) -> None:
+        super().__init__(name="float8")
+        self.inner, self.last = layers, last
+
+    def call(self, inputs: Any) -> Any:
+        for layer in self.inner:
+            inputs = layer(inputs)
+        return inputs
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return super().compute_loss(x, y, self.last(y_pred), sample_weight, training)
+
+
+def _subclassed() -> keras.Model:
+    first, *inner, head = _build().layers
+    policy = keras.dtype_policies.get("float8_from_float64")
+    model = Subclassed([*inner, head], keras.layers.Dense(CLASSES, dtype=policy, name="last"))
+    model.last(model(first.output))
+    return model
+
+
+@pytest.mark.parametrize("mesh", ["data4", pytest.param("data2_model2", marks=pytest.mark.wide)])
+def test_a_loss_with_a_layer_of_its_own(mesh: str) -> None:
+    case = dataclasses.replace(CASE, name="float8_loss", build=_subclassed, metrics=list)
+    compare(case, MESHES[mesh], optimizer=OPTIMIZERS["adam"])
+
+
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("axes", "options"),
     [
-        ("ring", {"fusion": kdist.FusionConfig(algorithm="ring")}),
-        ("recompute", {"recompute": kdist.RecomputeConfig(layers=["up", "down"])}),
-        pytest.param(
-            "host",
-            {"optimizer": kdist.OptimizerConfig(level=1, state_on="host")},
-            marks=pytest.mark.wide,
-        ),
+        ({"data": 2}, {}),
+        ({"model": 2}, {"layout_map": {".*between/kernel": (None, "model")}}),
+        ({"pipe": 2}, {"stages": {"shared": 0, "between": 0}}),
+        ({"pipe": 2}, {"stages": "auto"}),
     ],
+    ids=["data", "model", "one stage", "two stages"],
 )
-def test_settings(name: str, options: dict[str, Any]) -> None:
-    compare(CASE, {"data": 4}, optimizer=OPTIMIZERS["adam"], config=options)
+def test_a_layer_that_is_called_twice_is_refused(axes: Any, options: dict[str, Any]) -> None:
+    policy = keras.dtype_policies.get("float8_from_float64")
+    shared = keras.layers.Dense(8, dtype=policy, name="shared")
+    between, last = keras.layers.Dense(8, "tanh", name="between"), keras.layers.Dense(2)
+    first = keras.Input((8,))
+    model = keras.Model(first, last(shared(between(shared(first)))))
+    if "pipe" in axes:
+        stages = (
+            options["stages"]
+            if options["stages"] == "auto"
+            else {**options["stages"], last.name: 1}
+        )
+        options = {"pipeline": kdist.PipelineConfig(micro_batches=2, stages=stages)}
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(**axes), **options))
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="is called once in a step.*'shared/"):
+        model.fit(np.ones((4, 8)), np.ones((4, 2)), verbose=0)
 
 
 @pytest.mark.wide
@@ -130,31 +189,39 @@ def test_loss_scaling() -> None:
     compare(CASE, {"data": 4}, optimizer=OPTIMIZERS["loss_scale_sgd"])
 
 
-def _loop(parallel: bool, steps: int = 3) -> dict[str, np.ndarray]:
-    """A loop that applies the gradients itself."""
-    run = Run(case=CASE, mesh_axes={"data": 4}, optimizer=OPTIMIZERS["adam"])
+def _loop(parallel: bool, name: str) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
+    """Weights, and gradients of the last step, of a loop that applies gradients itself."""
+    run = Run(case=CASE, mesh_axes={"data": 4}, optimizer=OPTIMIZERS[name])
     model = compiled(run, "kdist" if parallel else "plain")
 
     @tf.function  # Keras's float8 needs a graph
-    def plain(x: Any, y: Any) -> None:
+    def plain(x: Any, y: Any) -> list[Any]:
         with tf.GradientTape() as tape:
             loss = model.compute_loss(x=x, y=y, y_pred=model(x, training=True))
+            loss = model.optimizer.scale_loss(loss)
         gradients = tape.gradient(loss, model.trainable_variables)
         model.optimizer.apply(gradients, model.trainable_variables)
+        return gradients
 
-    for step in range(steps):
+    for step in range(3):
         x, y, _ = CASE.data(step, 8)
         if parallel:
             _, gradients = kdist.gradients(model, x, y)
             kdist.apply_gradients(model, gradients)
         else:
-            plain(tf.constant(x), tf.constant(y))
-    return {v.path: keras.ops.convert_to_numpy(v) for v in model.weights}
+            gradients = plain(tf.constant(x), tf.constant(y))
+    news = [g for g, v in zip(gradients, model.trainable_variables) if v.overwrite_with_gradient]
+    weights = {v.path: keras.ops.convert_to_numpy(v) for v in model.weights}
+    return weights, [keras.ops.convert_to_numpy(g) for g in news]
 
 
 @pytest.mark.usefixtures("float64")
-def test_loops() -> None:
-    expected, actual = _loop(False), _loop(True)
+@pytest.mark.parametrize("optimizer", ["adam", "loss_scale_sgd"])
+def test_loops(optimizer: str) -> None:
+    (expected, news), (actual, found) = _loop(False, optimizer), _loop(True, optimizer)
     assert any(len(np.unique(v)) > 3 for path, v in expected.items() if "amax" in path)
     for path, value in expected.items():
         np.testing.assert_allclose(actual[path], value, rtol=1e-9, atol=1e-9, err_msg=path)
+    assert len(news) == 18
+    for new, one in zip(news, found, strict=True):
+        np.testing.assert_allclose(one, new, rtol=1e-6)  # of float32, as Keras keeps it

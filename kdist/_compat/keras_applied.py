@@ -1,0 +1,78 @@
+"""Keras internals of who applies gradients: methods of optimizers, replaced and routed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from keras.src.optimizers import base_optimizer as keras_base_optimizer
+
+
+def own_methods(optimizer: Any, names: Sequence[str]) -> list[str]:
+    """Which methods of an optimizer are neither Keras's nor kdist's."""
+
+    def definer(name: str) -> type:
+        return next(one for one in type(optimizer).__mro__ if name in vars(one))
+
+    return [n for n in names if definer(n).__module__.split(".")[0] not in ("keras", "kdist")]
+
+
+def replace_apply(optimizer: Any, apply: Callable[..., None]) -> None:
+    """Replaces what `apply` and `apply_gradients` of one optimizer do."""
+
+    def apply_gradients(grads_and_vars: Iterable[Any]) -> Any:
+        apply(*zip(*grads_and_vars, strict=True))
+        return optimizer.iterations
+
+    object.__setattr__(optimizer, "apply", apply)
+    object.__setattr__(optimizer, "apply_gradients", apply_gradients)
+
+
+def _with_own(kind: Any, name: str) -> set[Any]:
+    """The classes that have a method of their own, from one on down."""
+    found = {kind} if name in vars(kind) else set()
+    return found.union(*(_with_own(one, name) for one in kind.__subclasses__()))
+
+
+@contextlib.contextmanager
+def applied_by(apply: Callable[[Any, Callable, Any, Any], None]) -> Iterator[None]:
+    """Meanwhile, `apply` and `apply_gradients` of every optimizer are run by a function.
+
+    Whose optimizers a step of the user's own uses is known once it uses them, so it is the classes
+    that change: wrappers, and those of the user's own, too.
+
+    Args:
+        apply: Gets the optimizer, a function of gradients and variables that does what its own
+            method does, gradients, and variables or None.
+    """
+
+    def of_apply(own: Callable) -> Callable:
+        @tf.autograph.experimental.do_not_convert
+        def run(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+            apply(self, functools.partial(own, self), grads, trainable_variables)
+
+        return run
+
+    def of_apply_gradients(own: Callable) -> Callable:
+        @tf.autograph.experimental.do_not_convert
+        def run(self: Any, grads_and_vars: Iterable[Any]) -> Any:
+            grads, variables = zip(*grads_and_vars, strict=True)
+            apply(self, lambda grads, found: own(self, zip(grads, found)), grads, variables)
+            return self.iterations
+
+        return run
+
+    before: list[tuple[Any, str, Callable]] = []
+    base = keras_base_optimizer.BaseOptimizer
+    for name, routed in (("apply", of_apply), ("apply_gradients", of_apply_gradients)):
+        for owner in _with_own(base, name):
+            before.append((owner, name, vars(owner)[name]))
+            setattr(owner, name, routed(vars(owner)[name]))
+    try:
+        yield
+    finally:
+        for owner, name, own in before:
+            setattr(owner, name, own)

@@ -1,0 +1,70 @@
+"""Every internal behind `kdist._compat.keras_applied` is there and does what is expected."""
+
+from __future__ import annotations
+
+import kdist
+from kdist._compat import keras_applied
+
+import keras
+import pytest
+
+from .private_checks import untested
+
+
+def test_each_function_has_a_test():
+    """So that what moves is named by what fails."""
+    assert untested(keras_applied, __file__) == []
+
+
+def test_own_methods():
+    kind = type("Own", (keras.optimizers.SGD,), {"apply": None, "__module__": __name__})
+    found = [keras_applied.own_methods(k(0.5), ["apply"]) for k in kind.__mro__[:2]]
+    assert found == [["apply"], []]
+
+
+def test_replace_apply():
+    optimizer = keras.optimizers.SGD()
+    seen = []
+    keras_applied.replace_apply(optimizer, lambda *given: seen.append(given))
+    optimizer.apply_gradients([(1.0, "one"), (2.0, "two")])
+    assert seen == [((1.0, 2.0), ("one", "two"))]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_applied_by(scaled):
+    variable, other = keras.Variable([1.0]), keras.Variable([1.0])
+    optimizer = keras.optimizers.SGD(1.0)
+    if scaled:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
+    seen = []
+
+    def apply(of, own, grads, variables):
+        seen.append((of, variables))
+        if variables[0] is not other:
+            own(grads, variables)
+
+    with keras_applied.applied_by(apply):
+        optimizer.apply_gradients([(keras.ops.ones((1,)), variable)])
+        count = len(seen)
+        assert optimizer.apply_gradients([(keras.ops.ones((1,)), other)]) == 1
+        optimizer.apply([keras.ops.ones((1,))], [other])
+    # What a method's own code calls asks too: `apply`, and the inner optimizer's.
+    assert count >= 2 + scaled and seen[0][0] is optimizer and seen[0][1][0] is variable
+    assert len(seen) == count + 2
+    assert [variable.numpy().tolist(), other.numpy().tolist()] == [[0.0], [1.0]]
+    optimizer.apply([keras.ops.ones((1,))], [variable])
+    assert len(seen) == count + 2
+
+
+def test__with_own():
+    """Wrappers of Keras and kdist are found, and classes of a user's own."""
+
+    class Own(keras.optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            super().apply(grads, trainable_variables)
+
+    base = keras_applied.keras_base_optimizer.BaseOptimizer
+    found = keras_applied._with_own(base, "apply")
+    assert {base, keras.optimizers.LossScaleOptimizer, kdist.ShardedOptimizer, Own} <= found
+    assert keras.optimizers.SGD not in found
+    assert base in keras_applied._with_own(base, "apply_gradients")

@@ -1,0 +1,119 @@
+"""What is declared for a layer holds where Keras runs it by another method: quantized ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kdist
+from kdist.calls.over_mesh import OverMesh
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+pytestmark = pytest.mark.usefixtures("float64")
+MODES = pytest.mark.parametrize("mode", ["float8", "int8"])
+CUTS: dict[str, Any] = {"up/kernel": (None, "model"), "down/kernel": ("model", None)}
+RANDOM = np.random.default_rng(0)
+X, Y = RANDOM.normal(size=(8, 6, 4)), RANDOM.normal(size=(8, 6, 4))
+
+
+def quantized(mode: str, *names: str) -> list[keras.layers.Dense]:
+    """Layers of four features, that learn what int8 leaves to learn."""
+    layers = [keras.layers.Dense(4, name=name) for name in names]
+    for layer in layers:
+        layer.build((None, 6, 4))
+        layer.quantize(mode)
+        if mode == "int8":
+            layer.enable_lora(2)
+    return layers
+
+
+def chain(mode: str) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    x = inputs = keras.Input((6, 4))
+    for layer in quantized(mode, "up", "down"):
+        x = keras.ops.tanh(layer(x))
+    return keras.Model(inputs, keras.layers.Dense(4, name="last")(x))
+
+
+def losses(model: keras.Model) -> list[float]:
+    model.compile("adam", "mse")
+    return model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
+
+
+@MODES
+def test_declared_outputs(mode: str) -> None:
+    cuts = CUTS | {"down/output": (None, "model", None)}
+    model = chain(mode)
+    kdist.parallelize(
+        model, kdist.ParallelConfig(mesh=kdist.mesh(data=2, model=2), layout_map=cuts)
+    )
+    np.testing.assert_allclose(losses(model), losses(chain(mode)), rtol=1e-9)
+    kinds = {one.kind for one in kdist.inspect(model, 4).collectives if one.layer == "down"}
+    assert "reduce-scatter" in kinds, kinds  # and not a sum on all devices
+
+
+class Parts(keras.Model):
+    """Its step calls the layers itself."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.up, self.down = quantized(mode, "up", "down")
+
+    def call(self, x: Any) -> Any:
+        return self.down(keras.ops.tanh(self.up(x)))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self.down(keras.ops.tanh(self.up(x))) - y) ** 2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@MODES
+def test_steps_of_the_users_own(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    run = OverMesh.__call__
+
+    def noted(self: OverMesh) -> Any:
+        ran.append(self.layer.name)
+        return run(self)
+
+    monkeypatch.setattr(OverMesh, "__call__", noted)
+
+    def trained(parallel: bool) -> list[float]:
+        keras.utils.set_random_seed(0)
+        model = Parts(mode)
+        model(X[:1])
+        if parallel:
+            kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+        return losses(model)
+
+    np.testing.assert_allclose(trained(True), trained(False), rtol=1e-9)
+    assert set(ran) == {"up", "down"}
+
+
+def test_stages_of_listed_layers() -> None:
+    """Their calls are recorded."""
+
+    class Plain(Parts):
+        train_step = keras.Model.train_step
+
+        def call(self, x: Any) -> Any:
+            return self.down(self.up(x))
+
+    def plain() -> Plain:
+        keras.utils.set_random_seed(0)
+        model = Plain("float8")
+        model(X[:1])
+        return model
+
+    model = plain()
+    pipeline = kdist.PipelineConfig(micro_batches=2, stages=[[model.up], [model.down]])
+    config = kdist.ParallelConfig(mesh=kdist.mesh(pipe=2), pipeline=pipeline)
+    kdist.parallelize(model, config)
+    np.testing.assert_allclose(losses(model), losses(plain()), rtol=1e-9)
