@@ -39,7 +39,7 @@ def function(step: Callable | keras.Model, *models: keras.Model) -> Callable:
 
     Raises:
         ValueError: No model is given; one is not parallelized, or has settings that have no meaning
-            here (stages, compression, recompute, tables on the host).
+            here (stages, compression, recompute by a budget, tables on the host).
 
     Example:
         >>> @kdist.function(model)  # or kdist.function(step, generator, discriminator)

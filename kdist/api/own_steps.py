@@ -45,10 +45,14 @@ def refuse_settings(parallel: Parallel, whose: str, trains: bool) -> None:
         "pipeline": (config.pipeline, "stages are cut out of steps of kdist's own"),
     }
     if trains:
-        blocks = config.recompute or parallel.blocks.blocks
+        budget = parallel.blocks.budget
         settings |= {
             "compression": (config.compression, "gradients come whole, call by call"),
-            "recompute": (blocks, "calls keep what they compute"),
+            "recompute by a budget": (
+                None if budget is None else config.recompute,
+                "how many calls keep something at a time is the step's to say; "
+                'policy="full" and "selective" hold',
+            ),
             "verify": (config.verify, "kdist.verify compares steps of kdist's own"),
         }
     for name, (value, why) in settings.items():
@@ -132,7 +136,7 @@ def calls_of(parallel: Parallel, over: bool) -> LayerCalls:
             parallel.config.enable_alltoall,
             parallel.model,
             jit_compile=xla,
-            outlined=True,
+            outlined=not program.blocks,
         )
     else:
         backend = OneDevice(

@@ -12,8 +12,9 @@ from kdist.program.blocks import named
 from kdist.program.program import Program
 from kdist.program.traced import Traced
 from kdist.program.vjp import CapturesVariables, PureFunction, differentiable
-from kdist.stages.laid_vjp import LaidVjp
 from kdist.stages.leaves import leaves, rebuild, specs
+from kdist.stages.lowered import UNKNOWN, Known
+from kdist.stages.repeating import RepeatingVjp
 
 import keras
 import tensorflow as tf
@@ -118,7 +119,7 @@ class CalledProgram(Program):
             return self._called(*args, **kwargs)
 
 
-class CallVjp(LaidVjp):
+class CallVjp(RepeatingVjp):
     """Forward and backward of a layer's call; state gets no gradient, nor do masks take one.
 
     Args:
@@ -128,7 +129,7 @@ class CallVjp(LaidVjp):
         wrap: See `Vjp`.
         sources: Which of the inputs get a gradient, by position.
         targets: Tells, once the function has run, how many outputs may take one.
-        how: See `LaidVjp`.
+        **how: See `RepeatingVjp`.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class CallFunctions:
         call: Its `call`.
         arguments: What it is called with.
         given: Of one replica, tensors or their specs; its state's values are made here.
+        known: What an earlier lowering of the call has shown.
 
     Attributes:
         trainable: Positions of the trainable variables that it uses.
@@ -175,6 +177,7 @@ class CallFunctions:
         example: What the trace made.
         adders: The layer that gave each value of `Made.added`.
         updated: Positions in `ModelState.written` of the state that it writes.
+        repeats: Whether something runs again in the backward pass.
 
     Raises:
         ValueError: It reads variables that are not its own.
@@ -188,8 +191,10 @@ class CallFunctions:
         call: Callable,
         arguments: CallArguments,
         given: Given,
+        known: Known = UNKNOWN,
     ) -> None:
         self.program, self.backend = program, backend
+        self._parts: list[Any] = []
         self._call, self._arguments = call, arguments
         self._inside = keras_models.flat_layers(layer)
         self.trainable, self.carried = used_by(layer, program)
@@ -213,6 +218,9 @@ class CallFunctions:
                     backend=backend,
                     trainable=self.trainable,
                     of_batch=lambda j: j < first_of_state,
+                    blocks=program.blocks,
+                    held=1,
+                    known=known,
                 )
             except CapturesVariables:
                 raise ValueError(
@@ -220,13 +228,22 @@ class CallFunctions:
                     "layers attributes of it, and a tf.Variable a weight (self.add_weight). "
                     f"Received: layer {layer.path or layer.name!r}"
                 ) from None
-            self.vjp.cut()
+            # Of no budget: what calls keep until the step's tapes use it is not theirs to say.
+            again = self.vjp.candidates().certain if program.blocks else ()
+            self.repeats = bool(again) and self.vjp.repeats(again)
+            self.vjp.cut(again)
 
     def _part(self, concrete: Any, late: Sequence[int] = ()) -> Callable[..., list[Any]]:
         if not concrete.outputs:
             return lambda *arguments: []
-        call: Callable[..., list[Any]] = self.backend.part(concrete).call
+        self._parts.append(self.backend.part(concrete, late if self.program.blocks else ()))
+        call: Callable[..., list[Any]] = self._parts[-1].call
         return call
+
+    def repeated_communication(self) -> frozenset[int]:
+        """See `RepeatingVjp.repeated_communication`."""
+        forward, *backward = self._parts
+        return self.vjp.repeated_communication(forward, backward)
 
     def _compute(self, params: list[Any], flat: list[Any]) -> list[Any]:
         given, state = self._given.filled(flat), self.program.state

@@ -11,7 +11,13 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-from kdist._compat import function_graphs, keras_autocast, keras_models, keras_trainer
+from kdist._compat import (
+    function_graphs,
+    keras_autocast,
+    keras_models,
+    keras_remat,
+    keras_trainer,
+)
 from kdist._compat.custom_gradients import is_recorded
 from kdist.calls.anchors import anchor, handle_of
 from kdist.calls.arguments import CallArguments, any_symbolic, without_rows
@@ -24,6 +30,7 @@ from kdist.program.batch import SplitBatch, split
 from kdist.program.program import Program
 from kdist.rows.model import ModelStudy, study_program
 from kdist.stages.leaves import leaves, signature
+from kdist.stages.lowered import UNKNOWN, Known
 from kdist.storage.constant_ids import knowing
 
 import keras
@@ -59,6 +66,7 @@ class LayerCalls:
         self._layers = keras_models.flat_layers(program.model)
         self._tell = tell
         self._functions: dict[Hashable, CallFunctions] = {}
+        self._known: dict[Hashable, Known] = {}
         self._sorted: dict[Hashable, tuple[str, ...] | None] = {}
         self._studies: dict[Hashable, ModelStudy] = {}
         self._alone, self._step = False, None
@@ -69,7 +77,8 @@ class LayerCalls:
     def over_mesh(self) -> Iterator[None]:
         """Meanwhile, calls of the model's layers run over the mesh."""
         self._step = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        with keras_models.calls_kept(self._layers):
+        taken_back = keras_remat.taken_back(self.program.model)
+        with taken_back, keras_models.calls_kept(self._layers):
             for layer in self._layers:
                 call = keras_models.call_of(layer)
                 keras_models.give_call(layer, self._wrapped(layer, call))
@@ -79,7 +88,29 @@ class LayerCalls:
         """Forgets what was traced, to trace it again."""
         if reason.gather_first:
             self.backend.gather_first = True
+            self._known.clear()
         self._functions.clear()
+
+    def settle(self) -> None:
+        """Looks at what calls were lowered to: which of their operations communicate.
+
+        Raises:
+            Retrace: Some run again that should not; traced once more, they are kept.
+        """
+        found = False
+        for key, functions in self._functions.items():
+            known = self._known.get(key, UNKNOWN).communicate
+            if new := functions.repeated_communication() - known:
+                self._known[key], found = Known(known | new), True
+        if found:
+            raise Retrace(gather_first=False)
+        blocks, made = self.program.blocks, self._functions.values()
+        if blocks and blocks.layers and made and not any(one.repeats for one in made):
+            self._tell(
+                "recompute computes nothing again in this step: no layer is called over the mesh "
+                "in a block that has something inside. Name larger blocks, or leave it out. "
+                f"Received: {blocks.describe()}"
+            )
 
     def set_apart(self, layer: keras.Layer, reason: str) -> None:
         """Has calls of a layer run on one device from now on."""
@@ -212,8 +243,9 @@ class LayerCalls:
         if key not in self._functions:
             study = self._study(key[0], call, arguments)
             with knowing(study.constant_ids):
+                known = self._known.get(key, UNKNOWN)
                 self._functions[key] = CallFunctions(
-                    self.program, self.backend, layer, call, arguments, given
+                    self.program, self.backend, layer, call, arguments, given, known
                 )
         return self._functions[key]
 

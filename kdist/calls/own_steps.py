@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from kdist._compat import keras_known_rows
+from kdist._compat import keras_known_rows, keras_remat
 from kdist._compat.function_graphs import traced_anew
 from kdist.calls.layer_calls import LayerCalls
 from kdist.calls.over_mesh import EveryGradient, NotOverMesh
@@ -55,7 +55,7 @@ class OwnSteps:
         # Over inner axes a graph has the size of its batch, which one device's may not know.
         losses = [] if known_size else [lambda: keras_known_rows.unweighted_losses(self.model)]
         if self.model.run_eagerly:  # on whole weights, as all steps then
-            with self._applying():
+            with self._applying(), keras_remat.taken_back(self.model):
                 return method(data)
         return run_over([self.calls], [self._applying, *losses], method, data)
 
@@ -85,7 +85,10 @@ def run_over(
             for update in applying:
                 stack.enter_context(update())
             stack.enter_context(traced_anew(calls[0].inside))
-            return step(*data)
+            result = step(*data)
+            for one in calls:
+                one.settle()
+            return result
 
     while True:
         try:

@@ -8,9 +8,7 @@ from typing import Any, TypeVar
 
 from kdist._compat.function_graphs import is_variable
 from kdist.dtensor.sharded import each
-from kdist.graphs.layer_names import BACKWARD
 from kdist.pipeline.work import WeightUse
-from kdist.program.blocks import block_of
 from kdist.program.vjp import CapturesVariables
 from kdist.stages.body import StageBody, StageInput, StageOutput
 from kdist.stages.halves import StageVjp
@@ -238,20 +236,10 @@ class StageFunctions:
         )
 
     def repeated_communication(self) -> frozenset[int]:
-        """Numbers of operations that communicate, if any of them runs again and should not.
-
-        Raises:
-            ValueError: It does not show which operation communicates.
-        """
-        local = self.vjp.local if self.wanted.differentiate else frozenset()
-        if not local:
+        """See `RepeatingVjp.repeated_communication`."""
+        if not self.wanted.differentiate:
             return frozenset()
-        forward, *backward = [part.communicating() for part in self.parts]
-        again = set().union(*backward)
-        self._refuse_unknown(again - self.vjp.numbers.keys())
-        if not again & local:
-            return frozenset()
-        return frozenset(self.vjp.numbers[name] for name in (again | forward) & local)
+        return self.vjp.repeated_communication(self.parts[0], self.parts[1:])
 
     def sizes(self) -> dict[int, tuple[int, ...]]:
         """By number of an operation, the bytes that a device has of its results, once lowered."""
@@ -272,19 +260,6 @@ class StageFunctions:
             found = {**one, **found}
         numbers = self.vjp.numbers
         return {numbers[name]: known for name, known in found.items() if name in numbers}
-
-    def _refuse_unknown(self, nodes: set[str]) -> None:
-        """Refuses what DTensor added of which it does not show for what."""
-        blocks = self.body.program.blocks
-        assert blocks is not None
-        for node in nodes:
-            number = block_of(node)
-            if BACKWARD not in node and blocks.keeps_communication(number):
-                raise ValueError(
-                    "In a pipeline's stage over inner axes, policy='selective' and "
-                    "mp_comm_recompute=False need to know which operation communicates. Leave them "
-                    f"out for layer {blocks.blocks[number].name!r}. Received: {node}"  # type: ignore[index]
-                )
 
     def connected(self) -> list[int]:
         """The trainable variables that get a gradient."""

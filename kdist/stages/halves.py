@@ -13,15 +13,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kdist.graphs.chunks import Graph, node_of
-from kdist.graphs.recompute import Passes
 from kdist.pipeline.schedule import Schedule
-from kdist.program.again import Candidates, Nodes
-from kdist.program.blocks import block_of
+from kdist.program.again import Candidates
 from kdist.program.vjp import Cut, PureFunction, reached, unflatten
 from kdist.stages.body import StageBody
-from kdist.stages.laid_vjp import LaidVjp
 from kdist.stages.lowered import UNKNOWN, Known
-from kdist.stages.node_seconds import operation_seconds
+from kdist.stages.repeating import RepeatingVjp
 from kdist.stages.stage_peaks import Halves, Trace
 from kdist.stages.waiting import Held, made_by, most_held, owned, together
 
@@ -30,7 +27,7 @@ import tensorflow as tf
 _SIZES = ("Shape", "ShapeN", "Size", "Rank")
 
 
-class StageVjp(LaidVjp):
+class StageVjp(RepeatingVjp):
     """Forward and backward of a virtual stage.
 
     Only the first inputs, those from the stage before, get a gradient, and only the first outputs,
@@ -48,10 +45,6 @@ class StageVjp(LaidVjp):
         unread: Tells then which outputs nothing reads.
         split: Whether the backward is also cut into halves.
         known: What lowering has shown of the stage.
-
-    Attributes:
-        numbers: Of the operations of the joint trace, by name.
-        local: Operations that run again, of blocks of which nothing may that communicates.
     """
 
     def __init__(
@@ -71,10 +64,7 @@ class StageVjp(LaidVjp):
     ) -> None:
         self.boundary, self._count, self._split = boundary, targets, split
         self._unread = unread
-        self._body, self._known = body, known
-        self.numbers: dict[str, int] = {}
-        self.local: frozenset[str] = frozenset()
-        self._effects: set[str] = set()
+        self._body = body
         self._trace: Trace | None = None
         super().__init__(
             function,
@@ -84,6 +74,9 @@ class StageVjp(LaidVjp):
             backend=body.backend,
             trainable=body.trainable,
             of_batch=lambda j: j not in state,
+            blocks=body.program.blocks,
+            held=body.staged.schedule.held()[body.virtual],
+            known=known,
         )
 
     def _sources(self, params: list[Any], inputs: list[Any]) -> list[Any]:
@@ -109,11 +102,7 @@ class StageVjp(LaidVjp):
             self._call_weight = Cut(joint, [*feeds, *kept], weights, wrap, late)
 
     def cut(self, again: Collection[str] = ()) -> None:
-        """See `Vjp.cut`; of what may not run again, nothing does."""
-        again = frozenset(again) - self._effects
-        blocks = self._body.program.blocks
-        keeps = blocks.keeps_communication if blocks else lambda _: False
-        self.local = frozenset(n for n in again if keeps(block_of(n)))
+        """See `RepeatingVjp.cut`."""
         self._trace = None
         super().cut(again)
 
@@ -124,40 +113,24 @@ class StageVjp(LaidVjp):
         return self._fetches[:count], self._fetches[count:]
 
     def candidates(self) -> Candidates:
-        """The operations of blocks, but for what leaves them and what has an effect."""
-        blocks = self._body.program.blocks
-        assert blocks is not None
+        """See `RepeatingVjp.candidates`."""
+        found = super().candidates()
         nodes = {op.name: op for op in self._joint_trace.graph.get_operations()}
-        inputs = {name: [t.name for t in op.inputs] for name, op in nodes.items()}
-        kept = {n for n, op in nodes.items() if op.op_def is None or op.op_def.is_stateful}
-        if not self.backend.draws_alike:
-            drawn = [op for op in nodes.values() if op.type.startswith("StatelessRandom")]
-            # A mask is smaller than the numbers that it is made of.
-            masks = [m for op in drawn for t in op.outputs for m in t.consumers()]
-            kept |= {op.name for op in (*drawn, *masks)}
-        self.numbers, self._effects = {name: i for i, name in enumerate(nodes)}, kept
-        passes = Passes(frozenset(self._forward_ops), frozenset())
-        whole = Graph(inputs, [t.name for t in self._outputs], effects=kept)
         # Of a tensor that another one is laid out like, no value is looked at.
-        looked_at = {n: r[:1] if nodes[n].type == "RelayoutLike" else r for n, r in inputs.items()}
+        looked_at = {
+            n: r[:1] if nodes[n].type == "RelayoutLike" else r
+            for n, r in found.graph.inputs.items()
+        }
+        outputs = [t.name for t in self._read_outputs()]
         self._trace = Trace(
-            Graph(looked_at, [t.name for t in self._read_outputs()], kept & self._forward_ops),
+            Graph(looked_at, outputs, self._effects & self._forward_ops),
             self._forward_ops,
             {t.op.name for t in self._given},
             lambda n: self._kind(nodes[n]),
             lambda r: self._size(nodes[node_of(r)].outputs[int(r.rpartition(":")[2])]),
             self.backend.draws_alike,
         )
-        known = Nodes(
-            kind=lambda n: nodes[n].type,
-            nbytes=lambda n: sum(map(self._size, nodes[n].outputs)),
-            seconds=lambda n: operation_seconds(nodes[n]),
-            communication={n for n, i in self.numbers.items() if i in self._known.communicate},
-            unknown=self._unknown(),
-            later=self._lowered_later,
-            held=self._body.staged.schedule.held()[self._body.virtual],
-        )
-        return Candidates(whole, passes, blocks, known)
+        return found
 
     def held(self, again: Collection[str], elsewhere: Collection[int] = ()) -> Held:
         """What the virtual stage has on its device, if some operations run again.
@@ -224,16 +197,6 @@ class StageVjp(LaidVjp):
         needed = reached(feeds, fetches, values=True)
         return [t for t in feeds if t.ref() in needed]
 
-    def _size(self, tensor: Any, elsewhere: Collection[int] = ()) -> int:
-        """Bytes of a tensor on a device."""
-        return self._known.size(tensor, self.numbers, elsewhere)
-
-    @property
-    def _lowered_later(self) -> bool:
-        """Whether lowering is still to show what a device has of each tensor."""
-        unlowered = not self.backend.draws_alike and self._known.sizes is None
-        return unlowered and not self._unknown()
-
     def _handed(
         self, weights: Sequence[Any], inward: Sequence[Any], saved: Sequence[Any]
     ) -> list[Any]:
@@ -241,13 +204,6 @@ class StageVjp(LaidVjp):
         feeds = [*self._arguments[0], *saved, *self._given]
         first = _backward_operations(inward, feeds, self._forward_ops)
         return self._made_by(first, weights, feeds)
-
-    def _unknown(self) -> str:
-        """Why sizes per device are not known, "" if they are."""
-        params, inputs = self._arguments
-        if all(t.shape.is_fully_defined() for t in (*params, *inputs)):
-            return ""
-        return "the sizes of a micro-batch are not known when the step is traced"
 
     def needs(self, half: str) -> set[int]:
         """Which parameters a backward looks at.

@@ -102,7 +102,6 @@ REFUSED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         {"pipeline": kdist.PipelineConfig(micro_batches=2)},
     ),
     "compression": ({"data": 2}, {"compression": kdist.CompressionConfig(rest="bf16")}),
-    "recompute": ({"data": 2}, {"recompute": kdist.RecomputeConfig(layers=["up"])}),
     "verify": ({"data": 2}, {"verify": "first_step"}),
 }
 

@@ -23,6 +23,8 @@ CUTS = {
     "(.*/)?down/kernel": ("model", None),
     "(.*/)?words/embeddings": (None, "model"),
 }
+AGAIN = kdist.RecomputeConfig(layers=["(|.*/)(?:up|down)"])
+"""Both products of a network run again as one block."""
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "data 3": ({"data": 3}, {}),
     "data 2 x model 2": ({"data": 2, "model": 2}, {}),
@@ -30,6 +32,8 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "data 2 x model 2, level 3": ({"data": 2, "model": 2}, {"level": 3}),
     "data 2 x model 2, global": ({"data": 2, "model": 2}, {"batch_semantics": "global"}),
     "model 2": ({"model": 2}, {}),
+    "data 3, recompute": ({"data": 3}, {"recompute": AGAIN}),
+    "data 2 x model 2, recompute": ({"data": 2, "model": 2}, {"recompute": AGAIN}),
 }
 DEFAULT = {
     "data 3": (
@@ -42,6 +46,7 @@ DEFAULT = {
     ),
     "data 2 x model 2, level 3": ("taped", "tables", "adversaries", "views", "structured"),
     "model 2": ("two outputs",),
+    "data 2 x model 2, recompute": ("structured", "adversaries"),
 }
 """The rows of the default suite."""
 
