@@ -236,3 +236,14 @@ def graph_of_definition(definition: Any, shapes: Sequence[tf.TensorShape]) -> An
     for argument in given.arg_attr.values():
         argument.attr.pop("_output_shapes", None)  # which would count, and not those that are given
     return function_def_to_graph.function_def_to_graph(given, input_shapes=list(shapes))
+
+
+def copy_handle_data(tensor: Any, copy: Any) -> None:
+    """Tells a copy of a list of tensors, or of a resource, what is inside."""
+    handle_data_util.copy_handle_data(tensor, copy)
+
+
+def share_functions(graph: Any, other: Any) -> None:
+    """Has a graph know the functions that operations of another one call."""
+    for function in graph._functions.values():
+        other._add_function(function)

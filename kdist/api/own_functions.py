@@ -68,6 +68,7 @@ class _Function:
     def __init__(self, step: Callable, parallels: list[Parallel]) -> None:
         for one in parallels:
             refuse_settings(one, WHOSE, trains=True)
+            _refuse_verify(one)
         self._step, self._parallels = converted(step), parallels
         self._programs: list[Any] = []
         self._graphs: Callable | None = None
@@ -127,3 +128,17 @@ class _Function:
             calls = [calls_of(one, over=False) for one in self._parallels]
             self._plain = tf.function(self._runs(calls), autograph=False, reduce_retracing=True)
         return self._plain(*data, **named)
+
+
+def _refuse_verify(parallel: Parallel) -> None:
+    """Refuses to verify a step that no model has.
+
+    Raises:
+        ValueError: It is asked for.
+    """
+    if parallel.config.verify is not None:
+        raise ValueError(
+            "A step of kdist.function is none of a model's, so there is no first batch to verify. "
+            "Leave verify out, and compare a step with that of a plain copy. Received: "
+            f"{type(parallel.model).__name__} with verify={parallel.config.verify!r}"
+        )

@@ -53,7 +53,6 @@ def refuse_settings(parallel: Parallel, whose: str, trains: bool) -> None:
                 "how many calls keep something at a time is the step's to say; "
                 'policy="full" and "selective" hold',
             ),
-            "verify": (config.verify, "kdist.verify compares steps of kdist's own"),
         }
     for name, (value, why) in settings.items():
         if value:

@@ -18,7 +18,7 @@ from typing import Any
 from kdist.graphs.inferred import InferredShapes
 from kdist.program.batch import SplitBatch
 from kdist.program.look_ups import Recorded
-from kdist.program.vjp import pruned
+from kdist.program.pruning import pruned
 from kdist.storage.alike_rows import Asked
 from kdist.storage.asked_rows import Ahead, Asking
 from kdist.storage.fetched_table import FetchedTable

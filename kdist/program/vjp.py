@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from kdist._compat import function_graphs, keras_trainer, said_shapes
+from kdist._compat import function_graphs, keras_trainer
+from kdist.program.pruning import pruned
 from kdist.storage import sparse
 
 import tensorflow as tf
@@ -277,29 +278,6 @@ def reached(feeds: Sequence[Any], fetches: Sequence[Any], values: bool = False) 
         waiting.extend(t.op for t in inputs if t.ref() not in fed)
         waiting.extend(op for op in operation.control_inputs if op not in fed_ops)
     return found
-
-
-def pruned(function: Any, feeds: Sequence[Any], fetches: Sequence[Any]) -> Any:
-    """The part of a wrapped function between tensors of its graph.
-
-    TensorFlow's `prune` also copies what is before the feeds, without using it; an assertion there
-    would run, on inputs that nobody feeds. Pruning the copy leaves that behind. What is copied may
-    read an output of a fed operation (a loop) that is not fed itself, so these are fed as well.
-    """
-    fed = {t.ref() for t in feeds}
-    outputs = {t.ref(): t for one in feeds for t in one.op.outputs}
-    others = [t for ref, t in outputs.items() if ref not in fed]
-    once = function.prune([*feeds, *others], list(fetches))
-    unused = {t.ref() for t in once.inputs[len(feeds) : len(feeds) + len(others)]}
-    made = once.prune([t for t in once.inputs if t.ref() not in unused], once.outputs)
-    # Shapes that were set, such as those of what XLA compiles, are not copied.
-    traced = {one.name: one for one in function.graph.get_operations()}
-    for operation in made.graph.get_operations():
-        original = traced.get(operation.name)
-        if original is not None and original.type == operation.type != "Placeholder":
-            for known, tensor in zip(original.outputs, operation.outputs, strict=True):
-                said_shapes.carry(known, tensor)
-    return made
 
 
 def unflatten(kinds: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:

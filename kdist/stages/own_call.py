@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_models
-from kdist.program.vjp import pruned
+from kdist.program.pruning import pruned
 from kdist.stages.call_record import CallRecord, LayerCall, flat, record_calls
 
 import keras

@@ -8,7 +8,7 @@ from typing import Any
 from kdist._compat import keras_models
 from kdist.program.forward_scope import ForwardScope
 from kdist.program.program import Program
-from kdist.program.vjp import pruned
+from kdist.program.pruning import pruned
 from kdist.stages.leaves import leaves, rebuild, signature, specs
 from kdist.stages.stages import StagedModel
 from kdist.stages.walk import walk

@@ -10,6 +10,7 @@ from typing import Any
 from kdist._compat import keras_models, keras_trainer
 from kdist.api.custom_loop import training_pass
 from kdist.api.parallelize import attached
+from kdist.program.batch import leading
 from kdist.program.loss_parts import added_up, compute_loss
 from kdist.program.model_state import ModelState
 from kdist.runtime.metrics import overrides
@@ -58,25 +59,46 @@ def over_mesh(model: keras.Model, batch: tuple[Any, Any, Any]) -> Observed:
 def _observe(
     model: keras.Model, batch: tuple[Any, Any, Any], train: Callable[[], Pass]
 ) -> Observed:
-    x, y, sample_weight = batch
+    own = overrides(model, "train_step")
     before = [as_array(v.value) for v in model.variables]
-    output = output_arrays(model, model.predict_on_batch(x))
-    found = train()
+    output = output_arrays(model, model.predict_on_batch(batch[0])) if has_call(model) else {}
+    found = Pass(None, {}, None) if own else train()
     for variable, value in zip(model.variables, before):
         variable.assign(value)
-    logs = model.train_on_batch(x, y, sample_weight, return_dict=True)
+    logs = _fitted(model, batch) if own else _trained(model, batch)
     losses = {"loss", *(tracker.name for tracker in keras_trainer.loss_trackers(model))}
     state = ModelState.of(model)
     return Observed(
         output=output,
         training_output=found.output,
-        loss={**found.loss, **{k: np.asarray(v) for k, v in logs.items() if k in losses}},
-        metric={k: np.asarray(v) for k, v in logs.items() if k not in losses},
+        loss={**found.loss, **{k: v for k, v in logs.items() if k in losses}},
+        metric={k: v for k, v in logs.items() if k not in losses},
         gradient=found.gradient,
         state=by_path(state.carried),
         weight=by_path(state.trainable),
         slot={} if model.optimizer is None else by_path(model.optimizer.variables),
     )
+
+
+def _trained(model: keras.Model, batch: tuple[Any, Any, Any]) -> Arrays:
+    """The logs of one training step."""
+    logs = model.train_on_batch(*batch, return_dict=True)
+    return {name: np.asarray(value) for name, value in logs.items()}
+
+
+def _fitted(model: keras.Model, batch: tuple[Any, Any, Any]) -> Arrays:
+    """The same of a step of the model's own, which takes a batch in the form that `fit` gives."""
+    rows = int(leading(batch[0]).shape[0])
+    x, y, sample_weight = batch
+    logs = model.fit(
+        x, y, sample_weight=sample_weight, batch_size=rows, shuffle=False, verbose=0
+    ).history
+    return {name: np.asarray(values[-1]) for name, values in logs.items()}
+
+
+def has_call(model: keras.Model) -> bool:
+    """Whether a model can be called; with steps of its own it need not."""
+    return type(model).call not in (keras.Model.call, keras.Layer.call)
 
 
 def predicted(model: keras.Model, x: Any) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kdist.api.parallelize import attached
+from kdist.api.parallelize import Parallel, attached
 from kdist.graphs.chance import chance_kept
 from kdist.program.batch import leading
 from kdist.runtime.keras_contract import is_built
@@ -16,7 +16,7 @@ from kdist.runtime.metrics import overrides
 from kdist.verification.calm import always_random
 from kdist.verification.cause import likely_cause
 from kdist.verification.itself import run_itself
-from kdist.verification.observe import predicted
+from kdist.verification.observe import has_call, predicted
 from kdist.verification.observed import compare_runs
 from kdist.verification.one_device import refuse_too_large
 from kdist.verification.report import Verification
@@ -53,6 +53,9 @@ def verify(
     A model that cannot be made again from its configuration is compared itself, in its own dtype
     and without an update; what that moves on is put back, and `Verification.way` says so.
 
+    Of a model with its own `train_step`, what that returns is compared, and the state, weights and
+    slots after it.
+
     Args:
         model: A parallelized, compiled model, before or after training.
         x: Inputs of one batch: arrays or tensors.
@@ -68,7 +71,7 @@ def verify(
 
     Raises:
         ValueError: The model is not parallelized, or not compiled; the dtype is another; the model
-            does not fit one device.
+            does not fit one device; it has its own `train_step`, and cannot be made again.
 
     Example:
         >>> report = kdist.verify(model, x[:32], y[:32])
@@ -81,12 +84,6 @@ def verify(
             "kdist.verify compares the loss and the update too. Call model.compile(optimizer=..., "
             f"loss=...) first. Received: model={model.name!r}"
         )
-    if overrides(model, "train_step"):
-        raise ValueError(
-            "kdist.verify compares steps of kdist's own, by the compiled loss. Of a model with its "
-            "own `train_step`, train a plain copy beside it and compare weights. "
-            f"Received: model of type {type(model).__name__}"
-        )
     if dtype not in ("float64", "own"):
         raise ValueError(
             "dtype is 'float64', or 'own' for the model's own dtype policy. "
@@ -94,7 +91,7 @@ def verify(
         )
     batch = (x, y, sample_weight)
     if not is_built(model):
-        parallel.step_for(batch)
+        _build(parallel, batch)
     rows = int(leading(batch_in("float32", x)).shape[0])
     itemsize = 8 if dtype == "float64" else 4
     refuse_too_large(model, rows, itemsize, parallel.config.topology.devices[0], memory_limit)
@@ -102,6 +99,15 @@ def verify(
         warnings.simplefilter("always")
         request, trials, way = _compared(model, batch, dtype)
         return _report(request, trials, way, time.perf_counter() - started, _texts(caught))
+
+
+def _build(parallel: Parallel, batch: tuple[Any, Any, Any]) -> None:
+    """Builds a model by its step."""
+    if overrides(parallel.model, "train_step"):
+        given = keras.utils.pack_x_y_sample_weight(*batch)
+        parallel.prepare_own(parallel.model.train_step, given)
+    else:
+        parallel.step_for(batch)
 
 
 def _compared(model: keras.Model, batch: Any, dtype: str) -> tuple[Request, list[_Tried], str]:
@@ -126,13 +132,20 @@ def _compared(model: keras.Model, batch: Any, dtype: str) -> tuple[Request, list
         why = str(reason)
     except OneDeviceFailed as reason:
         why = f"its twin does not run on one device: {reason}"
+    if overrides(model, "train_step"):
+        raise ValueError(
+            "kdist.verify compares twins of a model with its own `train_step`, made from its "
+            "configuration. Train a plain copy beside it and compare weights, or leave verify out. "
+            f"Received: {type(model).__name__}; {why}"
+        )
     request = dataclasses.replace(request, policy=own, tolerance=TOLERANCES[own])
     way = f"the model itself, in {own}, without an update, weights, slots and metrics: {why}"
     return request, _trials(request, _itself), way
 
 
 def _request(model: keras.Model, batch: Any, policy: str) -> Request:
-    outputs = {} if always_random(model) else predicted(model, batch_in("float32", batch[0]))
+    known = has_call(model) and not always_random(model)
+    outputs = predicted(model, batch_in("float32", batch[0])) if known else {}
     return Request(model, batch, policy, TOLERANCES[policy], outputs)
 
 
@@ -171,6 +184,11 @@ def _report(
     if overrides(request.model, "compute_loss"):
         name = type(request.model).__name__
         notes.append(f"{name}.compute_loss is the model's own: the loss is compared as one term")
+    if overrides(request.model, "train_step"):
+        name = type(request.model).__name__
+        notes.append(
+            f"{name}.train_step is the model's own: what it returns and what it leaves is compared"
+        )
     if not tried[-1].trial.ok and tried[-1].trial.rounds is not None:
         request, tried = _in_fewer_bits(request, tried)
         notes.append(

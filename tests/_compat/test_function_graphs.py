@@ -270,3 +270,32 @@ def test_within_xla() -> None:
     with function_graphs.traced_anew({}):
         tf.function(lambda x: compiled(x), autograph=False)(tf.constant(1.0))
     assert found == ["compiled"] and function_graphs.within_xla() == ""
+
+
+def test_copy_handle_data() -> None:
+    """Of a list of tensors, what it holds is known of the copy too."""
+
+    def run(x: tf.Tensor) -> tf.Tensor:
+        made = tf.raw_ops.TensorListFromTensor(tensor=x, element_shape=[2])
+        copy = tf.compat.v1.placeholder(tf.variant, ())
+        function_graphs.copy_handle_data(made, copy)
+        return tf.raw_ops.TensorListStack(
+            input_handle=copy, element_shape=-1, element_dtype=tf.float32
+        )
+
+    graph = tf.compat.v1.wrap_function(run, [tf.TensorSpec((3, 2))]).graph
+    assert graph.outputs[0].shape[1:] == (2,)
+
+
+def test_share_functions() -> None:
+    @tf.function(autograph=False)
+    def double(x: tf.Tensor) -> tf.Tensor:
+        return 2 * x
+
+    graph = tf.compat.v1.wrap_function(double, [tf.TensorSpec((3,))]).graph
+    (name,) = [
+        op.get_attr("f").name for op in graph.get_operations() if op.type == "PartitionedCall"
+    ]
+    other = tf.Graph()
+    function_graphs.share_functions(graph, other)
+    assert function_graphs.function_graph(other, name).inputs

@@ -102,7 +102,6 @@ REFUSED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         {"pipeline": kdist.PipelineConfig(micro_batches=2)},
     ),
     "compression": ({"data": 2}, {"compression": kdist.CompressionConfig(rest="bf16")}),
-    "verify": ({"data": 2}, {"verify": "first_step"}),
 }
 
 
@@ -126,12 +125,6 @@ def test_tables_on_the_host_are_refused() -> None:
     model.compile("sgd")
     with pytest.raises(ValueError, match=r"layout map.*Received: Own.*\['table'\]"):
         model.fit(np.zeros((8, 4), "int32"), batch(8)[1], verbose=0)
-
-
-def test_verify_is_refused() -> None:
-    _, model = pair({"data": 2})
-    with pytest.raises(ValueError, match="train a plain copy beside it"):
-        kdist.verify(model, *batch())
 
 
 def test_the_plan_says_whose_step_it_lists() -> None:

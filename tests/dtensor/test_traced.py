@@ -6,7 +6,7 @@ from typing import Any
 
 from kdist.dtensor.stitching import Stitcher
 from kdist.dtensor.traced import as_program
-from kdist.program.vjp import pruned
+from kdist.program.pruning import pruned
 
 import tensorflow as tf
 

@@ -67,7 +67,7 @@ BLOCKS = Case(
 PLAN: dict[str, kdist.RecomputeConfig] = {
     "full": kdist.RecomputeConfig(layers=[r"block_\d"]),
     "selective": kdist.RecomputeConfig(policy="selective"),
-    "budget": kdist.RecomputeConfig(layers=[r"block_\d"], policy="budget", budget_mb=0.08),
+    "budget": kdist.RecomputeConfig(layers=[r"block_\d"], policy="budget", budget_mb=0.085),
 }
 STAGED_PLAN = {
     **PLAN,
