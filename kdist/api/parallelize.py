@@ -140,9 +140,7 @@ class Parallel(PreparedModel):
     def install(self) -> None:
         """Attaches to the model and replaces the methods that make its functions."""
         model = self.model
-        pipeline = self.config.pipeline
-        waits = pipeline is not None and pipeline.needs_batch
-        if is_built(model) and not waits and not tf.distribute.has_strategy():
+        if is_built(model) and not self.waits_for_batch and not tf.distribute.has_strategy():
             # First, so that a model whose layouts are refused is left as it was.
             self.place()
         object.__setattr__(model, ATTRIBUTE, self)

@@ -40,6 +40,12 @@ class PreparedModel(FittedModel):
         self.batch_specs: Any = None
         self.births: Callable[[keras.Variable, str], None] | None = None
 
+    @property
+    def waits_for_batch(self) -> bool:
+        """Whether the model is cut into stages by its first batch, which has not come."""
+        pipeline = self.config.pipeline
+        return pipeline is not None and pipeline.needs_batch and self.example_input is None
+
     def prepare(self, kind: str, example: Any) -> None:
         """Builds what the steps share, state of the optimizer included, on first use.
 

@@ -177,9 +177,10 @@ def latest(directory: PathLike) -> Path | None:
 def restore(model: keras.Model, directory: PathLike, *, step: int | None = None) -> Restored:
     """Gives a model the state of a checkpoint, whatever mesh, stages or levels it was saved on.
 
-    Each device reads the parts that it holds, and no more. A plain Keras model reads what a
-    parallel one saved, and the reverse. If the newest checkpoint is damaged, a line says what is
-    wrong with it, and the one before is taken.
+    Each device reads the parts that it holds, and no more. Of a model that its first batch cuts
+    into stages (lists of layers, measured costs) the state is read whole, and placed with that
+    batch. A plain Keras model reads what a parallel one saved, and the reverse. If the newest
+    checkpoint is damaged, a line says what is wrong with it, and the one before is taken.
 
     Args:
         model: Built; compiled if its optimizer is to go on.
@@ -212,9 +213,13 @@ def restore(model: keras.Model, directory: PathLike, *, step: int | None = None)
 
 
 def prepare(model: keras.Model) -> None:
-    """Places a parallel model's weights, so that its devices read what is theirs."""
+    """Places a parallel model's weights, so that its devices read what is theirs.
+
+    Not those of one that its first batch cuts into stages: they are placed then, with the values
+    that they have got.
+    """
     parallel = parallel_of(model)
-    if parallel is not None and parallel.layouts is None:
+    if parallel is not None and parallel.layouts is None and not parallel.waits_for_batch:
         parallel.place()
 
 

@@ -161,9 +161,10 @@ def load(model: keras.Model, folder: Path, manifest: Manifest, within_epoch: boo
     optimizer = model.optimizer if model.compiled else None
     if optimizer is not None and not optimizer.built and OPTIMIZER in manifest.groups:
         parallel = parallel_of(model)
-        if parallel is not None:
+        if parallel is not None and not parallel.waits_for_batch:
             parallel.prepare_optimizer()
         else:
+            _refuse_unplaced(model, manifest)
             with keras_optimizers.build_scope(optimizer):
                 optimizer.build(model.trainable_variables)
     pairs, reader = [], Reader(folder)
@@ -190,6 +191,25 @@ def load(model: keras.Model, folder: Path, manifest: Manifest, within_epoch: boo
     unsent.deal(saved, kept, reader)
     unsent.cut(saved, cut, shapes, reader)
     files.give(model, groups)
+
+
+def _refuse_unplaced(model: keras.Model, manifest: Manifest) -> None:
+    """Refuses state of devices where it is not known yet what each will hold.
+
+    Raises:
+        CheckpointError: There is such state.
+    """
+    parallel = parallel_of(model)
+    config = None if parallel is None else parallel.config
+    if config is None or config.compression is None or config.topology.data_size == 1:
+        return
+    if COMPRESSION in manifest.groups:
+        raise CheckpointError(
+            "What compressed gradients had not sent yet goes to the devices that will send it, and "
+            "the model is cut into stages by its first batch. Predict a batch first, or resume by "
+            "fit with callbacks=[kdist.callbacks.ShardedCheckpoint(...)]. "
+            f"Received: model={model.name!r}, compression={config.compression!r}"
+        )
 
 
 BEGINS_ANEW = {

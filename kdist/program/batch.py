@@ -12,6 +12,7 @@ import dataclasses
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 
@@ -149,7 +150,8 @@ def split(
     Raises:
         ValueError: See `refuse_sizes`.
     """
-    first, whole = leading(x), (x, y, sample_weight)
+    x, y, sample_weight = whole = keras.tree.map_structure(_as_tensor, (x, y, sample_weight))
+    first = leading(x)
     known = first.shape[0]
     size = _rows(first) if known is None else tf.constant(known, tf.int32)
     if replicas > 1 and not checked and (before := refuse_sizes(whole)) is not None:
@@ -173,6 +175,11 @@ def split(
         parts.append(_take(whole, tf.where(count > 0, begin, end - 1), end))
     full = known is not None and known >= replicas
     return SplitBatch(whole, parts, counts, size, known, full)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """A NumPy array as a tensor: op by op, `train_on_batch` hands on what it was given."""
+    return tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 
 
 def _split_at(whole: Any, size: int, replicas: int) -> SplitBatch:

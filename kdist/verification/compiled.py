@@ -7,6 +7,7 @@ from typing import Any
 
 from kdist._compat import keras_optimizers, keras_twins
 from kdist.api.parallelize import parallel_of
+from kdist.optimizer.local import leaf_optimizers
 from kdist.optimizer.settings import carry_settings
 from kdist.optimizer.wrappers import unwrap
 from kdist.verification.twin import NoTwin
@@ -99,7 +100,8 @@ def optimizer_again(optimizer: Any, dtype: str, changes: Mapping[str, Any]) -> A
         inner = config.get("inner_optimizer")
         for one in (config, inner["config"] if isinstance(inner, dict) else {}):
             one.update({name: value for name, value in changes.items() if name in one})
-        with keras_twins.own_lambdas():
+        known = {one.__name__: one for one in map(keras_optimizers.own_class, _inside(optimizer))}
+        with keras_twins.own_lambdas(), keras.saving.custom_object_scope(known):
             again = own.from_config(config)
     except Exception as error:  # whatever the user's own constructor raises
         raise NoTwin(
@@ -112,8 +114,16 @@ def optimizer_again(optimizer: Any, dtype: str, changes: Mapping[str, Any]) -> A
     return again
 
 
+def _inside(optimizer: Any) -> list[Any]:
+    """An optimizer, what its wrappers wrap, and the members of a `MultiOptimizer`."""
+    found = [optimizer]
+    while (inner := getattr(found[-1], "inner_optimizer", None)) is not None:
+        found.append(inner)
+    return [*found, *getattr(found[-1], "optimizers", ())]
+
+
 def copy_optimizer(model: keras.Model, twin: keras.Model) -> None:
-    """Builds a twin's optimizer and copies its state, and which weights are not decayed.
+    """Builds a twin's optimizer and copies its state, and which weights each member does not decay.
 
     Raises:
         NoTwin: The state has another form.
@@ -121,15 +131,10 @@ def copy_optimizer(model: keras.Model, twin: keras.Model) -> None:
     mine, again = unwrap(model.optimizer), unwrap(twin.optimizer)
     if twin.optimizer is None:
         return
-    excluded = keras_twins.not_decayed(mine.inner, model.trainable_variables)
-    if excluded is not None:
-        keys = {id(v) for v in excluded}
-        pairs = zip(model.trainable_variables, twin.trainable_variables)
-        chosen = [other for v, other in pairs if id(v) in keys]
-        keras_optimizers.exclude_from_decay(again.inner, chosen)
     if not again.inner.built:
         with keras_optimizers.build_scope(twin.optimizer):
             twin.optimizer.build(twin.trainable_variables)
+    _carry_members(mine.inner, again.inner, model, twin)
     if not model.optimizer.built:
         return
     source, target = mine.inner.variables, again.inner.variables
@@ -139,3 +144,25 @@ def copy_optimizer(model: keras.Model, twin: keras.Model) -> None:
         raise NoTwin("its optimizer's state has another form when made again")
     for variable, copied in zip(source, target):
         copied.assign(tf.cast(tf.convert_to_tensor(variable.value), copied.dtype))
+
+
+def _carry_members(optimizer: Any, again: Any, model: keras.Model, twin: keras.Model) -> None:
+    """Tells the optimizers that do math, of a twin, what configurations leave out.
+
+    Args:
+        optimizer: The model's, without its wrappers; may be a `MultiOptimizer`.
+        again: The twin's, built.
+        model: The compiled model.
+        twin: Its twin.
+    """
+    known = model.trainable_variables
+    own = {i: leaf for leaf, members in leaf_optimizers(optimizer, known) for i in members}
+    for copy, members in leaf_optimizers(again, twin.trainable_variables):
+        excluded: list[keras.Variable] = []
+        for i in members:
+            if copy is not again:
+                carry_settings(copy, own[i])
+            if keras_twins.not_decayed(own[i], [known[i]]):
+                excluded.append(twin.trainable_variables[i])
+        if excluded:
+            keras_optimizers.exclude_from_decay(copy, excluded)

@@ -92,10 +92,11 @@ def _observed(layers: list[keras.layers.Layer], parallel: Parallel) -> Iterator[
     """Meanwhile, steps return all that is compared, and some layers behave as in inference.
 
     Programs that are traced for this alone are forgotten: those with other layers, and those over
-    inner axes, which otherwise leave out what a step does not need.
+    inner axes and in stages, which otherwise leave out what a step does not need.
     """
     classes: list[Any] = [type(layer) for layer in layers]
-    anew = bool(layers) or parallel.over_inner_axes("train")
+    leaves_out = parallel.over_inner_axes("train") or parallel.staged is not None
+    anew = bool(layers) or leaves_out
     if anew:
         parallel.forget_functions(parallel.jit_compile)
     parallel.observed = True

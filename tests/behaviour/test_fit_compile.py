@@ -35,6 +35,19 @@ def test_run_eagerly():
     assert_close(*[m.predict(x, batch_size=4, verbose=0) for m in models])
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_run_eagerly_on_a_batch_of_arrays(weighted: bool) -> None:
+    models = everywhere()
+    compile_all(models, run_eagerly=True, metrics=["mae"], weighted_metrics=["mse"])
+    x, y = data(10)
+    weights = np.linspace(0.1, 2.0, 10) if weighted else None
+    for _ in range(2):
+        assert_close(*[np.array(m.train_on_batch(x, y, weights)) for m in models])
+    assert_close(*[np.array(m.test_on_batch(x, y, weights)) for m in models])
+    assert_close(*[m.predict_on_batch(x) for m in models])
+    assert_close(*[m.get_weights() for m in models])
+
+
 def test_jit_compile_on_a_data_mesh():
     models = pair(DATA)
     compile_all(models, jit_compile=True)

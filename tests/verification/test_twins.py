@@ -2,14 +2,18 @@
 
 import random
 import sys
+from typing import Any
 
 import kdist
 from kdist.config.settings import Setting
+from kdist.verification.compiled import compile_alike, copy_optimizer
 from kdist.verification.declared import SETTINGS
+from kdist.verification.twin import make_twin
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 
 from .models import Centre, batch, observable, small, wrapped
@@ -93,6 +97,83 @@ def test_what_is_not_decayed_is_so_while_compared_and_afterwards(level: int, flo
 
     for plain, verified in zip(trained(False), trained(True)):
         np.testing.assert_array_equal(plain, verified)
+
+
+class Told(keras.optimizers.SGD):
+    """Is told a factor that its configuration does not have."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.factor = 1.0
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient * self.factor, variable, learning_rate)
+
+
+def test_members_of_a_multi_optimizer_are_told_alike_in_twins(float64: None) -> None:
+    up = Told(0.5, weight_decay=0.5)
+    up.factor = 3.0
+    up.exclude_from_weight_decay(var_names=["kernel"])
+    down = keras.optimizers.SGD(0.5, weight_decay=0.5)
+    down.exclude_from_weight_decay(var_names=["bias"])
+    model = small()
+    rules = keras.optimizers.OptimizerMap(down, {"up/kernel": up, "up/bias": up})
+    model.compile(keras.optimizers.MultiOptimizer(rules), "mse")
+    twin = make_twin(model, "float64", batch()[0])
+    compile_alike(model, twin, "float64")
+    copy_optimizer(model, twin)
+    for variable in twin.variables:
+        variable.assign(tf.ones(variable.shape, variable.dtype))
+    ones = [tf.ones(v.shape, v.dtype) for v in twin.variables]
+    twin.optimizer.apply(ones, twin.trainable_variables)
+    after = {v.path: float(np.mean(v.value)) for v in twin.variables}
+    # One, less a decay of a quarter, less a rate of a half times the factor.
+    expected = {"up/kernel": -0.5, "up/bias": -0.75, "down/kernel": 0.25, "down/bias": 0.5}
+    assert after == expected
+
+
+def penalized(**config: Any) -> keras.Model:
+    """A model that cannot be made again, with penalties and `add_loss` in its stages."""
+    penalty = keras.regularizers.L2(0.1)
+    chain = [
+        layers.Dense(8, name="up", kernel_regularizer=penalty),
+        layers.ActivityRegularization(l2=0.1, name="middle"),
+        layers.Dense(2, name="down"),
+    ]
+    model = Chained(chain)
+    model(np.zeros((2, 6)))
+    stages = [chain[:1], chain[1:]]
+    pipeline = kdist.PipelineConfig(micro_batches=2, stages=stages)
+    mesh = kdist.mesh(pipe=2, data=2)
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh, pipeline=pipeline, **config))
+    return model
+
+
+class Chained(keras.Model):
+    """Calls its layers one after the other; its configuration does not have them."""
+
+    def __init__(self, chain):
+        super().__init__()
+        self.chain = chain
+
+    def call(self, inputs):
+        for layer in self.chain:
+            inputs = layer(inputs)
+        return inputs
+
+
+@pytest.mark.parametrize("metrics", [[], ["mae"]])
+def test_all_of_the_loss_of_stages_is_seen_in_a_model_itself(
+    metrics: list[str], float64: None
+) -> None:
+    model = penalized()
+    model.compile("sgd", "mse", metrics=metrics)
+    report = kdist.verify(model, *batch(8))
+    assert report.ok and "the model itself" in report.way, report
+    assert report.compared["loss"] == 4 and report.compared["training_output"] == 1, report
+    model.fit(*batch(8), verbose=0)
+    again = kdist.verify(model, *batch(8))
+    assert again.ok and again.compared == report.compared, again
 
 
 class Normed(layers.Layer):
