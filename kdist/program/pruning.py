@@ -75,7 +75,6 @@ def _between(given: set[str], fetches: Sequence[Any]) -> set[str]:
     """
     waiting = [t.op for t in fetches if t.name not in given]
     found: set[str] = set()
-    # Of an operation that is given wholly, nobody waits.
     while waiting:
         operation = waiting.pop()
         if operation.name in found:
