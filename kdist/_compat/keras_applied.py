@@ -65,9 +65,32 @@ def applied_by(apply: Callable[[Any, Callable, Any, Any], None]) -> Iterator[Non
 
         return run
 
+    with _routed({"apply": of_apply, "apply_gradients": of_apply_gradients}):
+        yield
+
+
+@contextlib.contextmanager
+def built_within(around: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Meanwhile, every optimizer is built within a context, whoever calls `build`."""
+
+    def of_build(own: Callable) -> Callable:
+        @tf.autograph.experimental.do_not_convert
+        def run(self: Any, variables: Any) -> None:
+            with around():
+                own(self, variables)
+
+        return run
+
+    with _routed({"build": of_build}):
+        yield
+
+
+@contextlib.contextmanager
+def _routed(methods: dict[str, Callable[[Callable], Callable]]) -> Iterator[None]:
+    """Meanwhile, methods of all classes of optimizers are what functions make of them."""
     before: list[tuple[Any, str, Callable]] = []
     base = keras_base_optimizer.BaseOptimizer
-    for name, routed in (("apply", of_apply), ("apply_gradients", of_apply_gradients)):
+    for name, routed in methods.items():
         for owner in _with_own(base, name):
             before.append((owner, name, vars(owner)[name]))
             setattr(owner, name, routed(vars(owner)[name]))

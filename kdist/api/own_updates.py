@@ -47,10 +47,14 @@ class OwnUpdates:
 
     @contextlib.contextmanager
     def applying(self) -> Iterator[None]:
-        """Meanwhile, optimizers that are applied to the model's weights do it over the mesh."""
+        """Meanwhile, optimizers that are applied to the model's weights do it over the mesh.
+
+        One that the step builds has its state beside the trace, where its values can be read.
+        """
         self.running = True
+        apart = keras_applied.built_within(function_graphs.variables_apart)
         try:
-            with keras_applied.applied_by(self.apply):
+            with keras_applied.applied_by(self.apply), apart:
                 yield
         finally:
             self.running = False

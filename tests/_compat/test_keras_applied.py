@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import kdist
 from kdist._compat import keras_applied
 
@@ -54,6 +56,34 @@ def test_applied_by(scaled):
     assert [variable.numpy().tolist(), other.numpy().tolist()] == [[0.0], [1.0]]
     optimizer.apply([keras.ops.ones((1,))], [variable])
     assert len(seen) == count + 2
+
+
+def test_built_within():
+    seen = []
+
+    @contextlib.contextmanager
+    def around():
+        seen.append("begins")
+        yield
+        seen.append("ends")
+
+    def optimizer():
+        inner = keras.optimizers.SGD(1.0, momentum=0.9)
+        return keras.optimizers.LossScaleOptimizer(inner)
+
+    with keras_applied.built_within(around):
+        optimizer().build([keras.Variable([1.0])])
+    assert seen[0] == "begins" and seen[-1] == "ends" and len(seen) >= 4
+    count = len(seen)
+    optimizer().build([keras.Variable([1.0])])
+    assert len(seen) == count
+
+
+def test__routed():
+    kind = keras.optimizers.SGD
+    with keras_applied._routed({"build": lambda own: "another"}):
+        assert vars(kind)["build"] == "another"
+    assert callable(vars(kind)["build"])
 
 
 def test__with_own():

@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
+from ..parity import assert_close
 from .step_parts import IDS, MESHES, Own, batch, layer_of_two, pair, same
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -195,6 +196,33 @@ def test_weights_and_other_variables_are_not_updated_together() -> None:
     model.compile()
     with pytest.raises(ValueError, match="or other variables: give others an optimizer"):
         model.fit(*batch(), verbose=0)
+
+
+class Builds(Own):
+    """Builds its optimizers while it is traced, and applies one without naming weights."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(x, y)
+        weights = self.trainable_variables
+        for optimizer in (self.optimizer, self.beside):
+            if not optimizer.built:
+                optimizer.build(weights)
+        found = tape.gradient(loss, weights)
+        self.optimizer.apply(found)
+        self.beside.apply([0.1 * one for one in found], weights)
+        return {"far": loss}
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=IDS)
+def test_optimizers_that_the_step_builds(axes: dict[str, int]) -> None:
+    models = pair(axes, kind=Builds)
+    for model in models:
+        model.beside = keras.optimizers.Adagrad(0.05)
+        model.fit(*batch(), batch_size=4, verbose=0, shuffle=False)
+    same(models)
+    assert_close(*[model.beside.variables for model in models])
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=IDS)
