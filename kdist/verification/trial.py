@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kdist.api.parallelize import Parallel, attached, parallelize
@@ -91,18 +91,12 @@ class Trial:
         return self.random + self.statistics
 
 
-def study_of(
-    model: keras.Model,
-    x: Any,
-    parallel: Parallel,
-    tolerance: Tolerance,
-    restore: Callable[[], None],
-) -> Study:
+def study_of(model: keras.Model, x: Any, parallel: Parallel, tolerance: Tolerance) -> Study:
     """What a model's layers give for the rows that each replica, or micro-batch, has of a batch."""
     rows = int(leading(x).shape[0])
     parts = parts_of(rows, parallel.compute.data_size, _micro_batches(parallel.config))
     with tf.device(parallel.config.topology.devices[0]):
-        return study(model, x, parts, tolerance, restore)
+        return study(model, x, parts, tolerance)
 
 
 def lossy_settings(model: keras.Model) -> tuple[str, ...]:
@@ -146,16 +140,13 @@ def run_trial(request: Request, *, quiet: bool = False, lossless: bool = False) 
         runs = one, over_mesh(mesh, batch)
         comparison = compare_runs(*runs, request.tolerance)
 
-        def restore() -> None:
-            for variable, value in start:
-                variable.assign(value)
-
         found, rounds = Study(), None
         if not comparison.ok:
-            restore()
+            for variable, value in start:
+                variable.assign(value)
             if request.policy == "float64":
                 rounds = rounds_inside(plain, batch[0])
-            found = study_of(plain, batch[0], parallel, request.tolerance, restore)
+            found = study_of(plain, batch[0], parallel, request.tolerance)
         notes = tuple(parallel.fallbacks)
         return Trial(comparison, runs, found, random, statistics, notes, rounds)
 
