@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from kdist._compat import keras_models
 from kdist.api.parallelize import Parallel, attached, parallelize
 from kdist.config.parallel import ParallelConfig
 from kdist.config.state_format import StateFormatConfig
@@ -18,7 +19,7 @@ from kdist.verification.observe import as_array, on_one_device, over_mesh
 from kdist.verification.observed import Comparison, Observed, compare_runs
 from kdist.verification.rounding import rounds_inside
 from kdist.verification.study import Study, parts_of, rows_meet_in, study
-from kdist.verification.tolerance import TOLERANCES, Tolerance, compare, magnitude
+from kdist.verification.tolerance import Tolerance, compare, magnitude, widest
 from kdist.verification.twin import NoTwin, batch_in, make_twin, paired, precision
 
 import keras
@@ -172,13 +173,18 @@ def _on_one_device(plain: keras.Model, batch: tuple[Any, Any, Any], device: str)
         raise OneDeviceFailed(str(error).strip().splitlines()[0][:200]) from error
 
 
+def own_tolerance(model: keras.Model) -> Tolerance:
+    """How far runs of a model in its own dtypes may be apart."""
+    return widest(layer.dtype_policy.name for layer in keras_models.flat_layers(model))
+
+
 def _refuse_unlike(request: Request, one: Observed) -> None:
     """Refuses a twin that predicts something else than the model.
 
     Raises:
         NoTwin: The outputs differ by more than the model's own dtype explains.
     """
-    loose = UNLIKE * TOLERANCES[request.model.dtype_policy.name].relative["output"]
+    loose = UNLIKE * own_tolerance(request.model).relative["output"]
     floor = max((magnitude(a) for a in request.outputs.values()), default=0.0)
     for name, mine in request.outputs.items():
         allowed, again = loose * max(magnitude(mine), floor), one.output.get(name)
