@@ -35,6 +35,19 @@ def names_kept() -> Iterator[None]:
         global_state.set_global_attribute(_NAME_COUNTERS, before)
 
 
+def take_order(layer: keras.Layer, model: keras.Layer) -> None:
+    """Puts the variables of a layer, by name, in the order of another one like it.
+
+    A layer that was quantized after it was built made them in another order than one that is built
+    from its configuration.
+    """
+    for own in ("_trainable_variables", "_non_trainable_variables"):
+        variables = getattr(layer, own)
+        names = [v.name for v in getattr(model, own)]
+        if len(set(names)) == len(names) and {v.name for v in variables} == set(names):
+            variables.sort(key=lambda v: names.index(v.name))
+
+
 def loss_in(loss: keras.Loss, dtype: str) -> keras.Loss:
     """A copy of a loss object that computes in another dtype.
 

@@ -153,6 +153,8 @@ class Parallel(PreparedModel):
             auto = model.jit_compile and keras_xla.compiles_by_itself(model)
             self.forget_functions(self.resolved_xla("auto" if auto else bool(model.jit_compile)))
             self.spread_parameters()
+        else:  # it may have predicted, by a function that reads weights where they were
+            keras_xla.forget_functions(model)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`keras.Model.compile`; `jit_compile` then applies to kdist's programs.

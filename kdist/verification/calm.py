@@ -59,15 +59,16 @@ def calm(layers: list[keras.layers.Layer]) -> None:
     """
     for layer in layers:
         own: Any = type(layer)
-        told = keras_models.takes_training(layer)
-        layer.__class__ = _in_inference(own) if told else _drawing_alike(own)
+        make = _in_inference if keras_models.takes_training(layer) else _drawing_alike
+        layer.__class__ = make(own, keras_models.call_name(layer))
 
 
 @functools.cache
-def _in_inference(base: Any) -> Any:
-    """A subclass whose `call` always has `training=False`."""
-    inner = base.call
-    signature = inspect.signature(inner)
+def _in_inference(base: Any, name: str) -> Any:
+    """A subclass whose `call` or `quantized_call`, by name, always has `training=False`."""
+    inner = getattr(base, name)
+    # Both take the same; Keras's `quantized_call` does not say what.
+    signature = inspect.signature(base.call)
 
     @functools.wraps(inner)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,17 +76,17 @@ def _in_inference(base: Any) -> Any:
         bound.arguments["training"] = False
         return inner(*bound.args, **bound.kwargs)
 
-    return type(base.__name__, (base,), {"call": call, "__module__": base.__module__})
+    return type(base.__name__, (base,), {name: call, "__module__": base.__module__})
 
 
 @functools.cache
-def _drawing_alike(base: Any) -> Any:
-    """A subclass whose `call` gets one and the same number for each draw."""
-    inner = base.call
+def _drawing_alike(base: Any, name: str) -> Any:
+    """A subclass whose `call` or `quantized_call`, by name, gets the same number for each draw."""
+    inner = getattr(base, name)
 
     @functools.wraps(inner)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with keras_twins.equal_draws():
             return inner(self, *args, **kwargs)
 
-    return type(base.__name__, (base,), {"call": call, "__module__": base.__module__})
+    return type(base.__name__, (base,), {name: call, "__module__": base.__module__})

@@ -18,6 +18,7 @@ from kdist.program.model_state import ModelState
 from kdist.verification.calm import calm
 from kdist.verification.observe import (
     as_array,
+    as_compiled,
     by_path,
     call_for_training,
     gradient_arrays,
@@ -60,7 +61,7 @@ def run_itself(request: Request, *, quiet: bool = False) -> Trial:
         comparison = compare_runs(one, mesh, request.tolerance)
         found = Study()
         if not comparison.ok:
-            found = study_of(model, batch[0], parallel, request.tolerance, restore)
+            found = study_of(model, batch[0], parallel, request.tolerance)
     notes = tuple(parallel.fallbacks)
     return Trial(comparison, (one, mesh), found, random, statistics, notes)
 
@@ -113,27 +114,32 @@ def _observed(layers: list[keras.layers.Layer], parallel: Parallel) -> Iterator[
 
 def _alone(model: keras.Model, batch: tuple[Any, Any, Any]) -> Observed:
     """What one device gives for a batch, from the weights' whole values."""
-    x, y, sample_weight = batch
     state = ModelState.of(model)
-    params = [tf.identity(v.value) for v in state.trainable]
-    scope = ForwardScope(list(zip(state.trainable, params)), state.trainable)
-    with tf.GradientTape() as tape:
-        tape.watch(params)
-        with scope:
-            y_pred = call_for_training(model, x)
-            loss, parts = loss_and_parts(model, x, y, y_pred, sample_weight)
-            scaled = model.optimizer.scale_loss(loss)
-    found = tape.gradient(scaled, params)
+    carried, trainable = (
+        [tf.identity(v.value) for v in of] for of in (state.carried, state.trainable)
+    )
+
+    def train(params: list[Any], others: list[Any], batch: tuple[Any, Any, Any]) -> tuple[Any, ...]:
+        x, y, sample_weight = batch
+        given = [*zip(state.trainable, params), *zip(state.carried, others)]
+        with tf.GradientTape() as tape:
+            tape.watch(params)
+            with (scope := ForwardScope(given, state.trainable)):
+                y_pred = call_for_training(model, x)
+                loss, parts = loss_and_parts(model, x, y, y_pred, sample_weight)
+                scaled = model.optimizer.scale_loss(loss)
+        now = [scope.get_current_value(v) for v in state.carried]
+        return y_pred, loss, parts, tape.gradient(scaled, params), now
+
+    y_pred, loss, parts, found, now = as_compiled(model, train)(trainable, carried, batch)
     names = unique([v.path for v in state.carried])
-    now = [scope.get_current_value(v) for v in state.carried]
-    values = [v.value if new is None else new for v, new in zip(state.carried, now)]
     return Observed(
-        output=predicted(model, x),
+        output=predicted(model, batch[0]),
         training_output=output_arrays(model, y_pred),
         loss=loss_arrays(loss, parts),
         metric={},
         gradient=gradient_arrays(model, unscaled(model, found, loss.dtype)),
-        state={name: as_array(value) for name, value in zip(names, values)},
+        state={name: as_array(value) for name, value in zip(names, now)},
     )
 
 

@@ -101,26 +101,47 @@ def has_call(model: keras.Model) -> bool:
     return type(model).call not in (keras.Model.call, keras.Layer.call)
 
 
+def as_compiled(model: keras.Model, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function run as the model's steps are: as a graph, op by op with `run_eagerly=True`.
+
+    Not all layers run op by op: Keras's float8 does not.
+    """
+
+    def traced(*args: Any) -> Any:
+        try:
+            return function(*args)
+        finally:
+            keras_trainer.clear_losses(model)  # tensors of the graph
+
+    return function if model.run_eagerly else tf.function(traced, autograph=False)
+
+
 def predicted(model: keras.Model, x: Any) -> dict[str, np.ndarray]:
     """What a model, parallelized or not, predicts on the device in scope; nothing is written."""
-    with keras.StatelessScope():
-        outputs = model(x, training=False) if keras_models.takes_training(model) else model(x)
-    return output_arrays(model, outputs)
+    variables = ModelState.of(model).written
+
+    def call(values: Sequence[Any], x: Any) -> Any:
+        with keras.StatelessScope(list(zip(variables, values))):
+            return model(x, training=False) if keras_models.takes_training(model) else model(x)
+
+    values = [tf.identity(v.value) for v in variables]
+    return output_arrays(model, as_compiled(model, call)(values, x))
 
 
 def plain_pass(model: keras.Model, batch: tuple[Any, Any, Any]) -> Pass:
     """A pass on one device, as Keras's own train step computes it; gradients unscaled."""
-    x, y, sample_weight = batch
-    variables = model.trainable_variables
-    with tf.GradientTape() as tape:
-        y_pred = call_for_training(model, x)
-        loss, parts = loss_and_parts(model, x, y, y_pred, sample_weight)
-        scaled = loss if model.optimizer is None else model.optimizer.scale_loss(loss)
-    found = tape.gradient(scaled, [v.value for v in variables])
-    output = output_arrays(model, y_pred)
-    return Pass(
-        output, loss_arrays(loss, parts), gradient_arrays(model, unscaled(model, found, loss.dtype))
-    )
+
+    def train(x: Any, y: Any, sample_weight: Any) -> tuple[Any, ...]:
+        with tf.GradientTape() as tape:
+            y_pred = call_for_training(model, x)
+            loss, parts = loss_and_parts(model, x, y, y_pred, sample_weight)
+            scaled = loss if model.optimizer is None else model.optimizer.scale_loss(loss)
+        return y_pred, loss, parts, tape.gradient(scaled, [v.value for v in trainable])
+
+    trainable = model.trainable_variables
+    y_pred, loss, parts, found = as_compiled(model, train)(*batch)
+    gradients = gradient_arrays(model, unscaled(model, found, loss.dtype))
+    return Pass(output_arrays(model, y_pred), loss_arrays(loss, parts), gradients)
 
 
 def mesh_pass(model: keras.Model, batch: tuple[Any, Any, Any]) -> Pass:

@@ -13,15 +13,18 @@ FEWER_BITS = (tf.float32, tf.float16, tf.bfloat16)
 
 
 def rounds_inside(model: keras.Model, x: Any) -> str | None:
-    """The first operation of a float64 model that makes float64 values float32 or smaller.
+    """What a float64 model keeps, or first makes of float64 values, in float32 or smaller.
 
     Args:
         model: A plain model in float64.
         x: Its inputs.
 
     Returns:
-        The operation's name, which holds the layer's; None if there is none.
+        The path of a variable (of LoRA, for one), or the name of an operation, which holds the
+        layer's; None if there is none.
     """
+    if kept := [v.path for v in model.trainable_variables if tf.as_dtype(v.dtype) in FEWER_BITS]:
+        return kept[0]
     spec = keras.tree.map_structure(tf.type_spec_from_value, x)
     traced = tf.function(lambda x: call_for_training(model, x), autograph=False)
     graph = traced.get_concrete_function(spec).graph.as_graph_def()

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from kdist import rows
 from kdist._compat import keras_models, keras_twins
-from kdist.program.batch import part_bounds
+from kdist.program.batch import leading, part_bounds
 from kdist.program.model_state import ModelState
 from kdist.program.state import replica_seed
 from kdist.verification.calm import always_random, random_layers
-from kdist.verification.observe import as_array, call_for_training
+from kdist.verification.observe import as_array, as_compiled, call_for_training
 from kdist.verification.tolerance import Tolerance, compare, magnitude
 
 import keras
@@ -81,33 +81,23 @@ def parts_of(rows: int, replicas: int, micro_batches: int) -> list[Part]:
     ]
 
 
-def study(
-    model: keras.Model,
-    x: Any,
-    parts: Sequence[Part],
-    tolerance: Tolerance,
-    restore: Callable[[], None],
-) -> Study:
-    """Compares the layers' outputs for a batch with those for its parts.
+def study(model: keras.Model, x: Any, parts: Sequence[Part], tolerance: Tolerance) -> Study:
+    """Compares the layers' outputs for a batch with those for its parts; writes nothing.
 
     Args:
         model: A plain model, on one device.
         x: Its inputs, as tensors with the batch as leading dim.
         parts: See `parts_of`.
         tolerance: How far outputs may be apart.
-        restore: Puts the model's variables back; called after each pass.
     """
     if len(parts) < 2 or any(isinstance(t, tf.SparseTensor) for t in keras.tree.flatten(x)):
         return Study()
-    whole = _forward(model, x)
-    restore()
+    forward = _Forward(model)
+    whole = forward(x)
     pieces = []
     for part in parts:
-        for seed in ModelState.of(model).seeds:
-            seed.assign(replica_seed(tf.convert_to_tensor(seed.value), part.replica))
         own = keras.tree.map_structure(lambda t, part=part: t[part.start : part.stop], x)
-        pieces.append(_forward(model, own))
-        restore()
+        pieces.append(forward(own, part.replica))
     sizes = [part.stop - part.start for part in parts]
     layer, text = _first_difference(whole, pieces, sizes, tolerance)
     random = layer in {one.name for one in [*random_layers(model), *always_random(model)]}
@@ -144,22 +134,68 @@ def _mixings(model: keras.Model, x: Any, layer: str) -> list[str]:
     return list(dict.fromkeys(inside))
 
 
-def _forward(model: keras.Model, x: Any) -> _Pass:
-    with _recording(model) as calls:
-        call_for_training(model, x)
-    added = {}
-    for layer in keras_models.flat_layers(model):
-        values = keras_twins.added_losses(layer)
-        if values:
-            added[layer.name] = float(sum(np.sum(as_array(v)) for v in values))
-    return _Pass(calls, added)
+class _Forward:
+    """Forward passes of a model from the values that it has; traced once for each number of rows.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        state = ModelState.of(model)
+        self._variables, self._seeds = state.written, {id(v) for v in state.seeds}
+        self._traces: dict[int, tuple[Callable, dict[str, list[Any]]]] = {}
+
+    def __call__(self, x: Any, replica: int | None = None) -> _Pass:
+        """Calls the model.
+
+        Args:
+            x: Its inputs.
+            replica: Whose random numbers layers draw; None for those of one device.
+        """
+        values = [tf.identity(v.value) for v in self._variables]
+        if replica is not None:
+            values = [
+                replica_seed(value, replica) if id(v) in self._seeds else value
+                for v, value in zip(self._variables, values)
+            ]
+        rows = int(leading(x).shape[0])
+        if rows not in self._traces:
+            noted: dict[str, list[Any]] = {}
+            self._traces[rows] = as_compiled(self._model, self._pass(noted)), noted
+        function, noted = self._traces[rows]
+        outputs, losses = function(values, x)
+        calls = [
+            _Call(layer.name, type(layer).__name__, [as_array(t) for t in of])
+            for layer, of in zip(noted["calls"], outputs)
+        ]
+        sums = [float(sum(np.sum(as_array(v)) for v in of)) for of in losses]
+        return _Pass(calls, dict(zip(noted["added"], sums)))
+
+    def _pass(self, noted: dict[str, list[Any]]) -> Callable[..., Any]:
+        """What is traced; who gave what it returns is noted meanwhile."""
+
+        def run(values: Sequence[Any], x: Any) -> tuple[list[Any], list[Any]]:
+            given = list(zip(self._variables, values))
+            layers = keras_models.flat_layers(self._model)
+            with keras.StatelessScope(given, collect_losses=True):
+                with _recording(self._model) as calls:
+                    call_for_training(self._model, x)
+                added = [(one.name, keras_twins.added_losses(one)) for one in layers]
+            noted["added"] = [name for name, losses in added if losses]
+            noted["calls"] = [layer for layer, _ in calls]
+            return [of for _, of in calls], [losses for _, losses in added if losses]
+
+        return run
 
 
 @contextlib.contextmanager
-def _recording(model: keras.Model) -> Iterator[list[_Call]]:
-    """Meanwhile, notes every call of a layer inside the model that gives values."""
-    calls: list[_Call] = []
+def _recording(model: keras.Model) -> Iterator[list[tuple[keras.Layer, list[Any]]]]:
+    """Meanwhile, notes calls of layers inside the model that give values, not those in loops."""
+    calls: list[tuple[keras.Layer, list[Any]]] = []
     layers = [one for one in keras_models.flat_layers(model) if one is not model]
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
     def recorded(layer: Any) -> Callable:
         inner = keras_models.call_of(layer)
@@ -167,9 +203,8 @@ def _recording(model: keras.Model) -> Iterator[list[_Call]]:
         def call(*args: Any, **kwargs: Any) -> Any:
             outputs = inner(*args, **kwargs)
             flat = [t for t in keras.tree.flatten(outputs) if t is not None]
-            if all(isinstance(t, tf.Tensor) and hasattr(t, "numpy") for t in flat):
-                arrays = [as_array(t) for t in flat]
-                calls.append(_Call(layer.name, type(layer).__name__, arrays))
+            if all(isinstance(t, tf.Tensor) and getattr(t, "graph", None) is graph for t in flat):
+                calls.append((layer, flat))
             return outputs
 
         return call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import numpy as np
@@ -85,6 +85,26 @@ TOLERANCES: Mapping[str, Tolerance] = {
     "bfloat16": _half(8),
 }
 """By dtype policy."""
+
+
+def unquantized(policy: str) -> str:
+    """The name of the dtype policy that a quantized one came from; of others the name itself.
+
+    >>> unquantized("int8_from_mixed_bfloat16")
+    'mixed_bfloat16'
+    """
+    return policy.rpartition("_from_")[2]
+
+
+def widest(policies: Iterable[str]) -> Tolerance:
+    """The widest tolerance of some dtype policies; those of no floating type do not count.
+
+    >>> widest(["int64", "float32", "int8_from_mixed_bfloat16"]) is TOLERANCES["mixed_bfloat16"]
+    True
+    """
+    names = [unquantized(one) for one in policies]
+    found = [TOLERANCES[name] for name in names if name in TOLERANCES]
+    return max(found, key=lambda one: one.relative["output"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from kdist._compat import keras_models
 from kdist.api.parallelize import Parallel, attached, parallelize
 from kdist.config.parallel import ParallelConfig
 from kdist.config.state_format import StateFormatConfig
@@ -18,7 +19,7 @@ from kdist.verification.observe import as_array, has_call, on_one_device, over_m
 from kdist.verification.observed import Comparison, Observed, compare_runs
 from kdist.verification.rounding import rounds_inside
 from kdist.verification.study import Study, parts_of, rows_meet_in, study
-from kdist.verification.tolerance import TOLERANCES, Tolerance, compare, magnitude
+from kdist.verification.tolerance import Tolerance, compare, magnitude, widest
 from kdist.verification.twin import NoTwin, batch_in, make_twin, paired, precision
 
 import keras
@@ -91,18 +92,12 @@ class Trial:
         return self.random + self.statistics
 
 
-def study_of(
-    model: keras.Model,
-    x: Any,
-    parallel: Parallel,
-    tolerance: Tolerance,
-    restore: Callable[[], None],
-) -> Study:
+def study_of(model: keras.Model, x: Any, parallel: Parallel, tolerance: Tolerance) -> Study:
     """What a model's layers give for the rows that each replica, or micro-batch, has of a batch."""
     rows = int(leading(x).shape[0])
     parts = parts_of(rows, parallel.compute.data_size, _micro_batches(parallel.config))
     with tf.device(parallel.config.topology.devices[0]):
-        return study(model, x, parts, tolerance, restore)
+        return study(model, x, parts, tolerance)
 
 
 def lossy_settings(model: keras.Model) -> tuple[str, ...]:
@@ -146,16 +141,13 @@ def run_trial(request: Request, *, quiet: bool = False, lossless: bool = False) 
         runs = one, over_mesh(mesh, batch)
         comparison = compare_runs(*runs, request.tolerance)
 
-        def restore() -> None:
-            for variable, value in start:
-                variable.assign(value)
-
         found, rounds = Study(), None
         if not comparison.ok and has_call(plain):
-            restore()
+            for variable, value in start:
+                variable.assign(value)
             if request.policy == "float64":
                 rounds = rounds_inside(plain, batch[0])
-            found = study_of(plain, batch[0], parallel, request.tolerance, restore)
+            found = study_of(plain, batch[0], parallel, request.tolerance)
         notes = tuple(parallel.fallbacks)
         return Trial(comparison, runs, found, random, statistics, notes, rounds)
 
@@ -181,13 +173,18 @@ def _on_one_device(plain: keras.Model, batch: tuple[Any, Any, Any], device: str)
         raise OneDeviceFailed(str(error).strip().splitlines()[0][:200]) from error
 
 
+def own_tolerance(model: keras.Model) -> Tolerance:
+    """How far runs of a model in its own dtypes may be apart."""
+    return widest(layer.dtype_policy.name for layer in keras_models.flat_layers(model))
+
+
 def _refuse_unlike(request: Request, one: Observed) -> None:
     """Refuses a twin that predicts something else than the model.
 
     Raises:
         NoTwin: The outputs differ by more than the model's own dtype explains.
     """
-    loose = UNLIKE * TOLERANCES[request.model.dtype_policy.name].relative["output"]
+    loose = UNLIKE * own_tolerance(request.model).relative["output"]
     floor = max((magnitude(a) for a in request.outputs.values()), default=0.0)
     for name, mine in request.outputs.items():
         allowed, again = loose * max(magnitude(mine), floor), one.output.get(name)

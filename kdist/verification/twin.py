@@ -20,6 +20,9 @@ import tensorflow as tf
 
 FLOATING = ("float16", "bfloat16", "float32", "mixed_float16", "mixed_bfloat16")
 
+POLICIES = ("dtype", "default_policy", "source_name")
+"""Keys of configurations that name a policy; the last one is what a quantized one came from."""
+
 OF_TRAINING = frozenset(
     {"built", "compiled", "stop_training", "steps_per_execution", "unrolled_steps_per_execution"}
 )
@@ -60,7 +63,7 @@ def rewritten(config: Any, policy: str) -> Any:
             return {**config, "config": {"name": policy if name in FLOATING else name}}
         return {
             key: policy
-            if key in ("dtype", "default_policy") and isinstance(value, str) and value in FLOATING
+            if key in POLICIES and isinstance(value, str) and value in FLOATING
             else rewritten(value, policy)
             for key, value in config.items()
         }
@@ -93,6 +96,8 @@ def make_twin(model: keras.Model, policy: str, x: Any) -> keras.Model:
                 keras_trainer.keras_backend.compute_output_spec(twin, spec)
     except Exception as error:  # whatever the user's own constructors raise
         raise NoTwin(f"it cannot be made again from its configuration ({_short(error)})") from error
+    for layer, again in zip(keras_models.flat_layers(model), keras_models.flat_layers(twin)):
+        keras_twins.take_order(again, layer)
     _check_alike(model, twin)
     _copy_model(model, twin)
     return twin

@@ -20,8 +20,15 @@ from kdist.verification.observe import has_call, predicted
 from kdist.verification.observed import compare_runs
 from kdist.verification.one_device import refuse_too_large
 from kdist.verification.report import Verification
-from kdist.verification.tolerance import TOLERANCES
-from kdist.verification.trial import OneDeviceFailed, Request, Trial, lossy_settings, run_trial
+from kdist.verification.tolerance import TOLERANCES, unquantized
+from kdist.verification.trial import (
+    OneDeviceFailed,
+    Request,
+    Trial,
+    lossy_settings,
+    own_tolerance,
+    run_trial,
+)
 from kdist.verification.twin import NoTwin, batch_in
 
 import keras
@@ -116,7 +123,7 @@ def _compared(model: keras.Model, batch: Any, dtype: str) -> tuple[Request, list
     Returns:
         The request, the comparisons, and how they were made.
     """
-    own = model.dtype_policy.name
+    own = unquantized(model.dtype_policy.name)
     way = "a twin of the model on one device, and one over the mesh"
     request = _request(model, batch, own if dtype == "own" else "float64")
     try:
@@ -126,7 +133,7 @@ def _compared(model: keras.Model, batch: Any, dtype: str) -> tuple[Request, list
             if request.policy == own:
                 raise
             way += f", in {own}: on one device it does not run in float64 ({reason})"
-            request = dataclasses.replace(request, policy=own, tolerance=TOLERANCES[own])
+            request = dataclasses.replace(request, policy=own, tolerance=own_tolerance(model))
             return request, _trials(request, run_trial), way
     except NoTwin as reason:
         why = str(reason)
@@ -138,7 +145,7 @@ def _compared(model: keras.Model, batch: Any, dtype: str) -> tuple[Request, list
             "configuration. Train a plain copy beside it and compare weights, or leave verify out. "
             f"Received: {type(model).__name__}; {why}"
         )
-    request = dataclasses.replace(request, policy=own, tolerance=TOLERANCES[own])
+    request = dataclasses.replace(request, policy=own, tolerance=own_tolerance(model))
     way = f"the model itself, in {own}, without an update, weights, slots and metrics: {why}"
     return request, _trials(request, _itself), way
 
@@ -146,7 +153,8 @@ def _compared(model: keras.Model, batch: Any, dtype: str) -> tuple[Request, list
 def _request(model: keras.Model, batch: Any, policy: str) -> Request:
     known = has_call(model) and not always_random(model)
     outputs = predicted(model, batch_in("float32", batch[0])) if known else {}
-    return Request(model, batch, policy, TOLERANCES[policy], outputs)
+    exact = TOLERANCES[policy] if policy == "float64" else own_tolerance(model)
+    return Request(model, batch, policy, exact, outputs)
 
 
 def _itself(request: Request, *, quiet: bool = False, lossless: bool = False) -> Trial:

@@ -26,6 +26,20 @@ def test_names_kept():
     assert int(following.rsplit("_", 1)[1]) == int(first.rsplit("_", 1)[1]) + 1
 
 
+def test_take_order():
+    layer = keras.layers.Dense(2)
+    layer.build((None, 3))
+    layer.quantize("float8")
+    again = keras.layers.Dense.from_config(layer.get_config())
+    again.build((None, 3))
+    names = [[v.name for v in one.variables] for one in (layer, again)]
+    assert names[0] != names[1] and set(names[0]) == set(names[1])
+    keras_twins.take_order(again, layer)
+    assert [v.name for v in again.variables] == names[0]
+    keras_twins.take_order(again, keras.layers.Dense(2))  # not alike
+    assert [v.name for v in again.variables] == names[0]
+
+
 def test_loss_in():
     loss = keras.losses.MeanSquaredError(name="mine", reduction="sum")
     again = keras_twins.loss_in(loss, "float64")

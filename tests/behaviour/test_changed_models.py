@@ -147,3 +147,17 @@ def test_fusion_is_not_changed_between_freezing_and_compile() -> None:
     with pytest.raises(ValueError, match="compile"):
         kdist.api.parallelize.attached(model).set_fusion(kdist.FusionConfig(mode="none"))
     fit(model)
+
+
+@pytest.mark.parametrize("mesh", ["data2_model2", "pipe2_data2"])
+def test_a_model_that_predicted_before_and_was_never_compiled(mesh: str, float64: None) -> None:
+    """What Keras traced reads its weights where they were."""
+    model = build()
+    before = model.predict(X, verbose=0)
+    layout_map = CUTS if "model" in mesh else None
+    pipeline = kdist.PipelineConfig(micro_batches=2) if "pipe" in mesh else None
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(**MESHES[mesh]), layout_map=layout_map, pipeline=pipeline
+    )
+    kdist.parallelize(model, config)
+    np.testing.assert_allclose(model.predict(X, verbose=0), before, rtol=1e-9)
