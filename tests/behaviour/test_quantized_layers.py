@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import kdist
+from kdist.api.parallelize import attached
 from kdist.calls.over_mesh import OverMesh
 
 import keras
@@ -117,3 +118,24 @@ def test_stages_of_listed_layers() -> None:
     config = kdist.ParallelConfig(mesh=kdist.mesh(pipe=2), pipeline=pipeline)
     kdist.parallelize(model, config)
     np.testing.assert_allclose(losses(model), losses(plain()), rtol=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["lora", "int8", "int8+lora", "int4+lora"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_plans_know_before_a_step_which_gradients_are_rows(mode: str, tied: bool) -> None:
+    table = (
+        keras.layers.ReversibleEmbedding(32, 4, name="table")
+        if tied
+        else keras.layers.Embedding(32, 4, name="table")
+    )
+    ids = keras.Input((6,), dtype="int32")
+    x = keras.layers.Dense(4, name="last")(table(ids))
+    model = keras.Model(ids, table(x, reverse=True) if tied else x)
+    for step in mode.split("+"):
+        table.enable_lora(2) if step == "lora" else table.quantize(step)
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    model.compile("adam", "mse")
+    before = attached(model).look_ups()
+    model.plan(batch_size=8)
+    model.fit(np.zeros((8, 6), "int32"), np.zeros((8, *model.output.shape[1:])), verbose=0)
+    assert set(before) == set(attached(model).look_ups())
