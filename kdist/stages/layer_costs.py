@@ -125,10 +125,10 @@ def used_variables(operation: Any, arguments: Mapping[str, Any]) -> list[keras.V
     """The variables that one call of a layer uses: weights, and states such as seeds."""
     variables = list(getattr(operation, "variables", ()))
     if isinstance(operation, layers.ReversibleEmbedding) and not operation.tie_weights:
-        reverse = operation.reverse_embeddings
-        if arguments.get("reverse"):
-            return [v for v in variables if v is reverse]
-        return [v for v in variables if v is not reverse]
+        back = {id(v) for v in variables if v.name.startswith("reverse_embeddings")}
+        if arguments.get("reverse"):  # one way of int4 reads `g_idx` in both directions
+            return [v for v in variables if id(v) in back or v.name == "g_idx"]
+        return [v for v in variables if id(v) not in back]
     return variables
 
 

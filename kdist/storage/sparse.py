@@ -289,12 +289,22 @@ def gradients_of_rows(model: keras.Model) -> list[keras.Variable]:
     host gets rows even so, and adds those of its penalty.
     """
     layers = keras_models.flat_layers(model)
+    built = [one for one in layers if isinstance(one, keras.layers.Embedding) and one.built]
     return [
-        one.embeddings
-        for one in layers
-        if isinstance(one, keras.layers.Embedding)
-        and one.built
-        and one.embeddings.trainable
-        and (one.embeddings.regularizer is None or is_fetched(one.embeddings))
-        and not getattr(one, "tie_weights", False)
+        table
+        for table in map(_read_by_rows, built)
+        if table is not None
+        and table.trainable
+        and (table.regularizer is None or is_fetched(table))
     ]
+
+
+def _read_by_rows(layer: keras.layers.Embedding) -> keras.Variable | None:
+    """The floating variable of which a layer reads rows alone, if there is one.
+
+    With factors of LoRA, it adds these up to a table for each call, but those of a quantized
+    table, which has no gradient itself: of them the rows of the first one are looked up.
+    """
+    if layer.quantization_mode is not None:
+        return layer.lora_embeddings_a if layer.lora_enabled else None
+    return None if layer.lora_enabled or getattr(layer, "tie_weights", False) else layer.embeddings

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import kdist
+from kdist.api.parallelize import attached
 from kdist.calls.over_mesh import OverMesh
 
 import keras
@@ -38,9 +39,9 @@ def chain(mode: str) -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(4, name="last")(x))
 
 
-def losses(model: keras.Model) -> list[float]:
+def losses(model: keras.Model, x: Any = X) -> list[float]:
     model.compile("adam", "mse")
-    return model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
+    return model.fit(x, Y, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
 
 
 @MODES
@@ -117,3 +118,52 @@ def test_stages_of_listed_layers() -> None:
     config = kdist.ParallelConfig(mesh=kdist.mesh(pipe=2), pipeline=pipeline)
     kdist.parallelize(model, config)
     np.testing.assert_allclose(losses(model), losses(plain()), rtol=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["lora", "int8", "int8+lora", "int4+lora"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_plans_know_before_a_step_which_gradients_are_rows(mode: str, tied: bool) -> None:
+    table = (
+        keras.layers.ReversibleEmbedding(32, 4, name="table")
+        if tied
+        else keras.layers.Embedding(32, 4, name="table")
+    )
+    ids = keras.Input((6,), dtype="int32")
+    x = keras.layers.Dense(4, name="last")(table(ids))
+    model = keras.Model(ids, table(x, reverse=True) if tied else x)
+    for step in mode.split("+"):
+        table.enable_lora(2) if step == "lora" else table.quantize(step)
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    model.compile("adam", "mse")
+    before = attached(model).look_ups()
+    model.plan(batch_size=8)
+    model.fit(np.zeros((8, 6), "int32"), np.zeros((8, *model.output.shape[1:])), verbose=0)
+    assert set(before) == set(attached(model).look_ups())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        keras.quantizers.Int8QuantizationConfig(),
+        keras.quantizers.Int4QuantizationConfig(block_size=2),
+    ],
+    ids=["int8", "int4"],
+)
+def test_a_reversible_embedding_in_two_stages(config: Any) -> None:
+    """A quantized one that is not tied: its scales are where the table is that they are of."""
+
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        table = keras.layers.ReversibleEmbedding(32, 4, tie_weights=False, name="table")
+        x = keras.layers.Dense(4, name="mid")(table(ids := keras.Input((6,), dtype="int32")))
+        model = keras.Model(ids, keras.layers.Dense(4, name="last")(table(x, reverse=True)))
+        table.quantize(config=config)
+        return model
+
+    ids = RANDOM.integers(0, 32, (8, 6))
+    model = build()
+    pipeline = kdist.PipelineConfig(micro_batches=2)
+    kdist.parallelize(
+        model, kdist.ParallelConfig(mesh=kdist.mesh(pipe=2, data=2), pipeline=pipeline)
+    )
+    np.testing.assert_allclose(losses(model, ids), losses(build(), ids), rtol=1e-9)

@@ -217,3 +217,37 @@ def test_what_cannot_be_told_of_one_row_is_said(shape):
             assert not sparse.depends_on(keras.ops.full(shape, 3, dtype="int32"), [x])
 
     call.get_concrete_function(tf.TensorSpec((1, 2), tf.int32))
+
+
+@pytest.mark.parametrize(
+    ("mode", "lora", "rows"),
+    [
+        (None, False, ["embeddings"]),
+        (None, True, []),
+        ("int8", False, []),
+        ("int8", True, ["lora_embeddings_a"]),
+        ("int4", False, []),
+        ("int4", True, ["lora_embeddings_a"]),
+    ],
+)
+def test_tables_that_are_encoded_or_have_factors(
+    mode: str | None, lora: bool, rows: list[str]
+) -> None:
+    """What is said of gradients before a step is traced is what a tape finds; plans can be made."""
+    layer = keras.layers.Embedding(12, 4, name="table")
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), layer, keras.layers.Dense(2)])
+    if mode is not None:
+        layer.quantize(mode)
+    if lora:
+        layer.enable_lora(2)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(np.arange(6).reshape(2, 3)))
+    variables = model.trainable_variables
+    gradients = tape.gradient(loss, [v.value for v in variables])
+    found = [v.name for v, one in zip(variables, gradients) if isinstance(one, tf.IndexedSlices)]
+    assert found == rows
+    assert [v.name for v in sparse.gradients_of_rows(model)] == rows
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    model.compile("adam", "mse")
+    model.plan(batch_size=4)
+    kdist.inspect(model, 4)
