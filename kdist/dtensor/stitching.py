@@ -289,15 +289,21 @@ class Stitcher:
         padded = self.nodes.get(node_of(node.input[0]))
         if padded is None or padded.op != "TensorStridedSliceUpdate":
             return None
-        zeros = self.nodes.get(node_of(padded.input[0]))
-        if zeros is None or zeros.op != "Const":
-            return None
-        if np.any(tf.make_ndarray(zeros.attr["value"].tensor)):
+        if not self._is_zero(padded.input[0]):
             return None
         begins = self.values.get(node_of(padded.input[1]))
         if begins is None:
             return None
         return [tuple(map(int, np.ravel(begin))) for begin in begins]
+
+    def _is_zero(self, reference: str) -> bool:
+        """Whether a tensor is known to be zero: of float8, nothing has made it a constant."""
+        node = self.nodes.get(node_of(reference))
+        if node is not None and node.op in ("Fill", "Cast"):
+            return self._is_zero(node.input[1 if node.op == "Fill" else 0])
+        if node is None or node.op != "Const":
+            return False
+        return not np.any(tf.make_ndarray(node.attr["value"].tensor))
 
     def _live(self) -> set[str]:
         """The nodes that results and effects need, copies of inputs and known values left out."""
