@@ -53,6 +53,15 @@ def test_quantized_models_are_compared_in_float64(mode: str, policy: str | None)
     assert report.ok and report.differences == () and report.way == TWIN, report
 
 
+def test_biases_of_float8_are_bfloat16() -> None:
+    """A model that has trained: its biases are not zero, and those of its twin are not rounded."""
+    model = _compiled(_dense("float8", None))
+    model.fit(*batch(), epochs=3, verbose=0)
+    report = kdist.verify(model, *batch())
+    assert report.ok and report.way == TWIN and report.dtype == "float64", report
+    assert kdist.verify(model, *batch(), dtype="own").ok
+
+
 def test_factors_of_lora_are_float32_in_float64_too() -> None:
     report = kdist.verify(_compiled(_dense("lora", None)), *batch())
     assert report.ok and report.way == TWIN, report
