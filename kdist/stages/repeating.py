@@ -140,4 +140,4 @@ class RepeatingVjp(LaidVjp):
         params, inputs = self._arguments
         if all(t.shape.is_fully_defined() for t in (*params, *inputs)):
             return ""
-        return "the sizes of a micro-batch are not known when the step is traced"
+        return "the sizes of a batch are not known when the step is traced"
