@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdist._compat.function_graphs import converted
-from kdist.api.own_steps import calls_of, refuse_fetched, refuse_settings
+from kdist.api.own_steps import calls_of, refuse_prefetch, refuse_settings
 from kdist.api.parallelize import Parallel, attached
 from kdist.calls.layer_calls import LayerCalls
 from kdist.calls.own_steps import run_over
@@ -39,7 +39,7 @@ def function(step: Callable | keras.Model, *models: keras.Model) -> Callable:
 
     Raises:
         ValueError: No model is given; one is not parallelized, or has settings that have no meaning
-            here (stages, compression, recompute by a budget, tables on the host).
+            here (stages, compression, recompute by a budget, rows of tables looked up ahead).
 
     Example:
         >>> @kdist.function(model)  # or kdist.function(step, generator, discriminator)
@@ -100,7 +100,7 @@ class _Function:
         """Places weights on first use, and makes graphs anew where `compile` has moved them."""
         for one in self._parallels:
             one.prepare_own(self._step, *data)
-            refuse_fetched(one, WHOSE)
+            refuse_prefetch(one, WHOSE)
         programs = [one.program for one in self._parallels]
         if self._programs and all(a is b for a, b in zip(programs, self._programs)):
             return

@@ -77,7 +77,7 @@ def own_function(parallel: Parallel, kind: str, example: Any) -> Callable:
         example: A batch, or the specs of one.
     """
     parallel.prepare_own(getattr(parallel.model, f"{kind}_step"), example)
-    refuse_fetched(parallel, own_name(kind))
+    refuse_prefetch(parallel, own_name(kind))
     model, updates = parallel.model, parallel.own_updates
     plain: list[OwnSteps] = []
 
@@ -93,23 +93,23 @@ def own_function(parallel: Parallel, kind: str, example: Any) -> Callable:
     return function.predict if kind == "predict" else function
 
 
-def refuse_fetched(parallel: Parallel, whose: str) -> None:
-    """Refuses tables whose rows are fetched for a whole step.
+def refuse_prefetch(parallel: Parallel, whose: str) -> None:
+    """Refuses rows that are looked up a step ahead, by a step of the user's own.
 
     Args:
         parallel: What kdist attached to the model.
         whose: The step, for the user.
 
     Raises:
-        ValueError: There are some.
+        ValueError: It is asked for.
     """
     assert parallel.layouts is not None
-    names = [layer.path or layer.name for layer in parallel.layouts.fetched_layers]
+    names = [layer.path or layer.name for layer in parallel.layouts.prefetched]
     if names:
         raise ValueError(
-            "Rows of a table on the host, or split by hand, are fetched for steps of kdist's own. "
-            "Leave the table whole on the device, or cut it by the layout map. Received: "
-            f"{type(parallel.model).__name__} in {whose} with such tables of {names}"
+            "What a step of one's own looks up is known when it calls the layer, so nothing can be "
+            "fetched a step ahead. Leave prefetch=True out. Received: "
+            f"{type(parallel.model).__name__} in {whose} with prefetch=True for {names}"
         )
 
 

@@ -21,7 +21,7 @@ import tensorflow as tf
 def anchor(entries: Sequence[Stored]) -> None:
     """Gives weights that are whole nowhere something that tapes know them by."""
     for entry in entries:
-        if entry.anchor is None and not isinstance(entry.whole(), tf.Variable):
+        if entry.anchor is None and len(entry.placement.shards) > 1:
             with tf.init_scope():
                 variable = entry.variable
                 entry.anchor = without_content(variable.shape, variable.dtype)

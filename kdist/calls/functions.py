@@ -103,7 +103,8 @@ class CalledProgram(Program):
     Args:
         program: The model's.
         call: The layer's `call`.
-        arguments: What it is called with; a program's input has rows and masks.
+        arguments: What it is called with; a program's input has rows and masks, and may have the
+            other tensors.
     """
 
     def __init__(self, program: Program, call: Callable, arguments: CallArguments) -> None:
@@ -112,9 +113,9 @@ class CalledProgram(Program):
         self._called, self._arguments = call, arguments
 
     def _call(self, x: Any, training: bool) -> Any:
-        rows, masks = x
-        shared = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in self._arguments.shared]
-        args, kwargs = self._arguments.filled(rows, masks, shared)
+        rows, masks, *others = x
+        unknown = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in self._arguments.shared]
+        args, kwargs = self._arguments.filled(rows, masks, *(others or [unknown]))
         with named(None):
             return self._called(*args, **kwargs)
 
@@ -169,6 +170,7 @@ class CallFunctions:
         call: Its `call`.
         arguments: What it is called with.
         given: Of one replica, tensors or their specs; its state's values are made here.
+        spec: What programs take as a variable.
         known: What an earlier lowering of the call has shown.
 
     Attributes:
@@ -191,6 +193,7 @@ class CallFunctions:
         call: Callable,
         arguments: CallArguments,
         given: Given,
+        spec: Callable[[keras.Variable], tf.TensorSpec],
         known: Known = UNKNOWN,
     ) -> None:
         self.program, self.backend = program, backend
@@ -199,7 +202,7 @@ class CallFunctions:
         self._inside = keras_models.flat_layers(layer)
         self.trainable, self.carried = used_by(layer, program)
         variables = [program.state.trainable[i] for i in self.trainable]
-        state = [tf.TensorSpec(v.shape, v.dtype) for v in self.carried]
+        state = [spec(v) for v in self.carried]
         self._given = dataclasses.replace(given, state=state)
         self.example: Made
         self.adders: list[keras.Layer | None] = []
@@ -210,7 +213,7 @@ class CallFunctions:
             try:
                 self.vjp = CallVjp(
                     self._compute,
-                    [tf.TensorSpec(v.shape, v.dtype) for v in variables],
+                    [spec(v) for v in variables],
                     flat,
                     self._part,
                     sources=given.sources,

@@ -8,6 +8,7 @@ metrics, what a model computes between its layers. So its numbers are those of o
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from kdist.calls.anchors import anchor, handle_of
 from kdist.calls.arguments import CallArguments, any_symbolic, without_rows
 from kdist.calls.functions import CalledProgram, CallFunctions, Given, used_by
 from kdist.calls.over_mesh import OverMesh
+from kdist.calls.tables import CallTables
 from kdist.calls.xla import refuse_within_xla
 from kdist.dtensor import sizes
 from kdist.dtensor.call import CannotExpand, Retrace
@@ -69,6 +71,7 @@ class LayerCalls:
         self._known: dict[Hashable, Known] = {}
         self._sorted: dict[Hashable, tuple[str, ...] | None] = {}
         self._studies: dict[Hashable, ModelStudy] = {}
+        self._tables: dict[Hashable, CallTables] = {}
         self._alone, self._step = False, None
         self.inside: dict[Any, Any] = {}
         anchor(backend.entries)
@@ -198,8 +201,20 @@ class LayerCalls:
             Given(rows, given.shared, masks).differentiated(wanted)
             for (rows, masks), _, _ in batch.parts
         ]
-        functions = [self._functions_of(layer, call, given, one) for one in parts]
-        return OverMesh(self, layer, functions, parts, batch, not self._in_step)()
+        rows = self._tables_of(layer, call, given).fetch(parts)
+        with rows.taken():
+            functions = [
+                self._functions_of(layer, call, given, one, functools.partial(rows.spec, r))
+                for r, one in enumerate(parts)
+            ]
+        return OverMesh(self, layer, functions, parts, batch, rows, not self._in_step)()
+
+    def _tables_of(self, layer: keras.Layer, call: Callable, given: CallArguments) -> CallTables:
+        """What fetches rows of tables for a call."""
+        key = self._key(layer, given)
+        if key not in self._tables:
+            self._tables[key] = CallTables(self.program, layer, call, given)
+        return self._tables[key]
 
     @property
     def _in_step(self) -> bool:
@@ -235,7 +250,12 @@ class LayerCalls:
         return split((given.rows, given.masks), None, None, replicas, static=True)
 
     def _functions_of(
-        self, layer: keras.Layer, call: Callable, arguments: CallArguments, given: Given
+        self,
+        layer: keras.Layer,
+        call: Callable,
+        arguments: CallArguments,
+        given: Given,
+        spec: Callable[[keras.Variable], tf.TensorSpec],
     ) -> CallFunctions:
         """The functions of a call, for tensors of such shapes."""
         tensors = leaves([given.rows, given.shared])
@@ -245,7 +265,7 @@ class LayerCalls:
             with knowing(study.constant_ids):
                 known = self._known.get(key, UNKNOWN)
                 self._functions[key] = CallFunctions(
-                    self.program, self.backend, layer, call, arguments, given, known
+                    self.program, self.backend, layer, call, arguments, given, spec, known
                 )
         return self._functions[key]
 

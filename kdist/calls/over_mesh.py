@@ -15,6 +15,7 @@ from kdist._compat.custom_gradients import asked_by_graph
 from kdist._compat.function_graphs import in_vectorized_loop
 from kdist.calls.anchors import handle_of
 from kdist.calls.functions import CallFunctions, Given
+from kdist.calls.tables import CallRows
 from kdist.dtensor.sharded import each
 from kdist.graphs.instantiation import instantiated_cheaply
 from kdist.optimizer.slice_gradients import as_gradient
@@ -24,6 +25,7 @@ from kdist.program.state import combine
 from kdist.runtime.metrics import join_masks
 from kdist.runtime.plain_runner import layer_weights
 from kdist.sharding.owners import UpdateUnit
+from kdist.storage.fetched_table import is_fetched
 from kdist.storage.sparse import is_sparse
 
 import keras
@@ -68,6 +70,7 @@ class OverMesh:
         functions: Per replica; they differ in the number of rows alone.
         given: Per replica, what it takes, but for state.
         batch: How rows are cut.
+        rows: What it looks up in tables on the host, or split by hand.
         inside: Whether in a function that a step calls, of which TensorFlow prepares gradients of
             whatever its backward pass looks at.
     """
@@ -79,23 +82,28 @@ class OverMesh:
         functions: Sequence[CallFunctions],
         given: Sequence[Given],
         batch: SplitBatch,
+        rows: CallRows,
         inside: bool,
     ) -> None:
-        self._calls, self._inside = calls, inside
+        self._calls, self._inside, self._looked_up = calls, inside, rows
         self.layer, self.functions, self.batch = layer, list(functions), batch
         first = self.functions[0]
         self.program, self.backend = first.program, first.backend
         trainable = self.program.state.trainable
         self._params, self._flat = [], []
         for s, one in enumerate(given):
-            with tf.device(self._device(s)):
-                self._params.append([self.backend.read(trainable[i], s) for i in first.trainable])
-                state = [self.backend.read(v, s) for v in first.carried]
+            with tf.device(self._device(s)), rows.taken():
+                self._params.append([self._read(trainable[i], s) for i in first.trainable])
+                state = [self._read(v, s) for v in first.carried]
                 self._flat.append(dataclasses.replace(one, state=state).flat())
         self._sources = given[0].sources
         self._some_left_out = self._sources != given[0].differentiated(lambda t: True).sources
         self._saved: list[Any] = [None] * len(given)
         self._made: list[Any] = [None] * len(given)
+
+    def _read(self, variable: keras.Variable, s: int) -> Any:
+        value = self.backend.read(variable, s)
+        return self._without_gradient(value, s) if is_fetched(variable) else value
 
     def _device(self, s: int) -> str:
         return str(self.backend.devices(s)[0])
@@ -201,10 +209,9 @@ class OverMesh:
                 gradients[s] = {v: self._on_devices(v, g) for v, g in pairs if g is not None}
                 inward += [self._whole(into[i], s) for i in self._sources]
         self._kinds = [None if g is None else "dense" for g in inward]
-        return [
-            *(t for g in self._summed(gradients) for t in g),
-            *(g for g in inward if g is not None),
-        ]
+        with self._looked_up.taken():
+            summed = self._summed(gradients)
+        return [*(t for g in summed for t in g), *(g for g in inward if g is not None)]
 
     def _whole(self, gradient: Any, s: int) -> Any:
         return None if gradient is None else gradient.whole(self._device(s))
@@ -220,7 +227,8 @@ class OverMesh:
     def _summed(self, gradients: Mapping[int, Mapping[int, list[Any]]]) -> list[list[Any]]:
         """Per weight that gets one, the tensors of its whole gradient."""
         first = self.functions[0]
-        source = self.backend.source(gradients, first.vjp.look_ups(0))
+        look_ups = {**first.vjp.look_ups(0), **self._looked_up.tables.look_ups}
+        source = self.backend.source(gradients, look_ups)
         self._rows: list[tuple[int, ...] | None] = []
         found: list[list[Any]] = []
         for position in first.connected():

@@ -358,7 +358,7 @@ def _refuse_alike(table: LookedUp, received: str) -> None:
     Raises:
         ValueError: Always, but where sums of all rows are what the optimizer takes.
     """
-    if not table.entry.combined:
+    if not table.entry.combined or table.entry.now.of_call:
         raise ValueError(
             "A table on the host, or split by hand, has look-ups by ids of the batch and by ids "
             "that are the same in each batch; the optimizer takes each row's gradient by itself, "

@@ -27,6 +27,7 @@ from kdist.program.step_result import SliceResult
 from kdist.runtime.chunk_run import ChunkedProgram
 from kdist.runtime.chunking import Chunking, Chunks, Completion, Keys
 from kdist.runtime.plain_runner import Begin, row_shares
+from kdist.storage.fetched_table import taking_any_ids
 from kdist.storage.parts import whole_of
 from kdist.storage.variables import Stored
 
@@ -288,6 +289,8 @@ class MeshRunner:
 
     def lower_without_loss(self, x: Any) -> None:
         """Lowers a forward and backward pass, to see its collectives."""
+        with taking_any_ids():
+            self.program.tables.fetch_micro_batches([[(x, None, None)]], training=True)
         data = self.inputs.data(x)
         self._probe.lower(signature(data), (*self.inputs.state_of(0), data))
 

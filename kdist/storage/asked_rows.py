@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kdist.sharding.placement import Coordinate
+from kdist.storage.alike_rows import Asked
+
 import tensorflow as tf
 
 
@@ -42,6 +45,37 @@ class Wanted:
     asked: Sequence[Any]
     sizes: Sequence[Any]
     asking: Asking
+
+
+@dataclasses.dataclass(eq=False)
+class LookUps:
+    """What slices look up in a table in one step, or in one call of a layer.
+
+    Attributes:
+        wanted: Per slice, the rows.
+        asked: Per stage and number of a virtual stage there, its look-ups, by their total size.
+        sent: Rows of a part, by slice and the holder that gives them.
+        sums: What several devices take alike, by slice and the device that made it.
+        there: Rows that were fetched a step ahead, by the coordinate that has them.
+        of_call: Whether of a call: its gradient is for a tape, which takes each look-up's row.
+    """
+
+    wanted: dict[int, Wanted] = dataclasses.field(default_factory=dict)
+    asked: dict[tuple[int, int], dict[int | None, Sequence[Asked]]] = dataclasses.field(
+        default_factory=dict
+    )
+    sent: dict[tuple[int, Coordinate], Any] = dataclasses.field(default_factory=dict)
+    sums: dict[tuple[int, Coordinate], Any] = dataclasses.field(default_factory=dict)
+    there: dict[Coordinate, Any] = dataclasses.field(default_factory=dict)
+    of_call: bool = False
+
+    def want(self, s: int, wanted: Wanted) -> None:
+        """Notes what a slice looks up now."""
+        self.wanted[s] = wanted
+        every: tuple[dict[Any, Any], ...] = (self.sent, self.sums, self.there)
+        for known in every:
+            for key in [key for key in known if key[0] == s]:
+                del known[key]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from kdist.layers.lazy import SummedRows
 from kdist.sharding.mesh import HOST, Topology
 from kdist.sharding.placement import Coordinate, Placement, coordinate_of
 from kdist.storage.alike_rows import Asked, arranged
-from kdist.storage.asked_rows import Ahead, Asking, Wanted
+from kdist.storage.asked_rows import Ahead, Asking, LookUps, Wanted
 from kdist.storage.variables import Stored, stored
 
 import keras
@@ -48,7 +48,7 @@ class FetchedTable(Stored):
     """A table of which slices get the rows that a step looks up.
 
     Attributes:
-        wanted: Per slice, what it looks up in the step that is being traced.
+        now: What is looked up in the step, or the call, that is being traced.
         combined: Whether gradients of a row that is looked up more than once are summed before they
             travel; see `kdist.optimizer.local.is_linear`.
         prefetch: Whether what the next step looks up is fetched during this one.
@@ -64,13 +64,23 @@ class FetchedTable(Stored):
 
     def __init__(self, variable: keras.Variable, placement: Placement, topology: Topology) -> None:
         super().__init__(variable, placement, topology)
-        self.wanted: dict[int, Wanted] = {}
+        self.now = LookUps()
         self.turn: int | None = None
-        self._asked: dict[tuple[int, int], dict[int | None, Sequence[Asked]]] = {}
         self._parts = [p for p, shard in enumerate(placement.shards) if 0 not in shard.shape]
-        self._sent: dict[tuple[int, Coordinate], Any] = {}
-        self._sums: dict[tuple[int, Coordinate], Any] = {}
-        self._there: dict[Coordinate, Any] = {}
+
+    @property
+    def wanted(self) -> dict[int, Wanted]:
+        """Per slice, what it looks up."""
+        return self.now.wanted
+
+    @contextlib.contextmanager
+    def looking_up(self, apart: LookUps) -> Iterator[None]:
+        """Meanwhile, look-ups are these."""
+        self.now, before = apart, self.now
+        try:
+            yield
+        finally:
+            self.now = before
 
     @property
     def local_columns(self) -> int | None:
@@ -87,13 +97,7 @@ class FetchedTable(Stored):
             turns: Of each, the indices of all look-ups of a program, in their order; (n,).
             asking: How these follow from the batch.
         """
-        self._want(s, self._wanted(s, turns, asking))
-
-    def _want(self, s: int, wanted: Wanted) -> None:
-        self.wanted[s] = wanted
-        self._sent = {key: rows for key, rows in self._sent.items() if key[0] != s}
-        self._sums = {key: rows for key, rows in self._sums.items() if key[0] != s}
-        self._there = {key: rows for key, rows in self._there.items() if key[0] != s}
+        self.now.want(s, self._wanted(s, turns, asking))
 
     def _wanted(self, s: int, turns: Sequence[Any], asking: Asking) -> Wanted:
         known = [t.shape[0] for t in turns]
@@ -136,8 +140,8 @@ class FetchedTable(Stored):
 
     def take(self, s: int, ahead: Ahead) -> None:
         """Has a slice look up what was fetched ahead."""
-        self._want(s, ahead.wanted)
-        self._there.update(((s, k), rows) for k, rows in enumerate(ahead.rows))
+        self.now.want(s, ahead.wanted)
+        self.now.there.update(((s, k), rows) for k, rows in enumerate(ahead.rows))
 
     def corrected(self, s: int, ahead: Ahead) -> Ahead:
         """What was fetched before this step's update, with the rows that it has changed."""
@@ -173,8 +177,8 @@ class FetchedTable(Stored):
     def used_at(self, at: Coordinate) -> Any:
         """What compute takes as the table: the rows of its look-ups, one after the other."""
         wanted, split = self.wanted[at[0]], self.placement.split
-        if at in self._there:
-            return tf.gather(self._there[at], self._of_turn(wanted.positions, wanted.sizes))
+        if at in self.now.there:
+            return tf.gather(self.now.there[at], self._of_turn(wanted.positions, wanted.sizes))
         if self.together is not None:
             rows = self._rows_of_all_parts(at[0], self.together)
             return tf.gather(rows, self._of_turn(wanted.positions, wanted.sizes))
@@ -235,24 +239,24 @@ class FetchedTable(Stored):
 
     def _rows_of_all_parts(self, s: int, together: tf.Variable) -> Any:
         """What slice `s` wants, from one variable with all parts."""
-        if (s, HOST) not in self._sums:
+        if (s, HOST) not in self.now.sums:
             with tf.device(together.device), tf.name_scope(FETCHED):
-                self._sums[s, HOST] = tf.gather(together, tf.identity(self.wanted[s].unique))
-        return self._sums[s, HOST]
+                self.now.sums[s, HOST] = tf.gather(together, tf.identity(self.wanted[s].unique))
+        return self.now.sums[s, HOST]
 
     def _reduced(self, s: int, sources: Sequence[Coordinate]) -> Any:
         """The same sum for all devices that ask these sources: made on the first of them."""
-        if (s, sources[0]) not in self._sums:
+        if (s, sources[0]) not in self.now.sums:
             with tf.device(self.device(sources[0])), tf.name_scope(FETCHED):
-                self._sums[s, sources[0]] = self._join(s, sources)
-        return self._sums[s, sources[0]]
+                self.now.sums[s, sources[0]] = self._join(s, sources)
+        return self.now.sums[s, sources[0]]
 
     def _rows(self, s: int, part: int, source: Coordinate) -> Any:
         """What slice `s` wants of a part, from a holder of it, on that one's device."""
-        if (s, source) not in self._sent:
+        if (s, source) not in self.now.sent:
             with tf.device(self.device(source)), tf.name_scope(FETCHED):
-                self._sent[s, source] = self._rows_here(self.wanted[s], part, source)
-        return self._sent[s, source]
+                self.now.sent[s, source] = self._rows_here(self.wanted[s], part, source)
+        return self.now.sent[s, source]
 
     def _rows_here(self, wanted: Wanted, part: int, source: Coordinate) -> Any:
         table, split = keras_trainer.tf_variable(self.locals[source]), self.placement.split
@@ -273,7 +277,7 @@ class FetchedTable(Stored):
         """A slice's gradient of the whole table, from that of `used_at` on its device `k`."""
         one = self.wanted[s]
         shape = tf.constant(self.placement.shape, one.indices.dtype)
-        if not self.combined:
+        if not self.combined or self.now.of_call:
             with tf.device(self.device((s, k))):
                 return tf.IndexedSlices(*self._arranged(s, gradient), shape)
         with tf.device(self.device((s, k))):
@@ -291,12 +295,12 @@ class FetchedTable(Stored):
         """
         sizes = [one.size for one in asked]
         total = None if None in sizes else sum(n or 0 for n in sizes)
-        self._asked.setdefault((stage, number), {})[total] = asked
+        self.now.asked.setdefault((stage, number), {})[total] = asked
 
     def _arranged(self, s: int, gradient: Any) -> tuple[Any, Any]:
         """A gradient and its indices: what is the same in each batch at the end, and once."""
         one, stage = self.wanted[s], self.topology.slices[s].stage
-        known = [by_size for (at, _), by_size in sorted(self._asked.items()) if at == stage]
+        known = [by_size for (at, _), by_size in sorted(self.now.asked.items()) if at == stage]
         if not any(n.same for by_size in known for asked in by_size.values() for n in asked):
             return gradient, one.indices
         return arranged(gradient, one.indices, one.sizes, known)

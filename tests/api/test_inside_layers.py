@@ -172,3 +172,24 @@ def test_op_by_op_nothing_is_cut_inside_layers() -> None:
     model.compile("sgd", "mse", run_eagerly=True)
     train(model, 8)
     assert not model.plan(batch_size=8).inside
+
+
+@pytest.mark.parametrize("place", ["host", "split"])
+def test_of_a_model_with_fetched_tables_before_it_trains(place: str) -> None:
+    keras.utils.set_random_seed(0)
+    table = keras.layers.Embedding(12, 8, name="words")
+    if place == "host":
+        kdist.place(table, "host")
+    else:
+        kdist.shard(table, manual_split=(7, 5))
+    inputs = keras.Input((6,), dtype="int32")
+    hidden = keras.layers.Dense(16, "tanh", name="up")(table(inputs))
+    outputs = keras.layers.Dense(8, name="down")(hidden)
+    config = kdist.ParallelConfig(mesh=kdist.mesh(data=2, model=2), layout_map=CUTS)
+    model = kdist.parallelize(keras.Model(inputs, outputs), config)
+    model.compile("sgd", "mse")
+    before = figures(model, 8)
+    assert before
+    model.train_on_batch(np.ones((8, 6), "int32"), np.ones((8, 6, 8)))
+    after = figures(model, 8)
+    assert {key: after[key] for key in before} == before

@@ -117,14 +117,15 @@ def test_settings_that_own_steps_cannot_honour_are_refused(name: str) -> None:
         model.fit(*batch(), verbose=0)
 
 
-def test_tables_on_the_host_are_refused() -> None:
+def test_rows_are_not_looked_up_ahead() -> None:
     ids = keras.Input((4,), dtype="int32")
     table = layers.Embedding(9, 3, name="table")
     model = Own(ids, layers.GlobalAveragePooling1D()(table(ids)))
-    kdist.place(table, "host")
+    kdist.place(table, "host", prefetch=True)
     kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
     model.compile("sgd")
-    with pytest.raises(ValueError, match=r"layout map.*Received: Own.*\['table'\]"):
+    words = r"Leave prefetch=True out.*Received: Own in its own `train_step`.*\['table'\]"
+    with pytest.raises(ValueError, match=words):
         model.fit(np.zeros((8, 4), "int32"), batch(8)[1], verbose=0)
 
 

@@ -21,6 +21,7 @@ FEW = (
     "tests/equivalence/test_texts.py::test_in_functions_inside[data2-True]",
     "tests/equivalence/test_texts.py::test_in_functions_inside[data2-False]",
     "tests/equivalence/test_own_steps.py",
+    "tests/equivalence/test_own_tables.py",
 )
 
 
