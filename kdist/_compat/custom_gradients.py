@@ -7,9 +7,12 @@ theirs. What runs it, in a graph and op by op, can be replaced for a while.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from kdist._compat.function_graphs import in_control_flow
 
 import tensorflow as tf
 from tensorflow.python.eager import record, tape
@@ -67,6 +70,57 @@ def without_content(shape: Sequence[int], dtype: str) -> tf.Variable:
     return resource_variable_ops.UninitializedVariable(
         trainable=True, shape=list(shape), dtype=tf.as_dtype(dtype), name="anchor"
     )
+
+
+_READ = "KdistReadOf"
+"""The type under which TensorFlow finds the gradient of `read_of`."""
+
+
+@tf.RegisterGradient(_READ)
+def _gradient_of_read(_: Any, gradient: Any) -> tuple[Any, None]:
+    return gradient, None
+
+
+@functools.cache
+def _passing(dtype: tf.DType) -> Any:
+    """A function of a handle and a tensor that returns the tensor."""
+    specs = tf.TensorSpec([], tf.resource), tf.TensorSpec(None, dtype)
+    with tf.init_scope():
+        return tf.function(lambda handle, tensor: tf.identity(tensor)).get_concrete_function(*specs)
+
+
+def _give_shape(variable: tf.Variable) -> None:
+    """Has a variable without content tell its shape, which the gradient of a loop asks it for.
+
+    What it gets is never read, nor written: on a CPU it takes addresses, and no memory.
+    """
+    with tf.init_scope(), tf.device(variable.device):
+        if not resource_variable_ops.var_is_initialized_op(variable.handle):
+            shape = tf.constant(variable.shape.as_list(), tf.int32)
+            variable.assign(tf.raw_ops.Empty(shape=shape, dtype=variable.dtype, init=False))
+
+
+def read_of(variable: tf.Variable, tensor: Any) -> Any:
+    """A tensor as if it had been read of a variable: its gradient is the variable's.
+
+    `tf.custom_gradient` would hand the handle on, and TensorFlow does not differentiate a branch,
+    or a loop, in which a handle is made.
+    """
+    if tf.executing_eagerly():
+        read = tf.identity(tensor)
+    else:
+        if in_control_flow():
+            _give_shape(variable)
+        graph = tf.compat.v1.get_default_graph()
+        with record.stop_recording(), graph.gradient_override_map({"PartitionedCall": _READ}):
+            function = _passing(tensor.dtype)
+            function.add_to_graph(graph)
+            (read,) = tf.raw_ops.PartitionedCall(
+                args=[variable.handle, tensor], Tout=[tensor.dtype], f=function
+            )
+        read.set_shape(tensor.shape)
+    record.record_operation("ReadOf", [read], [variable.handle], lambda gradient: [gradient])
+    return read
 
 
 def watched(variable: tf.Variable, lasts: bool = False) -> None:

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from kdist._compat import keras_trainer
-from kdist._compat.custom_gradients import watched
+from kdist._compat.custom_gradients import read_of, watched
 from kdist._compat.keras_trainer import KEY
 
 import keras
@@ -100,9 +100,5 @@ def _anchored(tensor: Any, stored: Any) -> Any:
     if anchor is None:
         return tensor
 
-    @tf.custom_gradient
-    def read(handle: Any) -> Any:
-        return tf.identity(tensor), lambda gradient: gradient
-
     watched(anchor)
-    return read(anchor.handle)
+    return read_of(anchor, tensor)

@@ -136,3 +136,27 @@ def test_watched_in_a_function() -> None:
         seen = [v is variable for v in tape.watched_variables()]
     assert seen == [True]
     assert float(tape.gradient(value, variable)) == 1.0
+
+
+@pytest.mark.parametrize("where", ["eager", "graph", "branch", "loop"])
+def test_read_of(where: str) -> None:
+    anchor = custom_gradients.without_content((3, 2), "float32")
+    value = tf.reshape(tf.range(6, dtype=tf.float32), (3, 2))
+
+    def read() -> Any:
+        return tf.reduce_sum(custom_gradients.read_of(anchor, value)[1] ** 2)
+
+    def gradient() -> Any:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(anchor)
+            if where == "branch":
+                found = tf.cond(tf.constant(True), read, lambda: 0.0)
+            elif where == "loop":
+                body = lambda i, found: (i + 1, found + read())  # noqa: E731
+                found = tf.while_loop(lambda i, _: i < 1, body, (0, 0.0))[1]
+            else:
+                found = read()
+        return tf.convert_to_tensor(tape.gradient(found, anchor))
+
+    run = gradient if where == "eager" else tf.function(gradient)
+    assert run().numpy().tolist() == [[0, 0], [4, 6], [0, 0]]
