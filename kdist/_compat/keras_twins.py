@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,6 +65,49 @@ def loss_in(loss: keras.Loss, dtype: str) -> keras.Loss:
 def compile_options(model: keras.Model) -> dict[str, Any]:
     """What `compile` was given, by argument: the objects themselves."""
     return dict(model._compile_config.config)
+
+
+def own_variables(layer: keras.Layer) -> list[keras.Variable]:
+    """The weights that a layer has itself, and not layers inside it."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+_LATER = {
+    *("built", "_input_spec", "_build_shapes_dict"),
+    *("history", "_epoch_iterator", "_eval_epoch_iterator"),
+}
+"""Attributes that Keras gives a model when it is built, or trains."""
+
+
+@functools.cache
+def _of_keras() -> frozenset[str]:
+    """Attributes that Keras itself gives a compiled model."""
+    model = keras.Model()
+    model.compile("sgd", "mse", metrics=["mae"])
+    return frozenset(vars(model))
+
+
+def own_attributes(layer: keras.Layer) -> dict[str, Any]:
+    """What the author of a layer, or a model, keeps on it, in the order in which it came."""
+    known = _of_keras() | _LATER
+    return {
+        name: value
+        for name, value in vars(layer).items()
+        if name not in known and not name.startswith("_kdist") and not _is_of_kdist(value)
+    }
+
+
+def _is_of_kdist(value: Any) -> bool:
+    """Whether it is a method that kdist has put on a model."""
+    owner = getattr(value, "__self__", None)
+    return isinstance(value, types.MethodType) and type(owner).__module__.startswith("kdist.")
+
+
+def updated_by(optimizer: Any) -> list[keras.Variable]:
+    """The weights that an optimizer was built for."""
+    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
+        optimizer = inner
+    return list(optimizer._trainable_variables)
 
 
 def not_decayed(optimizer: Any, variables: list[keras.Variable]) -> list[keras.Variable] | None:

@@ -128,6 +128,7 @@ class Parallel(PreparedModel):
         live: The analysed step, by rows of its batch; see `kdist.report.memory`.
         verified: Whether the first batch was compared with one device, if that was asked for.
         unknown_to_optimizer: Weights that came and went since `compile`, if any did.
+        compiled_with: What `compile` was given, by position and by name; None before.
     """
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
@@ -135,6 +136,7 @@ class Parallel(PreparedModel):
         self.live: dict[int, Any] = {}
         self.verified = False
         self.unknown_to_optimizer: tuple[list[str], list[str]] | None = None
+        self.compiled_with: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.own_updates = OwnUpdates(self)
 
     def install(self) -> None:
@@ -162,6 +164,7 @@ class Parallel(PreparedModel):
         "auto" is what Keras makes of it, where XLA gets whole programs; see `resolved_xla`. Tables
         may have optimizers of their own. The model's class may have a `compile` of its own.
         """
+        self.compiled_with = args, dict(kwargs)
         arguments = Arguments(self.model, "compile", args, kwargs)
         optimizer = arguments.get("optimizer", "rmsprop")
         several = with_table_optimizers(self.model, optimizer)

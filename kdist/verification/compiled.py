@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from kdist._compat import keras_optimizers, keras_twins
@@ -10,7 +9,10 @@ from kdist.api.parallelize import parallel_of
 from kdist.optimizer.local import leaf_optimizers
 from kdist.optimizer.settings import carry_settings
 from kdist.optimizer.wrappers import unwrap
-from kdist.verification.twin import NoTwin
+from kdist.verification.again import metric_again, optimizer_again
+from kdist.verification.attributes import FromAttributes
+from kdist.verification.no_twin import NoTwin
+from kdist.verification.twin import paired
 
 import keras
 import tensorflow as tf
@@ -28,12 +30,14 @@ def compile_alike(
         lossless: Whether moments that are kept in 16 bits are not; on one device they never are.
 
     Raises:
-        NoTwin: A loss, a metric or the optimizer cannot be made again, or `compile` is overridden.
+        NoTwin: A loss, a metric or the optimizer cannot be made again; or `compile` is overridden,
+            and takes something of which no second one can be made.
     """
-    if type(model).compile is not keras.Model.compile:
-        raise NoTwin("its class has a `compile` of its own, whose arguments are not known")
-    options = keras_twins.compile_options(model)
     dtype = "float64" if policy == "float64" else "float32"
+    if type(model).compile is not keras.Model.compile:
+        _compile_by_own(model, twin, FromAttributes(dtype, policy, _refuse_layer))
+        return
+    options = keras_twins.compile_options(model)
     twin.compile(
         optimizer=optimizer_again(model.optimizer, dtype, _changes(twin, lossless)),
         loss=_each(options["loss"], dtype),
@@ -46,6 +50,28 @@ def compile_alike(
     )
 
 
+def _compile_by_own(model: keras.Model, twin: keras.Model, again: FromAttributes) -> None:
+    """Compiles a twin by the `compile` of its class, with what the model's was given."""
+    parallel = parallel_of(model)
+    given = None if parallel is None else parallel.compiled_with
+    if given is None:
+        raise NoTwin(
+            "its class has a `compile` of its own, and what that took before kdist.parallelize is "
+            "not known: compile it again"
+        )
+    args, named = given
+    named = {key: again.value(one, f"{key} of its own compile") for key, one in named.items()}
+    named.update({key: False for key in ("jit_compile", "auto_scale_loss") if key in named})
+    twin.compile(
+        *(again.value(one, f"argument {n} of its own compile") for n, one in enumerate(args)),
+        **named,
+    )
+
+
+def _refuse_layer(layer: keras.Layer) -> keras.Layer:
+    raise NoTwin(f"its own `compile` takes a layer, {layer.name!r}: make it an attribute before")
+
+
 def _each(given: Any, dtype: str) -> Any:
     """Losses or metrics in their structure; names and functions as they are."""
     if isinstance(given, dict):
@@ -55,22 +81,8 @@ def _each(given: Any, dtype: str) -> Any:
     if isinstance(given, keras.Loss):
         return keras_twins.loss_in(given, dtype)
     if isinstance(given, keras.Metric):
-        return _metric_again(given, dtype)
+        return metric_again(given, dtype)
     return given
-
-
-def _metric_again(metric: keras.Metric, dtype: str) -> keras.Metric:
-    own = type(metric)
-    try:
-        config = metric.get_config()
-        if "dtype" in config:
-            config["dtype"] = dtype
-        with keras_twins.own_lambdas(), keras.saving.custom_object_scope({own.__name__: own}):
-            return own.from_config(config)
-    except Exception as error:  # whatever the user's own constructor raises
-        raise NoTwin(
-            f"its metric {metric.name!r} cannot be made again from its configuration"
-        ) from error
 
 
 def _changes(twin: keras.Model, lossless: bool) -> dict[str, Any]:
@@ -80,62 +92,54 @@ def _changes(twin: keras.Model, lossless: bool) -> dict[str, Any]:
     return {"state_format": {}} if lossless else {}
 
 
-def optimizer_again(optimizer: Any, dtype: str, changes: Mapping[str, Any]) -> Any:
-    """An optimizer with the same settings, not built.
-
-    Loss scaling is left out in float64, which needs none.
-
-    Args:
-        optimizer: A Keras optimizer, or None.
-        dtype: The twin's.
-        changes: Settings with another value, where the optimizer, or one inside of it, has them.
-    """
-    if optimizer is None:
-        return None
-    if dtype == "float64" and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer
-    own: Any = keras_optimizers.own_class(optimizer)
-    try:
-        config = optimizer.get_config()
-        inner = config.get("inner_optimizer")
-        for one in (config, inner["config"] if isinstance(inner, dict) else {}):
-            one.update({name: value for name, value in changes.items() if name in one})
-        known = {one.__name__: one for one in map(keras_optimizers.own_class, _inside(optimizer))}
-        with keras_twins.own_lambdas(), keras.saving.custom_object_scope(known):
-            again = own.from_config(config)
-    except Exception as error:  # whatever the user's own constructor raises
-        raise NoTwin(
-            f"its optimizer {own.__name__} cannot be made again from its configuration"
-        ) from error
-    copy = again
-    while optimizer is not None and copy is not None:
-        carry_settings(copy, optimizer, changes)
-        copy, optimizer = (getattr(one, "inner_optimizer", None) for one in (copy, optimizer))
-    return again
+def optimizers_of(model: keras.Model) -> dict[str, Any]:
+    """The optimizers of a model, by its attribute: the compiled one, and those beside it."""
+    found = {"optimizer": model.optimizer, **vars(model)}
+    every = {name: one for name, one in found.items() if isinstance(one, keras.Optimizer)}
+    return {name: one for name, one in every.items() if name == first_name(every, one)}
 
 
-def _inside(optimizer: Any) -> list[Any]:
-    """An optimizer, what its wrappers wrap, and the members of a `MultiOptimizer`."""
-    found = [optimizer]
-    while (inner := getattr(found[-1], "inner_optimizer", None)) is not None:
-        found.append(inner)
-    return [*found, *getattr(found[-1], "optimizers", ())]
+def first_name(every: dict[str, Any], wanted: Any) -> str:
+    """The first of the names that stand for an object."""
+    return next(name for name, one in every.items() if one is wanted)
 
 
-def copy_optimizer(model: keras.Model, twin: keras.Model) -> None:
-    """Builds a twin's optimizer and copies its state, and which weights each member does not decay.
+def copy_optimizers(model: keras.Model, twin: keras.Model) -> None:
+    """Builds a twin's optimizers and copies their state, and what each member does not decay.
 
     Raises:
         NoTwin: The state has another form.
     """
-    mine, again = unwrap(model.optimizer), unwrap(twin.optimizer)
-    if twin.optimizer is None:
-        return
+    mine, again = optimizers_of(model), optimizers_of(twin)
+    if mine.keys() != again.keys():
+        raise NoTwin(f"made again it has the optimizers {[*again]} instead of {[*mine]}")
+    pair = paired(model, twin)
+    for name, optimizer in mine.items():
+        known = model.trainable_variables
+        if optimizer is not model.optimizer:
+            if not optimizer.built:
+                continue  # on its first use, as the model's
+            known = keras_twins.updated_by(optimizer)
+        _copy_optimizer(optimizer, again[name], known, [pair(v) for v in known])
+
+
+def _copy_optimizer(
+    optimizer: Any, copy: Any, known: list[keras.Variable], twins: list[keras.Variable]
+) -> None:
+    """Builds a twin's optimizer and copies its state.
+
+    Args:
+        optimizer: The model's.
+        copy: The twin's.
+        known: What the model's updates.
+        twins: What the twin's does.
+    """
+    mine, again = unwrap(optimizer), unwrap(copy)
     if not again.inner.built:
-        with keras_optimizers.build_scope(twin.optimizer):
-            twin.optimizer.build(twin.trainable_variables)
-    _carry_members(mine.inner, again.inner, model, twin)
-    if not model.optimizer.built:
+        with keras_optimizers.build_scope(copy):
+            copy.build(twins)
+    _carry_members(mine.inner, again.inner, known, twins)
+    if not optimizer.built:
         return
     source, target = mine.inner.variables, again.inner.variables
     if again.loss_scale is not None and mine.loss_scale is not None:
@@ -146,23 +150,24 @@ def copy_optimizer(model: keras.Model, twin: keras.Model) -> None:
         copied.assign(tf.cast(tf.convert_to_tensor(variable.value), copied.dtype))
 
 
-def _carry_members(optimizer: Any, again: Any, model: keras.Model, twin: keras.Model) -> None:
+def _carry_members(
+    optimizer: Any, again: Any, known: list[keras.Variable], twins: list[keras.Variable]
+) -> None:
     """Tells the optimizers that do math, of a twin, what configurations leave out.
 
     Args:
         optimizer: The model's, without its wrappers; may be a `MultiOptimizer`.
         again: The twin's, built.
-        model: The compiled model.
-        twin: Its twin.
+        known: What the model's updates.
+        twins: What the twin's does.
     """
-    known = model.trainable_variables
     own = {i: leaf for leaf, members in leaf_optimizers(optimizer, known) for i in members}
-    for copy, members in leaf_optimizers(again, twin.trainable_variables):
+    for copy, members in leaf_optimizers(again, twins):
         excluded: list[keras.Variable] = []
         for i in members:
             if copy is not again:
                 carry_settings(copy, own[i])
             if keras_twins.not_decayed(own[i], [known[i]]):
-                excluded.append(twin.trainable_variables[i])
+                excluded.append(twins[i])
         if excluded:
             keras_optimizers.exclude_from_decay(copy, excluded)

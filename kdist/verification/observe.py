@@ -14,6 +14,7 @@ from kdist.program.batch import leading
 from kdist.program.loss_parts import added_up, compute_loss
 from kdist.program.model_state import ModelState
 from kdist.runtime.metrics import overrides
+from kdist.verification.compiled import optimizers_of
 from kdist.verification.observed import Arrays, Observed
 
 import keras
@@ -76,8 +77,22 @@ def _observe(
         gradient=found.gradient,
         state=by_path(state.carried),
         weight=by_path(state.trainable),
-        slot={} if model.optimizer is None else by_path(model.optimizer.variables),
+        slot=slots_of(model),
     )
+
+
+def slots_of(model: keras.Model) -> dict[str, np.ndarray]:
+    """State of the optimizers that have updated something, by the attribute that has each.
+
+    Keras, tracing a step, builds one that the step never applies too.
+    """
+    found: dict[str, np.ndarray] = {}
+    for attribute, optimizer in optimizers_of(model).items():
+        if optimizer.built and int(optimizer.iterations) > 0:
+            inside = by_path(optimizer.variables)
+            names = (path.removeprefix(f"{optimizer.name}/") for path in inside)
+            found.update((f"{attribute}/{name}", one) for name, one in zip(names, inside.values()))
+    return found
 
 
 def _trained(model: keras.Model, batch: tuple[Any, Any, Any]) -> Arrays:

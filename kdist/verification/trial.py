@@ -13,14 +13,15 @@ from kdist.config.state_format import StateFormatConfig
 from kdist.optimizer.wrappers import unwrap
 from kdist.program.batch import leading
 from kdist.verification.calm import always_random, calm, random_layers, statistic_layers
-from kdist.verification.compiled import compile_alike, copy_optimizer
+from kdist.verification.compiled import compile_alike, copy_optimizers
 from kdist.verification.declared import config_for, copy_declarations
+from kdist.verification.no_twin import NoTwin
 from kdist.verification.observe import as_array, has_call, on_one_device, over_mesh
 from kdist.verification.observed import Comparison, Observed, compare_runs
 from kdist.verification.rounding import rounds_inside
 from kdist.verification.study import Study, parts_of, rows_meet_in, study
 from kdist.verification.tolerance import Tolerance, compare, magnitude, widest
-from kdist.verification.twin import NoTwin, batch_in, make_twin, paired, precision
+from kdist.verification.twin import batch_in, make_twin, paired, precision
 
 import keras
 import numpy as np
@@ -133,7 +134,7 @@ def run_trial(request: Request, *, quiet: bool = False, lossless: bool = False) 
             calm(named(mesh, random + statistics))
         for twin in (plain, mesh):
             compile_alike(request.model, twin, request.policy, lossless)
-            copy_optimizer(request.model, twin)
+            copy_optimizers(request.model, twin)
         start = [(v, as_array(v.value)) for v in plain.variables]
         device = request.config.topology.devices[0]
         one = _on_one_device(plain, batch, device)

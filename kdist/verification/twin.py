@@ -14,6 +14,8 @@ from typing import Any
 
 from kdist._compat import keras_models, keras_trainer, keras_twins
 from kdist.runtime.keras_contract import as_spec, is_built
+from kdist.verification.attributes import FromAttributes
+from kdist.verification.no_twin import NoTwin
 
 import keras
 import tensorflow as tf
@@ -27,10 +29,6 @@ OF_TRAINING = frozenset(
     {"built", "compiled", "stop_training", "steps_per_execution", "unrolled_steps_per_execution"}
 )
 """Attributes that `build`, `compile` and `fit` set on a model."""
-
-
-class NoTwin(Exception):
-    """The model cannot be made again; the message says why."""
 
 
 @contextlib.contextmanager
@@ -94,6 +92,8 @@ def make_twin(model: keras.Model, policy: str, x: Any) -> keras.Model:
             if not is_built(twin):
                 spec = keras.tree.map_structure(as_spec, x)
                 keras_trainer.keras_backend.compute_output_spec(twin, spec)
+    except NoTwin:
+        raise
     except Exception as error:  # whatever the user's own constructors raise
         raise NoTwin(f"it cannot be made again from its configuration ({_short(error)})") from error
     for layer, again in zip(keras_models.flat_layers(model), keras_models.flat_layers(twin)):
@@ -104,15 +104,47 @@ def make_twin(model: keras.Model, policy: str, x: Any) -> keras.Model:
 
 
 def _again(model: keras.Model, policy: str) -> keras.Model:
-    """The model from its configuration; what is not registered with Keras is found by name."""
+    """The model from its configuration, or its attributes.
+
+    What is not registered with Keras is found by name.
+    """
+    with keras.saving.custom_object_scope(_own_objects(model)):
+        try:
+            return _from_config(model, policy)
+        except Exception:  # whatever the user's own constructors raise
+            if keras_models.functional_of(model) is not None:
+                raise
+            return _from_attributes(model, policy)
+
+
+def _from_config(model: keras.Model, policy: str) -> keras.Model:
     own = type(model)
     config = model.get_config()
     if policy == "float64":
         config = rewritten(config, policy)
-    with keras.saving.custom_object_scope(_own_objects(model)):
-        if keras_models.functional_of(model) is None and "layers" not in config:
-            config = _accepted(own, config)
-        return own.from_config(config)
+    if keras_models.functional_of(model) is None and "layers" not in config:
+        config = _accepted(own, config)
+    return own.from_config(config)
+
+
+def _from_attributes(layer: keras.Layer, policy: str) -> keras.Layer:
+    """A layer, or model, from its attributes; layers among them from their configurations."""
+
+    def inside(one: keras.Layer) -> keras.Layer:
+        try:
+            config = keras.saving.serialize_keras_object(one)
+            config = rewritten(config, policy) if policy == "float64" else config
+            again = keras.saving.deserialize_keras_object(config)
+            if is_built(one) and not is_built(again):
+                again.build_from_config(one.get_build_config())
+            return again
+        except Exception:  # whatever the user's own constructors raise
+            if keras_models.functional_of(one) is not None:
+                raise
+            return make(one)
+
+    make = FromAttributes("float64" if policy == "float64" else "float32", policy, inside)
+    return make(layer)
 
 
 def _accepted(own: type, config: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from kdist.runtime.metrics import overrides
 from kdist.verification.calm import always_random
 from kdist.verification.cause import likely_cause
 from kdist.verification.itself import run_itself
+from kdist.verification.no_twin import NoTwin
 from kdist.verification.observe import has_call, predicted
 from kdist.verification.observed import compare_runs
 from kdist.verification.one_device import refuse_too_large
@@ -29,7 +30,7 @@ from kdist.verification.trial import (
     own_tolerance,
     run_trial,
 )
-from kdist.verification.twin import NoTwin, batch_in
+from kdist.verification.twin import batch_in
 
 import keras
 
@@ -45,9 +46,9 @@ def verify(
 ) -> Verification:
     """Compares one batch on one device with the same batch over the mesh.
 
-    Two twins of the model are made from its configuration, with its weights, state and optimizer:
-    a plain one on the mesh's first device, and one that is parallelized as the model is. Both
-    predict the batch and train one step on it. Outputs in inference and in training, the loss and
+    Two twins of the model are made from its configuration, or attributes, with its weights, state
+    and optimizer: a plain one on the mesh's first device, and one that is parallelized as the model
+    is. Both predict the batch and train one step on it. Outputs in inference and in training, the loss and
     each of its parts, metrics, gradients, state of layers, and weights and optimizer slots after
     the update are compared. The model itself, and the random numbers that Python and NumPy draw
     later, stay as they are, bit by bit.
@@ -86,7 +87,8 @@ def verify(
     """
     started = time.perf_counter()
     parallel = attached(model)
-    if not model.compiled or model.optimizer is None:
+    own = overrides(model, "train_step")  # which may have optimizers of its own
+    if not model.compiled or (model.optimizer is None and not own):
         raise ValueError(
             "kdist.verify compares the loss and the update too. Call model.compile(optimizer=..., "
             f"loss=...) first. Received: model={model.name!r}"
@@ -142,8 +144,8 @@ def _compared(model: keras.Model, batch: Any, dtype: str) -> tuple[Request, list
     if overrides(model, "train_step"):
         raise ValueError(
             "kdist.verify compares twins of a model with its own `train_step`, made from its "
-            "configuration. Train a plain copy beside it and compare weights, or leave verify out. "
-            f"Received: {type(model).__name__}; {why}"
+            "configuration or attributes. Train a plain copy beside it and compare weights, or "
+            f"leave verify out. Received: {type(model).__name__}; {why}"
         )
     request = dataclasses.replace(request, policy=own, tolerance=own_tolerance(model))
     way = f"the model itself, in {own}, without an update, weights, slots and metrics: {why}"

@@ -107,3 +107,40 @@ def test_added_losses():
     layer(np.ones((2, 2)))
     assert [float(v) for v in keras_twins.added_losses(layer)] == [2.0]
     assert keras_twins.added_losses(keras.layers.Dense(1)) == []
+
+
+def test_own_variables() -> None:
+    class Scaled(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = keras.layers.Dense(2)
+            self.scale = self.add_weight(shape=(1,), name="scale")
+
+    layer = Scaled()
+    layer.inside.build((None, 3))
+    assert [v.name for v in keras_twins.own_variables(layer)] == ["scale"]
+
+
+def test_own_attributes() -> None:
+    class Pair(keras.Model):
+        def __init__(self, inside: keras.layers.Layer) -> None:
+            super().__init__()
+            self._width, self.inside = 3, inside
+
+        def train_step(self, x: Any) -> Any:
+            return {"size": keras.ops.mean(self.inside(x))}
+
+    model = Pair(keras.layers.Dense(2))
+    model.other = keras.optimizers.SGD()
+    model.compile("sgd", "mse")
+    model.fit(np.ones((2, 3)), verbose=0)
+    assert [*keras_twins.own_attributes(model)] == ["_width", "inside", "other"]
+
+
+def test_updated_by() -> None:
+    layer = keras.layers.Dense(2)
+    layer.build((None, 3))
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    optimizer.build(layer.trainable_variables)
+    found = keras_twins.updated_by(optimizer)
+    assert [*map(id, found)] == [*map(id, layer.trainable_variables)]

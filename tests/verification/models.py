@@ -66,11 +66,11 @@ class Centre(layers.Layer):
 
 
 class Wrapped(keras.Model):
-    """Cannot be made again: its configuration has no layer."""
+    """Cannot be made again: it has no configuration, and holds what nobody knows how to copy."""
 
     def __init__(self, inner):
         super().__init__(name="wrapped")
-        self.inner = inner
+        self.inner, self.held = inner, object()
 
     def call(self, inputs, training=False):
         return self.inner(inputs, training=training)

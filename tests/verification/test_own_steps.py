@@ -136,17 +136,156 @@ def test_a_model_without_call_whose_random_layers_are_explained() -> None:
     assert {name.rpartition("_")[0] or name for name in report.explained_by} >= {"dropout"}
 
 
+class Adversaries(keras.Model):
+    """As guides write them: networks for the constructor, optimizers for a `compile` of its own."""
+
+    def __init__(self, critic: keras.Model, generator: keras.Model, width: int) -> None:
+        super().__init__()
+        self.critic, self.generator, self.width = critic, generator, width
+        self.seed_generator = keras.random.SeedGenerator(7)
+        self.trackers = [keras.metrics.Mean(name=name) for name in ("d_loss", "g_loss")]
+        self.scale = tf.constant([1.0, 0.5])
+
+    @property
+    def metrics(self) -> list[Any]:
+        return self.trackers
+
+    def compile(self, d_optimizer: Any, g_optimizer: Any, loss_fn: Any) -> None:
+        super().compile()
+        self.d_optimizer, self.g_optimizer, self.loss_fn = d_optimizer, g_optimizer, loss_fn
+
+    def train_step(self, real: Any) -> dict[str, Any]:
+        rows = ops.shape(real)[0]
+        noise = keras.random.normal((rows, self.width), seed=self.seed_generator)
+        labels = ops.concatenate([ops.ones((rows, 1)), ops.zeros((rows, 1))], 0)
+        with tf.GradientTape() as tape:
+            judged = self.critic(ops.concatenate([self.generator(noise), real], 0))
+            d_loss = self.loss_fn(labels, judged) * self.scale[0]
+        weights = self.critic.trainable_weights
+        self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, weights), weights))
+        with tf.GradientTape() as tape:
+            judged = self.critic(self.generator(noise))
+            g_loss = self.loss_fn(ops.zeros((rows, 1)), judged) * self.scale[1]
+        weights = self.generator.trainable_weights
+        self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, weights), weights))
+        for tracker, value in zip(self.trackers, (d_loss, g_loss)):
+            tracker.update_state(value)
+        return {tracker.name: tracker.result() for tracker in self.trackers}
+
+
+def adversaries(mesh: str = "inner", **options: Any) -> keras.Model:
+    def network(inputs: int, outputs: int) -> keras.Model:
+        first = keras.Input((inputs,))
+        hidden = layers.Dense(8, "tanh", name="up")(first)
+        return keras.Model(first, layers.Dense(outputs, name="down")(hidden))
+
+    keras.utils.set_random_seed(0)
+    one = over_plain(mesh, Adversaries(network(6, 1), network(2, 6), 2), **options)
+    one.compile(
+        keras.optimizers.Adam(0.01),
+        g_optimizer=keras.optimizers.RMSprop(0.01),
+        loss_fn=keras.losses.BinaryCrossentropy(from_logits=True),
+    )
+    return one
+
+
+def over_plain(mesh: str, one: keras.Model, **options: Any) -> keras.Model:
+    """Over a mesh, with no weight cut by the layout map."""
+    axes, level = MESHES[mesh]
+    optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0 if level else 64)
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), optimizer=optimizer, **options)
+    return kdist.parallelize(one, config)
+
+
+@pytest.mark.parametrize("mesh", ["inner", "level 3"])
+def test_a_model_of_networks_with_a_compile_of_its_own(mesh: str) -> None:
+    one, (x, _) = adversaries(mesh), batch()
+    before = [w.copy() for w in one.get_weights()]
+    for _ in range(2):
+        report = kdist.verify(one, x)
+        assert report.ok, report
+        assert report.dtype == "float64"
+        # Of each network 4 weights; of each optimizer moments, a count and a rate.
+        assert report.compared["weight"] == 4 + 4
+        assert report.compared["slot"] == (8 + 2) + (4 + 2)
+        for was, now in zip(before, one.get_weights(), strict=True):
+            np.testing.assert_array_equal(was, now)
+        one.fit(x, verbose=0)  # optimizers that have state by now
+        before = [w.copy() for w in one.get_weights()]
+
+
+def test_a_mistake_beside_the_compiled_optimizer_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, (x, _) = adversaries("data"), batch()
+    one.fit(x, verbose=0)
+    summed = OverMesh._summed
+
+    def twice(call: OverMesh, gradients: Any) -> Any:
+        found = summed(call, gradients)
+        return [[2 * t for t in found[0]], *found[1:]] if found else found
+
+    monkeypatch.setattr(OverMesh, "_summed", twice)
+    report = kdist.verify(one, x)
+    assert not report.ok
+    names = {d.name.split("/")[0] for d in report.differences if d.kind == "slot"}
+    assert names == {"d_optimizer", "g_optimizer"}
+
+
+def test_the_first_step_of_a_model_of_networks(capsys: pytest.CaptureFixture[str]) -> None:
+    one, (x, _) = adversaries("data", verify="first_step"), batch()
+    one.fit(x, verbose=0)
+    assert "verify='first_step': Equal to one device (float64" in capsys.readouterr().out
+
+
 class OwnCompile(Own):
-    def compile(self, far: Any) -> None:
-        super().compile(optimizer=far)
+    def compile(self, far: Any, beside: Any = None) -> None:
+        super().compile(optimizer=far, loss="mse")
+        self.beside = beside and (lambda x: beside(x))
 
 
-def test_a_model_that_cannot_be_made_again_is_refused() -> None:
-    one = over("data", model(OwnCompile), verify="first_step")
-    one.compile(keras.optimizers.Adam(0.01))
-    words = r"(?s)twins of a model with its own `train_step`.*leave verify out.*OwnCompile.*compile"
+class Holding(Coder):
+    """Holds something of which nobody can make a second one; `get_config` is not its own."""
+
+    def __init__(self, width: int, held: Any) -> None:
+        super().__init__(width)
+        self.held = held
+
+    def get_config(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+REFUSED = {
+    "a layer for compile": (
+        lambda: (model(OwnCompile), {"beside": layers.ReLU()}),
+        r"OwnCompile.*takes a layer, 're_lu.*make it an attribute",
+    ),
+    "a closure": (
+        lambda: (Holding(5, (lambda one: lambda x: one(x))(layers.Dense(2))), {}),
+        r"Holding.*Holding\.held, a function.*get_config",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_model_that_cannot_be_made_again_is_refused(what: str) -> None:
+    make, words = REFUSED[what]
+    one, given = make()
+    one = over_plain("data", one, verify="first_step")
+    one.compile(keras.optimizers.Adam(0.01), **given)
+    words = rf"(?s)twins of a model with its own `train_step`.*leave verify out.*{words}"
     with pytest.raises(ValueError, match=words):
-        one.fit(*batch(), verbose=0)
+        one.fit(*(batch()[:1] if given == {} else batch()), verbose=0)
+
+
+def test_a_compile_that_nobody_saw_is_refused() -> None:
+    one = model(OwnCompile)
+    one.compile(keras.optimizers.Adam(0.01))
+    one = over_plain("data", one)
+    with pytest.raises(ValueError, match=r"(?s)leave verify out.*not known: compile it again"):
+        kdist.verify(one, *batch())
+    one.compile(keras.optimizers.Adam(0.01))
+    assert kdist.verify(one, *batch()).ok
 
 
 def test_a_step_of_no_model_is_refused() -> None:
