@@ -48,10 +48,10 @@ def verify(
 
     Two twins of the model are made from its configuration, or attributes, with its weights, state
     and optimizer: a plain one on the mesh's first device, and one that is parallelized as the model
-    is. Both predict the batch and train one step on it. Outputs in inference and in training, the loss and
-    each of its parts, metrics, gradients, state of layers, and weights and optimizer slots after
-    the update are compared. The model itself, and the random numbers that Python and NumPy draw
-    later, stay as they are, bit by bit.
+    is. Both predict the batch and train one step on it. Outputs in inference and in training, the
+    loss and each of its parts, metrics, gradients, state of layers, and weights and optimizer slots
+    after the update are compared. The model itself, and the random numbers that Python and NumPy
+    draw later, stay as they are, bit by bit.
 
     If something differs, the comparison is made once more with random layers switched off and
     `BatchNormalization` given its moving statistics on both sides, and then without compressed
