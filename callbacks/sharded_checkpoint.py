@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kdist.api.fitted_model import ArrangeAgain
+from kdist.api.own_steps import has_own_step
 from kdist.api.parallelize import Parallel
+from kdist.checkpoint import beside
 from kdist.checkpoint import directory as directories
 from kdist.checkpoint import snapshot as snapshots
 from kdist.checkpoint.callback_state import CallbackStates
@@ -223,7 +225,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             return self.restored.step - int(self.restored.progress.get("total", 0))
         there = directories.folders(self.target.directory)
         newest = directories.step_of(there[-1]) if there else 0
-        return max(newest, int(model.optimizer.iterations))
+        return max(newest, beside.steps_of(model))
 
     def _load(self, parallel: Parallel, within: bool, first: tuple[int, int]) -> None:
         """Gives model and callbacks their states, once what callbacks do at the start is done.
@@ -236,7 +238,11 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         assert self._states is not None
         if self.restored is None or within != bool(first[1]):
             return
-        parallel.prepare("train", self._position.source.example())
+        example = self._position.source.example()
+        if has_own_step(parallel.model, "train"):
+            parallel.prepare_own(parallel.model.train_step, example)
+        else:
+            parallel.prepare("train", example)
         folder, manifest = self.restored.folder, self.restored.manifest
         try:
             snapshots.load(parallel.model, folder, manifest, within)

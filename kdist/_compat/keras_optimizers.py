@@ -283,6 +283,13 @@ def apply_nothing(optimizer: Any) -> None:
     optimizer._iterations.assign_add(1)
 
 
+def updated_by(optimizer: Any) -> list[keras.Variable]:
+    """The weights that an optimizer was built for."""
+    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
+        optimizer = inner
+    return list(getattr(optimizer, "_trainable_variables", ()))
+
+
 def average_weights(optimizer: Any) -> None:
     """What `apply` does last if `use_ema` is set: averages, and every few steps weights of them."""
     if not optimizer.use_ema:

@@ -103,13 +103,6 @@ def _is_of_kdist(value: Any) -> bool:
     return isinstance(value, types.MethodType) and type(owner).__module__.startswith("kdist.")
 
 
-def updated_by(optimizer: Any) -> list[keras.Variable]:
-    """The weights that an optimizer was built for."""
-    while (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
-        optimizer = inner
-    return list(optimizer._trainable_variables)
-
-
 def not_decayed(optimizer: Any, variables: list[keras.Variable]) -> list[keras.Variable] | None:
     """Variables that `exclude_from_weight_decay` named; None if it was not called."""
     if not hasattr(optimizer, "_exclude_from_weight_decay"):

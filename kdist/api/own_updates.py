@@ -59,6 +59,10 @@ class OwnUpdates:
         finally:
             self.running = False
 
+    def prepare(self, optimizer: Any, variables: list[keras.Variable]) -> None:
+        """Has an optimizer that the model is not compiled with update some weights from now on."""
+        self._update(optimizer, variables)
+
     def apply(self, optimizer: Any, own: Callable, grads: Any, variables: Any) -> None:
         """Keras's `apply`.
 

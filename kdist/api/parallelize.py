@@ -184,6 +184,16 @@ class Parallel(PreparedModel):
         for entry in self.entries.values():
             entry.settled = True
 
+    def prepare_beside(self, optimizer: Any, variables: Sequence[keras.Variable]) -> None:
+        """Builds an optimizer that steps of the user's own will apply, before there is a batch.
+
+        Args:
+            optimizer: Not the compiled one.
+            variables: The trainable weights that it will update.
+        """
+        self.place_for_own()
+        self.own_updates.prepare(optimizer, list(variables))
+
     def set_fusion(self, fusion: FusionConfig) -> None:
         """Changes which gradients travel together; weights and optimizer state stay.
 

@@ -89,13 +89,17 @@ class PreparedModel(FittedModel):
         if not layers_built(self.model):
             with keras_remat.taken_back(self.model), self._bearing():
                 build_by_step(self.model, step, *keras.tree.map_structure(as_spec, data))
+        self.place_for_own()
+        if not self.user_steps:
+            self.user_steps = True
+            self.warn_without_effect()
+
+    def place_for_own(self) -> None:
+        """Places what steps of the user's own compute with, on first use."""
         if self.program is None:
             self.place()
             self.spread_parameters(compiled=True)
             self.program = self.make_program()
-        if not self.user_steps:
-            self.user_steps = True
-            self.warn_without_effect()
 
     def updating(self) -> None:
         """Makes what applies gradients, for a step of the model's own that has some, if need be."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kdist.api.parallelize import parallel_of
+from kdist.checkpoint import beside
 from kdist.checkpoint import directory as directories
 from kdist.checkpoint import snapshot as snapshots
 from kdist.checkpoint.manifest import CheckpointError, DamagedError, Manifest
@@ -72,7 +73,7 @@ def save(
     Args:
         model: Built; parallelized, or a plain Keras model.
         directory: Of checkpoints; each is a folder in it.
-        step: Which training step this is; by default the optimizer's count.
+        step: Which training step this is; by default the optimizer's count, of several the largest.
         keep: How many checkpoints stay in the directory, the newest; None for all.
         compression: "zstd" for smaller files; trained weights hardly shrink.
 
@@ -126,8 +127,7 @@ def _step(model: keras.Model, step: int | None) -> int:
             f"Received: model={model.name!r}"
         )
     if step is None:
-        optimizer = model.optimizer if model.compiled else None
-        return 0 if optimizer is None else int(optimizer.iterations)
+        return beside.steps_of(model)
     number = None if isinstance(step, bool) or not hasattr(step, "__index__") else int(step)
     if number is None or number < 0:
         raise ValueError(

@@ -120,11 +120,11 @@ class KerasDescription:
             for path, one in stored.added.items()
         }
         config = metadata = None
+        reason = stored.no_assets
         try:
             config, metadata = keras_saving.config_and_metadata(model)
         except (NotImplementedError, TypeError, ValueError) as error:
-            missing = missing or f"the model has no config: {error}"
-        reason = stored.no_assets
+            reason = reason or f"the model has no config: {str(error).strip().splitlines()[0]}"
         found = cls(places, stored.names, config, metadata, missing, added, reason)
         return found, values, stored.assets
 

@@ -89,7 +89,7 @@ def _description(folder: Path, manifest: Manifest) -> KerasDescription:
     if found.missing:
         raise CheckpointError(
             "Keras's files cannot be made of this checkpoint. Restore it into the model, and call "
-            "model.save, or model.save_weights where it has no get_config. "
+            "model.save or model.save_weights. "
             f"Received: {found.missing}"
         )
     return found
@@ -99,7 +99,8 @@ def _keras(folder: Path, manifest: Manifest, out: Path) -> None:
     description = _description(folder, manifest)
     if description.no_assets:
         raise CheckpointError(
-            "A layer could not write its assets. Make a .weights.h5 file instead. "
+            "A .keras file needs the model's config, and what its layers keep in files of their "
+            "own. Make a .weights.h5 file instead. "
             f"Received: {description.no_assets}"
         )
     names = keras_saving.FILES

@@ -179,8 +179,8 @@ def _arrays(
     changed: dict[str, Any], x: Any, y: Any, weights: Any, shuffle: Any, steps: Any, seed: int
 ) -> Arrays:
     """Arrays; `changed` loses the batch size, which goes to the validation data, and the split."""
-    # As tuples, of x alone too: what tf.data gets as a list is stacked to one tensor.
-    packed = (x,) if y is None else keras.utils.pack_x_y_sample_weight(x, y, weights)
+    # As tuples: what tf.data gets as a list is stacked to one tensor.
+    packed = keras.utils.pack_x_y_sample_weight(x, y, weights)
     data = keras.tree.lists_to_tuples(packed)
     batch_size = int(changed.get("batch_size") or 32)
     share = changed.pop("validation_split", 0.0)

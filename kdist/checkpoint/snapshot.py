@@ -11,7 +11,7 @@ from typing import Any
 from kdist._compat import keras_optimizers
 from kdist._compat.version import VERSION
 from kdist.api.parallelize import parallel_of
-from kdist.checkpoint import shares, unsent
+from kdist.checkpoint import beside, shares, unsent
 from kdist.checkpoint.directory import read_files
 from kdist.checkpoint.keras_description import ASSETS, FILE, VALUES, KerasDescription, KnownPlaces
 from kdist.checkpoint.layer_files import LayerFiles
@@ -40,7 +40,8 @@ def groups_of(model: keras.Model) -> dict[str, Named]:
 
     Returns:
         Weights, statistics and seeds; if it is compiled and has trained, the optimizer's
-        variables, the metrics' ones, and what compression of gradients has not sent yet.
+        variables, those of optimizers beside it, the metrics' ones, and what compression of
+        gradients has not sent yet.
     """
     metrics = list(model.metrics_variables)
     apart = {id(v) for v in metrics}
@@ -49,25 +50,13 @@ def groups_of(model: keras.Model) -> dict[str, Named]:
     optimizer = model.optimizer if model.compiled else None
     if optimizer is not None and optimizer.built:
         groups[OPTIMIZER] = [(v.path, v) for v in optimizer.variables]
+    for name, one in beside.beside(model).items():
+        groups[beside.GROUP + name] = [(v.path, v) for v in one.variables]
     if metrics:
         groups[METRICS] = [(v.path, v) for v in metrics]
     if kept := _kept_by_compression(model):
         groups[COMPRESSION] = kept
     return groups
-
-
-def _tell_left_out(model: keras.Model) -> None:
-    """Says, once, which state of training a checkpoint does not have."""
-    parallel = parallel_of(model)
-    if parallel is None:
-        return
-    for optimizer in parallel.own_updates.beside:
-        parallel.warn_once(
-            "Checkpoints of kdist have the state of the compiled optimizer, and not of others that "
-            "a step of one's own applies: it begins anew. Keras saves it with the weights, where "
-            f"the model has that optimizer as an attribute: model.save_weights(path). Received: "
-            f"{type(optimizer).__name__} {optimizer.name!r}"
-        )
 
 
 def _kept_by_compression(model: keras.Model) -> Named:
@@ -111,7 +100,7 @@ def snapshot(
         known: What one snapshot after the other has in common.
         directory: Where it will be written; None to take all into this process.
     """
-    _tell_left_out(model)
+    beside.tell_left_out(model)
     variables_of = groups_of(model)
     writing = frozenset() if directory is None else shares.writers(directory)
 
@@ -134,8 +123,10 @@ def snapshot(
             groups[group] = tuple(array for array, _ in kept)
             parts += [part for _, part in kept]
     manifest = Manifest(step, groups, dict(progress or {}), made_by=VERSION)
-    of_keras = {FILE: description.to_bytes(), **({ASSETS: assets} if assets else {})}
-    return Snapshot(manifest, parts, {**of_keras, **(files or {})}, others)
+    of_optimizers = beside.to_bytes(model, variables_of[MODEL])
+    more = {ASSETS: assets, beside.FILE: of_optimizers}
+    own = {FILE: description.to_bytes(), **{name: data for name, data in more.items() if data}}
+    return Snapshot(manifest, parts, {**own, **(files or {})}, others)
 
 
 def kept_arrays(folder: Path, manifest: Manifest) -> list[np.ndarray]:
@@ -173,6 +164,7 @@ def load(model: keras.Model, folder: Path, manifest: Manifest, within_epoch: boo
     shapes = [tuple(int(n) for n in v.shape) for v in model.trainable_variables]
     kept: unsent.Families = {}
     cut: unsent.Families = {}
+    beside.build(model, folder, manifest, groups_of(model)[MODEL])
     groups = groups_of(model)
     for group, variables in groups.items():
         if group == METRICS and not within_epoch:
@@ -231,9 +223,10 @@ def _pairs(group: str, variables: Named, manifest: Manifest) -> list[Any]:
     """Arrays of a group, with the variables that get their values."""
     arrays = manifest.groups.get(group)
     if arrays is None:
-        if group == OPTIMIZER:
+        if group == OPTIMIZER or group.startswith(beside.GROUP):
+            which = "the model's" if group == OPTIMIZER else repr(group.removeprefix(beside.GROUP))
             warnings.warn(
-                "The checkpoint was saved without an optimizer: the model's begins anew.",
+                f"The checkpoint was saved without an optimizer: {which} begins anew.",
                 stacklevel=5,
             )
         return []

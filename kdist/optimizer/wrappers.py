@@ -41,6 +41,17 @@ def unwrap(optimizer: Any) -> Unwrapped:
             return found
 
 
+def optimizers_of(model: keras.Model) -> dict[str, Any]:
+    """The optimizers of a model, by its attribute: the compiled one first, those beside it."""
+    compiled = model.optimizer if model.compiled else None
+    found: dict[str, Any] = {"optimizer": compiled, **vars(model)}
+    every: dict[int, tuple[str, Any]] = {}
+    for name, one in found.items():
+        if isinstance(one, keras.optimizers.Optimizer):
+            every.setdefault(id(one), (name, one))
+    return dict(every.values())
+
+
 def optimizer_groups(
     optimizer: Any, variables: Sequence[keras.Variable]
 ) -> list[tuple[Any, list[int]]]:

@@ -8,7 +8,7 @@ from kdist._compat import keras_optimizers, keras_twins
 from kdist.api.parallelize import parallel_of
 from kdist.optimizer.local import leaf_optimizers
 from kdist.optimizer.settings import carry_settings
-from kdist.optimizer.wrappers import unwrap
+from kdist.optimizer.wrappers import optimizers_of, unwrap
 from kdist.verification.again import metric_again, optimizer_again
 from kdist.verification.attributes import FromAttributes
 from kdist.verification.no_twin import NoTwin
@@ -92,18 +92,6 @@ def _changes(twin: keras.Model, lossless: bool) -> dict[str, Any]:
     return {"state_format": {}} if lossless else {}
 
 
-def optimizers_of(model: keras.Model) -> dict[str, Any]:
-    """The optimizers of a model, by its attribute: the compiled one, and those beside it."""
-    found = {"optimizer": model.optimizer, **vars(model)}
-    every = {name: one for name, one in found.items() if isinstance(one, keras.Optimizer)}
-    return {name: one for name, one in every.items() if name == first_name(every, one)}
-
-
-def first_name(every: dict[str, Any], wanted: Any) -> str:
-    """The first of the names that stand for an object."""
-    return next(name for name, one in every.items() if one is wanted)
-
-
 def copy_optimizers(model: keras.Model, twin: keras.Model) -> None:
     """Builds a twin's optimizers and copies their state, and what each member does not decay.
 
@@ -119,7 +107,7 @@ def copy_optimizers(model: keras.Model, twin: keras.Model) -> None:
         if optimizer is not model.optimizer:
             if not optimizer.built:
                 continue  # on its first use, as the model's
-            known = keras_twins.updated_by(optimizer)
+            known = keras_optimizers.updated_by(optimizer)
         _copy_optimizer(optimizer, again[name], known, [pair(v) for v in known])
 
 

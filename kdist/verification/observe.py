@@ -10,11 +10,11 @@ from typing import Any
 from kdist._compat import keras_models, keras_trainer
 from kdist.api.custom_loop import training_pass
 from kdist.api.parallelize import attached
+from kdist.optimizer.wrappers import optimizers_of
 from kdist.program.batch import leading
 from kdist.program.loss_parts import added_up, compute_loss
 from kdist.program.model_state import ModelState
 from kdist.runtime.metrics import overrides
-from kdist.verification.compiled import optimizers_of
 from kdist.verification.observed import Arrays, Observed
 
 import keras

@@ -388,3 +388,12 @@ def test_scalars():
     optimizer.build(mlp().trainable_variables)
     assert {"_iterations", "_u_product"} <= set(keras_optimizers.scalars(optimizer))
     assert "_learning_rate" not in keras_optimizers.scalars(optimizer)
+
+
+def test_updated_by() -> None:
+    layer = keras.layers.Dense(2)
+    layer.build((None, 3))
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    optimizer.build(layer.trainable_variables)
+    found = keras_optimizers.updated_by(optimizer)
+    assert [*map(id, found)] == [*map(id, layer.trainable_variables)]

@@ -135,12 +135,3 @@ def test_own_attributes() -> None:
     model.compile("sgd", "mse")
     model.fit(np.ones((2, 3)), verbose=0)
     assert [*keras_twins.own_attributes(model)] == ["_width", "inside", "other"]
-
-
-def test_updated_by() -> None:
-    layer = keras.layers.Dense(2)
-    layer.build((None, 3))
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    optimizer.build(layer.trainable_variables)
-    found = keras_twins.updated_by(optimizer)
-    assert [*map(id, found)] == [*map(id, layer.trainable_variables)]
