@@ -162,3 +162,16 @@ def float64() -> Iterator[None]:
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     yield
+
+
+@pytest.fixture
+def float64_factors(float64: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes factors of LoRA float64 too, which Keras keeps in float32 whatever the policy."""
+    add: Any = keras.Layer.add_weight
+
+    def exact(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("name")).startswith("lora"):
+            kwargs["dtype"] = "float64"
+        return add(layer, *args, **kwargs)
+
+    monkeypatch.setattr(keras.Layer, "add_weight", exact)

@@ -61,6 +61,22 @@ def config_for(optimizer: Any, given: OptimizerConfig) -> OptimizerConfig:
     return own
 
 
+def _refuse_second_scale(inner: Any) -> None:
+    """Refuses a `LossScaleOptimizer` around a `ShardedOptimizer` with such a one inside.
+
+    Gradients would be divided twice, and losses multiplied once.
+    """
+    found = unwrap(inner)
+    if found.loss_scale is not None:
+        raise ValueError(
+            "Losses are scaled once. Leave the LossScaleOptimizer inside of ShardedOptimizer and "
+            "call compile(auto_scale_loss=False), which keeps Keras from putting another one "
+            "around it under mixed_float16; or put it around: "
+            f"LossScaleOptimizer(ShardedOptimizer({type(found.inner).__name__}(...))). Received: a "
+            "LossScaleOptimizer around a ShardedOptimizer with a LossScaleOptimizer inside"
+        )
+
+
 def _delegated(name: str) -> property:
     """An attribute that is the inner optimizer's."""
 
@@ -96,7 +112,9 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
         name: Name of the wrapper.
 
     Raises:
-        ValueError: For what `OptimizerConfig` refuses, and for another optimizer.
+        ValueError: For what `OptimizerConfig` refuses, and for another optimizer. When a
+            `LossScaleOptimizer` is put around it, also by `compile` under mixed_float16: for one
+            inside.
 
     Example:
         >>> model = kdist.parallelize(build_model(), kdist.ParallelConfig(mesh=kdist.mesh(data=8)))
@@ -137,6 +155,13 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer = inner
         # Not an attribute that Keras or TensorFlow would track.
         object.__setattr__(self, "_mirrored", None)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A LossScaleOptimizer clears what it wraps of a scale. A property's own code would not see
+        # that: Keras does not call it where the value is the same.
+        if name == "loss_scale_factor":
+            _refuse_second_scale(self.__dict__.get("inner_optimizer"))
+        super().__setattr__(name, value)
 
     clipnorm = _delegated("clipnorm")
     clipvalue = _delegated("clipvalue")

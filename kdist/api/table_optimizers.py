@@ -33,7 +33,8 @@ def with_table_optimizers(model: keras.Model, optimizer: Any) -> Any:
     Returns:
         `optimizer` if no table has one, or if it is a `MultiOptimizer` already; else a
         `MultiOptimizer` of copies of the tables' optimizers, of which `optimizer` is the default. A
-        wrapper (`LossScaleOptimizer`, `ShardedOptimizer`) stays, with that inside.
+        wrapper (`LossScaleOptimizer`, `ShardedOptimizer`) stays, with that inside. A table's own
+        optimizer updates all that is trained of the table: with LoRA its factors.
 
     Raises:
         ValueError: `optimizer` is built.
@@ -53,7 +54,7 @@ def with_table_optimizers(model: keras.Model, optimizer: Any) -> Any:
         )
     rules = keras.optimizers.OptimizerMap(inner)
     for _, name, own in tables:
-        rules[rf"(.*/)?{re.escape(name)}/embeddings"] = again(own)
+        rules[rf"(.*/)?{re.escape(name)}/[^/]+"] = again(own)
     several = keras.optimizers.MultiOptimizer(rules)
     wrapper = given
     while wrapper is not inner and wrapper.inner_optimizer is not inner:
@@ -72,19 +73,26 @@ def check_table_optimizers(model: keras.Model) -> None:
             that a table asks for.
     """
     inner = unwrap(model.optimizer).inner
+    several = isinstance(inner, keras.optimizers.MultiOptimizer)
     for layer, name, own in _tables(model):
-        several = isinstance(inner, keras.optimizers.MultiOptimizer)
-        found = keras_optimizers.member_optimizer(inner, layer.embeddings) if several else inner
-        if layer.embeddings.trainable and (not several or type(found) is not type(own)):
+        for variable in layer.trainable_variables:
+            found = keras_optimizers.member_optimizer(inner, variable) if several else inner
+            if several and type(found) is type(own):
+                continue
             raise ValueError(
                 "A table with an optimizer of its own is updated by that. model.compile(...) takes "
                 "it up, after kdist.parallelize: compile the model then. A MultiOptimizer names "
-                "an optimizer of that class for the table; or leave `optimizer` out of its "
-                f"TableConfig. Received: {type(found).__name__} for table {name!r}, which asks for "
-                f"{type(own).__name__}"
+                "an optimizer of that class for the table, and for its factors of LoRA; or leave "
+                f"`optimizer` out of its TableConfig. Received: {type(found).__name__} for "
+                f"{variable.path!r} of table {name!r}, which asks for {type(own).__name__}"
             )
 
 
 def table_notes(model: keras.Model) -> list[str]:
     """What a plan says of the optimizers of tables."""
-    return [f"table {name!r} is updated by {type(own).__name__}" for _, name, own in _tables(model)]
+    return [
+        f"table {name!r} is updated by {type(own).__name__}"
+        if layer.trainable_variables
+        else f"table {name!r} has nothing to train: its {type(own).__name__} updates nothing"
+        for layer, name, own in _tables(model)
+    ]

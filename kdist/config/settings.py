@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
-from kdist._compat import keras_trainer
 from kdist.storage.variables import stored
 
 import keras
@@ -30,7 +29,7 @@ def check_not_placed(layer: keras.layers.Layer, name: str) -> None:
     Raises:
         ValueError: The layer's weights have been placed already.
     """
-    if any(keras_trainer.is_view(v) and stored(v) is not None for v in layer.weights):
+    if any(stored(v) is not None for v in layer.weights):
         raise ValueError(
             f"{name} says where a layer's tensors go, and kdist.parallelize has placed them. Call "
             f"it before parallelize. Received: layer {layer.path or layer.name!r} of a model that "

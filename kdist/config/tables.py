@@ -17,6 +17,7 @@ import keras
 Where = Literal["host", "device"]
 WHERE = ("host", "device")
 ON_HOST = "on the host"
+BY_HAND = "split by hand"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +183,7 @@ def split_by_hand(
     if not isinstance(layer, keras.layers.Layer):
         raise ValueError(f"manual_split is of an embedding. Received: {layer!r}")
     split = Split(rows if isinstance(rows, tuple) else tuple(rows), axis, local_columns)
-    _check_layer(layer, "split by hand")
+    _check_layer(layer, BY_HAND)
     split_setting.set(layer, split)
     return layer
 
@@ -228,7 +229,7 @@ def split_layers(model: keras.Model) -> dict[keras.layers.Embedding, Split]:
                 "A table is on the host or split over devices, not both. Leave out kdist.place or "
                 f"manual_split. Received: both for layer {layer.path or layer.name!r}"
             )
-        _check_table(layer, "split by hand")
+        _check_table(layer, BY_HAND)
     return {layer: split for layer, split in found.items() if split is not None}
 
 
@@ -250,19 +251,33 @@ def host_layers(model: keras.Model) -> dict[keras.layers.Embedding, Place]:
     return placed
 
 
+WHOLE_INSTEAD = {
+    ON_HOST: "kdist.place, HostEmbedding or placement='host'",
+    BY_HAND: "manual_split, SplitEmbedding or placement='split'",
+}
+"""Where a table is -> what says so."""
+
+
 def _check_table(layer: keras.layers.Embedding, what: str) -> None:
     """Refuses a table that other rows than those looked up matter of, and one that is encoded."""
-    why = ""
+    call = ""
     if not layer.built:
-        why = "is not built: build the model, or call it once, first"
+        why, fix = "is not built", "Build the model, or call it once, first"
     elif getattr(layer, "tie_weights", False):
-        why = "is also used whole, by call(..., reverse=True): use tie_weights=False"
+        why, fix = "is also used whole, by call(..., reverse=True)", "Use tie_weights=False"
     elif layer.quantization_mode:
-        why = "is quantized: leave it whole on the device"
+        why, call = f"is quantized to {layer.quantization_mode}", "quantize"
     elif layer.lora_enabled:
-        why = "has LoRA factors: leave it whole on the device"
-    if why:
-        raise ValueError(
-            f"A table that is {what} is built, and is used row by row. "
-            f"Received: layer {layer.name!r}, whose table {why}"
+        why, call = "has LoRA, which adds its factors up to another whole table", "enable_lora"
+    else:
+        return
+    if call:
+        fix = (
+            f"Keep this table whole on the devices, without {WHOLE_INSTEAD[what]}, or do not call "
+            f"{call} for its layer. Neither can be taken back in a model that is parallel already: "
+            "build it again"
         )
+    raise ValueError(
+        f"A table that is {what} is used row by row, and this one {why}. {fix}. "
+        f"Received: layer {layer.path or layer.name!r}"
+    )

@@ -123,6 +123,35 @@ def test_loss_scaling_around_and_inside(order: str) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def mixed(optimizer: Any, wrapped: bool, **options: Any) -> keras.Model:
+    keras.config.set_dtype_policy("mixed_float16")
+    model = build()
+    if wrapped:
+        kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    model.compile(optimizer, "mse", **options)
+    return model
+
+
+def scaled(optimizer: Any) -> Any:
+    return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=256.0)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_losses_are_scaled_once(wrapped: bool) -> None:
+    """Keras does not look into wrappers: under mixed_float16 it would scale once more."""
+    inside = kdist.ShardedOptimizer(scaled(keras.optimizers.SGD(0.1)))
+    with pytest.raises(ValueError, match="auto_scale_loss=False"):
+        mixed(inside, wrapped)
+    plain = mixed(scaled(keras.optimizers.SGD(0.1)), False)
+    model = mixed(inside, wrapped, auto_scale_loss=False)
+    for one in (plain, model):
+        one.fit(X, Y, batch_size=8, verbose=0, shuffle=False)
+    for a, b in zip(model.get_weights(), plain.get_weights()):
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-4)
+    found = unwrap(model.optimizer).loss_scale
+    assert float(found.dynamic_scale.numpy()) == float(plain.optimizer.dynamic_scale.numpy())
+
+
 def test_an_opted_out_parameter_stays_whole_at_level_3() -> None:
     model = build()
     kdist.set_parallel_optimizer(model.layers[0], False)

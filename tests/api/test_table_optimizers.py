@@ -134,6 +134,60 @@ def test_averages_of_weights(place: str, level: int, float64: None) -> None:
         np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("when", ["before", "after", "trained"])
+@pytest.mark.parametrize("mode", ["lora", "int8+lora"])
+def test_factors_of_lora_are_updated_by_it(mode: str, when: str, float64_factors: None) -> None:
+    """Enabled before or after `parallelize`, or when the table has trained."""
+
+    def enable(model: keras.Model) -> None:
+        users = model.get_layer("tables").tables["users"]
+        keras.utils.set_random_seed(1)
+        for step in mode.split("+"):
+            users.enable_lora(2) if step == "lora" else users.quantize(step)
+
+    def plain_optimizer() -> Any:
+        rules = {".*users/.*": kdist.lazy(_O.Adagrad(0.1))}
+        return _O.MultiOptimizer(_O.OptimizerMap(_O.Adam(0.01), rules))
+
+    plain, model = network({}, {}), network({"optimizer": _O.Adagrad(0.1)}, {})
+    for one, optimizer in ((plain, plain_optimizer), (model, lambda: _O.Adam(0.01))):
+        if when == "before":
+            enable(one)
+        if one is model:
+            parallel(one)
+        if when == "trained":
+            trained(one, optimizer())
+        if when != "before":
+            enable(one)
+        trained(one, optimizer())
+    assert_same_weights(plain, model)
+    assert "table 'tables/users' is updated by LazyAdagrad" in model.plan().notes
+
+
+def test_factors_for_which_another_optimizer_is_named(float64: None) -> None:
+    model = parallel(network({"optimizer": "adagrad"}, {}))
+    model.get_layer("tables").tables["users"].enable_lora(2)
+    model.compile(several(kdist.lazy("adagrad"), _O.SGD()), "mse")
+    with pytest.raises(ValueError, match=r"Adam for 'tables/users/lora_embeddings_a' of table"):
+        model.train_on_batch(*data(1)[0])
+
+
+@pytest.mark.parametrize("mode", ["frozen", "int8"])
+def test_a_table_with_nothing_to_train(mode: str, float64: None) -> None:
+    plain, model = network({}, {}), network({"optimizer": "adagrad"}, {})
+    for one in (plain, model):
+        users = one.get_layer("tables").tables["users"]
+        if mode == "frozen":
+            users.trainable = False
+        else:
+            users.quantize(mode)
+    trained(plain, "adam"), trained(parallel(model), "adam")
+    for one, other in zip(plain.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    said = "table 'tables/users' has nothing to train: its LazyAdagrad updates nothing"
+    assert said in model.plan().notes
+
+
 def test_rows_nobody_looked_up_stay(float64: None) -> None:
     model = parallel(network({"optimizer": "adam", "placement": "host"}, {}))
     before = model.get_layer("tables").tables["users"].embeddings.numpy()

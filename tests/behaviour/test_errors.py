@@ -268,9 +268,10 @@ def test_what_fails_on_a_device_is_what_the_user_reads(axes: dict[str, int], lev
     ],
     ids=["shard", "manual_split", "place", "set_stage"],
 )
-def test_a_declaration_that_comes_too_late(declare: Callable) -> None:
+@pytest.mark.parametrize("axes", [INNER, {"model": 1}], ids=["inner", "one_device"])
+def test_a_declaration_that_comes_too_late(declare: Callable, axes: dict[str, int]) -> None:
     table = keras.layers.Embedding(30, 8)
     model = keras.Sequential([keras.Input((3,), dtype="int32"), table])
-    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(**INNER), layout_map={}))
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map={}))
     with pytest.raises(ValueError, match="before parallelize. Received: layer"):
         declare(table)

@@ -69,8 +69,33 @@ def test_a_call_that_reads_the_table_itself() -> None:
 
 def test_a_table_with_lora_factors() -> None:
     made = model(kdist.place(keras.layers.Embedding(5, 2, name="table", lora_rank=2)))
-    with pytest.raises(ValueError, match="layer 'table', whose table.*LoRA"):
+    with pytest.raises(ValueError, match="has LoRA.*without kdist.place.*enable_lora.*'table'"):
         parallel(made)
+
+
+@pytest.mark.parametrize("placed", ["host", "split"])
+def test_factors_of_lora_after_parallelize(placed: str) -> None:
+    table = keras.layers.Embedding(5, 2, name="table")
+    if placed == "host":
+        kdist.place(table)
+    else:
+        kdist.shard(table, manual_split=(2, 3), axis="data")
+    made = trained(model(table))
+    table.enable_lora(2)
+    said = "without (kdist.place|manual_split).*build it again. Received: layer 'table'"
+    with pytest.raises(ValueError, match=said):
+        made.compile("sgd", "mse")
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2}, {"data": 1}])
+def test_a_table_of_a_parallel_model_stays(mesh: dict[str, int]) -> None:
+    """On the host it is one variable, as all weights are on one device."""
+    table = kdist.place(keras.layers.Embedding(5, 2, name="table"))
+    parallel(model(table), mesh=mesh)
+    with pytest.raises(ValueError, match="before parallelize. Received: layer 'table'"):
+        kdist.place(table, "device")
+    with pytest.raises(ValueError, match="before parallelize. Received: layer 'table'"):
+        kdist.shard(table, manual_split=(2, 3), axis="data")
 
 
 def penalized() -> keras.layers.Embedding:
