@@ -150,7 +150,7 @@ def on_wires() -> None:
     print("RESULT " + json.dumps(found), flush=True)
 
 
-IDS = 512
+IDS = 1024
 """Rows of a table that a replica looks up."""
 
 
@@ -162,8 +162,8 @@ def multiplying(replicas: int) -> tuple[keras.Model, np.ndarray, np.ndarray]:
 
 
 def looking_up(replicas: int) -> tuple[keras.Model, np.ndarray, np.ndarray]:
-    """A table of 16 megabytes, and a batch of which each example looks up rows of its own."""
-    layers = [keras.layers.Embedding(16384, 256), keras.layers.GlobalAveragePooling1D()]
+    """A table of 32 megabytes, and a batch of which each example looks up rows of its own."""
+    layers = [keras.layers.Embedding(32768, 256), keras.layers.GlobalAveragePooling1D()]
     ids = np.arange(replicas * IDS, dtype="int32").reshape(2 * replicas, IDS // 2)
     inputs = keras.Input((IDS // 2,), dtype="int32")
     return keras.Sequential([inputs, *layers]), ids, np.zeros((2 * replicas, 256), "float32")
