@@ -45,6 +45,10 @@ class Call:
         join_dim: tensor dim that all-to-all joins.
         sizes: lengths along `dim`, one per rank; of all-to-all, p rows of p: what each rank has
             for each. None: as equal as possible, or what the values have.
+        join_sizes: of all-to-all across processes, the length along `join_dim` of each rank's
+            value; None: all have the same.
+        by_group: the call for each group with a rank in this process, where a backward pass takes
+            back what groups with lengths of their own gave.
         exclusive: of scan, leave a rank's own value out.
         backwards: of scan, from the last rank to the first.
         pairs: of sends, (source, target) ranks.
@@ -58,6 +62,8 @@ class Call:
     dim: int = 0
     join_dim: int = 0
     sizes: tuple[Any, ...] | None = None
+    join_sizes: tuple[int, ...] | None = None
+    by_group: tuple[Call, ...] = ()
     exclusive: bool = False
     backwards: bool = False
     pairs: tuple[tuple[int, int], ...] = ()
@@ -130,6 +136,10 @@ class Call:
     def apart(self) -> bool:
         """Whether it is one side of a message, in which only the two processes take part."""
         return self.operation in ("send", "recv")
+
+    def in_group(self, number: int) -> Call:
+        """As it is for one of the groups with a rank in this process."""
+        return self.by_group[number] if self.by_group else self
 
     def changed(self, **changes: Any) -> Call:
         """The same call with other attributes."""

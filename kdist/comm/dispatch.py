@@ -146,7 +146,7 @@ def _rows(call: Call, values: Values, started: list[tf.Operation], number: str =
     group = call.group
     at = dict(zip(group.local, values))
     found: dict[int, Any] = {}
-    for positions in group.local_rows:
+    for which, positions in enumerate(group.local_rows):
         order = positions[::-1] if call.backwards else positions
         row = Row(
             devices=tuple(group.devices[position] for position in order),
@@ -157,7 +157,7 @@ def _rows(call: Call, values: Values, started: list[tf.Operation], number: str =
             timeout_seconds=group.timeout_seconds,
             started=started,
         )
-        results = perform(call, [at.get(position) for position in order], row)
+        results = perform(call.in_group(which), [at.get(position) for position in order], row)
         found.update(zip(order, results))
     inputs = {id(value) for value in values}
     results = []
@@ -234,9 +234,8 @@ def check_values(call: Call, values: Values) -> None:
             "A mean of integers is not an integer. Cast the values to a float dtype, or use "
             f"reduction='sum'. Received: reduction='mean', dtype={next(iter(dtypes))!r}"
         )
-    if call.operation in _ONE_SHAPE and any(
-        not given[0].shape.is_compatible_with(value.shape) for value in given
-    ):
+    one_shape = call.operation in _ONE_SHAPE and not call.by_group
+    if one_shape and not all(given[0].shape.is_compatible_with(one.shape) for one in given):
         raise ValueError(
             f"The values of {call.operation} over axis {group.axis!r} have one shape. "
             f"Received: shapes={[tuple(value.shape) for value in given]}"
@@ -246,7 +245,9 @@ def check_values(call: Call, values: Values) -> None:
 
 
 def _check_dims(call: Call, values: Values, ranks: list[int]) -> None:
-    for value, rank in zip(values, ranks):
+    rows = call.group.local_rows
+    groups = {position: number for number, row in enumerate(rows) for position in row}
+    for value, rank, position in zip(values, ranks, call.group.local):
         if value is None:
             continue
         for name, dim in (("dim", call.dim), ("join_dim", call.join_dim)):
@@ -256,16 +257,17 @@ def _check_dims(call: Call, values: Values, ranks: list[int]) -> None:
                     f"`{name}` of {call.operation} is a dim of the values, which have {dims}. "
                     f"Received: {name}={dim!r}"
                 )
-        if call.sizes is None:
+        said = call.in_group(groups[position]).sizes
+        if said is None:
             continue
-        sizes = call.sizes[rank] if call.operation == "all_to_all" else call.sizes
+        sizes = said[rank] if call.operation == "all_to_all" else said
         joined = call.operation in ("gather", "all_gather")
         needed = sizes[rank] if joined else None if _unknown(sizes) else sum(sizes)
         have = value.shape[call.dim]
         if isinstance(needed, int) and have is not None and have != needed:
             raise ValueError(
                 f"The sizes say that dim {call.dim} of rank {rank}'s value is {needed} long in "
-                f"{call.operation}. Received: sizes={call.sizes}, shape={tuple(value.shape)}"
+                f"{call.operation}. Received: sizes={said}, shape={tuple(value.shape)}"
             )
 
 

@@ -71,7 +71,7 @@ def backward(
     if reduces and call.reduction not in ("sum", "mean"):
         return _of_any_reduction(call, inputs, upstream, collective)
     transpose = _TRANSPOSES[call.operation]
-    if call.operation in _BY_GROUP and not call.group.crosses_processes:
+    if call.operation in _BY_GROUP:
         transpose = _group_by_group(transpose)
     found = transpose(call, inputs, upstream, collective)
     if reduces and call.reduction == "mean":
@@ -126,24 +126,31 @@ def _all_reduce(call: Call, inputs: Values, upstream: Values, collective: Collec
 
 
 def _group_by_group(transpose: Transpose) -> Transpose:
-    """The same, by a call for each group."""
+    """The same in one call, with the lengths of each group."""
 
     def of_all(call: Call, inputs: Values, upstream: Values, collective: Collective) -> Values:
         place = {position: k for k, position in enumerate(call.group.local)}
-        results: Values = [None] * len(inputs)
-        for row in call.group.local_rows:
-            own = [place[position] for position in row]
+        asked: list[Call] = []
+        given: Values = [None] * len(inputs)
+
+        def ask(back: Call, values: Values) -> Values:
+            asked.append(back)
+            return values
+
+        for number, row in enumerate(call.group.local_rows):
+            own = [place[position] for position in row if position in place]
             mine, grads = ([values[k] for k in own] for values in (inputs, upstream))
-            found = transpose(call.changed(group=call.group.only(row)), mine, grads, collective)
-            for k, one in zip(own, found):
-                results[k] = one
-        return results
+            one = call.in_group(number).changed(group=call.group.only(row))
+            for k, value in zip(own, transpose(one, mine, grads, ask)):
+                given[k] = value
+        back = asked[0].changed(group=call.group, sizes=None, join_sizes=None)
+        return collective(back.changed(by_group=tuple(asked)), given)
 
     return of_all
 
 
 def _lengths(call: Call, values: Values) -> tuple[Any, ...]:
-    """Length along the dim of each rank's value; across processes, groups are alike in this."""
+    """Length along the dim of each rank's value, of the one group that a call is over."""
     if call.sizes is not None:
         return call.sizes
     place = {position: k for k, position in enumerate(call.group.local)}
@@ -180,9 +187,12 @@ def _all_to_all(call: Call, inputs: Values, upstream: Values, collective: Collec
     # What rank d got from rank s goes back: lengths along the joined dim.
     p, place = call.group.size, {position: k for k, position in enumerate(call.group.local)}
     row = call.group.local_rows[0]
+    cuts = None
     if call.dim != call.join_dim:
         if call.group.crosses_processes:
-            lengths = [int(inputs[0].shape[call.join_dim])] * p
+            lengths = list(call.join_sizes or [int(inputs[0].shape[call.join_dim])] * p)
+            # All ranks cut alike, or their parts did not join. What rank d got is as long as that.
+            cuts = tuple((call.sizes or [balanced(int(inputs[0].shape[call.dim]), p)])[0])
         else:
             lengths = [shape_of(inputs[place[position]])[call.join_dim] for position in row]
         sizes = (tuple(lengths),) * p
@@ -194,7 +204,7 @@ def _all_to_all(call: Call, inputs: Values, upstream: Values, collective: Collec
     else:
         table = [balanced(shape_of(inputs[place[q]])[call.dim], p) for q in row]
         sizes = tuple(tuple(table[s][d] for s in range(p)) for d in range(p))
-    back = call.changed(dim=call.join_dim, join_dim=call.dim, sizes=sizes)
+    back = call.changed(dim=call.join_dim, join_dim=call.dim, sizes=sizes, join_sizes=cuts)
     return collective(back, upstream)
 
 
@@ -233,7 +243,7 @@ def _apart(call: Call, inputs: Values, upstream: Values, collective: Collective)
     return collective(call.changed(operation=other, pairs=pairs), given)
 
 
-_BY_GROUP = ("gather", "all_gather", "all_to_all")
+_BY_GROUP = ("gather", "all_gather", "scatter", "reduce_scatter", "all_to_all")
 """What has lengths that may be others in each group of a mesh, where a call has one for all."""
 
 _TRANSPOSES: dict[str, Transpose] = {

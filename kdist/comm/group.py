@@ -111,10 +111,11 @@ class Group:
         return tuple(row for row in self.rows if mine & set(row))
 
     def only(self, row: tuple[int, ...]) -> Group:
-        """One of the groups, all of whose ranks are in this process."""
-        ranks = tuple(range(len(row)))
+        """One of the groups with a rank in this process."""
+        ranks, mine = tuple(range(len(row))), set(self.local)
         devices = tuple(self.devices[position] for position in row)
-        return dataclasses.replace(self, devices=devices, rows=(ranks,), local=ranks)
+        local = tuple(rank for rank in ranks if row[rank] in mine)
+        return dataclasses.replace(self, devices=devices, rows=(ranks,), local=local)
 
     def __str__(self) -> str:
         return (

@@ -250,8 +250,13 @@ def _all_to_all(call: Call, values: Values, row: Row) -> list[tf.Tensor | None]:
     remote = None
     if not all(row.local):
         table = call.sizes or [balanced(shape[call.dim], p)] * p
+        # Of what each rank cuts; ranks may differ in the dim that is joined.
+        joins = call.join_sizes or [shape[call.join_dim]] * p
+        wholes = [_resized(shape, call.join_dim, joins[s]) for s in range(p)]
         shapes = {
-            s * p + d: _resized(shape, call.dim, table[s][d]) for s in range(p) for d in range(p)
+            s * p + d: _resized(wholes[s], call.dim, table[s][d])
+            for s in range(p)
+            for d in range(p)
         }
         remote = (shapes, dtype)
     run(plan, held, row, remote=remote)

@@ -126,26 +126,47 @@ def on_wires() -> None:
     """Prints what some steps put on the network, by each algorithm, and what their plans say."""
     joined()
     hosts, steps = os.environ["TEST_HOSTS"].split(), 4
-    x = np.zeros((8, 512), "float32")
+    replicas = len(hosts) * int(os.environ["TEST_DEVICES"])
     found = []
-    for level, algorithm in json.loads(os.environ["TEST_CASES"]):
-        layers = [keras.layers.Dense(512, use_bias=False) for _ in range(4)]
-        made = keras.Sequential([keras.Input((512,)), *layers])
+    for what, level, algorithm in json.loads(os.environ["TEST_CASES"]):
+        made, x, y = looking_up(replicas) if what == "table" else multiplying(replicas)
         config = kdist.ParallelConfig(
-            mesh=kdist.mesh(data=4),
+            mesh=kdist.mesh(data=replicas),
             optimizer=kdist.OptimizerConfig(level=level, threshold_kb=0),
             fusion=kdist.FusionConfig(mode="size", size_mb=2, algorithm=algorithm),
         )
         kdist.parallelize(made, config)
         made.compile(keras.optimizers.SGD(0.01), "mse")
-        made.train_on_batch(x, x)
+        made.train_on_batch(x, y)
         before = sent_by(hosts)
         for _ in range(steps):
-            made.train_on_batch(x, x)
+            made.train_on_batch(x, y)
         sent = (sent_by(hosts) - before) / steps
         planned = made.plan().between_processes()
-        found.append([level, algorithm, sent, planned.nbytes, dict(planned.ways)])
+        # A replica to a process: what travels between devices travels between processes.
+        rows = sum(table.nbytes(IDS) for table in made.plan().tables())
+        batch = (x.nbytes + y.nbytes) * (len(hosts) - 1) // len(hosts)
+        found.append([sent, planned.nbytes + rows + batch, dict(planned.ways)])
     print("RESULT " + json.dumps(found), flush=True)
+
+
+IDS = 1024
+"""Rows of a table that a replica looks up."""
+
+
+def multiplying(replicas: int) -> tuple[keras.Model, np.ndarray, np.ndarray]:
+    """Four kernels of a megabyte, and a batch."""
+    layers = [keras.layers.Dense(512, use_bias=False) for _ in range(4)]
+    x = np.zeros((2 * replicas, 512), "float32")
+    return keras.Sequential([keras.Input((512,)), *layers]), x, x
+
+
+def looking_up(replicas: int) -> tuple[keras.Model, np.ndarray, np.ndarray]:
+    """A table of 32 megabytes, and a batch of which each example looks up rows of its own."""
+    layers = [keras.layers.Embedding(32768, 256), keras.layers.GlobalAveragePooling1D()]
+    ids = np.arange(replicas * IDS, dtype="int32").reshape(2 * replicas, IDS // 2)
+    inputs = keras.Input((IDS // 2,), dtype="int32")
+    return keras.Sequential([inputs, *layers]), ids, np.zeros((2 * replicas, 256), "float32")
 
 
 if __name__ == "__main__":

@@ -162,3 +162,82 @@ def all_gradients(index: int, n: int) -> int:
 
 def gradients_of_several_devices(index: int, n: int) -> int:
     return gradients_of_all(index, n, per_process=2)
+
+
+def gradients_of_unequal_groups(index: int, n: int) -> int:
+    """Two groups over the processes whose values differ in length from group to group."""
+    tried = 0
+    cut = {"cut_dim": 0, "join_dim": 1}
+    for operation, first, second, options in (
+        ("gather", (2,), (3,), {"root": 1}),
+        ("all_gather", (2,), (3,), {"algorithm": "ring"}),
+        ("scatter", (4,), (7,), {}),
+        ("all_to_all", (4,), (5,), {}),
+        ("all_to_all", (3, 2), (3, 4), cut),
+    ):
+        for traced in (True, False):
+            two_groups(index, n, operation, (first, second), traced, options)
+            tried += 1
+    return tried
+
+
+def two_groups(
+    index: int, n: int, operation: str, shapes: tuple, traced: bool, options: dict
+) -> None:
+    """The gradients of a gradient of one operation, against one device, group by group."""
+    grid, root = mesh(n, model=2), options.get("root", 0)
+    groups = [
+        [tf.constant(x) for x in values(n, shape, "float64", seed=5 + k)]
+        for k, shape in enumerate(shapes)
+    ]
+    gives = operation != "scatter" or index == root
+    held = [group[index] for group in groups] if gives else []
+    specs = [tf.TensorSpec(shape, tf.float64) for shape in shapes]
+
+    def program(*held):
+        with comm.GradientTape() as outer:
+            outer.watch(held)
+            with comm.GradientTape() as tape:
+                tape.watch(held)
+                results = getattr(comm, operation)(list(held) or specs, grid, "data", **options)
+                parts = [part_of_loss(index, y) for y in results if y is not None]
+                loss = tf.add_n(parts) if parts else None
+            found = tape.gradient(loss, list(held), unconnected_gradients="zero")
+            norms = [tf.reduce_sum(one**2) for one in found]
+            norm = tf.add_n(norms) if norms else None
+        return [*found, *outer.gradient(norm, list(held))]
+
+    got = (tf.function(program, autograph=False) if traced else program)(*held)
+    of_each = [of_one_device(operation, group, root, options) for group in groups]
+    want = [one[order][index] for order in (0, 1) for one in of_each] if gives else []
+    for w, g in zip(want, got, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-9, atol=1e-12, err_msg=f"{operation} {shapes}")
+
+
+def of_one_device(operation: str, xs: list, root: int, options: dict) -> tuple:
+    """Gradients of a group's loss, and of the sum of their squares."""
+    p = len(xs)
+    with tf.GradientTape() as outer:
+        outer.watch(xs)
+        with tf.GradientTape() as tape:
+            tape.watch(xs)
+            results = uneven(operation, xs, p, root, options.get("join_dim", 0))
+            parts = [part_of_loss(r, y) for r, y in enumerate(results) if y is not None]
+            loss = tf.add_n(parts)
+        found = tape.gradient(loss, xs, unconnected_gradients="zero")
+        norm = tf.add_n([tf.reduce_sum(one**2) for one in found])
+    return found, outer.gradient(norm, xs, unconnected_gradients="zero")
+
+
+def uneven(operation: str, xs: list, p: int, root: int, join: int) -> list:
+    """`plain`, for lengths that p does not divide: longer parts first."""
+    if operation in ("gather", "all_gather"):
+        return plain(operation, xs, root=root)
+    parts = []
+    for x in xs:
+        length = int(x.shape[0])
+        sizes = [length // p + (rank < length % p) for rank in range(p)]
+        parts.append(tf.split(x, sizes, 0))
+    if operation == "scatter":
+        return parts[root]
+    return [tf.concat([mine[rank] for mine in parts], join) for rank in range(p)]

@@ -25,6 +25,11 @@ def test_gradients_equal_one_device():
     assert run("gradients", 2) == [4, 4]
 
 
+def test_gradients_of_groups_of_unequal_lengths_equal_one_device():
+    """A group of the mesh may have longer values than another; so may what goes back."""
+    assert run("gradients_of_unequal_groups", 2) == [10, 10]
+
+
 def test_sends_and_receives_of_their_own():
     """The third process takes no part in them, and goes on."""
     assert run("apart", 3) == [3] * 3
