@@ -86,6 +86,22 @@ def built_within(around: Callable[[], contextlib.AbstractContextManager[None]]) 
 
 
 @contextlib.contextmanager
+def scaled_after(prepare: Callable[[Any], None]) -> Iterator[None]:
+    """Meanwhile, a function sees every optimizer that is asked to scale a loss, before it does."""
+
+    def of_scale_loss(own: Callable) -> Callable:
+        @tf.autograph.experimental.do_not_convert
+        def run(self: Any, loss: Any) -> Any:
+            prepare(self)
+            return own(self, loss)
+
+        return run
+
+    with _routed({"scale_loss": of_scale_loss}):
+        yield
+
+
+@contextlib.contextmanager
 def _routed(methods: dict[str, Callable[[Callable], Callable]]) -> Iterator[None]:
     """Meanwhile, methods of all classes of optimizers are what functions make of them."""
     before: list[tuple[Any, str, Callable]] = []

@@ -15,6 +15,7 @@ from kdist.optimizer.wrappers import unwrap
 from kdist.runtime.step import WholeGradients
 
 import keras
+import tensorflow as tf
 
 if TYPE_CHECKING:
     from kdist.api.parallelize import Parallel
@@ -53,8 +54,9 @@ class OwnUpdates:
         """
         self.running = True
         apart = keras_applied.built_within(function_graphs.variables_apart)
+        scaled = keras_applied.scaled_after(self._build_scale)
         try:
-            with keras_applied.applied_by(self.apply), apart:
+            with keras_applied.applied_by(self.apply), apart, scaled:
                 yield
         finally:
             self.running = False
@@ -97,6 +99,18 @@ class OwnUpdates:
             source = WholeGradients(whole, None, entries)
             update.apply(update.begin(source, there, compress=False))
 
+    def _build_scale(self, optimizer: Any) -> None:
+        """Builds the compiled optimizer before it scales a loss that a step is traced with.
+
+        Not built, a `LossScaleOptimizer` gives the scale that it begins with, which the graph would
+        hold on to while gradients are divided by the scale of each step.
+        """
+        parallel, model = self._parallel, self._parallel.model
+        compiled = model.optimizer if model.compiled else None
+        if not optimizer.built and optimizer is unwrap(compiled).loss_scale:
+            with function_graphs.variables_apart():
+                parallel.build_optimizer(compiled, model.trainable_variables)
+
     def _is_compiled(self, optimizer: Any) -> bool:
         """Whether the model is compiled with an optimizer."""
         model = self._parallel.model
@@ -137,6 +151,7 @@ class OwnUpdates:
             self._made.clear()
             self._program = parallel.program
         if id(optimizer) not in self._made:
+            _refuse_scale_of_trace(optimizer)
             with function_graphs.variables_apart():
                 self._made[id(optimizer)] = (optimizer, variables, self._new(optimizer, variables))
         _, trained, update = self._made[id(optimizer)]
@@ -159,6 +174,22 @@ class OwnUpdates:
         )
         parallel.tell_own_methods(update)
         return update
+
+
+def _refuse_scale_of_trace(optimizer: Any) -> None:
+    """Refuses a loss scale that was not there when the step was traced.
+
+    Raises:
+        ValueError: It is being traced.
+    """
+    scaled = unwrap(optimizer).loss_scale is not None
+    if scaled and not optimizer.built and not tf.executing_eagerly():
+        raise ValueError(
+            "A LossScaleOptimizer that the model is not compiled with is built before the first "
+            "step: until then it scales losses by a constant. Call optimizer.build(variables) with "
+            "the weights that it will update. "
+            f"Received: {type(optimizer).__name__} {optimizer.name!r}, not built"
+        )
 
 
 def _refuse_averages(

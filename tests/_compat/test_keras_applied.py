@@ -79,6 +79,17 @@ def test_built_within():
     assert len(seen) == count
 
 
+def test_scaled_after():
+    seen = []
+    inner = keras.optimizers.SGD(1.0)
+    optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+    with keras_applied.scaled_after(seen.append):
+        assert float(optimizer.scale_loss(2.0)) == 16.0
+    assert seen == [optimizer]
+    optimizer.scale_loss(2.0)
+    assert len(seen) == 1
+
+
 def test__routed():
     kind = keras.optimizers.SGD
     with keras_applied._routed({"build": lambda own: "another"}):

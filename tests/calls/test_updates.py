@@ -74,12 +74,20 @@ OPTIMIZERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
-def trained(optimizer: Any, besides: bool, axes: dict[str, int] | None, **options: Any) -> Any:
+def trained(
+    optimizer: Any,
+    besides: bool,
+    axes: dict[str, int] | None,
+    build: bool = False,
+    **options: Any,
+) -> Any:
     model = Stepped(optimizer if besides else None)
     if axes is not None:
         cuts = CUTS if "model" in axes else {}
         config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts, **options)
         kdist.parallelize(model, config)
+    if build:
+        optimizer.build(model.network.trainable_variables)
     model.compile(keras.optimizers.SGD(0.1) if besides else optimizer)
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(20, 6)), rng.normal(size=(20, 3))
@@ -94,7 +102,7 @@ def test_optimizers_equal_one_device(name: str, mesh: str, besides: bool) -> Non
     over, plain = OPTIMIZERS[name]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        found = trained(over(), besides, MESHES[mesh])
+        found = trained(over(), besides, MESHES[mesh], build=besides and "scaled" in name)
     told = ["overrides apply" in str(one.message) for one in said]
     assert any(told) == ("own" in name)
     for one, other in zip(trained(plain(), besides, None), found, strict=True):
@@ -105,3 +113,45 @@ def test_level_3_is_said_before_weights_are_placed() -> None:
     optimizer = kdist.ShardedOptimizer(adam(), level=3, threshold_kb=0)
     with pytest.raises(ValueError, match=r"ParallelConfig\(optimizer=.*level=3, weights placed"):
         trained(optimizer, True, {"data": 2})
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("loop", [False, True], ids=["train_step", "function"])
+def test_a_scale_that_grows(mesh: str, loop: bool) -> None:
+    """Keras traces a step again once the optimizer is built: its first trace has no scale yet."""
+    x, y = np.random.default_rng(0).normal(size=(8, 6)), np.zeros((8, 3))
+
+    def run(optimizer: Any, axes: dict[str, int] | None) -> Any:
+        model: Any = Stepped(None)
+        model.network(x)
+        model = model.network if loop else model
+        if axes is not None:
+            cuts = CUTS if "model" in axes else None
+            config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts)
+            kdist.parallelize(model, config)
+        model.compile(optimizer, "mse")
+        if not loop:
+            model.fit(x, y, batch_size=4, epochs=3, shuffle=False, verbose=0)
+            return model.get_weights()
+
+        def step(x: Any, y: Any) -> None:
+            with tf.GradientTape() as tape:
+                loss = model.optimizer.scale_loss(ops.mean((model(x, training=True) - y) ** 2))
+            gradients = tape.gradient(loss, model.trainable_weights)
+            model.optimizer.apply(gradients, model.trainable_weights)
+
+        made = tf.function(step) if axes is None else kdist.function(step, model)
+        for _ in range(6):
+            made(tf.constant(x), tf.constant(y))
+        return model.get_weights()
+
+    inner = keras.optimizers.SGD
+    growing = keras.optimizers.LossScaleOptimizer(inner(0.1), dynamic_growth_steps=1)
+    for a, b in zip(run(inner(0.1), None), run(growing, MESHES[mesh]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_another_scale_is_built_first() -> None:
+    own = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    with pytest.raises(ValueError, match=r"Call optimizer.build\(variables\)"):
+        trained(own, True, MESHES["data"])
