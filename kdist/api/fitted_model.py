@@ -85,6 +85,9 @@ class FittedModel(SteppedModel):
             kind: "train", "test" or "predict".
         """
         kinds = {"x": kind, "validation_data": "test"}
+        match arguments.get("validation_data"):  # Keras takes such a tuple for the dataset itself
+            case [one, *rest] if is_dataset(one) and all(other is None for other in rest):
+                arguments = arguments | {"validation_data": one}
         names = [n for n in kinds if is_dataset(arguments.get(n))]
         if not has_joined() or not names:
             return arguments

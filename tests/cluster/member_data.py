@@ -47,6 +47,8 @@ def datasets(folder: Path) -> dict[str, Any]:
         "repeated": counted.shuffle(50, seed=6).repeat(2).batch(7),
         "split": shuffled.skip(8).batch(7),
         "split, to look at": shuffled.take(8).batch(7),
+        "in a tuple": shuffled.skip(8).batch(7),
+        "in a tuple, to look at": shuffled.take(8).batch(7),
         "columns": tf.data.Dataset.zip(columns).batch(7),
         "weighted": parsed.map(lambda x, y: (x, tf.cast(y[:1] > 0, tf.float64))).batch(7),
         "sizes": parsed.take(14)
@@ -134,7 +136,7 @@ def reads() -> None:
             epochs=3,
             steps_per_epoch=steps,
             verbose=0,
-            validation_data=whole,
+            validation_data=(whole,) if name == "in a tuple" else whole,
             callbacks=calls,
             class_weight={0: 1.0, 1: 2.5} if name == "weighted" else None,
         ).history

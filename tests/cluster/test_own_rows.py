@@ -51,7 +51,7 @@ def equal_to_one_process(given: dict[str, str], devices: int = 4) -> dict[str, A
     "name",
     [
         *("plain", "seeded", "full", "python", "split", "columns", "weighted", "cached"),
-        *("repeated", "a file each"),
+        *("repeated", "a file each", "in a tuple"),
     ],
 )
 def test_datasets_over_two_processes_equal_one(name: str, files: Path) -> None:
