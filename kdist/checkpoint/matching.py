@@ -47,6 +47,10 @@ def match(saved: Sequence[SavedArray], wanted: Sequence[Wanted], what: str) -> l
     return found
 
 
+_ADAPTED = ("/lora_", "/kernel_scale", "/embeddings_scale", "amax_history")
+"""In names of weights that `enable_lora` and `quantize` give a layer."""
+
+
 def _plain(path: str) -> str:
     """A path without the numbers of layers that have no name of their own."""
     return re.sub(r"_\d+(?=[/_]|$)", "", path)
@@ -55,8 +59,10 @@ def _plain(path: str) -> str:
 def _difference(saved: Sequence[str], wanted: Sequence[str], what: str) -> str:
     only_saved = [path for path in saved if path not in set(wanted)]
     only_wanted = [path for path in wanted if path not in set(saved)]
+    adapted = any(one in path for path in (*only_saved, *only_wanted) for one in _ADAPTED)
+    advice = " Call enable_lora, and quantize, on the layers that had it." if adapted else ""
     return (
         f"The checkpoint's {what} is another one. Build the model, and compile it with the "
-        f"optimizer, that were saved. Received: {len(wanted)} variables, {len(saved)} in the "
+        f"optimizer, that were saved.{advice} Received: {len(wanted)} variables, {len(saved)} in the "
         f"checkpoint; only in the model: {only_wanted[:3]}; only saved: {only_saved[:3]}"
     )

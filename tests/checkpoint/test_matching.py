@@ -39,6 +39,14 @@ def test_another_model_is_refused(paths):
         found(["a/kernel", "b/kernel"], paths)
 
 
+def test_weights_of_lora_are_advised_of():
+    paths = ["a/kernel", "a/lora_kernel_a"]
+    with pytest.raises(CheckpointError, match=r"were saved\. Call enable_lora, and quantize"):
+        found(["a/kernel"], paths)
+    with pytest.raises(CheckpointError, match=r"were saved\. Received"):
+        found(["a/kernel"], ["a/kernel", "a/dynamic_scale"])
+
+
 def test_another_shape_is_refused():
     with pytest.raises(CheckpointError, match=r"'a'.*\(3,\).*\(2,\)"):
         match(saved("a"), wanted("a", shape=(3,)), "model")
