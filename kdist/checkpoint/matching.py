@@ -63,6 +63,6 @@ def _difference(saved: Sequence[str], wanted: Sequence[str], what: str) -> str:
     advice = " Call enable_lora, and quantize, on the layers that had it." if adapted else ""
     return (
         f"The checkpoint's {what} is another one. Build the model, and compile it with the "
-        f"optimizer, that were saved.{advice} Received: {len(wanted)} variables, {len(saved)} in the "
-        f"checkpoint; only in the model: {only_wanted[:3]}; only saved: {only_saved[:3]}"
+        f"optimizer, that were saved.{advice} Received: {len(wanted)} variables, {len(saved)} in "
+        f"the checkpoint; only in the model: {only_wanted[:3]}; only saved: {only_saved[:3]}"
     )
