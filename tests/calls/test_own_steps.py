@@ -237,19 +237,19 @@ def test_a_model_compiled_again_goes_on(axes: dict[str, int]) -> None:
 
 
 class Beside(keras.Model):
-    """Holds a network, and an optimizer besides the compiled one; has no `call`."""
+    """Holds a network, and an optimizer in a list besides the compiled one; has no `call`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.network = layer_of_two()
-        self.other = keras.optimizers.Adam(0.01)
+        self.others = [keras.optimizers.Adam(0.01)]
 
     def train_step(self, data: Any) -> dict[str, Any]:
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
             loss = ops.mean((self.network(x, training=True) - y) ** 2)
         weights = self.network.trainable_weights
-        self.other.apply(tape.gradient(loss, weights), weights)
+        self.others[0].apply(tape.gradient(loss, weights), weights)
         return {"far": loss, "rows": ops.shape(x)[0]}
 
 
@@ -261,7 +261,7 @@ def test_checkpoints_say_whose_state_they_do_not_have(tmp_path: Path) -> None:
 
     first, second = model(), model()
     first.fit(*batch(), verbose=0)
-    with pytest.warns(UserWarning, match=r"state of the compiled optimizer.*Received: Adam 'adam"):
+    with pytest.warns(UserWarning, match=r"Make this one an attribute.*Received: Adam 'adam"):
         kdist.checkpoint.save(first, tmp_path, step=1)
     kdist.checkpoint.restore(second, tmp_path)
     for one, other in zip(first.get_weights(), second.get_weights(), strict=True):
