@@ -104,7 +104,7 @@ def build(
             )
         elif not optimizers[name].built:
             updated = [variable[id(arrays[n])] for n in numbers]
-            if parallel is not None:
+            if parallel is not None and not parallel.waits_for_batch:
                 parallel.prepare_beside(optimizers[name], updated)
             else:
                 with keras_optimizers.build_scope(optimizers[name]):

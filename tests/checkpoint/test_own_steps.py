@@ -168,3 +168,37 @@ def test_of_a_model_without_a_configuration_files_of_weights_are_made(tmp_path: 
     plain.load_weights(tmp_path / "all.weights.h5")
     for one, other in zip(plain.trainable_variables, model.trainable_variables, strict=True):
         np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
+class Chained(keras.Model):
+    """Calls its layers one after the other: stages of it are lists, cut by its first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain = [keras.layers.Dense(6, name=name) for name in ("up", "down")]
+        self.second = keras.optimizers.Adam(0.01)
+
+    def call(self, x: Any) -> Any:
+        for layer in self.chain:
+            x = layer(x)
+        return x
+
+
+def test_a_model_that_its_first_batch_cuts_is_not_placed_before(tmp_path: Path) -> None:
+    x = np.ones((8, 6))
+    plain, staged = Chained(), Chained()
+    for one in (plain, staged):
+        one(x)
+    plain.second.build(plain.trainable_variables)
+    plain.second.apply([tf.ones(v.shape, v.dtype) for v in plain.trainable_variables])
+    kdist.checkpoint.save(plain, tmp_path)
+    stages = [[layer] for layer in staged.chain]
+    pipeline = kdist.PipelineConfig(micro_batches=2, stages=stages)
+    config = kdist.ParallelConfig(mesh=kdist.mesh(pipe=2, data=2), pipeline=pipeline)
+    kdist.parallelize(staged, config)
+    staged.compile("sgd", "mse")
+    kdist.checkpoint.restore(staged, tmp_path)
+    assert int(staged.second.iterations) == 1
+    for one, other in zip(staged.second.variables, plain.second.variables, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+    staged.fit(x, x, batch_size=8, verbose=0)

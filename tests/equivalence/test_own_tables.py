@@ -286,3 +286,16 @@ def test_own_steps_with_tables_equal_one_device(
     expected, its_weights = one_device(name)
     check_arrays("logs", expected, logs)
     check_arrays("weights", its_weights, weights)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_rows_are_those_of_a_table_on_the_device_in_mixed_precision(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keras.config.set_floatx("float32")  # the fixture puts both back
+    keras.config.set_dtype_policy(policy)
+    _, weights = trained("clicks", "host, data 3")
+    monkeypatch.setitem(MESHES, "device, data 3", ({"data": 3}, lambda layer: None, {}))
+    _, others = trained("clicks", "device, data 3")
+    for name, value in weights.items():
+        np.testing.assert_array_equal(value, others[name])
