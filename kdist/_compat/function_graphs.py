@@ -55,10 +55,47 @@ def takes_resources(definition: Any) -> bool:
 
 def unoptimized() -> bytes:
     """How a call of a function is configured that is not optimized for each device anew."""
+    return rewritten(disable_meta_optimizer=True)
+
+
+def rewritten(**fields: Any) -> bytes:
+    """How calls of functions are configured now, but for these fields of their `RewriterConfig`.
+
+    `tf.config.optimizer.set_experimental_options` sets some of them, for the whole process; neither
+    `memory_optimization` nor `meta_optimizer_iterations` is among them.
+    """
     config = config_pb2.ConfigProto()
-    config.ParseFromString(context.context().function_call_options.config_proto_serialized)
-    config.graph_options.rewrite_options.disable_meta_optimizer = True
-    return bytes(config.SerializeToString())
+    config.ParseFromString(configured())
+    for name, value in fields.items():
+        setattr(config.graph_options.rewrite_options, name, value)
+    return bytes(config.SerializeToString(deterministic=True))
+
+
+def configured() -> bytes:
+    """How calls of functions are configured now: a serialized `ConfigProto`."""
+    return bytes(context.context().function_call_options.config_proto_serialized)
+
+
+@contextlib.contextmanager
+def called_as(config: bytes) -> Iterator[None]:
+    """Meanwhile, this thread's calls of functions are configured so."""
+    running = context.context()
+    before = running.function_call_options
+    running.function_call_options = _call_options(config, before.executor_type)
+    try:
+        yield
+    finally:
+        running.function_call_options = before
+
+
+@functools.lru_cache(maxsize=64)
+def _call_options(config: bytes, executor_type: str | None) -> Any:
+    """The same object for the same: its bytes are part of a prepared function's key.
+
+    Serialized again, entries of a map may come in another order.
+    """
+    parsed = config_pb2.ConfigProto.FromString(config)
+    return context.FunctionCallOptions(executor_type=executor_type, config_proto=parsed)
 
 
 def one_device_function(call: Callable, **options: Any) -> Any:

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kdist._compat import function_graphs
 from kdist.sharding.device import Device
 
-import tensorflow as tf
+from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
 
-_WITHOUT_GAIN = (
-    "arithmetic_optimization",
-    "constant_folding",
-    "function_optimization",
-    "implementation_selector",
-    "layout_optimizer",
-    "loop_optimization",
-    "remapping",
-    "shape_optimization",
-)
-"""Passes over graphs, as `tf.config.optimizer.set_experimental_options` names them."""
-_OFF = {"disable_meta_optimizer": False}
-_before: list[dict[str, Any]] = []
-"""What was set around the contexts of now, outermost first."""
+_OFF = RewriterConfig.OFF
+_WITHOUT_GAIN = {
+    "arithmetic_optimization": _OFF,
+    "constant_folding": _OFF,
+    "disable_tfg_optimizer": True,
+    "function_optimization": _OFF,
+    "implementation_selector": _OFF,
+    "layout_optimizer": _OFF,
+    "loop_optimization": _OFF,
+    "memory_optimization": RewriterConfig.NO_MEM_OPT,
+    "meta_optimizer_iterations": RewriterConfig.ONE,
+    "remapping": _OFF,
+    "shape_optimization": _OFF,
+}
+"""Passes over graphs that are left out, and how often the others run."""
+_outside: list[bytes] = []
+"""How calls are configured outside of the contexts of now, outermost first."""
 
 
 @contextlib.contextmanager
@@ -40,7 +44,7 @@ def instantiated_cheaply(devices: Sequence[str]) -> Iterator[None]:
     if len(devices) == 1 or any(Device.parse(one).kind != "CPU" for one in devices):
         yield
         return
-    with _options({"disable_meta_optimizer": True}):
+    with _rewritten(disable_meta_optimizer=True):
         yield
 
 
@@ -59,33 +63,26 @@ def prepared_cheaply(devices: Sequence[str]) -> Iterator[None]:
     if any(Device.parse(one).kind != "CPU" for one in devices):
         yield
         return
-    with _options(dict.fromkeys(_WITHOUT_GAIN, False)):
+    with _rewritten(**_WITHOUT_GAIN):
         yield
 
 
 @contextlib.contextmanager
 def optimized_as_ever() -> Iterator[None]:
     """Meanwhile, functions are optimized as they would be without kdist."""
-    if not _before:
-        yield
-        return
-    with _options({**dict.fromkeys(_WITHOUT_GAIN, True), **_OFF, **_before[0]}):
+    with function_graphs.called_as(_outside[0]) if _outside else contextlib.nullcontext():
         yield
 
 
 @contextlib.contextmanager
-def _options(options: Mapping[str, bool]) -> Iterator[None]:
-    """Meanwhile, TensorFlow's optimizer has some options."""
-    before = tf.config.optimizer.get_experimental_options()
-    _before.append(before)
-    tf.config.optimizer.set_experimental_options(dict(options))
+def _rewritten(**fields: Any) -> Iterator[None]:
+    """Meanwhile, functions are optimized as these fields of a `RewriterConfig` say."""
+    _outside.append(function_graphs.configured())
     try:
-        yield
+        with function_graphs.called_as(function_graphs.rewritten(**fields)):
+            yield
     finally:
-        _before.pop()
-        # What was not set is on, but for what turns all off.
-        was = {name: before.get(name, name not in _OFF) for name in options}
-        tf.config.optimizer.set_experimental_options(was)
+        _outside.pop()
 
 
 @contextlib.contextmanager

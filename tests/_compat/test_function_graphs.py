@@ -9,6 +9,7 @@ import keras
 import pytest
 import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2
+from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
 from tensorflow.python.eager import context
 
 TEXTS = tf.TensorSpec((2,), tf.string)
@@ -58,6 +59,40 @@ def test_a_call_can_be_left_unoptimized() -> None:
     )
     expected.graph_options.rewrite_options.disable_meta_optimizer = True
     assert config_pb2.ConfigProto.FromString(function_graphs.unoptimized()) == expected
+
+
+def test_called_as() -> None:
+    """Functions that are traced and called meanwhile are prepared so, and once."""
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor) -> tf.Tensor:
+        return tf.add_n([2 * x, x, x])
+
+    def there() -> Any:
+        return config_pb2.ConfigProto.FromString(function_graphs.configured())
+
+    before = there()
+    config = function_graphs.rewritten(memory_optimization=RewriterConfig.NO_MEM_OPT)
+    raw = []
+    for _ in range(3):
+        with function_graphs.called_as(config):
+            assert there() == config_pb2.ConfigProto.FromString(config) != before
+            raw.append(function_graphs.configured())
+            graph = tf.compat.v1.wrap_function(lambda x: step(x), [tf.TensorSpec(())]).graph
+            assert float(step(tf.constant(1.0))) == 4.0
+    assert there() == before and len({*raw}) == 1
+    (call,) = [op for op in graph.get_operations() if op.type == "PartitionedCall"]
+    found = config_pb2.ConfigProto.FromString(call.get_attr("config_proto"))
+    assert found == config_pb2.ConfigProto.FromString(config)
+
+
+def test_rewritten() -> None:
+    found = config_pb2.ConfigProto.FromString(
+        function_graphs.rewritten(meta_optimizer_iterations=RewriterConfig.ONE)
+    )
+    assert found.graph_options.rewrite_options.meta_optimizer_iterations == RewriterConfig.ONE
+    with pytest.raises(AttributeError):
+        function_graphs.rewritten(no_such_pass=True)
 
 
 def test_a_device_that_fails_says_why() -> None:

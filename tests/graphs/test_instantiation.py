@@ -3,7 +3,7 @@
 import contextlib
 
 import kdist
-from kdist._compat import run_metadata
+from kdist._compat import function_graphs, run_metadata
 from kdist.graphs.instantiation import (
     instantiated_cheaply,
     optimized_as_ever,
@@ -15,6 +15,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.core.protobuf.config_pb2 import ConfigProto
+from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
 
 CPUS = ["/device:CPU:0", "/device:CPU:1"]
 options = tf.config.optimizer
@@ -31,39 +33,49 @@ def user_settings(**given: bool):
         options.set_experimental_options({name: before.get(name, True) for name in given})
 
 
+def rewriting() -> RewriterConfig:
+    """By which passes functions that are called now are optimized."""
+    config = ConfigProto.FromString(function_graphs.configured())
+    return config.graph_options.rewrite_options
+
+
 def test_one_pass_is_left_on_cpu():
     with prepared_cheaply(CPUS):
-        inside = options.get_experimental_options()
-    assert not inside["remapping"] and not inside["arithmetic_optimization"]
-    assert inside.get("dependency_optimization", True)
-    assert not inside.get("disable_meta_optimizer", False)
+        inside = rewriting()
+    assert inside.remapping == inside.arithmetic_optimization == RewriterConfig.OFF
+    assert inside.memory_optimization == RewriterConfig.NO_MEM_OPT
+    assert inside.dependency_optimization == RewriterConfig.DEFAULT
+    assert not inside.disable_meta_optimizer
 
 
 def test_gpus_keep_all_passes():
     with user_settings(remapping=True), prepared_cheaply(["/device:GPU:0", "/device:GPU:1"]):
-        assert options.get_experimental_options()["remapping"]
+        assert rewriting().remapping == RewriterConfig.ON
 
 
 @pytest.mark.parametrize("remapping", [True, False])
 def test_what_the_user_has_set_is_set_again(remapping):
     with user_settings(remapping=remapping, constant_folding=not remapping):
+        before = rewriting()
         with contextlib.suppress(ZeroDivisionError), prepared_cheaply(CPUS):
             raise ZeroDivisionError
+        assert rewriting() == before
         after = options.get_experimental_options()
     assert after["remapping"] is remapping
     assert after["constant_folding"] is not remapping
 
 
 def test_inside_of_both_all_can_be_as_the_user_has_set_it():
-    with user_settings(remapping=False, constant_folding=True):
+    with user_settings(remapping=False, constant_folding=True, dependency_optimization=False):
+        before = rewriting()
         with prepared_cheaply(CPUS), instantiated_cheaply(CPUS):
             with optimized_as_ever():
-                inside = options.get_experimental_options()
-            between = options.get_experimental_options()
-        after = options.get_experimental_options()
-    assert not inside["disable_meta_optimizer"] and between["disable_meta_optimizer"]
-    assert [one["constant_folding"] for one in (inside, between, after)] == [True, False, True]
-    assert not (inside["remapping"] or between["remapping"] or after["remapping"])
+                inside = rewriting()
+            between = rewriting()
+        after = rewriting()
+    assert inside == after == before and before.constant_folding == RewriterConfig.ON
+    assert between.disable_meta_optimizer and between.constant_folding == RewriterConfig.OFF
+    assert between.dependency_optimization == RewriterConfig.OFF
 
 
 @pytest.mark.parametrize("cheaply", [True, False])
