@@ -350,6 +350,44 @@ def test_training_warns_once_and_inspect_lists_all() -> None:
     assert set(lines) <= set(str(inspection).splitlines())
 
 
+def sequential(function: Callable) -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((6,)), layers.Dense(4, name="before"), Own(function), layers.Dense(3)]
+    )
+
+
+class Called(keras.Model):
+    """A model whose inputs are not known before it is called."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__()
+        self.parts = [layers.Dense(4, name="before"), Own(function), layers.Dense(3)]
+
+    def build(self, input_shape: Any) -> None:
+        self.parts[0].build(input_shape)
+        for part in self.parts[1:]:
+            part.build((None, 4))
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@pytest.mark.parametrize("build", [sequential, Called])
+def test_who_looks_before_the_first_batch_is_told_at_it(build: Callable) -> None:
+    model = build(lambda layer, x: x - ops.mean(x, axis=0))
+    model.build((None, 6))
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    model.compile("sgd", "mse")
+    told = warned(lambda: kdist.inspect(model))
+    told += warned(lambda: model.train_on_batch(X, X[:, :3]))
+    (message,) = told
+    assert "mixes rows (Mean, then Sub in layer" in message
+    assert len(kdist.inspect(model).rows.findings) == 1
+
+
 def test_prediction_alone_warns_too() -> None:
     (text,) = warned(lambda: parallel(mixup).predict(X, verbose=0))
     assert "Roll in layer 'own'" in text
