@@ -45,7 +45,8 @@ class Given:
 
     def filled(self, flat: Sequence[Any]) -> Given:
         """The same with other tensors."""
-        return Given(*rebuild(self._parts, flat), self.sources)
+        rows, shared, masks, state = rebuild(self._parts, flat)
+        return Given(rows, shared, masks, state, self.sources)
 
     def differentiated(self, where: Callable[[Any], bool]) -> Given:
         """The same with gradients of the tensors of a kind."""
