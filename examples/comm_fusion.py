@@ -4,21 +4,21 @@ Blocks 1 and 2 have the ids 1 and 2: each block's gradients are one collective. 
 0: its gradients are never fused. Prints each parameter's id, the collectives that result, and what
 training with them cost.
 
-    sh run.sh python examples/comm_fusion.py
+    python examples/comm_fusion.py
 """
 
-from __future__ import annotations
+import sys
+from collections.abc import Sequence
 
 import kdist
 
 import keras
 import numpy as np
-from absl import app, flags
+from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-_REPLICAS = flags.DEFINE_integer("replicas", 4, "Replicas.", 1, 8)
-_STEPS = flags.DEFINE_integer("steps", 20, "Training steps.", 1)
+import example_flags
 
 WIDTH = 32
 
@@ -50,14 +50,22 @@ def buckets_of(model: keras.Model) -> list[list[str]]:
     return [[variables[v].path for v in group] for group in sorted(groups, reverse=True)]
 
 
-def main(_: list[str]) -> None:
+def _flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_integer("replicas", 4, "replicas", 1, 8, flag_values=values)
+    flags.DEFINE_integer("steps", 20, "training steps", lower_bound=1, flag_values=values)
+    return values
+
+
+def main(argv: Sequence[str]) -> None:
     """Trains, and prints ids and collectives."""
-    kdist.init(cpu_devices=8)
-    config = kdist.ParallelConfig(mesh=kdist.mesh(data=_REPLICAS.value))
+    args = example_flags.parse(_flags(), argv, __doc__)
+    example_flags.start()
+    config = kdist.ParallelConfig(mesh=kdist.mesh(data=args.replicas))
     model = kdist.parallelize(build_model(), config)
     model.compile(keras.optimizers.Adam(1e-3), "mse")
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(_STEPS.value * 32, WIDTH))
+    x = rng.normal(size=(args.steps * 32, WIDTH))
     history = model.fit(x, np.tanh(x), verbose=0, callbacks=[kdist.callbacks.CommFusion()])
 
     console = Console()
@@ -75,4 +83,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main(sys.argv)

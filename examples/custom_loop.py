@@ -31,7 +31,7 @@ def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_string("mesh", "data=2,model=2", "axes of the mesh", flag_values=values)
     flags.DEFINE_integer("steps", 100, "steps", lower_bound=1, flag_values=values)
-    flags.DEFINE_float("limit", 10.0, "largest norm of a gradient to use", flag_values=values)
+    flags.DEFINE_float("limit", 2.0, "largest norm of a gradient to use", flag_values=values)
     return values
 
 

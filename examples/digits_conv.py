@@ -2,8 +2,9 @@
 
     python examples/digits_conv.py --mesh data=4
 
-The network has BatchNormalization layers: their statistics are those of the global batch, so
-training does not depend on how many replicas share it.
+The network has BatchNormalization layers. Each replica normalises by the statistics of its own
+rows, and the moving averages are the mean of the replicas', so losses depend a little on their
+number. With `BatchNormalization(synchronized=True)` the statistics are those of the global batch.
 """
 
 import sys

@@ -116,7 +116,20 @@ class DistributedEmbedding(keras.layers.Layer):
             layer.build()
 
     def call(self, inputs: Any, weights: Any = None) -> Any:
-        """Returns the rows of each feature."""
+        """Returns the rows of each feature.
+
+        Args:
+            inputs: In the structure of `feature_configs`, integer ids of each feature's
+                `input_shape`, or ragged or sparse ones; -1 is padding.
+            weights: Of the ids, in the same structure and shapes; None for 1.
+
+        Returns:
+            In the same structure, of each feature's `output_shape`, in the layer's compute dtype.
+
+        Raises:
+            ValueError: Another structure. An id that is not in its table, with `oov="error"`, is a
+                `tf.errors.InvalidArgumentError` when the call runs.
+        """
         ids = self._given.of(inputs, f"The input of layer {self.name!r}")
         factors = (
             [None] * len(ids)

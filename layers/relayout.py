@@ -51,7 +51,11 @@ class Relayout(keras.layers.Layer):
         return relaid(inputs, self.layout, f"the output of layer {self.path or self.name!r}")
 
     def compute_output_spec(self, inputs: Any) -> keras.KerasTensor:
-        """Returns a symbolic tensor of the input's shape and dtype."""
+        """Returns a symbolic tensor of the input's shape and dtype.
+
+        Raises:
+            ValueError: The layout has not as many entries as the input has dims.
+        """
         rank = len(inputs.shape)
         if len(self.layout) != rank:
             raise ValueError(

@@ -45,7 +45,7 @@ class TableConfig:
             id, "drop" leaves it out like padding, "hash" looks up the row `id % vocabulary_size`.
         rows: With `placement="split"`, how many rows each device of the axis holds, 0 included;
             together `vocabulary_size`.
-        axis: The mesh axis of `rows` or `columns`.
+        axis: The mesh axis of `rows` or `columns`; `kdist.layers.SplitEmbedding` has "model".
         columns: With `placement="split"` and without `rows`, how many columns each device holds;
             together `embedding_dim`.
         prefetch: With `placement="host"`, whether rows of the next batch are looked up while this

@@ -36,14 +36,20 @@ def gradients(
 
     Args:
         model: A parallelized, compiled model.
-        x: Inputs, with the global batch as leading dim.
-        y: Targets.
-        sample_weight: Weights.
+        x: Inputs, a structure of arrays or tensors `(rows of the global batch, ...)`.
+        y: Targets, the same.
+        sample_weight: Weights of examples, `(rows,)`, or a structure of them as `fit` takes it.
 
     Returns:
-        The loss (scalar), and one whole gradient per trainable variable, as a `tf.GradientTape` on
-        one device gives it: `tf.IndexedSlices` for a table whose rows are looked up, None where the
-        loss does not depend on the variable.
+        The loss, a float32 scalar, before loss scaling; and one whole gradient per trainable
+        variable, of its shape and dtype, as a `tf.GradientTape` on one device gives it:
+        `tf.IndexedSlices` for a table whose rows are looked up, None where the loss does not depend
+        on the variable.
+
+    Raises:
+        ValueError: The model is not parallelized, or not compiled; or, with `verify="first_step"`,
+            the first call is in a graph.
+        kdist.VerificationError: That first batch is not what one device computes.
 
     Example:
         >>> loss, grads = kdist.gradients(model, x, y)
@@ -94,7 +100,8 @@ def apply_gradients(model: keras.Model, gradients: Sequence[Any]) -> None:
 
     Args:
         model: A parallelized, compiled model on which `kdist.gradients` was called.
-        gradients: One whole gradient, or None, per trainable variable.
+        gradients: One whole gradient per trainable variable, in their order, of the variable's
+            shape, or `tf.IndexedSlices`; None leaves a weight as it is.
 
     Raises:
         ValueError: The number of gradients is not that of the trainable variables, or all are None.
@@ -112,8 +119,9 @@ def reduce(model: keras.Model, function: Callable, *data: Any, op: str = "mean")
 
     Args:
         model: A parallelized model: says over which devices.
-        function: Takes the rows of `data` and returns a structure of tensors.
-        *data: Structures of tensors with the global batch as leading dim.
+        function: Takes a replica's rows of `data` and returns a structure of tensors, of the same
+            shapes on every replica.
+        *data: Structures of tensors `(rows of the global batch, ...)`.
         op: "mean" (weighted by rows) or "sum".
 
     Returns:

@@ -78,7 +78,7 @@ class Inspection:
             parts.append(f"gradients and gathered parameters not counted: {self.not_analysed}")
         if self.closed:
             parts.append(f"activations not counted: {self.closed}")
-        parts.append("between replicas, per step")
+        parts.append("outside of layers, per step")
         for t in self.plan.traffic():
             parts.append(f"  {t.what} over {t.axis}: {t.messages} messages, {readable(t.nbytes)}")
         for table in self.plan.tables():

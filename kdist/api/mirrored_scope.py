@@ -170,10 +170,10 @@ def detach(model: keras.Model) -> None:
         variables.extend(v for v in optimizer.variables if not keras_trainer.is_view(v))
         optimizer = getattr(optimizer, "inner_optimizer", None)
     for variable in variables:
-        make_plain(variable)
+        unmirror(variable)
 
 
-def make_plain(variable: keras.Variable) -> None:
+def unmirror(variable: keras.Variable) -> None:
     """Replaces a mirrored variable behind a Keras variable by one `tf.Variable`.
 
     Of one that workers hold apart, the sums of metrics, it takes this worker's part: collectives of

@@ -66,7 +66,9 @@ def parallelize(model: keras.Model, config: ParallelConfig | None = None) -> ker
         The same object.
 
     Raises:
-        ValueError: For what the layouts do not allow on this model.
+        ValueError: The model is none of Keras, or parallel already; there is no configuration; a
+            pattern of the layout map applies to no weight, or several to one; a dim does not divide
+            by the axis that cuts it; or stages that cannot be.
 
     Example:
         >>> mesh = kdist.mesh(data=2, model=2)

@@ -102,7 +102,7 @@ class ShardedOptimizer(keras.optimizers.Optimizer):
 
     Args:
         inner_optimizer: A Keras optimizer, or its name.
-        level: See `OptimizerConfig`.
+        level: See `OptimizerConfig`; here 1 by default, and not 0.
         threshold_kb: See `OptimizerConfig`.
         gradient_accumulation_shard: See `OptimizerConfig`.
         partition: See `OptimizerConfig`.

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from kdist._compat import keras_remat, keras_trainer, keras_xla
+from kdist._compat import keras_models, keras_remat, keras_trainer, keras_xla
 from kdist.api.planned_model import PlannedModel
 from kdist.config.parallel import ParallelConfig
 from kdist.display.tables import readable
@@ -101,10 +101,12 @@ class SteppedModel(PlannedModel):
         if self.compute.data_size == 1 and not cut:
             return ModelStudy()
         x = self.example_input
-        if x is None:
-            x = getattr(self.model, "input", None) if self.model.built else None
+        if x is None and self.model.built:
+            x = getattr(keras_models.functional_of(self.model) or self.model, "input", None)
         with keras_remat.taken_back(self.model):
             study = study_model(self.model, x, training, self.config.loss_from_layers)
+        if x is None:
+            return study  # not for long: the first batch shows the inputs
         self.row_studies[training] = study
         texts = [study.warning(micro_batches=cut)]
         if cut and training:

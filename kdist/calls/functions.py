@@ -41,14 +41,11 @@ class Given:
 
     def flat(self) -> list[Any]:
         """All tensors, those that may get a gradient first, state last."""
-        return [t for part in self._parts for t in leaves(part)]
+        return leaves(self._parts)
 
     def filled(self, flat: Sequence[Any]) -> Given:
         """The same with other tensors."""
-        given = iter(flat)
-        rows, shared, masks, state = (
-            rebuild(part, [next(given) for _ in leaves(part)]) for part in self._parts
-        )
+        rows, shared, masks, state = rebuild(self._parts, flat)
         return Given(rows, shared, masks, state, self.sources)
 
     def differentiated(self, where: Callable[[Any], bool]) -> Given:
@@ -80,12 +77,11 @@ class Made:
 
     def flat(self) -> list[Any]:
         """All tensors; the first `count` may take a cotangent."""
-        return [t for part in self._parts for t in leaves(part)]
+        return leaves(self._parts)
 
     def filled(self, flat: Sequence[Any]) -> Made:
         """The same with other tensors."""
-        given = iter(flat)
-        return Made(*(rebuild(part, [next(given) for _ in leaves(part)]) for part in self._parts))
+        return Made(*rebuild(self._parts, flat))
 
     @property
     def _parts(self) -> list[Any]:

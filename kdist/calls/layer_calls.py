@@ -27,11 +27,11 @@ from kdist.calls.over_mesh import OverMesh
 from kdist.calls.tables import CallTables
 from kdist.calls.xla import refuse_within_xla
 from kdist.dtensor import sizes
-from kdist.dtensor.call import CannotExpand, Retrace
+from kdist.dtensor.call import CannotExpand, Retrace, signature
 from kdist.program.batch import SplitBatch, split
 from kdist.program.program import Program
 from kdist.rows.model import ModelStudy, study_program
-from kdist.stages.leaves import leaves, signature
+from kdist.stages.leaves import leaves
 from kdist.stages.lowered import UNKNOWN, Known
 from kdist.storage.constant_ids import knowing
 

@@ -165,6 +165,12 @@ def refuse_another(model: keras.Model, there: Sequence[Path]) -> None:
 def latest(directory: PathLike) -> Path | None:
     """The newest whole checkpoint of a directory; None if there is none.
 
+    Args:
+        directory: What `kdist.checkpoint.save`, or a `ShardedCheckpoint`, writes to.
+
+    Returns:
+        Its folder, by the largest number of a step. Folders without a manifest do not count.
+
     Example:
         >>> folder = kdist.checkpoint.save(model, "checkpoints", step=120)
         >>> kdist.checkpoint.latest("checkpoints")

@@ -19,7 +19,9 @@ from kdist.cluster.settings import Deadlines, described
 from kdist.cluster.sources import TOKEN, find
 from kdist.cluster.variables import number
 
+_Given = tuple[str | None, int | None, int | None]
 _ARGUMENTS = ("coordinator", "num_processes", "process_id")
+"""Those of `init` that say a place, in the order of `_Given`."""
 _DEVICES = "KDIST_CPU_DEVICES"
 _controller: Controller | None = None
 
@@ -37,11 +39,11 @@ def init(
     """Prepares the devices of this process, and joins it with the others of its program.
 
     Call it before the first tensor is made, or after a `MultiWorkerMirroredStrategy` of several
-    workers. Where nothing says that there are several processes,
-    this one is alone. Otherwise the same script runs in each of them, and this call returns in
-    process 0 only: the others lend it their devices, and end here with its exit code when it ends.
-    So what stands behind it (arrays, callbacks, files, logs) happens once. The devices of all
-    processes are then devices of `kdist.mesh`, process after process.
+    workers. Where nothing says that there are several processes, this one is alone. Otherwise the
+    same script runs in each of them, and this call returns in process 0 only: the others lend it
+    their devices, and end here with its exit code when it ends. So what stands behind it (arrays,
+    callbacks, files, logs) happens once. The devices of all processes are then devices of
+    `kdist.mesh`, process after process.
 
     A process learns its place from, in this order: the arguments; KDIST_COORDINATOR,
     KDIST_NUM_PROCESSES and KDIST_PROCESS_ID (set by `python -m kdist.launch`); TF_CONFIG; torchrun;
@@ -50,10 +52,9 @@ def init(
     interface, and ask for no password.
 
     Args:
-        cpu_devices: Number of logical CPU devices to make out of this process's processor, so that
-            a mesh fits on a laptop. None: as KDIST_CPU_DEVICES says (`python -m kdist.launch
-            --cpu-devices 2` sets it), else the devices stay as they are; GPUs are found by
-            themselves.
+        cpu_devices: Number of logical CPU devices that this process's processor is cut into, so
+            that a mesh fits on a laptop. None: as KDIST_CPU_DEVICES says (`kdist.launch
+            --cpu-devices 2` sets it), else devices stay as they are. GPUs are found by themselves.
         threads_per_op: Number of threads among which TensorFlow cuts the work of one operation on
             a CPU (its intra-op parallelism); 0 is a thread per core. None leaves it as it is,
             unless there are at least as many CPU devices as cores: then it is 1, since the devices
@@ -63,13 +64,12 @@ def init(
         num_processes: Number of processes.
         process_id: Number of this one, from 0.
         start_timeout_s: Seconds within which all processes have to come.
-        peer_timeout_s: Seconds without a sign of life after which a process has failed. Then all
-            others end, with an error that names it.
+        peer_timeout_s: Seconds without a sign of life after which a process has failed: all others
+            end, with an error that names it.
 
     Raises:
-        ValueError: A number is not an integer of at least 1 (0 for threads); TensorFlow has already
-            started with other numbers, or alone; the place is said in part, or twice and
-            differently. The same call again is fine.
+        ValueError: A number is not an integer of at least 1 (0 for threads); TensorFlow runs with
+            other numbers, or alone; the place is said in part, or twice and differently.
         RuntimeError: A child of a process that has joined found its parent's place.
         kdist.comm.PeerError: A process does not come in time, is of another version, or has other
             devices. In processes other than 0: process 0 does not answer, or died.
@@ -77,30 +77,15 @@ def init(
 
     Example:
     ```python
-    import kdist
-
-    kdist.init(cpu_devices=8)
+    kdist.init(cpu_devices=8)  # the same call again is fine
     mesh = kdist.mesh(data=2, model=4)
     ```
     """
     deadlines = Deadlines(start_timeout_s, peer_timeout_s)
     if cpu_devices is None and os.environ.get(_DEVICES):
         cpu_devices = number(os.environ, _DEVICES)
-    if _controller is not None:
-        # Joined before: only the numbers are looked at again.
-        environment.set_up_devices(cpu_devices, threads_per_op)
-        return
-    signs.called()
     given = (coordinator, num_processes, process_id)
-    place = _place(*given)
-    if place is not None and place.count > 1 and given == (None, None, None):
-        signs.check(place)
-    beside = place is not None and place.count > 1 and cluster_runtime.has_started()
-    if place is not None and beside:
-        check_strategy(place)
-    environment.set_up_devices(cpu_devices, threads_per_op)
-    if place is not None and place.count > 1:
-        _join(place, deadlines, threads_per_op, beside)
+    _start(given, deadlines, cpu_devices, threads_per_op)
 
 
 def controller() -> Controller | None:
@@ -136,17 +121,38 @@ def naming_failures() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if _controller is None else _controller.naming_failures()
 
 
-def _place(
-    coordinator: str | None, num_processes: int | None, process_id: int | None
-) -> Place | None:
-    given = dict(zip(_ARGUMENTS, (coordinator, num_processes, process_id), strict=True))
+def _start(
+    given: _Given, deadlines: Deadlines, cpu_devices: int | None, threads_per_op: int | None
+) -> None:
+    """Finds this process's place, makes its devices, and joins the others if there are any."""
+    if _controller is not None:
+        # Joined before: only the numbers are looked at again.
+        environment.set_up_devices(cpu_devices, threads_per_op)
+        return
+    signs.called()
+    place = _place(given)
+    if place is None or place.count == 1:
+        environment.set_up_devices(cpu_devices, threads_per_op)
+        return
+    if given == (None, None, None):
+        signs.check(place)
+    beside = cluster_runtime.has_started()
+    if beside:
+        check_strategy(place)
+    environment.set_up_devices(cpu_devices, threads_per_op)
+    _join(place, deadlines, threads_per_op, beside)
+
+
+def _place(given: _Given) -> Place | None:
+    """This process's place by the arguments of `init` and the environment; None for alone."""
     variables = dict(os.environ)
-    said = {name: value for name, value in given.items() if value is not None}
+    named = zip(_ARGUMENTS, given, strict=True)
+    said = {name: value for name, value in named if value is not None}
     for name, value in said.items():
         if name != "coordinator" and (isinstance(value, bool) or not isinstance(value, int)):
             raise ValueError(f"{name} is an integer. Received: {name}={value!r}")
     variables.update({f"KDIST_{name.upper()}": str(value) for name, value in said.items()})
-    return find(variables, say=lambda line: warnings.warn(f"kdist.init: {line}", stacklevel=4))
+    return find(variables, say=lambda line: warnings.warn(f"kdist.init: {line}", stacklevel=6))
 
 
 def _join(
@@ -181,12 +187,12 @@ def _join(
     end.watch()
     host, _ = split_address(place.coordinator, place.source)
     if not os.environ.get(TOKEN) and (line := without_token(host, place.source)):
-        warnings.warn(f"kdist.init: {line}", stacklevel=3)
+        warnings.warn(f"kdist.init: {line}", stacklevel=4)
     if outside := outside_addresses():
         warnings.warn(
             "kdist.init: TensorFlow's servers listen on every address of their machines and ask "
             "for no password: who reaches one runs any operation, reading files included. Close "
             "their ports to others (docs/processes.md). "
             f"Received: a machine with {', '.join(outside)}",
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -57,7 +57,7 @@ class LinkCost:
                 )
 
     def message(self, nbytes: float) -> float:
-        """Seconds of one message."""
+        """Seconds of one message of some bytes: a + b * nbytes."""
         return self.a + self.b * nbytes
 
     def seconds(self, operation: str, algorithm: str, nbytes: float, p: int) -> float:

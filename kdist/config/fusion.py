@@ -245,6 +245,9 @@ def set_comm_fusion(target: Any, group: int) -> Any:
 def get_comm_fusion(variable: keras.Variable) -> int | None:
     """The fusion id of a parameter, None if it has none.
 
+    Args:
+        variable: A parameter.
+
     Example:
         >>> layer = kdist.set_comm_fusion(model.get_layer("up"), 3)
         >>> kdist.get_comm_fusion(layer.kernel)

@@ -68,36 +68,32 @@ def shard(
     A strategy has one entry a dim: all names (None, a mesh axis, or a tuple of axes, major first)
     or all cut counts (`1` is not cut), which stand for the axes of that size. Dim 0 of an input and
     an output is the batch, which the data axis already cuts. A declaration takes effect in
-    `kdist.parallelize`; a second one on the same layer replaces the first. Elsewhere what is
-    declared computes the same, uncut. The same idea is MindSpore's `Primitive.shard`.
+    `kdist.parallelize`; a second one on a layer replaces the first. Elsewhere what is declared
+    computes the same, uncut. MindSpore's `Primitive.shard` is the same idea.
 
     Args:
-        target: a `keras.layers.Layer`; an operator, which is any callable on tensors, such as
-            `keras.ops.matmul`; a `keras.KerasTensor` while building a functional model; or a
-            tensor inside a layer's `call`.
+        target: a `keras.layers.Layer`; an operator: any callable on tensors, `keras.ops.matmul`;
+            a `keras.KerasTensor` of a functional model; or a tensor inside a layer's `call`.
         in_strategy: one tuple an operand, `((4, 1), (1, 1))`, or one flat tuple for the first
             operand. In a layer with a kernel the second operand is its kernel (and the bias
             follows a cut of the kernel's last dim); else operands are the tensors among the
             arguments (of a layer the positional ones), in order, those in lists included.
         out_strategy: one tuple an output, or one flat tuple for the first output; of a tensor
             target, the layout that it gets.
-        weights: weight name such as `"kernel"`, path inside the layer, or regex, to strategy.
-        manual_split: of a `keras.layers.Embedding`, the rows of its table that each device of
-            `axis` holds, such as `(10, 20, 30, 4)`, unequal and without padding; alone. MindSpore's
-            `EmbeddingLookup` has the same name for it.
+        weights: weight name (`"kernel"`), path inside the layer, or regex, to strategy.
+        manual_split: of a `keras.layers.Embedding`, alone: the rows of its table that each device
+            of `axis` holds, unequal and without padding: `(10, 20, 30, 4)`. MindSpore's name.
         axis: the axis of `manual_split`, any but `pipe`.
-        local_columns: with `manual_split`, that the last dim of all ids has a column for each part,
-            which has ids of that part alone; see `kdist.layers.SplitEmbedding`.
+        local_columns: with `manual_split`, that column j of all ids, along their last dim, has ids
+            of part j alone; see `kdist.layers.SplitEmbedding`.
 
     Returns:
-        The layer itself; for an operator, a callable with its arguments and results, to call on
-        symbolic tensors of a functional model or inside a layer's `call`; for a tensor, the same
-        values in the layout.
+        The layer itself; for an operator, a callable with its arguments and results, for tensors
+        of a functional model or inside a layer's `call`; for a tensor, its values in the layout.
 
     Raises:
-        ValueError: if nothing is declared, a strategy has another form, the target is of another
-            type, an operator gets `weights`, a tensor gets anything but `out_strategy`, or the
-            layer is part of a model that is parallel already.
+        ValueError: if nothing is declared; a strategy or the target is of another form; an operator
+            gets `weights`, a tensor anything but `out_strategy`; the layer's model is parallel.
 
     Example:
     ```python
@@ -111,17 +107,32 @@ def shard(
     """
     if isinstance(target, keras.layers.Layer):
         check_not_placed(target, "kdist.shard")
+    strategies = (in_strategy, out_strategy, weights)
+    _check_split(manual_split, strategies, axis, local_columns)
     if manual_split is not None:
-        if not in_strategy is out_strategy is weights is None:
+        return split_by_hand(target, manual_split, axis, local_columns)
+    return _declared(target, *strategies)
+
+
+def _check_split(
+    manual_split: Sequence[int] | None, strategies: Sequence[Any], axis: str, local_columns: bool
+) -> None:
+    """Refuses `manual_split` beside strategies, and its settings without it."""
+    if manual_split is not None:
+        if any(one is not None for one in strategies):
             raise ValueError(
                 "manual_split says how a table is cut, and stands alone. "
                 f"Received: manual_split={manual_split!r} with other strategies"
             )
-        return split_by_hand(target, manual_split, axis, local_columns)
+        return
     if axis != "model":
         raise ValueError(f"axis is of manual_split. Received: axis={axis!r} without it")
     if local_columns:
         raise ValueError("local_columns is of manual_split. Received: local_columns without it")
+
+
+def _declared(target: Any, in_strategy: Any, out_strategy: Any, weights: Any) -> Any:
+    """What `shard` returns for strategies, by the kind of its target."""
     if in_strategy is None and out_strategy is None and weights is None:
         raise ValueError(
             "Declare at least one of in_strategy, out_strategy and weights. "
@@ -210,16 +221,9 @@ def resolve_declaration(
             f"The weights of layer {layer.name!r} are not built, so their layouts cannot be "
             f"checked: build the model, or call it once, first. Received: {declaration}"
         )
-    kernel = _kernel(layer)
-    kernel_strategy = None
+    kernel, kernel_strategy = _kernel(layer), None
     if kernel is not None and len(takes) > 1:
-        if len(takes) > 2:
-            raise ValueError(
-                f"Layer {layer.name!r} has a kernel, so it has two operands, the input and the "
-                "kernel: declare other weights with weights={name: strategy}. "
-                f"Received: in_strategy={takes}"
-            )
-        takes, kernel_strategy = takes[:1], takes[1]
+        takes, kernel_strategy = _two_operands(layer, takes)
     inputs = tuple(
         parse_strategy(s, topology, operand=f"input {i} of layer {layer.name!r}", batch_dim=True)
         for i, s in enumerate(takes)
@@ -241,6 +245,19 @@ def resolve_declaration(
     if kernel is not None and kernel_strategy is not None:
         _add_kernel(layer, kernel, kernel_strategy, weights, fit)
     return ResolvedShard(inputs, outputs, weights)
+
+
+def _two_operands(
+    layer: keras.layers.Layer, takes: tuple[Strategy, ...]
+) -> tuple[tuple[Strategy, ...], Strategy]:
+    """The strategies of a layer's input, and of its kernel."""
+    if len(takes) > 2:
+        raise ValueError(
+            f"Layer {layer.name!r} has a kernel, so it has two operands, the input and the "
+            "kernel: declare other weights with weights={name: strategy}. "
+            f"Received: in_strategy={takes}"
+        )
+    return takes[:1], takes[1]
 
 
 def _check_weights(weights: Any) -> dict[str, Strategy] | None:

@@ -46,7 +46,7 @@ class Signature:
                 raise ValueError(f"`{name}` is a function or a layer. Received: {name}={value!r}")
 
     def specs(self, model: keras.Model) -> list[Any]:
-        """Specs of the arguments."""
+        """Specs of the arguments: those given, else those that the model is called with."""
         return list(keras_saving.input_signature(model) if self.inputs is None else self.inputs)
 
     def around(self, call: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
 """The distributed update: reduce gradients to their owners, update there, send values back.
 
-Runs inside one `tf.function` over all local devices. Communication is `add_n` on the owner's
-device and an assignment on each holder's: 2.4 to 8 times cheaper in one process than collective
-ops, differentiable, and unable to deadlock.
+Runs inside one `tf.function` over all devices of the mesh. Communication is `add_n` on the owner's
+device and an assignment on each holder's (between processes as `FusionConfig(algorithm=...)` says):
+edges of a graph, so there is no order of collectives to agree on, and nothing that can deadlock.
 """
 
 from __future__ import annotations

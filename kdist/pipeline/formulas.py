@@ -17,6 +17,12 @@ def bubble_formula(name: str, stages: int, micro_batches: int, chunks: int = 1) 
     - "zero_bubble": (p - 1) / (3 m + p - 1), for m >= 2 p - 1 and equal costs of forward, input
       gradient and weight gradient
 
+    Args:
+        name: Of the schedule.
+        stages: p.
+        micro_batches: m.
+        chunks: v, per stage.
+
     Returns:
         The share as an exact fraction, None where there is no formula.
 
@@ -47,6 +53,12 @@ def live_formula(
     - "interleaved": min(2 (p - s - 1) + (v - 1) g + 1, v m) chunks, each a v-th of a stage; g is p
       where p divides m, and the size of the largest group of micro-batches else
     - "zero_bubble": min(p, m), what 1F1B's first stage keeps
+
+    Args:
+        name: Of the schedule.
+        stages: p; s is a stage's number from 0.
+        micro_batches: m.
+        chunks: v, per stage.
 
     Returns:
         One bound per stage, None where there is no formula.

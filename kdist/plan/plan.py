@@ -153,7 +153,7 @@ class Plan:
         return plans
 
     def traffic(self) -> list[Traffic]:
-        """Communication over the data axis per step.
+        """Communication outside of layers per step, each kind summed over all devices of the mesh.
 
         A gradient part goes from every slice to its owner, and the new value from there to every
         other holder; together what a ring all-reduce would move. Parts in a bucket travel as one

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """One kind of communication over the data axis, per step.
+    """One kind of communication outside of layers, per step, summed over all devices.
 
     Attributes:
         what: "reduce", "share" (sums of compressed gradients, which every replica needs),
             "broadcast", "join" (new rows of several owners meet on one of them, which broadcasts
             the whole) or "gather" (before use, of what is not stored whole).
-        axis: Name of the mesh axis.
+        axis: The mesh's data axis, "-" without one.
         collectives: Operations: one per bucket, or per part outside of buckets.
         messages: Tensors sent from one device to another.
         nbytes: Their bytes.

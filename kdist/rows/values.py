@@ -114,7 +114,6 @@ class Mixed:
 Apart = Const | Rows | Linear
 """What rules see: rows have not met yet."""
 Value = Apart | Mixed
-SCALAR = Const(flat=None)
 
 
 class RowsMeet(Exception):

@@ -26,7 +26,7 @@ from kdist.program.program import Program
 from kdist.program.step_result import SliceResult
 from kdist.runtime.chunk_run import ChunkedProgram
 from kdist.runtime.chunking import Chunking, Chunks, Completion, Keys
-from kdist.runtime.plain_runner import Begin, row_shares
+from kdist.runtime.plain_runner import Begin, loss_factor, row_shares
 from kdist.storage.fetched_table import taking_any_ids
 from kdist.storage.parts import whole_of
 from kdist.storage.variables import Stored
@@ -119,8 +119,7 @@ class MeshRunner:
         self, batch: SplitBatch, scale: Any, begin: Begin | None = None
     ) -> list[SliceResult]:
         """Loss and gradients of every slice, gradients as per-device lists; see `PlainRunner`."""
-        scale = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
-        return self._run(self._gradients, batch, True, (scale,), begin)
+        return self._run(self._gradients, batch, True, (loss_factor(scale),), begin)
 
     def losses(self, batch: SplitBatch) -> list[SliceResult]:
         """Loss and outputs of every slice, in inference mode."""

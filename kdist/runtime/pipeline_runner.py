@@ -29,7 +29,7 @@ from kdist.runtime.micro_batches import MicroBatches
 from kdist.runtime.one_device import value_at
 from kdist.runtime.order import execution_order, forward_only
 from kdist.runtime.pipeline_run import PipelineRun
-from kdist.runtime.plain_runner import Begin, Collected
+from kdist.runtime.plain_runner import Begin, Collected, loss_factor
 from kdist.runtime.recorder import Recorder
 from kdist.sharding.mesh import Topology
 from kdist.stages.functions import Pass, StageFunctions
@@ -96,8 +96,7 @@ class PipelineRunner:
         """Loss and gradients of every replica; see `Program.loss_and_gradients`."""
         split, outputs = self.schedule.splits_backward, self.want_outputs
         wanted = Pass(training=True, differentiate=True, split=split, outputs=outputs)
-        scale = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
-        run = self._passed(wanted, self.schedule, batch, scale, with_loss=True)
+        run = self._passed(wanted, self.schedule, batch, loss_factor(scale), with_loss=True)
         results = [flow.result(self.want_outputs, self.want_parts) for flow in run.flows]
         self._reduce(run, begin, [one.gradients for one in results])
         return results

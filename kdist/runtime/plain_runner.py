@@ -32,6 +32,11 @@ Begin = Callable[[GradientSource, Sequence[int]], Reduction]
 """Begins the reduction of the gradients that a source will have, of some trainable variables."""
 
 
+def loss_factor(scale: Any) -> tf.Tensor:
+    """What programs multiply the loss by, a float32 scalar: a scale, or 1 for None."""
+    return tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
+
+
 @dataclasses.dataclass(frozen=True)
 class Collected:
     """A forward pass without a loss, for a loss over the whole batch.
@@ -125,8 +130,7 @@ class PlainRunner:
             scale: What the loss is multiplied by before differentiation, None for 1.
             begin: Begins the reduction of gradients that can be summed while others are computed.
         """
-        scale = tf.constant(1.0) if scale is None else tf.cast(scale, tf.float32)
-        return self._run(self._gradients, batch, True, (scale,), begin)
+        return self._run(self._gradients, batch, True, (loss_factor(scale),), begin)
 
     def losses(self, batch: SplitBatch) -> list[SliceResult]:
         """Loss and outputs of every slice, in inference mode."""

@@ -98,12 +98,11 @@ class StageInput:
 
     def flat(self) -> list[tf.Tensor]:
         """All tensors, those from the stage before first."""
-        return [t for part in self.parts for t in leaves(part)]
+        return leaves(self.parts)
 
     def filled(self, flat: Sequence[Any]) -> StageInput:
         """The same with other tensors."""
-        given = iter(flat)
-        parts = [rebuild(part, [next(given) for _ in leaves(part)]) for part in self.parts]
+        parts = rebuild(self.parts, flat)
         names: list[Mapping[Any, Any]] = [self.boundary, self.masks, self.state, self.inputs]
         boundary, masks, state, inputs = (dict(zip(old, new)) for old, new in zip(names, parts))
         # A layer may return its input itself: who takes a Keras mask off one, takes it off both.
@@ -159,7 +158,7 @@ class StageOutput:
 
     def flat(self) -> list[tf.Tensor]:
         """All tensors."""
-        return [t for part in self.parts for t in leaves(part)]
+        return leaves(self.parts)
 
     def targets(self, whole: bool) -> list[tf.Tensor]:
         """Those that may take a cotangent; they come first.
@@ -167,18 +166,17 @@ class StageOutput:
         Args:
             whole: See `StageBody.run`.
         """
-        return [t for part in self.parts[: 4 if whole else 2] for t in leaves(part)]
+        return leaves(self.parts[: 4 if whole else 2])
 
     @property
     def places_of_outputs(self) -> range:
         """Positions of the model's outputs among the flat ones."""
-        before = sum(len(leaves(part)) for part in self.parts[:3])
+        before = len(leaves(self.parts[:3]))
         return range(before, before + len(leaves(self.outputs)))
 
     def filled(self, flat: Sequence[Any]) -> StageOutput:
         """The same with other tensors."""
-        given = iter(flat)
-        parts = [rebuild(part, [next(given) for _ in leaves(part)]) for part in self.parts]
+        parts = rebuild(self.parts, flat)
         boundary, loss, added, outputs, masks, state, terms, output_masks, loss_parts = parts
         return StageOutput(
             dict(zip(self.boundary, boundary)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kdist.dtensor.call import signature
 from kdist.dtensor.sharded import Sharded
 
 import keras
@@ -32,11 +33,6 @@ def rebuild(like: Any, tensors: Sequence[Any]) -> Any:
 def specs(tensors: Sequence[Any]) -> list[tf.TensorSpec]:
     """What to trace with."""
     return [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
-
-
-def signature(tensors: Sequence[Any]) -> tuple:
-    """Tells apart what needs a trace of its own."""
-    return tuple((tuple(t.shape), t.dtype.name) for t in tensors)
 
 
 def general(parts: Sequence[Any]) -> Any:

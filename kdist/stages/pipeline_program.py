@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_models
+from kdist.dtensor.call import signature
 from kdist.program.forward_scope import ForwardScope
 from kdist.program.program import Program
 from kdist.program.pruning import pruned
-from kdist.stages.leaves import leaves, rebuild, signature, specs
+from kdist.stages.leaves import leaves, rebuild, specs
 from kdist.stages.stages import StagedModel
 from kdist.stages.walk import walk
 from kdist.storage.fetched_table import is_fetched

@@ -25,33 +25,6 @@ def view_class(base: Any) -> type:
         base: The class of a Keras variable.
     """
 
-    def value(self: Any) -> Any:
-        mapped = keras_trainer.current_value(self)
-        if getattr(self.__dict__[ATTRIBUTE], "by_rows", False):
-            raise self.__dict__[ATTRIBUTE].read_whole()
-        if mapped is not None:
-            return keras_trainer.autocast(self, mapped)
-        tensor = keras_trainer.tf_variable(self)
-        if tensor is None:
-            tensor = self.__dict__[ATTRIBUTE].whole()
-            if ATTRIBUTE in self.__dict__:  # reading may have made it a plain variable
-                tensor = _anchored(tensor, self.__dict__[ATTRIBUTE])
-                tensor._unique_id = self.__dict__[KEY]
-        return keras_trainer.autocast(self, tensor)
-
-    def handle(self: Any) -> Any:
-        anchor = getattr(self.__dict__[ATTRIBUTE], "anchor", None)
-        tensor = self.value if anchor is None else anchor
-        if not isinstance(tensor, tf.Variable):
-            raise AttributeError(
-                "A weight that is cut over devices is trained by models that went through "
-                "kdist.parallelize, and its gradient is found in a kdist.function(step, model), or "
-                "by kdist.gradients(model, x, y). Pass the model that contains its layer through "
-                "kdist.parallelize too. "
-                f"Received: weight {self.path!r}"
-            )
-        return tensor.handle
-
     def assign(self: Any, new: Any) -> Any:
         # Keras makes a whole tensor of it, on one device; of an array each device needs its part.
         array = isinstance(new, np.ndarray) and new.shape == tuple(self.shape)
@@ -60,38 +33,74 @@ def view_class(base: Any) -> type:
         self.__dict__[ATTRIBUTE].assign(new)
         return new
 
-    def _direct_assign(self: Any, new: Any) -> None:
-        self.__dict__[ATTRIBUTE].assign(new)
-
-    def _serialize_to_tensors(self: Any) -> dict[str, Any]:
-        return {"VARIABLE_VALUE": tf.convert_to_tensor(self.value)}
-
-    def _restore_from_tensors(self: Any, restored: dict[str, Any]) -> Any:
-        self.assign(restored["VARIABLE_VALUE"])
-        return self.value
-
-    def _shared_name(self: Any) -> str:
-        # What tf.train.Checkpoint calls the variable; a value assembled from parts has no name.
-        return self.path
-
-    def __deepcopy__(self: Any, memo: dict) -> keras.Variable:
-        return keras.Variable(
-            tf.convert_to_tensor(self.value), trainable=self.trainable, name=self.name
-        )
-
     body = {
-        "value": property(value),
-        "handle": property(handle),
+        "value": property(_value),
+        "handle": property(_handle),
         "assign": assign,
         "_direct_assign": _direct_assign,
         "_serialize_to_tensors": _serialize_to_tensors,
         "_restore_from_tensors": _restore_from_tensors,
         "_shared_name": property(_shared_name),
-        "__deepcopy__": __deepcopy__,
+        "__deepcopy__": _deepcopy,
         "__module__": base.__module__,
         "__doc__": base.__doc__,
     }
     return type(base.__name__, (base,), body)
+
+
+def _value(self: Any) -> Any:
+    """The value as a trace maps it; else the plain variable's, or the parts put together."""
+    mapped = keras_trainer.current_value(self)
+    if getattr(self.__dict__[ATTRIBUTE], "by_rows", False):
+        raise self.__dict__[ATTRIBUTE].read_whole()
+    if mapped is not None:
+        return keras_trainer.autocast(self, mapped)
+    tensor = keras_trainer.tf_variable(self)
+    if tensor is None:
+        tensor = self.__dict__[ATTRIBUTE].whole()
+        if ATTRIBUTE in self.__dict__:  # reading may have made it a plain variable
+            tensor = _anchored(tensor, self.__dict__[ATTRIBUTE])
+            tensor._unique_id = self.__dict__[KEY]
+    return keras_trainer.autocast(self, tensor)
+
+
+def _handle(self: Any) -> Any:
+    """What a tape watches: the handle of a weight that every device has whole, or of its anchor."""
+    anchor = getattr(self.__dict__[ATTRIBUTE], "anchor", None)
+    tensor = self.value if anchor is None else anchor
+    if not isinstance(tensor, tf.Variable):
+        raise AttributeError(
+            "A weight that is cut over devices is trained by models that went through "
+            "kdist.parallelize, and its gradient is found in a kdist.function(step, model), or "
+            "by kdist.gradients(model, x, y). Pass the model that contains its layer through "
+            "kdist.parallelize too. "
+            f"Received: weight {self.path!r}"
+        )
+    return tensor.handle
+
+
+def _direct_assign(self: Any, new: Any) -> None:
+    self.__dict__[ATTRIBUTE].assign(new)
+
+
+def _serialize_to_tensors(self: Any) -> dict[str, Any]:
+    return {"VARIABLE_VALUE": tf.convert_to_tensor(self.value)}
+
+
+def _restore_from_tensors(self: Any, restored: dict[str, Any]) -> Any:
+    self.assign(restored["VARIABLE_VALUE"])
+    return self.value
+
+
+def _shared_name(self: Any) -> str:
+    # What tf.train.Checkpoint calls the variable; a value assembled from parts has no name.
+    return self.path
+
+
+def _deepcopy(self: Any, memo: dict) -> keras.Variable:
+    return keras.Variable(
+        tf.convert_to_tensor(self.value), trainable=self.trainable, name=self.name
+    )
 
 
 def _anchored(tensor: Any, stored: Any) -> Any:
@@ -99,6 +108,5 @@ def _anchored(tensor: Any, stored: Any) -> Any:
     anchor = getattr(stored, "anchor", None)
     if anchor is None:
         return tensor
-
     watched(anchor)
     return read_of(anchor, tensor)

@@ -62,7 +62,11 @@ def _observe(
 ) -> Observed:
     own = overrides(model, "train_step")
     before = [as_array(v.value) for v in model.variables]
-    output = output_arrays(model, model.predict_on_batch(batch[0])) if has_call(model) else {}
+    output = (
+        output_arrays(model, model.predict_on_batch(batch[0]))
+        if keras_models.has_call(model)
+        else {}
+    )
     found = Pass(None, {}, None) if own else train()
     for variable, value in zip(model.variables, before):
         variable.assign(value)
@@ -109,11 +113,6 @@ def _fitted(model: keras.Model, batch: tuple[Any, Any, Any]) -> Arrays:
         x, y, sample_weight=sample_weight, batch_size=rows, shuffle=False, verbose=0
     ).history
     return {name: np.asarray(values[-1]) for name, values in logs.items()}
-
-
-def has_call(model: keras.Model) -> bool:
-    """Whether a model can be called; with steps of its own it need not."""
-    return type(model).call not in (keras.Model.call, keras.Layer.call)
 
 
 def as_compiled(model: keras.Model, function: Callable[..., Any]) -> Callable[..., Any]:

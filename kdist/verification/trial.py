@@ -16,7 +16,7 @@ from kdist.verification.calm import always_random, calm, random_layers, statisti
 from kdist.verification.compiled import compile_alike, copy_optimizers
 from kdist.verification.declared import config_for, copy_declarations
 from kdist.verification.no_twin import NoTwin
-from kdist.verification.observe import as_array, has_call, on_one_device, over_mesh
+from kdist.verification.observe import as_array, on_one_device, over_mesh
 from kdist.verification.observed import Comparison, Observed, compare_runs
 from kdist.verification.rounding import rounds_inside
 from kdist.verification.study import Study, parts_of, rows_meet_in, study
@@ -143,7 +143,7 @@ def run_trial(request: Request, *, quiet: bool = False, lossless: bool = False) 
         comparison = compare_runs(*runs, request.tolerance)
 
         found, rounds = Study(), None
-        if not comparison.ok and has_call(plain):
+        if not comparison.ok and keras_models.has_call(plain):
             for variable, value in start:
                 variable.assign(value)
             if request.policy == "float64":

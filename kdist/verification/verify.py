@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kdist._compat import keras_models
 from kdist.api.parallelize import Parallel, attached
 from kdist.graphs.chance import chance_kept
 from kdist.program.batch import leading
@@ -17,7 +18,7 @@ from kdist.verification.calm import always_random
 from kdist.verification.cause import likely_cause
 from kdist.verification.itself import run_itself
 from kdist.verification.no_twin import NoTwin
-from kdist.verification.observe import has_call, predicted
+from kdist.verification.observe import predicted
 from kdist.verification.observed import compare_runs
 from kdist.verification.one_device import refuse_too_large
 from kdist.verification.report import Verification
@@ -55,14 +56,11 @@ def verify(
 
     If something differs, the comparison is made once more with random layers switched off and
     `BatchNormalization` given its moving statistics on both sides, and then without compressed
-    gradients and 16-bit moments. Only if nothing differs then is the first difference put down to
-    these, by name.
+    gradients and 16-bit moments. Only if nothing differs then are these named as the cause.
 
-    A model that cannot be made again from its configuration is compared itself, in its own dtype
-    and without an update; what that moves on is put back, and `Verification.way` says so.
-
-    Of a model with its own `train_step`, what that returns is compared, and the state, weights and
-    slots after it.
+    A model that cannot be made again is compared itself, in its own dtype and without an update;
+    what that moves on is put back, and `Verification.way` says so. Of a model with its own
+    `train_step`, what that returns is compared, and the state, weights and slots after it.
 
     Args:
         model: A parallelized, compiled model, before or after training.
@@ -87,6 +85,21 @@ def verify(
     """
     started = time.perf_counter()
     parallel = attached(model)
+    _check(model, dtype)
+    batch = (x, y, sample_weight)
+    if not is_built(model):
+        _build(parallel, batch)
+    rows = int(leading(batch_in("float32", x)).shape[0])
+    itemsize = 8 if dtype == "float64" else 4
+    refuse_too_large(model, rows, itemsize, parallel.config.topology.devices[0], memory_limit)
+    with chance_kept(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        request, trials, way = _compared(model, batch, dtype)
+        return _report(request, trials, way, time.perf_counter() - started, _texts(caught))
+
+
+def _check(model: keras.Model, dtype: str) -> None:
+    """Refuses a model without a loss or an update, and another dtype."""
     own = overrides(model, "train_step")  # which may have optimizers of its own
     if not model.compiled or (model.optimizer is None and not own):
         raise ValueError(
@@ -98,16 +111,6 @@ def verify(
             "dtype is 'float64', or 'own' for the model's own dtype policy. "
             f"Received: dtype={dtype!r}"
         )
-    batch = (x, y, sample_weight)
-    if not is_built(model):
-        _build(parallel, batch)
-    rows = int(leading(batch_in("float32", x)).shape[0])
-    itemsize = 8 if dtype == "float64" else 4
-    refuse_too_large(model, rows, itemsize, parallel.config.topology.devices[0], memory_limit)
-    with chance_kept(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        request, trials, way = _compared(model, batch, dtype)
-        return _report(request, trials, way, time.perf_counter() - started, _texts(caught))
 
 
 def _build(parallel: Parallel, batch: tuple[Any, Any, Any]) -> None:
@@ -153,7 +156,7 @@ def _compared(model: keras.Model, batch: Any, dtype: str) -> tuple[Request, list
 
 
 def _request(model: keras.Model, batch: Any, policy: str) -> Request:
-    known = has_call(model) and not always_random(model)
+    known = keras_models.has_call(model) and not always_random(model)
     outputs = predicted(model, batch_in("float32", batch[0])) if known else {}
     exact = TOLERANCES[policy] if policy == "float64" else own_tolerance(model)
     return Request(model, batch, policy, exact, outputs)

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 MESHES: dict[str, dict[str, int]] = {
     "data2": {"data": 2},
     "data2_model2": {"data": 2, "model": 2},
@@ -19,12 +21,6 @@ MESHES: dict[str, dict[str, int]] = {
 }
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(24, 6)), rng.normal(size=(24, 2))
-
-
-@pytest.fixture(autouse=True)
-def float64() -> None:
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
 
 
 def made(mesh: str | None, level: int = 0) -> keras.Model:

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 MESHES: dict[str, dict[str, int]] = {
     "data2": {"data": 2},
     "data2_model2": {"data": 2, "model": 2},
@@ -20,12 +22,6 @@ MESHES: dict[str, dict[str, int]] = {
 rng = np.random.default_rng(0)
 X, Y, W = rng.normal(size=(22, 6)), rng.normal(size=(22, 2)), rng.uniform(0.1, 3, size=22)
 T, Y2 = rng.normal(size=(22, 3, 6)), rng.normal(size=(22, 2))
-
-
-@pytest.fixture(autouse=True)
-def float64() -> None:
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
 
 
 def on(model: keras.Model, mesh: str | None, *, level: int = 0, stages: bool = False) -> Any:

@@ -12,12 +12,11 @@ from kdist.calls.functions import CallFunctions
 from kdist.graphs import executed
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from .step_parts import IDS, MESHES, Own, same
+from .step_parts import IDS, MESHES, Own, batch, same
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -26,7 +25,7 @@ CUTS = {
     r"(.*/)?up/bias": ("model",),
     r"(.*/)?down/kernel": ("model", None),
 }
-ROWS, WIDTH, DEPTH = 16, 8, 3
+WIDTH, DEPTH = 8, 3
 
 
 class Block(layers.Layer):
@@ -64,11 +63,6 @@ def deep(kind: type = Own, rate: float = 0.3, statistics: bool = False) -> keras
     for i in range(DEPTH):
         x = Block(f"block_{i}", rate, statistics)(x)
     return kind(first, layers.Dense(3, name="head")(x))
-
-
-def batch() -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(0)
-    return rng.normal(size=(ROWS, 6)), rng.normal(size=(ROWS, 3))
 
 
 def over(axes: dict[str, int], model: keras.Model, again: Any = None, **options: Any) -> Any:

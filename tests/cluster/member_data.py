@@ -91,6 +91,28 @@ def counted_takes() -> list[int]:
     return found
 
 
+class Failing(keras.callbacks.Callback):
+    """Ends a start in the middle of an epoch, if that is asked for."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if "TEST_FAILS" in os.environ and self.model.optimizer.iterations == 10:
+            raise RuntimeError("of the first start")
+
+
+class Seen(keras.metrics.Metric):
+    """The sum of all labels that a pass has seen."""
+
+    def __init__(self) -> None:
+        super().__init__(name="seen")
+        self.total = self.add_weight(name="total", dtype="float64", initializer="zeros")
+
+    def update_state(self, y: Any, outputs: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(tf.reduce_sum(y))
+
+    def result(self) -> Any:
+        return self.total
+
+
 def reads() -> None:
     """Trains and evaluates on a dataset over files; says what was seen, and who reads it."""
     joined()
@@ -100,27 +122,6 @@ def reads() -> None:
     if name == "unseeded":
         next(iter(given))  # which draws seeds in this process alone
     made = model()
-
-    class Failing(keras.callbacks.Callback):
-        """Ends a start in the middle of an epoch, if that is asked for."""
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if "TEST_FAILS" in os.environ and self.model.optimizer.iterations == 10:
-                raise RuntimeError("of the first start")
-
-    class Seen(keras.metrics.Metric):
-        """The sum of all labels that a pass has seen."""
-
-        def __init__(self) -> None:
-            super().__init__(name="seen")
-            self.total = self.add_weight(name="total", dtype="float64", initializer="zeros")
-
-        def update_state(self, y: Any, outputs: Any, sample_weight: Any = None) -> None:
-            self.total.assign_add(tf.reduce_sum(y))
-
-        def result(self) -> Any:
-            return self.total
-
     each = int(os.environ.get("TEST_STEPS", "1"))
     made.unrolled_steps_per_execution = int(os.environ.get("TEST_TOGETHER", "1"))
     made.compile(keras.optimizers.Adam(0.01), "mse", metrics=[Seen()], steps_per_execution=each)

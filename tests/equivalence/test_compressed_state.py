@@ -13,10 +13,7 @@ import keras
 import numpy as np
 import pytest
 
-from .compressed_reference import Reference
-from .harness import precision
-from .matrix import MESHES
-from .test_compressed import (
+from .compressed_models import (
     INPUTS,
     OUTPUTS,
     PARTS,
@@ -35,6 +32,9 @@ from .test_compressed import (
     train,
     weights,
 )
+from .compressed_reference import Reference
+from .harness import precision
+from .matrix import MESHES
 
 
 def kept(model: keras.Model) -> list[np.ndarray]:

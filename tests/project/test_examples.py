@@ -1,22 +1,25 @@
 """The examples run at small sizes, learn, and show what their texts promise."""
 
+import re
+
 import kdist
 
-import comm_fusion
 import keras
 import numpy as np
 import pytest
-import wide_and_deep
 
 import click_data
 import click_through
+import comm_fusion
 import compute_devices
+import custom_loop
 import digits_conv
 import example_flags
 import gpt_model
 import hybrid_matmul
 import text_data
 import train_gpt
+import wide_and_deep
 
 SMALL_GPT = ["--depth=1", "--width=32", "--heads=2", "--length=32", "--batch=16", "--megabytes=0.2"]
 UNIFORM = np.log(256)  # nats per byte of a model that knows nothing
@@ -133,6 +136,12 @@ def test_digits_conv_learns(capsys):
     assert "None" not in capsys.readouterr().out.splitlines()
 
 
+def test_custom_loop_leaves_steps_out(capsys):
+    assert custom_loop.main(["custom_loop", "--steps=60"]) < 0.75
+    left_out = re.search(r"(\d+) steps left out", capsys.readouterr().out)
+    assert left_out is not None and 0 < int(left_out[1]) < 30
+
+
 def test_hybrid_matmul_gathers_exactly_once(capsys):
     loss = hybrid_matmul.main(["hybrid_matmul", "--epochs=2"])
     assert loss < np.log(10)
@@ -211,9 +220,7 @@ def test_unknown_flags_are_refused():
 
 
 def test_comm_fusion_prints_ids_and_collectives(capsys):
-    flags = comm_fusion.flags.FLAGS
-    flags(["comm_fusion", "--steps=2"])
-    comm_fusion.main([])
+    comm_fusion.main(["comm_fusion", "--steps=2"])
     model = comm_fusion.build_model()
     ids = comm_fusion.ids_of(model)
     assert list(ids.values()) == [0] * 4 + [1] * 4 + [2] * 4

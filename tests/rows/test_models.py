@@ -1,10 +1,8 @@
-"""Models in which rows meet warn by layer and operation; models in which they do not are silent."""
+"""Where rows meet in models is found by layer and operation; where they do not, nothing is."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-import kdist
 from kdist.rows.model import ModelStudy, study_model
 
 import keras
@@ -13,66 +11,11 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
-
-
-class Own(layers.Layer):
-    """A layer with a state of its own that runs a given function."""
-
-    def __init__(self, function: Callable, **options: Any) -> None:
-        super().__init__(**options)
-        self.function = function
-
-    def build(self, input_shape: Any) -> None:
-        self.seen = self.add_weight(
-            shape=(), dtype="int32", initializer="zeros", trainable=False, name="seen"
-        )
-        self.average = self.add_weight(
-            shape=input_shape[1:], initializer="zeros", trainable=False, name="average"
-        )
-        self.metric = keras.metrics.Mean(name="metric")
-
-    def call(self, inputs: Any) -> Any:
-        return self.function(self, inputs)
-
-
-def model_of(function: Callable, head: bool = True) -> keras.Model:
-    inputs = keras.Input((6,), name="features")
-    x = layers.Dense(4, activation="tanh", activity_regularizer="l2", name="before")(inputs)
-    x = Own(function, name="own")(x)
-    return keras.Model(inputs, layers.Dense(3, name="head")(x) if head else x, name="net")
+from .models import Own, X, balance, beside, mixup, model_of, nt_xent
 
 
 def studied(model: keras.Model, x: Any = X, training: bool = True, **options: Any) -> ModelStudy:
     return study_model(model, x, training, options.get("loss_from_layers", "mean"))
-
-
-def beside(function: Callable) -> Callable:
-    """Does something and returns the inputs as they are."""
-
-    def run(layer: Own, x: Any) -> Any:
-        function(layer, x)
-        return x
-
-    return run
-
-
-@beside
-def nt_xent(layer: Own, x: Any) -> None:
-    first, second = ops.split(ops.normalize(x, axis=-1), 2, axis=1)
-    scores = ops.matmul(first, ops.transpose(second))
-    layer.add_loss(ops.mean(ops.logsumexp(scores, axis=1) - ops.diagonal(scores)))
-
-
-@beside
-def balance(layer: Own, x: Any) -> None:
-    chances = ops.softmax(x)
-    chosen = ops.one_hot(ops.argmax(chances, axis=-1), 4)
-    layer.add_loss(ops.sum(ops.mean(chosen, axis=0) * ops.mean(chances, axis=0)))
-
-
-def mixup(layer: Own, x: Any) -> Any:
-    return 0.7 * x + 0.3 * ops.roll(x, 1, axis=0)
 
 
 MEETING: dict[str, tuple[Callable, str, str]] = {
@@ -314,82 +257,3 @@ def test_state_that_the_model_does_not_list() -> None:
 
 
 # In training ------------------------------------------------------------------------------------
-
-
-def parallel(function: Callable, **axes: int) -> keras.Model:
-    config = kdist.ParallelConfig(mesh=kdist.mesh(**(axes or {"data": 2})))
-    model = kdist.parallelize(model_of(function), config)
-    model.compile("sgd", "mse")
-    return model
-
-
-def warned(run: Callable[[], Any]) -> list[str]:
-    """What was warned of rows."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run()
-    return [str(w.message) for w in caught if " rows" in str(w.message)]
-
-
-def test_training_warns_once_and_inspect_lists_all() -> None:
-    def two(layer: Own, x: Any) -> Any:
-        balance(layer, x)
-        return mixup(layer, x)
-
-    model = parallel(two)
-    (text,) = warned(lambda: model.train_on_batch(X, X[:, :3]))
-    assert text.startswith("net: Computed on each replica's rows, and so not as on one device: ")
-    assert "output 'head' mixes rows (Roll in layer 'own')" in text
-    assert "add_loss mixes rows (Mean, then Mul in layer 'own')" in text
-    assert 'set ParallelConfig(batch_semantics="global")' in text
-    model.compile("sgd", "mse")
-    assert warned(lambda: model.fit(X, X[:, :3], verbose=0, validation_split=0.5)) == []
-    inspection = kdist.inspect(model)
-    lines = [f"on each replica's rows: {finding}" for finding in inspection.rows.findings]
-    assert len(lines) == 2
-    assert set(lines) <= set(str(inspection).splitlines())
-
-
-def test_prediction_alone_warns_too() -> None:
-    (text,) = warned(lambda: parallel(mixup).predict(X, verbose=0))
-    assert "Roll in layer 'own'" in text
-
-
-def test_one_replica_has_nothing_to_warn_of() -> None:
-    model = parallel(mixup, model=2)
-    assert warned(lambda: model.train_on_batch(X, X[:, :3])) == []
-    assert kdist.inspect(model).rows == ModelStudy()
-
-
-def test_a_model_that_cannot_be_looked_at_trains_and_says_so() -> None:
-    @beside
-    def picky(layer: Own, x: Any) -> None:
-        if x.shape[0] is not None and x.shape[0] > 400:
-            raise ValueError("too many")
-
-    model = parallel(picky)
-    (text,) = warned(lambda: model.train_on_batch(X, X[:, :3]))
-    assert "could not be found out" in text and "too many" in text
-    assert "too many" in str(kdist.inspect(model))
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_state_that_changes_with_each_micro_batch_is_told(micro_batches: int) -> None:
-    inputs = keras.Input((6,))
-    x = layers.SpectralNormalization(layers.Dense(4), name="spectral")(inputs)
-    x = layers.BatchNormalization(name="norm")(layers.Dropout(0.5, name="drop")(x))
-    model = keras.Model(inputs, layers.Dense(3)(x))
-    pipeline = kdist.PipelineConfig(micro_batches=micro_batches)
-    model = kdist.parallelize(
-        model, kdist.ParallelConfig(mesh=kdist.mesh(pipe=2), pipeline=pipeline)
-    )
-    model.compile("sgd", "mse")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model.predict(X, verbose=0)
-        model.train_on_batch(X, X[:, :3])
-    told = [str(w.message) for w in caught if "changes" in str(w.message)]
-    assert len(told) == (micro_batches > 1)
-    for text in told:
-        assert "changes 2 times a step" in text and "micro_batches=1" in text
-        assert "spectral" in text and "norm/" not in text and "drop" not in text
