@@ -23,7 +23,7 @@ from kdist.cluster.joining import naming_failures
 from kdist.config.fusion import FusionConfig
 from kdist.config.parallel import ParallelConfig
 from kdist.dtensor.call import CannotExpand
-from kdist.graphs.instantiation import traced_without_collection
+from kdist.graphs.instantiation import traced_without_collection, within
 from kdist.plan.inside_layers import InsideTraffic
 from kdist.runtime.keras_contract import example_of, is_built, peek, step_function
 from kdist.runtime.mesh_step import BatchFunction
@@ -316,7 +316,8 @@ class Parallel(PreparedModel):
             self.tell_barriers("batches are sparse or ragged, or steps run op by op")
         several = by_batch() if known and self.steps_together > 1 else None
         tell = self.tell_barriers if kind == "train" else (lambda where: None)
-        return step_function(kind, plain(), self.model, no_batch, several, tell)
+        traced = step_function(kind, plain(), self.model, no_batch, several, tell)
+        return traced if self.model.run_eagerly else within(self.plain_step.prepared, traced)
 
     def predictor(self, x: Any) -> Callable[[Any], Any]:
         """What `predict` computes, as one graph: for files, which are loaded without kdist.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from kdist._compat import function_graphs
@@ -52,10 +53,11 @@ def instantiated_cheaply(devices: Sequence[str]) -> Iterator[None]:
 def prepared_cheaply(devices: Sequence[str]) -> Iterator[None]:
     """Meanwhile, functions that are called for the first time are optimized by one pass alone.
 
-    The graph of a step over inner axes has a copy of the model for each device, and in a pipeline
-    for each micro-batch, and each pass over it takes as long. On CPU that which drops needless
-    edges and nodes (`dependency_optimization`) makes a step a seventh faster, the others, together
-    a third of the first step, make no difference. On GPUs they choose data formats, and stay.
+    The graph of a step has sums and updates for each replica, over inner axes a copy of the model
+    for each device, and in a pipeline for each micro-batch; each pass over it takes as long. On CPU
+    that which drops needless edges and nodes (`dependency_optimization`) makes a step over inner
+    axes a seventh faster; the others, a fifth to a third of the first step, make no difference. On
+    GPUs they choose data formats, and stay.
 
     Args:
         devices: Those that compute, as TensorFlow names them.
@@ -83,6 +85,16 @@ def _rewritten(**fields: Any) -> Iterator[None]:
             yield
     finally:
         _outside.pop()
+
+
+def within(context: Callable[[], AbstractContextManager], function: Callable) -> Callable:
+    """The function, called within a new such context each time."""
+
+    def call(*arguments: Any) -> Any:
+        with context():
+            return function(*arguments)
+
+    return call
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ from typing import Any
 
 from kdist.dtensor import sizes
 from kdist.dtensor.call import CannotExpand, Retrace, signature
-from kdist.graphs.instantiation import prepared_cheaply
 from kdist.program.batch import SplitBatch, leading, split
 from kdist.program.fetched_tables import tensors_of, with_tensors
 from kdist.program.step_result import SliceResult, StepResult
@@ -46,10 +45,6 @@ class MeshStep(Step):
     def micro_batches(self) -> int:
         """Into how many a replica's rows are cut."""
         return 1
-
-    def prepared(self) -> contextlib.AbstractContextManager[None]:
-        """See `Step.prepared`."""
-        return prepared_cheaply(self.topology.devices)
 
     def train(self, data: Any, known_size: bool = True) -> dict[str, Any]:
         """See `Step.train`; says what layers send between processes."""

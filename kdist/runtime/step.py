@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kdist.graphs.instantiation import prepared_cheaply
 from kdist.graphs.write_order import writes_after_reads
 from kdist.optimizer.early import update_early
 from kdist.optimizer.gradients import GradientSource
@@ -64,7 +65,8 @@ class Step:
 
     def prepared(self) -> contextlib.AbstractContextManager[None]:
         """Meanwhile, what runs for the first time is prepared as the graph of a step is."""
-        return contextlib.nullcontext()
+        devices = self.topology.devices
+        return prepared_cheaply(devices) if len(devices) > 1 else contextlib.nullcontext()
 
     def train(self, data: Any, known_size: bool = True) -> dict[str, Any]:
         """One training step on a global batch; returns the logs.

@@ -90,3 +90,23 @@ def test_a_step_over_inner_axes_is_prepared_cheaply(cheaply, monkeypatch):
     graphs = run_metadata.function_graphs(lambda: model.predict_on_batch(x))
     kinds = {n.op for g in graphs for part in g.partition_graphs for n in part.node}
     assert ("BiasAdd" in kinds) == cheaply
+
+
+@pytest.mark.parametrize(("replicas", "cheaply"), [(2, True), (1, False)])
+def test_a_step_of_replicas_is_prepared_cheaply(replicas, cheaply):
+    """And that of one device as Keras prepares its own."""
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4)])
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=replicas)))
+    model.compile(keras.optimizers.SGD(), "mse", metrics=["mae"])
+    x, y = np.ones((4, 6), "float32"), np.ones((4, 4), "float32")
+    seen = []
+    apply = keras.optimizers.SGD.apply
+
+    def noted(self, *arguments):
+        seen.append(rewriting().memory_optimization == RewriterConfig.NO_MEM_OPT)
+        return apply(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keras.optimizers.SGD, "apply", noted)
+        model.train_on_batch(x, y)
+    assert seen and {*seen} == {cheaply}
