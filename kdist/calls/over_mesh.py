@@ -13,7 +13,7 @@ from typing import Any
 
 from kdist._compat.custom_gradients import asked_by_graph
 from kdist._compat.function_graphs import in_vectorized_loop
-from kdist.calls.anchors import handle_of
+from kdist.calls.anchors import stand_in
 from kdist.calls.functions import CallFunctions, Given
 from kdist.calls.tables import CallRows
 from kdist.dtensor.sharded import each
@@ -112,7 +112,7 @@ class OverMesh:
         """Runs it; returns what the layer returns for the whole batch, and writes its state."""
         weights = [self.program.state.trainable[i] for i in self.functions[0].connected()]
         sources = [flat[i] for flat in self._flat for i in self._sources]
-        given = [*map(handle_of, weights), *sources]
+        given = [*map(stand_in, weights), *sources]
         targets = tf.custom_gradient(self._forward)(*given) if given else self._forward()[0]
         targets = iter(keras.tree.flatten(targets))
         for r, one in enumerate(self.functions):
@@ -134,7 +134,7 @@ class OverMesh:
         """The forward pass, and what gives its gradient.
 
         Args:
-            *given: Handles of the weights that get a gradient; per replica, the inputs that may.
+            *given: Stand-ins of the weights that get a gradient; per replica, the inputs that may.
         """
         first = len(given) - len(self._flat) * len(self._sources)
         inputs, results, whole = iter(given[first:]), [], []
@@ -236,7 +236,8 @@ class OverMesh:
             rows = is_sparse(gradient)
             shape = self.backend.entries[position].placement.shape
             self._rows.append(tuple(shape) if rows else None)
-            found.append([gradient.values, gradient.indices] if rows else [gradient])
+            # Which rows were looked up is known since the forward pass, in a graph of its own.
+            found.append([gradient.values, tf.identity(gradient.indices)] if rows else [gradient])
         return found
 
     def _unflattened(self, flat: Sequence[Any]) -> list[Any]:
