@@ -49,6 +49,7 @@ class NotOverMesh(Exception):
     """
 
     ag_pass_through = True  # AutoGraph would make it another exception
+    _keras_call_info_injected = True  # and so would Keras, in a call of a layer
 
     def __init__(self, what: str, layer: keras.Layer, calls: Any) -> None:
         super().__init__(f"{what}, through layer {layer.path or layer.name!r}")
@@ -58,7 +59,7 @@ class NotOverMesh(Exception):
 class EveryGradient(Exception):
     """Someone asks by `tf.gradients`, which may want those that no tape of the step knows."""
 
-    ag_pass_through = True
+    ag_pass_through = _keras_call_info_injected = True
 
 
 class OverMesh:
@@ -177,11 +178,13 @@ class OverMesh:
 
         Raises:
             EveryGradient: It is not known whether all that are wanted are there.
-            NotOverMesh: When someone asks for it, or over inner axes for many at once.
+            NotOverMesh: When someone asks for it, or for many at once.
         """
         if self._some_left_out and asked_by_graph():
             raise EveryGradient
-        if self.backend.exact and in_vectorized_loop():
+        # TensorFlow writes what is done for many again, without what has a gradient of its own: a
+        # gradient of that would be another one.
+        if in_vectorized_loop():
             raise NotOverMesh("many gradients at once (a jacobian)", self.layer, self._calls)
 
         @tf.custom_gradient

@@ -42,6 +42,7 @@ class CannotExpand(Exception):
     """
 
     ag_pass_through = True  # AutoGraph would make it another exception
+    _keras_call_info_injected = True  # and so would Keras, in a call of a layer
 
     def __init__(self, what: str, *, of_batch: bool = False) -> None:
         super().__init__(what)
@@ -55,7 +56,7 @@ class Retrace(Exception):
         gather_first: Whether with gradients gathered before they are cut.
     """
 
-    ag_pass_through = True
+    ag_pass_through = _keras_call_info_injected = True
 
     def __init__(self, *, gather_first: bool = True) -> None:
         super().__init__()
