@@ -13,6 +13,7 @@ from typing import Any
 
 from kdist._compat.custom_gradients import asked_by_graph
 from kdist._compat.function_graphs import in_vectorized_loop
+from kdist._compat.pass_through import PassesThrough
 from kdist.calls.anchors import stand_in
 from kdist.calls.functions import CallFunctions, Given
 from kdist.calls.tables import CallRows
@@ -39,7 +40,7 @@ def ranked(tensor: Any, known: Any) -> Any:
     return tensor
 
 
-class NotOverMesh(Exception):
+class NotOverMesh(PassesThrough):
     """Someone asks of a call what has no way over the mesh.
 
     Args:
@@ -48,18 +49,13 @@ class NotOverMesh(Exception):
         calls: Who called it; see `kdist.calls.layer_calls`.
     """
 
-    ag_pass_through = True  # AutoGraph would make it another exception
-    _keras_call_info_injected = True  # and so would Keras, in a call of a layer
-
     def __init__(self, what: str, layer: keras.Layer, calls: Any) -> None:
         super().__init__(f"{what}, through layer {layer.path or layer.name!r}")
         self.layer, self.calls = layer, calls
 
 
-class EveryGradient(Exception):
+class EveryGradient(PassesThrough):
     """Someone asks by `tf.gradients`, which may want those that no tape of the step knows."""
-
-    ag_pass_through = _keras_call_info_injected = True
 
 
 class OverMesh:
