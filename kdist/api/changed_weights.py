@@ -17,7 +17,7 @@ def take_up_weights(parallel: Parallel, kind: str) -> None:
         ValueError: To train, the optimizer has to know the new weights first.
     """
     follow_weights(parallel, kind)
-    if kind == "train" and parallel.update is None:
+    if kind == "train" and parallel.update is None and not parallel.own_updates.began:
         follow_frozen(parallel)
     gained, lost = parallel.gained_and_lost()
     if gained or lost:

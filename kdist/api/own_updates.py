@@ -38,6 +38,7 @@ class OwnUpdates:
     def __init__(self, parallel: Parallel) -> None:
         self._parallel = parallel
         self._program: Program | None = None
+        self._applied_in: Program | None = None
         self.running = False
         self._made: dict[int, tuple[Any, list[keras.Variable], DistributedUpdate]] = {}
 
@@ -45,6 +46,11 @@ class OwnUpdates:
     def beside(self) -> list[Any]:
         """Optimizers that have updated weights, and that the model is not compiled with."""
         return [optimizer for optimizer, _, _ in self._made.values()]
+
+    @property
+    def began(self) -> bool:
+        """Whether an optimizer has updated weights since the model's steps were made."""
+        return self._applied_in is not None and self._applied_in is self._parallel.program
 
     @contextlib.contextmanager
     def applying(self) -> Iterator[None]:
@@ -92,6 +98,7 @@ class OwnUpdates:
             )
         refuse_within_xla(f"An update by {optimizer.name!r}")
         trained, update = self._update(optimizer, list(variables))
+        self._applied_in = self._parallel.program
         whole = [by_variable.get(id(v)) for v in trained]
         entries = self._parallel.entries_of(trained)
         there = [n for n, gradient in enumerate(whole) if gradient is not None]

@@ -88,7 +88,7 @@ class PreparedModel(FittedModel):
         mirrored_scope.detach(self.model)
         if not layers_built(self.model):
             with keras_remat.taken_back(self.model), self._bearing():
-                build_by_step(self.model, step, *keras.tree.map_structure(as_spec, data))
+                build_by_step(self.model, step, *data)
         self.place_for_own()
         if not self.user_steps:
             self.user_steps = True

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kdist._compat.custom_gradients import watched, without_content
+from kdist._compat.custom_gradients import read_of, watched, without_content
 from kdist.storage.variables import Stored, stored
 
 import keras
@@ -29,8 +29,25 @@ def anchor(entries: Sequence[Stored]) -> None:
 
 def handle_of(variable: keras.Variable) -> Any:
     """What tapes know a weight by; those that watch what is read watch it from now on."""
+    return _known(variable).handle
+
+
+def stand_in(variable: keras.Variable) -> Any:
+    """A scalar that follows from a weight, for tapes: what takes it has a gradient of the weight.
+
+    In a function of the user's TensorFlow asks a handle that an operation gives back for its shape,
+    on the device of that operation; a table on the host is on another one.
+    """
+    known = _known(variable)
+    # Of no shape that is known: the gradient has that of the weight.
+    nothing = tf.compat.v1.placeholder_with_default(tf.zeros([], known.dtype), shape=None)
+    return read_of(known, nothing)
+
+
+def _known(variable: keras.Variable) -> tf.Variable:
+    """The variable that tapes know a weight by, watched."""
     entry = stored(variable)
     assert entry is not None
-    known = entry.whole() if entry.anchor is None else entry.anchor
+    known: tf.Variable = entry.whole() if entry.anchor is None else entry.anchor
     watched(known, lasts=entry.anchor is not None)
-    return known.handle
+    return known

@@ -13,7 +13,8 @@ from typing import Any
 
 from kdist._compat.custom_gradients import asked_by_graph
 from kdist._compat.function_graphs import in_vectorized_loop
-from kdist.calls.anchors import handle_of
+from kdist._compat.pass_through import PassesThrough
+from kdist.calls.anchors import stand_in
 from kdist.calls.functions import CallFunctions, Given
 from kdist.calls.tables import CallRows
 from kdist.dtensor.sharded import each
@@ -39,7 +40,7 @@ def ranked(tensor: Any, known: Any) -> Any:
     return tensor
 
 
-class NotOverMesh(Exception):
+class NotOverMesh(PassesThrough):
     """Someone asks of a call what has no way over the mesh.
 
     Args:
@@ -48,17 +49,13 @@ class NotOverMesh(Exception):
         calls: Who called it; see `kdist.calls.layer_calls`.
     """
 
-    ag_pass_through = True  # AutoGraph would make it another exception
-
     def __init__(self, what: str, layer: keras.Layer, calls: Any) -> None:
         super().__init__(f"{what}, through layer {layer.path or layer.name!r}")
         self.layer, self.calls = layer, calls
 
 
-class EveryGradient(Exception):
+class EveryGradient(PassesThrough):
     """Someone asks by `tf.gradients`, which may want those that no tape of the step knows."""
-
-    ag_pass_through = True
 
 
 class OverMesh:
@@ -112,7 +109,7 @@ class OverMesh:
         """Runs it; returns what the layer returns for the whole batch, and writes its state."""
         weights = [self.program.state.trainable[i] for i in self.functions[0].connected()]
         sources = [flat[i] for flat in self._flat for i in self._sources]
-        given = [*map(handle_of, weights), *sources]
+        given = [*map(stand_in, weights), *sources]
         targets = tf.custom_gradient(self._forward)(*given) if given else self._forward()[0]
         targets = iter(keras.tree.flatten(targets))
         for r, one in enumerate(self.functions):
@@ -134,7 +131,7 @@ class OverMesh:
         """The forward pass, and what gives its gradient.
 
         Args:
-            *given: Handles of the weights that get a gradient; per replica, the inputs that may.
+            *given: Stand-ins of the weights that get a gradient; per replica, the inputs that may.
         """
         first = len(given) - len(self._flat) * len(self._sources)
         inputs, results, whole = iter(given[first:]), [], []
@@ -177,11 +174,13 @@ class OverMesh:
 
         Raises:
             EveryGradient: It is not known whether all that are wanted are there.
-            NotOverMesh: When someone asks for it, or over inner axes for many at once.
+            NotOverMesh: When someone asks for it, or for many at once.
         """
         if self._some_left_out and asked_by_graph():
             raise EveryGradient
-        if self.backend.exact and in_vectorized_loop():
+        # TensorFlow writes what is done for many again, without what has a gradient of its own: a
+        # gradient of that would be another one.
+        if in_vectorized_loop():
             raise NotOverMesh("many gradients at once (a jacobian)", self.layer, self._calls)
 
         @tf.custom_gradient
@@ -236,7 +235,8 @@ class OverMesh:
             rows = is_sparse(gradient)
             shape = self.backend.entries[position].placement.shape
             self._rows.append(tuple(shape) if rows else None)
-            found.append([gradient.values, gradient.indices] if rows else [gradient])
+            # Which rows were looked up is known since the forward pass, in a graph of its own.
+            found.append([gradient.values, tf.identity(gradient.indices)] if rows else [gradient])
         return found
 
     def _unflattened(self, flat: Sequence[Any]) -> list[Any]:

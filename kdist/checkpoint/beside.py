@@ -30,10 +30,23 @@ GROUP = "optimizer."
 
 
 def beside(model: keras.Model) -> dict[str, Any]:
-    """Optimizers that are attributes of a model, built, and not what it is compiled with."""
+    """Optimizers that are attributes of a model, built, and not what it is compiled with.
+
+    Those that update weights of others are left out.
+    """
+    return {name: one for name, one in _built(model).items() if not _of_others(one, model)}
+
+
+def _built(model: keras.Model) -> dict[str, Any]:
     compiled = model.optimizer if model.compiled else None
     every = optimizers_of(model).items()
     return {name: one for name, one in every if one is not compiled and one.built}
+
+
+def _of_others(optimizer: Any, model: keras.Model) -> list[str]:
+    """What an optimizer updates that is no weight of a model."""
+    known = {id(v) for v in model.variables}
+    return [v.path for v in keras_optimizers.updated_by(optimizer) if id(v) not in known]
 
 
 def steps_of(model: keras.Model) -> int:
@@ -60,6 +73,15 @@ def to_bytes(model: keras.Model, weights: Sequence[tuple[str, Any]]) -> bytes:
 def tell_left_out(model: keras.Model) -> None:
     """Says, once, which optimizers a checkpoint does not have."""
     parallel = parallel_of(model)
+    say = warnings.warn if parallel is None else parallel.warn_once
+    for name, one in _built(model).items():
+        if others := _of_others(one, model):
+            say(
+                "Checkpoints have the state of optimizers of the model's own weights. Make what "
+                "this one updates part of the model (a layer, or add_weight), or save it and its "
+                f"optimizer apart. Received: {name} = {type(one).__name__} {one.name!r}, which "
+                f"updates {others[:8]}"
+            )
     if parallel is None:
         return
     known = {id(one) for one in optimizers_of(model).values()}

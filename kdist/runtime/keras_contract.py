@@ -32,12 +32,12 @@ def build_by_step(model: keras.Model, step: Callable, *data: Any) -> None:
     Args:
         model: The model.
         step: The step.
-        *data: Specs of what it takes.
+        *data: What it takes, or specs of that.
 
     Raises:
         ValueError: The step does not build them all.
     """
-    specs = keras.tree.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), data)
+    specs = keras.tree.map_structure(_traced_with, data)
     with keras_applied.applied_by(lambda *apply: None):
         tf.function(step, autograph=False).get_concrete_function(*specs)
     layers = [layer for layer in keras_models.flat_layers(model) if layer is not model]
@@ -47,6 +47,14 @@ def build_by_step(model: keras.Model, step: Callable, *data: Any) -> None:
             "step does not call are built by a call (layer(x[:1])) or by layer.build(shape). "
             f"Received: {type(model).__name__} with unbuilt layers {left}"
         )
+
+
+def _traced_with(leaf: Any) -> Any:
+    """What a function is traced with in the place of a tensor; None for absent data."""
+    if has_composites(leaf):
+        return leaf if isinstance(leaf, tf.TypeSpec) else tf.type_spec_from_value(leaf)
+    spec = as_spec(leaf)
+    return None if spec is None else tf.TensorSpec(spec.shape, spec.dtype)
 
 
 def has_composites(example: Any) -> bool:

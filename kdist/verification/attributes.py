@@ -6,7 +6,12 @@ arguments of its constructor, and keeps them beside metrics, optimizers and numb
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import functools
+import pathlib
 import types
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +26,13 @@ import tensorflow as tf
 PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type, range, slice),
     *(np.generic, np.dtype, tf.DType, tf.TensorShape, types.BuiltinFunctionType, types.ModuleType),
+    *(enum.Enum, pathlib.PurePath, keras.Initializer, keras.Regularizer),
+    *(keras.constraints.Constraint, keras.optimizers.schedules.LearningRateSchedule),
 )
 """Types of values that a twin may share with its model."""
+
+SETTINGS = (Namespace, types.SimpleNamespace)
+"""Types of objects that are what their attributes say; so are dataclasses."""
 
 
 class FromAttributes:
@@ -88,18 +98,45 @@ class FromAttributes:
         if isinstance(value, dict):
             return {key: self._again(one, f"{name}[{key!r}]", known) for key, one in value.items()}
         if isinstance(value, list | tuple | set | frozenset):
+            items = [self._again(one, f"{name}[...]", known) for one in value]
+            if isinstance(value, tuple) and hasattr(value, "_fields"):
+                return type(value)(*items)
             kind = next(one for one in (list, tuple, set, frozenset) if isinstance(value, one))
-            return kind([self._again(one, f"{name}[...]", known) for one in value])
+            return kind(items)
+        if isinstance(value, tf.Variable):  # written by steps, each twin's by its own
+            dtype = self._dtype if value.dtype.is_floating else value.dtype
+            return tf.Variable(
+                tf.cast(value, dtype), trainable=value.trainable, name=value.name.split(":")[0]
+            )
+        if isinstance(value, SETTINGS) or dataclasses.is_dataclass(value):
+            return self._settings(value, name, known)
+        if isinstance(value, functools.partial):
+            given = (value.func, value.args, value.keywords)
+            function, args, named = (self._again(one, name, known) for one in given)
+            return functools.partial(function, *args, **named)
         if isinstance(value, np.ndarray) or (tf.is_tensor(value) and hasattr(value, "numpy")):
             floating = tf.as_dtype(value.dtype).is_floating
+            if isinstance(value, np.ndarray):
+                return value.astype(self._dtype if floating else value.dtype)
             return tf.cast(value, self._dtype) if floating else value
         if isinstance(value, types.MethodType) and id(value.__self__) in known:
             return types.MethodType(value.__func__, known[id(value.__self__)])
         if isinstance(value, types.FunctionType):
-            cells = [cell.cell_contents for cell in value.__closure__ or ()]
-            if all(isinstance(one, PLAIN) for one in cells):
+            held = [cell.cell_contents for cell in value.__closure__ or ()]
+            held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+            if all(isinstance(one, PLAIN) for one in held):
                 return value
         raise NoTwin(
             f"no second one can be made of {name}, a {type(value).__name__}: give the class a "
             "get_config that says what it is"
         )
+
+    def _settings(self, value: Any, name: str, known: dict[int, Any]) -> Any:
+        """An object with the same attributes; its constructor is not called."""
+        again = object.__new__(type(value))
+        known[id(value)] = again
+        fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+        for key in getattr(value, "__dict__", None) or [one.name for one in fields]:
+            one = getattr(value, key)
+            object.__setattr__(again, key, self._again(one, f"{name}.{key}", known))
+        return again

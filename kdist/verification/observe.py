@@ -109,9 +109,15 @@ def _fitted(model: keras.Model, batch: tuple[Any, Any, Any]) -> Arrays:
     """The same of a step of the model's own, which takes a batch in the form that `fit` gives."""
     rows = int(leading(batch[0]).shape[0])
     x, y, sample_weight = batch
-    logs = model.fit(
-        x, y, sample_weight=sample_weight, batch_size=rows, shuffle=False, verbose=0
-    ).history
+    steps: list[int] = []
+    noted = keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: steps.append(step))
+    given: dict[str, Any] = {"batch_size": rows, "shuffle": False, "verbose": 0}
+    logs = model.fit(x, y, sample_weight=sample_weight, callbacks=[noted], **given).history
+    if not steps:
+        raise RuntimeError(
+            "fit ran no step: train_step raised StopIteration (an iterator had nothing left), "
+            "which fit takes for the end of the data"
+        )
     return {name: np.asarray(values[-1]) for name, values in logs.items()}
 
 

@@ -218,3 +218,41 @@ def test_strings(axes: dict[str, int]) -> None:
         found.append(model.get_weights())
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-12)
+
+
+class Bags(keras.Model):
+    """Sums rows of a table that ragged ids name; built by its first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.down = layers.Embedding(9, 8, name="words"), layers.Dense(3, name="down")
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        ids = data[0]
+        with tf.GradientTape() as tape:
+            found = tf.math.segment_sum(self.words(ids.values), ids.value_rowids())
+            loss = ops.mean(ops.square(self.down(tf.ensure_shape(found, (None, 8))) - 1.0))
+        weights = self.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("first", ["fit", "train_on_batch"])
+def test_ragged_ids_build_a_model(first: str, place: str) -> None:
+    ids = tf.ragged.constant([[1, 2], [3], [1, 8, 8], [0], [5, 1]], dtype=tf.int32)
+    found = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(0)
+        model = Bags()
+        if parallel:
+            kdist.place(model.words, place)
+            kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+        model.compile(keras.optimizers.Adam(0.01))
+        if first == "fit":
+            model.fit(tf.data.Dataset.from_tensors((ids,)).repeat(3), verbose=0)
+        else:
+            model.train_on_batch(ids)
+        found.append(model.get_weights())
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-12)

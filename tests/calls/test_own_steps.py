@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,37 @@ def test_a_model_compiled_again_goes_on(axes: dict[str, int]) -> None:
         model.fit(*batch(), batch_size=4, verbose=0, shuffle=False)
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
         model.fit(*batch(), batch_size=4, verbose=0, shuffle=False)
+    same(models)
+
+
+class Apart(Own):
+    """Is compiled without an optimizer: it has one itself."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(x, training=True) - y) ** 2)
+        weights = self.trainable_variables
+        self.mine.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=IDS)
+def test_what_is_frozen_trains_on_until_compile(axes: dict[str, int]) -> None:
+    """As Keras has it, whose traced step stays: whichever optimizer the step applies."""
+    models = pair(axes, Apart)
+    for model in models:
+        model.mine = keras.optimizers.Adam(0.01)
+        model.compile(optimizer=None)
+        kernels = [model.get_layer("up").kernel.numpy()]
+        for n in range(3):
+            if n == 2:
+                model.compile(optimizer=None)
+            model.fit(*batch(), batch_size=4, verbose=0, shuffle=False)
+            model.get_layer("up").trainable = False
+            kernels.append(model.get_layer("up").kernel.numpy())
+        changed = [not np.array_equal(*both) for both in itertools.pairwise(kernels)]
+        assert changed == [True, True, False]
     same(models)
 
 

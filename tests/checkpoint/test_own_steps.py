@@ -202,3 +202,36 @@ def test_a_model_that_its_first_batch_cuts_is_not_placed_before(tmp_path: Path) 
     for one, other in zip(staged.second.variables, plain.second.variables, strict=True):
         np.testing.assert_array_equal(one.numpy(), other.numpy())
     staged.fit(x, x, batch_size=8, verbose=0)
+
+
+class Tempered(Adversaries):
+    """Has an optimizer for a variable that it does not know as its own."""
+
+    def compile(self, **options: Any) -> None:
+        super().compile(**options)
+        self.t_optimizer = keras.optimizers.Adam(0.1)
+
+    def train_step(self, real: Any) -> dict[str, Any]:
+        (heat,) = HEAT
+        with tf.GradientTape() as tape:
+            far = (heat - 2.0) ** 2
+        self.t_optimizer.apply([tape.gradient(far, heat.value)], [heat])
+        return super().train_step(real)
+
+
+HEAT: list[keras.Variable] = []
+
+
+@pytest.mark.parametrize("mesh", ["", "data 4, level 3"])
+def test_an_optimizer_of_what_no_model_has_is_told(mesh: str, tmp_path: Path) -> None:
+    HEAT[:] = [keras.Variable(1.0, name="heat")]
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(0)
+        models.append(placed(Tempered(), mesh))
+        models[-1].compile(**two_optimizers())
+    train(models[0], 1)
+    with pytest.warns(UserWarning, match=r"of the model's own weights.*t_optimizer = Adam.*heat"):
+        kdist.checkpoint.save(models[0], tmp_path)
+    kdist.checkpoint.restore(models[1], tmp_path)
+    check(*models)

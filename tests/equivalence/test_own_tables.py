@@ -156,6 +156,28 @@ class Tied(keras.Model):
         return {"loss": loss}
 
 
+class Inside(keras.Model):
+    """Its step calls it in a function, of which TensorFlow prepares the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.flat = layers.Embedding(9, 8, name="words"), layers.Flatten()
+        self.up, self.down = layers.Dense(8, "tanh", name="up"), layers.Dense(3, name="down")
+        self.far = tf.function(self.loss_of)
+
+    def call(self, ids: Any) -> Any:
+        return self.down(self.up(self.flat(self.words(ids))))
+
+    def loss_of(self, ids: Any, y: Any) -> Any:
+        return ops.mean(ops.square(self(ids, training=True) - y))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = self.far(*data)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return {"loss": loss}
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A model, how it is compiled, what it learns from."""
@@ -182,6 +204,7 @@ ZOO = {
     "clicks": Case(clicks, _both, lambda: keras.optimizers.Adagrad(0.1)),
     "clicks, penalty": Case(lambda: clicks(embeddings_regularizer="l2"), _both),
     "tied": Case(Tied),
+    "in a function": Case(Inside),
 }
 
 
@@ -221,6 +244,7 @@ DEFAULT = {
     "alike": ("host, data 3",),
     "clicks": ("host, data 2 x model 2, level 3",),
     "tied": ("split, data 2 x model 2",),
+    "in a function": ("host, data 3", "host, model 2, recompute"),
 }
 
 
