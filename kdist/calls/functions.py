@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist._compat import keras_models, keras_trainer
+from kdist._compat import keras_models, keras_seeds, keras_trainer
 from kdist.calls.arguments import CallArguments
 from kdist.program.blocks import named
 from kdist.program.program import Program
@@ -109,14 +109,14 @@ class CalledProgram(Program):
 
     def __init__(self, program: Program, call: Callable, arguments: CallArguments) -> None:
         super().__init__(program.model, program.add_loss_mean)
-        self.state = program.state
+        self.state, self.unseeded = program.state, program.unseeded
         self._called, self._arguments = call, arguments
 
     def _call(self, x: Any, training: bool) -> Any:
         rows, masks, *others = x
         unknown = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in self._arguments.shared]
         args, kwargs = self._arguments.filled(rows, masks, *(others or [unknown]))
-        with named(None):
+        with named(None), keras_seeds.drawing_from(self.unseeded):
             return self._called(*args, **kwargs)
 
 
@@ -280,9 +280,7 @@ def used_by(layer: keras.Layer, program: Program) -> tuple[list[int], list[keras
     mine = {id(v) for v in layer.variables}
     for one in keras_models.flat_layers(layer):
         mine |= {id(v) for metric in getattr(one, "metrics", []) for v in metric.variables}
-    unseeded = keras_trainer.unseeded_generator()
-    if unseeded is not None:
-        mine.add(id(unseeded))
+    mine.add(id(program.unseeded.state))
     state = program.state
     trainable = [i for i, v in enumerate(state.trainable) if id(v) in mine]
     return trainable, [v for v in state.carried if id(v) in mine]

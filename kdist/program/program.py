@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kdist._compat import keras_models, keras_trainer
+from kdist._compat import keras_models, keras_seeds, keras_trainer
 from kdist.config.recompute_blocks import Blocks
 from kdist.program.blocks import named
 from kdist.program.eager_look_ups import EagerLookUps
@@ -43,6 +43,7 @@ class Program:
     Attributes:
         blocks: Layers that run again in the backward pass; None where nobody asks.
         tables: Those of which rows are fetched.
+        unseeded: The generator that random operations without a seed draw from.
         padded: Pads ragged and sparse ids before a step, where it has to know sizes.
     """
 
@@ -50,6 +51,7 @@ class Program:
         self.model = model
         self.blocks: Blocks | None = None
         self.add_loss_mean = add_loss_mean
+        self.unseeded = keras_seeds.make_unseeded_generator()
         self.state = ModelState.of(model)
         self.trained = Traced()
         self.tested = Traced()
@@ -333,7 +335,7 @@ class Program:
         return ForwardScope(mapping, trainable, rows, self.tables.layers)
 
     def _call(self, x: Any, training: bool) -> Any:
-        with named(self.blocks):
+        with named(self.blocks), keras_seeds.drawing_from(self.unseeded):
             if self.model._call_has_training_arg:
                 return self.model(x, training=training)
             return self.model(x)
