@@ -9,6 +9,7 @@ from typing import Any
 from kdist._compat import keras_models, keras_seeds, keras_trainer
 from kdist.calls.arguments import CallArguments
 from kdist.program.blocks import named
+from kdist.program.logits import logits_of
 from kdist.program.program import Program
 from kdist.program.traced import Traced
 from kdist.program.vjp import CapturesVariables, PureFunction, differentiable
@@ -68,12 +69,14 @@ class Made:
 
     Attributes:
         outputs: What the layer returns.
+        logits: Those of some flat outputs, by position; see `kdist.program.logits`.
         added: What its layers gave to `add_loss`.
         masks: The Keras mask, or None, of each flat output.
         updated: New values of the state that it wrote.
     """
 
     outputs: Any
+    logits: dict[int, Any]
     added: list[Any]
     masks: list[Any]
     updated: list[Any]
@@ -89,12 +92,12 @@ class Made:
 
     @property
     def _parts(self) -> list[Any]:
-        return [self.outputs, self.added, self.masks, self.updated]
+        return [self.outputs, self.logits, self.added, self.masks, self.updated]
 
     @property
     def count(self) -> int:
-        """How many tensors the layer returned or added."""
-        return len(leaves([self.outputs, self.added]))
+        """How many tensors the layer returned or added, logits of what it returned too."""
+        return len(leaves([self.outputs, self.logits, self.added]))
 
 
 class CalledProgram(Program):
@@ -264,6 +267,7 @@ class CallFunctions:
         written = [id(state.written[i]) for i in self.updated]
         self.example = Made(
             keras.tree.map_structure(tf.convert_to_tensor, outputs),
+            logits_of(outputs),
             [ops.sum(value) for value in values],
             self.program.masks_of(outputs),
             [self.backend.like(now, before[key]) for key, now in zip(written, updated)],

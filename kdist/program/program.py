@@ -17,6 +17,7 @@ from kdist.program.blocks import named
 from kdist.program.eager_look_ups import EagerLookUps
 from kdist.program.fetched_tables import FetchedTables, LookedUp
 from kdist.program.forward_scope import ForwardScope
+from kdist.program.logits import attach_logits, logits_among, logits_of, with_logits
 from kdist.program.look_ups import TableRows
 from kdist.program.loss import CountedLoss, SharedLoss, TermKind, added_parts, term_kinds
 from kdist.program.loss_parts import collected, penalty_name
@@ -209,7 +210,7 @@ class Program:
             "loss_parts": collected(extra),
             "updated": self.collect_updates(scope, self.traced(training)),
             "outputs": outputs,
-            "masks": self.masks_of(outputs),
+            "masks": with_logits(self.masks_of(outputs), logits_of(outputs)),
         }
 
     def compiled_loss(
@@ -266,7 +267,8 @@ class Program:
             params: Values of the trainable variables.
             carried: Values of `ModelState.carried`, as the forward pass got them.
             x: Inputs of this replica.
-            cotangents: Gradient of the loss with respect to each flat output; None without one.
+            cotangents: Gradient of the loss with respect to each flat output, and then to the
+                logits that there are; None without one.
             added: The same for each `add_loss` value.
 
         Returns:
@@ -275,7 +277,7 @@ class Program:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(params)
             outputs, scope = self.forward(params, carried, x, training=True)
-            made = keras.tree.flatten(outputs)
+            made = [*keras.tree.flatten(outputs), *logits_of(outputs).values()]
             made += [ops.sum(value) for value in keras_trainer.add_loss_values(scope)]
         pairs = [(t, c) for t, c in zip(made, (*cotangents, *added)) if c is not None]
         if not pairs:
@@ -295,7 +297,7 @@ class Program:
             traced.drawn = drawing(tf.compat.v1.get_default_graph())
         return {
             "outputs": outputs,
-            "masks": self.masks_of(outputs),
+            "masks": with_logits(self.masks_of(outputs), logits_of(outputs)),
             "added": [ops.sum(value) for value in added],
             "terms": [],
             "updated": self.collect_updates(scope, traced),
@@ -381,7 +383,8 @@ class Program:
 
 
 def attach_masks(outputs: Any, masks: Sequence[Any]) -> Any:
-    """Puts the masks that a program returned back on its outputs, and returns these."""
+    """Puts masks and logits that a program returned back on its outputs, and returns these."""
+    attach_logits(outputs, logits_among(masks))
     for leaf, mask in zip(keras.tree.flatten(outputs), masks):
         if mask is not None:
             keras_trainer.set_mask(leaf, mask)
