@@ -13,6 +13,7 @@ from typing import Any
 
 from kdist._compat.custom_gradients import asked_by_graph
 from kdist._compat.function_graphs import in_vectorized_loop
+from kdist._compat.keras_signals import Signal
 from kdist.calls.anchors import handle_of
 from kdist.calls.functions import CallFunctions, Given
 from kdist.calls.tables import CallRows
@@ -40,7 +41,7 @@ def ranked(tensor: Any, known: Any) -> Any:
     return tensor
 
 
-class NotOverMesh(Exception):
+class NotOverMesh(Signal):
     """Someone asks of a call what has no way over the mesh.
 
     Args:
@@ -49,17 +50,13 @@ class NotOverMesh(Exception):
         calls: Who called it; see `kdist.calls.layer_calls`.
     """
 
-    ag_pass_through = True  # AutoGraph would make it another exception
-
     def __init__(self, what: str, layer: keras.Layer, calls: Any) -> None:
         super().__init__(f"{what}, through layer {layer.path or layer.name!r}")
         self.layer, self.calls = layer, calls
 
 
-class EveryGradient(Exception):
+class EveryGradient(Signal):
     """Someone asks by `tf.gradients`, which may want those that no tape of the step knows."""
-
-    ag_pass_through = True
 
 
 class OverMesh:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist._compat.function_graphs import is_variable
+from kdist._compat.keras_signals import Signal
 from kdist.dtensor import limits, relayout, sizes
 from kdist.dtensor.body import Body
 from kdist.dtensor.collectives import CannotStitch
@@ -33,7 +34,7 @@ ALL = 1 - 1e-9
 GRADIENT_OF_RELAYOUT = "RelayoutLike"
 
 
-class CannotExpand(Exception):
+class CannotExpand(Signal):
     """The program cannot run over the inner axes; carries what of it.
 
     Args:
@@ -41,21 +42,17 @@ class CannotExpand(Exception):
         of_batch: Whether it is about one kind of batch, and others may do.
     """
 
-    ag_pass_through = True  # AutoGraph would make it another exception
-
     def __init__(self, what: str, *, of_batch: bool = False) -> None:
         super().__init__(what)
         self.of_batch = of_batch
 
 
-class Retrace(Exception):
+class Retrace(Signal):
     """The program must be traced again.
 
     Args:
         gather_first: Whether with gradients gathered before they are cut.
     """
-
-    ag_pass_through = True
 
     def __init__(self, *, gather_first: bool = True) -> None:
         super().__init__()
