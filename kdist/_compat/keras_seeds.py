@@ -24,19 +24,30 @@ def unseeded_generator() -> keras.Variable | None:
 
 
 def make_unseeded_generator() -> keras.random.SeedGenerator:
-    """The generator behind random operations without a seed, made where there is none yet.
+    """The generator behind random operations without a seed; a spare one where there is none yet.
 
     It starts as it would if Keras made it now; Python's random numbers go on as if none was drawn.
     """
     before = random.getstate()
-    with tf.init_scope():
+    with tf.init_scope(), drawing_from(unseeded()):
         generator: keras.random.SeedGenerator = seed_generator.global_seed_generator()
     random.setstate(before)
     return generator
 
 
+def unseeded() -> keras.random.SeedGenerator | None:
+    """The generator behind random operations without a seed; None before its first use."""
+    return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+
+
+def adopt(generator: keras.random.SeedGenerator) -> None:
+    """Has random operations without a seed draw from a spare generator, unless they have one."""
+    if unseeded() is None:
+        global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, generator)
+
+
 @contextlib.contextmanager
-def drawing_from(generator: keras.random.SeedGenerator) -> Iterator[None]:
+def drawing_from(generator: keras.random.SeedGenerator | None) -> Iterator[None]:
     """Meanwhile, random operations without a seed draw from this generator."""
     name = seed_generator.GLOBAL_SEED_GENERATOR
     before = global_state.get_global_attribute(name)

@@ -19,7 +19,8 @@ def chance_kept() -> Iterator[None]:
     generator = keras_seeds.unseeded_generator() if tf.executing_eagerly() else None
     unseeded = None if generator is None else tf.identity(generator.value)
     try:
-        yield
+        with keras_seeds.drawing_from(keras_seeds.unseeded()):
+            yield
     finally:
         if generator is not None:
             generator.assign(unseeded)

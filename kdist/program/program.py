@@ -53,7 +53,8 @@ class Program:
         self.blocks: Blocks | None = None
         self.add_loss_mean = add_loss_mean
         self.unseeded = keras_seeds.make_unseeded_generator()
-        self.state = ModelState.of(model)
+        with keras_seeds.drawing_from(self.unseeded):
+            self.state = ModelState.of(model)
         self.trained = Traced()
         self.tested = Traced()
         self.eager = EagerLookUps()
@@ -364,6 +365,8 @@ class Program:
                 or each replica's.
         """
         refuse_unlisted_writes(self.model.name)
+        if id(self.unseeded.state) in scope.written:
+            keras_seeds.adopt(self.unseeded)
         listed = {id(v) for v in self.state.written}
         lost = [v.path for key, v in scope.written.items() if key not in listed]
         if lost:

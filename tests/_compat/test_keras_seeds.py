@@ -29,9 +29,20 @@ def test_make_unseeded_generator() -> None:
     before = random.getstate()
     generator = keras_seeds.make_unseeded_generator()
     assert random.getstate() == before
-    assert keras_seeds.unseeded_generator() is generator.state
+    assert keras_seeds.unseeded() is None
+    keras_seeds.adopt(generator)
+    assert keras_seeds.unseeded() is generator
     assert keras_seeds.make_unseeded_generator() is generator
     np.testing.assert_array_equal(keras.random.normal((2,)), expected)
+
+
+def test_unseeded_and_adopt() -> None:
+    keras.utils.set_random_seed(3)
+    assert keras_seeds.unseeded() is None
+    first, second = keras.random.SeedGenerator(5), keras.random.SeedGenerator(6)
+    keras_seeds.adopt(first)
+    keras_seeds.adopt(second)
+    assert keras_seeds.unseeded() is first
 
 
 def test_drawing_from() -> None:
