@@ -19,7 +19,6 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope, in_sta
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses import losses as keras_losses
 from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.trainers.compile_utils import CompileLoss, MetricsList
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
@@ -37,12 +36,6 @@ __all__ = [
 KEY = "_kdist_key"
 """The identity under which optimizers know a view (see `kdist.storage.variables`); it stays when
 the variable's bytes move."""
-
-
-def unseeded_generator() -> keras.Variable | None:
-    """State of the generator behind random operations without a seed; None before its first use."""
-    generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
-    return None if generator is None else generator.state
 
 
 def get_mask(tensor: Any) -> Any:

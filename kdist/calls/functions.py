@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist._compat import keras_models, keras_trainer
+from kdist._compat import keras_models, keras_seeds, keras_trainer
 from kdist.calls.arguments import CallArguments
 from kdist.program.blocks import named
+from kdist.program.logits import logits_of
 from kdist.program.program import Program
 from kdist.program.traced import Traced
 from kdist.program.vjp import CapturesVariables, PureFunction, differentiable
@@ -65,12 +66,14 @@ class Made:
 
     Attributes:
         outputs: What the layer returns.
+        logits: Those of some flat outputs, by position; see `kdist.program.logits`.
         added: What its layers gave to `add_loss`.
         masks: The Keras mask, or None, of each flat output.
         updated: New values of the state that it wrote.
     """
 
     outputs: Any
+    logits: dict[int, Any]
     added: list[Any]
     masks: list[Any]
     updated: list[Any]
@@ -85,12 +88,12 @@ class Made:
 
     @property
     def _parts(self) -> list[Any]:
-        return [self.outputs, self.added, self.masks, self.updated]
+        return [self.outputs, self.logits, self.added, self.masks, self.updated]
 
     @property
     def count(self) -> int:
-        """How many tensors the layer returned or added."""
-        return len(leaves([self.outputs, self.added]))
+        """How many tensors the layer returned or added, logits of what it returned too."""
+        return len(leaves([self.outputs, self.logits, self.added]))
 
 
 class CalledProgram(Program):
@@ -105,14 +108,14 @@ class CalledProgram(Program):
 
     def __init__(self, program: Program, call: Callable, arguments: CallArguments) -> None:
         super().__init__(program.model, program.add_loss_mean)
-        self.state = program.state
+        self.state, self.unseeded = program.state, program.unseeded
         self._called, self._arguments = call, arguments
 
     def _call(self, x: Any, training: bool) -> Any:
         rows, masks, *others = x
         unknown = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in self._arguments.shared]
         args, kwargs = self._arguments.filled(rows, masks, *(others or [unknown]))
-        with named(None):
+        with named(None), keras_seeds.drawing_from(self.unseeded):
             return self._called(*args, **kwargs)
 
 
@@ -260,6 +263,7 @@ class CallFunctions:
         written = [id(state.written[i]) for i in self.updated]
         self.example = Made(
             keras.tree.map_structure(tf.convert_to_tensor, outputs),
+            logits_of(outputs),
             [ops.sum(value) for value in values],
             self.program.masks_of(outputs),
             [self.backend.like(now, before[key]) for key, now in zip(written, updated)],
@@ -276,9 +280,7 @@ def used_by(layer: keras.Layer, program: Program) -> tuple[list[int], list[keras
     mine = {id(v) for v in layer.variables}
     for one in keras_models.flat_layers(layer):
         mine |= {id(v) for metric in getattr(one, "metrics", []) for v in metric.variables}
-    unseeded = keras_trainer.unseeded_generator()
-    if unseeded is not None:
-        mine.add(id(unseeded))
+    mine.add(id(program.unseeded.state))
     state = program.state
     trainable = [i for i, v in enumerate(state.trainable) if id(v) in mine]
     return trainable, [v for v in state.carried if id(v) in mine]

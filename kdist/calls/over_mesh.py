@@ -21,6 +21,7 @@ from kdist.dtensor.sharded import each
 from kdist.graphs.instantiation import instantiated_cheaply
 from kdist.optimizer.slice_gradients import as_gradient
 from kdist.program.batch import SplitBatch, join
+from kdist.program.logits import with_logits
 from kdist.program.program import attach_masks
 from kdist.program.state import combine
 from kdist.runtime.metrics import join_masks
@@ -266,6 +267,7 @@ class OverMesh:
             (layer or self.layer).add_loss(total)
 
     def _joined(self) -> Any:
-        """The layer's outputs for the whole batch, with their masks."""
-        masks = join_masks([made.masks for made in self._made], self.batch)
+        """The layer's outputs for the whole batch, with their masks and logits."""
+        marks = [with_logits(made.masks, made.logits) for made in self._made]
+        masks = join_masks(marks, self.batch)
         return attach_masks(join([made.outputs for made in self._made], self.batch.counts), masks)

@@ -59,6 +59,8 @@ class _Program:
             return
         order = self._order(back)
         by, rank = _turn(order), len(order)
+        if not before and by - 1 == rank - by and self._is_constant(move):
+            return  # turned by one less before, in the constant: both ways back are the same
         if not before or by not in (before + 1, rank - before):
             raise CannotStitch(f"an all-to-all of a form that is not known ({move.name})")
         if by != rank - before:
@@ -104,6 +106,12 @@ class _Program:
             made = None if blocks is None else (blocks, int(order[0]))
             node = self._made(blocks, "Transpose", move)
         return _turn(self._order(node)), made
+
+    def _is_constant(self, move: Any) -> bool:
+        """Whether it moves parts of a constant of one value, turned round while lowering."""
+        given = self._made(move, "Reshape") or move
+        source = self.nodes.get(node_of(given.input[0]))
+        return source is not None and source.op == "Const"
 
     def _turned_after(self, move: Any) -> Any:
         """What turns dims back; None if they are not."""

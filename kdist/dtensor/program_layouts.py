@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kdist._compat import keras_trainer
+from kdist._compat import keras_logits, keras_trainer
 from kdist.dtensor import limits, relayout
 from kdist.dtensor.model_layouts import ModelLayouts
 from kdist.dtensor.partial_sums import summand
@@ -180,6 +180,9 @@ def loss_view() -> Callable[[Any], Any] | None:
         seen = whole_in_program(tensor)
         if keras_trainer.get_mask(tensor) is not None:
             keras_trainer.set_mask(seen, keras_trainer.get_mask(tensor))
+        logits = keras_logits.get_logits(tensor)
+        if logits is not None:
+            keras_logits.set_logits(seen, whole_in_program(logits))
         return seen
 
     return lambda outputs: keras.tree.map_structure(whole, outputs)

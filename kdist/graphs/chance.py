@@ -6,7 +6,7 @@ import contextlib
 import random
 from collections.abc import Iterator
 
-from kdist._compat import keras_trainer
+from kdist._compat import keras_seeds
 
 import numpy as np
 import tensorflow as tf
@@ -16,10 +16,11 @@ import tensorflow as tf
 def chance_kept() -> Iterator[None]:
     """Meanwhile, random numbers may be drawn; then Python, NumPy and Keras go on as if none was."""
     python, numpy = random.getstate(), np.random.get_state()
-    generator = keras_trainer.unseeded_generator() if tf.executing_eagerly() else None
+    generator = keras_seeds.unseeded_generator() if tf.executing_eagerly() else None
     unseeded = None if generator is None else tf.identity(generator.value)
     try:
-        yield
+        with keras_seeds.drawing_from(keras_seeds.unseeded()):
+            yield
     finally:
         if generator is not None:
             generator.assign(unseeded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kdist._compat import keras_trainer
+from kdist._compat import keras_seeds, keras_trainer
 
 import keras
 
@@ -37,7 +37,7 @@ class ModelState:
             if id(v) not in known:
                 known.add(id(v))
                 (fixed if id(v) in weights else seeds).append(v)
-        unseeded = keras_trainer.unseeded_generator()
+        unseeded = keras_seeds.unseeded_generator()
         if unseeded is not None and id(unseeded) not in known:
             seeds.append(unseeded)
         metrics: list[keras.Variable] = []

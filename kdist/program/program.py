@@ -11,12 +11,13 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kdist._compat import keras_models, keras_trainer
+from kdist._compat import keras_models, keras_seeds, keras_trainer
 from kdist.config.recompute_blocks import Blocks
 from kdist.program.blocks import named
 from kdist.program.eager_look_ups import EagerLookUps
 from kdist.program.fetched_tables import FetchedTables, LookedUp
 from kdist.program.forward_scope import ForwardScope
+from kdist.program.logits import attach_logits, logits_among, logits_of, with_logits
 from kdist.program.look_ups import TableRows
 from kdist.program.loss import CountedLoss, SharedLoss, TermKind, added_parts, term_kinds
 from kdist.program.loss_parts import collected, penalty_name
@@ -43,6 +44,7 @@ class Program:
     Attributes:
         blocks: Layers that run again in the backward pass; None where nobody asks.
         tables: Those of which rows are fetched.
+        unseeded: The generator that random operations without a seed draw from.
         padded: Pads ragged and sparse ids before a step, where it has to know sizes.
     """
 
@@ -50,7 +52,9 @@ class Program:
         self.model = model
         self.blocks: Blocks | None = None
         self.add_loss_mean = add_loss_mean
-        self.state = ModelState.of(model)
+        self.unseeded = keras_seeds.make_unseeded_generator()
+        with keras_seeds.drawing_from(self.unseeded):
+            self.state = ModelState.of(model)
         self.trained = Traced()
         self.tested = Traced()
         self.eager = EagerLookUps()
@@ -207,7 +211,7 @@ class Program:
             "loss_parts": collected(extra),
             "updated": self.collect_updates(scope, self.traced(training)),
             "outputs": outputs,
-            "masks": self.masks_of(outputs),
+            "masks": with_logits(self.masks_of(outputs), logits_of(outputs)),
         }
 
     def compiled_loss(
@@ -264,7 +268,8 @@ class Program:
             params: Values of the trainable variables.
             carried: Values of `ModelState.carried`, as the forward pass got them.
             x: Inputs of this replica.
-            cotangents: Gradient of the loss with respect to each flat output; None without one.
+            cotangents: Gradient of the loss with respect to each flat output, and then to the
+                logits that there are; None without one.
             added: The same for each `add_loss` value.
 
         Returns:
@@ -273,7 +278,7 @@ class Program:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(params)
             outputs, scope = self.forward(params, carried, x, training=True)
-            made = keras.tree.flatten(outputs)
+            made = [*keras.tree.flatten(outputs), *logits_of(outputs).values()]
             made += [ops.sum(value) for value in keras_trainer.add_loss_values(scope)]
         pairs = [(t, c) for t, c in zip(made, (*cotangents, *added)) if c is not None]
         if not pairs:
@@ -293,7 +298,7 @@ class Program:
             traced.drawn = drawing(tf.compat.v1.get_default_graph())
         return {
             "outputs": outputs,
-            "masks": self.masks_of(outputs),
+            "masks": with_logits(self.masks_of(outputs), logits_of(outputs)),
             "added": [ops.sum(value) for value in added],
             "terms": [],
             "updated": self.collect_updates(scope, traced),
@@ -333,7 +338,7 @@ class Program:
         return ForwardScope(mapping, trainable, rows, self.tables.layers)
 
     def _call(self, x: Any, training: bool) -> Any:
-        with named(self.blocks):
+        with named(self.blocks), keras_seeds.drawing_from(self.unseeded):
             if self.model._call_has_training_arg:
                 return self.model(x, training=training)
             return self.model(x)
@@ -360,6 +365,8 @@ class Program:
                 or each replica's.
         """
         refuse_unlisted_writes(self.model.name)
+        if id(self.unseeded.state) in scope.written:
+            keras_seeds.adopt(self.unseeded)
         listed = {id(v) for v in self.state.written}
         lost = [v.path for key, v in scope.written.items() if key not in listed]
         if lost:
@@ -379,7 +386,8 @@ class Program:
 
 
 def attach_masks(outputs: Any, masks: Sequence[Any]) -> Any:
-    """Puts the masks that a program returned back on its outputs, and returns these."""
+    """Puts masks and logits that a program returned back on its outputs, and returns these."""
+    attach_logits(outputs, logits_among(masks))
     for leaf, mask in zip(keras.tree.flatten(outputs), masks):
         if mask is not None:
             keras_trainer.set_mask(leaf, mask)

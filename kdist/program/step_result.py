@@ -23,7 +23,7 @@ class SliceResult:
         gradients: Of the connected variables; its form is the runner's, which reads it.
         updated: New values of the state that was written.
         outputs: The model's outputs for its rows; None where nobody wants them.
-        masks: The mask of each flat output, or None.
+        masks: The mask of each flat output, or None, and then the logits of each, or None.
         added: Values of `add_loss`, of a pass without a loss.
     """
 

@@ -17,6 +17,7 @@ from kdist.pipeline.instructions import (
     Instruction,
 )
 from kdist.program.batch import join
+from kdist.program.logits import with_logits
 from kdist.program.loss_parts import LossParts, collected, merged, penalty_name
 from kdist.program.step_result import SliceResult
 from kdist.runtime.added_rows import AddedRows
@@ -314,22 +315,24 @@ class Flow:
         return None if tensor is None else tensor.whole(self.last)
 
     def _outputs(self) -> tuple[Any, list[Any]]:
-        """The model's outputs for the rows of the replica's part, and their masks."""
+        """The model's outputs for the rows of the replica's part, their masks and logits."""
         counts = self.micro.joined_rows(self.replica)
         outputs = [keras.tree.map_structure(self._whole, r.outputs) for r in self._results]
         masks = []
         for column in zip(*(r.output_masks for r in self._results)):
             found = [self._whole(mask) for mask in column]
             masks.append(None if found[0] is None else join(found, counts))
-        return join(outputs, counts), masks
+        joined, logits = join(outputs, counts)
+        return joined, with_logits(masks, logits)
 
     def collected(self, i: int) -> SliceResult:
         """What a loss over the whole batch takes of micro-batch `i`; see `Program.collect`."""
         result = self._results[i]
         stages = range(len(self.functions[i]))
+        outputs, logits = keras.tree.map_structure(self._whole, result.outputs)
         return SliceResult(
-            outputs=keras.tree.map_structure(self._whole, result.outputs),
-            masks=[self._whole(mask) for mask in result.output_masks],
+            outputs=outputs,
+            masks=with_logits([self._whole(mask) for mask in result.output_masks], logits),
             added=[self._whole(value) for n in stages for value in self._added[n, i]],
         )
 

@@ -19,6 +19,7 @@ from kdist.optimizer.gradients import GradientSource
 from kdist.optimizer.reduction import Reduction
 from kdist.program.batch import SplitBatch, join
 from kdist.program.forward_scope import ForwardScope
+from kdist.program.logits import logits_among
 from kdist.program.loss_parts import LossParts, compute_loss
 from kdist.program.program import attach_masks
 from kdist.program.state import combined
@@ -47,7 +48,10 @@ class WholeLossStep(Step):
         if self.program.trained.drawn:
             self.parallel.warn_once(_other_draws(self.program.trained.drawn))
         results = collected.results
-        outputs = [keras.tree.flatten(part.outputs) for part in collected.parts]
+        outputs = [
+            [*keras.tree.flatten(part.outputs), *logits_among(part.masks).values()]
+            for part in collected.parts
+        ]
         added = [part.added for part in collected.parts]
         with tf.device(self.runner.devices[0]):
             state = self._state_after(batch, results, training=True)

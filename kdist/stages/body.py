@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from kdist._compat import keras_models, keras_trainer
 from kdist.program.forward_scope import ForwardScope
+from kdist.program.logits import logits_of
 from kdist.program.loss import added_parts
 from kdist.program.loss_parts import LossParts, collected
 from kdist.program.program import Program
@@ -122,7 +123,7 @@ class StageOutput:
         loss: Its part of the loss, if it has one.
         added: What its layers gave to `add_loss`, if the loss is one over the whole batch.
         terms: On the last virtual stage, its part of each compiled loss.
-        outputs: There, the model's outputs.
+        outputs: There, the model's outputs, and the logits of some of them, by position.
         output_masks: And the mask, or None, of each flat one.
         state: New values of the state that it wrote, by identity of the variable.
         loss_parts: What its layers added to the loss, by name; see `kdist.program.loss_parts`.
@@ -300,12 +301,13 @@ class StageBody:
             return result
         described = self.staged.described
         flat = [table[name] for name in described.outputs]
-        result.outputs = keras_models.model_outputs(self.staged.functional, flat)
-        result.output_masks = self.program.masks_of(result.outputs)
-        self._regularize(result.outputs)
+        outputs = keras_models.model_outputs(self.staged.functional, flat)
+        result.outputs = outputs, logits_of(outputs)
+        result.output_masks = self.program.masks_of(outputs)
+        self._regularize(outputs)
         if given.loss is not None:
             y, sample_weight, shares = given.loss
-            seen = self.backend.seen(result.outputs)
+            seen = self.backend.seen(outputs)
             value, terms = self.program.compiled_loss(
                 seen, y, sample_weight, shares, given.rows_share
             )

@@ -245,17 +245,6 @@ def test_private_strategy():
         assert variable.device.endswith("CPU:1")
 
 
-def test_unseeded_generator() -> None:
-    keras.utils.clear_session(free_memory=False)
-    assert keras_trainer.unseeded_generator() is None
-    keras.random.normal((1,))
-    state = keras_trainer.unseeded_generator()
-    assert state is not None
-    before = keras.ops.convert_to_numpy(state).copy()
-    keras.random.normal((1,))
-    assert not np.array_equal(before, keras.ops.convert_to_numpy(state))
-
-
 def test_is_stateless() -> None:
     assert not keras_trainer.is_stateless()
     with keras.StatelessScope():

@@ -64,6 +64,22 @@ def test_a_move(rank: int, begin: int, end: int, count: int, sizes: tuple[int, .
     np.testing.assert_array_equal(whole(gradient), weights)
 
 
+@pytest.mark.parametrize(("begin", "end"), itertools.permutations(range(3), 2))
+@pytest.mark.parametrize("sizes", [(2, 4, 6), (4, 4, 8)])
+def test_a_move_of_a_constant(begin: int, end: int, sizes: tuple[int, ...]) -> None:
+    """DTensor cuts a constant of one value by itself, and turns it round while lowering."""
+    mesh, _ = inner_mesh(model=2)
+    value = np.random.default_rng(0).normal(size=sizes)
+
+    def function(x: Any) -> Any:
+        ones = dtensor.relayout(tf.ones(sizes, tf.float64), layout(mesh, dims(3, model=begin)))
+        return x * dtensor.relayout(ones, layout(mesh, dims(3, model=end)))
+
+    found, program = run(mesh, function, cut(value, mesh, *dims(3, model=end)))
+    assert "all-to-all" in [one.kind for one in program.collectives]
+    np.testing.assert_array_equal(whole(found), value)
+
+
 def test_moves_of_two_axes_one_after_the_other() -> None:
     mesh, _ = inner_mesh(model=2, expert=2)
     value = np.random.default_rng(0).normal(size=(4, 8, 12, 16))

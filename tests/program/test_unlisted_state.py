@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import kdist
-from kdist._compat import keras_trainer
+from kdist._compat import keras_seeds
 
 import keras
 import numpy as np
@@ -21,6 +21,13 @@ class Noisy(layers.Layer):
 
     def call(self, inputs: Any) -> Any:
         return inputs + keras.random.normal(keras.ops.shape(inputs))
+
+
+class NoisyInTraining(Noisy):
+    """So Keras makes the generator when a step is traced, and not while the model is built."""
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return super().call(inputs) if training else inputs
 
 
 class Remembers(layers.Layer):
@@ -41,28 +48,45 @@ def build(layer: layers.Layer) -> keras.Model:
     )
 
 
-def drawn(axes: dict[str, int] | None) -> tuple[list[np.ndarray], np.ndarray]:
+def drawn(
+    axes: dict[str, int] | None, layer: type[layers.Layer]
+) -> tuple[list[np.ndarray], np.ndarray]:
     """Weights after each of two batches, and the generator's state after them."""
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
-    model = build(Noisy())
+    model = build(layer())
     if axes is not None:
         model = kdist.parallelize(model, config(axes))
     model.compile(keras.optimizers.SGD(0.0), "mse")
     x, y = np.zeros((8, 6)), np.zeros((8, 3))
     losses = [model.train_on_batch(x, y) for _ in range(2)]
-    state = keras_trainer.unseeded_generator()
+    state = keras_seeds.unseeded_generator()
     assert state is not None
     return losses, keras.ops.convert_to_numpy(state)
 
 
 @both_meshes
-def test_noise_without_a_seed_goes_on(axes: dict[str, int]) -> None:
-    _, plain_state = drawn(None)
-    losses, state = drawn(axes)
+@pytest.mark.parametrize("layer", [Noisy, NoisyInTraining])
+def test_noise_without_a_seed_goes_on(axes: dict[str, int], layer: type[layers.Layer]) -> None:
+    _, plain_state = drawn(None, layer)
+    losses, state = drawn(axes, layer)
     # `train_on_batch` gives the mean so far: with the same noise twice, twice the same.
     assert losses[0] != pytest.approx(losses[1], rel=1e-6)
     np.testing.assert_array_equal(state, plain_state)
+
+
+@both_meshes
+def test_another_shape_draws_on_after_the_seed_is_set_again(axes: dict[str, int]) -> None:
+    """Keras's generator of before is still the one that the model's steps draw from."""
+    keras.utils.set_random_seed(1)
+    model = kdist.parallelize(build(NoisyInTraining()), config(axes))
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    x, y = np.zeros((8, 6)), np.zeros((8, 3))
+    losses = [model.train_on_batch(x, y)]
+    keras.utils.set_random_seed(1)
+    model.reset_metrics()
+    losses.append(model.train_on_batch(x[:4], y[:4]))
+    assert np.isfinite(losses).all()
 
 
 @both_meshes

@@ -1,0 +1,55 @@
+"""The generator behind random operations without a seed, as Keras makes and uses it."""
+
+from __future__ import annotations
+
+import random
+
+from kdist._compat import keras_seeds
+
+import keras
+import numpy as np
+
+
+def test_unseeded_generator() -> None:
+    keras.utils.clear_session(free_memory=False)
+    assert keras_seeds.unseeded_generator() is None
+    keras.random.normal((1,))
+    state = keras_seeds.unseeded_generator()
+    assert state is not None
+    before = keras.ops.convert_to_numpy(state).copy()
+    keras.random.normal((1,))
+    assert not np.array_equal(before, keras.ops.convert_to_numpy(state))
+
+
+def test_make_unseeded_generator() -> None:
+    """It draws what Keras would draw, and Python's numbers go on as if it was not made."""
+    keras.utils.set_random_seed(3)
+    expected = keras.ops.convert_to_numpy(keras.random.normal((2,)))
+    keras.utils.set_random_seed(3)
+    before = random.getstate()
+    generator = keras_seeds.make_unseeded_generator()
+    assert random.getstate() == before
+    assert keras_seeds.unseeded() is None
+    keras_seeds.adopt(generator)
+    assert keras_seeds.unseeded() is generator
+    assert keras_seeds.make_unseeded_generator() is generator
+    np.testing.assert_array_equal(keras.random.normal((2,)), expected)
+
+
+def test_unseeded_and_adopt() -> None:
+    keras.utils.set_random_seed(3)
+    assert keras_seeds.unseeded() is None
+    first, second = keras.random.SeedGenerator(5), keras.random.SeedGenerator(6)
+    keras_seeds.adopt(first)
+    keras_seeds.adopt(second)
+    assert keras_seeds.unseeded() is first
+
+
+def test_drawing_from() -> None:
+    generator = keras.random.SeedGenerator(5)
+    expected = keras.ops.convert_to_numpy(keras.random.normal((2,), seed=generator))
+    generator = keras.random.SeedGenerator(5)
+    keras.utils.set_random_seed(3)
+    with keras_seeds.drawing_from(generator):
+        np.testing.assert_array_equal(keras.random.normal((2,)), expected)
+    assert keras_seeds.unseeded_generator() is None
