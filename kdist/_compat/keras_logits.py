@@ -12,17 +12,24 @@ from typing import Any
 import tensorflow as tf
 
 _LOGITS = "_keras_logits"
-_MADE_BY = ("Softmax", "Sigmoid")
+_MADE_BY = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}
+KINDS = (_LOGITS, *_MADE_BY)
+"""How Keras knows logits. Each loss looks for one operation, and takes any that are kept."""
 
 
-def get_logits(tensor: Any) -> Any:
-    """What Keras's cross-entropies take in the place of a tensor, or None."""
-    known = getattr(tensor, _LOGITS, None)
-    if known is not None or not tf.is_symbolic_tensor(tensor):
-        return known
-    return tensor.op.inputs[0] if tensor.op.type in _MADE_BY else None
+def get_logits(tensor: Any) -> tuple[int, Any] | None:
+    """How a tensor's logits are known, an index into `KINDS`, and they; None if it has none."""
+    kept = getattr(tensor, _LOGITS, None)
+    if kept is not None:
+        return 0, kept
+    if not tf.is_symbolic_tensor(tensor) or tensor.op.type not in _MADE_BY:
+        return None
+    return KINDS.index(tensor.op.type), tensor.op.inputs[0]
 
 
-def set_logits(tensor: Any, logits: Any) -> None:
-    """Has Keras's cross-entropies take these in the place of a tensor."""
+def with_logits(tensor: Any, kind: int, logits: Any) -> Any:
+    """The tensor, or its equal, for which Keras finds these logits in this way."""
+    if kind:
+        return _MADE_BY[KINDS[kind]](logits)
     setattr(tensor, _LOGITS, logits)
+    return tensor

@@ -178,11 +178,12 @@ def loss_view() -> Callable[[Any], Any] | None:
         if tensor is None:
             return None
         seen = whole_in_program(tensor)
-        if keras_trainer.get_mask(tensor) is not None:
-            keras_trainer.set_mask(seen, keras_trainer.get_mask(tensor))
         logits = keras_logits.get_logits(tensor)
         if logits is not None:
-            keras_logits.set_logits(seen, whole_in_program(logits))
+            kind, known = logits
+            seen = keras_logits.with_logits(seen, kind, whole_in_program(known))
+        if keras_trainer.get_mask(tensor) is not None:
+            keras_trainer.set_mask(seen, keras_trainer.get_mask(tensor))
         return seen
 
     return lambda outputs: keras.tree.map_structure(whole, outputs)

@@ -16,24 +16,31 @@ import keras
 
 
 def logits_of(outputs: Any) -> dict[int, Any]:
-    """The logits of those flat outputs that have some, by position."""
-    found = map(keras_logits.get_logits, keras.tree.flatten(outputs))
-    return {i: logits for i, logits in enumerate(found) if logits is not None}
+    """The logits of those flat outputs that have some, by position in `with_logits`'s list."""
+    flat = keras.tree.flatten(outputs)
+    found = {}
+    for i, tensor in enumerate(flat):
+        known = keras_logits.get_logits(tensor)
+        if known is not None:
+            found[known[0] * len(flat) + i] = known[1]
+    return dict(sorted(found.items()))
 
 
 def with_logits(masks: Sequence[Any], logits: Mapping[int, Any]) -> list[Any]:
-    """What lies on flat outputs: the mask of each, or None, and then its logits, or None."""
-    return [*masks, *map(logits.get, range(len(masks)))]
+    """What lies on flat outputs: the mask of each, and its logits of each kind; None where not."""
+    return [*masks, *map(logits.get, range(len(keras_logits.KINDS) * len(masks)))]
 
 
 def logits_among(marks: Sequence[Any]) -> dict[int, Any]:
     """The logits among what `with_logits` gave."""
-    logits = marks[len(marks) // 2 :]
+    logits = marks[len(marks) // (1 + len(keras_logits.KINDS)) :]
     return {i: one for i, one in enumerate(logits) if one is not None}
 
 
-def attach_logits(outputs: Any, logits: Mapping[int, Any]) -> None:
-    """Puts logits on the flat outputs of these positions."""
+def attach_logits(outputs: Any, logits: Mapping[int, Any]) -> Any:
+    """The outputs, or their equals, with these logits."""
     flat = keras.tree.flatten(outputs)
     for i, one in logits.items():
-        keras_logits.set_logits(flat[i], one)
+        kind, position = divmod(i, len(flat))
+        flat[position] = keras_logits.with_logits(flat[position], kind, one)
+    return keras.tree.pack_sequence_as(outputs, flat) if logits else outputs

@@ -387,7 +387,7 @@ class Program:
 
 def attach_masks(outputs: Any, masks: Sequence[Any]) -> Any:
     """Puts masks and logits that a program returned back on its outputs, and returns these."""
-    attach_logits(outputs, logits_among(masks))
+    outputs = attach_logits(outputs, logits_among(masks))
     for leaf, mask in zip(keras.tree.flatten(outputs), masks):
         if mask is not None:
             keras_trainer.set_mask(leaf, mask)

@@ -16,7 +16,8 @@ FAR = np.array([[60.0, -60.0]], "float32")
 
 
 @pytest.mark.parametrize(
-    "activation", [keras.activations.softmax, keras.activations.sigmoid, tf.nn.softmax]
+    "activation",
+    [keras.activations.softmax, keras.activations.sigmoid, tf.nn.softmax, tf.nn.sigmoid],
 )
 def test_get_logits(activation: Callable) -> None:
     @tf.function
@@ -24,20 +25,34 @@ def test_get_logits(activation: Callable) -> None:
         assert keras_logits.get_logits(logits) is None
         found = keras_logits.get_logits(activation(logits))
         assert found is not None
-        return found
+        operation = activation.__name__.partition("_")[0].capitalize()
+        assert keras_logits.KINDS[found[0]] in ("_keras_logits", operation)
+        assert bool(found[0]) == (activation in (tf.nn.softmax, tf.nn.sigmoid))
+        return found[1]
 
     np.testing.assert_array_equal(function(tf.constant(FAR)), FAR)
 
 
-def test_set_logits() -> None:
-    """Without them the loss is that of a probability which is clipped."""
+@pytest.mark.parametrize("loss", ["sparse_categorical_crossentropy", "binary_crossentropy"])
+@pytest.mark.parametrize(
+    "activation",
+    [keras.activations.softmax, keras.activations.sigmoid, tf.nn.softmax, tf.nn.sigmoid],
+)
+def test_with_logits(activation: Callable, loss: str) -> None:
+    """Keras starts from them where it would of the tensor itself, and only there."""
 
     @tf.function
-    def function(logits: Any, known: bool) -> Any:
-        seen = tf.identity(keras.activations.softmax(logits))
-        if known:
-            keras_logits.set_logits(seen, logits)
-        return keras.losses.sparse_categorical_crossentropy(tf.constant([1]), seen)
+    def function(logits: Any, joined: bool) -> Any:
+        seen = activation(logits)
+        if joined:
+            seen = keras_logits.with_logits(tf.identity(seen), *keras_logits.get_logits(seen))
+        true = tf.constant([1] if loss.startswith("sparse") else [[0.0, 1.0]])
+        return keras.losses.get(loss)(true, seen)
 
-    np.testing.assert_allclose(function(tf.constant(FAR), True), [120.0], rtol=1e-6)
-    assert function(tf.constant(FAR), False)[0] < 20
+    kept = function(tf.constant(FAR), True)
+    np.testing.assert_allclose(kept, function(tf.constant(FAR), False), rtol=1e-6)
+    softmax = activation.__name__.startswith("softmax")
+    if activation in (tf.nn.softmax, tf.nn.sigmoid) and softmax != loss.startswith("sparse"):
+        assert np.all(kept < 20)  # what a clipped probability gives
+    else:
+        assert np.all(kept > 50)

@@ -96,6 +96,16 @@ def test_loss(axes: Mapping[str, int], activation: Any) -> None:
 
 
 @meshes
+def test_raw_operations(axes: Mapping[str, int]) -> None:
+    """A loss looks for its own operation: it clips what a raw sigmoid of TensorFlow gives."""
+    alike(axes, tf.nn.softmax, Doubled, loss=CROSS)
+    expected = trained(None, (tf.nn.sigmoid, Doubled), loss=CROSS)
+    actual = trained(config(axes), (tf.nn.sigmoid, Doubled), loss=CROSS)
+    for name, value in expected.items():
+        np.testing.assert_allclose(actual[name], value, rtol=1e-9, atol=1e-9, err_msg=name)
+
+
+@meshes
 def test_loss_in_which_rows_meet(axes: Mapping[str, int]) -> None:
     alike(axes, "softmax", loss=coupled)
 
