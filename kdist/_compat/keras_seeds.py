@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import keras
-import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
@@ -27,12 +27,17 @@ def make_unseeded_generator() -> keras.random.SeedGenerator:
     """The generator behind random operations without a seed; a spare one where there is none yet.
 
     It starts as it would if Keras made it now; Python's random numbers go on as if none was drawn.
+    A thread of its own makes it: in a trace TensorFlow refuses variables that it did not have the
+    first time, and a strategy would mirror it.
     """
+    known = unseeded()
+    if known is not None:
+        return known
     before = random.getstate()
-    with tf.init_scope(), drawing_from(unseeded()):
-        generator: keras.random.SeedGenerator = seed_generator.global_seed_generator()
+    seed = seed_generator.make_default_seed()
     random.setstate(before)
-    return generator
+    with ThreadPoolExecutor(1) as alone:
+        return alone.submit(keras.random.SeedGenerator, seed).result()
 
 
 def unseeded() -> keras.random.SeedGenerator | None:

@@ -28,6 +28,8 @@ _WITHOUT_GAIN = {
     "shape_optimization": _OFF,
 }
 """Passes over graphs that are left out, and how often the others run."""
+_OF_REPLICAS = ("constant_folding", "function_optimization")
+"""Without these, constants and what a called function ignores are sent to other devices."""
 _outside: list[bytes] = []
 """How calls are configured outside of the contexts of now, outermost first."""
 
@@ -50,7 +52,7 @@ def instantiated_cheaply(devices: Sequence[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def prepared_cheaply(devices: Sequence[str]) -> Iterator[None]:
+def prepared_cheaply(devices: Sequence[str], *, calls: bool = False) -> Iterator[None]:
     """Meanwhile, functions that are called for the first time are optimized by one pass alone.
 
     The graph of a step has sums and updates for each replica, over inner axes a copy of the model
@@ -61,11 +63,13 @@ def prepared_cheaply(devices: Sequence[str]) -> Iterator[None]:
 
     Args:
         devices: Those that compute, as TensorFlow names them.
+        calls: Each device calls functions, which get and return no more than somebody needs.
     """
     if any(Device.parse(one).kind != "CPU" for one in devices):
         yield
         return
-    with _rewritten(**_WITHOUT_GAIN):
+    left_out = {k: v for k, v in _WITHOUT_GAIN.items() if not (calls and k in _OF_REPLICAS)}
+    with _rewritten(**left_out):
         yield
 
 

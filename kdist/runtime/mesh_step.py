@@ -13,6 +13,7 @@ from typing import Any
 
 from kdist.dtensor import sizes
 from kdist.dtensor.call import CannotExpand, Retrace, signature
+from kdist.graphs.instantiation import prepared_cheaply
 from kdist.program.batch import SplitBatch, leading, split
 from kdist.program.fetched_tables import tensors_of, with_tensors
 from kdist.program.step_result import SliceResult, StepResult
@@ -40,6 +41,10 @@ class MeshStep(Step):
         super().__init__(*args)
         self._gradients = self.by_shape(self._seen_gradients)
         self._apply_whole = tf.function(super().apply_whole, autograph=False)
+
+    def prepared(self) -> contextlib.AbstractContextManager[None]:
+        """See `Step.prepared`."""
+        return prepared_cheaply(self.topology.devices)
 
     @property
     def micro_batches(self) -> int:

@@ -66,7 +66,9 @@ class Step:
     def prepared(self) -> contextlib.AbstractContextManager[None]:
         """Meanwhile, what runs for the first time is prepared as the graph of a step is."""
         devices = self.topology.devices
-        return prepared_cheaply(devices) if len(devices) > 1 else contextlib.nullcontext()
+        if len(devices) == 1:
+            return contextlib.nullcontext()
+        return prepared_cheaply(devices, calls=True)
 
     def train(self, data: Any, known_size: bool = True) -> dict[str, Any]:
         """One training step on a global batch; returns the logs.

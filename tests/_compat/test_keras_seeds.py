@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from kdist._compat import keras_seeds
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 
 def test_unseeded_generator() -> None:
@@ -34,6 +36,21 @@ def test_make_unseeded_generator() -> None:
     assert keras_seeds.unseeded() is generator
     assert keras_seeds.make_unseeded_generator() is generator
     np.testing.assert_array_equal(keras.random.normal((2,)), expected)
+
+
+def test_make_unseeded_generator_in_a_trace() -> None:
+    """Of a second one too, in which TensorFlow refuses new variables."""
+    keras.utils.clear_session(free_memory=False)
+    made = []
+
+    @tf.function
+    def function(x: Any) -> Any:
+        made.append(keras_seeds.make_unseeded_generator())
+        return x + keras.ops.cast(made[-1].state[0], "float32")
+
+    for rows in (1, 2, 3):
+        function(tf.ones((rows,)))
+    assert len(made) > 2 and made[0] is not made[-1]
 
 
 def test_unseeded_and_adopt() -> None:
