@@ -58,8 +58,8 @@ def prepared_cheaply(devices: Sequence[str], *, calls: bool = False) -> Iterator
     The graph of a step has sums and updates for each replica, over inner axes a copy of the model
     for each device, and in a pipeline for each micro-batch; each pass over it takes as long. On CPU
     that which drops needless edges and nodes (`dependency_optimization`) makes a step over inner
-    axes a seventh faster; the others, a fifth to a third of the first step, make no difference. On
-    GPUs they choose data formats, and stay.
+    axes a seventh faster; the others, a seventh to a third of the first step, make no difference.
+    On GPUs they choose data formats, and stay.
 
     Args:
         devices: Those that compute, as TensorFlow names them.
