@@ -22,7 +22,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from . import one_card
+from . import custom_gradients, one_card
 from .part import Part
 from .tiers import function_of, wide
 from .within import REASON, default_first, summary
@@ -114,12 +114,21 @@ def light_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_gradients() -> Iterator[None]:
+    """Frees the models of a file, which TensorFlow would keep."""
+    before = custom_gradients.registered()
+    yield
+    custom_gradients.forget(custom_gradients.registered() - before)
+    gc.unfreeze()
+    collect()
+
+
 def collect() -> None:
     """Collects garbage, and takes what is left out of later collections.
 
-    TensorFlow itself keeps some ten thousand objects of every model that was trained, for ever. A
-    collection looks at all that lives: after five hundred tests it would take a second, longer than
-    most tests take themselves.
+    A collection looks at all that lives: with the objects of some models, which live until their
+    file ends, it would take a second, longer than most tests take themselves.
     """
     gc.collect()
     gc.freeze()

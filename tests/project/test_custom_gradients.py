@@ -1,0 +1,30 @@
+"""Tests leave no models behind in TensorFlow's registry of gradients."""
+
+import gc
+import weakref
+from typing import Any
+
+import tensorflow as tf
+
+from .. import custom_gradients
+
+
+@tf.custom_gradient
+def doubled(x: Any) -> Any:
+    return 2 * x, lambda upstream: 2 * upstream
+
+
+def traced() -> weakref.ref:
+    """The graph of a function that nobody has any more."""
+    return weakref.ref(tf.function(doubled).get_concrete_function(tf.constant(1.0)).graph)
+
+
+def test_a_graph_whose_gradients_are_forgotten_is_gone() -> None:
+    before = custom_gradients.registered()
+    graph = traced()
+    gc.collect()
+    new = custom_gradients.registered() - before
+    assert len(new) == 1 and graph() is not None, "without this `forget` has no use any more"
+    custom_gradients.forget(new)
+    gc.collect()
+    assert custom_gradients.registered() == before and graph() is None
