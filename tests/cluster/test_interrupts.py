@@ -108,10 +108,14 @@ def stopped(tmp_path: Path, script: str, *numbers: int) -> tuple[int, str, str, 
             time.sleep(0.3)
 
     thread = threading.Thread(target=signals)
-    thread.start()
-    code = run.Launch(command, 2, None, tmp_path, Console(file=said, width=200)).run()
-    took = time.monotonic() - since[0]
-    thread.join()
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # one that comes late stops no test
+    try:
+        thread.start()
+        code = run.Launch(command, 2, None, tmp_path, Console(file=said, width=200)).run()
+        took = time.monotonic() - since[0]
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     said.seek(0)
     return code, said.read(), logs[0].read_text(), took
 
