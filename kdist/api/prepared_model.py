@@ -70,7 +70,11 @@ class PreparedModel(FittedModel):
             self.program = self.make_program()
         if kind != "predict" and self.whole_loss:
             self.say_whole_loss()
-        self.study_rows(training=kind == "train")
+        study = self.study_rows(training=kind == "train")
+        if kind != "predict":
+            pipeline = self.config.pipeline
+            cut = pipeline is not None and pipeline.micro_batches > 1
+            study.refuse_squares(self.whole_loss, micro_batches=cut)
         if kind == "train":
             self._make_update()
 

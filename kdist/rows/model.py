@@ -31,6 +31,8 @@ _ROW_BY_ROW = (
     keras.layers.HashedCrossing,
 )
 GLOBAL = 'ParallelConfig(batch_semantics="global")'
+_ASKED = ("set", "use a mesh without `pipe` and set")
+"""How `GLOBAL` is asked for, without and with micro-batches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,8 @@ class ModelStudy:
         moving: Paths of other state that a pass writes, without seeds and metrics: it goes from
             micro-batch to micro-batch.
         constant_ids: Looked up in tables.
+        squares: Outputs with an entry for each row of the batch in another dim than 0, such as
+            similarities of all rows.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -71,6 +75,7 @@ class ModelStudy:
     failed: str = ""
     moving: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     constant_ids: ConstantIds = dataclasses.field(default=ConstantIds(), compare=False)
+    squares: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def lines(self) -> list[str]:
         """All of it, a line each."""
@@ -92,7 +97,7 @@ class ModelStudy:
                 rows.
         """
         rows = "each micro-batch's rows" if micro_batches else "each replica's rows"
-        mesh = "use a mesh without `pipe` and set" if micro_batches else "set"
+        mesh = _ASKED[micro_batches]
         if self.failed:
             return (
                 f"It could not be found out whether rows of a batch meet in this model, "
@@ -108,6 +113,27 @@ class ModelStudy:
             f"Computed on {rows}, and so not as on one device: {told}{rest}. "
             f"To compute over the whole batch, {mesh} {GLOBAL}."
         )
+
+    def refuse_squares(self, whole_loss: str, micro_batches: bool = False) -> None:
+        """Refuses a loss over the whole batch whose outputs cannot be joined from parts of it.
+
+        Args:
+            whole_loss: Why it is one, "" if it is not; of which output, where there are several.
+            micro_batches: See `warning`.
+
+        Raises:
+            ValueError: It is one, and there are `squares`.
+        """
+        met = [one for one in self.squares if "of output" not in whole_loss or one in whole_loss]
+        if whole_loss and met:
+            parts = "micro-batches" if micro_batches else "replicas"
+            raise ValueError(
+                f"{met[0]} has an entry for each row of the batch in each of its rows: "
+                f"what {parts} compute of it does not join to that of the batch, over which the "
+                f"loss is computed. To compute the model over the whole batch, "
+                f"{_ASKED[micro_batches]} {GLOBAL}; or return features of each row and let the "
+                f"loss compare them. Received: {whole_loss}"
+            )
 
 
 def of_micro_batches(study: ModelStudy, count: int) -> str:
@@ -290,7 +316,15 @@ class _Reading:
             tuple(dict.fromkeys(statistics)),
             moving=tuple(self._moving()),
             constant_ids=self.analysis.constant_ids,
+            squares=tuple(self._squares()),
         )
+
+    def _squares(self) -> Iterator[str]:
+        for name, tensor in zip(self.names, self.analysis.tensors):
+            kind, _, number = name.partition(":")
+            shape = () if tensor is None or not tensor.shape.rank else tensor.shape
+            if kind == "output" and self.analysis.batch in shape[1:]:
+                yield self._name(int(number))
 
     def _moving(self) -> Iterator[str]:
         state = self.program.state
@@ -314,13 +348,16 @@ class _Reading:
         alike = isinstance(value, Const) and value.power == 0 and value.is_flat(0)
         if alike and tensor.shape.rank and tensor.shape[0] == self.analysis.batch:
             return None
-        model = self.program.model
-        names = getattr(keras_models.functional_of(model) or model, "output_names", None) or []
-        name = f"output {names[index]!r}" if index < len(names) else f"output {index}"
-        where = self._where(value, tensor)
+        name, where = self._name(index), self._where(value, tensor)
         if isinstance(value, Linear | Const | Rows):
             return Finding(name, "has no row of its own for each row of the batch", where)
         return Finding(name, "mixes rows", where)
+
+    def _name(self, index: int) -> str:
+        """Of an output."""
+        model = self.program.model
+        names = getattr(keras_models.functional_of(model) or model, "output_names", None) or []
+        return f"output {names[index]!r}" if index < len(names) else f"output {index}"
 
     def _added(self, index: int, value: Value, tensor: Any) -> Finding | None:
         flow, where = flow_of(value), self._where(value, tensor)

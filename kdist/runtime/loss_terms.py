@@ -86,7 +86,7 @@ def loss_terms(model: keras.Model, data: Any) -> tuple[LossTerm, ...]:
                 return keras_trainer.compiled_loss(model)(y, model(x))
 
         keras_trainer.keras_backend.compute_output_spec(look, x, y)
-    several = len(compiled) > 1
+    several = max(len(compiled), len(getattr(model, "outputs", None) or ())) > 1
     return tuple(
         LossTerm(
             f"{one.loss.name!r}" + (f" of output {entry.name!r}" if several else ""),

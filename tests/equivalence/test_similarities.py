@@ -1,0 +1,86 @@
+"""Models that return similarities of all rows of a batch, as CLIP does."""
+
+from typing import Any
+
+import kdist
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+ROWS, WIDTH = 8, 6
+X = np.random.default_rng(0).normal(size=(2, 2 * ROWS, WIDTH))
+Y = np.zeros((2 * ROWS, 1))
+MESHES = ({"data": 2}, {"data": 2, "model": 2})
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+class Similarities(layers.Layer):
+    """Of each row of one tensor to each of another."""
+
+    def call(self, one: Any, other: Any) -> Any:
+        """See `keras.Layer`."""
+        return ops.matmul(one, ops.transpose(other))
+
+
+def contrasted(_: Any, similarities: Any) -> Any:
+    """Each row belongs to that of its own number."""
+    numbers = ops.arange(ops.shape(similarities)[0])
+    return keras.losses.sparse_categorical_crossentropy(numbers, similarities, from_logits=True)
+
+
+def met(_: Any, features: Any) -> Any:
+    """A loss in which rows meet."""
+    return ops.square(features - ops.mean(features, axis=0, keepdims=True))
+
+
+def clip(features: bool = False) -> keras.Model:
+    """Two encoders; returns similarities, and features of the first if asked for."""
+    inputs = [keras.Input((WIDTH,), name=name) for name in ("image", "text")]
+    one, other = (layers.Dense(4, name=f"of_{x.name}")(x) for x in inputs)
+    out = {"similar": Similarities(name="similar")(one, other)}
+    out |= {"features": layers.Identity(name="features")(one)} if features else {}
+    return keras.Model(inputs, out if features else out["similar"])
+
+
+def trained(model: keras.Model, loss: Any) -> tuple[list[float], list[Any]]:
+    model.compile(keras.optimizers.Adam(0.01), loss)
+    given = {"features": Y} if isinstance(loss, dict) else Y
+    history = model.fit(list(X), given, batch_size=ROWS, epochs=2, shuffle=False, verbose=0)
+    return history.history["loss"], [ops.convert_to_numpy(v) for v in model.trainable_variables]
+
+
+def parallel(model: keras.Model, **config: Any) -> keras.Model:
+    return kdist.parallelize(model, kdist.ParallelConfig(**config))
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_similarities_of_parts_are_refused(axes: dict[str, int]) -> None:
+    model = parallel(clip(), mesh=kdist.mesh(**axes))
+    refused = "output 'similar' has an entry for each row of the batch in each of its rows"
+    with pytest.raises(ValueError, match=f'{refused}.* set ParallelConfig.batch_semantics="glo'):
+        trained(model, contrasted)
+
+
+def test_similarities_of_micro_batches_are_refused() -> None:
+    pipeline = kdist.PipelineConfig(micro_batches=2)
+    model = parallel(clip(), mesh=kdist.mesh(pipe=2), pipeline=pipeline)
+    with pytest.raises(ValueError, match="what micro-batches compute .* mesh without `pipe`"):
+        trained(model, contrasted)
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize("loss", [contrasted, {"features": met}], ids=["similar", "features"])
+def test_what_joins_equals_one_device(axes: dict[str, int], loss: Any) -> None:
+    """The refusal's first way; and outputs that a loss does not compare refuse nothing."""
+    several = isinstance(loss, dict)
+    plain = clip(several)
+    whole = {} if several else {"batch_semantics": "global"}
+    model = parallel(keras.models.clone_model(plain), mesh=kdist.mesh(**axes), **whole)
+    model.set_weights(plain.get_weights())
+    (wanted, weights), (found, mine) = trained(plain, loss), trained(model, loss)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-9)
+    for one, other in zip(mine, weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-9)
