@@ -162,7 +162,8 @@ class Plan:
         For gradients that travel compressed see `kdist.plan.exchange`. Rows of embedding
         tables, of gradients or changed by an update, are not among these: see `tables`.
         """
-        axis = self.topology.data_axis or "-"
+        inner = " x ".join(axis for axis, _ in self.topology.inner_axes)
+        axis = self.topology.data_axis or inner or "-"
         counts = {what: Count() for what in ("reduce", "share", "join", "broadcast", "gather")}
         fused = {n for bucket in self.buckets for each in bucket.units for n in each}
         for bucket in self.buckets:

@@ -14,7 +14,7 @@ class Traffic:
         what: "reduce", "share" (sums of compressed gradients, which every replica needs),
             "broadcast", "join" (new rows of several owners meet on one of them, which broadcasts
             the whole) or "gather" (before use, of what is not stored whole).
-        axis: The mesh's data axis, "-" without one.
+        axis: The mesh's data axis; its inner axes where it has none, "-" without either.
         collectives: Operations: one per bucket, or per part outside of buckets.
         messages: Tensors sent from one device to another.
         nbytes: Their bytes.

@@ -117,6 +117,12 @@ def test_one_replica_sends_nothing() -> None:
     assert plan_of(mesh, [placed(mesh, None, "model")]).traffic() == []
 
 
+def test_without_replicas_values_go_over_inner_axes() -> None:
+    mesh = topology(model=2)
+    (one,) = plan_of(mesh, [placed(mesh, None, None)]).traffic()
+    assert (one.what, one.axis, one.messages) == ("broadcast", "model", 1)
+
+
 # -- against what exists and what ran ------------------------------------------------------------
 
 
