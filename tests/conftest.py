@@ -22,7 +22,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from . import custom_gradients, one_card
+from . import kept_memory, one_card
 from .part import Part
 from .tiers import function_of, wide
 from .within import REASON, default_first, summary
@@ -115,13 +115,14 @@ def light_collections() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forgotten_gradients() -> Iterator[None]:
+def kept_no_longer() -> Iterator[None]:
     """Frees the models of a file, which TensorFlow would keep."""
-    before = custom_gradients.registered()
+    before = kept_memory.registered()
     yield
-    custom_gradients.forget(custom_gradients.registered() - before)
+    kept_memory.forget(kept_memory.registered() - before)
     gc.unfreeze()
     collect()
+    kept_memory.give_back()
 
 
 def collect() -> None:

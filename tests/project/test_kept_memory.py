@@ -1,4 +1,4 @@
-"""Tests leave no models behind in TensorFlow's registry of gradients."""
+"""Tests leave no models behind in memory."""
 
 import gc
 import weakref
@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from .. import custom_gradients
+from .. import kept_memory
 
 
 @tf.custom_gradient
@@ -20,11 +20,11 @@ def traced() -> weakref.ref:
 
 
 def test_a_graph_whose_gradients_are_forgotten_is_gone() -> None:
-    before = custom_gradients.registered()
+    before = kept_memory.registered()
     graph = traced()
     gc.collect()
-    new = custom_gradients.registered() - before
+    new = kept_memory.registered() - before
     assert len(new) == 1 and graph() is not None, "without this `forget` has no use any more"
-    custom_gradients.forget(new)
+    kept_memory.forget(new)
     gc.collect()
-    assert custom_gradients.registered() == before and graph() is None
+    assert kept_memory.registered() == before and graph() is None
