@@ -78,14 +78,18 @@ def configured() -> bytes:
 
 @contextlib.contextmanager
 def called_as(config: bytes) -> Iterator[None]:
-    """Meanwhile, this thread's calls of functions are configured so."""
+    """Meanwhile, this thread's calls of functions are configured so.
+
+    What `tf.config` is told within the block, in a step that is traced, stays.
+    """
     running = context.context()
     before = running.function_call_options
-    running.function_call_options = _call_options(config, before.executor_type)
+    running.function_call_options = meanwhile = _call_options(config, before.executor_type)
     try:
         yield
     finally:
-        running.function_call_options = before
+        if running.function_call_options is meanwhile:
+            running.function_call_options = before
 
 
 @functools.lru_cache(maxsize=64)

@@ -47,6 +47,35 @@ def layers_inside(layer: keras.Layer) -> list[keras.Layer]:
     return list(layer._flatten_layers(include_self=False, recursive=False))
 
 
+def held_layers(layer: keras.Layer) -> list[keras.Layer]:
+    """The same as `flat_layers`, without unbuilt ones that no attribute holds any more.
+
+    Keras goes on listing a layer that an attribute has held (`self.head`, of a base class) when
+    another one has taken its place. Nobody will call it.
+    """
+
+    def leaves(value: Any) -> Iterator[Any]:
+        if isinstance(value, dict):
+            value = [*value.values()]
+        if isinstance(value, list | tuple | set | frozenset):
+            for one in value:
+                yield from leaves(one)
+        else:
+            yield value
+
+    found, queue = {id(layer): layer}, [layer]
+    for one in queue:
+        # But for lists of what Keras, and TensorFlow, track.
+        names = [name for name in vars(one) if name != "_layers" and not name.startswith("_self_")]
+        held = {id(leaf) for name in names for leaf in leaves(vars(one)[name])}
+        for inner in layers_inside(one):
+            kept = inner.built or id(inner) in held or isinstance(one, keras.Sequential)
+            if kept and id(inner) not in found:
+                found[id(inner)] = inner
+                queue.append(inner)
+    return list(found.values())
+
+
 def layers_of(node: Any) -> list[keras.Layer]:
     """The layer that a node calls and all layers inside it; none for an operation."""
     return flat_layers(node.operation) if isinstance(node.operation, keras.Layer) else []

@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from kdist._compat import keras_trainer
+from kdist.program.logits import logits_of, with_logits
+from kdist.program.program import Program, attach_masks
 
 import keras
 import tensorflow as tf
@@ -28,7 +30,8 @@ class CallArguments:
         kinds: Per flat leaf of it, whether it is a tensor with a row per example ("rows"), another
             tensor ("shared"), or something else ("static").
         rows: The tensors with rows.
-        masks: The Keras mask that each of them carries, or None.
+        masks: The Keras mask that each of them carries, or None; then their logits, as
+            `kdist.program.logits.with_logits` lists them.
         shared: Other tensors.
     """
 
@@ -58,7 +61,7 @@ class CallArguments:
         found = {
             kind: [t for t, its in zip(leaves, kinds) if its == kind] for kind in (ROWS, SHARED)
         }
-        masks = [keras_trainer.get_mask(t) for t in found[ROWS]]
+        masks = with_logits(Program.masks_of(found[ROWS]), logits_of(found[ROWS]))
         return cls(structure, leaves, kinds, found[ROWS], masks, found[SHARED])
 
     def sorted_by(self, kinds: Sequence[str]) -> CallArguments:
@@ -87,12 +90,10 @@ class CallArguments:
 
         Args:
             rows: Those with rows.
-            masks: The Keras mask of each, or None.
+            masks: The Keras mask of each, or None, and logits.
             shared: The others.
         """
-        for tensor, mask in zip(rows, masks, strict=True):
-            if mask is not None:
-                keras_trainer.set_mask(tensor, mask)
+        rows = attach_masks(list(rows), masks)
         return self._packed({ROWS: iter(rows), SHARED: iter(shared)})
 
     def _packed(self, given: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:

@@ -29,7 +29,7 @@ class Given:
     Attributes:
         rows: Its rows of the tensors that have rows.
         shared: The other tensors.
-        masks: Its rows of their masks; None where there is none.
+        masks: Its rows of their masks and logits; None where there are none.
         state: Values of the state that the layer uses.
         sources: Positions of the flat tensors that get a gradient.
     """
@@ -51,7 +51,7 @@ class Given:
 
     def differentiated(self, where: Callable[[Any], bool]) -> Given:
         """The same with gradients of the tensors of a kind."""
-        tensors = enumerate(leaves([self.rows, self.shared]))
+        tensors = enumerate(leaves([self.rows, self.shared, self.masks]))
         sources = [i for i, t in tensors if differentiable(t) and where(t)]
         return dataclasses.replace(self, sources=tuple(sources))
 

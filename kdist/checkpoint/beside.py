@@ -1,8 +1,8 @@
 """Optimizers that a step of the user's own applies, beside the one that its model is compiled with.
 
-A model has them as attributes (`self.d_optimizer`), and their names are how a checkpoint knows
-them. Each updates some of the model's weights, which is known once it has been applied: so which
-they are is saved too, for a model that has not trained yet.
+A model has them as attributes (`self.d_optimizer`), or in lists and dicts that are, and their names
+are how a checkpoint knows them. Each updates some of the model's weights, which is known once it
+has been applied: so which they are is saved too, for a model that has not trained yet.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def tell_left_out(model: keras.Model) -> None:
         if id(optimizer) not in known:
             parallel.warn_once(
                 "Checkpoints have the state of the compiled optimizer, and of those that are "
-                "attributes of the model. Make this one an attribute, or its state begins anew: "
+                "attributes of the model, or in a list or dict that is one. Make this one an "
+                "attribute, or its state begins anew: "
                 f"model.second = optimizer. Received: {type(optimizer).__name__} "
                 f"{optimizer.name!r}, applied to weights of {model.name!r}"
             )

@@ -19,6 +19,7 @@ from kdist._compat import dtensor_internals, function_graphs
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.device_number import SHAPES, is_small
 from kdist.graphs.chunks import Chunk, node_of
+from kdist.graphs.instantiation import of_segments
 from kdist.graphs.segments import segments
 
 from tensorflow.core.framework import function_pb2, node_def_pb2
@@ -136,7 +137,7 @@ class Outlined:
         call.attr["f"].func.name = function.name
         call.attr["Tin"].list.type.extend(map(self._stitcher.dtype, body.takes))
         call.attr["Tout"].list.type.extend(map(self._stitcher.dtype, gives))
-        call.attr["config_proto"].s = function_graphs.unoptimized()
+        call.attr["config_proto"].s = of_segments()
         call.attr[SHAPES].list.shape.extend(self._stitcher.shape(one).as_proto() for one in gives)
         self.calls.append(Call(call, tuple(body.takes), tuple(waits)))
 

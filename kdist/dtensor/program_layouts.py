@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kdist._compat import keras_logits, keras_trainer
+from kdist._compat import keras_trainer
 from kdist.dtensor import limits, relayout
 from kdist.dtensor.model_layouts import ModelLayouts
 from kdist.dtensor.partial_sums import summand
+from kdist.program.logits import changed
 from kdist.program.program import Program
 from kdist.program.vjp import differentiable
 from kdist.sharding.dims import Dim, Dims, inner_dims
@@ -177,11 +178,7 @@ def loss_view() -> Callable[[Any], Any] | None:
     def whole(tensor: Any) -> Any:
         if tensor is None:
             return None
-        seen = whole_in_program(tensor)
-        logits = keras_logits.get_logits(tensor)
-        if logits is not None:
-            kind, known = logits
-            seen = keras_logits.with_logits(seen, kind, whole_in_program(known))
+        seen = changed(tensor, whole_in_program)
         if keras_trainer.get_mask(tensor) is not None:
             keras_trainer.set_mask(seen, keras_trainer.get_mask(tensor))
         return seen

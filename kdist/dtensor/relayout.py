@@ -19,6 +19,7 @@ from kdist.config.without_effect import WithoutEffect, uncut_dim
 from kdist.dtensor import sizes
 from kdist.dtensor.lowered import mesh_dim
 from kdist.dtensor.lowering import abstract_mesh
+from kdist.program.logits import changed
 from kdist.sharding.active import laying_out
 from kdist.sharding.dims import Dim, Dims, axes_of, cut_of, inner_dims
 from kdist.sharding.merged_axes import inner_axes_of
@@ -216,7 +217,8 @@ def relayout_active(
             fitting[i] = None
             trace.uncut.append(uncut_dim(what, i, size, count, axes_of(dim)))
     layout = layout_for(trace.mesh, tuple(fitting), trace.topology, what)
-    return relayout(tensor, layout, trace.alltoall)
+    alltoall = trace.alltoall
+    return changed(tensor, lambda value: relayout(value, layout, alltoall))
 
 
 def relayout(tensor: Any, layout: dtensor.Layout, alltoall: bool) -> Any:
@@ -269,7 +271,7 @@ def gradient_rows_only(tensor: Any) -> Any:
     """The same tensor; `rows_only` applies to its gradient."""
     if not _is_cuttable(tensor) or not tensor.dtype.is_floating:
         return tensor
-    return tf.custom_gradient(lambda value: (tf.identity(value), _rows_only))(tensor)
+    return changed(tensor, tf.custom_gradient(lambda value: (tf.identity(value), _rows_only)))
 
 
 def last_dim_cut(tensor: Any, dim: Dim) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from kdist._compat import function_graphs
 from kdist.sharding.device import Device
 
+import tensorflow as tf
 from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
 
 _OFF = RewriterConfig.OFF
@@ -30,8 +32,28 @@ _WITHOUT_GAIN = {
 """Passes over graphs that are left out, and how often the others run."""
 _OF_REPLICAS = ("constant_folding", "function_optimization")
 """Without these, constants and what a called function ignores are sent to other devices."""
-_outside: list[bytes] = []
-"""How calls are configured outside of the contexts of now, outermost first."""
+_CHANGE_RESULTS = (
+    "auto_mixed_precision",
+    "auto_mixed_precision_mkl",
+    "auto_mixed_precision_onednn_bfloat16",
+)
+"""Passes that change what is computed. Who turns one on gets it in what devices call, too."""
+
+
+class _Outside(threading.local):
+    """How a thread's calls are configured outside of its contexts of now, outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[bytes] = []
+
+
+_outside = _Outside()
+
+
+def _results_change() -> bool:
+    """Whether the user has turned on a pass that changes what is computed."""
+    options = tf.config.optimizer.get_experimental_options()
+    return any(options.get(name) for name in _CHANGE_RESULTS)
 
 
 @contextlib.contextmanager
@@ -44,11 +66,18 @@ def instantiated_cheaply(devices: Sequence[str]) -> Iterator[None]:
     Args:
         devices: Those that call it, as TensorFlow names them.
     """
-    if len(devices) == 1 or any(Device.parse(one).kind != "CPU" for one in devices):
+    elsewhere = len(devices) == 1 or any(Device.parse(one).kind != "CPU" for one in devices)
+    if elsewhere or _results_change():
         yield
         return
     with _rewritten(disable_meta_optimizer=True):
         yield
+
+
+def of_segments() -> bytes:
+    """How calls of parts of a program are configured, which as little is gained from optimizing."""
+    made = function_graphs.configured if _results_change() else function_graphs.unoptimized
+    return made()
 
 
 @contextlib.contextmanager
@@ -76,19 +105,20 @@ def prepared_cheaply(devices: Sequence[str], *, calls: bool = False) -> Iterator
 @contextlib.contextmanager
 def optimized_as_ever() -> Iterator[None]:
     """Meanwhile, functions are optimized as they would be without kdist."""
-    with function_graphs.called_as(_outside[0]) if _outside else contextlib.nullcontext():
+    stack = _outside.stack
+    with function_graphs.called_as(stack[0]) if stack else contextlib.nullcontext():
         yield
 
 
 @contextlib.contextmanager
 def _rewritten(**fields: Any) -> Iterator[None]:
     """Meanwhile, functions are optimized as these fields of a `RewriterConfig` say."""
-    _outside.append(function_graphs.configured())
+    _outside.stack.append(function_graphs.configured())
     try:
         with function_graphs.called_as(function_graphs.rewritten(**fields)):
             yield
     finally:
-        _outside.pop()
+        _outside.stack.pop()
 
 
 def within(context: Callable[[], AbstractContextManager], function: Callable) -> Callable:

@@ -42,9 +42,19 @@ def unwrap(optimizer: Any) -> Unwrapped:
 
 
 def optimizers_of(model: keras.Model) -> dict[str, Any]:
-    """The optimizers of a model, by its attribute: the compiled one first, those beside it."""
+    """The optimizers of a model, by its attribute: the compiled one first, those beside it.
+
+    Those in a list, or a dict, that is an attribute are named `"several[0]"`, `"several['name']"`.
+    """
     compiled = model.optimizer if model.compiled else None
     found: dict[str, Any] = {"optimizer": compiled, **vars(model)}
+    for name, several in vars(model).items():
+        if name.startswith("_self_"):  # what TensorFlow tracks of the others
+            continue
+        if isinstance(several, dict):
+            found |= {f"{name}[{key!r}]": one for key, one in several.items()}
+        elif isinstance(several, list | tuple):
+            found |= {f"{name}[{i}]": one for i, one in enumerate(several)}
     every: dict[int, tuple[str, Any]] = {}
     for name, one in found.items():
         if isinstance(one, keras.optimizers.Optimizer):

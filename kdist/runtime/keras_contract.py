@@ -23,7 +23,14 @@ def is_built(model: keras.Model) -> bool:
 
 def layers_built(model: keras.Model) -> bool:
     """Whether all variables of a model's layers exist."""
-    return all(layer.built for layer in keras_models.flat_layers(model) if layer is not model)
+    return not _unbuilt(model)
+
+
+def _unbuilt(model: keras.Model) -> list[keras.Layer]:
+    """Layers inside a model that are not built; those that others have replaced do not count."""
+    if all(layer.built for layer in keras_models.flat_layers(model) if layer is not model):
+        return []
+    return [one for one in keras_models.held_layers(model) if not one.built and one is not model]
 
 
 def build_by_step(model: keras.Model, step: Callable, *data: Any) -> None:
@@ -40,8 +47,7 @@ def build_by_step(model: keras.Model, step: Callable, *data: Any) -> None:
     specs = keras.tree.map_structure(_traced_with, data)
     with keras_applied.applied_by(lambda *apply: None):
         tf.function(step, autograph=False).get_concrete_function(*specs)
-    layers = [layer for layer in keras_models.flat_layers(model) if layer is not model]
-    if left := [one.path or one.name for one in layers if not one.built]:
+    if left := [one.path or one.name for one in _unbuilt(model)]:
         raise ValueError(
             "A model is built before it trains: kdist places its weights first. Layers that its "
             "step does not call are built by a call (layer(x[:1])) or by layer.build(shape). "

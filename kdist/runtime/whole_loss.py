@@ -116,9 +116,9 @@ class WholeLossStep(Step):
         """
         batch, parts_of = collected.batch, collected.parts
         x, y, sample_weight = batch.whole
+        joined = join([part.outputs for part in parts_of], batch.counts)
         masks = join_masks([part.masks for part in parts_of], batch)
-        joined = self._joined([part.outputs for part in parts_of], batch)
-        outputs = attach_masks(joined, masks)
+        outputs = attach_masks(_sized(joined, batch), _sized(masks, batch))
         scope = self.program.scope(*given)
         with scope:
             self._add_losses(scope, collected, training)
@@ -130,17 +130,6 @@ class WholeLossStep(Step):
             else:
                 loss, parts = compute_loss(self.model, x, y, outputs, sample_weight, training)
         return loss, {key: (v, scope.current(v)) for key, v in scope.written.items()}, parts
-
-    @staticmethod
-    def _joined(outputs: list[Any], batch: SplitBatch) -> Any:
-        """The whole batch's outputs; of known size where Keras would know it while tracing."""
-        joined = join(outputs, batch.counts)
-        if batch.static_size is None:
-            return keras.tree.map_structure(_of_unknown_size, joined)
-        for leaf in keras.tree.flatten(joined):
-            if isinstance(leaf, tf.Tensor):
-                leaf.set_shape([batch.static_size, *leaf.shape[1:]])
-        return joined
 
     def _add_losses(self, scope: ForwardScope, collected: Collected, training: bool) -> None:
         """Gives `add_loss` values, combined over the parts, to the layers that added them."""
@@ -168,6 +157,16 @@ def _other_draws(operation: str) -> str:
         "keras.random, with a seed of the layer's own (seed=self.seed_generator, a "
         f"keras.random.SeedGenerator). Received: operation {operation!r}"
     )
+
+
+def _sized(tensors: Any, batch: SplitBatch) -> Any:
+    """The whole batch's tensors; of known size where Keras would know it while tracing."""
+    if batch.static_size is None:
+        return keras.tree.map_structure(_of_unknown_size, tensors)
+    for leaf in keras.tree.flatten(tensors):
+        if isinstance(leaf, tf.Tensor):
+            leaf.set_shape([batch.static_size, *leaf.shape[1:]])
+    return tensors
 
 
 def _of_unknown_size(tensor: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from kdist._compat import keras_models, keras_trainer
 from kdist.program.forward_scope import ForwardScope
-from kdist.program.logits import logits_of
+from kdist.program.logits import logits_of, received, sent_with
 from kdist.program.loss import added_parts
 from kdist.program.loss_parts import LossParts, collected
 from kdist.program.program import Program
@@ -64,7 +64,8 @@ class StageInput:
     """What goes into one call of a virtual stage.
 
     Attributes:
-        boundary: Tensors from the stage before, by name; None for an absent optional one.
+        boundary: Tensors from the stage before, by name; None for an absent optional one. The
+            logits of some are among them (`kdist.program.logits.sent_with`).
         masks: Keras masks of some of them, by name.
         state: Values of the state that it uses, by identity of the variable.
         inputs: The model's inputs that it uses, by name.
@@ -118,7 +119,7 @@ class StageOutput:
     """What comes out of one call of a virtual stage.
 
     Attributes:
-        boundary: Tensors for the next stage, by name.
+        boundary: Tensors for the next stage, by name, with logits as in `StageInput`.
         masks: Keras masks of some of them.
         loss: Its part of the loss, if it has one.
         added: What its layers gave to `add_loss`, if the loss is one over the whole batch.
@@ -272,7 +273,7 @@ class StageBody:
         before = {**given.state, **{id(v): p for v, p in zip(variables, params)}}
         taken = [(v, self.backend.taken(v, before[id(v)])) for v in (*variables, *self.carried)]
         scope = self.program.scope_of(taken, variables)
-        table = {**given.inputs, **given.boundary}
+        table = {**given.inputs, **received(given.boundary)}
         for name, mask in given.masks.items():
             keras_trainer.set_mask(table[name], mask)
         for layer in self._layers:
@@ -289,6 +290,8 @@ class StageBody:
             mask = None if table[name] is None else keras_trainer.get_mask(table[name])
             if mask is not None:
                 result.masks[name] = mask
+        for name in self.staged.writes(self.virtual):
+            result.boundary.update(sent_with(name, table[name]))
         for variable in (*variables, *self.carried):
             now = scope.current(variable)
             if now is not scope.given.get(id(variable)):

@@ -53,6 +53,32 @@ def test_layers_inside():
     assert keras_models.layers_inside(inner) == inner.layers
 
 
+def test_held_layers():
+    class Base(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.body = keras.Sequential([keras.layers.Dense(2)])
+            self.head, self.several = keras.layers.Dense(3), [keras.layers.Dense(2)]
+            self.by_name = {"far": [keras.layers.ReLU(), keras.layers.Dense(1)]}
+
+    class Other(Base):
+        def __init__(self):
+            super().__init__()
+            self.head = keras.layers.Dense(4)
+            self.several = (keras.layers.Dense(2), keras.layers.Dense(2))
+
+    base = Base()
+    held = {id(one) for one in keras_models.held_layers(base)}
+    assert held == {id(one) for one in keras_models.flat_layers(base)}
+    model = Other()
+    every, held = keras_models.flat_layers(model), keras_models.held_layers(model)
+    gone = [one for one in every if not any(one is other for other in held)]
+    assert [one.units for one in gone] == [2, 3] or [one.units for one in gone] == [3, 2]
+    assert held[0] is model and len(every) == len(held) + 2
+    gone[0].build((None, 5))  # it has weights: the model's still
+    assert len(keras_models.held_layers(model)) == len(held) + 1
+
+
 def test_flat_layers():
     inner = mlp()
     outer = keras.Sequential([inner, keras.layers.Dense(2, name="last")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -269,19 +270,19 @@ def test_what_is_frozen_trains_on_until_compile(axes: dict[str, int]) -> None:
 
 
 class Beside(keras.Model):
-    """Holds a network, and an optimizer in a list besides the compiled one; has no `call`."""
+    """Holds a network, and an optimizer in an object besides the compiled one; has no `call`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.network = layer_of_two()
-        self.others = [keras.optimizers.Adam(0.01)]
+        self.others = types.SimpleNamespace(adam=keras.optimizers.Adam(0.01))
 
     def train_step(self, data: Any) -> dict[str, Any]:
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
             loss = ops.mean((self.network(x, training=True) - y) ** 2)
         weights = self.network.trainable_weights
-        self.others[0].apply(tape.gradient(loss, weights), weights)
+        self.others.adam.apply(tape.gradient(loss, weights), weights)
         return {"far": loss, "rows": ops.shape(x)[0]}
 
 
@@ -371,3 +372,28 @@ def test_a_layer_that_the_step_calls_has_its_layouts() -> None:
     products = executed.largest(functions).select(executed.PRODUCTS)
     shapes = {node.shape for node in products if not node.backward}
     assert (4, 8) in shapes and (16, 8) not in shapes, shapes
+
+
+class Student(keras.Model):
+    """Has another head than a base class has made; Keras lists that one too, unbuilt."""
+
+    train_step, loss_of = Own.train_step, Own.loss_of
+
+    def __init__(self) -> None:
+        super().__init__()
+        keras.utils.set_random_seed(0)
+        self.body, self.head = layers.Dense(8, "tanh"), layers.Dense(7, name="head")
+        self.head = layers.Dense(3, name="other")
+
+    def call(self, x: Any) -> Any:
+        return self.head(self.body(x))
+
+
+def test_a_layer_that_another_one_has_replaced_need_not_be_built() -> None:
+    models = [Student(), Student()]
+    kdist.parallelize(models[1], kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    for model in models:
+        assert "head" in {one.name for one in model.layers}
+        model.compile(keras.optimizers.Adam(0.01))
+        model.fit(*batch(), batch_size=8, verbose=0, shuffle=False)
+    same(models)

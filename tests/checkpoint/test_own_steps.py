@@ -98,6 +98,31 @@ def test_fit_goes_on_within_an_epoch(stop: int, tmp_path: Path) -> None:
     check(again, expected)
 
 
+def test_optimizers_in_a_list_go_on(tmp_path: Path) -> None:
+    def several(mesh: str) -> keras.Model:
+        model = adversaries(mesh)
+        model.several = [model.d_optimizer, model.g_optimizer]
+        del model.d_optimizer, model.g_optimizer
+        kind = type(model)  # the step finds them by their names
+        names = {
+            f"{n}_optimizer": property(lambda m, i=i: m.several[i]) for i, n in enumerate("dg")
+        }
+        model.__class__ = type(kind.__name__, (kind,), names)
+        return model
+
+    expected = several("")
+    train(expected, 2)
+    model = several("data 3")
+    train(model, 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(optimizer|anew).*")
+        kdist.checkpoint.save(model, tmp_path)
+        again = several("data 2 x model 2")
+        kdist.checkpoint.restore(again, tmp_path)
+    train(again, 1)
+    check(again, expected)
+
+
 def test_a_model_with_another_attribute_is_told(tmp_path: Path) -> None:
     model = adversaries("data 3")
     train(model, 1)

@@ -1,6 +1,7 @@
 """By which passes TensorFlow optimizes graphs of a step; what users have set is kept."""
 
 import contextlib
+import threading
 
 import kdist
 from kdist._compat import function_graphs, run_metadata
@@ -30,7 +31,8 @@ def user_settings(**given: bool):
     try:
         yield
     finally:
-        options.set_experimental_options({name: before.get(name, True) for name in given})
+        usual = {name: name != "auto_mixed_precision_onednn_bfloat16" for name in given}
+        options.set_experimental_options({name: before.get(name, usual[name]) for name in given})
 
 
 def rewriting() -> RewriterConfig:
@@ -110,3 +112,53 @@ def test_a_step_of_replicas_is_prepared_cheaply(replicas, cheaply):
         patch.setattr(keras.optimizers.SGD, "apply", noted)
         model.train_on_batch(x, y)
     assert seen and {*seen} == {cheaply}
+
+
+def test_what_is_set_meanwhile_stays():
+    with user_settings(remapping=True):
+        with prepared_cheaply(CPUS), instantiated_cheaply(CPUS):
+            options.set_experimental_options({"remapping": False})
+        assert rewriting().remapping == RewriterConfig.OFF
+
+
+def test_each_thread_has_its_own():
+    """What one thread has set before its step is not what another one gets in its own."""
+    found = []
+
+    def other():
+        with user_settings(shape_optimization=False), prepared_cheaply(CPUS), optimized_as_ever():
+            found.append(rewriting().shape_optimization)
+
+    with prepared_cheaply(CPUS):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert found == [RewriterConfig.OFF]
+
+
+def test_passes_that_change_results_run_in_what_devices_call():
+    with user_settings(auto_mixed_precision_onednn_bfloat16=True), instantiated_cheaply(CPUS):
+        assert not rewriting().disable_meta_optimizer
+    with instantiated_cheaply(CPUS):
+        assert rewriting().disable_meta_optimizer
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "model": 2}, {"pipe": 2}], ids=str)
+def test_mixed_precision_by_an_option(axes):
+    """Products are of 16 bits where those of plain Keras are, which is the processor's to say."""
+
+    def outputs(mesh, mixed):
+        keras.utils.set_random_seed(0)
+        hidden = [keras.layers.Dense(16, "relu"), keras.layers.Dense(4)]
+        model = keras.Sequential([keras.Input((16,)), *hidden])
+        if mesh:
+            stages = kdist.PipelineConfig(micro_batches=2) if "pipe" in mesh else None
+            kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(**mesh), pipeline=stages))
+        model.compile("sgd", "mse")
+        with user_settings(auto_mixed_precision_onednn_bfloat16=mixed):
+            return model.predict_on_batch(np.linspace(-1, 1, 64).reshape(4, 16))
+
+    exact = outputs({}, False)
+    in_16_bits = np.abs(exact - outputs({}, True)).max() > 1e-4
+    assert (np.abs(exact - outputs(axes, True)).max() > 1e-4) == in_16_bits
+    np.testing.assert_allclose(outputs(axes, False), exact, rtol=1e-5, atol=1e-6)

@@ -6,7 +6,8 @@ together from others took the probabilities, clipped, without a word.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import kdist
@@ -42,6 +43,25 @@ class OwnStep(keras.Model):
         return {"seen": loss}
 
 
+class Judge(layers.Layer):
+    """Computes losses of probabilities that it is called with."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return keras.losses.sparse_categorical_crossentropy(y_true, y_pred)
+
+
+class JudgedStep(OwnStep):
+    """A layer of its own computes the loss, of what a layer has let through as it was."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.judge, self.drop = Judge(), layers.Dropout(0.0)
+        self.judge.built = True
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
+        return ops.mean(self.judge(y, self.drop(y_pred, training=True)))
+
+
 def coupled(y_true: Any, y_pred: Any) -> Any:
     """Cares more for what is far off, as all rows of the batch go."""
     losses = keras.losses.sparse_categorical_crossentropy(y_true, y_pred)
@@ -56,32 +76,67 @@ def build(activation: Any, kind: type[keras.Model] = keras.Model) -> keras.Model
     return kind(inputs, outputs)
 
 
-def trained(config: Any, of: Sequence[Any], **compiled: Any) -> dict[str, np.ndarray]:
-    model = build(*of)
+def with_early_head(activation: Any, kind: type[keras.Model] = keras.Model) -> keras.Model:
+    """Its first head is on the first stage, since a later one reads what it makes."""
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((6,))
+    hidden = layers.Dense(6, name="first")(inputs)
+    early = layers.Dense(4, name="early", activation=activation)(hidden)
+    hidden = layers.Concatenate(name="both")([hidden, early])
+    hidden = layers.Dense(6, name="second")(layers.Dense(8, name="middle")(hidden))
+    last = layers.Dense(4, name="up", activation="softmax")(hidden)
+    return kind(inputs, [early, layers.Identity(name="same")(early), last])
+
+
+def of_images(activation: Any) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((6,))
+    hidden = layers.Conv2D(4, 1, name="first")(layers.Reshape((1, 1, 6))(inputs))
+    return keras.Model(inputs, layers.Conv2D(4, 1, name="up", activation=activation)(hidden))
+
+
+Make = Callable[[], keras.Model]
+
+
+def trained(config: Any, make: Make, y: Any = Y, **compiled: Any) -> dict[str, np.ndarray]:
+    model = make()
     if config is not None:
         model = kdist.parallelize(model, config)
     model.compile(keras.optimizers.SGD(1e-3), **compiled)
-    history = model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+    x = X[: len(keras.tree.flatten(y)[0])]
+    history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
     found = {name: np.array(values) for name, values in history.items()}
-    found["evaluated"] = np.array(model.evaluate(X, Y, batch_size=4, verbose=0))
+    found["evaluated"] = np.array(model.evaluate(x, y, batch_size=4, verbose=0))
     return found | {v.path: v.numpy() for v in model.weights}
 
 
-def config(axes: Mapping[str, int]) -> kdist.ParallelConfig:
-    layout = {"up/kernel": (None, "model"), "up/bias": ("model",)} if "model" in axes else {}
+COLUMNS = {"up/kernel": (None, "model"), "up/bias": ("model",)}
+
+
+def config(axes: Mapping[str, int], layout: Mapping[str, Any]) -> kdist.ParallelConfig:
     pipeline = kdist.PipelineConfig(micro_batches=2) if "pipe" in axes else None
+    layout = layout if "model" in axes else {}
     return kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=layout, pipeline=pipeline)
 
 
-def alike(axes: Mapping[str, int], *of: Any, **compiled: Any) -> None:
-    expected = trained(None, of, **compiled)
-    assert (
-        expected[next(iter(expected))][0] > 20
-    )  # what a clipped probability gives is 16.2 at most
-    actual = trained(config(axes), of, **compiled)
+def same(
+    axes: Mapping[str, int], make: Make, layout: Mapping[str, Any] = COLUMNS, **compiled: Any
+) -> float:
+    """Trains over a mesh and on one device, and gives the first loss or metric of the latter."""
+    expected = trained(None, make, **compiled)
+    actual = trained(config(axes, layout), make, **compiled)
     assert expected.keys() == actual.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(actual[name], value, rtol=1e-9, atol=1e-9, err_msg=name)
+    return float(next(iter(expected.values()))[0])
+
+
+CLIPPED = 16.2
+"""The most that a clipped probability gives."""
+
+
+def alike(axes: Mapping[str, int], *of: Any, **compiled: Any) -> None:
+    assert same(axes, functools.partial(build, *of), **compiled) > CLIPPED
 
 
 CROSS = "sparse_categorical_crossentropy"
@@ -99,10 +154,7 @@ def test_loss(axes: Mapping[str, int], activation: Any) -> None:
 def test_raw_operations(axes: Mapping[str, int]) -> None:
     """A loss looks for its own operation: it clips what a raw sigmoid of TensorFlow gives."""
     alike(axes, tf.nn.softmax, Doubled, loss=CROSS)
-    expected = trained(None, (tf.nn.sigmoid, Doubled), loss=CROSS)
-    actual = trained(config(axes), (tf.nn.sigmoid, Doubled), loss=CROSS)
-    for name, value in expected.items():
-        np.testing.assert_allclose(actual[name], value, rtol=1e-9, atol=1e-9, err_msg=name)
+    same(axes, functools.partial(build, tf.nn.sigmoid, Doubled), loss=CROSS)
 
 
 @meshes
@@ -128,5 +180,42 @@ def test_own_step(axes: Mapping[str, int]) -> None:
 
 
 @pytest.mark.parametrize("axes", MESHES[:2], ids=str)
+def test_arguments_of_layers(axes: Mapping[str, int]) -> None:
+    """A step of one's own calls a layer with them: each replica gets its rows, a new tensor."""
+    alike(axes, "softmax", JudgedStep, loss=CROSS)
+
+
+@pytest.mark.parametrize("axes", MESHES[:2], ids=str)
 def test_op_by_op(axes: Mapping[str, int]) -> None:
     alike(axes, "softmax", Doubled, loss=CROSS, metrics=[CROSS], run_eagerly=True)
+
+
+@pytest.mark.parametrize("axes", [{"pipe": 2, "data": 2}, {"pipe": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize("activation", ["softmax", tf.nn.softmax])
+def test_made_by_an_earlier_stage(axes: Mapping[str, int], activation: Any) -> None:
+    """What crosses to the next stage is a new tensor there."""
+    compiled = {"loss": [CROSS] * 3, "metrics": [[CROSS]] * 3, "y": [Y] * 3}
+    assert same(axes, functools.partial(with_early_head, activation), **compiled) > CLIPPED
+
+
+@pytest.mark.parametrize("activation", ["softmax", tf.nn.softmax])
+def test_losses_of_outputs(activation: Any) -> None:
+    """Keras weighs them by the rows of the batch if it knows their number while it traces."""
+    make = functools.partial(with_early_head, activation, Doubled)
+    same({"pipe": 2, "model": 2}, make, loss=[CROSS] * 3, y=[Y[:6]] * 3)
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "model": 2}, {"pipe": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize("output", [(None, "model"), ("data", None)], ids=str)
+def test_laid_out(axes: Mapping[str, int], output: Any) -> None:
+    """A re-layout makes a new tensor."""
+    layout = {**COLUMNS, "up/output": output if "data" in axes else (None, None)}
+    alike(axes, "softmax", layout=layout, loss=CROSS)
+
+
+@pytest.mark.parametrize("activation", ["softmax", tf.nn.softmax])
+def test_convolution(activation: Any) -> None:
+    """Gradients of convolutions are laid out by rows, for which there is a new tensor too."""
+    layout = {"first/kernel": (None, None, None, "model")}
+    make, y = functools.partial(of_images, activation), Y[:, None, None]
+    assert same({"data": 2, "model": 2}, make, layout, loss=CROSS, y=y) > CLIPPED

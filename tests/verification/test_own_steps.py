@@ -178,14 +178,28 @@ class Adversaries(keras.Model):
         return {tracker.name: tracker.result() for tracker in self.trackers}
 
 
-def adversaries(mesh: str = "inner", **options: Any) -> keras.Model:
+class Kept(Adversaries):
+    """Has its optimizers in a dict."""
+
+    def compile(self, d_optimizer: Any, g_optimizer: Any, loss_fn: Any) -> None:
+        keras.Model.compile(self)
+        self.kept = {"d": d_optimizer, "g": g_optimizer}
+        self.loss_fn = loss_fn
+
+    d_optimizer = property(lambda self: self.kept["d"])  # type: ignore[assignment]
+    g_optimizer = property(lambda self: self.kept["g"])  # type: ignore[assignment]
+
+
+def adversaries(
+    mesh: str = "inner", kind: type[Adversaries] = Adversaries, **options: Any
+) -> keras.Model:
     def network(inputs: int, outputs: int) -> keras.Model:
         first = keras.Input((inputs,))
         hidden = layers.Dense(8, "tanh", name="up")(first)
         return keras.Model(first, layers.Dense(outputs, name="down")(hidden))
 
     keras.utils.set_random_seed(0)
-    one = over_plain(mesh, Adversaries(network(6, 1), network(2, 6), 2), **options)
+    one = over_plain(mesh, kind(network(6, 1), network(2, 6), 2), **options)
     one.compile(
         keras.optimizers.Adam(0.01),
         g_optimizer=keras.optimizers.RMSprop(0.01),
@@ -202,9 +216,11 @@ def over_plain(mesh: str, one: keras.Model, **options: Any) -> keras.Model:
     return kdist.parallelize(one, config)
 
 
-@pytest.mark.parametrize("mesh", ["inner", "level 3"])
-def test_a_model_of_networks_with_a_compile_of_its_own(mesh: str) -> None:
-    one, (x, _) = adversaries(mesh), batch()
+@pytest.mark.parametrize(
+    ("mesh", "kind"), [("inner", Adversaries), ("level 3", Adversaries), ("data", Kept)]
+)
+def test_a_model_of_networks_with_a_compile_of_its_own(mesh: str, kind: type[Adversaries]) -> None:
+    one, (x, _) = adversaries(mesh, kind), batch()
     before = [w.copy() for w in one.get_weights()]
     for _ in range(2):
         report = kdist.verify(one, x)
