@@ -9,7 +9,7 @@ from kdist.api.parallelize import Parallel
 from kdist.display.tables import print_prose
 from kdist.runtime.mesh_step import without_optionals
 from kdist.verification.report import VerificationError
-from kdist.verification.verify import verify
+from kdist.verification.verify import verify_prepared
 
 import keras
 import tensorflow as tf
@@ -17,12 +17,12 @@ from rich.console import Console
 
 
 def verify_batch(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
-    """Verifies a batch and says so in one line.
+    """Verifies a batch, in the form that the model's steps get, and says so in one line.
 
     Raises:
         VerificationError: The mesh does not give what one device gives.
     """
-    report = verify(model, x, y, sample_weight)
+    report = verify_prepared(model, (x, y, sample_weight))
     if not report.ok:
         raise VerificationError(report)
     print_prose(Console(soft_wrap=True), f"verify='first_step': {report.verdict}")

@@ -147,7 +147,7 @@ def _over_mesh(
     model: keras.Model, batch: tuple[Any, Any, Any], restore: Callable[[], None]
 ) -> Observed:
     """What the mesh gives; statistics and seeds move on."""
-    output = output_arrays(model, model.predict_on_batch(batch[0]))
+    output = output_arrays(model, keras.Model.predict_on_batch(model, batch[0]))
     restore()  # layers' own metrics see predictions too
     found = mesh_pass(model, batch)
     return Observed(

@@ -1,4 +1,8 @@
-"""Runs a batch, on one device or over the mesh, through what users call, and notes what it gave."""
+"""Runs a batch, on one device or over the mesh, through what users call, and notes what it gave.
+
+These are Keras's own `fit`, `train_on_batch` and `predict_on_batch`: a model's own may prepare a
+batch first (`preprocess_samples` of KerasHub's tasks), and the batch here is as its steps get it.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +67,7 @@ def _observe(
     own = overrides(model, "train_step")
     before = [as_array(v.value) for v in model.variables]
     output = (
-        output_arrays(model, model.predict_on_batch(batch[0]))
+        output_arrays(model, keras.Model.predict_on_batch(model, batch[0]))
         if keras_models.has_call(model)
         else {}
     )
@@ -101,7 +105,7 @@ def slots_of(model: keras.Model) -> dict[str, np.ndarray]:
 
 def _trained(model: keras.Model, batch: tuple[Any, Any, Any]) -> Arrays:
     """The logs of one training step."""
-    logs = model.train_on_batch(*batch, return_dict=True)
+    logs = keras.Model.train_on_batch(model, *batch, return_dict=True)
     return {name: np.asarray(value) for name, value in logs.items()}
 
 
@@ -112,7 +116,8 @@ def _fitted(model: keras.Model, batch: tuple[Any, Any, Any]) -> Arrays:
     steps: list[int] = []
     noted = keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: steps.append(step))
     given: dict[str, Any] = {"batch_size": rows, "shuffle": False, "verbose": 0}
-    logs = model.fit(x, y, sample_weight=sample_weight, callbacks=[noted], **given).history
+    given |= {"sample_weight": sample_weight, "callbacks": [noted]}
+    logs = keras.Model.fit(model, x, y, **given).history
     if not steps:
         raise RuntimeError(
             "fit ran no step: train_step raised StopIteration (an iterator had nothing left), "

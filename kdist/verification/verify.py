@@ -21,6 +21,7 @@ from kdist.verification.no_twin import NoTwin
 from kdist.verification.observe import predicted
 from kdist.verification.observed import compare_runs
 from kdist.verification.one_device import refuse_too_large
+from kdist.verification.prepared import prepared
 from kdist.verification.report import Verification
 from kdist.verification.tolerance import TOLERANCES, unquantized
 from kdist.verification.trial import (
@@ -64,7 +65,8 @@ def verify(
 
     Args:
         model: A parallelized, compiled model, before or after training.
-        x: Inputs of one batch: arrays or tensors.
+        x: Inputs of one batch: arrays or tensors; what `fit` takes of a model with
+            `preprocess_samples` (KerasHub's tasks).
         y: Targets.
         sample_weight: Weights of examples.
         dtype: "float64", where rounding cannot hide a mistake; the model's own dtype policy where
@@ -83,13 +85,32 @@ def verify(
         >>> report = kdist.verify(model, x[:32], y[:32])
         >>> assert report.ok, report
     """
+    attached(model)  # which refuses a model that is not parallelized
+    batch = prepared(model, x, y, sample_weight)
+    return verify_prepared(model, batch, dtype=dtype, memory_limit=memory_limit)
+
+
+def verify_prepared(
+    model: keras.Model,
+    batch: tuple[Any, Any, Any],
+    *,
+    dtype: str = "float64",
+    memory_limit: int | None = None,
+) -> Verification:
+    """`verify`, of a batch in the form that the model's steps get.
+
+    Args:
+        model: See `verify`.
+        batch: (x, y, sample_weight).
+        dtype: See `verify`.
+        memory_limit: See `verify`.
+    """
     started = time.perf_counter()
     parallel = attached(model)
     _check(model, dtype)
-    batch = (x, y, sample_weight)
     if not is_built(model):
         _build(parallel, batch)
-    rows = int(leading(batch_in("float32", x)).shape[0])
+    rows = int(leading(batch_in("float32", batch[0])).shape[0])
     itemsize = 8 if dtype == "float64" else 4
     refuse_too_large(model, rows, itemsize, parallel.config.topology.devices[0], memory_limit)
     with chance_kept(), warnings.catch_warnings(record=True) as caught:
