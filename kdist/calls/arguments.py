@@ -64,6 +64,11 @@ class CallArguments:
         masks = with_logits(Program.masks_of(found[ROWS]), logits_of(found[ROWS]))
         return cls(structure, leaves, kinds, found[ROWS], masks, found[SHARED])
 
+    @property
+    def composite(self) -> bool:
+        """Whether ragged or sparse tensors are among them."""
+        return any(map(_is_composite, self.leaves))
+
     def sorted_by(self, kinds: Sequence[str]) -> CallArguments:
         """The same with other kinds of tensors, one per leaf."""
         rows = {n for n, kind in enumerate(kinds) if kind == ROWS}

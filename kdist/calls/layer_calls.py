@@ -179,10 +179,12 @@ class LayerCalls:
             except Exception as reason:  # the user's code, for sizes that it may not be made for
                 reasons.append(reason)
         if reasons and all(reasons):
+            why = "fails on another number of rows than it is called with, which replicas have"
+            if given.composite:
+                why = "takes ragged or sparse tensors, and fails on the dense ones it is tried on"
             self._tell(
-                f"Layer {layer.path or layer.name!r} fails on another number of rows than it is "
-                "called with, which replicas have. What it computes itself runs on one device, "
-                f"layers inside it over the mesh. Received: {reasons[0]}"
+                f"Layer {layer.path or layer.name!r} {why}. What it computes itself runs on one "
+                f"device, layers inside it over the mesh. Received: {reasons[0]}"
             )
         return None
 

@@ -57,12 +57,41 @@ def _plain(path: str) -> str:
 
 
 def _difference(saved: Sequence[str], wanted: Sequence[str], what: str) -> str:
-    only_saved = [path for path in saved if path not in set(wanted)]
-    only_wanted = [path for path in wanted if path not in set(saved)]
+    only_saved, only_wanted = _only(saved, wanted), _only(wanted, saved)
     adapted = any(one in path for path in (*only_saved, *only_wanted) for one in _ADAPTED)
     advice = " Call enable_lora, and quantize, on the layers that had it." if adapted else ""
+    if what.startswith("optimizer") and _of_other_weights(only_saved, only_wanted, wanted):
+        where = "in the checkpoint" if only_saved else "now"
+        advice = (
+            f" More weights are trained {where}: set `trainable` of the layers as it was when the "
+            "checkpoint was saved, compile, restore, and change it after that."
+        )
     return (
         f"The checkpoint's {what} is another one. Build the model, and compile it with the "
         f"optimizer, that were saved.{advice} Received: {len(wanted)} variables, {len(saved)} in "
         f"the checkpoint; only in the model: {only_wanted[:3]}; only saved: {only_saved[:3]}"
     )
+
+
+def _only(some: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Paths that others have not, numbers aside; if that is none, those that differ at all."""
+    plain = {_plain(path) for path in others}
+    found = [path for path in some if _plain(path) not in plain]
+    if found or {_plain(path) for path in some} != plain:
+        return found
+    return [path for path in some if path not in set(others)]
+
+
+def _of_other_weights(
+    only_saved: Sequence[str], only_wanted: Sequence[str], wanted: Sequence[str]
+) -> bool:
+    """Whether an optimizer's state is of more weights, of the same kind, on one side alone."""
+    both = {_weight(path) for path in wanted if path not in set(only_wanted)} - {""}
+    extra = {_weight(path) for path in (*only_saved, *only_wanted)}
+    return bool(both) and bool(only_saved) != bool(only_wanted) and not both & extra
+
+
+def _weight(path: str) -> str:
+    """What a slot is of: its path without the slot's own name; "" for what is of all weights."""
+    name = _plain(path).rpartition("/")[2]
+    return "" if name in ("iteration", "learning_rate") else name.rpartition("_")[0]

@@ -256,3 +256,39 @@ def test_ragged_ids_build_a_model(first: str, place: str) -> None:
         found.append(model.get_weights())
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-12)
+
+
+class Lengths(layers.Layer):
+    def call(self, bags: Any) -> Any:
+        return ops.cast(bags.row_lengths(), "float64")[:, None] * tf.reduce_sum(bags, 1)[:, None]
+
+
+class Counted(keras.Model):
+    """A layer of it asks ragged tensors for what dense ones have not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        keras.utils.set_random_seed(0)
+        self.lengths, self.down = Lengths(), layers.Dense(3, name="down")
+        self.lengths.built = True
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            found = tf.ensure_shape(self.lengths(data[0]), (None, 1))
+            loss = ops.mean(ops.square(self.down(found) - 1.0))
+        weights = self.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def test_a_layer_of_ragged_tensors_is_told_as_such() -> None:
+    bags = tf.ragged.constant([[1.0, 2.0], [3.0], [1.0, 8.0, 8.0], [0.5]], dtype=tf.float64)
+    models = [Counted(), Counted()]
+    kdist.parallelize(models[1], kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    for model in models:
+        model.compile(keras.optimizers.SGD(0.001))
+    models[0].train_on_batch(bags)
+    with pytest.warns(UserWarning, match=r"'lengths.*' takes ragged or sparse.*one device"):
+        models[1].train_on_batch(bags)
+    for one, other in zip(*(model.get_weights() for model in models), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-12)

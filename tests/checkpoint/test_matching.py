@@ -47,6 +47,26 @@ def test_weights_of_lora_are_advised_of():
         found(["a/kernel"], ["a/kernel", "a/dynamic_scale"])
 
 
+FEW = ["adam/iteration", "adam/learning_rate", "adam/b_kernel_momentum", "adam/b_kernel_velocity"]
+MORE = ["adam_1/iteration", "adam_1/learning_rate", "adam_1/a_kernel_momentum"]
+MORE += ["adam_1/a_kernel_velocity", "adam_1/b_kernel_momentum", "adam_1/b_kernel_velocity"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "where"), [(FEW, MORE, "now"), (MORE, FEW, "in the checkpoint")]
+)
+def test_frozen_layers_are_advised_of(first, second, where):
+    with pytest.raises(CheckpointError, match=f"More weights are trained {where}: ") as found:
+        match(saved(*first), wanted(*second), "optimizer")
+    assert "iteration" not in str(found.value)  # which both have, under other numbers
+
+
+@pytest.mark.parametrize("second", [FEW[:3], FEW[:2], [*FEW[:2], "adam/a_kernel_momentum"]])
+def test_another_optimizer_is_no_matter_of_frozen_layers(second):
+    with pytest.raises(CheckpointError, match=r"that were saved\. Received"):
+        match(saved(*FEW), wanted(*second), "optimizer")
+
+
 def test_another_shape_is_refused():
     with pytest.raises(CheckpointError, match=r"'a'.*\(3,\).*\(2,\)"):
         match(saved("a"), wanted("a", shape=(3,)), "model")
