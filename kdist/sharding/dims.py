@@ -14,6 +14,10 @@ from kdist.sharding.mesh import Topology
 Dim = None | str | tuple[str, ...]
 Dims = tuple[Dim, ...]
 LEAVE_WHOLE = ", or leave it whole with ParallelConfig(indivisible='replicate')"
+PACKED = (
+    " (quantize('int4') packs a kernel of more dims into two, rows and columns: quantize before "
+    "parallelize, and lay out these two or leave it out)"
+)
 
 
 def axes_of(dim: Dim) -> tuple[str, ...]:
@@ -74,6 +78,7 @@ def check_dims(
     *,
     skip_dim_0: bool = False,
     or_else: str = "",
+    of_rank: str = "",
 ) -> None:
     """Checks that a layout fits a shape.
 
@@ -84,6 +89,7 @@ def check_dims(
         what: what the layout belongs to, for messages.
         skip_dim_0: leave dim 0 unchecked: a batch, whose size may change from step to step.
         or_else: another fix than the usual ones, for messages.
+        of_rank: the same where the rank differs.
 
     Raises:
         ValueError: if the rank differs, or a dim is no multiple of the sizes of its axes.
@@ -91,7 +97,7 @@ def check_dims(
     if len(dims) != len(shape):
         raise ValueError(
             f"The layout of {what} has {len(dims)} entries and the tensor {len(shape)} dims: give "
-            f"one entry a dim, None where it is not cut. Received: layout={dims}, "
+            f"one entry a dim, None where it is not cut{of_rank}. Received: layout={dims}, "
             f"shape={tuple(shape)}"
         )
     for index, (dim, size) in enumerate(zip(dims, shape, strict=True)):
@@ -142,7 +148,8 @@ class WeightFit:
             ValueError: If the rank differs; or a dim does not divide and is not to be left whole.
         """
         if not self.replicate or len(dims) != len(shape):
-            check_dims(dims, shape, self.topology, what, or_else=LEAVE_WHOLE)
+            packed = PACKED if len(dims) > len(shape) == 2 else ""
+            check_dims(dims, shape, self.topology, what, or_else=LEAVE_WHOLE, of_rank=packed)
             return dims
         fitting = list(dims)
         for i, (dim, size) in enumerate(zip(dims, shape)):

@@ -194,3 +194,33 @@ def test_a_reversible_embedding_in_two_stages(config: Any) -> None:
         model, kdist.ParallelConfig(mesh=kdist.mesh(pipe=2, data=2), pipeline=pipeline)
     )
     np.testing.assert_allclose(losses(model, ids), losses(build(), ids), rtol=1e-9)
+
+
+def heads(packed: bool) -> keras.Model:
+    """A kernel of three dims, which int4 packs into rows and columns."""
+    keras.utils.set_random_seed(0)
+    layer = keras.layers.EinsumDense("abc,cde->abde", (6, 2, 4), bias_axes="de", name="heads")
+    x = keras.layers.Flatten()(layer(inputs := keras.Input((6, 4))))
+    model = keras.Model(inputs, keras.layers.Dense(4, name="last")(x))
+    if packed:
+        layer.quantize("int4")
+    return model
+
+
+def test_kernels_that_int4_packs_have_two_dims() -> None:
+    mesh, y = kdist.mesh(data=2, model=2), Y[:, 0]
+    cuts: dict[str, Any] = {"heads/kernel": (None, "model", None)}
+    why = r"3 entries and the tensor 2 dims.*quantize before parallelize, and lay out these two"
+    with pytest.raises(ValueError, match=why):
+        kdist.parallelize(heads(packed=True), kdist.ParallelConfig(mesh=mesh, layout_map=cuts))
+    late = kdist.parallelize(heads(False), kdist.ParallelConfig(mesh=mesh, layout_map=cuts))
+    late.get_layer("heads").quantize("int4")
+    with pytest.raises(ValueError, match=why):
+        late.compile("adam", "mse")
+    plain, model = heads(packed=True), heads(packed=True)
+    rows = kdist.ParallelConfig(mesh=mesh, layout_map={"heads/kernel": (None, "model")})
+    found = []
+    for one in (plain, kdist.parallelize(model, rows)):
+        one.compile("adam", "mse")
+        found.append(one.fit(X, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history)
+    np.testing.assert_allclose(found[1]["loss"], found[0]["loss"], rtol=1e-9)
