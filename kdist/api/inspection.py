@@ -14,7 +14,7 @@ from kdist.dtensor.lowering import Island
 from kdist.plan.device_memory import DeviceMemory
 from kdist.plan.plan import Plan
 from kdist.report import memory as device_memory
-from kdist.rows.model import ModelStudy
+from kdist.rows.model_study import ModelStudy
 
 import keras
 

@@ -16,7 +16,8 @@ from kdist.optimizer.wrappers import row_updates, sums_rows
 from kdist.pipeline.work import Work
 from kdist.plan.between_processes import crossed_axes
 from kdist.program.program import Program
-from kdist.rows.model import ModelStudy, of_micro_batches, study_model
+from kdist.rows.model import study_model
+from kdist.rows.model_study import ModelStudy
 from kdist.runtime.chunked_runner import ChunkedRunner
 from kdist.runtime.chunking import Chunking
 from kdist.runtime.inner_axes import InnerAxes
@@ -109,9 +110,8 @@ class SteppedModel(PlannedModel):
             return study  # not for long: the first batch shows the inputs
         self.row_studies[training] = study
         texts = [study.warning(micro_batches=cut)]
-        if cut and training:
-            assert pipeline is not None
-            texts.append(of_micro_batches(study, pipeline.micro_batches))
+        if pipeline is not None and cut and training:
+            texts.append(study.of_micro_batches(pipeline.micro_batches))
         for text in filter(None, texts):
             self.warn_once(text)
         return study

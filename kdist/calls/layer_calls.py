@@ -30,7 +30,8 @@ from kdist.dtensor import sizes
 from kdist.dtensor.call import CannotExpand, Retrace, signature
 from kdist.program.batch import SplitBatch, split
 from kdist.program.program import Program
-from kdist.rows.model import ModelStudy, study_program
+from kdist.rows.model import study_program
+from kdist.rows.model_study import ModelStudy
 from kdist.stages.leaves import leaves
 from kdist.stages.lowered import UNKNOWN, Known
 from kdist.storage.constant_ids import knowing

@@ -16,141 +16,18 @@ from kdist.graphs.chance import chance_kept
 from kdist.graphs.layer_names import layer_of
 from kdist.program.program import Program
 from kdist.rows.interpreter import ROW_BY_ROW
+from kdist.rows.model_study import Finding, ModelStudy
 from kdist.rows.study import Analysis, NotStudied, analyse, cause
 from kdist.rows.values import Const, Flow, Linear, Mixing, Rows, Value, flow_of
-from kdist.storage.constant_ids import ConstantIds
 
 import keras
 import tensorflow as tf
 
-SHOWN = 3
-"""So many findings are spelled out in a warning."""
 _ROW_BY_ROW = (
     keras.layers.BatchNormalization,
     keras.layers.TextVectorization,
     keras.layers.HashedCrossing,
 )
-GLOBAL = 'ParallelConfig(batch_semantics="global")'
-_ASKED = ("set", "use a mesh without `pipe` and set")
-"""How `GLOBAL` is asked for, without and with micro-batches."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """Something that replicas compute otherwise than one device.
-
-    Attributes:
-        what: "output 'logits'", "a value given to add_loss", "state 'counter/count'".
-        why: What it is, as a sentence goes on after `what`.
-        where: The operation at which rows meet, or are counted; None if it is not one operation.
-    """
-
-    what: str
-    why: str
-    where: Mixing | None = None
-
-    def __str__(self) -> str:
-        return f"{self.what} {self.why}" + (f" ({self.where})" if self.where else "")
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelStudy:
-    """Where rows of the batch meet in a model.
-
-    Attributes:
-        findings: What replicas compute otherwise than one device, worst first.
-        mixings: Every operation at which rows meet first, with the layer that it serves.
-        statistics: Paths of the BatchNormalization layers that normalise each replica's rows.
-        failed: Why the model could not be looked at, "" if it was.
-        moving: Paths of other state that a pass writes, without seeds and metrics: it goes from
-            micro-batch to micro-batch.
-        constant_ids: Looked up in tables.
-        squares: Outputs with an entry for each row of the batch in another dim than 0, such as
-            similarities of all rows.
-    """
-
-    findings: tuple[Finding, ...] = ()
-    mixings: tuple[Mixing, ...] = ()
-    statistics: tuple[str, ...] = ()
-    failed: str = ""
-    moving: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    constant_ids: ConstantIds = dataclasses.field(default=ConstantIds(), compare=False)
-    squares: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-
-    def lines(self) -> list[str]:
-        """All of it, a line each."""
-        lines = [f"on each replica's rows: {finding}" for finding in self.findings]
-        shown = {finding.where for finding in self.findings}
-        lines += [f"rows of a replica meet: {m}" for m in self.mixings if m not in shown]
-        if self.statistics:
-            names = ", ".join(self.statistics)
-            lines.append(f"batch statistics of each replica's rows: {names}")
-        if self.failed:
-            lines.append(f"whether rows of a batch meet was not found out: {self.failed}")
-        return lines
-
-    def warning(self, micro_batches: bool = False) -> str:
-        """One paragraph for all findings: which, what happens, what to do; "" without any.
-
-        Args:
-            micro_batches: Whether parts of a step see a micro-batch, and not all of a replica's
-                rows.
-        """
-        rows = "each micro-batch's rows" if micro_batches else "each replica's rows"
-        mesh = _ASKED[micro_batches]
-        if self.failed:
-            return (
-                f"It could not be found out whether rows of a batch meet in this model, "
-                f"which is computed on {rows}: {self.failed}. If they do (a mean or a sort over "
-                f"the batch, similarities between rows), {mesh} {GLOBAL}."
-            )
-        if not self.findings:
-            return ""
-        told = "; ".join(str(finding) for finding in self.findings[:SHOWN])
-        more = len(self.findings) - SHOWN
-        rest = f"; and {more} more, which kdist.inspect(model) lists" if more > 0 else ""
-        return (
-            f"Computed on {rows}, and so not as on one device: {told}{rest}. "
-            f"To compute over the whole batch, {mesh} {GLOBAL}."
-        )
-
-    def refuse_squares(self, whole_loss: str, micro_batches: bool = False) -> None:
-        """Refuses a loss over the whole batch whose outputs cannot be joined from parts of it.
-
-        Args:
-            whole_loss: Why it is one, "" if it is not; of which output, where there are several.
-            micro_batches: See `warning`.
-
-        Raises:
-            ValueError: It is one, and there are `squares`.
-        """
-        met = [one for one in self.squares if "of output" not in whole_loss or one in whole_loss]
-        if whole_loss and met:
-            parts = "micro-batches" if micro_batches else "replicas"
-            raise ValueError(
-                f"{met[0]} has an entry for each row of the batch in each of its rows: "
-                f"what {parts} compute of it does not join to that of the batch, over which the "
-                f"loss is computed. To compute the model over the whole batch, "
-                f"{_ASKED[micro_batches]} {GLOBAL}; or return features of each row and let the "
-                f"loss compare them. Received: {whole_loss}"
-            )
-
-
-def of_micro_batches(study: ModelStudy, count: int) -> str:
-    """What happens to state that a model's own layers write, where a step has several passes.
-
-    Args:
-        study: Of the model.
-        count: Micro-batches of a step.
-    """
-    if not study.moving:
-        return ""
-    told = ", ".join(map(repr, study.moving[:SHOWN])) + ", ..." * (len(study.moving) > SHOWN)
-    return (
-        f"State that forward passes write goes from micro-batch to micro-batch: here it changes "
-        f"{count} times a step, and on one device once. To have it change once, set "
-        f"micro_batches=1. Received: state {told}"
-    )
 
 
 def study_model(model: keras.Model, x: Any, training: bool, loss_from_layers: str) -> ModelStudy:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kdist.rows.model import ModelStudy, study_model
+from kdist.rows.model import study_model
+from kdist.rows.model_study import ModelStudy
 
 import keras
 import numpy as np

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import kdist
-from kdist.rows.model import ModelStudy
+from kdist.rows.model_study import ModelStudy
 
 import keras
 import pytest
