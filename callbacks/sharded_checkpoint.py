@@ -9,6 +9,7 @@ from typing import Any, Literal
 from kdist.api.fitted_model import ArrangeAgain
 from kdist.api.own_steps import has_own_step
 from kdist.api.parallelize import Parallel
+from kdist.api.preprocessed import preprocessed_specs
 from kdist.checkpoint import beside
 from kdist.checkpoint import directory as directories
 from kdist.checkpoint import snapshot as snapshots
@@ -238,7 +239,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         assert self._states is not None
         if self.restored is None or within != bool(first[1]):
             return
-        example = self._position.source.example()
+        example = preprocessed_specs(parallel.model, self._position.source.example())
         if has_own_step(parallel.model, "train"):
             parallel.prepare_own(parallel.model.train_step, example)
         else:

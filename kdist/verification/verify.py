@@ -10,6 +10,7 @@ from typing import Any
 
 from kdist._compat import keras_models
 from kdist.api.parallelize import Parallel, attached
+from kdist.api.preprocessed import preprocessed
 from kdist.graphs.chance import chance_kept
 from kdist.program.batch import leading
 from kdist.runtime.keras_contract import is_built
@@ -21,7 +22,6 @@ from kdist.verification.no_twin import NoTwin
 from kdist.verification.observe import predicted
 from kdist.verification.observed import compare_runs
 from kdist.verification.one_device import refuse_too_large
-from kdist.verification.prepared import prepared
 from kdist.verification.report import Verification
 from kdist.verification.tolerance import TOLERANCES, unquantized
 from kdist.verification.trial import (
@@ -86,7 +86,7 @@ def verify(
         >>> assert report.ok, report
     """
     attached(model)  # which refuses a model that is not parallelized
-    batch = prepared(model, x, y, sample_weight)
+    batch = preprocessed(model, x, y, sample_weight)
     return verify_prepared(model, batch, dtype=dtype, memory_limit=memory_limit)
 
 

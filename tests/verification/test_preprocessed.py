@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import kdist
-from kdist.verification.prepared import prepared
+from kdist.api.preprocessed import preprocessed
 
 import keras
 import numpy as np
@@ -70,8 +70,10 @@ def test_the_first_batch_of_fit_is_prepared_once(
     assert "verify='first_step'" in capsys.readouterr().out
 
 
-def test_prepared() -> None:
-    x, y, sample_weight = prepared(task(), TEXTS, LABELS, None)
+def test_preprocessed() -> None:
+    x, y, sample_weight = preprocessed(task(), TEXTS, LABELS, None)
     assert x.shape == (6, 5) and y is LABELS and sample_weight is None
     other = keras.Sequential([keras.layers.Dense(1)])
-    assert all(a is b for a, b in zip(prepared(other, TEXTS, None, LABELS), (TEXTS, None, LABELS)))
+    assert all(
+        a is b for a, b in zip(preprocessed(other, TEXTS, None, LABELS), (TEXTS, None, LABELS))
+    )
