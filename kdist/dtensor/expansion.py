@@ -183,7 +183,11 @@ def _named(
 def _searched(
     body: Body, inside: dict[str, str], error: Exception, mesh: dtensor.Mesh, layouts: Any
 ) -> dict[str, str]:
-    """The operation after which lowering fails, where the error names none: found by halving."""
+    """The operation after which lowering fails, where the error names none, and its likes.
+
+    It is found by halving. Equal layers have one each: all those that compute the same of what
+    comes from the same are taken at once, so that the search does not grow with the layers.
+    """
     order = [name for name in topological(body.nodes) if name not in inside]
     works, fails = 0, len(order)
     while fails - works > 1:
@@ -197,7 +201,9 @@ def _searched(
             fails = middle
     if not _may_fail(body.nodes[order[works]]):
         return {}
-    return {order[works]: limits.explain(error) or "an operation (its error cannot be read)"}
+    wanted = _in_place(body, order[works])
+    alike = [name for name in order if _in_place(body, name) == wanted]
+    return dict.fromkeys(alike, limits.explain(error) or "an operation (its error cannot be read)")
 
 
 def _may_fail(node: Any) -> bool:
@@ -215,6 +221,12 @@ def _likeness(body: Body, name: str) -> Any:
     )
     specs = [body.specs[one] for one in data_inputs(node)]
     return node.op, tuple(attributes), tuple((str(s.shape), s.dtype) for s in specs)
+
+
+def _in_place(body: Body, name: str) -> Any:
+    """The same of an operation and of those whose results it takes."""
+    taken = [one.partition(":")[0] for one in data_inputs(body.nodes[name])]
+    return [_likeness(body, one) for one in [name, *taken] if one in body.nodes]
 
 
 def _number_of_failed(

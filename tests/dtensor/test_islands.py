@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kdist.dtensor import expansion
 from kdist.dtensor.body import Body
 from kdist.dtensor.expansion import expand
 from kdist.dtensor.flops import graph_flops
@@ -99,6 +100,30 @@ def test_an_island_runs_whole_and_all_else_stays_cut(name: str) -> None:
     parts = [n for n in program.definition.node_def if n.op == "MatMul" and "island/" not in n.name]
     assert len([n for n in parts if "matmul" in n.name]) == 3
     assert {tuple(map(int, _local(program, n))) for n in parts} >= {(4, 4), (8, 4)}
+
+
+def test_equal_layers_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that names no operation is looked for by halving: about log2 of them lowerings."""
+    lowered: list[int] = []
+    own = expansion.lower
+    monkeypatch.setattr(expansion, "lower", lambda *a: (lowered.append(1), own(*a))[1])
+
+    def lowerings(layers: int) -> int:
+        def function(x: Any, w: Any) -> Any:
+            for _ in range(layers):
+                x = ISLANDS["inverse"][0](tf.tanh(x @ w))
+            return x
+
+        lowered.clear()
+        mesh, _ = inner_mesh(model=2)
+        given = [cut(WEIGHTS, mesh, None, axis) for axis in (None, "model")]
+        found, _ = run(mesh, function, *given)
+        expected = function(tf.constant(WEIGHTS), tf.constant(WEIGHTS))
+        np.testing.assert_allclose(whole(found), expected, rtol=1e-9, atol=1e-12)
+        return len(lowered)
+
+    few, many = lowerings(2), lowerings(6)
+    assert few > 3 and many <= few + 3
 
 
 def test_an_operation_whose_type_is_a_function() -> None:
