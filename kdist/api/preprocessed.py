@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from kdist.runtime.keras_contract import as_spec
@@ -26,6 +28,18 @@ def preprocessed(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> tupl
     if own is None:
         return x, y, sample_weight
     return keras.utils.unpack_x_y_sample_weight(own(x, y, sample_weight))
+
+
+def method_of(model: keras.Model, name: str) -> Callable:
+    """A method that takes a batch as `preprocessed` gives it: Keras's own of such a model.
+
+    Args:
+        model: See `preprocessed`.
+        name: "fit", "train_on_batch" or "predict_on_batch".
+    """
+    if hasattr(model, "preprocess_samples"):
+        return functools.partial(getattr(keras.Model, name), model)
+    return getattr(model, name)
 
 
 def preprocessed_specs(model: keras.Model, specs: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 from kdist._compat import keras_trainer
 from kdist.api.parallelize import Parallel, attached
+from kdist.api.preprocessed import method_of
 from kdist.program.forward_scope import ForwardScope
 from kdist.program.model_state import ModelState
 from kdist.verification.calm import calm
@@ -147,7 +148,7 @@ def _over_mesh(
     model: keras.Model, batch: tuple[Any, Any, Any], restore: Callable[[], None]
 ) -> Observed:
     """What the mesh gives; statistics and seeds move on."""
-    output = output_arrays(model, keras.Model.predict_on_batch(model, batch[0]))
+    output = output_arrays(model, method_of(model, "predict_on_batch")(batch[0]))
     restore()  # layers' own metrics see predictions too
     found = mesh_pass(model, batch)
     return Observed(

@@ -1,7 +1,7 @@
 """Runs a batch, on one device or over the mesh, through what users call, and notes what it gave.
 
-These are Keras's own `fit`, `train_on_batch` and `predict_on_batch`: a model's own may prepare a
-batch first (`preprocess_samples` of KerasHub's tasks), and the batch here is as its steps get it.
+The batch is as the model's steps get it. Where a model's own `fit` would prepare it again
+(`preprocess_samples` of KerasHub's tasks), Keras's is called.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from kdist._compat import keras_models, keras_trainer
 from kdist.api.custom_loop import training_pass
 from kdist.api.parallelize import attached
+from kdist.api.preprocessed import method_of
 from kdist.optimizer.wrappers import optimizers_of
 from kdist.program.batch import leading
 from kdist.program.loss_parts import added_up, compute_loss
@@ -67,7 +68,7 @@ def _observe(
     own = overrides(model, "train_step")
     before = [as_array(v.value) for v in model.variables]
     output = (
-        output_arrays(model, keras.Model.predict_on_batch(model, batch[0]))
+        output_arrays(model, method_of(model, "predict_on_batch")(batch[0]))
         if keras_models.has_call(model)
         else {}
     )
@@ -105,7 +106,7 @@ def slots_of(model: keras.Model) -> dict[str, np.ndarray]:
 
 def _trained(model: keras.Model, batch: tuple[Any, Any, Any]) -> Arrays:
     """The logs of one training step."""
-    logs = keras.Model.train_on_batch(model, *batch, return_dict=True)
+    logs = method_of(model, "train_on_batch")(*batch, return_dict=True)
     return {name: np.asarray(value) for name, value in logs.items()}
 
 
@@ -117,7 +118,7 @@ def _fitted(model: keras.Model, batch: tuple[Any, Any, Any]) -> Arrays:
     noted = keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: steps.append(step))
     given: dict[str, Any] = {"batch_size": rows, "shuffle": False, "verbose": 0}
     given |= {"sample_weight": sample_weight, "callbacks": [noted]}
-    logs = keras.Model.fit(model, x, y, **given).history
+    logs = method_of(model, "fit")(x, y, **given).history
     if not steps:
         raise RuntimeError(
             "fit ran no step: train_step raised StopIteration (an iterator had nothing left), "

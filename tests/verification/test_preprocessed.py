@@ -77,3 +77,19 @@ def test_preprocessed() -> None:
     assert all(
         a is b for a, b in zip(preprocessed(other, TEXTS, None, LABELS), (TEXTS, None, LABELS))
     )
+
+
+def test_a_fit_of_the_models_own_is_called_where_it_prepares_nothing() -> None:
+    calls: list[type] = []
+
+    class Counting(keras.Model):
+        def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append(type(self))
+            return super().train_on_batch(*args, **kwargs)
+
+    inputs = keras.Input((5,))
+    model = Counting(inputs, keras.layers.Dense(2)(inputs))
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    model.compile("adam", "mse")
+    assert kdist.verify(model, np.ones((4, 5)), np.ones((4, 2))).ok
+    assert calls
