@@ -10,8 +10,9 @@ import pytest
 from keras import layers, ops
 
 ROWS, WIDTH = 8, 6
-X = np.random.default_rng(0).normal(size=(2, 2 * ROWS, WIDTH))
-Y = np.zeros((2 * ROWS, 1))
+X = np.random.default_rng(0).normal(size=(2, ROWS + ROWS // 2, WIDTH))
+"""Of two batches, the last of which is smaller."""
+Y = np.zeros((X.shape[1], 1))
 MESHES = ({"data": 2}, {"data": 2, "model": 2})
 
 pytestmark = pytest.mark.usefixtures("float64")
