@@ -21,7 +21,7 @@ from kdist.runtime.keras_contract import (
     is_built,
     layers_built,
 )
-from kdist.runtime.loss_terms import loss_terms
+from kdist.runtime.loss_terms import joined_outputs, loss_terms
 from kdist.storage.unborn import unborn_variables
 
 import keras
@@ -71,10 +71,11 @@ class PreparedModel(FittedModel):
         if kind != "predict" and self.whole_loss:
             self.say_whole_loss()
         study = self.study_rows(training=kind == "train")
-        if kind != "predict":
+        if kind != "predict" and self.whole_loss:
             pipeline = self.config.pipeline
             cut = pipeline is not None and pipeline.micro_batches > 1
-            study.refuse_squares(self.whole_loss, micro_batches=cut)
+            joined = joined_outputs(self.model, self.loss_terms or ())
+            study.refuse_squares(self.whole_loss, joined, micro_batches=cut)
         if kind == "train":
             self._make_update()
 

@@ -16,7 +16,7 @@ from kdist.graphs.chance import chance_kept
 from kdist.graphs.layer_names import layer_of
 from kdist.program.program import Program
 from kdist.rows.interpreter import ROW_BY_ROW
-from kdist.rows.model_study import Finding, ModelStudy
+from kdist.rows.model_study import Finding, ModelStudy, Path, Square
 from kdist.rows.study import Analysis, NotStudied, analyse, cause
 from kdist.rows.values import Const, Flow, Linear, Mixing, Rows, Value, flow_of
 
@@ -62,15 +62,15 @@ def study_program(
     try:
         specs = keras.tree.map_structure(_spec, x)
         sizes = [n for v in program.state.written for n in v.shape]
-        names: list[str] = []
+        returned = _Returned()
         with chance_kept(), _marked_row_by_row(program.model):
             analysis = analyse(
-                _pass_of(program, training, names),
+                _pass_of(program, training, returned),
                 specs,
                 batch_size=rows,
                 avoid=[n for n in sizes if n],
             )
-        return _Reading(program, analysis, names, loss_from_layers).result()
+        return _Reading(program, analysis, returned, loss_from_layers).result()
     except NotStudied as error:
         return ModelStudy(failed=str(error))
     except Exception as error:  # whatever a model does: training must not depend on this
@@ -108,12 +108,24 @@ def _static_batch(model: keras.Model) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _pass_of(program: Program, training: bool, names: list[str]) -> Callable[[Any], Any]:
+@dataclasses.dataclass
+class _Returned:
+    """What a traced pass returns.
+
+    Attributes:
+        names: For each flat value "output:i", "added:i" or "state:i", i counting within its kind,
+            and for state being the position in `ModelState.written`.
+        paths: Of the outputs.
+    """
+
+    names: list[str] = dataclasses.field(default_factory=list)
+    paths: list[Path] = dataclasses.field(default_factory=list)
+
+
+def _pass_of(program: Program, training: bool, returned: _Returned) -> Callable[[Any], Any]:
     """The forward pass as a function of the inputs, all state being constants of unknown value.
 
-    Metrics start at zero, so that what is added to them shows. The function fills `names`: for
-    each flat output "output:i", "added:i" or "state:i", i counting within its kind, and for state
-    being the position in `ModelState.written`.
+    Metrics start at zero, so that what is added to them shows. The function fills `returned`.
     """
     state = program.state
 
@@ -123,10 +135,12 @@ def _pass_of(program: Program, training: bool, names: list[str]) -> Callable[[An
         carried += [tf.zeros(v.shape, v.dtype) for v in state.metrics]
         result = program.collect(params, carried, x, training)
         outputs = keras.tree.flatten(result["outputs"])
-        names.clear()  # of a trace that failed
-        names.extend(f"output:{i}" for i in range(len(outputs)))
-        names.extend(f"added:{i}" for i in range(len(result["added"])))
-        names.extend(f"state:{i}" for i in program.traced(training).updated)
+        returned.paths = [path for path, _ in keras.tree.flatten_with_path(result["outputs"])]
+        returned.names = [
+            *(f"output:{i}" for i in range(len(outputs))),
+            *(f"added:{i}" for i in range(len(result["added"]))),
+            *(f"state:{i}" for i in program.traced(training).updated),
+        ]
         return [*outputs, *result["added"], *result["updated"]]
 
     return forward
@@ -168,9 +182,10 @@ class _Reading:
     """Turns what is known about the tensors of a model's pass into findings."""
 
     def __init__(
-        self, program: Program, analysis: Analysis, names: Sequence[str], loss_from_layers: str
+        self, program: Program, analysis: Analysis, returned: _Returned, loss_from_layers: str
     ) -> None:
-        self.program, self.analysis, self.names = program, analysis, names
+        self.program, self.analysis = program, analysis
+        self.names, self.paths_of_outputs = returned.names, returned.paths
         self.loss_from_layers = loss_from_layers
         self.layers = keras_models.flat_layers(program.model)
         self.paths = [layer.path for layer in self.layers if layer.path]
@@ -196,12 +211,12 @@ class _Reading:
             squares=tuple(self._squares()),
         )
 
-    def _squares(self) -> Iterator[str]:
+    def _squares(self) -> Iterator[Square]:
         for name, tensor in zip(self.names, self.analysis.tensors):
             kind, _, number = name.partition(":")
             shape = () if tensor is None or not tensor.shape.rank else tensor.shape
             if kind == "output" and self.analysis.batch in shape[1:]:
-                yield self._name(int(number))
+                yield Square(self._name(int(number)), self.paths_of_outputs[int(number)])
 
     def _moving(self) -> Iterator[str]:
         state = self.program.state
@@ -234,7 +249,11 @@ class _Reading:
         """Of an output."""
         model = self.program.model
         names = getattr(keras_models.functional_of(model) or model, "output_names", None) or []
-        return f"output {names[index]!r}" if index < len(names) else f"output {index}"
+        if index < len(names):
+            return f"output {names[index]!r}"
+        path = self.paths_of_outputs[index]
+        named = any(isinstance(key, str) for key in path)
+        return f"output {'/'.join(map(str, path))!r}" if named else f"output {index}"
 
     def _added(self, index: int, value: Value, tensor: Any) -> Finding | None:
         flow, where = flow_of(value), self._where(value, tensor)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from kdist.rows.values import Mixing
 from kdist.storage.constant_ids import ConstantIds
@@ -15,6 +16,22 @@ SHOWN = 3
 GLOBAL = 'ParallelConfig(batch_semantics="global")'
 _ASKED = ("set", "use a mesh without `pipe` and set")
 """How `GLOBAL` is asked for, without and with micro-batches."""
+
+Path = tuple[str | int, ...]
+"""Where an output lies in what a model returns: keys and positions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Square:
+    """An output that has an entry for each row of the batch in another dim than 0.
+
+    Attributes:
+        name: "output 'similar'".
+        path: Of the output.
+    """
+
+    name: str
+    path: Path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +64,7 @@ class ModelStudy:
         moving: Paths of other state that a pass writes, without seeds and metrics: it goes from
             micro-batch to micro-batch.
         constant_ids: Looked up in tables.
-        squares: Outputs with an entry for each row of the batch in another dim than 0, such as
-            similarities of all rows.
+        squares: Such outputs, as similarities of all rows are.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -57,7 +73,7 @@ class ModelStudy:
     failed: str = ""
     moving: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     constant_ids: ConstantIds = dataclasses.field(default=ConstantIds(), compare=False)
-    squares: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    squares: tuple[Square, ...] = dataclasses.field(default=(), compare=False)
 
     def lines(self) -> list[str]:
         """All of it, a line each."""
@@ -111,21 +127,24 @@ class ModelStudy:
             f"micro_batches=1. Received: state {told}"
         )
 
-    def refuse_squares(self, whole_loss: str, micro_batches: bool = False) -> None:
+    def refuse_squares(
+        self, whole_loss: str, joined: Sequence[Path], micro_batches: bool = False
+    ) -> None:
         """Refuses a loss over the whole batch whose outputs cannot be joined from parts of it.
 
         Args:
-            whole_loss: Why it is one, "" if it is not; of which output, where there are several.
+            whole_loss: Why it is one.
+            joined: Paths of the outputs that it takes, or of what they lie in.
             micro_batches: See `warning`.
 
         Raises:
-            ValueError: It is one, and there are `squares`.
+            ValueError: One of them is of `squares`.
         """
-        met = [one for one in self.squares if "of output" not in whole_loss or one in whole_loss]
-        if whole_loss and met:
+        met = [one for one in self.squares if any(one.path[: len(p)] == p for p in joined)]
+        if met:
             parts = "micro-batches" if micro_batches else "replicas"
             raise ValueError(
-                f"{met[0]} has an entry for each row of the batch in each of its rows: "
+                f"{met[0].name} has an entry for each row of the batch in each of its rows: "
                 f"what {parts} compute of it does not join to that of the batch, over which the "
                 f"loss is computed. To compute the model over the whole batch, "
                 f"{_ASKED[micro_batches]} {GLOBAL}; or return features of each row and let the "

@@ -60,11 +60,13 @@ class LossTerm:
         name: Name of the loss, and of its output if there are several.
         couples: What makes it more than a value per row, "" if it is one value per row.
         unreduced: Whether its reduction leaves a vector.
+        path: Where its output lies in what the model returns; () if that is one tensor.
     """
 
     name: str
     couples: str
     unreduced: bool
+    path: tuple[str | int, ...] = ()
 
 
 def loss_terms(model: keras.Model, data: Any) -> tuple[LossTerm, ...]:
@@ -92,6 +94,7 @@ def loss_terms(model: keras.Model, data: Any) -> tuple[LossTerm, ...]:
             f"{one.loss.name!r}" + (f" of output {entry.name!r}" if several else ""),
             one.couples(),
             one.loss.reduction in (None, "none"),
+            tuple(entry.path),
         )
         for entry, one in zip(compiled, seen)
     )
@@ -101,6 +104,18 @@ def _has_dims(model: keras.Model) -> bool:
     """Whether all outputs of a model are known to have another dim than that of rows."""
     outputs = getattr(model, "outputs", None)
     return all(len(t.shape) > 1 for t in outputs) if outputs else False
+
+
+def joined_outputs(model: keras.Model, terms: Sequence[LossTerm]) -> list[tuple[str | int, ...]]:
+    """Paths of the outputs that a loss over the whole batch takes; () stands for all.
+
+    Args:
+        model: The model.
+        terms: What is known about its compiled losses.
+    """
+    if overrides(model, "compute_loss"):
+        return [()]
+    return [t.path for t in terms if t.couples or t.unreduced]
 
 
 def whole_loss(model: keras.Model, terms: Sequence[LossTerm], parts: int) -> str:

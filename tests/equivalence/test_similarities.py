@@ -46,9 +46,32 @@ def clip(features: bool = False) -> keras.Model:
     return keras.Model(inputs, out if features else out["similar"])
 
 
+class Subclassed(keras.Model):
+    """`clip` with features, whose outputs no constructor tells of.
+
+    Args:
+        container: `dict`, or `list` in the order of `clip`.
+        **kwargs: See `keras.Model`.
+    """
+
+    def __init__(self, container: type = dict, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.container = container
+        self.image, self.text = layers.Dense(4), layers.Dense(4)
+        self.similar = Similarities()
+
+    def call(self, inputs: Any) -> Any:
+        """See `keras.Model`."""
+        one, other = self.image(inputs[0]), self.text(inputs[1])
+        outputs = {"similar": self.similar(one, other), "features": one}
+        return outputs if self.container is dict else list(outputs.values())
+
+
 def trained(model: keras.Model, loss: Any) -> tuple[list[float], list[Any]]:
     model.compile(keras.optimizers.Adam(0.01), loss)
-    given = {"features": Y} if isinstance(loss, dict) else Y
+    given: Any = Y
+    if isinstance(loss, dict | list):
+        given = keras.tree.map_structure(lambda one: Y, loss)
     history = model.fit(list(X), given, batch_size=ROWS, epochs=2, shuffle=False, verbose=0)
     return history.history["loss"], [ops.convert_to_numpy(v) for v in model.trainable_variables]
 
@@ -70,6 +93,36 @@ def test_similarities_of_micro_batches_are_refused() -> None:
     model = parallel(clip(), mesh=kdist.mesh(pipe=2), pipeline=pipeline)
     with pytest.raises(ValueError, match="what micro-batches compute .* mesh without `pipe`"):
         trained(model, contrasted)
+
+
+@pytest.mark.parametrize(
+    ("losses", "name"),
+    [
+        ({"similar": contrasted}, "'similar'"),
+        ({"similar": contrasted, "features": "mse"}, "'similar'"),
+        ([contrasted, "mse"], "0"),
+    ],
+    ids=["alone", "beside another", "in a list"],
+)
+def test_similarities_of_a_subclassed_model_are_refused(losses: Any, name: str) -> None:
+    model = parallel(Subclassed(type(losses)), mesh=kdist.mesh(data=2))
+    with pytest.raises(ValueError, match=f"output {name} has an entry for each row of the batch"):
+        trained(model, losses)
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_features_of_a_subclassed_model_equal_one_device(axes: dict[str, int]) -> None:
+    """The other output is a similarity, which no loss is of."""
+    plain, model = Subclassed(), Subclassed()
+    for one in (plain, model):
+        one([rows[:ROWS] for rows in X])
+    model.set_weights(plain.get_weights())
+    model = parallel(model, mesh=kdist.mesh(**axes))
+    loss = {"features": met}
+    (wanted, weights), (found, mine) = trained(plain, loss), trained(model, loss)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-9)
+    for one, other in zip(mine, weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)

@@ -240,7 +240,7 @@ def test_subclassed_models_and_dicts() -> None:
     model = Two()
     model({"a": X, "b": X})
     (finding,) = studied(model, {"a": X, "b": X}).findings
-    assert str(finding).startswith("output 1 mixes rows (")
+    assert str(finding).startswith("output 'b' mixes rows (")
 
 
 def test_a_static_batch_size() -> None:
