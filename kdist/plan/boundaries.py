@@ -15,7 +15,7 @@ class BoundaryTensor:
         name: Its name in the model's graph.
         shape: Of a row of the batch, with None for dims of unknown size.
         itemsize: Bytes of an element.
-        floating: Whether it has a gradient, which comes back.
+        floating: Whether it has a gradient of its own, which comes back.
     """
 
     name: str

@@ -217,6 +217,7 @@ class StageBody:
         self.virtual = virtual
         self.last = virtual == staged.schedule.virtual_stages - 1
         self.names = staged.partition.stages[virtual]
+        self._asked = staged.asked_logits(virtual)
         used = {id(v) for v in self._used()}
         state = program.state
         self.trainable = [i for i, v in enumerate(state.trainable) if id(v) in used]
@@ -291,7 +292,8 @@ class StageBody:
             if mask is not None:
                 result.masks[name] = mask
         for name in self.staged.writes(self.virtual):
-            result.boundary.update(sent_with(name, table[name]))
+            if name in self._asked:
+                result.boundary.update(sent_with(name, table[name]))
         for variable in (*variables, *self.carried):
             now = scope.current(variable)
             if now is not scope.given.get(id(variable)):

@@ -17,6 +17,7 @@ from kdist.plan.boundaries import BoundaryTensor
 from kdist.program.vjp import differentiable
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Group
+from kdist.stages.asked_logits import asked_logits, makes_logits
 from kdist.stages.layer_lists import chained, with_lists
 from kdist.stages.measured_costs import Costs, measure
 from kdist.stages.model_graph import EXAMPLES, ModelGraph, graph_of
@@ -198,7 +199,22 @@ class StagedModel:
             for source in self.described.sources.values()
             for name, tensor in zip(source.outputs, source.node.outputs, strict=True)
         }
-        return [[_described(n, tensors[n]) for n in names] for names in self.partition.boundaries]
+        made = {n: s for s in self.described.sources.values() for n in s.outputs}
+        found = []
+        for virtual, names in enumerate(self.partition.boundaries):
+            asked = self.asked_logits(virtual)
+            found.append([_described(name, tensors[name]) for name in names])
+            known = (n for n in names if n in asked and makes_logits(made[n].node.operation))
+            # A loss starts from them or from what they made: one gradient comes back.
+            found[-1] += [
+                dataclasses.replace(_described(f"{n}'s logits", tensors[n]), floating=False)
+                for n in known
+            ]
+        return found
+
+    def asked_logits(self, virtual: int) -> frozenset[str]:
+        """The tensors that a virtual stage sends on with their logits, if they have some."""
+        return asked_logits(self.described, self.partition.stages, virtual)
 
     def describe(self) -> str:
         """The schedule and what each stage has, in a few lines."""

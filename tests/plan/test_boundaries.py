@@ -17,18 +17,20 @@ import pytest
 ROWS, MICRO_BATCHES = 16, 4
 
 
-def model_with_skip() -> keras.Model:
+def model_with_skip(activation: str) -> keras.Model:
     """A skip connection passes through the second stage; ids have no gradient."""
     keras.utils.set_random_seed(0)
     x = inputs = keras.Input((6,))
-    x = skip = keras.layers.Dense(4, "tanh", name="one")(x)
-    x = keras.layers.Dense(6, "tanh", name="two")(x)
+    x = skip = keras.layers.Dense(4, activation, name="one")(x)
+    x = keras.layers.Dense(6, activation, name="two")(x)
     x = keras.layers.Concatenate(name="three")([x, skip])
     x = keras.layers.Dense(3, name="four")(x)
     return keras.Model(inputs, x)
 
 
-def first_step(micro_batches: int, chunks: int = 1, **axes: int) -> tuple[Any, list[Transfer]]:
+def first_step(
+    micro_batches: int, chunks: int = 1, activation: str = "tanh", **axes: int
+) -> tuple[Any, list[Transfer]]:
     """The plan, and what crosses from one stage to another in a step's programs."""
     names = ["one", "two", "three", "four"]
     stages = {name: min(i, axes["pipe"] * chunks - 1) for i, name in enumerate(names)}
@@ -43,7 +45,7 @@ def first_step(micro_batches: int, chunks: int = 1, **axes: int) -> tuple[Any, l
             chunks=chunks,
         ),
     )
-    model = kdist.parallelize(model_with_skip(), config)
+    model = kdist.parallelize(model_with_skip(activation), config)
     model.compile("sgd", "mse")
     x, y = np.ones((ROWS, 6), "f4"), np.ones((ROWS, 3), "f4")
     step = largest(watch(lambda: model.train_on_batch(x, y)))
@@ -54,14 +56,20 @@ def first_step(micro_batches: int, chunks: int = 1, **axes: int) -> tuple[Any, l
 
 
 @pytest.mark.parametrize(
-    ("axes", "chunks"),
-    [({"pipe": 2, "data": 2}, 1), ({"pipe": 4}, 1), ({"pipe": 2}, 2)],
+    ("axes", "chunks", "activation"),
+    [
+        ({"pipe": 2, "data": 2}, 1, "tanh"),
+        ({"pipe": 4}, 1, "tanh"),
+        ({"pipe": 2}, 2, "tanh"),
+        ({"pipe": 4}, 1, "sigmoid"),
+    ],
     ids=str,
 )
 def test_bytes_and_messages_are_those_of_the_executed_step(
-    axes: dict[str, int], chunks: int
+    axes: dict[str, int], chunks: int, activation: str
 ) -> None:
-    plan, sent = first_step(MICRO_BATCHES, chunks, **axes)
+    """Of a sigmoid no logits are sent that no layer asks for."""
+    plan, sent = first_step(MICRO_BATCHES, chunks, activation, **axes)
     planned = plan.between_stages()
     # The last stage's loss and outputs go to the first device, for metrics.
     last = re.compile(rf"replica\d+/{axes['pipe'] * chunks - 1}F")
@@ -74,6 +82,32 @@ def test_bytes_and_messages_are_those_of_the_executed_step(
     times = len(sent) // len(sizes)
     assert known <= Counter(sizes * times)
     assert sum(t.nbytes(ROWS) for t in planned) == sum(sizes) * times
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_logits_of_an_early_output_are_planned(dropout: bool) -> None:
+    """A softmax of the first stage that the loss sees is sent with its logits, as the plan says."""
+    x = inputs = keras.Input((6,))
+    x = keras.layers.Dense(4, "sigmoid", name="one")(x)
+    early = keras.layers.Dense(5, "softmax", name="early")(x)
+    early = keras.layers.Dropout(0.5, seed=1, name="drop")(early) if dropout else early
+    late = keras.layers.Dense(3, name="late")(x)
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(pipe=2),
+        pipeline=kdist.PipelineConfig(
+            micro_batches=MICRO_BATCHES, stages={"one": 0, "early": 0, "drop|late": 1}
+        ),
+    )
+    model = kdist.parallelize(keras.Model(inputs, [early, late]), config)
+    model.compile("sgd", ["categorical_crossentropy", "mse"])
+    targets = [np.full((ROWS, 5), 0.2, "f4"), np.ones((ROWS, 3), "f4")]
+    step = largest(watch(lambda: model.train_on_batch(np.ones((ROWS, 6), "f4"), targets)))
+    (planned,) = model.plan().between_stages()
+    names = [one.name for one in planned.tensors]
+    assert names == ["one", "early", "early's logits"]
+    passes = [t for t in step.transfers if re.search(r"replica\d+/(0[F]|1[BIW])\d+", t.tensor)]
+    sent = [t for t in passes if not t.control and t.source != t.target]
+    assert len(sent) == planned.messages
 
 
 def test_halves_travel_with_mixed_precision() -> None:

@@ -50,6 +50,13 @@ class Judge(layers.Layer):
         return keras.losses.sparse_categorical_crossentropy(y_true, y_pred)
 
 
+class JudgeOfFirst(Judge):
+    """Every row is of the first class."""
+
+    def call(self, y_pred: Any) -> Any:
+        return super().call(ops.zeros_like(y_pred[:, 0]), y_pred)[:, None]
+
+
 class JudgedStep(OwnStep):
     """A layer of its own computes the loss, of what a layer has let through as it was."""
 
@@ -88,6 +95,17 @@ def with_early_head(activation: Any, kind: type[keras.Model] = keras.Model) -> k
     return kind(inputs, [early, layers.Identity(name="same")(early), last])
 
 
+def judged_late(activation: Any, rate: float | None) -> keras.Model:
+    """A layer of a later stage computes a loss of what the first stage makes."""
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((6,))
+    early = layers.Dense(4, name="early", activation=activation)(inputs)
+    hidden = layers.Dense(6, name="hidden")(early)
+    between = layers.Identity if rate is None else functools.partial(layers.Dropout, rate)
+    losses = JudgeOfFirst(name="judge")(between(name="seen")(early))
+    return keras.Model(inputs, layers.Concatenate(name="joined")([hidden, losses]))
+
+
 def of_images(activation: Any) -> keras.Model:
     keras.utils.set_random_seed(3)
     inputs = keras.Input((6,))
@@ -113,18 +131,26 @@ def trained(config: Any, make: Make, y: Any = Y, **compiled: Any) -> dict[str, n
 COLUMNS = {"up/kernel": (None, "model"), "up/bias": ("model",)}
 
 
-def config(axes: Mapping[str, int], layout: Mapping[str, Any]) -> kdist.ParallelConfig:
-    pipeline = kdist.PipelineConfig(micro_batches=2) if "pipe" in axes else None
+def config(
+    axes: Mapping[str, int], layout: Mapping[str, Any], stages: Any = "auto"
+) -> kdist.ParallelConfig:
+    pipeline = None
+    if "pipe" in axes:
+        pipeline = kdist.PipelineConfig(micro_batches=2, stages=stages)
     layout = layout if "model" in axes else {}
     return kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=layout, pipeline=pipeline)
 
 
 def same(
-    axes: Mapping[str, int], make: Make, layout: Mapping[str, Any] = COLUMNS, **compiled: Any
+    axes: Mapping[str, int],
+    make: Make,
+    layout: Mapping[str, Any] = COLUMNS,
+    stages: Any = "auto",
+    **compiled: Any,
 ) -> float:
     """Trains over a mesh and on one device, and gives the first loss or metric of the latter."""
     expected = trained(None, make, **compiled)
-    actual = trained(config(axes, layout), make, **compiled)
+    actual = trained(config(axes, layout, stages), make, **compiled)
     assert expected.keys() == actual.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(actual[name], value, rtol=1e-9, atol=1e-9, err_msg=name)
@@ -196,6 +222,20 @@ def test_made_by_an_earlier_stage(axes: Mapping[str, int], activation: Any) -> N
     """What crosses to the next stage is a new tensor there."""
     compiled = {"loss": [CROSS] * 3, "metrics": [[CROSS]] * 3, "y": [Y] * 3}
     assert same(axes, functools.partial(with_early_head, activation), **compiled) > CLIPPED
+
+
+@pytest.mark.parametrize("activation", ["softmax", tf.nn.softmax])
+@pytest.mark.parametrize("rate", [None, 0.0])
+def test_seen_by_a_layer_of_a_later_stage(activation: Any, rate: float | None) -> None:
+    """Through layers that hand on what they take, dropout where nothing is dropped."""
+    make = functools.partial(judged_late, activation, rate)
+    same(
+        {"pipe": 2},
+        make,
+        stages={"early": 0, "hidden|seen|judge": 1},
+        loss="mse",
+        y=np.zeros((8, 7)),
+    )
 
 
 @pytest.mark.parametrize("activation", ["softmax", tf.nn.softmax])
