@@ -22,8 +22,8 @@ from pathlib import Path
 
 LIST = Path(__file__).with_name("wide.txt")
 SECONDS = 960.0
-"""So much work is left to the default suite. Two workers do it in eight minutes, and need one or two
-more to begin, to find the tests and to import what they use."""
+"""So much work is left to the default suite. Two workers do it in eight minutes, and need one or
+two more to begin, to find the tests and to import what they use."""
 
 
 def wide() -> frozenset[str]:
