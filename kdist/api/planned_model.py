@@ -167,8 +167,8 @@ class PlannedModel(PlacedModel):
 
         Args:
             batch_size: Rows of a batch for which `plan.inside`, the communication inside layers,
-                is to tell bytes; a program for it is lowered if there is none, and nothing is run,
-                but weights of a `kdist.scope` get their values for it.
+                is to tell bytes; a program for it is lowered if there is none, and nothing is run:
+                weights of a `kdist.scope` need no values for it.
                 By default it tells what is lowered: nothing before the first step, bytes for any
                 number of rows after batches of two sizes.
 

@@ -68,6 +68,18 @@ class SliceInputs:
         carried += [self.value(v, s) for v in (*self.state.seeds, *self.state.metrics)]
         return params, carried
 
+    def described_state(self) -> tuple[list[Sharded], list[Sharded]]:
+        """What stands for the state of a slice where nothing runs: weights need no values yet."""
+        devices = self.topology.slices[0].devices
+
+        def of(entry: Stored) -> Sharded:
+            rows = isinstance(entry, FetchedTable)  # a batch's, of a size of their own
+            return self._stored(entry, 0, devices) if rows else self.described(entry)
+
+        carried = [*map(of, self.fixed)]
+        carried += [self.value(v, 0) for v in (*self.state.seeds, *self.state.metrics)]
+        return [*map(of, self.entries)], carried
+
     def value(self, variable: keras.Variable, s: int) -> Sharded:
         """A variable's value on slice `s`, read in the graph that is being traced."""
         one = self.topology.slices[s]

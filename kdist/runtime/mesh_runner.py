@@ -291,7 +291,7 @@ class MeshRunner:
         with taking_any_ids():
             self.program.tables.fetch_micro_batches([[(x, None, None)]], training=True)
         data = self.inputs.data(x)
-        self._probe.lower(signature(data), (*self.inputs.state_of(0), data))
+        self._probe.lower(signature(data), (*self.inputs.described_state(), data))
 
     def gathered_paths(self) -> list[str]:
         """Weights that are gathered before use because an operation cannot take such parts."""

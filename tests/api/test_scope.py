@@ -107,6 +107,21 @@ def test_nothing_is_made_before_its_place_is_known(monkeypatch: pytest.MonkeyPat
         assert largest <= -(-np.prod(entry.variable.shape) // 4) or largest == 1
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_plan_of_what_layers_send_gives_no_weight_values(frozen: bool) -> None:
+    """A model that fits no machine at hand can be planned."""
+    model = born("inner")
+    if frozen:
+        model.get_layer("up").trainable = False
+    planned = compiled(model).plan(batch_size=8)
+    assert planned.inside
+    assert all(entry.unborn is not None for entry in entries(model))
+    plain = build()
+    plain.get_layer("up").trainable = not frozen
+    losses = [compiled(m).train_on_batch(*data()) for m in (plain, model)]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
 def test_a_file_of_weights_is_not_drawn_over(tmp_path: Path, monkeypatch) -> None:
     plain = build()
     for v in plain.weights:
