@@ -123,6 +123,14 @@ def read_of(variable: tf.Variable, tensor: Any) -> Any:
     return read
 
 
+def standing_for(tensor: Any, make: Callable[[], Any]) -> Any:
+    """What a function makes, an equal of a tensor, which takes a tape's gradient in its place."""
+    with record.stop_recording():
+        made = make()
+    record.record_operation("StandsFor", [made], [tensor], lambda gradient: [gradient])
+    return made
+
+
 def watched(variable: tf.Variable, lasts: bool = False) -> None:
     """Has tapes that watch what is read watch a variable, as if it were read.
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kdist._compat.custom_gradients import standing_for
+
 import tensorflow as tf
 
 _LOGITS = "_keras_logits"
@@ -28,8 +30,14 @@ def get_logits(tensor: Any) -> tuple[int, Any] | None:
 
 
 def with_logits(tensor: Any, kind: int, logits: Any) -> Any:
-    """The tensor, or its equal, for which Keras finds these logits in this way."""
+    """The tensor, or its equal, for which Keras finds these logits in this way.
+
+    Op by op Keras finds none by operation. A gradient of the equal is one of the tensor, as on one
+    device: somebody may ask for that, and the logits get what comes to themselves.
+    """
     if kind:
-        return _MADE_BY[KINDS[kind]](logits)
+        if not tf.is_symbolic_tensor(tensor):
+            return tensor
+        return standing_for(tensor, lambda: _MADE_BY[KINDS[kind]](logits))
     setattr(tensor, _LOGITS, logits)
     return tensor

@@ -85,17 +85,37 @@ def _refuse(parallel: Any, optimizer: Any) -> None:
         )
 
 
+def by_weight(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> dict[int, Any]:
+    """Gradients by the identity of what they are for; those that are None are left out.
+
+    Raises:
+        ValueError: Two are for one weight.
+    """
+    found: dict[int, Any] = {}
+    for gradient, variable in zip(gradients, variables, strict=True):
+        if gradient is not None and id(variable) in found:
+            raise ValueError(
+                "A weight is updated once in a step over a mesh; Keras updates one that comes "
+                "twice two times, one after the other. Pass each weight once, with its gradient: "
+                "list({id(v): v for v in weights}.values()). Received: "
+                f"{getattr(variable, 'path', variable)!r} twice in apply of "
+                f"{type(optimizer).__name__} {optimizer.name!r}"
+            )
+        if gradient is not None:
+            found[id(variable)] = gradient
+    return found
+
+
 def _in_order(model: keras.Model, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """One gradient, or None, per trainable variable of the model."""
-    positions = {id(v): n for n, v in enumerate(model.trainable_variables)}
-    whole: list[Any] = [None] * len(positions)
-    for gradient, variable in zip(gradients, variables, strict=True):
-        if id(variable) not in positions:
+    known = {id(v) for v in model.trainable_variables}
+    for variable in variables:
+        if id(variable) not in known:
             raise ValueError(
                 "The optimizer of a parallelized model updates the model's trainable weights "
                 "alone: see kdist.apply_gradients. Give other variables an optimizer of their own. "
                 f"Received: {getattr(variable, 'path', variable)!r}, not a trainable weight of "
                 f"model {model.name!r}"
             )
-        whole[positions[id(variable)]] = gradient
-    return whole
+    found = by_weight(model.optimizer, gradients, variables)
+    return [found.get(id(v)) for v in model.trainable_variables]

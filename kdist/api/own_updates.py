@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist._compat import function_graphs, keras_applied
+from kdist.api.applied_by_hand import by_weight
 from kdist.api.sharded_optimizer import config_for
 from kdist.calls.xla import refuse_within_xla
 from kdist.graphs.write_order import writes_after_reads
@@ -86,7 +87,7 @@ class OwnUpdates:
         if variables is None or not self._are_mine(optimizer, list(variables)):
             own(gradients, variables)
             return
-        by_variable = dict(zip(map(id, variables), gradients, strict=True))
+        by_variable = by_weight(optimizer, gradients, variables)
         if all(gradient is None for gradient in gradients):
             own(gradients, variables)  # which says so
             return

@@ -160,3 +160,20 @@ def test_read_of(where: str) -> None:
 
     run = gradient if where == "eager" else tf.function(gradient)
     assert run().numpy().tolist() == [[0, 0], [4, 6], [0, 0]]
+
+
+def test_standing_for() -> None:
+    """The equal takes the tensor's gradient; what it is made of gets its own alone."""
+
+    @tf.function
+    def slopes(logits: Any) -> Any:
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(logits)
+            tensor = 2.0 * logits
+            made = custom_gradients.standing_for(tensor, lambda: tf.nn.softmax(logits))
+            loss = tf.reduce_sum(3.0 * made) + tf.reduce_sum(made.op.inputs[0])
+        return tape.gradient(loss, tensor), tape.gradient(loss, logits)
+
+    of_tensor, of_logits = slopes(tf.constant([0.5, 1.0]))
+    assert of_tensor.numpy().tolist() == [3.0, 3.0]
+    assert of_logits.numpy().tolist() == [7.0, 7.0]

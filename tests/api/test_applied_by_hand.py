@@ -71,6 +71,9 @@ def test_what_is_refused():
     old = parallel.optimizer
     with pytest.raises(ValueError, match=r"(?s)kdist.apply_gradients.*Received: 'variable"):
         old.apply(found, others)
+    twice = [*parallel.trainable_variables, parallel.trainable_variables[0]]
+    with pytest.raises(ValueError, match=r"(?s)each weight once.*Received: '.*' twice in apply"):
+        old.apply([*found, found[0]], twice)
     with pytest.raises(ValueError, match=r"(?s)4 of them.*Received: 3 gradients"):
         old.apply(found[:3])
     parallel.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), "mse")

@@ -160,6 +160,16 @@ def test_an_optimizer_keeps_to_its_weights() -> None:
         model.fit(*batch(), verbose=0)
 
 
+def test_a_weight_that_comes_twice_is_refused() -> None:
+    """Keras updates it two times, one after the other."""
+    model = layer_of_two(TwoParts)
+    model.other, model.groups = keras.optimizers.SGD(0.1), lambda: [model.trainable_weights * 2]
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+    model.compile()
+    with pytest.raises(ValueError, match=r"each weight once.*'up/kernel' twice in apply of SGD"):
+        model.fit(*batch(), verbose=0)
+
+
 def test_averages_of_weights_that_an_optimizer_is_not_applied_to_are_refused() -> None:
     """Keras averages those that it is applied to first; the compiled one has state of all."""
     model = layer_of_two(TwoParts)

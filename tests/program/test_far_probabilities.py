@@ -69,6 +69,28 @@ class JudgedStep(OwnStep):
         return ops.mean(self.judge(y, self.drop(y_pred, training=True)))
 
 
+class GradientOfProbabilities(OwnStep):
+    """Trains by what the gradient of its probabilities is, through the layer that takes them."""
+
+    raw: Callable[[Any], Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.after = layers.Dense(3, name="after")
+        self.after.build((None, 4))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, _ = data
+        weights = self.trainable_variables
+        with tf.GradientTape(persistent=True) as tape:
+            seen = self.raw(self(x, training=True) / 40)
+            tape.watch(seen)
+            loss = ops.mean(self.after(seen) ** 2)
+        slope = tape.gradient(loss, seen)
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"seen": loss, "slope": ops.sum(ops.abs(slope))}
+
+
 def coupled(y_true: Any, y_pred: Any) -> Any:
     """Cares more for what is far off, as all rows of the batch go."""
     losses = keras.losses.sparse_categorical_crossentropy(y_true, y_pred)
@@ -209,6 +231,18 @@ def test_own_step(axes: Mapping[str, int]) -> None:
 def test_arguments_of_layers(axes: Mapping[str, int]) -> None:
     """A step of one's own calls a layer with them: each replica gets its rows, a new tensor."""
     alike(axes, "softmax", JudgedStep, loss=CROSS)
+
+
+@pytest.mark.parametrize("axes", MESHES[:2], ids=str)
+@pytest.mark.parametrize("raw", [tf.nn.softmax, tf.nn.sigmoid])
+def test_gradient_of_arguments(axes: Mapping[str, int], raw: Callable[[Any], Any]) -> None:
+    """Inside the layer they are made anew of logits; who asks for their gradient gets it."""
+
+    class Taped(GradientOfProbabilities):
+        def raw(self, logits: Any) -> Any:
+            return raw(logits)
+
+    same(axes, functools.partial(build, None, Taped), loss=CROSS)
 
 
 @pytest.mark.parametrize("axes", MESHES[:2], ids=str)
