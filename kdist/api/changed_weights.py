@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kdist._compat import keras_seeds
 from kdist.storage.variables import stored
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ def take_up_weights(parallel: Parallel, kind: str) -> None:
         ValueError: To train, the optimizer has to know the new weights first.
     """
     follow_weights(parallel, kind)
+    follow_generator(parallel, kind)
     if kind == "train" and parallel.update is None and not parallel.own_updates.began:
         follow_frozen(parallel)
     gained, lost = parallel.gained_and_lost()
@@ -32,6 +34,19 @@ def take_up_weights(parallel: Parallel, kind: str) -> None:
             "and new layers do. Call model.compile(...) again before training goes on. "
             f"Received: new weights={gained}, gone={lost}"
         )
+
+
+def follow_generator(parallel: Parallel, kind: str) -> None:
+    """Has a function that is to be traced draw as it would if steps were made now.
+
+    They are made anew if Keras has made its generator of random numbers since. Functions that are
+    there draw from none; the next one may.
+    """
+    if parallel.program is None or getattr(parallel.model, f"{kind}_function") is not None:
+        return
+    if keras_seeds.is_late(parallel.program.unseeded):
+        parallel.forget_functions(parallel.jit_compile)
+    keras_seeds.make_unseeded_generator()
 
 
 def follow_frozen(parallel: Parallel) -> bool:

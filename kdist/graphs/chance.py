@@ -9,20 +9,15 @@ from collections.abc import Iterator
 from kdist._compat import keras_seeds
 
 import numpy as np
-import tensorflow as tf
 
 
 @contextlib.contextmanager
 def chance_kept() -> Iterator[None]:
     """Meanwhile, random numbers may be drawn; then Python, NumPy and Keras go on as if none was."""
     python, numpy = random.getstate(), np.random.get_state()
-    generator = keras_seeds.unseeded_generator() if tf.executing_eagerly() else None
-    unseeded = None if generator is None else tf.identity(generator.value)
     try:
-        with keras_seeds.drawing_from(keras_seeds.unseeded()):
+        with keras_seeds.generators_kept():
             yield
     finally:
-        if generator is not None:
-            generator.assign(unseeded)
         random.setstate(python)
         np.random.set_state(numpy)

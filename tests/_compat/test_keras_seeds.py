@@ -38,9 +38,23 @@ def test_make_unseeded_generator() -> None:
     np.testing.assert_array_equal(keras.random.normal((2,)), expected)
 
 
+def test_make_unseeded_generator_once_for_all() -> None:
+    """Until somebody draws, it begins where Keras's would now."""
+    keras.utils.set_random_seed(3)
+    keras.random.SeedGenerator()  # takes one of Python's numbers
+    expected = keras.ops.convert_to_numpy(keras.random.normal((2,)))
+    after = random.getstate()
+    keras.utils.set_random_seed(3)
+    first = keras_seeds.make_unseeded_generator()
+    keras.random.SeedGenerator()
+    assert keras_seeds.make_unseeded_generator() is first
+    keras_seeds.adopt(first)
+    assert random.getstate() == after
+    np.testing.assert_array_equal(keras.random.normal((2,)), expected)
+
+
 def test_make_unseeded_generator_in_a_trace() -> None:
     """Of a second one too, in which TensorFlow refuses new variables."""
-    keras.utils.clear_session(free_memory=False)
     made = []
 
     @tf.function
@@ -49,6 +63,7 @@ def test_make_unseeded_generator_in_a_trace() -> None:
         return x + keras.ops.cast(made[-1].state[0], "float32")
 
     for rows in (1, 2, 3):
+        keras.utils.clear_session(free_memory=False)
         function(tf.ones((rows,)))
     assert len(made) > 2 and made[0] is not made[-1]
 
@@ -70,3 +85,29 @@ def test_drawing_from() -> None:
     with keras_seeds.drawing_from(generator):
         np.testing.assert_array_equal(keras.random.normal((2,)), expected)
     assert keras_seeds.unseeded_generator() is None
+
+
+def test_is_late() -> None:
+    keras.utils.set_random_seed(3)
+    spare = keras_seeds.make_unseeded_generator()
+    assert not keras_seeds.is_late(spare)
+    keras.random.normal((1,))
+    assert keras_seeds.is_late(spare)
+    keras.utils.set_random_seed(3)
+    drawn = keras_seeds.make_unseeded_generator()
+    keras_seeds.adopt(drawn)
+    keras.random.normal((1,))
+    assert not keras_seeds.is_late(drawn)
+
+
+def test_generators_kept() -> None:
+    keras.utils.set_random_seed(3)
+    spare = keras_seeds.make_unseeded_generator()
+    expected = keras.ops.convert_to_numpy(spare.state)
+    with keras_seeds.generators_kept():
+        keras_seeds.adopt(spare)
+        keras.random.normal((1,))
+    assert keras_seeds.unseeded() is None
+    keras.random.normal((1,))
+    assert keras_seeds.is_late(spare)  # as before
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(spare.state), expected)
