@@ -11,6 +11,7 @@ import contextlib
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -78,15 +79,31 @@ def is_late(generator: keras.random.SeedGenerator) -> bool:
 
 
 @contextlib.contextmanager
-def drawing_from(generator: keras.random.SeedGenerator | None) -> Iterator[None]:
-    """Meanwhile, random operations without a seed draw from this generator."""
+def drawing_from(generator: keras.random.SeedGenerator) -> Iterator[None]:
+    """Meanwhile, random operations without a seed draw from this generator.
+
+    If they do, and had none before, it becomes Keras's.
+    """
     name = seed_generator.GLOBAL_SEED_GENERATOR
-    before = global_state.get_global_attribute(name)
+    before, own = unseeded(), generator.next
+    around = vars(generator).get("next")  # of a context around this one
+    drawn = []
+
+    def noted(ordered: bool = True) -> Any:
+        drawn.append(True)
+        return own(ordered)
+
     global_state.set_global_attribute(name, generator)
+    generator.next = noted
     try:
         yield
     finally:
+        del generator.next
+        if around is not None:
+            generator.next = around
         global_state.set_global_attribute(name, before)
+        if drawn:
+            adopt(generator)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,12 @@ from typing import Any
 
 from kdist._compat import keras_trainer, keras_xla
 from kdist.api import mirrored_scope
-from kdist.api.changed_weights import follow_frozen, follow_weights, take_up_weights
+from kdist.api.changed_weights import (
+    follow_frozen,
+    follow_generator,
+    follow_weights,
+    take_up_weights,
+)
 from kdist.api.inside_layers import inside_layers, over_inner_axes
 from kdist.api.own_methods import Arguments
 from kdist.api.own_steps import has_own_step, own_function, own_name, refuse_settings
@@ -384,6 +389,7 @@ class Parallel(PreparedModel):
                     f"Received: model={self.model.name!r}, which has not trained yet"
                 )
             with tf.init_scope():  # maybe called while the user's own tf.function is traced
+                follow_generator(self, "train")
                 self.prepare("train", example)
         over = over_inner_axes(self)
         return self.mesh_step if over else self.plain_step

@@ -17,6 +17,7 @@ from kdist._compat import (
     keras_autocast,
     keras_models,
     keras_remat,
+    keras_seeds,
     keras_trainer,
 )
 from kdist._compat.custom_gradients import is_recorded
@@ -79,10 +80,14 @@ class LayerCalls:
 
     @contextlib.contextmanager
     def over_mesh(self) -> Iterator[None]:
-        """Meanwhile, calls of the model's layers run over the mesh."""
+        """Meanwhile, calls of the model's layers run over the mesh.
+
+        What the step draws without a seed comes from where they draw, one after the other.
+        """
         self._step = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         taken_back = keras_remat.taken_back(self.program.model)
-        with taken_back, keras_models.calls_kept(self._layers):
+        drawing = keras_seeds.drawing_from(self.program.unseeded)
+        with taken_back, drawing, keras_models.calls_kept(self._layers):
             for layer in self._layers:
                 call = keras_models.call_of(layer)
                 keras_models.give_call(layer, self._wrapped(layer, call))

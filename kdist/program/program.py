@@ -365,8 +365,6 @@ class Program:
                 or each replica's.
         """
         refuse_unlisted_writes(self.model.name)
-        if id(self.unseeded.state) in scope.written:
-            keras_seeds.adopt(self.unseeded)
         listed = {id(v) for v in self.state.written}
         lost = [v.path for key, v in scope.written.items() if key not in listed]
         if lost:

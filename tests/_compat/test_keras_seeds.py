@@ -78,13 +78,21 @@ def test_unseeded_and_adopt() -> None:
 
 
 def test_drawing_from() -> None:
+    """Who has drawn without one before goes on from it."""
     generator = keras.random.SeedGenerator(5)
-    expected = keras.ops.convert_to_numpy(keras.random.normal((2,), seed=generator))
+    with keras_seeds.drawing_from(generator):
+        expected = keras.ops.convert_to_numpy(keras.random.normal((2,)))
     generator = keras.random.SeedGenerator(5)
     keras.utils.set_random_seed(3)
     with keras_seeds.drawing_from(generator):
-        np.testing.assert_array_equal(keras.random.normal((2,)), expected)
+        with keras_seeds.drawing_from(generator):
+            pass
+        assert keras_seeds.unseeded() is generator
     assert keras_seeds.unseeded_generator() is None
+    with keras_seeds.drawing_from(generator), keras_seeds.drawing_from(generator):
+        np.testing.assert_array_equal(keras.random.normal((2,)), expected)
+    assert keras_seeds.unseeded() is generator
+    assert "next" not in vars(generator)
 
 
 def test_is_late() -> None:

@@ -24,11 +24,23 @@ class Noise(layers.Layer):
         return x + keras.random.normal(ops.shape(x)) if training else x
 
 
-def noisy(name: str, axes: Mapping[str, int] | None) -> keras.Model:
+class OwnStep(keras.Model):
+    """Draws itself before and after a layer does."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x = data[0]
+        noise = keras.random.normal(ops.shape(x))
+        made = ops.mean(self(x + noise, training=True) ** 2)
+        return {"seen": made + keras.random.uniform(())}
+
+
+def noisy(
+    name: str, axes: Mapping[str, int] | None, kind: type[keras.Model] = keras.Model
+) -> keras.Model:
     inputs = keras.Input((5,))
     hidden = Noise(name=f"{name}_noise")(inputs)
     outputs = layers.Dense(3, name=f"{name}_down", kernel_initializer="ones")(hidden)
-    model = keras.Model(inputs, outputs, name=name)
+    model = kind(inputs, outputs, name=name)
     if axes is not None:
         kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(**axes)))
     model.compile(keras.optimizers.SGD(0.0), "mse")
@@ -57,6 +69,22 @@ def after_a_seed(axes: Mapping[str, int] | None) -> list[float]:
     return [*losses, float(ops.sum(later.kernel))]
 
 
+def in_a_loop(axes: Mapping[str, int] | None) -> list[float]:
+    """`kdist.gradients` traces what `fit` has not."""
+    model = noisy("one", axes)
+    drawn = [float(keras.random.normal(()))]
+    if axes is not None:
+        return [*drawn, *(float(kdist.gradients(model, X, Y)[0]) for _ in range(2))]
+    pairs = [(Y, model(X, training=True)) for _ in range(2)]
+    return [*drawn, *(float(model.compute_loss(X, *pair)) for pair in pairs)]
+
+
+def in_own_step(axes: Mapping[str, int] | None) -> list[float]:
+    model = noisy("one", axes, OwnStep)
+    losses = [model.train_on_batch(X, Y, return_dict=True)["seen"] for _ in range(2)]
+    return [*losses, float(keras.random.uniform(()))]
+
+
 def after_verify(axes: Mapping[str, int] | None) -> list[float]:
     """Twins draw too, which leaves nothing behind."""
     models = [noisy("one", axes), noisy("other", axes)]
@@ -66,7 +94,9 @@ def after_verify(axes: Mapping[str, int] | None) -> list[float]:
 
 
 @pytest.mark.parametrize("axes", [{"data": 1}, {"model": 2}], ids=str)
-@pytest.mark.parametrize("draw", [two_models, after_the_user, after_a_seed, after_verify])
+@pytest.mark.parametrize(
+    "draw", [two_models, after_the_user, after_a_seed, in_a_loop, in_own_step, after_verify]
+)
 def test_numbers_of_one_device(
     axes: Mapping[str, int], draw: Callable[[Mapping[str, int] | None], list[float]]
 ) -> None:
