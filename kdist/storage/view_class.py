@@ -26,6 +26,8 @@ def view_class(base: Any) -> type:
     """
 
     def assign(self: Any, new: Any) -> Any:
+        if ATTRIBUTE not in self.__dict__:  # reading it, to make `new`, made it a plain variable
+            return type(self).assign(self, new)
         # Keras makes a whole tensor of it, on one device; of an array each device needs its part.
         array = isinstance(new, np.ndarray) and new.shape == tuple(self.shape)
         if not array or not tf.executing_eagerly() or keras_trainer.is_stateless():

@@ -149,6 +149,25 @@ def test_read_inside_the_scope() -> None:
     )
 
 
+def test_a_value_that_follows_from_its_own() -> None:
+    """Python looks `assign` up before the value is read, which makes a plain variable of it."""
+    plain, (x, y) = compiled(build()), data()
+    with kdist.scope(config("level3")):
+        model = build()
+        for v in model.weights:
+            v.assign(v.numpy() / 2)
+    for v in plain.weights:
+        v.assign(v.numpy() / 2)
+    compiled(model).evaluate(x, y, verbose=0)  # state of the optimizer waits for its place
+    plain.optimizer.build(plain.trainable_variables)
+    for one in (plain, model):
+        for slot in one.optimizer.variables[2:]:
+            slot.assign(slot.numpy() + 0.25)
+        one.fit(x, y, batch_size=8, verbose=0)
+    for a, b in zip(plain.weights, model.weights, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-4, atol=1e-5)
+
+
 def test_first_used_in_a_function() -> None:
     model = compiled(born("level3"))
     x = data()[0]
