@@ -25,9 +25,14 @@ def _set_shape(tensor: Any, shape: Any) -> None:
         return _plain(tensor, shape)
     before = tensor.shape
     _plain(tensor, shape)
-    if before.rank != tensor.shape.rank or before.as_list() != tensor.shape.as_list():
+    if _dims(before) != _dims(tensor.shape):
         _note(tensor, before)
     return None
+
+
+def _dims(shape: tf.TensorShape) -> list[int | None] | None:
+    """Comparable, which shapes with unknown sizes are not; None for an unknown rank."""
+    return None if shape.rank is None else shape.as_list()
 
 
 def _note(tensor: Any, before: tf.TensorShape) -> None:

@@ -9,14 +9,15 @@ from kdist._compat import said_shapes
 import tensorflow as tf
 
 
-def _traced() -> Any:
-    def function(x: Any) -> Any:
-        y = x[:, : tf.cast(tf.reduce_max(x), tf.int32)]
-        y.set_shape((2, 3))
-        y.set_shape((2, 3))
-        x.set_shape((2, None))  # which was known
-        return y
+def _said(x: Any) -> Any:
+    y = x[:, : tf.cast(tf.reduce_max(x), tf.int32)]
+    y.set_shape((2, 3))
+    y.set_shape((2, 3))
+    x.set_shape((2, None))  # which was known
+    return y
 
+
+def _traced(function: Any = _said) -> Any:
     return tf.function(function, autograph=False).get_concrete_function(tf.TensorSpec((2, 4)))
 
 
@@ -34,3 +35,18 @@ def test_outside_nothing_is() -> None:
     assert said_shapes.noted(_traced().graph) == {}
     with said_shapes.noting():
         tf.constant([1.0, 2.0]).set_shape((2,))  # eager tensors check it
+
+
+def test_of_an_unknown_rank_it_may_say_nothing() -> None:
+    """As `tf.function`s do that read variants, and Keras's `CTC`."""
+
+    def function(x: Any) -> Any:
+        y = tf.raw_ops.PlaceholderWithDefault(input=x, shape=tf.TensorShape(None))
+        y.set_shape(tf.TensorShape(None))
+        assert not said_shapes.noted(y.graph)
+        y.set_shape((2, 4))
+        return y
+
+    with said_shapes.noting():
+        graph = _traced(function).graph
+    assert [shape.rank for shape in said_shapes.noted(graph).values()] == [None]
