@@ -12,11 +12,16 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kdist._compat.function_graphs import in_control_flow
+from kdist._compat.function_graphs import function_graph, in_control_flow
 
 import tensorflow as tf
 from tensorflow.python.eager import record, tape
-from tensorflow.python.ops import custom_gradient, gradients_util, resource_variable_ops
+from tensorflow.python.ops import (
+    custom_gradient,
+    gradients_util,
+    resource_variable_ops,
+    script_ops,
+)
 
 Run = Callable[[Callable, Any, Any], Any]
 """Calls a function, with arguments and those by name, so that its gradient is its own."""
@@ -143,3 +148,26 @@ def watched(variable: tf.Variable, lasts: bool = False) -> None:
         resource_variable_ops.variable_accessed(variable)
     else:
         tape.variable_accessed(variable)
+
+
+def taped_python(graph: Any) -> list[str]:
+    """Names of the `tf.py_function`s of a graph that have been differentiated.
+
+    Their gradient looks for the tape of the last call, under a name that the trace gave.
+
+    Args:
+        graph: The graph; functions that it calls are looked at too.
+    """
+    found: list[str] = []
+    for operation in graph.get_operations():
+        if operation.type == "EagerPyFunc":
+            function = script_ops._py_funcs.get(operation.get_attr("token").decode())
+            if getattr(function, "_support_graph_mode_gradient", False):
+                found.append(operation.name)
+        for attribute in operation.node_def.attr.values():
+            for called in filter(
+                None, (attribute.func.name, *(f.name for f in attribute.list.func))
+            ):
+                body = function_graph(graph, called)
+                found += [] if body is None else taped_python(body)
+    return found

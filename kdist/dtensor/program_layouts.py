@@ -11,6 +11,7 @@ from kdist.dtensor.model_layouts import ModelLayouts
 from kdist.dtensor.partial_sums import summand
 from kdist.program.logits import changed
 from kdist.program.program import Program
+from kdist.program.python_tapes import refuse_python_tapes
 from kdist.program.vjp import differentiable
 from kdist.sharding.dims import Dim, Dims, inner_dims
 from kdist.sharding.mesh import Topology
@@ -61,6 +62,7 @@ class MeshPrograms:
         result = self.program.loss_and_gradients(
             used, state, data, shares, rows, first, scale, view=view
         )
+        refuse_python_tapes()
         result["gradients"] = [
             self._laid_out(g, i, params)
             for i, g in zip(self.program.trained.connected, result["gradients"])

@@ -15,6 +15,7 @@ from typing import Any
 
 from kdist._compat import function_graphs, keras_trainer
 from kdist.program.pruning import pruned
+from kdist.program.python_tapes import refuse_python_tapes
 from kdist.storage import sparse
 
 import tensorflow as tf
@@ -113,6 +114,7 @@ class Vjp:
         ]
         targets = [outputs[i] for i in self._cotangents]
         found = tape.gradient(targets, watched, output_gradients=self._given)
+        refuse_python_tapes()
         rows_allowed = {id(t) for t in params}
         given, self._alike = self._of_batch(inputs), {}
         self._found = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from kdist.optimizer.slice_gradients import SliceGradients
 from kdist.program.batch import SplitBatch, for_each_term, share_of
 from kdist.program.loss import has_rows, shares_from_counts
 from kdist.program.program import Program
+from kdist.program.python_tapes import refuse_python_tapes
 from kdist.program.state import carried_for
 from kdist.program.step_result import SliceResult
 from kdist.runtime.or_without_xla import OrWithoutXla
@@ -83,12 +85,15 @@ class PlainRunner:
         self.entries = list(entries)
         self.topology = topology
         self.eager = eager
-        self._gradients = self._function(program.loss_and_gradients, jit_compile, seeds=1)
+        differentiated: list[Callable] = [program.loss_and_gradients, program.cotangent_gradients]
+        if len(topology.slices) > 1:
+            differentiated = [_checked(one) for one in differentiated]
+        self._gradients = self._function(differentiated[0], jit_compile, seeds=1)
         self._loss = self._function(program.loss, jit_compile)
         self._counts = self._function(program.counts, False)
         self._forward = self._function(program.infer, jit_compile)
         self._collect = self._function(program.collect, jit_compile)
-        self._pull = self._function(program.cotangent_gradients, jit_compile, seeds=2)
+        self._pull = self._function(differentiated[1], jit_compile, seeds=2)
 
     @property
     def devices(self) -> list[str]:
@@ -255,6 +260,18 @@ class PlainRunner:
     def _source(self, gradients: Mapping[int, Mapping[int, Sequence[Any]]]) -> SliceGradients:
         rows, devices = self.program.trained.rows, [[device] for device in self.devices]
         return SliceGradients(gradients, rows, self.entries, devices)
+
+
+def _checked(differentiated: Callable) -> Callable:
+    """What several replicas call of one trace."""
+
+    @functools.wraps(differentiated)
+    def checked(*given: Any, **named: Any) -> Any:
+        result = differentiated(*given, **named)
+        refuse_python_tapes()
+        return result
+
+    return checked
 
 
 def not_folded(value: Any) -> Any:

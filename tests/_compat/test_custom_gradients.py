@@ -177,3 +177,27 @@ def test_standing_for() -> None:
     of_tensor, of_logits = slopes(tf.constant([0.5, 1.0]))
     assert of_tensor.numpy().tolist() == [3.0, 3.0]
     assert of_logits.numpy().tolist() == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_taped_python(called: bool) -> None:
+    """Those that are differentiated, in the graph and in what it calls."""
+
+    def python(x: Any) -> Any:
+        return tf.ensure_shape(tf.py_function(tf.tanh, [x], x.dtype), x.shape)
+
+    inner = tf.function(python, autograph=False) if called else python
+
+    def traced(x: Any, differentiate: bool) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = inner(x)
+        return tape.gradient(y, x) if differentiate else y
+
+    def found(differentiate: bool) -> list[str]:
+        function = tf.function(lambda x: traced(x, differentiate), autograph=False)
+        graph = function.get_concrete_function(tf.TensorSpec((3,))).graph
+        return [name.rpartition("/")[2] for name in custom_gradients.taped_python(graph)]
+
+    assert found(False) == []
+    assert set(found(True)) == {"EagerPyFunc"}
