@@ -250,7 +250,7 @@ class PlacedModel:
                 f"{self.level}"
             )
         if config.level == 3:  # what is stored cut is updated where it is
-            config = dataclasses.replace(config, level=0)
+            config = config.uncut()
         placed = [self.entries[id(v)].placement for v in variables]
         return self._spread(optimizer, variables, placed, config, None)
 

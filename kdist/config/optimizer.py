@@ -1,5 +1,8 @@
 """What the user says about optimizer parallelism: a frozen dataclass, validated once."""
 
+from __future__ import annotations
+
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -116,6 +119,16 @@ class OptimizerConfig:
                 "Level 0 cuts nothing. Leave partition out, or raise the level. "
                 f"Received: partition={self.partition!r}, level=0"
             )
+
+    def uncut(self) -> OptimizerConfig:
+        """The same at level 0, without what goes with another level."""
+        return dataclasses.replace(
+            self,
+            level=0,
+            partition="auto",
+            keep_gathered=False,
+            gradient_accumulation_shard=False,
+        )
 
     @property
     def threshold_bytes(self) -> float:

@@ -78,6 +78,7 @@ def trained(
     optimizer: Any,
     besides: bool,
     axes: dict[str, int] | None,
+    /,
     build: bool = False,
     **options: Any,
 ) -> Any:
@@ -155,3 +156,24 @@ def test_another_scale_is_built_first() -> None:
     own = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     with pytest.raises(ValueError, match=r"Call optimizer.build\(variables\)"):
         trained(own, True, MESHES["data"])
+
+
+AT_LEVEL_3 = {
+    "kept": {"keep_gathered": True},
+    "dealt": {"partition": "parameter"},
+    "sums cut": {"gradient_accumulation_shard": True},
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", AT_LEVEL_3)
+def test_settings_of_level_3(name: str, mesh: str) -> None:
+    """They are about weights that are stored cut, which each optimizer updates where they are."""
+    config = kdist.OptimizerConfig(level=3, threshold_kb=0, **AT_LEVEL_3[name])
+
+    def several() -> Any:
+        return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+
+    found = trained(several(), True, MESHES[mesh], optimizer=config)
+    for one, wanted in zip(found, trained(several(), True, None), strict=True):
+        np.testing.assert_allclose(one, wanted, rtol=1e-9, atol=1e-12)
