@@ -165,6 +165,31 @@ def variables_apart() -> Iterator[None]:
         graph._variable_creator_stack = creators
 
 
+_OF_VARIABLES = (
+    *("initial_value", "trainable", "validate_shape", "name", "dtype", "constraint"),
+    *("synchronization", "aggregation", "shape"),
+)
+"""What `tf.Variable` takes of what a creator of variables is given."""
+
+
+@contextlib.contextmanager
+def made_apart() -> Iterator[None]:
+    """Meanwhile, variables that a trace makes have their values, whether or not it comes to an end.
+
+    Those of a `tf.function` get them once it is traced: what a trace that failed has made (a
+    metric, by its first update) had none. A value that follows from the trace's tensors is left.
+    """
+
+    def make(next_creator: Callable, **kwargs: Any) -> Any:
+        if tf.is_symbolic_tensor(kwargs.get("initial_value")):
+            return next_creator(**kwargs)
+        with variables_apart():
+            return tf.Variable(**{name: kwargs[name] for name in _OF_VARIABLES if name in kwargs})
+
+    with tf.variable_creator_scope(make):
+        yield
+
+
 def in_control_flow(within: Any = None) -> bool:
     """Whether what is traced is the body of a `tf.while_loop`, or a branch of a `tf.cond`.
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from kdist._compat import keras_known_rows, keras_remat
-from kdist._compat.function_graphs import traced_anew
+from kdist._compat.function_graphs import made_apart, traced_anew
 from kdist.calls.layer_calls import LayerCalls
 from kdist.calls.over_mesh import EveryGradient, NotOverMesh
 from kdist.dtensor import sizes
@@ -85,6 +85,7 @@ def run_over(
             for update in applying:
                 stack.enter_context(update())
             stack.enter_context(traced_anew(calls[0].inside))
+            stack.enter_context(made_apart())
             result = step(*data)
             for one in calls:
                 one.settle()

@@ -334,3 +334,20 @@ def test_share_functions() -> None:
     other = tf.Graph()
     function_graphs.share_functions(graph, other)
     assert function_graphs.function_graph(other, name).inputs
+
+
+def test_made_apart() -> None:
+    """A variable that a trace has made, which failed, has a value."""
+    made: list[Any] = []
+
+    def function(x: Any) -> Any:
+        with function_graphs.made_apart():
+            if not made:
+                made.append(keras.metrics.Mean(dtype="float32"))
+                raise KeyError
+            made[0].update_state(x)
+            return made[0].result()
+
+    with pytest.raises(KeyError):
+        tf.function(function, autograph=False)(tf.constant(3.0))
+    assert float(tf.function(function, autograph=False)(tf.constant(3.0))) == 3.0

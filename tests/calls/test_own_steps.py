@@ -407,3 +407,41 @@ def test_a_layer_that_another_one_has_replaced_need_not_be_built() -> None:
         model.compile(keras.optimizers.Adam(0.01))
         model.fit(*batch(), batch_size=8, verbose=0, shuffle=False)
     same(models)
+
+
+class TracedTwice(keras.Model):
+    """Asks for a gradient of a gradient, which is found out after Keras has made metrics."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                made = self(x, training=True)
+                loss = self.compute_loss(x, y, made)
+            slope = tape.gradient(loss, x)
+        outer.gradient(slope, x)
+        return self.compute_metrics(x, y, made)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("steps", [1, 2])
+def test_metrics_that_a_trace_made_which_was_left_are_counted(steps: int) -> None:
+    found = []
+    for axes in (None, {"data": 2}):
+        keras.utils.set_random_seed(0)
+        first = keras.Input((4,))
+        outputs = {name: keras.layers.Dense(3, name=name)(first) for name in ("one", "other")}
+        model = TracedTwice(first, outputs)
+        if axes is not None:
+            kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(**axes)))
+        losses = {"one": "mse", "other": "mae"}
+        metrics = {"one": ["mae"], "other": ["mse"]}
+        model.compile("sgd", losses, metrics=metrics, steps_per_execution=steps)
+        x, y = np.random.default_rng(0).normal(size=(12, 4)), np.zeros((12, 3))
+        given = {"one": y, "other": y}
+        found.append(model.fit(x, given, batch_size=6, shuffle=False, verbose=0).history)
+    assert found[0].keys() == found[1].keys() and "one_loss" in found[0]
+    for name, values in found[0].items():
+        np.testing.assert_allclose(found[1][name], values, rtol=1e-9, err_msg=name)
