@@ -15,8 +15,9 @@ def match(saved: Sequence[SavedArray], wanted: Sequence[Wanted], what: str) -> l
     """Finds the array of each variable.
 
     By path, where paths are unique and the same ones. Otherwise in order, as Keras saves weights,
-    if paths differ in nothing but the numbers that Keras gives to layers without a name: a second
-    model of a process has `dense_2` where the first has `dense`.
+    if paths differ in nothing but the numbers that Keras gives to layers without a name (a second
+    model of a process has `dense_2` where the first has `dense`), and in what stands before: a
+    model that was loaded from a file has `dense` where one that was built has `sequential/dense`.
 
     Args:
         saved: The arrays of a group.
@@ -33,7 +34,9 @@ def match(saved: Sequence[SavedArray], wanted: Sequence[Wanted], what: str) -> l
     paths = [path for path, _ in wanted]
     if len(by_path) == len(saved) and sorted(by_path) == sorted(paths):
         found = [by_path[path] for path in paths]
-    elif [_plain(one.path) for one in saved] == [_plain(path) for path in paths]:
+    elif len(saved) == len(paths) and all(
+        _alike(one.path, path, what) for one, path in zip(saved, paths)
+    ):
         found = list(saved)
     else:
         raise CheckpointError(_difference([one.path for one in saved], paths, what))
@@ -49,6 +52,23 @@ def match(saved: Sequence[SavedArray], wanted: Sequence[Wanted], what: str) -> l
 
 _ADAPTED = ("/lora_", "/kernel_scale", "/embeddings_scale", "amax_history")
 """In names of weights that `enable_lora` and `quantize` give a layer."""
+
+
+def _alike(one: str, other: str, what: str) -> bool:
+    """Whether two paths may be of the same variable, as far as Keras's ways to name it go.
+
+    An optimizer names its slots after the weights, and itself after the loss scale around it.
+    """
+    (*before, a), (*before_other, b) = (_parts(path, what) for path in (one, other))
+    short, long = sorted((a, b), key=len)
+    between = "_" if what.startswith("optimizer") else "/"
+    return before == before_other and (short == long or long.endswith(between + short))
+
+
+def _parts(path: str, what: str) -> list[str]:
+    """Of an optimizer's variable, the optimizer's own name and the variable's; else all in one."""
+    plain = _plain(path)
+    return plain.split("/")[-2:] if what.startswith("optimizer") else [plain]
 
 
 def _plain(path: str) -> str:

@@ -28,6 +28,39 @@ def test_layers_that_keras_numbers_are_taken_in_order():
     assert found(names, others) == names
 
 
+OPTIMIZER = "optimizer"
+
+
+@pytest.mark.parametrize("built_first", [True, False])
+def test_names_that_follow_from_how_a_model_was_made(built_first):
+    """Keras names weights after the model where it was built, and not where it was loaded."""
+    built = ["sequential_1/d/kernel", "sequential_1/d/bias"]
+    loaded = ["d/kernel", "d/bias"]
+    names, others = (built, loaded) if built_first else (loaded, built)
+    assert found(names, others) == names
+    slots = [
+        ["scale/iteration", "scale/adam/sequential_1_d_kernel_momentum"],
+        ["scale/iteration", "adam/d_kernel_momentum"],
+    ]
+    names, others = slots if built_first else slots[::-1]
+    array = match(saved(*names), wanted(*others), OPTIMIZER)
+    assert [one.path for one in array] == names
+
+
+@pytest.mark.parametrize(
+    ("what", "one", "other"),
+    [
+        ("model", "first_d/kernel", "d/kernel"),
+        ("model", "a/d/kernel", "b/d/kernel"),
+        (OPTIMIZER, "adamw/d_momentum", "adam/d_momentum"),
+        (OPTIMIZER, "adam/d_kernel_velocity", "adam/d_kernel_momentum"),
+    ],
+)
+def test_other_names_are_refused(what, one, other):
+    with pytest.raises(CheckpointError):
+        match(saved(one), wanted(other), what)
+
+
 def test_paths_that_stand_twice_are_taken_in_order():
     array = match(saved("w", "w"), wanted("w", "w"), "model")
     assert [one.path for one in array] == ["w", "w"]
