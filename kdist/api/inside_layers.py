@@ -58,10 +58,11 @@ def inside_layers(parallel: Parallel, batch_size: int | None) -> list[InsideTraf
         _trace(parallel, batch_size)
     found = _read(parallel)
     if found is None or any(one.nbytes(batch_size) is None for one in found):
-        parts = parallel.compute.data_size * _micro_batches(parallel)
+        parts = parallel.topology.data_size * _micro_batches(parallel)
+        number = f"a multiple of {parts}" if parts > 1 else "the rows of a batch"
         raise ValueError(
             "What layers communicate does not follow from the programs for a batch of so many rows "
-            f"(one serves all sizes, or they differ in more). Give a multiple of {parts}, of "
+            f"(one serves all sizes, or they differ in more). Give {number}, of "
             f"inputs of known sizes, or leave batch_size out. Received: batch_size={batch_size}"
         )
     return found

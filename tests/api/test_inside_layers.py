@@ -160,11 +160,13 @@ def test_sizes_that_differ_in_more_than_rows_give_no_law() -> None:
     assert one.by_rows == (0, 6 * 8 * 4)
 
 
-def test_what_does_not_follow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_does_not_follow_is_refused(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    """Over the whole batch there is one part, whose rows the axis of replicas cuts."""
     found = InsideTraffic("all-reduce", ("model",), "forward", 2, ((8, 1), (11, 5)))
     monkeypatch.setattr("kdist.api.inside_layers.inside_traffic", lambda *given: [found])
     with pytest.raises(ValueError, match="Give a multiple of 2.*Received: batch_size=9"):
-        parallel().plan(batch_size=9)
+        parallel(whole=whole).plan(batch_size=9)
 
 
 def test_op_by_op_nothing_is_cut_inside_layers() -> None:
