@@ -57,7 +57,7 @@ class Subclassed(keras.Model):
     def __init__(self, container: type = dict, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.container = container
-        self.image, self.text = layers.Dense(4), layers.Dense(4)
+        self.image, self.text = layers.Dense(4, name="image"), layers.Dense(4, name="text")
         self.similar = Similarities()
 
     def call(self, inputs: Any) -> Any:
@@ -76,13 +76,23 @@ def trained(model: keras.Model, loss: Any) -> tuple[list[float], list[Any]]:
     return history.history["loss"], [ops.convert_to_numpy(v) for v in model.trainable_variables]
 
 
-def parallel(model: keras.Model, **config: Any) -> keras.Model:
+CUT = {
+    ".*image/kernel": (None, "model"),
+    ".*image/bias": ("model",),
+    ".*text/kernel": ("model", None),
+}
+"""One encoder's features are cut, and the other's are sums."""
+
+
+def parallel(model: keras.Model, axes: dict[str, int], **config: Any) -> keras.Model:
+    layouts = CUT if "model" in axes else {}
+    config["mesh"], config["layout_map"] = kdist.mesh(**axes), layouts
     return kdist.parallelize(model, kdist.ParallelConfig(**config))
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_similarities_of_parts_are_refused(axes: dict[str, int]) -> None:
-    model = parallel(clip(), mesh=kdist.mesh(**axes))
+    model = parallel(clip(), axes)
     refused = "output 'similar' has an entry for each row of the batch in each of its rows"
     with pytest.raises(ValueError, match=f'{refused}.* set ParallelConfig.batch_semantics="glo'):
         trained(model, contrasted)
@@ -90,7 +100,7 @@ def test_similarities_of_parts_are_refused(axes: dict[str, int]) -> None:
 
 def test_similarities_of_micro_batches_are_refused() -> None:
     pipeline = kdist.PipelineConfig(micro_batches=2)
-    model = parallel(clip(), mesh=kdist.mesh(pipe=2), pipeline=pipeline)
+    model = parallel(clip(), {"pipe": 2}, pipeline=pipeline)
     with pytest.raises(ValueError, match="what micro-batches compute .* mesh without `pipe`"):
         trained(model, contrasted)
 
@@ -105,7 +115,7 @@ def test_similarities_of_micro_batches_are_refused() -> None:
     ids=["alone", "beside another", "in a list"],
 )
 def test_similarities_of_a_subclassed_model_are_refused(losses: Any, name: str) -> None:
-    model = parallel(Subclassed(type(losses)), mesh=kdist.mesh(data=2))
+    model = parallel(Subclassed(type(losses)), {"data": 2})
     with pytest.raises(ValueError, match=f"output {name} has an entry for each row of the batch"):
         trained(model, losses)
 
@@ -117,7 +127,7 @@ def test_features_of_a_subclassed_model_equal_one_device(axes: dict[str, int]) -
     for one in (plain, model):
         one([rows[:ROWS] for rows in X])
     model.set_weights(plain.get_weights())
-    model = parallel(model, mesh=kdist.mesh(**axes))
+    model = parallel(model, axes)
     loss = {"features": met}
     (wanted, weights), (found, mine) = trained(plain, loss), trained(model, loss)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-9)
@@ -127,12 +137,14 @@ def test_features_of_a_subclassed_model_equal_one_device(axes: dict[str, int]) -
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 @pytest.mark.parametrize("loss", [contrasted, {"features": met}], ids=["similar", "features"])
-def test_what_joins_equals_one_device(axes: dict[str, int], loss: Any) -> None:
+@pytest.mark.parametrize("level", [0, 3])
+def test_what_joins_equals_one_device(axes: dict[str, int], loss: Any, level: int) -> None:
     """The refusal's first way; and outputs that a loss does not compare refuse nothing."""
     several = isinstance(loss, dict)
     plain = clip(several)
-    whole = {} if several else {"batch_semantics": "global"}
-    model = parallel(keras.models.clone_model(plain), mesh=kdist.mesh(**axes), **whole)
+    options: dict[str, Any] = {} if several else {"batch_semantics": "global"}
+    options["optimizer"] = kdist.OptimizerConfig(level=level, threshold_kb=0 if level else 64)
+    model = parallel(keras.models.clone_model(plain), axes, **options)
     model.set_weights(plain.get_weights())
     (wanted, weights), (found, mine) = trained(plain, loss), trained(model, loss)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-9)
