@@ -24,14 +24,14 @@ import tensorflow as tf
 
 from . import kept_memory, one_card
 from .part import Part
-from .tiers import function_of, wide
+from .tiers import Tiers
 from .within import REASON, default_first, summary
 
 one_card.cut_as_asked()
 # Across processes, `python -m kdist.launch` says how many devices each has.
 kdist.init(cpu_devices=None if "KDIST_CPU_DEVICES" in os.environ else 8)
 
-WIDE = wide()
+TIERS = Tiers()
 STARTED = time.monotonic()
 TESTS_RUN = pytest.StashKey[int]()
 
@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if function_of(item.nodeid) in WIDE:
+    if item.get_closest_marker("long") is None and TIERS.leaves_out(item.nodeid):
         item.add_marker(pytest.mark.wide)
 
 

@@ -6,9 +6,9 @@ continuous integration runs, on a machine that does nothing else:
     sh run.sh test --wide --junitxml=durations.xml
     sh run.sh python tests/tiers.py durations.xml
 
-Those functions stay whose rows are cheapest in the mean, as many as ten minutes allow; the cheapest
-of each file stays too, so that no file is without a test in the default suite. What the run has
-left out stays on the list.
+Those functions stay whose rows are cheapest in the mean, as many as ten minutes allow. Of a file
+of which none would stay, one row of the cheapest does ("[1:]" is on the list, its other rows), so
+that no file is without a test in the default suite. What the run has left out stays on the list.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ LIST = Path(__file__).with_name("wide.txt")
 SECONDS = 960.0
 """So much work is left to the default suite. Two workers do it in eight minutes, and need one or
 two more to begin, to find the tests and to import what they use."""
+OTHERS = "[1:]"
+"""Behind a function on the list: all rows but the first."""
 
 
 def wide() -> frozenset[str]:
@@ -34,6 +36,28 @@ def wide() -> frozenset[str]:
 def function_of(node: str) -> str:
     """The function of a test, without its parameters."""
     return node.partition("[")[0]
+
+
+def file_of(node: str) -> str:
+    """The file of a test."""
+    return node.partition("::")[0]
+
+
+class Tiers:
+    """Tells tests that the default suite leaves out, as they are collected."""
+
+    def __init__(self) -> None:
+        self._listed = wide()
+        self._seen: set[str] = set()
+
+    def leaves_out(self, node: str) -> bool:
+        """Whether a test is on the list; the first row of a function is not one of the others."""
+        function = function_of(node)
+        if function + OTHERS not in self._listed:
+            return function in self._listed
+        first = function not in self._seen
+        self._seen.add(function)
+        return not first
 
 
 def taken(durations: Path) -> dict[str, list[float]]:
@@ -47,31 +71,35 @@ def taken(durations: Path) -> dict[str, list[float]]:
 
 
 def chosen(rows: Mapping[str, Sequence[float]], seconds: float = SECONDS) -> list[str]:
-    """The functions that belong on the list, of those that ran.
+    """What belongs on the list, of those that ran.
 
     Args:
         rows: See `taken`.
-        seconds: What those that are not on the list may take together.
+        seconds: What stays may take together.
     """
-    totals = {name: sum(times) for name, times in rows.items()}
-    cheapest: dict[str, str] = {}
-    for name in sorted(rows, key=totals.__getitem__):
-        cheapest.setdefault(name.partition("::")[0], name)
-    left = seconds - sum(totals[name] for name in cheapest.values())
-    found = []
-    for name in sorted(
-        rows.keys() - set(cheapest.values()), key=lambda n: statistics.mean(rows[n])
-    ):
-        left -= totals[name]
-        if left < 0:
-            found.append(name)
+    alone: dict[str, str] = {}
+    for name in sorted(rows, key=lambda n: rows[n][0]):
+        alone.setdefault(file_of(name), name)
+    seconds -= sum(rows[name][0] for name in alone.values())
+    found = set()
+    for name in sorted(rows, key=lambda n: statistics.mean(rows[n])):
+        row = alone.get(file_of(name))
+        seconds -= sum(rows[name]) - (rows[row][0] if row else 0)
+        if seconds < 0:
+            found.add(name)
+        else:
+            alone.pop(file_of(name), None)
+    for name in alone.values():
+        found.remove(name)
+        if len(rows[name]) > 1:
+            found.add(name + OTHERS)
     return sorted(found)
 
 
 def main(durations: Path) -> None:
     """Writes the list."""
     rows = taken(durations)
-    names = {*chosen(rows), *(wide() - rows.keys())}
+    names = {*chosen(rows), *(one for one in wide() if one.removesuffix(OTHERS) not in rows)}
     LIST.write_text("\n".join(sorted(names)) + "\n", encoding="utf-8")
 
 

@@ -3,14 +3,14 @@
 import ast
 from pathlib import Path
 
-from ..tiers import chosen, taken, wide
+from ..tiers import OTHERS, Tiers, chosen, taken, wide
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def test_every_name_on_the_list_is_a_test():
     for name in wide():
-        file, _, function = name.partition("::")
+        file, _, function = name.removesuffix(OTHERS).partition("::")
         tree = ast.parse((CHECKOUT / file).read_text(encoding="utf-8"))
         assert function in {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}, name
 
@@ -25,8 +25,16 @@ def test_rows_that_ran_are_read_from_a_file(tmp_path):
     assert taken(tmp_path / "run.xml") == {"tests/a.py::test_x": [9, 7]}
 
 
-def test_the_cheapest_of_a_file_stays_and_of_the_others_those_that_the_time_allows():
-    rows = {"a.py::x": [9, 9], "a.py::y": [8], "b.py::z": [1], "b.py::w": [2, 2], "b.py::v": [4]}
-    assert chosen(rows, seconds=13) == ["a.py::x", "b.py::v"]
-    assert chosen(rows, seconds=0) == ["a.py::x", "b.py::v", "b.py::w"]
-    assert chosen(rows, seconds=35) == []
+def test_the_cheapest_stay_and_one_row_of_each_file():
+    rows = {"a.py::x": [9, 8], "a.py::y": [7, 9.5]}
+    rows |= {"b.py::z": [1], "b.py::w": [2, 2], "c.py::v": [4]}
+    assert chosen(rows, seconds=43) == []
+    assert chosen(rows, seconds=40) == ["a.py::x"]
+    assert chosen(rows, seconds=16) == ["a.py::x", "a.py::y[1:]"]
+    assert chosen(rows, seconds=12) == ["a.py::x", "a.py::y[1:]", "b.py::w"]
+
+
+def test_of_some_functions_the_first_row_stays(monkeypatch):
+    monkeypatch.setattr("tests.tiers.wide", lambda: frozenset({"a.py::x[1:]", "a.py::y"}))
+    nodes = ["a.py::x[1]", "a.py::y", "a.py::x[2]", "a.py::z[1]", "a.py::x[3]"]
+    assert list(filter(Tiers().leaves_out, nodes)) == ["a.py::y", "a.py::x[2]", "a.py::x[3]"]
