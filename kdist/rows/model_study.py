@@ -64,7 +64,7 @@ class ModelStudy:
         moving: Paths of other state that a pass writes, without seeds and metrics: it goes from
             micro-batch to micro-batch.
         constant_ids: Looked up in tables.
-        squares: Such outputs, as similarities of all rows are.
+        squares: Outputs in which each row has an entry for each row, such as similarities.
     """
 
     findings: tuple[Finding, ...] = ()

@@ -259,7 +259,8 @@ def make_local(variable: keras.Variable, value: Any) -> keras.Variable:
     """A local Keras variable on the device in scope, known by its logical variable's path."""
     local = keras.Variable(
         value,
-        dtype=keras.backend.standardize_dtype(variable.dtype),
+        # Made on first use, which may be a layer's that computes in 16 bits.
+        dtype=keras.backend.standardize_dtype(raw_dtype(variable)),
         trainable=variable.trainable,
         name=variable.name,
     )

@@ -107,6 +107,21 @@ def test_nothing_is_made_before_its_place_is_known(monkeypatch: pytest.MonkeyPat
         assert largest <= -(-np.prod(entry.variable.shape) // 4) or largest == 1
 
 
+@pytest.mark.parametrize("kind", ["inner", "inner3"])
+def test_mixed_precision(kind: str) -> None:
+    """Parts are made when a layer first reads them, and have 32 bits where it sees 16."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        models = [compiled(born(kind)), compiled(kdist.parallelize(build(), config(kind)))]
+        losses = [model.train_on_batch(*data()) for model in models]
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert {local.dtype for e in entries(models[0]) for local in e.locals.values()} == {"float32"}
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
+    for one, other in zip(models[0].weights, models[1].weights, strict=True):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_plan_of_what_layers_send_gives_no_weight_values(frozen: bool) -> None:
     """A model that fits no machine at hand can be planned."""
