@@ -58,3 +58,15 @@ def pair(axes: dict[str, int], kind: type = Own, **options: Any) -> list[keras.M
 def same(models: list[keras.Model]) -> None:
     for one, other in zip(*(model.get_weights() for model in models), strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-12)
+
+
+class TwoParts(Own):
+    """Applies one optimizer to other weights from step to step."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        for weights in self.groups():
+            with tf.GradientTape() as tape:
+                loss = self.loss_of(x, y)
+            self.other.apply(tape.gradient(loss, weights), weights)
+        return {"far": loss}
