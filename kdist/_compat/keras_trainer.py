@@ -168,8 +168,15 @@ def replaced_losses(model: keras.Model, losses: Sequence[Any]) -> Iterator[None]
 
 
 def build_from_specs(model: keras.Model, specs: Any) -> None:
-    """Builds layers, metrics, losses and the optimizer from the specs of one batch."""
-    model._symbolic_build(data_batch=specs)
+    """Builds layers, metrics and losses from the specs of one batch, and not the optimizer."""
+    optimizer, built = model.optimizer, getattr(model.optimizer, "built", True)
+    if not built:
+        optimizer.built = True
+    try:
+        model._symbolic_build(data_batch=specs)
+    finally:
+        if not built:
+            optimizer.built = False
 
 
 def build_from_loss(model: keras.Model, specs: Any) -> None:

@@ -188,7 +188,7 @@ class PreparedModel(FittedModel):
             self.loss_terms = terms
 
     def _build(self, kind: str, example: Any) -> None:
-        """Creates the variables of layers, metrics, losses and the optimizer, if missing."""
+        """Creates the variables of layers, metrics and losses, and to train of the optimizer."""
         data = keras.tree.map_structure(as_spec, example)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         waited, self.example_input = self.example_input is None, x
@@ -201,7 +201,8 @@ class PreparedModel(FittedModel):
             return
         if not is_built(self.model) and self.whole_loss:
             keras_trainer.build_from_loss(self.model, data)
-        self._build_optimizer()
+        if kind == "train":
+            self._build_optimizer()
         keras_trainer.build_from_specs(self.model, data)
 
     def _bearing(self) -> contextlib.AbstractContextManager[None]:

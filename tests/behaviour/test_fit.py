@@ -37,6 +37,7 @@ def test_evaluate_and_predict_before_fit():
     x, y = data(10)
     assert_close(*[m.predict(x, batch_size=4, verbose=0) for m in models])
     assert_close(*[m.evaluate(x, y, batch_size=4, verbose=0) for m in models])
+    assert not any(m.optimizer.built for m in models)  # it has state of no use
     fit_all(models, lambda: (x, y), batch_size=8)
 
 
