@@ -86,15 +86,25 @@ class Body:
         before = said_shapes.noted(self.concrete.graph)
         said = {r: (t.op.name, t.value_index) for r, t in made} if before else {}
         known = {r: before[place] for r, place in said.items() if place in before}
-        nodes = [*self.nodes.items()]
+        readers = [*self.nodes]
         instead = {reference: self._checked(reference, shape) for reference, shape in known.items()}
-        for name, node in nodes:
+        self.redirect(instead, readers)
+        return bool(instead)
+
+    def redirect(self, instead: Mapping[str, str], readers: Iterable[str]) -> None:
+        """Has nodes, of these names, and results read other tensors.
+
+        Args:
+            instead: By reference, the other one's; by `^name`, what is waited for instead.
+            readers: Names of the nodes.
+        """
+        for name in readers:
+            node = self.nodes[name]
             if any(one in instead for one in node.input):
                 self.nodes[name] = copy = node_def_pb2.NodeDef()
                 copy.CopyFrom(node)
                 copy.input[:] = [instead.get(one, one) for one in node.input]
         self.results = [instead.get(one, one) for one in self.results]
-        return bool(instead)
 
     def _checked(self, reference: str, before: tf.TensorShape) -> str:
         """Adds what checks the shape of a tensor, of which less is known without; its reference."""

@@ -170,6 +170,8 @@ def _named(
             if any(one.op in kinds for f in body.called(node) for one in f.node_def)
         ]
         return dict.fromkeys(found, f"{kind}: {reason}")
+    if limits.UNKNOWN in reason:  # of whatever shape
+        return dict.fromkeys(found, f"{kind}: {reason}")
     alike: dict[Any, list[str]] = {}
     for name in found:
         alike.setdefault(_likeness(body, name), []).append(name)

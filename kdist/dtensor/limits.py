@@ -76,6 +76,8 @@ _PLACES = frozenset({"Add", "AddV2", "Cast", "ExpandDims", "Identity", "Reshape"
 _CROSS_ENTROPY = "SparseSoftmaxCrossEntropyWithLogits"
 _INT64 = tf.int64.as_datatype_enum
 _INEXACT = {tf.float64.as_datatype_enum, tf.bfloat16.as_datatype_enum}
+UNKNOWN = "does not implement"
+"""In reasons of operations for which DTensor has no rule."""
 _LOWERING = re.compile(r"(?:^|\n|: )error: (.*)|\berror: (.*)")
 
 

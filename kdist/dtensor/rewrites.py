@@ -19,6 +19,7 @@ from tensorflow.core.framework import node_def_pb2
 SLICE = "StridedSlice"
 SLICE_GRADIENT = "StridedSliceGrad"
 CONCAT = "ConcatV2"
+STACK, UNSTACK = "Pack", "Unpack"
 PRODUCT = "BatchMatMulV3"
 """A product whose result has another dtype: Keras's of int8."""
 
@@ -274,10 +275,78 @@ def _cast_before(body: Body, node: Any) -> bool:
     return True
 
 
+def _stacked(body: Body, node: Any) -> bool:
+    """A stack: parts with a new dim each, put together along it.
+
+    DTensor fails where the parts are not all cut along the same dims.
+    """
+    spec = body.specs.get(f"{node.name}:output:0")
+    sources = data_inputs(node)
+    parts = [body.specs[one].shape for one in sources]
+    if spec is None or not _of_numbers(spec) or any(one.rank is None for one in parts):
+        return False
+    at = node.attr["axis"].i % spec.shape.rank
+    dim = _constant(body, f"{node.name}/dim", at)
+    alone = len(sources) == 1  # nothing is concatenated alone
+    inputs = []
+    for i, (source, part) in enumerate(zip(sources, parts)):
+        name = node.name if alone else f"{node.name}/part_{i}"
+        shape = [*part[:at], 1, *part[at:]]
+        inputs.append(_add(body, node, "ExpandDims", name, [source, dim], shape))
+    if alone:
+        return True
+    made = node_def_pb2.NodeDef(name=node.name, op=CONCAT)
+    made.input.extend([*inputs, dim, *control_inputs(node)])
+    made.attr["N"].i, made.attr["T"].type = len(inputs), node.attr["T"].type
+    made.attr["Tidx"].type = tf.int32.as_datatype_enum
+    body.nodes[node.name] = made
+    return True
+
+
+def _unstacked(body: Body, node: Any) -> bool:
+    """Tensors of one dim less: slices, one for each.
+
+    DTensor fails where these are to be cut in another way than what they are of.
+    """
+    (source,) = data_inputs(node)
+    spec = body.specs[source]
+    if not _of_numbers(spec):
+        return False
+    readers = [name for name in body.nodes if name != node.name]
+    at, rank = node.attr["axis"].i % spec.shape.rank, spec.shape.rank
+    shape = [n for dim, n in enumerate(spec.shape) if dim != at]
+    others = ((1 << rank) - 1) ^ (1 << at)
+    masks = {"begin_mask": others, "end_mask": others, "shrink_axis_mask": 1 << at}
+    instead = {f"^{node.name}": f"^{node.name}/part_0"}
+    for i in range(node.attr["num"].i):
+        begin, end = np.zeros((2, rank), np.int32)
+        begin[at], end[at] = i, i + 1
+        found = Indexing(tuple(begin), tuple(end), (1,) * rank, masks, ())
+        made = node_def_pb2.NodeDef(name=f"{node.name}/part_{i}", op=SLICE)
+        made.attr["T"].type = node.attr["T"].type
+        made.attr["Index"].type = tf.int32.as_datatype_enum
+        made.input.extend([source, *_bounds(body, made, found), *control_inputs(node)])
+        _set_masks(made, found)
+        body.nodes[made.name] = made
+        reference = f"{made.name}:output:0"
+        body.note(reference, shape, spec.dtype)
+        instead[f"{node.name}:output:{i}"] = reference
+    del body.nodes[node.name]
+    body.redirect(instead, readers)
+    return True
+
+
+def _of_numbers(spec: tf.TensorSpec) -> bool:
+    """Whether a tensor can be cut: shapes that are put together are not."""
+    return spec.dtype.is_floating and spec.shape.rank is not None and spec.shape.rank > 1
+
+
 TABLE: Mapping[str, Callable[[Body, Any], bool]] = {
     SLICE: _new_axes,
     SLICE_GRADIENT: _gradient_of_new_axes,
     CONCAT: _counted_from_the_front,
     PRODUCT: _cast_before,
+    STACK: _stacked,
+    UNSTACK: _unstacked,
 }
 """By type of an operation: rewrites a node of it in place, and says whether it has."""

@@ -126,6 +126,24 @@ def test_equal_layers_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert few > 3 and many <= few + 3
 
 
+def test_an_operation_without_a_rule_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its shapes: each would take a lowering of its own, of which there are few."""
+    lowered: list[int] = []
+    own = expansion.lower
+    monkeypatch.setattr(expansion, "lower", lambda *a: (lowered.append(1), own(*a))[1])
+
+    def function(x: Any) -> Any:
+        for size in (1, 2, 3):
+            x = ops.slice_update(tf.sin(x), (0, size), tf.ones((4, size), x.dtype))
+        return x
+
+    mesh, _ = inner_mesh(model=2)
+    found, program = run(mesh, function, cut(X, mesh, None, "model"))
+    np.testing.assert_allclose(whole(found), function(tf.constant(X)), rtol=1e-12)
+    kinds = [kind for one in program.islands for kind, _ in one.operations]
+    assert kinds.count("XlaDynamicUpdateSlice") == 3 and len(lowered) == 2
+
+
 def test_an_operation_whose_type_is_a_function() -> None:
     """As TensorFlow 1 called functions, and `ctc_loss`, which computes in float32, still does."""
 

@@ -11,7 +11,9 @@ from kdist.dtensor.rewrites import (
     PRODUCT,
     SLICE,
     SLICE_GRADIENT,
+    STACK,
     TABLE,
+    UNSTACK,
     indexing,
     rewrite,
     with_dims_from_the_front,
@@ -108,8 +110,92 @@ def test_products_of_int8_stay_cut(rows: bool, transposed: bool) -> None:
     assert specs(found) == ((None, None) if rows else (None, "model"))
 
 
+def test_queries_that_are_unstacked_are_cut_as_the_bias_of_their_heads() -> None:
+    """Entry `Unpack`: where only what comes of it says how it is cut, DTensor fails."""
+    mesh, _ = inner_mesh(model=2)
+
+    def function(x: Any, w: Any, bias: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch([w, bias])
+            heads = tf.reshape(x @ w, (2, 4, 3, 2, 4))
+            q, k, v = tf.unstack(tf.transpose(heads, (2, 0, 3, 1, 4)))
+            scores = tf.matmul(q, k, transpose_b=True) + bias[None]
+            y = tf.matmul(tf.nn.softmax(scores), v)
+            loss = tf.reduce_sum(y * y)
+        return y, tape.gradient(loss, [w, bias])
+
+    rng = np.random.default_rng(2)
+    x, w, bias = rng.normal(size=(8, 6)), rng.normal(size=(6, 24)), rng.normal(size=(2, 4, 4))
+    axes = (None, None), (None, "model"), ("model", None, None)
+    given = [cut(one, mesh, *place) for one, place in zip((x, w, bias), axes)]
+    found, program = run(mesh, function, *given)
+    expected = function(*map(tf.constant, (x, w, bias)))
+    for one, reference in zip(tf.nest.flatten(found), tf.nest.flatten(expected), strict=True):
+        np.testing.assert_allclose(whole(one), reference, rtol=1e-12, atol=1e-14)
+    assert program.islands == ()
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+@pytest.mark.parametrize("axes", [(None, "model"), ("model", None)], ids=str)
+def test_stacks_of_what_is_cut_and_what_is_not(axes: tuple[str | None, ...], dim: int) -> None:
+    """Entries `Pack` and, for the gradient, `Unpack`: nothing is gathered, nor an island."""
+    mesh, _ = inner_mesh(model=2)
+
+    def function(x: Any, z: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.cos(tf.stack([tf.sin(x), z, x], axis=dim))
+            loss = tf.reduce_sum(y * y * tf.reshape(tf.range(72.0, dtype=y.dtype), y.shape))
+        return y, tape.gradient(loss, x)
+
+    found, program = run(mesh, function, cut(X, mesh, *axes), cut(X + 1, mesh, None, None))
+    expected = function(tf.constant(X), tf.constant(X + 1))
+    for one, reference in zip(found, expected, strict=True):
+        np.testing.assert_allclose(whole(one), reference, rtol=1e-12, atol=1e-12)
+    assert specs(found[1]) == axes and "model" in specs(found[0])
+    assert program.islands == () and program.collectives == ()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("axes", [(None, "model"), ("model", None)], ids=str)
+def test_an_unstacked_dim_is_gathered_only_if_it_is_cut(axes: Any, dim: int) -> None:
+    mesh, _ = inner_mesh(model=2)
+    function = lambda x: tuple(tf.unstack(tf.sin(x), axis=dim))  # noqa: E731
+    found, program = run(mesh, function, cut(X, mesh, *axes))
+    for one, expected in zip(found, function(tf.constant(X)), strict=True):
+        np.testing.assert_allclose(whole(one), expected, rtol=1e-12)
+    gathered = [one.kind for one in program.collectives]
+    assert gathered == (["all-gather"] if axes[dim] else [])
+    assert program.islands == ()
+
+
+def test_a_stack_of_one() -> None:
+    mesh, _ = inner_mesh(model=2)
+    found, program = run(mesh, lambda x: tf.stack([tf.sin(x)], 1), cut(X, mesh, None, "model"))
+    np.testing.assert_allclose(whole(found), np.sin(X)[:, None])
+    assert specs(found) == (None, None, "model") and program.islands == ()
+
+
+def test_shapes_that_are_stacked_stay_as_they_are() -> None:
+    traced = tf.function(lambda x: tf.stack([tf.shape(x)[0], 2]), autograph=False)
+    body = Body(traced.get_concrete_function(tf.TensorSpec((None, 3))))
+    assert rewrite(body) == 0 and any(node.op == STACK for node in body.nodes.values())
+
+
+def test_what_waited_for_an_unstacked_tensor_waits_for_its_parts() -> None:
+    def function(x: Any) -> Any:
+        parts = tf.unstack(x)
+        with tf.control_dependencies([parts[1].op]):
+            return tf.identity(x) + 1.0
+
+    body = Body(tf.function(function).get_concrete_function(tf.TensorSpec((2, 3))))
+    assert rewrite(body) == 1
+    known = {f"^{name}" for name in body.nodes}
+    assert all(one in known for node in body.nodes.values() for one in node.input if "^" in one)
+
+
 def test_the_table_has_these_rows_and_leaves_others_alone() -> None:
-    assert set(TABLE) == {SLICE, SLICE_GRADIENT, CONCAT, PRODUCT}
+    assert set(TABLE) == {SLICE, SLICE_GRADIENT, CONCAT, PRODUCT, STACK, UNSTACK}
     for operation, count in ((lambda x: x[:, 1:3], 0), (lambda x: x[..., NEW], 2)):
         traced = tf.function(with_gradient(operation), autograph=False)
         body = Body(traced.get_concrete_function(tf.TensorSpec(X.shape, X.dtype)))
