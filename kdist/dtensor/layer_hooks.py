@@ -84,12 +84,15 @@ def _masked(change: Callable) -> Callable:
 
 
 def _channels_whole(call: Callable) -> Callable:
-    """`call` on values, and with gradients, that are cut by rows of the batch at most."""
+    """`call` on values, and with results and gradients, that are cut by rows of the batch at most.
+
+    What reads the results may be cut by channels; DTensor would cut those of the inputs alike.
+    """
 
     def whole(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs = keras.tree.map_structure(_masked(relayout.rows_only), inputs)
-        outputs = call(inputs, *args, **kwargs)
-        return keras.tree.map_structure(_masked(relayout.gradient_rows_only), outputs)
+        rows_only = _masked(relayout.rows_only)
+        inputs = keras.tree.map_structure(rows_only, inputs)
+        return keras.tree.map_structure(rows_only, call(inputs, *args, **kwargs))
 
     return whole
 

@@ -264,14 +264,7 @@ def rows_only(tensor: Any) -> Any:
         return tensor
     if not tensor.dtype.is_floating:
         return _rows_only(tensor)
-    return tf.custom_gradient(lambda value: (_rows_only(value), _rows_only))(tensor)
-
-
-def gradient_rows_only(tensor: Any) -> Any:
-    """The same tensor; `rows_only` applies to its gradient."""
-    if not _is_cuttable(tensor) or not tensor.dtype.is_floating:
-        return tensor
-    return changed(tensor, tf.custom_gradient(lambda value: (tf.identity(value), _rows_only)))
+    return changed(tensor, tf.custom_gradient(lambda value: (_rows_only(value), _rows_only)))
 
 
 def last_dim_cut(tensor: Any, dim: Dim) -> Any:

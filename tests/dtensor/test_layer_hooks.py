@@ -1,4 +1,4 @@
-"""Layers whose inputs and outputs are laid out keep what Keras has attached to these: masks."""
+"""Layers whose inputs and outputs are laid out: what Keras has attached to these, what is read."""
 
 from __future__ import annotations
 
@@ -90,3 +90,37 @@ def test_logits_of_a_table_that_is_cut_by_columns_have_any_number_of_words(tied:
     targets = np.random.default_rng(1).normal(size=(8, 4, 5))
     fit_all((plain, model), lambda: (IDS, targets), batch_size=4)
     assert kdist.inspect(model).fallbacks == ()
+
+
+class Placed(layers.Layer):
+    """Adds a weight to patches, as vision models say where each is."""
+
+    def build(self, shape: Any) -> None:
+        self.place = self.add_weight(shape=(1, *shape[1:]), name="place")
+
+    def call(self, x: Any) -> Any:
+        return x + self.place
+
+
+def patches() -> keras.Model:
+    """Three channels, which two devices cannot share."""
+    x = inputs = keras.Input((4, 4, 3))
+    x = Placed(name="placed")(layers.Conv2D(8, 2, strides=2, name="patches")(x))
+    return keras.Model(inputs, layers.Dense(2, name="head")(layers.Flatten()(x)))
+
+
+def test_channels_that_what_reads_a_convolution_cuts() -> None:
+    """DTensor would cut the channels of the convolution's input too, and fails."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(8, 4, 4, 3)), rng.normal(size=(8, 2))
+    models = []
+    for cut in (None, {"placed/place": (None, None, None, "model")}):
+        keras.utils.set_random_seed(0)
+        models.append(patches())
+        if cut is not None:
+            mesh = kdist.mesh(data=2, model=2)
+            kdist.parallelize(models[-1], kdist.ParallelConfig(mesh=mesh, layout_map=cut))
+    compile_all(models)
+    fit_all(models, lambda: (x, y), batch_size=8)
+    found = kdist.inspect(models[1])
+    assert found.islands == () and found.fallbacks == ()
