@@ -224,7 +224,8 @@ class Stored:
         if isinstance(value, np.ndarray):
             self._assign_parts(Given.of(value))
             return
-        value = tf.cast(value, self.variable.dtype)
+        # Of a layer that computes in 16 bits the variable says that it has 16.
+        value = tf.cast(value, raw_dtype(self.variable))
         for at, local in self.locals.items():
             index = self.placement.shard_at(at).index
             part = value if covers(index, self.placement.shape) else value[index]
@@ -262,6 +263,8 @@ def make_local(variable: keras.Variable, value: Any) -> keras.Variable:
         # Made on first use, which may be a layer's that computes in 16 bits.
         dtype=keras.backend.standardize_dtype(raw_dtype(variable)),
         trainable=variable.trainable,
+        # What is read is what is kept; views cast it, if their layer asks for that.
+        autocast=False,
         name=variable.name,
     )
     keras_trainer.rename(local, variable)
