@@ -82,7 +82,14 @@ def combined(
             added = [(n - old) * tf.cast(u, old.dtype) for n, u in zip(new, used)]
             yield variable, old + tf.add_n(added)
         elif new[0].dtype.is_floating:
-            weighted = [n * tf.cast(u, n.dtype) for n, u in zip(new, used)]
-            yield variable, tf.add_n(weighted) / tf.cast(tf.add_n(used), new[0].dtype)
+            yield variable, _mean(new, used)
         else:
             yield variable, new[0]
+
+
+def _mean(values: Sequence[Any], used: Sequence[Any]) -> Any:
+    """The mean of values that count 1, or 0; of 16 bits in 32, since a sum may be beyond 16."""
+    dtype = values[0].dtype
+    wide = tf.float32 if dtype.size < tf.float32.size else dtype
+    weighted = [tf.cast(v, wide) * tf.cast(u, wide) for v, u in zip(values, used)]
+    return tf.cast(tf.add_n(weighted) / tf.cast(tf.add_n(used), wide), dtype)

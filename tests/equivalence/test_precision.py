@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import kdist
+
 import keras
 import numpy as np
 import pytest
@@ -140,3 +142,34 @@ def test_loss_scale_optimizer_around_sgd_skips_too(dtype: str, engine: str) -> N
         for path, value in before.items():
             if not path.endswith(("dynamic_scale", "step_counter")):
                 np.testing.assert_array_equal(after[path], value, err_msg=path)
+
+
+class _Kept(keras.layers.Layer):
+    """Has state of the dtype in which it computes."""
+
+    def build(self, shape: object) -> None:
+        self.kept = self.add_weight(
+            shape=(2,), initializer="zeros", trainable=False, dtype=self.compute_dtype
+        )
+
+    def call(self, inputs: object, training: bool = False) -> object:
+        if training:
+            self.kept.assign(keras.ops.convert_to_tensor([30000.0, 1.0], self.kept.dtype))
+        return inputs
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_a_mean_of_state_in_16_bits_is_no_sum_in_16_bits(stages: bool) -> None:
+    """Replicas' states are averaged; the sum of four of them is more than float16 has."""
+    axes, pipeline = {"data": 4}, None
+    if stages:
+        axes, pipeline = {"pipe": 2, "data": 4}, kdist.PipelineConfig(micro_batches=2)
+    layers = [keras.Input((4,)), keras.layers.Dense(4), _Kept(dtype="mixed_float16")]
+    model = keras.Sequential([*layers, keras.layers.Dense(4)])
+    mesh = kdist.mesh(**axes)
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh, pipeline=pipeline))
+    model.compile("sgd", "mse")
+    model.train_on_batch(np.ones((8, 4)), np.ones((8, 4)))
+    kept = model.layers[1].kept
+    assert kept.dtype == "float16"
+    np.testing.assert_array_equal(kept.numpy(), np.array([30000.0, 1.0], "float16"))
