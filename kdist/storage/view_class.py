@@ -42,6 +42,7 @@ def view_class(base: Any) -> type:
         "_direct_assign": _direct_assign,
         "_serialize_to_tensors": _serialize_to_tensors,
         "_restore_from_tensors": _restore_from_tensors,
+        "_export_to_saved_model_graph": _refuse_saved_model,
         "_shared_name": property(_shared_name),
         "__deepcopy__": _deepcopy,
         "__module__": base.__module__,
@@ -92,6 +93,17 @@ def _serialize_to_tensors(self: Any) -> dict[str, Any]:
 def _restore_from_tensors(self: Any, restored: dict[str, Any]) -> Any:
     self.assign(restored["VARIABLE_VALUE"])
     return self.value
+
+
+def _refuse_saved_model(self: Any, *_: Any, **__: Any) -> Any:
+    # What a function that was traced before reads are the parts, which no object there has.
+    raise ValueError(
+        "tf.saved_model.save and keras.export.ExportArchive take weights that are one variable "
+        "each, which those of a parallel model are not. Use model.export(path), of which "
+        "format='litert' writes a file for TensorFlow Lite, or kdist.export.saved_model(model, "
+        "path, signatures=...), whose signatures have functions before and after the model. "
+        f"Received: weight {self.path!r}"
+    )
 
 
 def _shared_name(self: Any) -> str:

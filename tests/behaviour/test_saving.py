@@ -231,6 +231,24 @@ def test_export_before_training(tmp_path):
     assert_same_history(*[fit(model) for model in models])
 
 
+def test_what_saves_traced_variables_says_what_to_use(tmp_path):
+    """`tf.saved_model.save`, and an archive of the user's own; the model goes on after it."""
+    models = trained()
+    for model in models[1:]:
+        archive = keras.export.ExportArchive()
+        archive.track(model)
+        archive.add_endpoint(
+            "serve", model.__call__, [tf.TensorSpec((None, *model.input_shape[1:]))]
+        )
+        for write in (
+            lambda path, model=model: tf.saved_model.save(model, path),
+            archive.write_out,
+        ):
+            with pytest.raises(ValueError, match=r"model\.export\(path\).*Received: weight '"):
+                write(str(tmp_path / "refused"))
+    assert_same_history(*[fit(model) for model in models])
+
+
 def test_tensorflow_checkpoint_round_trip(tmp_path):
     plain, *parallel = trained()
     for name, model in zip(PARALLEL, parallel):
