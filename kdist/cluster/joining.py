@@ -130,6 +130,7 @@ def _start(
         environment.set_up_devices(cpu_devices, threads_per_op)
         return
     signs.called()
+    signs.follow_launcher()
     place = _place(given)
     if place is None or place.count == 1:
         environment.set_up_devices(cpu_devices, threads_per_op)

@@ -1,9 +1,14 @@
-"""What tells others of this process's `kdist.init`: the launcher, and children of the process."""
+"""What tells others of this process's `kdist.init`: the launcher, and children of the process.
+
+And what tells this process that its launcher is gone.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,8 +16,12 @@ from kdist.cluster.place import Place
 
 CALLED = "KDIST_CALLED"
 """Variable with the path of a file that `kdist.init` makes; the launcher sets it."""
+LAUNCHER = "KDIST_LAUNCHER"
+"""Variable with the id of the launcher, which is the parent of those that it starts."""
 JOINED = "KDIST_JOINED"
 """Variable with the id and the place of a process that has joined; its children inherit it."""
+_PARENT_DIED = 1
+"""Linux's PR_SET_PDEATHSIG."""
 _IMPORTED = "__mp_main__"
 """The script while a child of multiprocessing imports it; else another name of `__main__`."""
 
@@ -22,6 +31,17 @@ def called() -> None:
     if path := os.environ.get(CALLED):
         with contextlib.suppress(OSError):  # a disk that is full stops nobody
             Path(path).touch()
+
+
+def follow_launcher() -> None:
+    """Has SIGTERM come to this process when its launcher is killed, which then ends nobody."""
+    launcher = os.environ.get(LAUNCHER)
+    if sys.platform != "linux" or launcher != str(os.getppid()):  # or a child of a process
+        return
+    with contextlib.suppress(OSError, AttributeError):  # no C library to ask
+        ctypes.CDLL(None).prctl(_PARENT_DIED, int(signal.SIGTERM), 0, 0, 0)
+    if launcher != str(os.getppid()):  # it was killed meanwhile
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def joined(place: Place) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kdist.cluster.signs import CALLED
+from kdist.cluster.signs import CALLED, LAUNCHER
 from kdist.launch.screen import Screen, copy
 
 from rich.console import Console
@@ -27,6 +27,13 @@ _LAST_SECONDS = 5.0
 _ENDED_BY_INTERRUPT = (-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT)
 _SETTLED_SECONDS = 0.3
 _SHOWN_LINES = 60
+
+
+def heeded() -> list[signal.Signals]:
+    """The signals that end all processes: those have a session of their own, and hear of none."""
+    # What `nohup` has the launcher ignore stays so.
+    others = [n for n in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(n) != signal.SIG_IGN]
+    return [signal.SIGINT, signal.SIGTERM, *others]
 
 
 class Launch:
@@ -64,8 +71,7 @@ class Launch:
         Returns:
             The exit code: 0, or that of the process that failed first in the last attempt.
         """
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {s: signal.signal(s, lambda n, frame: self._stops.append(n)) for s in numbers}
+        before = {s: signal.signal(s, lambda n, frame: self._stops.append(n)) for s in heeded()}
         try:
             for attempt in range(max_restarts + 1):
                 code = self._attempt(attempt)
@@ -127,6 +133,7 @@ class Launch:
             "KDIST_NUM_PROCESSES": str(self.processes),
             "KDIST_TOKEN": secrets.token_hex(16),
             "KDIST_START": str(attempt),
+            LAUNCHER: str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
         }
         # TensorFlow's servers print their settings.

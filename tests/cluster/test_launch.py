@@ -3,17 +3,20 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from kdist.launch.__main__ import command_of, parsed
+from kdist.launch.run import heeded
 
 import numpy as np
 import pytest
 
-from .processes import MEMBER, program
+from .processes import MEMBER, Process, program
 
 COMMAND = [sys.executable, "-m", "kdist.launch", "--processes", "2", "--cpu-devices", "2"]
 
@@ -62,6 +65,63 @@ def test_numbers_that_mean_nothing_are_refused(words: list[str], capsys: Any) ->
     with pytest.raises(SystemExit) as stop:
         parsed([*words, "train.py"])
     assert stop.value.code == 2 and "Received: " in capsys.readouterr().err
+
+
+def running(process: int) -> bool:
+    """Whether it runs; one that has ended, and that nobody has asked for, does not."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+QUIET = """
+import os, time
+import kdist
+
+print("ID", os.getpid(), flush=True)
+kdist.init()
+print("READY", flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL])
+def test_nobody_is_left_when_the_terminal_or_the_launcher_is_gone(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """Of a script that prints nothing, and so would not hear that nobody reads it."""
+    (tmp_path / "script.py").write_text(QUIET)
+    environment = {n: v for n, v in os.environ.items() if "XDIST" not in n}
+    words = ["--logs", str(tmp_path), str(tmp_path / "script.py")]
+    launcher = Process([*COMMAND, *words], environment)
+    ids: list[int] = []
+    try:
+        launcher.until("READY")
+        ids = [int(line.split()[-1]) for line in launcher.lines if "] ID " in line]
+        assert len(ids) == 2 and all(map(running, ids))
+        launcher.process.send_signal(number)
+        code = launcher.process.wait(30)
+        assert code == (-number if number == signal.SIGKILL else 128 + number)
+        end = time.monotonic() + 20
+        while any(map(running, ids)) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not any(map(running, ids))
+    finally:
+        launcher.process.kill()
+        for one in filter(running, ids):
+            os.kill(one, signal.SIGKILL)
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert signal.SIGHUP in heeded()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert signal.SIGHUP not in heeded()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.wide
