@@ -65,9 +65,8 @@ def added_parts(
     found = []
     for value in keras_trainer.add_loss_values(scope):
         name = added_name(keras_trainer.adder_of(layers, value))
-        value = ops.sum(value)
-        value = value * ops.cast(weight, value.dtype)
-        found.append((name, ops.cast(value, keras.config.floatx())))
+        value = ops.sum(ops.cast(value, keras.config.floatx()))  # as Keras does
+        found.append((name, value * ops.cast(weight, value.dtype)))
     return found
 
 
