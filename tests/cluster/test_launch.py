@@ -95,7 +95,11 @@ def test_nobody_is_left_when_the_terminal_or_the_launcher_is_gone(
     (tmp_path / "script.py").write_text(QUIET)
     environment = {n: v for n, v in os.environ.items() if "XDIST" not in n}
     words = ["--logs", str(tmp_path), str(tmp_path / "script.py")]
+    # Tests in the background of a shell, or under `nohup`, would have it ignore some of them.
+    before = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGHUP, signal.SIGQUIT)}
     launcher = Process([*COMMAND, *words], environment)
+    for ignored, handler in before.items():
+        signal.signal(ignored, handler)
     ids: list[int] = []
     try:
         launcher.until("READY")
