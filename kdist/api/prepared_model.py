@@ -47,7 +47,7 @@ class PreparedModel(FittedModel):
         return pipeline is not None and pipeline.needs_batch and self.example_input is None
 
     def prepare(self, kind: str, example: Any) -> None:
-        """Builds what the steps share, state of the optimizer included, on first use.
+        """Builds what the steps share, to train also the optimizer's state, on first use.
 
         Args:
             kind: "train", "test" or "predict".
@@ -188,7 +188,7 @@ class PreparedModel(FittedModel):
             self.loss_terms = terms
 
     def _build(self, kind: str, example: Any) -> None:
-        """Creates the variables of layers, metrics and losses, and to train of the optimizer."""
+        """Creates missing variables: of layers, metrics, losses, and to train the optimizer's."""
         data = keras.tree.map_structure(as_spec, example)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         waited, self.example_input = self.example_input is None, x

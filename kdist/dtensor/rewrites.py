@@ -308,9 +308,9 @@ def _unstacked(body: Body, node: Any) -> bool:
 
     DTensor fails where these are to be cut in another way than what they are of.
     """
-    (source,) = data_inputs(node)
+    (source,), count = data_inputs(node), node.attr["num"].i
     spec = body.specs[source]
-    if not _of_numbers(spec):
+    if not _of_numbers(spec) or not count:
         return False
     readers = [name for name in body.nodes if name != node.name]
     at, rank = node.attr["axis"].i % spec.shape.rank, spec.shape.rank
@@ -318,7 +318,7 @@ def _unstacked(body: Body, node: Any) -> bool:
     others = ((1 << rank) - 1) ^ (1 << at)
     masks = {"begin_mask": others, "end_mask": others, "shrink_axis_mask": 1 << at}
     instead = {f"^{node.name}": f"^{node.name}/part_0"}
-    for i in range(node.attr["num"].i):
+    for i in range(count):
         begin, end = np.zeros((2, rank), np.int32)
         begin[at], end[at] = i, i + 1
         found = Indexing(tuple(begin), tuple(end), (1,) * rank, masks, ())
