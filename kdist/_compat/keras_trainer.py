@@ -167,27 +167,6 @@ def replaced_losses(model: keras.Model, losses: Sequence[Any]) -> Iterator[None]
         compiled._flat_losses, compiled._metrics = before, trackers
 
 
-def build_from_specs(model: keras.Model, specs: Any) -> None:
-    """Builds layers, metrics and losses from the specs of one batch, and not the optimizer."""
-    optimizer, built = model.optimizer, getattr(model.optimizer, "built", True)
-    if not built:
-        optimizer.built = True
-    try:
-        model._symbolic_build(data_batch=specs)
-    finally:
-        if not built:
-            optimizer.built = False
-
-
-def build_from_loss(model: keras.Model, specs: Any) -> None:
-    """Builds the layers that only `compute_loss` calls, from the specs of one batch."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(specs)
-    y_pred = keras_backend.compute_output_spec(model, x, training=False)
-    keras_backend.compute_output_spec(
-        model._compute_loss, x, y, y_pred, sample_weight=sample_weight, training=False
-    )
-
-
 def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
     """The metric behind `logs["loss"]`."""
     return model._loss_tracker

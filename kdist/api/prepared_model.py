@@ -6,7 +6,13 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist._compat import function_graphs, keras_optimizers, keras_remat, keras_trainer
+from kdist._compat import (
+    function_graphs,
+    keras_building,
+    keras_optimizers,
+    keras_remat,
+    keras_trainer,
+)
 from kdist.api import mirrored_scope
 from kdist.api.applied_by_hand import hand_over
 from kdist.api.fitted_model import FittedModel
@@ -200,10 +206,10 @@ class PreparedModel(FittedModel):
         if kind == "predict":
             return
         if not is_built(self.model) and self.whole_loss:
-            keras_trainer.build_from_loss(self.model, data)
+            keras_building.build_from_loss(self.model, data)
         if kind == "train":
             self._build_optimizer()
-        keras_trainer.build_from_specs(self.model, data)
+        keras_building.build_from_specs(self.model, data)
 
     def _bearing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.births is None else unborn_variables(self.births)

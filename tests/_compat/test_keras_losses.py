@@ -63,19 +63,6 @@ def test_loss_function():
     assert keras_trainer.loss_function(Own()) == (None, {})
 
 
-def test_build_from_loss():
-    class Head(keras.Model):
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            return keras.ops.mean(self.head(y_pred))
-
-    model = Head(inputs=(model := mlp()).inputs, outputs=model.outputs)
-    model.head = keras.layers.Dense(2)
-    specs = (keras.KerasTensor((None, 6)), keras.KerasTensor((None, 3)))
-    keras_trainer.build_from_loss(model, specs)
-    assert model.head.built
-    assert len(model.trainable_variables) == 6
-
-
 def test_compiled_loss():
     model = mlp()
     model.compile("sgd", "mse")
@@ -175,16 +162,6 @@ def test_compute_loss():
     weight = np.arange(4.0)
     found = keras_trainer.compute_loss(model, x, y, y + 1, weight, True)
     assert_close(float(found), -3 * weight.mean())
-
-
-def test_build_from_specs():
-    model = mlp()
-    model.compile("sgd", "mse", metrics=["mae"])
-    specs = (keras.KerasTensor((None, 6)), keras.KerasTensor((None, 3)), None)
-    keras_trainer.build_from_specs(model, specs)
-    assert len(keras_trainer.compiled_losses(model)) == 1
-    assert not model.optimizer.built
-    assert keras_trainer.compiled_metrics(model).built
 
 
 def test_loss_tracker():
