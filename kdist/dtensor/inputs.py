@@ -120,10 +120,12 @@ class SliceInputs:
     def _components(self, entry: Stored, s: int, devices: Sequence[str]) -> list[Any]:
         values, placement = [], entry.placement
         for (at, k), device in zip(self.places[s], devices, strict=True):
-            if at not in placement.slices:
+            own = at in placement.slices
+            if not own:
                 at = placement.home[self.storage.slices[at].index]
             with tf.device(device):
-                values.append(tf.identity(entry.used_at((at, k))))
+                value = entry.used_at((at, k))
+                values.append(value if own else tf.identity(value))
         return values
 
     def _copies(self, value: Any, devices: Sequence[str]) -> Sharded:

@@ -24,7 +24,7 @@ from typing import Any
 from kdist.sharding.mesh import HOST
 from kdist.sharding.owners import UpdateUnit
 from kdist.sharding.placement import Coordinate, Placement, Shard, covers, shape_of
-from kdist.storage.flat_rows import flat, unflat
+from kdist.storage.flat_rows import flat, reshaped, unflat
 
 import tensorflow as tf
 
@@ -64,7 +64,7 @@ class Bucket:
 
     def matrix(self, tensors: Sequence[Any]) -> Any:
         """Tensors of the members, dense, as a matrix with one row per owner."""
-        rows = [tf.reshape(t, [len(self.owners), -1]) for t in tensors]
+        rows = [reshaped(t, [len(self.owners), -1]) for t in tensors]
         return rows[0] if len(rows) == 1 else tf.concat(rows, 1)
 
     def messages(self, tensors: Sequence[Any]) -> list[Any]:
@@ -81,7 +81,7 @@ class Bucket:
     def split(self, matrix: Any) -> list[Any]:
         """The reverse of `matrix`."""
         parts = [matrix] if len(self.shapes) == 1 else tf.split(matrix, self.sizes, axis=1)
-        return [tf.reshape(part, shape) for part, shape in zip(parts, self.shapes)]
+        return [reshaped(part, shape) for part, shape in zip(parts, self.shapes)]
 
     def pieces(self, vector: Any) -> list[Any]:
         """The members' parts of one owner's vector: rows of each."""

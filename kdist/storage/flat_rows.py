@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from kdist._compat import keras_trainer
+from kdist._compat import function_graphs, keras_trainer
 from kdist.storage.row_views import RowsBacking
 from kdist.storage.variables import become_view, make_local
 
@@ -14,9 +14,14 @@ import keras
 import tensorflow as tf
 
 
+def reshaped(tensor: Any, dims: Sequence[int]) -> Any:
+    """A tensor in another shape, of which a graph has one node for all that take it."""
+    return tf.reshape(tensor, function_graphs.shape_constant(dims))
+
+
 def flat(tensors: Sequence[Any]) -> Any:
     """Tensors as one vector."""
-    vectors = [t if len(t.shape) == 1 else tf.reshape(t, [-1]) for t in tensors]
+    vectors = [t if len(t.shape) == 1 else reshaped(t, [-1]) for t in tensors]
     return vectors[0] if len(vectors) == 1 else tf.concat(vectors, 0)
 
 
@@ -24,7 +29,7 @@ def unflat(vector: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
     """The reverse of `flat`. What is a vector, as most of what is fused, stays as it is."""
     sizes = [math.prod(shape) for shape in shapes]
     parts = [vector] if len(sizes) == 1 else tf.split(vector, sizes)
-    return [p if len(s) == 1 else tf.reshape(p, s) for p, s in zip(parts, shapes)]
+    return [p if len(s) == 1 else reshaped(p, s) for p, s in zip(parts, shapes)]
 
 
 class FlatRows(RowsBacking):

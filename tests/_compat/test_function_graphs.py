@@ -351,3 +351,30 @@ def test_made_apart() -> None:
     with pytest.raises(KeyError):
         tf.function(function, autograph=False)(tf.constant(3.0))
     assert float(tf.function(function, autograph=False)(tf.constant(3.0))) == 3.0
+
+
+def test_shape_constant() -> None:
+    """One node for all that ask, on each device, whatever the first waits for."""
+    assert function_graphs.shape_constant([2, 3]) == [2, 3]
+    inside = []
+
+    @tf.function(autograph=False)
+    def call(x: tf.Tensor) -> tf.Tensor:
+        inside.append(function_graphs.shape_constant([3, 2]))
+        return tf.reshape(x, inside[0])
+
+    def run(x: tf.Tensor) -> Any:
+        with tf.control_dependencies([tf.raw_ops.NoOp()]):
+            first = function_graphs.shape_constant([3, 2])
+        with tf.device("CPU:1"):
+            other = function_graphs.shape_constant([3, 2])
+            assert function_graphs.shape_constant((3, 2)) is other
+        assert function_graphs.shape_constant((3, 2)) is first
+        assert function_graphs.shape_constant([6]) is not first
+        assert (first.device, other.device) == ("", "/device:CPU:1")
+        assert first.op.control_inputs == []
+        return call(tf.reshape(x, first))
+
+    outputs = tf.compat.v1.wrap_function(run, [tf.TensorSpec((2, 3))]).graph.outputs
+    assert outputs[0].shape == (3, 2)
+    assert inside[0].graph is not outputs[0].graph
