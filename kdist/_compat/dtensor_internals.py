@@ -10,6 +10,9 @@ TensorFlow 2.21 has no public way to do these things; `tests/dtensor/test_lowere
 - `op_def_registry.get`: what kind of operation a type is.
 - `error_interpolation.parse_message`: looks for names of nodes in a message, in a time that grows
   with the square of its length; DTensor's messages are whole programs, and take a minute.
+- `Context.op_callbacks`, `add_op_callback`, `remove_op_callback`: what is called after every
+  operation (by `tf.debugging.enable_check_numerics`, say) looks at its results, and a DTensor
+  without memory behind it ends the process.
 - `Operation._set_attr`: an attribute whose name begins with an underscore goes through DTensor.
 """
 
@@ -60,6 +63,20 @@ def messages_as_they_are() -> Iterator[None]:
         yield
     finally:
         error_interpolation.parse_message = parse
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Within it, nothing is called after an operation that TensorFlow was asked to call."""
+    running = context.context()
+    callbacks = [*running.op_callbacks]
+    for one in callbacks:
+        running.remove_op_callback(one)
+    try:
+        yield
+    finally:
+        for one in callbacks:
+            running.add_op_callback(one)
 
 
 def tag(tensor: Any, name: str, number: int) -> None:

@@ -113,7 +113,9 @@ def one_device_function(call: Callable, **options: Any) -> Any:
     @functools.wraps(call)
     def traced(*arguments: Any) -> Any:
         found = call(*arguments)
-        if runs_elsewhere(tf.compat.v1.get_default_graph().external_captures):
+        # With `tf.config.run_functions_eagerly(True)` there is no trace.
+        captured = getattr(tf.compat.v1.get_default_graph(), "external_captures", ())
+        if runs_elsewhere(captured):
             shares.b = of_one_device(elsewhere=True)["shared_rendezvous"]
         return found
 

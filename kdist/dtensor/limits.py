@@ -46,6 +46,7 @@ GATHER_ON_READ: tuple[type, ...] = (
 _LOOP = "the backward pass of a loop"
 _BRANCH = "the backward pass of branches"
 _PYTHON = "Python"
+_PRINT = "printing, which each device would repeat"
 # Operations after which DTensor ends the process while it lowers them, or makes a program that
 # fails when it runs; and where they are met. See `tests/dtensor/test_limits.py`.
 _FATAL = {
@@ -63,6 +64,7 @@ _FATAL = {
     "PyFunc": _PYTHON,
     "PyFuncStateless": _PYTHON,
     "EagerPyFunc": _PYTHON,
+    "PrintV2": _PRINT,
 }
 
 # Keras has XLA compile what TensorFlow cannot convolve on a CPU: filters in groups, and channels

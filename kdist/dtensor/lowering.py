@@ -206,9 +206,10 @@ def lower(
         tf.errors.OpError, ValueError: DTensor cannot expand it; see `limits.explain`.
         CannotStitch: It has an all-to-all that may be wrong; see `mended_moves`.
     """
-    tagged = _tagged(function, layouts)
+    with dtensor_internals.unobserved():
+        tagged = _tagged(function, layouts)
     # What DTensor is called with is eager, wherever this is called.
-    with tf.init_scope():
+    with dtensor_internals.unobserved(), tf.init_scope():
         given = _placeholders(mesh, tagged.inputs, layouts)
         with (
             without_notices(),

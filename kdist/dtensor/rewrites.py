@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kdist.dtensor.body import Body, control_inputs, data_inputs
+from kdist.graphs.chunks import node_of
 
 import numpy as np
 import tensorflow as tf
@@ -20,14 +21,20 @@ SLICE = "StridedSlice"
 SLICE_GRADIENT = "StridedSliceGrad"
 CONCAT = "ConcatV2"
 STACK, UNSTACK = "Pack", "Unpack"
+CHECK = "CheckNumerics"
+_SUMMARY = "DebugNumericSummaryV2"
 PRODUCT = "BatchMatMulV3"
 """A product whose result has another dtype: Keras's of int8."""
 
 
 def rewrite(body: Body) -> int:
     """Applies the table to a traced function; returns how many nodes it has rewritten."""
-    nodes = list(body.nodes.values())
-    return sum(TABLE[node.op](body, node) for node in nodes if node.op in TABLE)
+    count = _check_numbers(body)
+    for name in list(body.nodes):
+        node = body.nodes.get(name)  # perhaps another than before: one of them had it read another
+        if node is not None and node.op in TABLE:
+            count += TABLE[node.op](body, node)
+    return count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,6 +346,33 @@ def _unstacked(body: Body, node: Any) -> bool:
 def _of_numbers(spec: tf.TensorSpec) -> bool:
     """Whether a tensor can be cut: shapes that are put together are not."""
     return spec.dtype.is_floating and spec.shape.rank is not None and spec.shape.rank > 1
+
+
+def _check_numbers(body: Body) -> int:
+    """Has `CheckNumericsV2` check the numbers themselves, and what follows read what is checked.
+
+    `tf.debugging.enable_check_numerics` has three numbers of each tensor checked, which nothing
+    reads; what makes them has no rule, and would have every tensor gathered.
+    """
+    checks = [node for node in body.nodes.values() if node.op == f"{CHECK}V2"]
+    instead = {}
+    for node in checks:
+        (source,) = data_inputs(node)
+        summary = body.nodes.get(node_of(source))
+        if summary is not None and summary.op == _SUMMARY:
+            (source,) = data_inputs(summary)
+            body.nodes.pop(summary.name)
+        spec = body.specs[source]
+        made = node_def_pb2.NodeDef(name=node.name, op=CHECK)
+        made.attr["T"].type = spec.dtype.as_datatype_enum
+        made.attr["message"].CopyFrom(node.attr["message"])
+        made.input.extend([source, *control_inputs(node)])
+        instead[source] = f"{node.name}:output:0"
+        body.note(instead[source], spec.shape, spec.dtype)
+        body.nodes[node.name] = made
+    names = {node.name for node in checks}
+    body.redirect(instead, [name for name in body.nodes if name not in names])
+    return len(checks)
 
 
 TABLE: Mapping[str, Callable[[Body, Any], bool]] = {

@@ -15,23 +15,29 @@ from kdist.graphs.chunks import node_of
 import tensorflow as tf
 
 
-def pruned(function: Any, feeds: Sequence[Any], fetches: Sequence[Any]) -> Any:
+def pruned(
+    function: Any,
+    feeds: Sequence[Any],
+    fetches: Sequence[Any],
+    effects: Sequence[tf.Operation] = (),
+) -> Any:
     """The part of a wrapped function between tensors of its graph.
 
     Args:
         function: The wrapped function.
         feeds: Tensors of its graph that the part is given.
         fetches: Tensors of its graph that it returns.
+        effects: Operations that are part of it though it returns nothing of them.
 
     Returns:
         A wrapped function of the feeds; it captures what the function does, as far as it needs it.
 
     Raises:
-        ValueError: A fetch depends on an input of the function that is not fed.
+        ValueError: A fetch, or an effect, depends on an input of the function that is not fed.
     """
     fed = {t.name: n for n, t in enumerate(feeds)}
     captured = {inner.name: outer for outer, inner in function.graph.captures}
-    between = _between({*fed, *captured}, fetches)
+    between = _between({*fed, *captured}, fetches, effects)
     definition = _definition(function.graph, between)
     read = {reference for node in definition.node for reference in node.input}
     fetched = {_reference(t.name) for t in fetches}
@@ -51,6 +57,7 @@ def pruned(function: Any, feeds: Sequence[Any], fetches: Sequence[Any]) -> Any:
             return_elements=[t.name for t in fetches if t.name not in known],
             name="",
         )
+        run_effects(graph)
         found = iter(made)
         outputs = [known[t.name] if t.name in known else next(found) for t in fetches]
         _carry_shapes(function.graph, graph, between)
@@ -62,18 +69,32 @@ def pruned(function: Any, feeds: Sequence[Any], fetches: Sequence[Any]) -> Any:
         )
 
 
+def effects_in(graph: Any) -> list[tf.Operation]:
+    """What prints, asserts or writes in a graph."""
+    return [op for op in graph.get_operations() if op.op_def.is_stateful]
+
+
+def run_effects(graph: Any) -> None:
+    """Has the function of a graph that is being traced run all effects, which nothing may read.
+
+    TensorFlow runs them anyway where it calls the function; DTensor drops what nobody says is to
+    run.
+    """
+    graph.control_outputs.extend(effects_in(graph))
+
+
 def _reference(name: str) -> str:
     """How a node's inputs name a tensor."""
     return name.removesuffix(":0")
 
 
-def _between(given: set[str], fetches: Sequence[Any]) -> set[str]:
-    """Names of the operations that lead from given tensors to fetches.
+def _between(given: set[str], fetches: Sequence[Any], effects: Sequence[tf.Operation]) -> set[str]:
+    """Names of the operations that lead from given tensors to fetches and effects, these too.
 
     Raises:
         ValueError: An input that is not given does.
     """
-    waiting = [t.op for t in fetches if t.name not in given]
+    waiting = [*(t.op for t in fetches if t.name not in given), *effects]
     found: set[str] = set()
     while waiting:
         operation = waiting.pop()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kdist._compat import function_graphs, keras_trainer
-from kdist.program.pruning import pruned
+from kdist.program.pruning import effects_in, pruned
 from kdist.program.python_tapes import refuse_python_tapes
 from kdist.storage import sparse
 
@@ -191,7 +191,8 @@ class Vjp:
         saved = self._frontier(again)
         self.saved = [tf.TensorSpec(t.shape, t.dtype) for t in saved]
         self.output_dtypes = [t.dtype for t in self._outputs]
-        forward = pruned(joint, [*params, *inputs], [*self._outputs, *saved])
+        effects = self._effects_in(forward=True)
+        forward = pruned(joint, [*params, *inputs], [*self._outputs, *saved], effects)
         self._call_forward = wrap(forward)
         self._kept_feeds = len(params) + len(saved)
         self._cut_backward([*params, *saved, *self._given])
@@ -199,15 +200,22 @@ class Vjp:
         del self._given, self._arguments, self._joint_trace, self._wrap, self._depends
 
     def _cut_backward(self, feeds: Sequence[Any]) -> None:
+        joint, effects = self._joint_trace, self._effects_in(forward=False)
         self._call_backward = Cut(
-            self._joint_trace, feeds, self._fetches, self._wrap, self._kept_feeds
+            joint, feeds, self._fetches, self._wrap, self._kept_feeds, effects
         )
+
+    def _effects_in(self, *, forward: bool) -> list[tf.Operation]:
+        """What prints, asserts or writes, in the forward or in the backward part of the trace."""
+        found = effects_in(self._joint_trace.graph)
+        return [op for op in found if (op.name in self._forward_ops) == forward]
 
     def _frontier(self, repeated: Collection[str]) -> list[Any]:
         """Forward tensors that the backward part needs and that depend on inputs."""
         saved: dict[Any, Any] = {}
         seen: set[Any] = set()
         waiting = list(self._fetches)
+        waiting += [t for op in self._effects_in(forward=False) for t in op.inputs]
         given = {t.op.name for t in self._given}
         while waiting:
             tensor = waiting.pop()
@@ -241,20 +249,29 @@ class Cut:
         fetches: What it returns.
         wrap: See `Vjp`.
         late: Number of the first feed that comes with the gradient.
+        effects: See `pruned`.
 
     Attributes:
         needs: Positions of the feeds whose values it depends on; of others a layout may be asked.
     """
 
     def __init__(
-        self, joint: Any, feeds: Sequence[Any], fetches: Sequence[Any], wrap: Callable, late: int
+        self,
+        joint: Any,
+        feeds: Sequence[Any],
+        fetches: Sequence[Any],
+        wrap: Callable,
+        late: int,
+        effects: Sequence[tf.Operation] = (),
     ) -> None:
-        needed, values = reached(feeds, fetches), reached(feeds, fetches, values=True)
+        wanted = [*fetches, *(t for op in effects for t in op.inputs)]
+        needed, values = reached(feeds, wanted), reached(feeds, wanted, values=True)
         self.needs = [i for i, t in enumerate(feeds) if t.ref() in values]
         self._taken = [i for i, t in enumerate(feeds) if t.ref() in needed]
         self._count = len(feeds)
         seeds = [n for n, i in enumerate(self._taken) if i >= late]
-        self._call = wrap(pruned(joint, [feeds[i] for i in self._taken], fetches), seeds)
+        part = pruned(joint, [feeds[i] for i in self._taken], fetches, effects)
+        self._call = wrap(part, seeds)
 
     def __call__(self, *arguments: Any) -> Any:
         """Calls it with what `wrap`'s callable takes first, and then all feeds."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from kdist._compat.function_graphs import is_variable
 from kdist.dtensor.sharded import each
 from kdist.pipeline.work import WeightUse
+from kdist.program.pruning import run_effects
 from kdist.program.vjp import CapturesVariables
 from kdist.stages.body import StageBody, StageInput, StageOutput
 from kdist.stages.halves import StageVjp
@@ -146,7 +147,9 @@ class StageFunctions:
         count = len(params)
 
         def forward(*flat: Any) -> list[Any]:
-            return [tf.identity(t) for t in self._compute(list(flat[:count]), list(flat[count:]))]
+            found = self._compute(list(flat[:count]), list(flat[count:]))
+            run_effects(tf.compat.v1.get_default_graph())
+            return [tf.identity(t) for t in found]
 
         traced = tf.compat.v1.wrap_function(forward, [*params, *inputs])
         if any(is_variable(t) for t, _ in traced.graph.captures):

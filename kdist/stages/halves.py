@@ -97,7 +97,8 @@ class StageVjp(RepeatingVjp):
         passed = [] if inward else list(self._given)
         self._inward, self._kept = len(inward), len(kept)
         late = self._kept_feeds
-        self._call_input = Cut(joint, feeds, [*inward, *kept, *passed], wrap, late)
+        effects = self._effects_in(forward=False)
+        self._call_input = Cut(joint, feeds, [*inward, *kept, *passed], wrap, late, effects)
         if weights:
             self._call_weight = Cut(joint, [*feeds, *kept], weights, wrap, late)
 

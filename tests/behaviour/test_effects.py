@@ -1,0 +1,195 @@
+"""What layers do besides returning values: Python, print, assert. Each happens once per row.
+
+Nothing reads what they return, so what cuts a step into functions may forget them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import kdist
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ..parity import assert_same_weights
+
+MESHES: dict[str, dict[str, int]] = {
+    "data4": {"data": 4},
+    "data2_model2": {"data": 2, "model": 2},
+    "pipe2_data2": {"pipe": 2, "data": 2},
+    "pipe2_model2": {"pipe": 2, "model": 2},
+    "zero_bubble": {"pipe": 2, "data": 2},
+    "zero_bubble_model2": {"pipe": 2, "model": 2},
+}
+WITHOUT_STAGES = [name for name, axes in MESHES.items() if "pipe" not in axes]
+X = np.random.default_rng(0).normal(size=(20, 6)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(20, 4)).astype("float32")
+
+
+class Noting(keras.layers.Layer):
+    """Notes how many rows it sees, in the forward pass and in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward: list[int] = []
+        self.backward: list[int] = []
+
+    def call(self, x: Any) -> Any:
+        @tf.custom_gradient
+        def noted(x: Any) -> Any:
+            def gradient(upstream: Any) -> Any:
+                tf.py_function(self._note(self.backward), [x], [])
+                return upstream
+
+            tf.py_function(self._note(self.forward), [x], [])
+            return tf.identity(x), gradient
+
+        return noted(x)
+
+    @staticmethod
+    def _note(rows: list[int]) -> Any:
+        return lambda x: rows.append(len(x))
+
+    def seen(self) -> tuple[int, int]:
+        """Rows noted since the last time."""
+        found = sum(self.forward), sum(self.backward)
+        self.forward.clear()
+        self.backward.clear()
+        return found
+
+
+class Bounded(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        tf.debugging.assert_less(tf.reduce_max(x), 0.5, message="larger than a half")
+        return x * 1.0
+
+
+class Rooted(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        return tf.sqrt(x - 100.0)
+
+
+class Printing(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        tf.print("all of it:", tf.shape(x)[1], tf.reduce_max(x))
+        return x * 1.0
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def trained_on(
+    mesh: str, layer: keras.Layer, kind: type[keras.Model] = keras.Model, again: bool = False
+) -> keras.Model:
+    """A compiled model with a layer in its first stage; `again` has the layer recomputed."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,))
+    x = keras.layers.Dense(8, "tanh", name="dense_a")(inputs)
+    x = keras.layers.Dense(8, "tanh", name="dense_b")(layer(x))
+    model = kind(inputs, keras.layers.Dense(4, name="dense_c")(x))
+    axes, options = MESHES[mesh], {}
+    if "pipe" in axes:
+        schedule = "zero_bubble" if mesh.startswith("zero") else "gpipe"
+        options["pipeline"] = kdist.PipelineConfig(micro_batches=2, schedule=schedule)
+    if "model" in axes:
+        options["layout_map"] = {"dense_./kernel": (None, "model")}
+    if again:
+        kdist.recompute(layer)
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(**axes), **options))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("again", [False, True], ids=["", "recompute"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_python_of_a_layer_runs_once_for_each_row(mesh: str, again: bool) -> None:
+    layer = Noting()
+    model = trained_on(mesh, layer, again=again)
+    model.fit(X, Y, batch_size=20, verbose=0)
+    assert layer.seen() == (20, 20)
+    model.evaluate(X, Y, batch_size=20, verbose=0)
+    assert layer.seen() == (20, 0)
+    model.predict(X, batch_size=20, verbose=0)
+    assert layer.seen() == (20, 0)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("mesh", WITHOUT_STAGES)
+def test_in_a_step_of_the_users_own_too(mesh: str) -> None:
+    layer = Noting()
+    model = trained_on(mesh, layer, OwnStep)
+    model.fit(X, Y, batch_size=20, verbose=0)
+    assert layer.seen() == (20, 20)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind"),
+    [*((one, keras.Model) for one in MESHES), *((one, OwnStep) for one in WITHOUT_STAGES)],
+)
+def test_an_assertion_stops_training(mesh: str, kind: type[keras.Model]) -> None:
+    with pytest.raises(tf.errors.InvalidArgumentError, match="larger than a half"):
+        trained_on(mesh, Bounded(), kind).fit(X, Y, batch_size=20, verbose=0)
+
+
+@pytest.mark.filterwarnings("ignore:DTensor cannot expand:UserWarning")
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_print_is_there_once_for_each_part_of_the_batch(mesh: str, capfd: Any) -> None:
+    model, axes = trained_on(mesh, Printing()), MESHES[mesh]
+    parts = axes.get("data", 1) * (2 if "pipe" in axes else 1)
+    for one in (model.fit, model.evaluate):
+        one(X, Y, batch_size=20, verbose=0)
+        lines = [line for line in capfd.readouterr().err.splitlines() if "all of it: 8" in line]
+        assert len(set(lines)) == len(lines) == parts
+
+
+@pytest.fixture
+def checked() -> Iterator[None]:
+    """With `tf.debugging.enable_check_numerics`, every operation's results are looked at."""
+    tf.debugging.enable_check_numerics()
+    yield
+    tf.debugging.disable_check_numerics()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_checked_numbers_train_as_before(mesh: str, checked: None, recwarn: Any) -> None:
+    """Neither an island nor a gathered tensor comes of it: no warning."""
+    found = trained_on(mesh, keras.layers.Identity())
+    found.fit(X, Y, batch_size=20, verbose=0)
+    assert not [one for one in recwarn if "expand" in str(one.message)]
+    tf.debugging.disable_check_numerics()
+    expected = trained_on(mesh, keras.layers.Identity())
+    expected.fit(X, Y, batch_size=20, verbose=0)
+    assert_same_weights(expected, found)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_checked_numbers_name_the_operation_that_makes_nan(mesh: str, checked: None) -> None:
+    with pytest.raises(tf.errors.InvalidArgumentError, match='NaN in output 0 of graph op "Sqrt"'):
+        trained_on(mesh, Rooted()).fit(X, Y, batch_size=20, verbose=0)
+
+
+def test_functions_that_run_eagerly() -> None:
+    """`tf.config.run_functions_eagerly`, for breakpoints; afterwards the model has graphs."""
+    models = [trained_on("pipe2_data2", keras.layers.Identity()) for _ in range(2)]
+    tf.config.run_functions_eagerly(True)
+    try:
+        with pytest.warns(UserWarning, match="does not apply to tf.data"):
+            models[0].fit(X, Y, batch_size=20, verbose=0)
+    finally:
+        tf.config.run_functions_eagerly(False)
+    models[1].fit(X, Y, batch_size=20, verbose=0)
+    for model in models:
+        model.fit(X, Y, batch_size=20, verbose=0)
+    assert_same_weights(*models)
