@@ -63,8 +63,8 @@ class ModelLayouts:
         self.compute = topology.with_data_inside() if data_inside else topology
         fit = WeightFit(topology, replicate=config.indivisible == "replicate")
         pairs = [(v.path, tuple(v.shape)) for v in model.weights]
-        by_path, patterns = resolve_layouts(pairs, config.layout_map, topology, fit)
-        self.weights: dict[int, WeightLayout] = {id(v): by_path[v.path] for v in model.weights}
+        layouts, patterns = resolve_layouts(pairs, config.layout_map, topology, fit)
+        self.weights: dict[int, WeightLayout] = dict(zip(map(id, model.weights), layouts))
         self.layers: list[tuple[keras.layers.Layer, ResolvedShard]] = [
             (layer, resolve_declaration(layer, declared, self.compute, fit))
             for layer, declared in declarations(model)

@@ -226,18 +226,19 @@ def resolve_layouts(
     layout_map: Any,
     topology: Topology,
     fit: WeightFit | None = None,
-) -> tuple[dict[str, WeightLayout], dict[str, Dims]]:
+) -> tuple[list[WeightLayout], dict[str, Dims]]:
     """Gives every variable its layout.
 
     Args:
-        variables: (path, shape) of each.
+        variables: (path, shape) of each. Two networks in one model may have weights of one path.
         layout_map: as `read_layout_map` takes it. A variable that nothing matches is replicated.
         topology: the mesh.
         fit: what becomes of a dim that does not divide; an error by default.
 
     Returns:
-        Path to layout, for every variable; and pattern to layout for the patterns that end in
-        `output`, which are for the outputs of layers (`<layer path>/output`), not for variables.
+        The layout of every variable, in their order; and pattern to layout for the patterns that
+        end in `output`, which are for the outputs of layers (`<layer path>/output`), not for
+        variables.
 
     Raises:
         ValueError: as `read_layout_map` and `match_pattern`; if a layout does not fit a variable;
@@ -249,21 +250,22 @@ def resolve_layouts(
     layouts, outputs = resolve_layouts(
         [("up/kernel", (6, 8))], {".*up/kernel": (None, "model")}, topology
     )
-    layouts["up/kernel"].dims  # (None, "model")
+    layouts[0].dims  # (None, "model")
     ```
     """
     patterns = read_layout_map(layout_map, topology)
     outputs = {p: dims for p, dims in patterns.items() if is_activation_pattern(p)}
     for_weights = {p: dims for p, dims in patterns.items() if p not in outputs}
     fit = fit or WeightFit(topology)
-    layouts, used = {}, set()
+    layouts: list[WeightLayout] = []
+    used = set()
     for path, shape in variables:
         pattern = match_pattern(for_weights, path)
         if pattern is None:
-            layouts[path] = WeightLayout.replicated(len(shape))
+            layouts.append(WeightLayout.replicated(len(shape)))
             continue
         used.add(pattern)
-        layouts[path] = WeightLayout(fit(for_weights[pattern], shape, f"{path!r}"))
+        layouts.append(WeightLayout(fit(for_weights[pattern], shape, f"{path!r}")))
     unused = [pattern for pattern in for_weights if pattern not in used]
     if unused and isinstance(layout_map, keras.distribution.LayoutMap):
         warnings.warn(

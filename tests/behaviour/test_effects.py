@@ -141,6 +141,8 @@ def test_in_a_step_of_the_users_own_too(mesh: str) -> None:
 def test_an_assertion_stops_training(mesh: str, kind: type[keras.Model]) -> None:
     with pytest.raises(tf.errors.InvalidArgumentError, match="larger than a half"):
         trained_on(mesh, Bounded(), kind).fit(X, Y, batch_size=20, verbose=0)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="larger than a half"):
+        trained_on(mesh, Bounded(), kind).evaluate(X, Y, batch_size=20, verbose=0)
 
 
 @pytest.mark.filterwarnings("ignore:DTensor cannot expand:UserWarning")

@@ -4,8 +4,9 @@ import itertools
 import math
 import re
 import warnings
+from typing import Any
 
-from kdist.sharding.dims import axes_of, cut_of
+from kdist.sharding.dims import WeightFit, axes_of, cut_of
 from kdist.sharding.layout import (
     WeightLayout,
     is_activation_pattern,
@@ -159,8 +160,14 @@ VARIABLES = [
 ]
 
 
+def by_path(variables: Any, *arguments: Any) -> tuple[dict[str, WeightLayout], Any]:
+    """`resolve_layouts` of variables whose paths differ."""
+    layouts, outputs = resolve_layouts(variables, *arguments)
+    return dict(zip([path for path, _ in variables], layouts, strict=True)), outputs
+
+
 def test_every_variable_gets_a_layout():
-    made, outputs = resolve_layouts(
+    made, outputs = by_path(
         VARIABLES, {".*up/kernel": (None, "model"), ".*up/bias": ("model",)}, topology(model=2)
     )
     assert {path: layout.dims for path, layout in made.items()} == {
@@ -173,7 +180,7 @@ def test_every_variable_gets_a_layout():
 
 
 def test_no_map_replicates():
-    made, outputs = resolve_layouts(VARIABLES, None, topology(model=2))
+    made, outputs = by_path(VARIABLES, None, topology(model=2))
     assert all(layout.is_replicated for layout in made.values())
     assert list(made) == [path for path, _ in VARIABLES]
     assert outputs == {}
@@ -186,7 +193,7 @@ def test_patterns_match_whole_paths():
 
 def test_the_path_itself_wins_over_patterns():
     patterns = {"block_0/.*kernel": (None, "model"), "block_0/down/kernel": ("model", None)}
-    made, _ = resolve_layouts(VARIABLES, patterns, topology(model=2))
+    made, _ = by_path(VARIABLES, patterns, topology(model=2))
     assert made["block_0/down/kernel"].dims == ("model", None)
     assert made["block_0/up/kernel"].dims == (None, "model")
 
@@ -236,7 +243,7 @@ def test_a_dict_pattern_without_a_variable_names_the_closest():
 def test_a_layout_map_pattern_without_a_variable_is_a_warning():
     made = layout_map(device_mesh(model=2), **{".*up/kernel": (None, "model"), "q": ("model",)})
     with pytest.warns(UserWarning, match=r"apply to no variable of the model: \['q'\]"):
-        resolved, _ = resolve_layouts(VARIABLES, made, topology(model=2))
+        resolved, _ = by_path(VARIABLES, made, topology(model=2))
     assert resolved["block_0/up/kernel"].dims == (None, "model")
 
 
@@ -250,7 +257,7 @@ def test_a_layout_map_that_fits_does_not_warn():
 
 def test_tensor_layouts_are_taken():
     value = keras.distribution.TensorLayout((None, "model"))
-    made, _ = resolve_layouts(VARIABLES, {"head/kernel": value}, topology(model=2))
+    made, _ = by_path(VARIABLES, {"head/kernel": value}, topology(model=2))
     assert made["head/kernel"].dims == (None, "model")
 
 
@@ -265,7 +272,7 @@ def test_the_same_layout_from_every_kind_of_map():
 
 def test_patterns_of_outputs_are_apart():
     patterns = {".*up/output": ("data", "model"), "head/output$": (None, "model")}
-    made, outputs = resolve_layouts(VARIABLES, patterns, topology(data=2, model=2))
+    made, outputs = by_path(VARIABLES, patterns, topology(data=2, model=2))
     assert outputs == patterns
     assert all(layout.is_replicated for layout in made.values())
 
@@ -278,9 +285,9 @@ def test_is_activation_pattern():
 
 
 def test_data_and_batch_are_synonyms():
-    made, _ = resolve_layouts(VARIABLES, {".*/kernel": ("batch", None)}, topology(data=2))
+    made, _ = by_path(VARIABLES, {".*/kernel": ("batch", None)}, topology(data=2))
     assert made["head/kernel"].dims == ("data", None)
-    made, _ = resolve_layouts(VARIABLES, {".*/kernel": ("data", None)}, topology(batch=2))
+    made, _ = by_path(VARIABLES, {".*/kernel": ("data", None)}, topology(batch=2))
     assert made["head/kernel"].dims == ("batch", None)
 
 
@@ -334,6 +341,16 @@ def test_a_map_for_another_mesh():
         read_layout_map(made, topology(model=2))
     with pytest.raises(ValueError, match="another mesh"):
         read_layout_map(keras.distribution.LayoutMap(device_mesh(model=4)), topology(model=2))
+
+
+def test_variables_of_one_path_have_layouts_of_their_own():
+    variables = [("a", (4,)), ("a", ()), ("b", (4,))]
+    layouts, _ = resolve_layouts(variables, {"b": ("model",)}, topology(model=2))
+    assert [one.dims for one in layouts] == [(None,), (), ("model",)]
+    fit = WeightFit(topology(model=2), replicate=True)
+    variables = [("a", (4,)), ("a", (3,))]
+    layouts, _ = resolve_layouts(variables, {"a": ("model",)}, topology(model=2), fit)
+    assert [one.dims for one in layouts] == [("model",), (None,)]
 
 
 def test_variables_of_one_path_are_each_checked():

@@ -358,7 +358,7 @@ def test_release_gives_a_plain_variable_back():
     layouts = kdist.sharding.layout.resolve_layouts(
         [("w", (2, 4))], {"w": (None, "model")}, topology
     )[0]
-    distribute(variable, place("w", (2, 4), 8, layouts["w"], topology), topology)
+    distribute(variable, place("w", (2, 4), 8, layouts[0], topology), topology)
     assert len(copies(variable)) == 4
     variable.assign(np.ones((2, 4)))
     release(variable)
@@ -375,7 +375,7 @@ def test_other_dtypes_keep_theirs(dtype):
     variable = keras.Variable(np.ones((4,)), dtype=dtype, trainable=False, name="w")
     topology = Topology.from_mesh(kdist.mesh(model=4))
     layouts = kdist.sharding.layout.resolve_layouts([("w", (4,))], {"w": ("model",)}, topology)[0]
-    entry = distribute(variable, place("w", (4,), 1, layouts["w"], topology), topology)
+    entry = distribute(variable, place("w", (4,), 1, layouts[0], topology), topology)
     assert variable.dtype == dtype
     assert {local.dtype for local in entry.locals.values()} == {dtype}
     variable.assign(np.array([1, 0, 0, 1]))
