@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -57,6 +58,18 @@ class Retrace(PassesThrough):
     def __init__(self, *, gather_first: bool = True) -> None:
         super().__init__()
         self.gather_first = gather_first
+
+
+def until_settled(trace: Callable[[], Any]) -> Any:
+    """What a function traces, traced anew as often as `Retrace` says.
+
+    Args:
+        trace: Makes a graph of its own; what raises `Retrace` in it sees to it that the next is
+            another. Nothing that was written into a graph that was given up ever runs.
+    """
+    while True:
+        with contextlib.suppress(Retrace):
+            return trace()
 
 
 class Lowered:

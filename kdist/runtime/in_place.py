@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kdist.dtensor.call import until_settled
 from kdist.graphs.instantiation import prepared_cheaply
 from kdist.runtime.by_shape import ALONE
 from kdist.runtime.taken import Taken, alive, ending_together
@@ -47,7 +48,7 @@ class InPlace:
 
         def run() -> Any:
             with prepared_cheaply(self._devices), ending_together():
-                return made[key](taken.first, taken.others)
+                return until_settled(lambda: made[key](taken.first, taken.others))
 
         return run
 

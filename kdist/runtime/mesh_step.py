@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.dtensor import sizes
-from kdist.dtensor.call import CannotExpand, Retrace, signature
+from kdist.dtensor.call import CannotExpand, signature
 from kdist.graphs.instantiation import prepared_cheaply
 from kdist.program.batch import SplitBatch, leading, split
 from kdist.program.fetched_tables import tensors_of, with_tensors
-from kdist.program.step_result import SliceResult, StepResult
+from kdist.program.step_result import SliceResult
 from kdist.program.training_pass import TrainingPass
 from kdist.runtime.by_shape import ByShape
 from kdist.runtime.in_loop import in_loop
@@ -110,20 +110,6 @@ class MeshPipelineStep(MeshStep, PipelineStep):
 
 class WholeLossMeshStep(WholeLossStep, MeshPipelineStep):
     """The same where the loss is computed over the whole batch."""
-
-    def _differentiated(self, *args: Any) -> StepResult:
-        return self._again(super()._differentiated, *args)
-
-    def _evaluated(self, batch: SplitBatch) -> StepResult:
-        return self._again(super()._evaluated, batch)
-
-    def _again(self, function: Callable, *args: Any) -> Any:
-        """Calls a function, again if the stages have to be traced anew."""
-        while True:
-            try:
-                return function(*args)
-            except Retrace as reason:  # nothing that was written has an effect
-                self.runner.programs.trace_anew(reason)
 
 
 def as_tensors(data: Any) -> Any:

@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from kdist.dtensor.call import Retrace
 from kdist.dtensor.lowered import Collective
 from kdist.dtensor.lowering import Island
 from kdist.optimizer.gather import Gatherer, gather_groups
@@ -124,8 +123,9 @@ class PipelineRunner:
         schedule = self.schedule if training else forward_only(self.schedule)
         split = schedule.splits_backward
         wanted = Pass(training=training, differentiate=training, split=split, whole=True)
-        run = self._begun(wanted, schedule, batch, None, with_loss=False)
-        run.forwards()
+        with self.programs.forgetting():
+            run = self._begun(wanted, schedule, batch, None, with_loss=False)
+            run.forwards()
         results = [flow.result(self.want_outputs, False) for flow in run.flows]
         micro = run.micro
         every = [part for row in micro.parts for part in row]
@@ -150,8 +150,9 @@ class PipelineRunner:
         for flow in run.flows:
             for i in range(len(flow.parts)):
                 flow.give_cotangents(i, *next(given))
-        run.rest()
-        self.programs.settle()
+        with self.programs.forgetting():
+            run.rest()
+            self.programs.settle()
         gradients = [flow.summed() for flow in run.flows]
         self._reduce(run, begin, gradients)
         return gradients
@@ -160,15 +161,11 @@ class PipelineRunner:
         self, wanted: Pass, schedule: Schedule, batch: SplitBatch, scale: Any, with_loss: bool
     ) -> PipelineRun:
         """A pass, once everything is written into the graph of the step."""
-        while True:
-            try:
-                run = self._begun(wanted, schedule, batch, scale, with_loss)
-                run.all()
-                self.programs.settle()
-            except Retrace as reason:  # nothing that was written has an effect
-                self.programs.trace_anew(reason)
-            else:
-                return run
+        with self.programs.forgetting():
+            run = self._begun(wanted, schedule, batch, scale, with_loss)
+            run.all()
+            self.programs.settle()
+            return run
 
     def micro_batches(self, batch: SplitBatch) -> MicroBatches:
         """A batch as the stages take it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from kdist.dtensor import sizes
@@ -57,12 +58,22 @@ class StagePrograms:
                 del self._traced[old]
         return self._traced[key]
 
-    def trace_anew(self, reason: Retrace) -> None:
-        """Forgets what was traced, to trace it again."""
-        if reason.gather_first:
-            self.backend.gather_first = True
-            self._known.clear()
-        self._traced.clear()
+    @contextlib.contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Forgets what was traced where it has to be traced in another way.
+
+        Raises:
+            Retrace: It has to be, in a new graph: what is written already would run, if layers in
+                it print, assert or call Python.
+        """
+        try:
+            yield
+        except Retrace as reason:
+            if reason.gather_first:
+                self.backend.gather_first = True
+                self._known.clear()
+            self._traced.clear()
+            raise
 
     def settle(self) -> None:
         """Looks at what a pass was lowered to: what communicates, and sizes, are known by now.
