@@ -125,6 +125,26 @@ def test_python_of_a_layer_runs_once_for_each_row(mesh: str, again: bool) -> Non
     assert layer.seen() == (20, 0)
 
 
+@pytest.fixture(params=["float32", "mixed_bfloat16"])
+def policy(request: Any) -> Iterator[None]:
+    """Dtypes; in mixed precision DTensor has stages traced again."""
+    keras.config.set_dtype_policy(request.param)
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("mesh", MESHES)
+def test_in_batches_of_two_sizes(mesh: str, policy: None) -> None:
+    """Each size is a trace; so is each pass."""
+    layer = Noting()
+    model = trained_on(mesh, layer)
+    model.fit(X, Y, batch_size=8, verbose=0)
+    assert layer.seen() == (20, 20)
+    model.evaluate(X, Y, batch_size=8, verbose=0)
+    assert layer.seen() == (20, 0)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("mesh", WITHOUT_STAGES)
 def test_in_a_step_of_the_users_own_too(mesh: str) -> None:
