@@ -14,7 +14,6 @@ from kdist.api.spreading import spread_for
 from kdist.config.compression import Classes
 from kdist.config.optimizer import OptimizerConfig
 from kdist.config.parallel import ParallelConfig
-from kdist.config.pipeline import PipelineConfig
 from kdist.config.recompute_blocks import Blocks, Choice, blocks_of
 from kdist.config.whole_batch import GLOBAL, SYNCHRONIZED, WholeBatch
 from kdist.dtensor.model_layouts import ModelLayouts, place_weights, placements
@@ -26,7 +25,7 @@ from kdist.program.fixed_batch import refuse_fixed_batch, refuse_row_state
 from kdist.runtime.chunking import Chunking
 from kdist.runtime.loss_terms import LossTerm, whole_loss, whole_loss_note
 from kdist.sharding.placement import Placement, shape_of
-from kdist.stages.one_node import as_functional
+from kdist.stages.one_node import as_one_stage
 from kdist.stages.stages import StagedModel
 from kdist.storage.sparse import looked_up
 from kdist.storage.variables import Stored, replace
@@ -344,10 +343,11 @@ class PlacedModel:
     def one_stage(self) -> StagedModel | None:
         """The model as one stage, where its loss comes between its forward and backward pass.
 
-        None where nothing asks for that: there are stages, or no inner axes, or the loss is one of
-        rows. And where the model cannot be one; then `loss_on_gathered_weights`.
+        None where nothing asks for that: there are stages, or the loss is one of rows, or programs
+        run chunk by chunk on one device, which go forward twice. And where the model cannot be one.
         """
-        wanted = self.whole_loss and self.compute.inner_size > 1 and self.config.pipeline is None
+        chunks = self.compute.inner_size == 1 and self.optimizer_config.level >= 2
+        wanted = self.whole_loss and self.config.pipeline is None and not chunks
         if not wanted or self.layouts is None or self.model.run_eagerly:
             return None
         if self._one_stage == "":
@@ -361,14 +361,7 @@ class PlacedModel:
             return "rows of tables on the host, or split by hand, are fetched for whole steps"
         if self.blocks:
             return "what is recomputed follows the loss"
-        try:
-            model = self.model
-            if keras_models.functional_of(model) is None:
-                model = as_functional(model, self.example_input)
-            pipeline = PipelineConfig(micro_batches=1)
-            return StagedModel.of(model, pipeline, self.topology, whole_loss=self.whole_loss)
-        except ValueError as reason:
-            return str(reason).split(". ")[0]
+        return as_one_stage(self.model, self.example_input, self.topology, self.whole_loss)
 
     @property
     def loss_on_gathered_weights(self) -> bool:

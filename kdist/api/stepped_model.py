@@ -131,7 +131,7 @@ class SteppedModel(PlannedModel):
         """The model's pure functions, by stages or whole."""
         mean = self.config.loss_from_layers == "mean"
         self.schedule_stages()
-        staged = self.staged or self.one_stage
+        staged = self.staged or (None if self.compiled_whole else self.one_stage)
         if staged is None:
             program = Program(self.model, mean)
         else:

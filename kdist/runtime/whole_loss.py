@@ -2,10 +2,11 @@
 
 Nothing is known about how such a loss splits over replicas: it is computed once, on the first
 slice's device, over the gathered outputs, with the weights and the state that one device has after
-its forward pass. Gradients of the outputs go back to the slices, which run their forward pass again
-to pull them through; those of the weights that the loss itself uses join the slices' sums. Exact
-for any loss, at the cost of one more forward pass and the gather. The stages of a pipeline keep
-what their forward passes leave, for all micro-batches, and run none again.
+its forward pass. Gradients of the outputs go back to the slices, to be pulled through; those of the
+weights that the loss itself uses join the slices' sums. Exact for any loss, at the cost of the
+gather. Stages keep what their forward passes leave, for all micro-batches, and a model without
+stages is one stage where it can be (`PlacedModel.one_stage`). Other replicas run their forward pass
+again.
 """
 
 from __future__ import annotations

@@ -4,7 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
+from kdist._compat import keras_models
+from kdist.config.pipeline import PipelineConfig
+from kdist.sharding.mesh import Topology
+from kdist.stages.stages import StagedModel
+
 import keras
+
+
+def as_one_stage(
+    model: keras.Model, example: Any, topology: Topology, whole_loss: str
+) -> StagedModel | str:
+    """A model as one stage, or why it cannot be one.
+
+    Args:
+        model: A built model.
+        example: See `as_functional`.
+        topology: The mesh.
+        whole_loss: Why its loss is one over the whole batch.
+    """
+    try:
+        if keras_models.functional_of(model) is None:
+            model = as_functional(model, example)
+        pipeline = PipelineConfig(micro_batches=1)
+        return StagedModel.of(model, pipeline, topology, whole_loss=whole_loss)
+    except ValueError as reason:
+        return str(reason).split(". ")[0]
 
 
 def as_functional(model: keras.Model, example: Any) -> Any:

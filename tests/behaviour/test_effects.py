@@ -176,6 +176,27 @@ def test_a_print_is_there_once_for_each_part_of_the_batch(mesh: str, capfd: Any)
         assert len(set(lines)) == len(lines) == parts
 
 
+class OwnLoss(keras.Model):
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        return tf.reduce_max(tf.square(y - y_pred))
+
+
+@pytest.mark.parametrize("mesh", [name for name in MESHES if not name.startswith("zero")])
+def test_with_a_loss_over_the_whole_batch(mesh: str) -> None:
+    """It comes between the forward and the backward pass, of which there is one each."""
+    layer = Noting()
+    model = trained_on(mesh, layer, OwnLoss)
+    model.fit(X, Y, batch_size=20, verbose=0)
+    assert layer.seen() == (20, 20)
+
+
 @pytest.fixture
 def checked() -> Iterator[None]:
     """With `tf.debugging.enable_check_numerics`, every operation's results are looked at."""

@@ -270,9 +270,11 @@ class Noisy(keras.layers.Layer):
         return shape
 
 
-@pytest.mark.parametrize(("seeded", "count"), [(True, 0), (False, 1)])
-@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize(
+    ("level", "seeded", "count"), [(0, False, 0), (1, False, 0), (3, True, 0), (3, False, 1)]
+)
 def test_what_two_passes_draw_is_told(level: int, seeded: bool, count: int) -> None:
+    """There is one pass where the model is one stage."""
     inputs = keras.Input((6,))
     model = keras.Model(inputs, keras.layers.Dense(3)(Noisy(seeded)(inputs)))
     levels = kdist.OptimizerConfig(level=level, threshold_kb=0)
