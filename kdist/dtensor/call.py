@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -60,16 +59,37 @@ class Retrace(PassesThrough):
         self.gather_first = gather_first
 
 
-def until_settled(trace: Callable[[], Any]) -> Any:
-    """What a function traces, traced anew as often as `Retrace` says.
+class Settled:
+    """A `tf.function` that is made and traced anew as often as `Retrace` says.
+
+    Nothing that was written into a graph that was given up ever runs. What raises `Retrace` sees to
+    it that the next is another.
 
     Args:
-        trace: Makes a graph of its own; what raises `Retrace` in it sees to it that the next is
-            another. Nothing that was written into a graph that was given up ever runs.
+        function: What to trace.
     """
-    while True:
-        with contextlib.suppress(Retrace):
-            return trace()
+
+    def __init__(self, function: Callable) -> None:
+        self._function = function
+        self._traced: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls it."""
+        return self._use(lambda traced: traced(*args))
+
+    def get_concrete_function(self, *specs: Any) -> Callable:
+        """See `tf.function`."""
+        concrete: Callable = self._use(lambda traced: traced.get_concrete_function(*specs))
+        return concrete
+
+    def _use(self, use: Callable[[Any], Any]) -> Any:
+        while True:
+            if self._traced is None:  # a new one, which may make variables
+                self._traced = tf.function(self._function, autograph=False)
+            try:
+                return use(self._traced)
+            except Retrace:
+                self._traced = None
 
 
 class Lowered:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.dtensor import sizes
-from kdist.dtensor.call import MAX_SHAPES, CannotExpand, signature, tensor_spec, until_settled
+from kdist.dtensor.call import MAX_SHAPES, CannotExpand, Settled, signature, tensor_spec
 from kdist.graphs.instantiation import prepared_cheaply
 from kdist.runtime.families import BatchShape, Family, families
 from kdist.runtime.in_pieces import PIECES, in_pieces
@@ -57,7 +57,7 @@ class ByShape:
     ) -> None:
         self.traces = 0
         self._function = function
-        self._nested = tf.function(function, autograph=False)
+        self._nested = Settled(function)
         self._parts, self._devices = parts, list(devices)
         self._tell = tell
         self._kinds: dict[Any, _Kind] = {}
@@ -88,7 +88,7 @@ class ByShape:
         """Calls it in the graph of a caller, who may not know the sizes of a batch."""
         dense = not any(isinstance(t, tf.SparseTensor) for t in given)
         if not dense or all(t.shape.is_fully_defined() for t in given):
-            return until_settled(lambda: self._nested(data, *options))
+            return self._nested(data, *options)
         key = (_structure(data, tf.nest.flatten(data)), signature(data), options)
         if key not in self._of_any_size:
             # Not in an `init_scope`: it stops every tape, those of the function too.
@@ -211,9 +211,7 @@ class ByShape:
             else tf.TensorSpec(shape, t.dtype)
             for t, shape in zip(given, shapes, strict=True)
         ]
-        function = tf.function(call, autograph=False)
-        concrete: Callable = until_settled(lambda: function.get_concrete_function(*specs))
-        return concrete
+        return Settled(call).get_concrete_function(*specs)
 
 
 def padded(graph: Callable, shapes: Sequence[Any], each: int) -> Callable:

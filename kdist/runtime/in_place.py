@@ -6,13 +6,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist.dtensor.call import until_settled
+from kdist.dtensor.call import Settled
 from kdist.graphs.instantiation import prepared_cheaply
 from kdist.runtime.by_shape import ALONE
 from kdist.runtime.taken import Taken, alive, ending_together
 from kdist.runtime.worker_data import WorkerDataset
-
-import tensorflow as tf
 
 
 class InPlace:
@@ -48,7 +46,7 @@ class InPlace:
 
         def run() -> Any:
             with prepared_cheaply(self._devices), ending_together():
-                return until_settled(lambda: made[key](taken.first, taken.others))
+                return made[key](taken.first, taken.others)
 
         return run
 
@@ -59,4 +57,4 @@ class InPlace:
             batch = alive(there).taken(first.get_value(), others, shapes)
             return self._step(batch, known_size)
 
-        return tf.function(step, autograph=False)
+        return Settled(step)

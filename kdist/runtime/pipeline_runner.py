@@ -31,7 +31,7 @@ from kdist.runtime.pipeline_run import PipelineRun
 from kdist.runtime.plain_runner import Begin, Collected, loss_factor
 from kdist.runtime.recorder import Recorder
 from kdist.sharding.mesh import Topology
-from kdist.stages.functions import Pass, StageFunctions
+from kdist.stages.functions import Pass, StageFunctions, Unused
 from kdist.stages.leaves import general
 from kdist.stages.pipeline_program import PipelineProgram
 from kdist.stages.stage_programs import StagePrograms
@@ -58,6 +58,7 @@ class PipelineRunner:
     Attributes:
         gathered: Positions of the trainable variables that stages gather before use.
         work: What the stages do in the training step that was traced last; None before.
+        unused: What `collect` makes that its loss does not follow from.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class PipelineRunner:
         keys: Keys,
     ) -> None:
         self.program, self.entries, self.topology = program, list(entries), topology
-        self.backend, self.recorder = backend, recorder
+        self.backend, self.recorder, self.unused = backend, recorder, Unused()
         self.want_outputs, self.want_parts = want_outputs, want_parts
         self.staged = program.staged
         self.schedule = program.staged.schedule
@@ -122,7 +123,8 @@ class PipelineRunner:
         """See `PlainRunner.collect`: all forwards, of every replica and micro-batch."""
         schedule = self.schedule if training else forward_only(self.schedule)
         split = schedule.splits_backward
-        wanted = Pass(training=training, differentiate=training, split=split, whole=True)
+        unused = self.unused if training else Unused()
+        wanted = Pass(training, differentiate=training, split=split, whole=True, unused=unused)
         with self.programs.forgetting():
             run = self._begun(wanted, schedule, batch, None, with_loss=False)
             run.forwards()

@@ -31,9 +31,31 @@ from kdist.runtime.metrics import join_masks
 from kdist.runtime.pipeline_step import PipelineStep
 from kdist.runtime.plain_runner import Begin, Collected, layer_weights
 from kdist.runtime.step import Step
+from kdist.stages.functions import Unused
 
 import keras
 import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pulled:
+    """A loss and its gradients.
+
+    Attributes:
+        loss: The loss.
+        parts: See `StepResult`; of the loss.
+        state: What forward passes and loss have written.
+        cotangents: Per part of the batch, the gradient of each flat output; None without one.
+        added: The same of each `add_loss` value.
+        once: By trainable variable, the gradient of what the loss itself reads.
+    """
+
+    loss: Any
+    parts: LossParts
+    state: State
+    cotangents: Sequence[Sequence[Any]]
+    added: Sequence[Sequence[Any]]
+    once: dict[int, Any]
 
 
 class WholeLossStep(Step):
@@ -45,17 +67,37 @@ class WholeLossStep(Step):
     def _differentiated(
         self, batch: SplitBatch, scale: Any, begin: Begin | None = None
     ) -> StepResult:
+        self._look_ahead(batch)
         collected = self.runner.collect(batch, training=True)
         if self.program.trained.drawn:
             self.parallel.warn_once(_other_draws(self.program.trained.drawn))
-        results = collected.results
+        back = self._pulled(collected, batch, scale)
+
+        def with_once(source: GradientSource, connected: Sequence[int]) -> Reduction:
+            assert begin is not None
+            source.once = back.once  # type: ignore[attr-defined]
+            return begin(source, sorted({*connected, *back.once}))
+
+        gradients = self.runner.pull_back(
+            collected, back.cotangents, back.added, None if begin is None else with_once
+        )
+        pairs = zip(collected.results, gradients, strict=True)
+        slices = [dataclasses.replace(one, gradients=g) for one, g in pairs]
+        slices[0] = dataclasses.replace(slices[0], loss_parts=back.parts)
+        return StepResult(back.loss, slices, back.once, back.state)
+
+    def _look_ahead(self, batch: SplitBatch) -> None:
+        """Finds out what has to be known of the loss before the forward pass is written."""
+
+    def _pulled(self, collected: Collected, batch: SplitBatch, scale: Any) -> _Pulled:
+        """The loss, and its gradients."""
         outputs = [
             [*keras.tree.flatten(part.outputs), *logits_among(part.masks).values()]
             for part in collected.parts
         ]
         added = [part.added for part in collected.parts]
         with tf.device(self.runner.devices[0]):
-            state = self._state_after(batch, results, training=True)
+            state = self._state_after(batch, collected.results, training=True)
             params, carried = self._given(collected.given, state)
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch([t for t in keras.tree.flatten([outputs, added]) if differentiable(t)])
@@ -64,22 +106,14 @@ class WholeLossStep(Step):
                 target = loss if scale is None else loss * tf.cast(scale, loss.dtype)
             sources = [t if differentiable(t) else None for t in keras.tree.flatten(outputs)]
             found = _gradient(tape, target, [*sources, *keras.tree.flatten(added), *params])
-        cotangents = _take(found, [len(one) for one in outputs])
-        d_added = _take(found, [len(one) for one in added])
-        once = {v: g for v, g in enumerate(found) if g is not None}
-
-        def with_once(source: GradientSource, connected: Sequence[int]) -> Reduction:
-            assert begin is not None
-            source.once = once  # type: ignore[attr-defined]
-            return begin(source, sorted({*connected, *once}))
-
-        gradients = self.runner.pull_back(
-            collected, cotangents, d_added, None if begin is None else with_once
+        return _Pulled(
+            loss=loss,
+            parts=parts,
+            state={**state, **written},
+            cotangents=_take(found, [len(one) for one in outputs]),
+            added=_take(found, [len(one) for one in added]),
+            once={v: g for v, g in enumerate(found) if g is not None},
         )
-        pairs = zip(results, gradients, strict=True)
-        slices = [dataclasses.replace(one, gradients=g) for one, g in pairs]
-        slices[0] = dataclasses.replace(slices[0], loss_parts=parts)
-        return StepResult(loss, slices, once, {**state, **written})
 
     def _evaluated(self, batch: SplitBatch) -> StepResult:
         collected = self.runner.collect(batch, training=False)
@@ -149,6 +183,20 @@ class WholeLossStep(Step):
 class WholeLossPipelineStep(WholeLossStep, PipelineStep):
     """The steps of a pipeline whose loss is computed over the whole batch."""
 
+    def _look_ahead(self, batch: SplitBatch) -> None:
+        """Finds out what the loss does not follow from, in a graph that never runs.
+
+        Stages make functions of what gets a gradient, before there is a loss that has some.
+        """
+
+        def loss() -> list[Any]:
+            found = self._pulled(self.runner.collect(batch, training=True), batch, None)
+            added, outputs = map(_without_gradient, (found.added, found.cotangents))
+            self.runner.unused = Unused(added, outputs)
+            return []
+
+        tf.function(loss, autograph=False).get_concrete_function()
+
 
 def _other_draws(operation: str) -> str:
     """A note for the user about numbers that differ between the two forward passes."""
@@ -158,6 +206,12 @@ def _other_draws(operation: str) -> str:
         "keras.random, with a seed of the layer's own (seed=self.seed_generator, a "
         f"keras.random.SeedGenerator). Received: operation {operation!r}"
     )
+
+
+def _without_gradient(gradients: Sequence[Sequence[Any]]) -> tuple[int, ...]:
+    """Numbers of the columns that have none."""
+    columns = enumerate(zip(*gradients, strict=True))
+    return tuple(i for i, column in columns if all(one is None for one in column))
 
 
 def _sized(tensors: Any, batch: SplitBatch) -> Any:

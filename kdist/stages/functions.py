@@ -13,7 +13,7 @@ from kdist.program.pruning import run_effects
 from kdist.program.vjp import CapturesVariables
 from kdist.stages.body import StageBody, StageInput, StageOutput
 from kdist.stages.halves import StageVjp
-from kdist.stages.leaves import specs
+from kdist.stages.leaves import leaves, specs
 from kdist.stages.lowered import UNKNOWN, Known
 from kdist.storage.sparse import LookUp
 
@@ -22,6 +22,19 @@ import tensorflow as tf
 T = TypeVar("T")
 NO_TURNS: Mapping[str, int] = {}
 """Of a function of which it is not known what it sums."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Unused:
+    """What stages make and a loss over the whole batch does not follow from.
+
+    Attributes:
+        added: Numbers of what layers gave to `add_loss`, counted over all stages.
+        outputs: Of the model's flat outputs, and the logits of some after them.
+    """
+
+    added: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +47,7 @@ class Pass:
         split: Whether the schedule splits the backward.
         whole: Whether the loss is one over the whole batch, computed outside the stages.
         outputs: Whether a step that differentiates reads what the model returns, for metrics.
+        unused: What a loss over the whole batch leaves without a gradient.
     """
 
     training: bool
@@ -41,6 +55,7 @@ class Pass:
     split: bool = False
     whole: bool = False
     outputs: bool = True
+    unused: Unused = Unused()
 
 
 @dataclasses.dataclass
@@ -74,6 +89,7 @@ class StageFunctions:
         backend: What runs it.
         rows: Replica and micro-batch that look up as many rows of fetched tables; None for any.
         known: What lowering has shown of the virtual stage.
+        left_out: Positions of outputs that get no gradient; see `without_gradient`.
 
     Attributes:
         example_output: Outputs as the trace made them: names, masks, dtypes, shapes.
@@ -92,6 +108,7 @@ class StageFunctions:
         backend: Any,
         rows: tuple[int, int] | None = None,
         known: Known = UNKNOWN,
+        left_out: Collection[int] = (),
     ) -> None:
         self.body, self._example, self.wanted, self._backend = body, example, wanted, backend
         self.parts: list[Any] = []
@@ -114,6 +131,7 @@ class StageFunctions:
                     unread=lambda: self._unread,
                     split=wanted.split,
                     known=known,
+                    left_out=left_out,
                 )
             else:
                 self._forward = self._part(self._traced(params, inputs))
@@ -165,6 +183,23 @@ class StageFunctions:
         self._unread = range(0) if read else result.places_of_outputs
         self.example_output = result
         return result.flat()
+
+    def without_gradient(self, after: StageFunctions | None, added_before: int) -> list[int]:
+        """Positions of the outputs that take a cotangent and get none.
+
+        Args:
+            after: The next virtual stage.
+            added_before: How many values layers of the stages before gave to `add_loss`.
+        """
+        result, unused = self.example_output, self.wanted.unused
+        found = [] if after is None else after.vjp.inputs_without_gradient
+        first = len(leaves(list(result.boundary.values())))
+        found += [first + i - added_before for i in unused.added if i >= added_before]
+        first += len(result.added)
+        found = [i for i in found if i < first]
+        if self.wanted.whole and self.body.last:
+            found += [first + i for i in unused.outputs]
+        return [i for i in found if self.vjp.takes_cotangent(i)]
 
     @property
     def has_loss(self) -> bool:

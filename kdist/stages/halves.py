@@ -61,8 +61,10 @@ class StageVjp(RepeatingVjp):
         unread: Callable[[], range],
         split: bool,
         known: Known = UNKNOWN,
+        left_out: Collection[int] = (),
     ) -> None:
         self.boundary, self._count, self._split = boundary, targets, split
+        self._left_out = left_out
         self._unread = unread
         self._body = body
         self._trace: Trace | None = None
@@ -83,7 +85,14 @@ class StageVjp(RepeatingVjp):
         return super()._sources(params, inputs[: self.boundary])
 
     def _targets(self, outputs: list[Any]) -> list[int]:
-        return super()._targets(outputs[: self._count()])
+        found = super()._targets(outputs[: self._count()])
+        return [i for i in found if i not in self._left_out]
+
+    @property
+    def inputs_without_gradient(self) -> list[int]:
+        """Which tensors from the stage before get none."""
+        kinds = self._kinds[self._sizes[0] :][: self.boundary]
+        return [i for i, kind in enumerate(kinds) if kind is None]
 
     def _cut_backward(self, feeds: Sequence[Any]) -> None:
         if not self._split:

@@ -27,7 +27,7 @@ def as_one_stage(
         if keras_models.functional_of(model) is None:
             model = as_functional(model, example)
         pipeline = PipelineConfig(micro_batches=1)
-        return StagedModel.of(model, pipeline, topology, whole_loss=whole_loss)
+        return StagedModel.of(model, pipeline, topology, whole_loss=whole_loss, settings=False)
     except ValueError as reason:
         return str(reason).split(". ")[0]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from kdist.dtensor import sizes
 from kdist.dtensor.call import MAX_SHAPES, Retrace, apart_from_rows
 from kdist.program.again import nodes_again, refuse_short
-from kdist.stages.body import StageBody
+from kdist.stages.body import StageBody, StageInput
 from kdist.stages.functions import Pass, StageFunctions
 from kdist.stages.halves import DevicePeak
 from kdist.stages.lowered import UNKNOWN, Known
@@ -127,6 +127,7 @@ class StagePrograms:
         """Traces every virtual stage, each with what the one before sends."""
         wanted, terms, *_ = key
         found: list[StageFunctions] = []
+        traced_from: list[StageInput] = []
         boundary: dict[str, Any] = {}
         masks: dict[str, Any] = {}
         x, y, sample_weight = part
@@ -138,12 +139,14 @@ class StagePrograms:
             state = {id(v): self.program.spec(v, rows, body.virtual) for v in body.carried}
             loss = None if terms is None else (y, sample_weight, shares)
             given = body.given(boundary, masks, state, x, loss, share)
-            with self.backend.tracing():
-                known = self._known.get((key, body.virtual), UNKNOWN)
-                made = self.backend.functions(body, given, wanted, self.backend, rows, known)
-            found.append(made)
+            traced_from.append(given)
+            found.append(self._stage(key, body, given, rows))
             output = found[-1].example_output
             boundary, masks = output.boundary, output.masks
+        if wanted.differentiate:
+            self._leave_out(
+                found, lambda n, out: self._stage(key, self.bodies[n], traced_from[n], rows, out)
+            )
         again = self._repeated(found)
         with self.backend.tracing():
             for one, names in zip(found, again):
@@ -151,6 +154,37 @@ class StagePrograms:
         self._check(found, terms)
         self._note(found, wanted)
         return found
+
+    def _stage(
+        self,
+        key: Any,
+        body: StageBody,
+        given: StageInput,
+        rows: tuple[int, int] | None,
+        left_out: Collection[int] = (),
+    ) -> StageFunctions:
+        """The functions of a virtual stage; see there."""
+        known = self._known.get((key, body.virtual), UNKNOWN)
+        with self.backend.tracing():
+            made: StageFunctions = self.backend.functions(
+                body, given, key[0], self.backend, rows, known, left_out
+            )
+        return made
+
+    @staticmethod
+    def _leave_out(
+        found: list[StageFunctions], again: Callable[[int, Collection[int]], StageFunctions]
+    ) -> None:
+        """Traces virtual stages again of which some outputs get no gradient, from the last one on.
+
+        One device has none of a weight that leads to these alone, and leaves it as it is; zeros
+        would have an optimizer decay it.
+        """
+        added = [len(one.example_output.added) for one in found]
+        for n in reversed(range(len(found))):
+            after = found[n + 1] if n + 1 < len(found) else None
+            if left_out := found[n].without_gradient(after, sum(added[:n])):
+                found[n] = again(n, left_out)
 
     def _repeated(self, found: Sequence[StageFunctions]) -> list[Collection[str]]:
         """The operations of each virtual stage that run again in the backward pass.
