@@ -130,6 +130,10 @@ class CallVjp(RepeatingVjp):
         sources: Which of the inputs get a gradient, by position.
         targets: Tells, once the function has run, how many outputs may take one.
         **how: See `RepeatingVjp`.
+
+    Attributes:
+        reached: Per parameter, then per input, the outputs whose cotangents its gradient follows
+            from; all of them for zeros that TensorFlow has written, whatever these are.
     """
 
     def __init__(
@@ -151,6 +155,17 @@ class CallVjp(RepeatingVjp):
 
     def _targets(self, outputs: list[Any]) -> list[int]:
         return super()._targets(outputs[: self._first_outputs()])
+
+    def _find_fetches(self) -> None:
+        super()._find_fetches()
+        behind = _sources_behind(self._joint_trace.graph, self._given)
+        fetches, every = iter(self._fetches), frozenset(self._cotangents)
+        self.reached: list[frozenset[int]] = []
+        for kind in self._kinds:
+            count = 0 if kind is None else 1 if kind == "dense" else 2
+            found = [behind[next(fetches).op.name] for _ in range(count)]
+            numbers = {self._cotangents[n] for one in found for n in one}
+            self.reached.append(frozenset(numbers) or every)
 
     def _cut_backward(self, feeds: Sequence[Any]) -> None:
         if self._fetches:
@@ -273,6 +288,18 @@ class CallFunctions:
     def connected(self) -> list[int]:
         """The trainable variables that get a gradient."""
         return self.vjp.connected()
+
+
+def _sources_behind(graph: Any, sources: Sequence[Any]) -> dict[str, frozenset[int]]:
+    """Per operation of a graph, numbers of the sources that it follows from."""
+    own = {t.op.name: frozenset([n]) for n, t in enumerate(sources)}
+    found: dict[str, frozenset[int]] = {}
+    none: frozenset[int] = frozenset()
+    for op in graph.get_operations():
+        before = {found.get(t.op.name, none) for t in op.inputs} - {none}
+        mine = before.pop() if len(before) == 1 else none.union(*before)
+        found[op.name] = own.get(op.name, mine)
+    return found
 
 
 def used_by(layer: keras.Layer, program: Program) -> tuple[list[int], list[keras.Variable]]:

@@ -96,6 +96,7 @@ class OverMesh:
                 self._flat.append(dataclasses.replace(one, state=state).flat())
         self._sources = given[0].sources
         self._some_left_out = self._sources != given[0].differentiated(lambda t: True).sources
+        self._asked: set[int] = set()
         self._saved: list[Any] = [None] * len(given)
         self._made: list[Any] = [None] * len(given)
 
@@ -113,10 +114,11 @@ class OverMesh:
         given = [*map(stand_in, weights), *sources]
         targets = tf.custom_gradient(self._forward)(*given) if given else self._forward()[0]
         targets = iter(keras.tree.flatten(targets))
+        alike = len(set(self._reached())) < 2
         for r, one in enumerate(self.functions):
             flat = list(self._made[r])
             for i in self._targets(one):
-                flat[i] = next(targets)
+                flat[i] = next(targets) if alike else self._noting(i, next(targets))
             self._made[r] = one.example.filled(flat)
         self._keep_state()
         self._add_losses()
@@ -127,6 +129,29 @@ class OverMesh:
         """Positions of the flat results of a function that take a cotangent."""
         count = functions.example.count
         return [i for i in range(count) if functions.vjp.takes_cotangent(i)]
+
+    def _reached(self) -> list[frozenset[int]]:
+        """Per weight that gets a gradient, and input of a replica that may, from which results."""
+        vjp, count = self.functions[0].vjp, len(self.functions[0].trainable)
+        weights = [one for one, there in zip(vjp.reached, vjp.gradients_exist) if there]
+        return [*weights, *(vjp.reached[count + i] for _ in self._flat for i in self._sources)]
+
+    def _noting(self, i: int, result: Any) -> Any:
+        """Result `i`, which notes when someone has a gradient of it.
+
+        TensorFlow hands zeros in for those of which nobody has; a weight that leads to these alone
+        has no gradient.
+        """
+
+        @tf.custom_gradient
+        def noting(tensor: Any) -> tuple[Any, Callable]:
+            def gradient(cotangent: Any) -> Any:
+                self._asked.add(i)
+                return cotangent
+
+            return tf.identity(tensor), gradient
+
+        return noting(result)
 
     def _forward(self, *given: Any) -> tuple[list[Any], Callable]:
         """The forward pass, and what gives its gradient.
@@ -191,8 +216,11 @@ class OverMesh:
 
             return self._flat_gradient(results, tensors[: len(cotangents)]), again
 
-        found = once(*cotangents, *given)
-        return self._unflattened(keras.tree.flatten(found))
+        asked, self._asked = self._asked, set()
+        found = self._unflattened(keras.tree.flatten(once(*cotangents, *given)))
+        if not asked:
+            return found
+        return [g if reached & asked else None for g, reached in zip(found, self._reached())]
 
     def _flat_gradient(self, results: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """The backward pass: gradients as flat tensors, those that exist."""

@@ -13,6 +13,7 @@ import kdist
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 
 from ..parity import assert_same_weights
@@ -127,6 +128,50 @@ def trained(build: Callable[[], keras.Model], mesh: str | None, eagerly: bool) -
     model.compile(optimizer, loss, run_eagerly=eagerly)
     model.fit(X, Y if loss is None else [Y, Y], batch_size=10, epochs=2, shuffle=False, verbose=0)
     return model
+
+
+class OneOfTwo(keras.Model):
+    """Its step looks at one output."""
+
+    def train_step(self, data: Any) -> Any:
+        x, (y, _) = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(y - self(x, training=True)[0]))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class OneAfterTheOther(keras.Model):
+    """Its step takes gradients of one loss, then of both."""
+
+    def train_step(self, data: Any) -> Any:
+        x, (y, _) = data
+        with tf.GradientTape(persistent=True) as tape:
+            first, second = self(x, training=True)
+            one = ops.mean(ops.square(y - first))
+            both = one + ops.mean(ops.square(y - second))
+        for loss in (one, both):
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": both}
+
+
+def two_heads(kind: type[keras.Model]) -> keras.Model:
+    """One head and what leads to it alone, and another one."""
+    inputs = keras.Input((6,))
+    x = layers.Dense(8, "tanh", name="dense_a")(inputs)
+    side = layers.Dense(8, "tanh", name="dense_side")(inputs)
+    heads = layers.Dense(4, name="dense_b")(x), layers.Dense(4, name="dense_c")(side + x)
+    return kind(inputs, list(heads))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("kind", [OneOfTwo, OneAfterTheOther])
+@pytest.mark.parametrize("mesh", ["data4", "data4_level3", "data2_model2"])
+def test_in_a_step_of_the_users_own(mesh: str, kind: type[keras.Model]) -> None:
+    found = trained(lambda: two_heads(kind), mesh, eagerly=False)
+    assert_same_weights(trained(lambda: two_heads(kind), None, eagerly=False), found)
 
 
 CASES = [
