@@ -90,18 +90,21 @@ class SharedLoss:
         with _recording_call(self.loss, masks):
             value = self.loss(y_true, y_pred, sample_weight)
         masked = keras_trainer.get_mask(y_pred) is not None or any(m is not None for m in masks)
-        weighted = self.kind.weight_mean and (masked or sample_weight is not None)
-        self.counts_by_data = not self.kind.summed and (masked or weighted)
+        self.counts_by_data = _by_data(self.kind, masked, sample_weight)
         self.value = value * ops.cast(self.weight, value.dtype)
         return self.value
 
 
 class CountedLoss:
-    """Stands for one compiled loss during the counting pass: records what Keras divides by."""
+    """Stands for one compiled loss during the counting pass: records what Keras divides by.
+
+    `counts_by_data` as in `SharedLoss`.
+    """
 
     def __init__(self, loss: keras.Loss, kind: TermKind, rows: Any) -> None:
         self.loss, self.kind, self.rows = loss, kind, rows
         self.count: Any = None
+        self.counts_by_data = False
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Keras's value; the count is kept in `count`."""
@@ -114,6 +117,7 @@ class CountedLoss:
         for m in found:
             mask = m if mask is None else ops.logical_and(mask, m)
         rows = ops.cast(self.rows, "float64")
+        self.counts_by_data = _by_data(self.kind, mask is not None, sample_weight)
         if self.kind.weight_mean and (mask is not None or sample_weight is not None):
             if sample_weight is not None:
                 sample_weight = ops.convert_to_tensor(sample_weight, dtype=dtype)
@@ -128,6 +132,12 @@ class CountedLoss:
         count = ops.cast(count, "float64")
         self.count = ops.where(rows > 0, count, ops.zeros_like(count))
         return value
+
+
+def _by_data(kind: TermKind, masked: bool, sample_weight: Any) -> bool:
+    """Whether what a loss counts depends on the data: on a mask, or on weights."""
+    weighted = kind.weight_mean and sample_weight is not None
+    return not kind.summed and (masked or weighted)
 
 
 class _recording_call:

@@ -23,6 +23,7 @@ from kdist.program.loss import CountedLoss, SharedLoss, TermKind, added_parts, t
 from kdist.program.loss_parts import collected, penalty_name
 from kdist.program.model_state import ModelState
 from kdist.program.padded_batch import PaddedBatch
+from kdist.program.pruning import without_effects
 from kdist.program.traced import Traced, drawing
 from kdist.program.unlisted_writes import refuse_unlisted_writes
 from kdist.storage import sparse
@@ -244,15 +245,21 @@ class Program:
     ) -> Any:
         """What Keras divides each compiled loss by on this replica: float64 (terms,).
 
-        Only masks survive from the forward pass; TensorFlow prunes the rest of it.
+        Only masks survive from the forward pass in a graph. What its layers do besides (print,
+        assert, call Python) they do in the pass that follows.
         """
         x, y, sample_weight = data
-        with self.scope(params, carried):
-            outputs = self._call(x, training)
-            terms = [CountedLoss(e, kind, rows) for e, kind in zip(self._losses(), self.kinds)]
-            with keras_trainer.replaced_losses(self.model, terms):
-                self.model._compile_loss(y, outputs, sample_weight)
-        return tf.stack([t.count for t in terms])
+
+        def counted() -> Any:
+            with self.scope(params, carried):
+                outputs = self._call(x, training)
+                terms = [CountedLoss(e, kind, rows) for e, kind in zip(self._losses(), self.kinds)]
+                with keras_trainer.replaced_losses(self.model, terms):
+                    self.model._compile_loss(y, outputs, sample_weight)
+            self.traced(training).note_counts(sample_weight, terms)
+            return tf.stack([t.count for t in terms])
+
+        return counted() if tf.executing_eagerly() else without_effects(counted)
 
     def cotangent_gradients(
         self,

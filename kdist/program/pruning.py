@@ -6,7 +6,7 @@ the feeds too. Here the nodes in between are imported at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist._compat import function_graphs, said_shapes
@@ -35,38 +35,71 @@ def pruned(
     Raises:
         ValueError: A fetch, or an effect, depends on an input of the function that is not fed.
     """
-    fed = {t.name: n for n, t in enumerate(feeds)}
-    captured = {inner.name: outer for outer, inner in function.graph.captures}
-    between = _between({*fed, *captured}, fetches, effects)
-    definition = _definition(function.graph, between)
-    read = {reference for node in definition.node for reference in node.input}
-    fetched = {_reference(t.name) for t in fetches}
+    part = _Part(function, feeds, fetches, effects)
 
-    def part(*given: Any) -> list[Any]:
-        graph = tf.compat.v1.get_default_graph()
-        for tensor, placeholder in zip(feeds, given, strict=True):
-            function_graphs.copy_handle_data(tensor, placeholder)
-        known = {name: given[n] for name, n in fed.items()}
-        for name, outer in captured.items():
-            if name not in known and _reference(name) in read | fetched:
-                known[name] = graph.capture(outer)
-        function_graphs.share_functions(function.graph, graph)
-        made = tf.graph_util.import_graph_def(
-            definition,
-            input_map={name: t for name, t in known.items() if _reference(name) in read},
-            return_elements=[t.name for t in fetches if t.name not in known],
-            name="",
-        )
-        run_effects(graph)
-        found = iter(made)
-        outputs = [known[t.name] if t.name in known else next(found) for t in fetches]
-        _carry_shapes(function.graph, graph, between)
+    def imported(*given: Any) -> list[Any]:
+        outputs = part.imported(given)
+        run_effects(tf.compat.v1.get_default_graph())
         return outputs
 
     with tf.device(None):
         return tf.compat.v1.wrap_function(
-            part, [tf.TensorSpec(t.shape, t.dtype, name=t.op.name) for t in feeds]
+            imported, [tf.TensorSpec(t.shape, t.dtype, name=t.op.name) for t in feeds]
         )
+
+
+def without_effects(function: Callable[[], Any]) -> Any:
+    """A tensor that a function makes, in the graph that is being traced, and nothing besides.
+
+    What the function prints, asserts or writes on the way is left out of the graph, and so is all
+    else that does not lead to the tensor.
+
+    Args:
+        function: Takes nothing; tensors of the graph that it uses are captured.
+    """
+    whole = tf.compat.v1.wrap_function(function, [])
+    [found] = _Part(whole, [], whole.outputs, []).imported([])
+    return found
+
+
+class _Part:
+    """Operations of a wrapped function that lead to some tensors; see `pruned`."""
+
+    def __init__(
+        self,
+        function: Any,
+        feeds: Sequence[Any],
+        fetches: Sequence[Any],
+        effects: Sequence[tf.Operation],
+    ) -> None:
+        self._graph, self._feeds, self._fetches = function.graph, feeds, fetches
+        self._captured = {inner.name: outer for outer, inner in function.graph.captures}
+        fed = {t.name for t in feeds}
+        self._between = _between({*fed, *self._captured}, fetches, effects)
+        self._definition = _definition(function.graph, self._between)
+
+    def imported(self, given: Sequence[Any]) -> list[Any]:
+        """The fetches, in the graph that is being traced; `given` stand for the feeds."""
+        graph = tf.compat.v1.get_default_graph()
+        for tensor, one in zip(self._feeds, given, strict=True):
+            function_graphs.copy_handle_data(tensor, one)
+        read = {reference for node in self._definition.node for reference in node.input}
+        fetched = {_reference(t.name) for t in self._fetches}
+        known = {t.name: one for t, one in zip(self._feeds, given, strict=True)}
+        for name, outer in self._captured.items():
+            if name not in known and _reference(name) in read | fetched:
+                known[name] = graph.capture(outer)
+        function_graphs.share_functions(self._graph, graph)
+        made = tf.graph_util.import_graph_def(
+            self._definition,
+            input_map={name: t for name, t in known.items() if _reference(name) in read},
+            return_elements=[t.name for t in self._fetches if t.name not in known],
+            name="",
+        )
+        found = iter(made)
+        outputs = [known[t.name] if t.name in known else next(found) for t in self._fetches]
+        _carry_shapes(self._graph, graph, self._between)
+        return outputs
 
 
 def effects_in(graph: Any) -> list[tf.Operation]:

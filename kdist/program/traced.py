@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from kdist.program.loss import SharedLoss
+from kdist.program.loss import CountedLoss, SharedLoss
 from kdist.storage import sparse
 
 import keras
@@ -34,7 +34,7 @@ class Traced:
     drawn: str = ""
     _counts: dict[tuple[bool, ...], bool] = dataclasses.field(default_factory=dict)
 
-    def note_counts(self, sample_weight: Any, terms: Iterable[SharedLoss]) -> None:
+    def note_counts(self, sample_weight: Any, terms: Iterable[SharedLoss | CountedLoss]) -> None:
         """Notes, of batches with such weights, whether what losses count depends on the data."""
         self._counts[_given(sample_weight)] = any(term.counts_by_data for term in terms)
 

@@ -91,6 +91,10 @@ class PlainRunner:
         self._gradients = self._function(differentiated[0], jit_compile, seeds=1)
         self._loss = self._function(program.loss, jit_compile)
         self._counts = self._function(program.counts, False)
+        self._counts_traced: Callable | None = None
+        if eager:  # a graph all the same: what layers do besides, they do in the pass that follows
+            counts = function_graphs.one_device_function(program.counts, reduce_retracing=True)
+            self._counts = self._counts_traced = counts
         self._forward = self._function(program.infer, jit_compile)
         self._collect = self._function(program.collect, jit_compile)
         self._pull = self._function(differentiated[1], jit_compile, seeds=2)
@@ -201,10 +205,24 @@ class PlainRunner:
         """Whether shares depend on masks or weights: known once the program is traced."""
         if len(batch.parts) == 1 or not self.program.kinds:
             return False
-        if self.eager:
+        if not self.eager:
+            function.get_concrete_function(*inputs, batch.parts[0], *values)  # type: ignore[attr-defined]
+        elif not self._traces_counts(inputs, batch, training):
             return True
-        function.get_concrete_function(*inputs, batch.parts[0], *values)  # type: ignore[attr-defined]
         return self.program.traced(training).counts_by_data(batch.parts[0][2])
+
+    def _traces_counts(self, inputs: tuple, batch: SplitBatch, training: bool) -> bool:
+        """Traces the pass that counts, where the others run op by op, and says whether it can be.
+
+        Otherwise (a layer's Python looks at values) it runs op by op too: each layer twice then.
+        """
+        given = (*inputs, batch.parts[0], batch.counts[0], training)
+        try:
+            if self._counts_traced is not None:
+                self._counts_traced.get_concrete_function(*given)  # type: ignore[attr-defined]
+        except Exception:  # whatever a layer's Python raises that gets no values
+            self._counts, self._counts_traced = self.program.counts, None
+        return self._counts_traced is not None
 
     def _count(self, inputs: list, batch: SplitBatch, training: bool) -> list[Any]:
         given = zip(inputs, batch.parts, batch.counts, strict=True)

@@ -89,15 +89,35 @@ class OwnStep(keras.Model):
         return {"loss": loss}
 
 
+class Skipping(keras.layers.Layer):
+    """Makes features steps of a sequence, with a mask that leaves some out."""
+
+    def call(self, x: Any) -> Any:
+        return keras.ops.expand_dims(x, -1)
+
+    def compute_mask(self, x: Any, previous: Any = None) -> Any:
+        return x > 0.1
+
+
 def trained_on(
-    mesh: str, layer: keras.Layer, kind: type[keras.Model] = keras.Model, again: bool = False
+    mesh: str | None,
+    layer: keras.Layer,
+    kind: type[keras.Model] = keras.Model,
+    again: bool = False,
+    masked: bool = False,
 ) -> keras.Model:
-    """A compiled model with a layer in its first stage; `again` has the layer recomputed."""
+    """A compiled model with a layer in its first stage; `again` has the layer recomputed.
+
+    Of one that is `masked`, a mask of the outputs leaves some features out.
+    """
     keras.utils.set_random_seed(0)
     inputs = keras.Input((6,))
     x = keras.layers.Dense(8, "tanh", name="dense_a")(inputs)
     x = keras.layers.Dense(8, "tanh", name="dense_b")(layer(x))
-    model = kind(inputs, keras.layers.Dense(4, name="dense_c")(x))
+    outputs = keras.layers.Dense(4, name="dense_c")(x)
+    model = kind(inputs, Skipping()(outputs) if masked else outputs)
+    if mesh is None:
+        return model
     axes, options = MESHES[mesh], {}
     if "pipe" in axes:
         schedule = "zero_bubble" if mesh.startswith("zero") else "gpipe"
@@ -143,6 +163,56 @@ def test_in_batches_of_two_sizes(mesh: str, policy: None) -> None:
     assert layer.seen() == (20, 20)
     model.evaluate(X, Y, batch_size=8, verbose=0)
     assert layer.seen() == (20, 0)
+
+
+def mean_of_weights() -> keras.losses.Loss:
+    return keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("eager", [False, True], ids=["", "eager"])
+@pytest.mark.parametrize("counts", ["rows", "masks", "weights"])
+@pytest.mark.parametrize("mesh", [*WITHOUT_STAGES, "pipe2_data2"])
+def test_where_a_pass_before_counts_what_the_loss_is_divided_by(
+    float64: None, mesh: str, counts: str, eager: bool
+) -> None:
+    """It needs no more than masks: layers in front of them see each row once all the same."""
+    layer, masked = Noting(), counts == "masks"
+    found = trained_on(mesh, layer, masked=masked)
+    expected = trained_on(None, Noting(), masked=masked)
+    data = [X, Y[..., None] if masked else Y]
+    data += [np.arange(1.0, 21.0, dtype="float32")] if counts == "weights" else []
+    for model in (found, expected):
+        loss = mean_of_weights() if counts == "weights" else "mse"
+        model.compile(keras.optimizers.SGD(0.1), loss, run_eagerly=eager)
+        model.fit(*data[:2], sample_weight=(data[2:] or [None])[0], batch_size=20, verbose=0)
+    assert layer.seen() == (20, 20)
+    assert_same_weights(expected, found)
+    found.evaluate(*data[:2], sample_weight=(data[2:] or [None])[0], batch_size=20, verbose=0)
+    assert layer.seen() == (20, 0)
+
+
+class Deciding(keras.layers.Layer):
+    """Python that needs values: there is no graph of it."""
+
+    def build(self, shape: Any) -> None:
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        if tf.is_tensor(x) and float(tf.reduce_max(x)) > 100.0:
+            raise ValueError("larger than a hundred")
+        return x * 1.0
+
+    def compute_output_spec(self, x: Any) -> Any:
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
+def test_python_that_looks_at_values_runs_op_by_op_alone(float64: None) -> None:
+    models = [trained_on(mesh, Deciding(), masked=True) for mesh in (None, "data4")]
+    for model in models:
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+        model.fit(X, Y[..., None], batch_size=20, verbose=0)
+    assert_same_weights(*models)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
