@@ -75,6 +75,7 @@ class MirroredCopies(Stored):
         self.placement = placement
         self.topology = topology
         self.masters: list[tuple[str, keras.Variable]] = []
+        self.updaters: list[Any] = []
         copies = mirrored_internals.copies(keras_trainer.tf_variable(variable))
         self.unborn = None
         self._locals = {(r, 0): make_local(variable, copy) for r, copy in enumerate(copies)}

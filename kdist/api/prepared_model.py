@@ -125,6 +125,12 @@ class PreparedModel(FittedModel):
             self.xla_of_keras = False
             self.forget_steps(False)
 
+    def forget_steps(self, jit_compile: bool | str) -> None:
+        """See `SteppedModel`; what updates the weights is made anew too."""
+        super().forget_steps(jit_compile)
+        for entry in self.entries.values():
+            entry.masters, entry.updaters = [], []
+
     def prepare_optimizer(self) -> None:
         """Builds the compiled optimizer, and places its state, before there is a batch.
 

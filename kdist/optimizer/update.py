@@ -155,6 +155,8 @@ class DistributedUpdate:
         live = set(connected)
         self._settle(source, live, compress)
         self._has_updated |= accumulate
+        if accumulate:
+            self.jobs.take(live)
         frees = self.one_by_one
         if not accumulate:
             dense = live - source.rows

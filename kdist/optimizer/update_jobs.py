@@ -92,6 +92,7 @@ class Jobs:
         self.state_format = state_format
         self.classes = classes
         self.low_rank = low_rank
+        self._masters: list[tuple[Stored, tuple[str, keras.Variable]]] = []
 
     def build(self, keys: Sequence[Hashable | None], whole: Sequence[bool]) -> None:
         """Makes the local optimizers, and moves the state of those there were into them.
@@ -100,14 +101,49 @@ class Jobs:
             keys: See `make_buckets`.
             whole: See `make_buckets`.
         """
-        for entry in self.entries:
-            entry.masters.clear()  # of an optimizer that was compiled before
+        self._drop_masters()
         placements = [entry.placement for entry in self.entries]
         self.buckets = make_buckets(self.units, placements, keys, whole)
         self._compression = self._compress(placements, keys)
         self.jobs = self._make_jobs()
         self.of = {n: j for j, job in enumerate(self.jobs) for n in job.units}
         self.local = [self._build_local(leaf, members) for leaf, members in self.groups]
+
+    def _drop_masters(self) -> None:
+        for entry, master in self._masters:
+            entry.masters = [one for one in entry.masters if one is not master]
+        self._masters.clear()
+
+    def let_go(self) -> None:
+        """Another optimizer updates the variables from now on, in new programs."""
+        self._drop_masters()
+        for entry in self.entries:
+            entry.updaters = [one for one in entry.updaters if one is not self]
+
+    def take(self, variables: Container[int]) -> None:
+        """Notes whose variables these are, of which an update is begun.
+
+        Raises:
+            ValueError: Two optimizers update one, and one of them has a whole copy of it, which the
+                other's updates do not reach.
+        """
+        for entry in (one for v, one in enumerate(self.entries) if v in variables):
+            others = [one for one in entry.updaters if one is not self]
+            if others and any(one._has_master(entry) for one in (self, *others)):
+                names = sorted({group[0].name for one in (self, *others) for group in one.groups})
+                raise ValueError(
+                    "Two optimizers update one weight, and one of them keeps a whole copy of it: "
+                    "with state_on='host', and where its update sees whole tensors (Lamb, Muon, "
+                    "Adafactor, clipnorm, a constraint) of a weight that is cut. Let one optimizer "
+                    "update each weight, or use state_on='device' and optimizers that look at "
+                    "single elements (SGD, Adam). "
+                    f"Received: {entry.variable.path!r}, updated by {names}"
+                )
+            if not any(one is self for one in entry.updaters):
+                entry.updaters.append(self)
+
+    def _has_master(self, entry: Stored) -> bool:
+        return any(one is entry for one, _ in self._masters)
 
     def _compress(
         self, placements: Sequence[Placement], keys: Sequence[Hashable | None]
@@ -217,6 +253,7 @@ class Jobs:
             with tf.device(device):
                 local = make_local(entry.variable, tf.identity(entry.whole()))
             entry.masters.append((device, local))
+            self._masters.append((entry, entry.masters[-1]))
         if entry.variable.constraint is not None:
             local.constraint = entry.variable.constraint
         return local

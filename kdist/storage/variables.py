@@ -78,6 +78,7 @@ class Stored:
         unborn: What it begins with, until its parts are made; see `kdist.storage.unborn`.
         settled: Whether it stays where it is, as far as is known: the model is compiled.
         masters: Whole copies kept by optimizers that must see the whole tensor.
+        updaters: What has updated it; see `Jobs.take`.
         anchor: What tapes know it by, if it is whole nowhere and tapes have to; see
             `kdist.calls.anchors`.
     """
@@ -87,6 +88,7 @@ class Stored:
         self.placement = placement
         self.topology = topology
         self.masters: list[tuple[str, keras.Variable]] = []
+        self.updaters: list[Any] = []
         self.anchor: tf.Variable | None = None
         self.unborn: Any = unborn(variable)
         self.settled = False

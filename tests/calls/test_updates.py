@@ -177,3 +177,78 @@ def test_settings_of_level_3(name: str, mesh: str) -> None:
     found = trained(several(), True, MESHES[mesh], optimizer=config)
     for one, wanted in zip(found, trained(several(), True, None), strict=True):
         np.testing.assert_allclose(one, wanted, rtol=1e-9, atol=1e-12)
+
+
+class InTwo(Stepped):
+    """Trains the first layer with an optimizer of its own, before the compiled one the other."""
+
+    parts = (slice(2), slice(2, 4))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        weights = self.network.trainable_weights
+        with tf.GradientTape() as tape:
+            far = ops.mean((self.network(x, training=True) - y) ** 2)
+        gradients = tape.gradient(far, weights)
+        for optimizer, part in zip((self.own, self.optimizer), self.parts):
+            optimizer.apply(gradients[part], weights[part])
+        return {"far": far}
+
+
+class Overlapping(InTwo):
+    parts = (slice(2), slice(4))
+
+
+WITH_COPIES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "state on the host": (adam, {"optimizer": kdist.OptimizerConfig(state_on="host")}),
+    "whole tensors": (lambda: keras.optimizers.Lamb(0.01), {}),
+}
+
+
+def in_two(kind: type[InTwo], name: str, axes: dict[str, int] | None) -> Any:
+    optimizer, options = WITH_COPIES[name]
+    model = kind(optimizer())
+    if axes is not None:
+        cuts = CUTS if "model" in axes else None
+        config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts, **options)
+        kdist.parallelize(model, config)
+    model.compile(optimizer())
+    return model
+
+
+def fitted(model: Any) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(16, 6)), rng.normal(size=(16, 3))
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", WITH_COPIES)
+def test_whole_copies_of_several_optimizers_get_values_that_are_set(name: str, mesh: str) -> None:
+    runs = []
+    for axes in (None, MESHES[mesh]):
+        model = in_two(InTwo, name, axes)
+        fitted(model)
+        model.set_weights([0.5 * w for w in model.get_weights()])
+        runs.append(fitted(model))
+    for one, other in zip(*runs, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", WITH_COPIES)
+def test_whole_copies_that_another_optimizer_would_not_reach_are_refused(name: str) -> None:
+    model = in_two(Overlapping, name, MESHES["inner"])
+    words = r"Two optimizers update one weight.*Let one optimizer.*Received: 'up/.*updated by \['"
+    with pytest.raises(ValueError, match=words):
+        fitted(model)
+
+
+def test_without_copies_two_optimizers_update_one_weight() -> None:
+    models = [Overlapping(adam()) for _ in range(2)]
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**MESHES["inner"]), layout_map=CUTS)
+    kdist.parallelize(models[1], config)
+    for model in models:
+        model.compile(adam())
+    for one, other in zip(*map(fitted, models), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-12)
