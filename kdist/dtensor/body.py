@@ -33,6 +33,7 @@ class Body:
         nodes: By name, in the order of the trace.
         operations: Of the traced graph, by the name of their node.
         inputs: References of the flat inputs, captures last.
+        handles: Those of resources, such as a summary's file, which DTensor is not given.
         results: References of the flat results.
         specs: Shape and dtype of each tensor that is read, by reference; see `note`.
         made: By name of a node, references of what it makes, as far as it is read.
@@ -51,6 +52,7 @@ class Body:
         self.made: dict[str, list[str]] = {}
         for reference, tensor in zip(self.inputs, concrete.inputs, strict=True):
             self.note(reference, tensor.shape, tensor.dtype)
+        self.handles = [r for r in self.inputs if self.specs[r].dtype == tf.resource]
         made = [*zip(self.results, concrete.outputs, strict=True)]
         for reference, tensor in made:
             self.note(reference, tensor.shape, tensor.dtype)

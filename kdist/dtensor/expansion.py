@@ -50,20 +50,19 @@ def expand(
         tf.errors.OpError, ValueError: DTensor still fails after `MOST_ATTEMPTS`.
     """
     body = Body(concrete)
-    changed = rewrite(body) > 0 or body.said
+    changed = rewrite(body) > 0 or body.said or bool(body.handles)
     chosen = dict(limits.unsupported(body))
     for attempt in range(MOST_ATTEMPTS):
         inside = with_neighbours(body, chosen)
         cut = Cut(body, inside, mesh) if inside or changed else None
-        function, whole = (
-            (Function.of(concrete), []) if cut is None else (cut.function, cut.layouts)
-        )
+        function = Function.of(concrete) if cut is None else cut.function
+        given = [*layouts] if cut is None else cut.layouts(layouts)
         try:
-            program = lower(function, mesh, [*layouts, *whole], layers)
+            program = lower(function, mesh, given, layers)
         except (UnicodeDecodeError, tf.errors.OpError, ValueError) as error:
             if attempt == MOST_ATTEMPTS - 1 or not limits.is_about_lowering(error):
                 raise
-            found = _named(body, inside, error, mesh, [*layouts, *whole])
+            found = _named(body, inside, error, mesh, given)
             if not found:
                 found = _searched(body, inside, error, mesh, layouts)
             if not found:
@@ -75,8 +74,8 @@ def expand(
         found = dict(_with_collectives(body, program))
         found |= _of_many_dims(body, program, inside)
         if not alltoall:
-            given = [*body.inputs, *(cut.made if cut is not None else ())]
-            found |= _moving(body, program, inside, given)
+            names = body.inputs if cut is None else [*cut.taken, *cut.made]
+            found |= _moving(body, program, inside, names)
         if not found:
             return program
         chosen.update(found)
@@ -197,7 +196,7 @@ def _searched(
         rest = with_neighbours(body, {**inside, **dict.fromkeys(order[middle:], "")})
         cut = Cut(body, rest, mesh)
         try:
-            lower(cut.function, mesh, [*layouts, *cut.layouts])
+            lower(cut.function, mesh, cut.layouts(layouts))
             works = middle
         except (UnicodeDecodeError, tf.errors.OpError, ValueError):
             fails = middle

@@ -21,7 +21,7 @@ from kdist.dtensor import flops
 from kdist.dtensor.body import Body, control_inputs, data_inputs
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.device_number import SHAPES
-from kdist.dtensor.lowering import Function, Island, LoweredProgram
+from kdist.dtensor.lowering import Argument, Function, Island, LoweredProgram
 from kdist.graphs.chunks import node_of
 from kdist.graphs.layer_names import layer_of
 
@@ -31,6 +31,8 @@ from tensorflow.experimental import dtensor
 
 SCOPE = "island/"
 """Of the nodes of islands in a program, and of their functions' names."""
+HANDLE = "kdist_handle_"
+"""Begins the names of a program's parameters that islands alone read, as DTensor has no such."""
 _STAYS = (tf.variant, tf.resource, tf.string)
 """Dtypes that no DTensor has."""
 _JOIN = ("Transpose",)
@@ -79,6 +81,7 @@ def with_neighbours(body: Body, chosen: Mapping[str, str]) -> dict[str, str]:
         joined = [reader for reference in inside for reader in readers.get(reference, ())]
         _refuse(body, inside, body.results)
         given = [r for r in data_inputs(body.nodes[name]) if not crosses(body.specs[r])]
+        given = [r for r in given if r not in body.handles]
         _refuse(body, given, body.inputs)
         joined += [one for one in map(node_of, given) if body.nodes[one].op != "Const"]
         joined += effects.get(name, ())
@@ -141,18 +144,24 @@ class Cut:
             for reference in data_inputs(node):
                 other = node_of(reference)
                 if name in self.inside and other not in self.inside:
-                    if body.constant(reference) is None:
+                    if body.constant(reference) is None and reference not in body.handles:
                         read[reference] = None
                 elif name not in self.inside and other in self.inside:
                     made[reference] = None
         made.update({r: None for r in body.results if node_of(r) in self.inside})
         self.read, self.made = list(read), list(made)
-        specs = {reference: body.specs[reference] for reference in [*body.inputs, *self.made]}
+        self.taken = [one for one in body.inputs if one not in body.handles]
+        self._positions = [p for p, r in enumerate(body.inputs) if r not in body.handles]
+        specs = {reference: body.specs[reference] for reference in [*self.taken, *self.made]}
         results = [*body.results, *self.read]
         definition = body.definition(specs, results, self.inside, tagged)
         self._registered = dtensor_internals.Registered(definition, body.concrete)
         self.function = Function(list(specs.values()), self._call)
-        self.layouts = [dtensor.Layout.replicated(mesh, body.specs[r].shape.rank) for r in made]
+        self._whole = [dtensor.Layout.replicated(mesh, body.specs[r].shape.rank) for r in made]
+
+    def layouts(self, layouts: Sequence[dtensor.Layout]) -> list[dtensor.Layout]:
+        """Of what `function` takes, from those of what the traced function does."""
+        return [*(layouts[p] for p in self._positions), *self._whole]
 
     def _call(self, given: Sequence[Any]) -> Any:
         references = [*self.body.results, *self.read]
@@ -177,13 +186,15 @@ class Cut:
             program: The program.
             layers: Paths of the model's layers, to say where an island is.
         """
-        count, given = len(self.body.results), len(self.body.inputs)
+        count, given = len(self.body.results), len(self.taken)
         whole = dict(zip(self.read, program.results[count:], strict=True))
         back: dict[str, str] = {}
         arguments = []
         for one in program.arguments:
-            if one.position is None or one.position < given:
+            if one.position is None:
                 arguments.append(one)
+            elif one.position < given:
+                arguments.append(dataclasses.replace(one, position=self._positions[one.position]))
             else:
                 back[one.name] = SCOPE + self.made[one.position - given]
         definition = function_pb2.FunctionDef()
@@ -191,6 +202,10 @@ class Cut:
         kept = [one for one in definition.signature.input_arg if one.name not in back]
         del definition.signature.input_arg[:]
         definition.signature.input_arg.extend(kept)
+        for reference in self._handles():
+            whole[reference] = name = f"{HANDLE}{self.body.inputs.index(reference)}"
+            definition.signature.input_arg.add(name=name, type=tf.resource.as_datatype_enum)
+            arguments.append(Argument(name, self.body.inputs.index(reference)))
         for node in definition.node_def:
             read = [back.get(one, one) for one in node.input]
             if node.op in COLLECTIVES:  # their order is DTensor's, which knows of no islands
@@ -213,6 +228,11 @@ class Cut:
             once=frozenset(SCOPE + name for group in groups for name in self._once(group)),
             islands=tuple(self._islands(groups, program, layers)),
         )
+
+    def _handles(self) -> list[str]:
+        """Of the resources that the traced function takes, those that islands read."""
+        read = {r for name in self.inside for r in data_inputs(self.body.nodes[name])}
+        return [one for one in self.body.handles if one in read]
 
     def _constants(self) -> list[str]:
         """Names of the constants that islands read, and have copies of."""

@@ -47,6 +47,7 @@ _LOOP = "the backward pass of a loop"
 _BRANCH = "the backward pass of branches"
 _PYTHON = "Python"
 _PRINT = "printing, which each device would repeat"
+_HANDLE = "a resource, such as a file"
 # Operations after which DTensor ends the process while it lowers them, or makes a program that
 # fails when it runs; and where they are met. See `tests/dtensor/test_limits.py`.
 _FATAL = {
@@ -114,6 +115,8 @@ def unsupported(body: Any) -> dict[str, str]:
             reasons.append("StridedSliceGrad with bounds that depend on values")
         if _goes_backwards(body, node):
             reasons.append(f"{node.op} with a negative stride")
+        if any(one in body.handles for one in data_inputs(node)):
+            reasons.append(_HANDLE)
         if reasons:
             found[name] = ", ".join(dict.fromkeys(reasons))
     return found

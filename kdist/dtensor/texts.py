@@ -17,6 +17,7 @@ from kdist.dtensor.inputs import part_of_batch
 from kdist.dtensor.lowering import LoweredProgram, positions
 from kdist.dtensor.sharded import Sharded, replicate
 from kdist.graphs.inferred import imported
+from kdist.program.pruning import effects_in
 from kdist.sharding.mesh import Topology
 
 import tensorflow as tf
@@ -92,10 +93,32 @@ def in_front(concrete: Any) -> TextsInFront | None:
         CannotSplit: The rest would begin at a tensor of unknown shape.
     """
     if concrete not in _splits:
-        texts = [one for one in _live(concrete) if _is_of_texts(one)]
-        tables = tf.resource in [t.dtype for t in concrete.inputs]
-        _splits[concrete] = _split(concrete, texts) if texts or tables else None
+        texts = _texts(concrete)
+        _splits[concrete] = _split(concrete, texts) if texts else None
     return _splits[concrete]
+
+
+def _texts(concrete: Any) -> list[tf.Operation]:
+    """What has to do with texts and is computed in front.
+
+    What a print or a summary says of numbers is not: it stays where the numbers are made.
+    """
+    values = _values(concrete)
+    found = {name: one for name, one in values.items() if _is_of_texts(one)}
+    texts = {t.op.name for t in concrete.inputs if t.dtype == tf.string}
+    live = {one.name for one in _live(concrete)}
+    for one in [one for one in concrete.graph.get_operations() if one.name in live]:
+        if one.name in found:
+            texts.add(one.name)
+        elif any(t.dtype == tf.string and t.op.name in texts for t in one.inputs):
+            found[one.name] = one
+            texts.add(one.name)
+    return list(found.values())
+
+
+def _values(concrete: Any) -> dict[str, tf.Operation]:
+    """The operations whose values decide the results of a function."""
+    return _ancestors([t.op for t in concrete.outputs], (), ())
 
 
 def _is_of_texts(one: tf.Operation) -> bool:
@@ -106,9 +129,11 @@ def _is_of_texts(one: tf.Operation) -> bool:
 
 def _split(concrete: Any, texts: Sequence[tf.Operation]) -> TextsInFront:
     inputs = {t.op.name: n for n, t in enumerate(concrete.inputs)}
-    needed = _ancestors(texts, inputs)
+    # Not what prints wait for: other prints.
+    values = _values(concrete)
+    needed = _ancestors(texts, inputs, values)
     border = _border(concrete, needed)
-    mine = _weights(concrete, _ancestors(texts, ()))
+    mine = _weights(concrete, _ancestors(texts, (), values))
     while unknown := [t for t in border if not t.shape.is_fully_defined()]:
         # Words of a text, say: what is made of them, until there are as many as there are rows.
         readers = [one for t in unknown for one in t.consumers()]
@@ -117,13 +142,15 @@ def _split(concrete: Any, texts: Sequence[tf.Operation]) -> TextsInFront:
                 f"{unknown[0].op.name}, made of texts whose values decide its shape. Give "
                 "TextVectorization an output_sequence_length, or look texts up in the dataset"
             )
-        needed = _ancestors([*needed.values(), *readers], inputs)
+        needed = _ancestors([*needed.values(), *readers], inputs, values)
         border = _border(concrete, needed)
     constants = [t for t in border if tf.get_static_value(t) is not None]
     made = [t for t in border if tf.get_static_value(t) is None]
     read = sorted({inputs[n] for one in needed.values() for n in _reads(one) if n in inputs})
-    kept = [n for n, t in enumerate(concrete.inputs) if t.dtype not in TABLES]
-    later = {one.name for one in _live(concrete)} - needed.keys() - inputs.keys()
+    others = [one for one in _live(concrete) if one.name not in needed]
+    later = {one.name for one in others} - inputs.keys()
+    handles = {t.name for one in others for t in one.inputs if t.dtype == tf.resource}
+    kept = [n for n, t in enumerate(concrete.inputs) if t.dtype not in TABLES or t.name in handles]
     front = _function(concrete, read, [], needed, made)
     rest = _function(concrete, kept, made, later, concrete.outputs, constants)
     structure = positions(concrete.structured_outputs)
@@ -131,21 +158,36 @@ def _split(concrete: Any, texts: Sequence[tf.Operation]) -> TextsInFront:
 
 
 def _live(concrete: Any) -> list[tf.Operation]:
-    """Operations of which the results of a function are made, and the inputs among these."""
-    return list(_ancestors([t.op for t in concrete.outputs], ()).values())
+    """Operations of which the results of a function are made, and the inputs among these.
+
+    So is what has an effect: no result need wait for it.
+    """
+    results = [t.op for t in concrete.outputs]
+    return list(_ancestors([*results, *effects_in(concrete.graph)], ()).values())
 
 
 def _ancestors(
-    operations: Iterable[tf.Operation], inputs: Collection[str]
+    operations: Iterable[tf.Operation],
+    inputs: Collection[str],
+    waiting_ones: Collection[str] | None = None,
 ) -> dict[str, tf.Operation]:
-    """These operations and all that they depend on, by name; without the function's inputs."""
+    """These operations and all that they depend on, by name; without the function's inputs.
+
+    Args:
+        operations: The operations.
+        inputs: Names of the function's inputs.
+        waiting_ones: Names of those for which what they wait for counts, though they read nothing
+            of it; all by default.
+    """
     found: dict[str, tf.Operation] = {}
     waiting = list(operations)
     while waiting:
         one = waiting.pop()
         if one.name not in found and one.name not in inputs:
             found[one.name] = one
-            waiting += [*(t.op for t in one.inputs), *one.control_inputs]
+            waiting += [t.op for t in one.inputs]
+            if waiting_ones is None or one.name in waiting_ones:
+                waiting += one.control_inputs
     return found
 
 

@@ -6,6 +6,7 @@ Nothing reads what they return, so what cuts a step into functions may forget th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import kdist
@@ -79,6 +80,18 @@ class Printing(keras.layers.Layer):
         return x * 1.0
 
 
+class PrintingWords(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        tf.print("words:", tf.reduce_max(x))
+        return x
+
+
+class Summing(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        tf.summary.scalar("sum", tf.reduce_sum(x))
+        return x * 1.0
+
+
 class OwnStep(keras.Model):
     def train_step(self, data: Any) -> Any:
         x, y = data
@@ -116,16 +129,19 @@ def trained_on(
     x = keras.layers.Dense(8, "tanh", name="dense_b")(layer(x))
     outputs = keras.layers.Dense(4, name="dense_c")(x)
     model = kind(inputs, Skipping()(outputs) if masked else outputs)
-    if mesh is None:
-        return model
+    if again:
+        kdist.recompute(layer)
+    return model if mesh is None else parallel(model, mesh)
+
+
+def parallel(model: keras.Model, mesh: str) -> keras.Model:
+    """The model on a mesh, compiled; layers whose kernels are cut are called `dense_`."""
     axes, options = MESHES[mesh], {}
     if "pipe" in axes:
         schedule = "zero_bubble" if mesh.startswith("zero") else "gpipe"
         options["pipeline"] = kdist.PipelineConfig(micro_batches=2, schedule=schedule)
     if "model" in axes:
-        options["layout_map"] = {"dense_./kernel": (None, "model")}
-    if again:
-        kdist.recompute(layer)
+        options["layout_map"] = {"dense_./(kernel|embeddings)": (None, "model")}
     kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(**axes), **options))
     model.compile(keras.optimizers.SGD(0.1), "mse")
     return model
@@ -265,6 +281,49 @@ def test_with_a_loss_over_the_whole_batch(mesh: str) -> None:
     model = trained_on(mesh, layer, OwnLoss)
     model.fit(X, Y, batch_size=20, verbose=0)
     assert layer.seen() == (20, 20)
+
+
+@pytest.mark.filterwarnings("ignore:DTensor cannot expand:UserWarning")
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_summary_is_written_once_for_each_part_of_the_batch(mesh: str, tmp_path: Path) -> None:
+    layer = Summing()
+    model, axes = trained_on(mesh, layer), MESHES[mesh]
+    parts = axes.get("data", 1) * (2 if "pipe" in axes else 1)
+    x = X.astype("float64")
+    before = keras.Model(model.input, layer.input)(x).numpy().sum()
+    writer = tf.summary.create_file_writer(str(tmp_path))
+    with writer.as_default(step=3):
+        model.fit(x, Y, batch_size=20, verbose=0)
+    writer.flush()
+    (written,) = tmp_path.iterdir()
+    events = [
+        tf.compat.v1.Event.FromString(one.numpy()) for one in tf.data.TFRecordDataset(str(written))
+    ]
+    found = [
+        float(tf.make_ndarray(value.tensor))
+        for event in events
+        for value in event.summary.value
+        if event.step == 3
+    ]
+    assert len(found) == parts
+    assert abs(sum(found) - before) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:DTensor cannot expand:UserWarning")
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_print_next_to_a_text(mesh: str, capfd: Any) -> None:
+    """A stage that looks texts up has a print of numbers, and one of what was looked up."""
+    words = np.array(list("abcd" * 5))
+    inputs = keras.Input((1,), dtype="string")
+    x = keras.layers.StringLookup(vocabulary=list("abc"))(inputs)
+    x = Printing()(keras.layers.Embedding(4, 8, name="dense_e")(PrintingWords()(x)))
+    model = keras.Model(inputs, keras.layers.Dense(4, name="dense_c")(x[:, 0]))
+    parallel(model, mesh)
+    parts = MESHES[mesh].get("data", 1) * (2 if "pipe" in MESHES[mesh] else 1)
+    model.fit(tf.constant(words[:, None]), Y, batch_size=20, shuffle=False, verbose=0)
+    lines = capfd.readouterr().err.splitlines()
+    for said in ("all of it: 1", "words: 3"):
+        assert len([line for line in lines if said in line]) == parts
 
 
 @pytest.fixture

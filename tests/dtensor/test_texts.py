@@ -86,10 +86,44 @@ def test_a_table_that_nothing_reads_is_left_out() -> None:
         tf.identity(handle)
         return 2 * x
 
-    found = in_front(_concrete(function, tf.TensorSpec([3])))
+    assert in_front(_concrete(function, tf.TensorSpec([3]))) is None
+
+
+def test_what_is_printed_of_numbers_stays_with_them() -> None:
+    """Else all that the numbers are made of would be computed whole, in front."""
+
+    def function(x: Any) -> Any:
+        tf.print("largest:", tf.reduce_max(x))
+        return 2 * x
+
+    assert in_front(_concrete(function, tf.TensorSpec([3]))) is None
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["function", "wrapped"])
+def test_what_is_printed_beside_texts_is_kept(wrapped: bool, capfd: Any) -> None:
+    """Of texts in front, of numbers in the rest; no result of a wrapped function waits for it."""
+    layer = keras.layers.StringLookup(vocabulary=WORDS)
+
+    def function(texts: Any, x: Any) -> Any:
+        ids = layer(texts)
+        tf.print("numbers:", tf.reduce_max(x))
+        tf.print("texts:", texts)
+        return tf.cast(ids, x.dtype) * x
+
+    specs = [tf.TensorSpec([2], tf.string), tf.TensorSpec([2])]
+    concrete = (
+        tf.compat.v1.wrap_function(function, specs) if wrapped else _concrete(function, *specs)
+    )
+    found = in_front(concrete)
     assert found is not None
-    assert (found.read, found.kept) == ((), (0,))
-    assert not found.front.outputs
+    given = [tf.constant(["film", "new"]), tf.constant([1.0, 2.0]), *concrete.captured_inputs]
+    made = found.front(*(given[p] for p in found.read))
+    assert "texts:" in (said := capfd.readouterr().err)
+    assert "numbers:" not in said
+    (values,) = found.rest(*(given[p] for p in found.kept), *made)
+    assert "numbers: 2" in (said := capfd.readouterr().err)
+    assert "texts:" not in said
+    np.testing.assert_array_equal(values, [3.0, 0.0])
 
 
 def test_a_length_that_is_of_the_texts() -> None:
