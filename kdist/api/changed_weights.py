@@ -79,4 +79,5 @@ def follow_weights(parallel: Parallel, kind: str) -> None:
             f"model={parallel.model.name!r}, moved={[entries[n].variable.path for n in moved]}"
         )
     entries.update((n, now[n]) for n in moved)
+    parallel.level = None  # the other's
     parallel.forget_functions(parallel.jit_compile)

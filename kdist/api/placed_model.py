@@ -65,7 +65,7 @@ class PlacedModel:
         self.fallbacks: list[str] = []
         self.whole_batch: WholeBatch | None = None
         self.compute = config.topology
-        self.level = 0
+        self.level: int | None = 0
         self.choices: dict[str, Choice] = {}
         self.update: DistributedUpdate | None = None
         self.low_rank: KnownStates = {}
@@ -94,7 +94,10 @@ class PlacedModel:
         self.classes()
         blocks_of(self.model, self.config.recompute)
         self._cut_into_stages()
-        self.entries = place_weights(self._placements(), self.topology)
+        placed = self._placements()
+        self.entries = place_weights(placed, self.topology)
+        if any(self.entries[id(v)].placement != placement for v, placement in placed):
+            self.level = None  # of another model, which has the same weights
         self._tell_plain_models()
 
     def gained_and_lost(self) -> tuple[list[str], list[str]]:

@@ -242,17 +242,21 @@ def place_weights(
 ) -> dict[int, Stored]:
     """Moves the weights to their devices; those that are there already stay.
 
+    Another model's level may have spread those over slices; this one's may move them.
+
     Raises:
         ValueError: A weight belongs to a model that was parallelized over another mesh.
     """
     for variable, placement in placed:
         entry: Any = stored(variable)
-        if entry is not None and (entry.topology != topology or entry.placement != placement):
+        if entry is None:
+            continue
+        if entry.topology != topology or not entry.placement.computes_like(placement):
             if entry.topology == topology:
                 raise ValueError(
-                    "A weight is stored in one way, and another model has it by its layouts or "
-                    "level. Of models that share weights, make all parallel before one is "
-                    f"compiled, with the same layouts. Received: {variable.path!r}"
+                    "A weight is stored in one way, and another model has it by its layouts. Make "
+                    "models that share weights parallel with the same layouts and stages. "
+                    f"Received: {variable.path!r}"
                 )
             raise ValueError(
                 "A weight can live on one mesh only. Build a new model, and load the weights of "

@@ -184,6 +184,13 @@ class Placement:
             index[dim] = slice(min(i.start for i in starts), max(i.stop for i in starts))
         return tuple(index)
 
+    def computes_like(self, other: Placement) -> bool:
+        """Whether compute sees the same parts in the same stages; slices may share them out."""
+        if (self.split, self.groups, self.on_host) != (other.split, other.groups, other.on_host):
+            return False
+        inner = range(0 if self.on_host else len(self.table[0]))
+        return all(self.inner_index(k) == other.inner_index(k) for k in inner)
+
 
 def place(
     path: str,

@@ -151,16 +151,11 @@ def test_two_models_may_share_weights_on_one_mesh():
     assert_close(model.predict(x, verbose=0), model(x))
 
 
-def test_weights_that_level_3_has_cut_are_not_taken_by_another_model():
-    level = kdist.OptimizerConfig(level=3, threshold_kb=0)
-    model = mlp()
-    both = kdist.ParallelConfig(mesh=kdist.mesh(data=4), optimizer=level)
-    kdist.parallelize(model, both)
-    model.compile("sgd", "mse")
-    model.train_on_batch(*data(8))
+def test_weights_of_one_layout_are_not_taken_by_another():
+    model = parallel({".*kernel": (None, "model")})
     inner = keras.Model(model.inputs, model.layers[1].output)
-    with pytest.raises(ValueError, match="make all parallel before one is compiled"):
-        kdist.parallelize(inner, both)
+    with pytest.raises(ValueError, match="parallel with the same layouts and stages"):
+        kdist.parallelize(inner, kdist.ParallelConfig(mesh=kdist.mesh(**INNER)))
 
 
 # -- what is refused on first use ----------------------------------------------------------------
