@@ -152,7 +152,7 @@ def test_two_models_may_share_weights_on_one_mesh():
 
 
 def test_weights_of_one_layout_are_not_taken_by_another():
-    model = parallel({".*kernel": (None, "model")})
+    model = parallel({".*up/kernel": (None, "model")})
     inner = keras.Model(model.inputs, model.layers[1].output)
     with pytest.raises(ValueError, match="parallel with the same layouts and stages"):
         kdist.parallelize(inner, kdist.ParallelConfig(mesh=kdist.mesh(**INNER)))
