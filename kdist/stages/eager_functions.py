@@ -23,11 +23,13 @@ class Taped(Saved):
         tape: Knows what was computed.
         inputs: Parameters, and what came from the stage before, as the tape knows them.
         outputs: What takes cotangents, as the tape knows it.
+        found: Gradients of the parameters, from the first half of a backward to the second.
     """
 
     tape: Any = None
     inputs: tuple[list[Any], list[Any]] = ([], [])
     outputs: list[Any] = dataclasses.field(default_factory=list)
+    found: list[Any] = dataclasses.field(default_factory=list)
 
 
 class EagerFunctions(StageFunctions):
@@ -42,7 +44,7 @@ class EagerFunctions(StageFunctions):
         flat = [t.parts[0] if isinstance(t, Sharded) else t for t in given.flat()]
         boundary = flat[: len([t for t in given.boundary.values() if t is not None])]
         wanted = self.wanted
-        with tf.GradientTape(persistent=wanted.split, watch_accessed_variables=False) as tape:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([t for t in (*values, *boundary) if differentiable(t)])
             made = self.body.run(values, given.filled(flat), wanted.training, wanted.whole)
             outputs = [tf.identity(t) for t in made.flat()]
@@ -63,12 +65,13 @@ class EagerFunctions(StageFunctions):
         return found[: len(params)], list(map(_dense, found[len(params) :]))
 
     def backward_input(self, s: int, saved: Any) -> list[Any]:
-        """See `StageFunctions.backward_input`."""
-        return list(map(_dense, _gradients(saved, saved.inputs[1])))
+        """See `StageFunctions.backward_input`; all at once, as gradients may print too."""
+        saved.found, inward = self.backward(s, saved)
+        return inward
 
     def backward_weight(self, s: int, saved: Any) -> list[Any]:
         """See `StageFunctions.backward_weight`."""
-        return _gradients(saved, saved.inputs[0])
+        return list(saved.found)
 
 
 def _gradients(saved: Taped, sources: Sequence[Any]) -> list[Any]:

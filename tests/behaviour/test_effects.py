@@ -262,6 +262,15 @@ def test_a_print_is_there_once_for_each_part_of_the_batch(mesh: str, capfd: Any)
         assert len(set(lines)) == len(lines) == parts
 
 
+@pytest.mark.parametrize("mesh", ["zero_bubble", "pipe2_data2", "data4"])
+def test_op_by_op(mesh: str) -> None:
+    layer = Noting()
+    model = trained_on(mesh, layer)
+    model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+    model.fit(X, Y, batch_size=20, verbose=0)
+    assert layer.seen() == (20, 20)
+
+
 class OwnLoss(keras.Model):
     def compute_loss(
         self,
