@@ -31,10 +31,10 @@ LIBRARIES = frozenset(
 LOOKED_AT = 10_000
 """So many values of a layer are looked at in search of wrappers."""
 _NOT_LOOKED_INTO = (
+    *(type(None), str, bool, int, float, bytes, types.BuiltinFunctionType, types.ModuleType),
     *(keras.layers.Layer, keras.Variable, keras.KerasTensor, tf.Tensor, tf.Variable),
-    *(types.ModuleType, types.BuiltinFunctionType, str, bytes, bool, int, float, type(None)),
 )
-"""Layers are looked at each for itself."""
+"""What most values are comes first. Layers are looked at each for itself."""
 
 
 def operations_of(model: keras.Model) -> list[Any]:

@@ -285,9 +285,9 @@ class PlacedModel:
 
         None where nothing travels, or operations run one by one.
         """
-        config = self.optimizer_config
+        config, blocks = self.optimizer_config, self.blocks
         travels = config.level >= 2 or self.config.fusion.overlap
-        wanted = self.blocks or (travels and self.topology.data_size > 1)
+        wanted = blocks or (travels and self.topology.data_size > 1)
         if not wanted or self.model.run_eagerly:
             return None
         variables = self.trained
@@ -297,7 +297,7 @@ class PlacedModel:
             free=config.level >= 2,
             early=self.updates_early,
             keep=self.kept_gathered(),
-            blocks=self.blocks,
+            blocks=blocks,
         )
 
     @property

@@ -100,7 +100,7 @@ class PlannedModel(PlacedModel):
     def without_effect(self) -> list[WithoutEffect]:
         """Settings without effect on this model and mesh; the weights are placed."""
         config, decisions = self.optimizer_config, self.spread().decisions
-        variables = self.trained
+        variables, blocks = self.trained, self.blocks.blocks
         whole = {d.path: d.reason for d in decisions if d.how == "whole"}
         asked = parallel_optimizer.of(variables)
         spread = [d.path for d in decisions if d.how != "whole"]
@@ -125,9 +125,9 @@ class PlannedModel(PlacedModel):
                 if (split := placement.split) is not None and not (split.local_columns or split.dim)
             ),
             gathered=tuple(spread) if config.level == 3 else (),
-            repeated=tuple(one.name for one in self.blocks.blocks),
+            repeated=tuple(one.name for one in blocks),
             keep_communication=tuple(
-                one.name for one in self.blocks.blocks if not one.setting.mp_comm_recompute
+                one.name for one in blocks if not one.setting.mp_comm_recompute
             ),
             asked_to_gather=self._asked_to_gather(spread if config.level == 3 else ()),
             travels=any(len(p.slices) > 1 for _, p in self._placements()),

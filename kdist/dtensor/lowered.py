@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -176,7 +177,7 @@ class _Graph:
             bytes=math.prod(shape) * dtype.size,
             node=node.name,
             layer=layer_of(node.name, layers),
-            phase="backward" if self._is_backward(node.name) else "forward",
+            phase="backward" if node.name in self._backward else "forward",
         )
 
     def _producer(self, reference: str) -> Any:
@@ -201,25 +202,24 @@ class _Graph:
             for axis in name.split(_BETWEEN_AXES)
         )
 
-    def _is_backward(self, name: str) -> bool:
-        """Whether a node is, or depends on, a node of a gradient tape.
+    @functools.cached_property
+    def _backward(self) -> set[str]:
+        """The nodes that are, or depend on, nodes of a gradient tape.
 
         Sums of gradients and re-layouts have no tape in their names; their inputs do.
         """
-        stack = [name]
-        seen: set[str] = set()
-        while stack:
-            current = stack.pop()
-            if current in seen:
-                continue
-            seen.add(current)
-            if BACKWARD in current:
-                return True
-            node = self.nodes.get(current)
-            if node is not None:
-                # A control edge only orders collectives.
-                stack.extend(i.split(":")[0] for i in node.input if not i.startswith("^"))
-        return False
+        readers: dict[str, list[str]] = {}
+        for node in self.nodes.values():
+            for reference in node.input:
+                if not reference.startswith("^"):  # such an edge only orders collectives
+                    readers.setdefault(reference.split(":")[0], []).append(node.name)
+        waiting = [name for name in {*self.nodes, *readers} if BACKWARD in name]
+        found = set(waiting)
+        while waiting:
+            new = [name for name in readers.get(waiting.pop(), ()) if name not in found]
+            found.update(new)
+            waiting.extend(new)
+        return found
 
 
 def mesh_dim(axes: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Sequence
 
@@ -31,12 +32,23 @@ def layer_of(node: str, layers: Collection[str] = ()) -> str:
     parts = operation.replace(BACKWARD, "").split("/")
     if not layers:
         return "/".join(parts[:-1])
+    known = _by_last_name(tuple(layers))
     for end in range(len(parts), 0, -1):
-        matches = [(_match(parts[:end], path.split("/")), path) for path in layers if path]
-        best = max(matches, default=((0, 0), ""))
+        last = parts[end - 1]
+        paths = known.get(last, []) + known.get(_SUFFIX.sub("", last), [])
+        best = max(((_match(parts[:end], p.split("/")), p) for p in paths), default=((0, 0), ""))
         if best[0] > (0, 0):
             return best[1]
     return ""
+
+
+@functools.lru_cache(maxsize=16)
+def _by_last_name(layers: tuple[str, ...]) -> dict[str, list[str]]:
+    """Paths of layers, by the layer's own name."""
+    found: dict[str, list[str]] = {}
+    for path in filter(None, layers):
+        found.setdefault(path.rpartition("/")[2], []).append(path)
+    return found
 
 
 def _match(scopes: Sequence[str], names: Sequence[str]) -> tuple[int, int]:
