@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kdist._compat import keras_models
 from kdist.calls.layer_calls import LayerCalls
 from kdist.calls.own_steps import OwnSteps
 from kdist.runtime.inner_axes import InnerAxes
@@ -61,6 +62,22 @@ def refuse_settings(parallel: Parallel, whose: str, trains: bool) -> None:
                 "say what the step does by add_loss or compute_loss: docs/custom_loops.md has "
                 f"recipes. Received: {type(model).__name__} with {name} {value!r}"
             )
+
+
+def refuse_stages(parallel: Parallel) -> None:
+    """Refuses stages of a model that has a step of its own in the place of a graph of layers.
+
+    One with a graph may train by `kdist.gradients`, in stages, whatever its class overrides.
+
+    Args:
+        parallel: What kdist is about to attach to the model.
+
+    Raises:
+        ValueError: It is one, and they are asked for.
+    """
+    model = parallel.model
+    if has_own_step(model, "train") and keras_models.functional_of(model) is None:
+        refuse_settings(parallel, own_name("train"), trains=False)
 
 
 def own_name(kind: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist._compat import keras_trainer, keras_xla
-from kdist.api import mirrored_scope
+from kdist.api import mirrored_scope, own_steps
 from kdist.api.changed_weights import (
     follow_frozen,
     follow_generator,
@@ -20,7 +20,6 @@ from kdist.api.changed_weights import (
 )
 from kdist.api.inside_layers import inside_layers, over_inner_axes
 from kdist.api.own_methods import Arguments
-from kdist.api.own_steps import has_own_step, own_function, own_name, refuse_settings
 from kdist.api.own_updates import OwnUpdates
 from kdist.api.prepared_model import PreparedModel
 from kdist.api.table_optimizers import with_table_optimizers
@@ -149,6 +148,7 @@ class Parallel(PreparedModel):
     def install(self) -> None:
         """Attaches to the model and replaces the methods that make its functions."""
         model = self.model
+        own_steps.refuse_stages(self)
         if is_built(model) and not self.waits_for_batch and not tf.distribute.has_strategy():
             # First, so that a model whose layouts are refused is left as it was.
             self.place()
@@ -259,8 +259,8 @@ class Parallel(PreparedModel):
     def _make(self, kind: str, force: bool) -> None:
         """Gives the model a function that builds the real one from the first batch it sees."""
         attribute = f"{kind}_function"
-        if has_own_step(self.model, kind):
-            refuse_settings(self, own_name(kind), trains=kind == "train")
+        if own_steps.has_own_step(self.model, kind):
+            own_steps.refuse_settings(self, own_steps.own_name(kind), trains=kind == "train")
         if self.layouts is not None:
             take_up_weights(self, kind)
         if getattr(self.model, attribute) is not None and not force:
@@ -301,8 +301,8 @@ class Parallel(PreparedModel):
 
     def _function(self, kind: str, example: Any) -> Callable:
         """What Keras calls: `kind` is "train", "test" or "predict"."""
-        if has_own_step(self.model, kind):
-            return own_function(self, kind, example)
+        if own_steps.has_own_step(self.model, kind):
+            return own_steps.own_function(self, kind, example)
         self.prepare(kind, example)
         no_batch = self.no_batch if kind == "train" else (lambda: None)
         over = self.over_inner_axes(kind)

@@ -70,6 +70,22 @@ def test_settings_that_own_steps_cannot_honour_are_refused(name: str) -> None:
         model.fit(*batch(), verbose=0)
 
 
+def test_stages_of_networks_that_a_step_joins_are_refused_for_the_step() -> None:
+    class Pair(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = layer_of_two(), layer_of_two()
+            self.built = True
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            raise NotImplementedError
+
+    axes, options = REFUSED["pipeline"]
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), **options)
+    with pytest.raises(ValueError, match=r"its own `train_step` goes without pipeline.*: Pair"):
+        kdist.parallelize(Pair(), config)
+
+
 def test_rows_are_not_looked_up_ahead() -> None:
     ids = keras.Input((4,), dtype="int32")
     table = layers.Embedding(9, 3, name="table")
