@@ -61,6 +61,19 @@ def follow_frozen(parallel: Parallel) -> bool:
     return False
 
 
+def follow_fusion(parallel: Parallel) -> None:
+    """Moves weights that are stored cut to where optimizers update them with the present buckets.
+
+    Which are cut by rows, and which are dealt out whole, depends on what travels together.
+    """
+    if parallel.layouts is None or parallel.level != 3:
+        return
+    wanted = zip(parallel.trained, parallel.spread().placements)
+    if any(parallel.entries[id(v)].placement != placement for v, placement in wanted):
+        parallel.forget_functions(parallel.jit_compile)
+        parallel.spread_parameters()
+
+
 def follow_weights(parallel: Parallel, kind: str) -> None:
     """Makes the steps anew if another model, which has the same weights, has moved them.
 

@@ -14,6 +14,7 @@ from kdist._compat import keras_trainer, keras_xla
 from kdist.api import mirrored_scope, own_steps
 from kdist.api.changed_weights import (
     follow_frozen,
+    follow_fusion,
     follow_generator,
     follow_weights,
     take_up_weights,
@@ -227,7 +228,9 @@ class Parallel(PreparedModel):
             self.update.jobs.let_go()
         self.update = None
         self._forget_memory()
-        if self.model.train_function is not None:
+        trains = self.model.train_function is not None
+        follow_fusion(self)
+        if trains:
             self.make_train_function(force=True)
 
     def forget_functions(self, jit_compile: bool | str) -> None:

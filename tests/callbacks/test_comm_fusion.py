@@ -85,6 +85,39 @@ def test_tuning_keeps_the_fastest_and_changes_no_result(float64: None) -> None:
     assert reduce.collectives == {"none": 4, "buckets of 1 MB": 2}[fastest]
 
 
+@pytest.mark.parametrize("accumulates", [None, 3])
+def test_buckets_that_change_at_level_3(accumulates: int | None, float64: None) -> None:
+    """Not: updates the parts that other buckets would cut, of weights that are stored as before."""
+    x, y = data(8)
+
+    def model(level: int | None) -> keras.Model:
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Dense(8, "tanh") for _ in range(2)]  # alike: biases may be dealt out
+        one = keras.Sequential([keras.Input(x.shape[1:]), *layers, keras.layers.Dense(y.shape[1])])
+        if level is not None:
+            optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0)
+            config = kdist.ParallelConfig(mesh=kdist.mesh(data=2), optimizer=optimizer)
+            kdist.parallelize(one, config)
+        one.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=accumulates), "mse")
+        return one
+
+    plain, parallel = model(None), model(3)
+    cuts = set()
+    for fusion in (TWO[1], TWO[0], TWO[1]):
+        attached(parallel).set_fusion(fusion)
+        expected, found = (one.train_on_batch(x, y) for one in (plain, parallel))
+        assert_close(np.asarray(expected), np.asarray(found))
+        assert_close(plain.get_weights(), parallel.get_weights())
+        entries = attached(parallel).entries_of(parallel.weights)
+        cuts.add(tuple(str(entry.placement.layout) for entry in entries))
+    assert len(cuts) == 2, "each keeps weights as its buckets update them"
+    assert_close(plain.predict(x, verbose=0), parallel.predict(x, verbose=0))
+    assert_close(
+        [v.numpy() for v in plain.optimizer.variables],
+        [v.numpy() for v in parallel.optimizer.variables],
+    )
+
+
 def test_another_fit_tunes_again() -> None:
     """Not: starts with the first candidate and stays there."""
     model = compiled({"data": 2})
