@@ -63,7 +63,7 @@ class CommFusion(keras.callbacks.Callback):
     Args:
         tune: Try several `FusionConfig`s in the first steps and keep the one with the fastest step.
             Every candidate means a new trace of the step; training goes on meanwhile, with the
-            same results.
+            same results. A run that goes on from a checkpoint tries them again, on its own mesh.
         candidates: What `tune` tries; None: the model's own settings, and no fusion, "auto", and
             buckets of 1, 16 and 64 MB beside what they say otherwise.
         steps: Timed steps per candidate, after one that is not.
@@ -104,10 +104,18 @@ class CommFusion(keras.callbacks.Callback):
         """Starts with the first candidate."""
         self._times = []
         self.tried = {}
+        self._next = None  # of a training that an error has ended
         if self.tune:
             parallel = attached(self.model)
             self._candidates = self.candidates or candidates_for(parallel.config.fusion)
             parallel.set_fusion(self._candidates[0])
+
+    def get_state(self) -> dict[str, Any]:
+        """Nothing, for a checkpoint: what was timed is of this process and mesh."""
+        return {}
+
+    def set_state(self, state: Any) -> None:
+        """Takes nothing: a run that goes on tunes again, from the first candidate."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Goes on to the next candidate, and starts the clock."""

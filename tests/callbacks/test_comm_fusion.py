@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 import kdist
 from kdist import FusionConfig
 from kdist.api.parallelize import attached
@@ -128,6 +131,57 @@ def test_another_fit_tunes_again() -> None:
         fastest = min(callback.tried, key=callback.tried.__getitem__)
         assert str(attached(model).config.fusion) == fastest
         callback.tried = {"of the training before": 0.0}
+
+
+class Stopping(keras.callbacks.Callback):
+    """Ends `fit` by an error, after as many steps."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise InterruptedError
+
+    def get_state(self) -> int:
+        return 0
+
+    def set_state(self, state: int) -> None:
+        """Each run stops, or not, as it was told."""
+
+
+class Watching(CommFusion):
+    """Notes the settings that the model had in each step."""
+
+    def on_train_begin(self, logs: object = None) -> None:
+        super().on_train_begin(logs)
+        self.had: list[FusionConfig] = []
+
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+        self.had.append(attached(self.model).config.fusion)
+        super().on_train_batch_end(batch, logs)
+
+
+@pytest.mark.parametrize("stop", [3, 5], ids=["while_it_tries", "when_it_has_tried"])
+def test_a_run_that_goes_on_tunes_again(stop: int, tmp_path: Path) -> None:
+    """Not: names one candidate what another was timed as, or keeps the first whatever it found."""
+    x, y = data(32)
+
+    def fit(steps: int, level: int) -> tuple[keras.Model, Watching]:
+        model, callback = compiled({"data": 2}, level), Watching(tune=True, candidates=TWO, steps=1)
+        saver = kdist.callbacks.ShardedCheckpoint(tmp_path, every_steps=1, resume=True)
+        with contextlib.suppress(InterruptedError):
+            calls = [callback, saver, Stopping(steps)]
+            model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=calls)
+        return model, callback
+
+    assert list(fit(stop, 1)[1].tried) == ([str(one) for one in TWO] if stop == 5 else [])
+    model, callback = fit(-1, 0)
+    assert callback.had[:4] == [TWO[0]] * 2 + [TWO[1]] * 2
+    fastest = min(callback.tried, key=callback.tried.__getitem__)
+    assert str(attached(model).config.fusion) == fastest
 
 
 def test_training_too_short_to_tune_says_so() -> None:
