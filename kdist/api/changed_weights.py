@@ -62,10 +62,15 @@ def follow_frozen(parallel: Parallel) -> bool:
 
 
 def follow_fusion(parallel: Parallel) -> None:
-    """Moves weights that are stored cut to where optimizers update them with the present buckets.
+    """Has optimizers update with the present buckets, in steps that are traced from now on.
 
-    Which are cut by rows, and which are dealt out whole, depends on what travels together.
+    Weights that are stored cut move to where they are updated then: which are cut by rows, and
+    which are dealt out whole, depends on what travels together.
     """
+    if parallel.update is not None:
+        parallel.update.jobs.let_go()
+    parallel.update = None
+    parallel.own_updates.let_go()
     if parallel.layouts is None or parallel.level != 3:
         return
     wanted = zip(parallel.trained, parallel.spread().placements)

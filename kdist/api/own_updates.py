@@ -68,6 +68,12 @@ class OwnUpdates:
         finally:
             self.running = False
 
+    def let_go(self) -> None:
+        """What updates weights is made anew, in new steps; the optimizers' state stays."""
+        for _, _, update in self._made.values():
+            update.jobs.let_go()
+        self._made.clear()
+
     def prepare(self, optimizer: Any, variables: list[keras.Variable]) -> None:
         """Has an optimizer that the model is not compiled with update some weights from now on."""
         self._update(optimizer, variables)

@@ -224,9 +224,6 @@ class Parallel(PreparedModel):
                 f"Received: {len(planned)} trainable weights then, {len(trainable)} now"
             )
         self.config = dataclasses.replace(self.config, fusion=fusion)
-        if self.update is not None:
-            self.update.jobs.let_go()
-        self.update = None
         self._forget_memory()
         trains = self.model.train_function is not None
         follow_fusion(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import kdist
 from kdist import FusionConfig
@@ -14,6 +15,7 @@ from kdist.callbacks.comm_fusion import candidates_for
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from ..parity import CUTS, assert_close, data, mlp
 
@@ -118,6 +120,46 @@ def test_buckets_that_change_at_level_3(accumulates: int | None, float64: None) 
     assert_close(
         [v.numpy() for v in plain.optimizer.variables],
         [v.numpy() for v in parallel.optimizer.variables],
+    )
+
+
+class Owning(keras.Model):
+    """Its step applies an optimizer that it is not compiled with."""
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(self(x, training=True) - y))
+        variables = self.trainable_variables
+        self.own.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def test_buckets_of_an_optimizer_of_the_models_own(float64: None) -> None:
+    """Not: what was made first goes on, and each candidate is timed with the same buckets."""
+    x, y = data(8)
+
+    def model(parallel: bool) -> keras.Model:
+        base = mlp()
+        one = Owning(base.inputs, base.outputs)
+        if parallel:
+            kdist.parallelize(one, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+        one.own = keras.optimizers.Adam(0.01)
+        one.compile(None)
+        return one
+
+    plain, parallel = model(False), model(True)
+    counts = []
+    for fusion in TWO:
+        attached(parallel).set_fusion(fusion)
+        for one in (plain, parallel):
+            one.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+        ((_, _, update),) = attached(parallel).own_updates._made.values()
+        counts.append(len(update.jobs.jobs))
+    assert counts == [len(plain.trainable_variables), 1]
+    assert_close(plain.get_weights(), parallel.get_weights())
+    assert_close(
+        [v.numpy() for v in plain.own.variables], [v.numpy() for v in parallel.own.variables]
     )
 
 
