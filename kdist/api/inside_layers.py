@@ -32,7 +32,7 @@ def refuse_batch_size(batch_size: Any) -> None:
 
 def over_inner_axes(parallel: Parallel) -> bool:
     """Whether steps run programs over inner axes."""
-    return parallel.over_inner_axes("train") and not parallel.fallbacks
+    return parallel.over_inner_axes and not parallel.fallbacks
 
 
 def inside_layers(parallel: Parallel, batch_size: int | None) -> list[InsideTraffic] | None:
@@ -92,7 +92,7 @@ def collectives_of(parallel: Parallel, batch_size: int | None) -> list[Collectiv
     Of a model that has not trained, those of a forward and backward pass without a loss.
     """
     runner = parallel.mesh_runner()
-    if not runner.recorded():
+    if not (runner.recorded() or runner.recorded_by_rows()):  # what is lowered may have none
         lower_without_loss(parallel, batch_size or len(parallel.topology.devices))
     first = list(runner.recorded())
     if batch_size is None:

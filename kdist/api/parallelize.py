@@ -305,7 +305,7 @@ class Parallel(PreparedModel):
             return own_steps.own_function(self, kind, example)
         self.prepare(kind, example)
         no_batch = self.no_batch if kind == "train" else (lambda: None)
-        over = self.over_inner_axes(kind)
+        over = self.over_inner_axes
 
         def plain() -> Callable:
             return getattr(self.plain_step, kind)
@@ -342,7 +342,7 @@ class Parallel(PreparedModel):
             if self.layouts is not None:
                 take_up_weights(self, "predict")
             self.prepare("predict", (x,))
-            if not self.over_inner_axes("predict"):
+            if not self.over_inner_axes:
                 graph = tf.function(self.plain_step.predict, autograph=False)
                 concrete = graph.get_concrete_function((x,))
                 return lambda x: concrete(*tf.nest.flatten(x))

@@ -25,7 +25,6 @@ from kdist.program.fixed_batch import refuse_fixed_batch, refuse_row_state
 from kdist.runtime.chunking import Chunking
 from kdist.runtime.loss_terms import LossTerm, whole_loss, whole_loss_note
 from kdist.sharding.placement import Placement, shape_of
-from kdist.stages.one_node import as_one_stage
 from kdist.stages.stages import StagedModel
 from kdist.storage.sparse import looked_up
 from kdist.storage.variables import Stored, replace
@@ -71,7 +70,6 @@ class PlacedModel:
         self.low_rank: KnownStates = {}
         self.user_steps = False
         self.staged: StagedModel | None = None
-        self._one_stage: StagedModel | str = ""
         self.example_input: Any = None
         self.loss_terms: tuple[LossTerm, ...] | None = None
 
@@ -189,7 +187,6 @@ class PlacedModel:
         Raises:
             ValueError: It does not allow the one that was asked for.
         """
-        self._one_stage = ""
         if self.staged is not None and self.config.pipeline is not None:
             self.staged = self.staged.scheduled(self.config.pipeline, self.whole_loss)
 
@@ -343,43 +340,9 @@ class PlacedModel:
         return whole_loss(self.model, self.loss_terms or (), parts)
 
     @property
-    def one_stage(self) -> StagedModel | None:
-        """The model as one stage, where its loss comes between its forward and backward pass.
-
-        None where nothing asks for that: there are stages, or the loss is one of rows, or programs
-        run chunk by chunk on one device, which go forward twice. And where the model cannot be one.
-        """
-        chunks = self.compute.inner_size == 1 and self.optimizer_config.level >= 2
-        wanted = self.whole_loss and self.config.pipeline is None and not chunks
-        if not wanted or self.layouts is None or self.model.run_eagerly:
-            return None
-        if self._one_stage == "":
-            self._one_stage = self._as_one_stage()
-        return None if isinstance(self._one_stage, str) else self._one_stage
-
-    def _as_one_stage(self) -> StagedModel | str:
-        """The model as one stage, or why it cannot be one."""
-        assert self.layouts is not None
-        if self.layouts.fetched_layers:
-            return "rows of tables on the host, or split by hand, are fetched for whole steps"
-        if self.blocks:
-            return "what is recomputed follows the loss"
-        return as_one_stage(self.model, self.example_input, self.topology, self.whole_loss)
-
-    @property
-    def loss_on_gathered_weights(self) -> bool:
-        """Whether a loss over the whole batch takes weights whole, over inner axes."""
-        staged = self.config.pipeline is not None or self.one_stage is not None
-        return bool(self.whole_loss) and self.compute.inner_size > 1 and not staged
-
-    @property
     def whole_loss_note(self) -> str:
         """One line about that, for the user."""
-        stages, reason = self.topology.num_stages, ""
-        if self.loss_on_gathered_weights:
-            reason = self._one_stage if isinstance(self._one_stage, str) else ""
-            reason = reason or "operations run one by one"
-        return whole_loss_note(self.whole_loss, reason, stages, self.config.pipeline)
+        return whole_loss_note(self.whole_loss, self.topology.num_stages, self.config.pipeline)
 
     def _whole_batch(self) -> WholeBatch | None:
         """Why `data` must be inside DTensor, None if replicas compute apart."""

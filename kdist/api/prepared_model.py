@@ -203,9 +203,7 @@ class PreparedModel(FittedModel):
         """Creates missing variables: of layers, metrics, losses, and to train the optimizer's."""
         data = keras.tree.map_structure(as_spec, example)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        waited, self.example_input = self.example_input is None, x
-        if waited and self.program is not None and self.whole_loss and self.one_stage is None:
-            self.forget_steps(self.jit_compile)  # by its inputs, the model may be one stage
+        self.example_input = x
         if not is_built(self.model):
             with self._bearing():
                 keras_trainer.keras_backend.compute_output_spec(self.model, x)

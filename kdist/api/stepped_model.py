@@ -19,12 +19,18 @@ from kdist.program.program import Program
 from kdist.rows.model import study_model
 from kdist.rows.model_study import ModelStudy
 from kdist.runtime.chunked_runner import ChunkedRunner
-from kdist.runtime.chunking import Chunking
+from kdist.runtime.chunking import AROUND_LOSS, Chunking
 from kdist.runtime.inner_axes import InnerAxes
 from kdist.runtime.keras_contract import has_composites
 from kdist.runtime.loss_terms import OVERRIDDEN
+from kdist.runtime.mesh_around_loss import MeshAroundLoss
 from kdist.runtime.mesh_runner import MeshRunner
-from kdist.runtime.mesh_step import MeshPipelineStep, MeshStep, WholeLossMeshStep
+from kdist.runtime.mesh_step import (
+    MeshPipelineStep,
+    MeshStep,
+    WholeLossMeshPipelineStep,
+    WholeLossMeshStep,
+)
 from kdist.runtime.metrics import overrides
 from kdist.runtime.one_device import OneDevice
 from kdist.runtime.pipeline_runner import PipelineRunner
@@ -47,9 +53,9 @@ STEPS: Mapping[tuple[bool, bool, bool], type[Step]] = {
     (False, True, False): PipelineStep,
     (False, True, True): WholeLossPipelineStep,
     (True, False, False): MeshStep,
-    (True, False, True): MeshStep,  # for prediction alone
+    (True, False, True): WholeLossMeshStep,
     (True, True, False): MeshPipelineStep,
-    (True, True, True): WholeLossMeshStep,
+    (True, True, True): WholeLossMeshPipelineStep,
 }
 """By (over inner axes, in stages, with a loss over the whole batch)."""
 
@@ -131,11 +137,10 @@ class SteppedModel(PlannedModel):
         """The model's pure functions, by stages or whole."""
         mean = self.config.loss_from_layers == "mean"
         self.schedule_stages()
-        staged = self.staged or (None if self.compiled_whole else self.one_stage)
-        if staged is None:
+        if self.staged is None:
             program = Program(self.model, mean)
         else:
-            program = PipelineProgram(self.model, mean, staged)
+            program = PipelineProgram(self.model, mean, self.staged)
         program.blocks = self.blocks
         assert self.layouts is not None
         program.place_tables(self.layouts.fetched_layers)
@@ -154,9 +159,7 @@ class SteppedModel(PlannedModel):
 
     def say_whole_loss(self) -> None:
         """Says, once, that a loss is computed over the whole batch, where nobody asked for it."""
-        if self.loss_on_gathered_weights:
-            self.fall_back(self.whole_loss_note)
-        elif self.whole_loss_note not in self._said and (
+        if self.whole_loss_note not in self._said and (
             self.whole_loss != OVERRIDDEN or self.staged is not None
         ):
             self._said.add(self.whole_loss_note)
@@ -194,7 +197,8 @@ class SteppedModel(PlannedModel):
         """What `jit_compile` is here: "auto" is True where Keras says so and programs are whole.
 
         Keras says so with a GPU, of models whose layers all support it. Where programs are cut
-        (inner axes, stages, level 2 and more, recompute), it has to be asked for.
+        (inner axes, stages, level 2 and more, recompute, a loss over the whole batch), it has to be
+        asked for.
         """
         cut = self.compute.inner_size > 1 or self.topology.num_stages > 1
         whole = not (cut or self.optimizer_config.level >= 2 or self.blocks)
@@ -217,14 +221,10 @@ class SteppedModel(PlannedModel):
             "the backward pass has ended. Level 2 has chunks; jit_compile=False leaves XLA out."
         ]
 
-    def over_inner_axes(self, kind: str) -> bool:
-        """Whether steps of a kind run over DTensor: slices have several devices, and no debugging.
-
-        Args:
-            kind: "train", "test" or "predict"; the loss of others may take weights whole.
-        """
-        cut = self.compute.inner_size > 1 and not self.model.run_eagerly
-        return cut and (kind == "predict" or not self.loss_on_gathered_weights)
+    @property
+    def over_inner_axes(self) -> bool:
+        """Whether steps run over DTensor: slices have several devices, and no debugging."""
+        return self.compute.inner_size > 1 and not self.model.run_eagerly
 
     def takes_batches(self, example: Any) -> bool:
         """Whether batches like this one can be taken before the graph of a step, to know sizes."""
@@ -300,7 +300,6 @@ class SteppedModel(PlannedModel):
     def plain_step(self) -> Step:
         """Steps on one device per slice."""
         assert self.program is not None
-        runner: PlainRunner
         if isinstance(self.program, PipelineProgram):
             backend = OneDevice(
                 self.program.state,
@@ -311,28 +310,18 @@ class SteppedModel(PlannedModel):
                 eager=self.model.run_eagerly,
             )
             return self._step(False, self._pipeline(self.program, backend))
-        chunking, xla = self.chunking, self.jit_compile is True
-        if self.whole_batch is not None:
-            chunking = None  # one device computes, and gathers for itself
+        # Where layers see the whole batch, one device computes, and gathers for itself.
+        chunking, xla = None if self.whole_batch else self.chunking, self.jit_compile is True
+        if chunking is None and self.whole_loss and not self.model.run_eagerly:
+            chunking, xla = AROUND_LOSS, xla and not self.xla_of_keras
+        given = self.program, self.trainable(), self.compute
         if chunking is not None:
-            runner = ChunkedRunner(
-                self.program,
-                self.trainable(),
-                self.topology,
-                chunking,
-                self._bucket_keys,
-                jit_compile=xla,
-            )
-        else:
-            runner = PlainRunner(
-                self.program,
-                self.trainable(),
-                self.compute,
-                jit_compile=xla,
-                lacking=self.warn_once if self.xla_of_keras else None,
-                eager=self.model.run_eagerly,
-            )
-        return self._step(False, runner)
+            chunks = ChunkedRunner(*given, chunking, self._bucket_keys, jit_compile=xla)
+            return self._step(False, chunks)
+        lacking = self.warn_once if self.xla_of_keras else None
+        eager = self.model.run_eagerly
+        whole = PlainRunner(*given, jit_compile=xla, lacking=lacking, eager=eager)
+        return self._step(False, whole)
 
     @functools.cached_property
     def mesh_step(self) -> MeshStep:
@@ -363,11 +352,12 @@ class SteppedModel(PlannedModel):
                 )
                 self._mesh_runner = self._pipeline(self.program, backend)
             else:
-                self._mesh_runner = MeshRunner(
+                whole, chunking = self.whole_loss, self.chunking
+                self._mesh_runner = (MeshAroundLoss if whole else MeshRunner)(
                     self.program,
                     self.trainable(),
                     self.layouts,
-                    chunking=self.chunking,
+                    chunking=chunking or (AROUND_LOSS if whole else None),
                     keys=self._bucket_keys,
                     alltoall=alltoall,
                     jit_compile=self.jit_compile is True,

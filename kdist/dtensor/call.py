@@ -103,7 +103,6 @@ class Lowered:
         mesh: The DTensor mesh of every slice.
         alltoall: Whether re-layouts may use all-to-all.
         paths: Paths of the model's layers, to say which layer causes a collective.
-        seeds: How many of the last inputs everything in the backward pass depends on.
         jit_compile: See `Stitcher.stitch`.
         outlined: See `Stitcher`.
 
@@ -121,13 +120,12 @@ class Lowered:
         mesh: dtensor.Mesh,
         alltoall: bool,
         paths: Sequence[str],
-        seeds: int = 0,
         *,
         jit_compile: bool = False,
         outlined: bool = True,
     ) -> None:
         self.function, self.outlined = function, outlined
-        self.seeds, self.jit_compile, self.awaited = seeds, jit_compile, False
+        self.jit_compile, self.awaited = jit_compile, False
         self.paths = list(paths)
         self.layouts = layouts
         self.topology = layouts.compute
@@ -365,8 +363,10 @@ def _refused(reason: str) -> Exception:
     return CannotExpand(reason) if sizes.active() is None else sizes.CannotLift(reason)
 
 
-def packed(program: LoweredProgram, results: Mapping[int, Sequence[Any]]) -> Any:
-    """What a program returns, from the parts of its flat results."""
+def packed(
+    program: LoweredProgram, results: Mapping[int, Sequence[Any]], structure: Any = None
+) -> Any:
+    """What a program returns, or a part of that structure, from the parts of its flat results."""
 
     def result(position: int | None) -> Sharded | None:
         if position is None:
@@ -375,7 +375,7 @@ def packed(program: LoweredProgram, results: Mapping[int, Sequence[Any]]) -> Any
         example = None if examples is None else examples[position]
         return Sharded(tuple(results[position]), layout, example)
 
-    return tf.nest.map_structure(result, program.structure)
+    return tf.nest.map_structure(result, program.structure if structure is None else structure)
 
 
 def signature(data: Any) -> tuple:

@@ -12,6 +12,7 @@ from kdist.dtensor.partial_sums import summand
 from kdist.program.logits import changed
 from kdist.program.program import Program
 from kdist.program.python_tapes import refuse_python_tapes
+from kdist.program.recorded import both_passes
 from kdist.program.vjp import differentiable
 from kdist.sharding.dims import Dim, Dims, inner_dims
 from kdist.sharding.mesh import Topology
@@ -62,12 +63,25 @@ class MeshPrograms:
         result = self.program.loss_and_gradients(
             used, state, data, shares, rows, first, scale, view=view
         )
-        refuse_python_tapes()
-        result["gradients"] = [
-            self._laid_out(g, i, params)
-            for i, g in zip(self.program.trained.connected, result["gradients"])
-        ]
+        result["gradients"] = self._all_laid_out(result["gradients"], params)
         return self._finish(result, params, carried, True)
+
+    def collect(self, params: Any, carried: Any, x: Any, training: bool) -> dict[str, Any]:
+        """See `Program.collect`."""
+        used, state = self._gather(params, carried)
+        result = self.program.collect(used, state, x, training)
+        result["updated"] = self._laid_back(result["updated"], params, carried, training)
+        return result
+
+    def both_passes(
+        self, params: Any, carried: Any, x: Any, cotangents: Any, added: Any
+    ) -> dict[str, Any]:
+        """See `kdist.program.recorded.both_passes`; gradients come in their parameters' layouts."""
+        used, state = self._gather(params, carried)
+        result = both_passes(self.program, like)(used, state, x, cotangents, added)
+        result["gradients"] = self._all_laid_out(result["gradients"], params)
+        result["updated"] = self._laid_back(result["updated"], params, carried, True)
+        return result
 
     def losses(
         self, params: Any, carried: Any, data: Any, shares: Any, rows: Any, first: Any
@@ -106,6 +120,11 @@ class MeshPrograms:
             target = tf.add_n([tf.cast(one, tf.float32) for one in sums])
         gradients = [tf.convert_to_tensor(g) for g in tape.gradient(target, used) if g is not None]
         return outputs, gradients
+
+    def _all_laid_out(self, gradients: Sequence[Any], params: Sequence[Any]) -> list[Any]:
+        refuse_python_tapes()
+        connected = self.program.trained.connected
+        return [self._laid_out(g, i, params) for i, g in zip(connected, gradients, strict=True)]
 
     def _laid_out(self, gradient: Any, i: int, params: Sequence[Any]) -> Any:
         """A gradient in its parameter's layout; rows as (values, indices), cut by columns."""

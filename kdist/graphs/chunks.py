@@ -4,7 +4,7 @@ A program is one graph: forward pass, loss and backward pass as the model's own 
 chunk is what is computed between two communications: parameters are gathered for it, and the
 gradients that it completes are reduced after it. Forward chunks follow the parameters in the order
 in which they are used first; backward chunks follow them in reverse. The last forward chunk and the
-first backward chunk are one.
+first backward chunk are one, or apart, where something comes between them.
 
 ```
 parameters   w0 w1 | w2 w3 | w4         the chunk of each, here 3
@@ -122,6 +122,7 @@ def cut(
     fetched: Collection[str] = (),
     seeds: Collection[str] = (),
     whole_forward: bool = False,
+    apart: bool = False,
 ) -> list[Chunk]:
     """Cuts a program.
 
@@ -135,12 +136,14 @@ def cut(
         seeds: Arguments that everything of the backward pass depends on: what the loss is
             multiplied by, or gradients of the outputs.
         whole_forward: Whether the forward pass stays in one chunk.
+        apart: Whether no chunk is of both passes: the seeds are known only after the forward one.
 
     Returns:
-        Chunks, in the order in which they run; some may be empty.
+        Chunks, in the order in which they run, odd in number, or even where passes are apart; some
+        may be empty.
     """
-    labels = _Labels(graph, chunk_of, fetched, seeds)
-    return _chunks(graph, labels.final(whole_forward), 2 * labels.middle + 1)
+    labels = _Labels(graph, chunk_of, fetched, seeds, apart)
+    return _chunks(graph, labels.final(whole_forward), labels.middle + labels.turn + 1)
 
 
 class _Labels:
@@ -152,11 +155,14 @@ class _Labels:
         chunk_of: Mapping[str, int],
         fetched: Collection[str],
         seeds: Collection[str],
+        apart: bool,
     ) -> None:
         self.graph = graph
         self.first = dict(chunk_of)
         self.last = dict(chunk_of)
         self.middle = max(chunk_of.values(), default=0)
+        self.turn = self.middle + apart
+        """Number of the chunk that begins the backward pass."""
         self.sources = {n: list(map(node_of, refs)) for n, refs in graph.inputs.items()}
         self.copied = self._closure(set(fetched)) - set(graph.effects)
         only = self._closure(set(chunk_of))
@@ -164,8 +170,6 @@ class _Labels:
         self.seeded = self._descendants(set(seeds))
         before = [r for r in graph.results if node_of(r) not in self.seeded]
         self.forward = self._ancestors([*before, *graph.effects]) - self.seeded
-        if not before:  # a program that returns gradients alone
-            self.forward = set(self.sources) - self.seeded
         self.labels: dict[str, int] = {}
 
     def final(self, whole_forward: bool) -> dict[str, int]:
@@ -191,8 +195,8 @@ class _Labels:
             self.last[p] = max(self.last[p], min(label, self.middle))
 
     def _label_backward(self, name: str) -> None:
-        back = [2 * self.middle - self.last[p] for p in self.uses[name]]
-        self.labels[name] = max(self._behind(name), self.middle, *back, 0)
+        back = [self.middle + self.turn - self.last[p] for p in self.uses[name]]
+        self.labels[name] = max(self._behind(name), self.turn, *back, 0)
 
     def _behind(self, name: str) -> int:
         return max((self.labels.get(source, 0) for source in self.sources[name]), default=0)

@@ -48,10 +48,11 @@ class FlatFunction:
     Args:
         function: The function; arguments that are no tensors are part of the structure.
         seeds: How many of its last arguments everything in its backward pass depends on.
+        apart: Whether these are known only after the forward pass.
     """
 
-    def __init__(self, function: Callable, seeds: int = 0) -> None:
-        self.function, self.seeds = function, seeds
+    def __init__(self, function: Callable, seeds: int = 0, *, apart: bool = False) -> None:
+        self.function, self.seeds, self.apart = function, seeds, apart
         self._functions: dict[str, Any] = {}
 
     def trace(self, arguments: Sequence[Any]) -> Traced:

@@ -62,20 +62,16 @@ class Passes:
     seeded: frozenset[str]
 
     @classmethod
-    def of(cls, graph: Graph, seeds: Collection[str], backward: Collection[str] = ()) -> Passes:
+    def of(cls, graph: Graph, seeds: Collection[str]) -> Passes:
         """Tells them apart.
 
         Args:
             graph: The program.
             seeds: Arguments that everything of the backward pass depends on.
-            backward: Nodes that are of the backward pass, where no result tells.
         """
         seeded = descendants(graph, seeds)
         before = [r for r in graph.results if node_of(r) not in seeded]
-        if before:
-            forward = ancestors(graph, [*before, *graph.effects]) - seeded
-        else:
-            forward = set(graph.inputs) - seeded - set(backward)
+        forward = ancestors(graph, [*before, *graph.effects]) - seeded
         return cls(frozenset(forward), frozenset(seeded))
 
 

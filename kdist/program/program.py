@@ -24,7 +24,7 @@ from kdist.program.loss_parts import collected, penalty_name
 from kdist.program.model_state import ModelState
 from kdist.program.padded_batch import PaddedBatch
 from kdist.program.pruning import without_effects
-from kdist.program.traced import Traced, drawing
+from kdist.program.traced import Traced
 from kdist.program.unlisted_writes import refuse_unlisted_writes
 from kdist.storage import sparse
 from kdist.storage.overwritten import refuse_added
@@ -178,7 +178,7 @@ class Program:
         gradients = tape.gradient(target, params)
         if tf.executing_eagerly() and any(map(sparse.is_sparse, gradients)):
             self.eager.learn(self, given)
-        result["gradients"] = self._connected(gradients, data)
+        result["gradients"] = self.connected(gradients, data)
         return result
 
     def loss(
@@ -261,38 +261,6 @@ class Program:
 
         return counted() if tf.executing_eagerly() else without_effects(counted)
 
-    def cotangent_gradients(
-        self,
-        params: list[Any],
-        carried: list[Any],
-        x: Any,
-        cotangents: Sequence[Any],
-        added: Sequence[Any],
-    ) -> list[Any]:
-        """Vector-Jacobian product: gradients given those of what `collect` returns.
-
-        Args:
-            params: Values of the trainable variables.
-            carried: Values of `ModelState.carried`, as the forward pass got them.
-            x: Inputs of this replica.
-            cotangents: Gradient of the loss with respect to each flat output, and then to the
-                logits that there are; None without one.
-            added: The same for each `add_loss` value.
-
-        Returns:
-            Gradients of the connected variables.
-        """
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(params)
-            outputs, scope = self.forward(params, carried, x, training=True)
-            made = [*keras.tree.flatten(outputs), *logits_of(outputs).values()]
-            made += [ops.sum(value) for value in keras_trainer.add_loss_values(scope)]
-        pairs = [(t, c) for t, c in zip(made, (*cotangents, *added)) if c is not None]
-        if not pairs:
-            return self._connected([None] * len(params), x)
-        targets, given = zip(*pairs)
-        return self._connected(tape.gradient(targets, params, output_gradients=given), x)
-
     def collect(
         self, params: list[Any], carried: list[Any], x: Any, training: bool
     ) -> dict[str, Any]:
@@ -301,8 +269,6 @@ class Program:
         added, traced = keras_trainer.add_loss_values(scope), self.traced(training)
         layers = keras_models.flat_layers(self.model)
         traced.adders = [keras_trainer.adder_of(layers, value) for value in added]
-        if not tf.executing_eagerly():
-            traced.drawn = drawing(tf.compat.v1.get_default_graph())
         return {
             "outputs": outputs,
             "masks": with_logits(self.masks_of(outputs), logits_of(outputs)),
@@ -311,7 +277,7 @@ class Program:
             "updated": self.collect_updates(scope, traced),
         }
 
-    def _connected(self, found: Sequence[Any], data: Any) -> list[Any]:
+    def connected(self, found: Sequence[Any], data: Any) -> list[Any]:
         """Gradients that exist; notes whose they are, and which rows depend on the batch."""
         leaves = tf.nest.flatten(data, expand_composites=True)
         sources = [t for t in leaves if t is not None]

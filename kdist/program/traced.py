@@ -11,8 +11,6 @@ from kdist.storage import sparse
 
 import keras
 
-_DRAWS = ("Random", "TruncatedNormal", "ParameterizedTruncatedNormal", "Multinomial")
-
 
 @dataclasses.dataclass
 class Traced:
@@ -24,14 +22,12 @@ class Traced:
         updated: Positions in `ModelState.written` that the forward pass writes.
         adders: The layer that added each `add_loss` value of `Program.collect`; None for one
             outside.
-        drawn: An operation of `Program.collect` that draws other numbers each time, "" if none.
     """
 
     connected: list[int] = dataclasses.field(default_factory=list)
     rows: dict[int, sparse.LookUp] = dataclasses.field(default_factory=dict)
     updated: list[int] = dataclasses.field(default_factory=list)
     adders: list[keras.Layer | None] = dataclasses.field(default_factory=list)
-    drawn: str = ""
     _counts: dict[tuple[bool, ...], bool] = dataclasses.field(default_factory=dict)
 
     def note_counts(self, sample_weight: Any, terms: Iterable[SharedLoss | CountedLoss]) -> None:
@@ -45,13 +41,6 @@ class Traced:
             sample_weight: The batch's, of which only is asked what is there.
         """
         return self._counts[_given(sample_weight)]
-
-
-def drawing(graph: Any) -> str:
-    """An operation of a graph that draws by a state of TensorFlow's own; "" if there is none."""
-    operations = graph.get_operations()
-    drawn = (op.name for op in operations if op.type.startswith(_DRAWS) and op.op_def.is_stateful)
-    return next(drawn, "")
 
 
 def _given(sample_weight: Any) -> tuple[bool, ...]:

@@ -8,6 +8,7 @@ and a chunk starts when the gradients of the last but `IN_FLIGHT` have been redu
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -75,15 +76,21 @@ class ChunkedProgram:
         self._functions: dict[tuple[int, int], StitchedFunction] = {}
 
     @property
+    def last(self) -> int:
+        """Number of the last chunk."""
+        return len(self.chunks) - 1
+
+    @property
     def middle(self) -> int:
-        """Number of the chunk that ends the forward pass and begins the backward pass."""
-        return len(self.chunks) // 2
+        """Number of the chunk that ends the forward pass, and may begin the backward pass."""
+        return self.last // 2
 
     def number(self, one: Instruction) -> int | None:
         """Which chunk an instruction runs; None for what is part of another one's."""
         if isinstance(one, Forward):
             return one.chunk
-        return 2 * self.middle - one.chunk if one.chunk < self.middle else None
+        number = self.last - one.chunk
+        return number if number > self.middle else None
 
     def function(self, number: int, s: int) -> StitchedFunction:
         """The function of a chunk on a slice."""
@@ -116,7 +123,7 @@ def chunk_work(
         free: Whether chunks wait for gradients to be summed.
         early: Whether sums wait for the updates before them.
     """
-    first, middle = programs[0], programs[0].middle
+    first, middle, last = programs[0], programs[0].middle, programs[0].last
     fetched = [
         list(dict.fromkeys(i for one in programs for i in one.fetched[n]))
         for n in range(len(first.chunks))
@@ -126,8 +133,8 @@ def chunk_work(
     ends = {v: max(made.get(results[i], 0) for i in numbers) for v, numbers in gradients.items()}
     uses = [
         WeightUse(
-            {"F": fetched[chunk], "B": fetched[2 * middle - chunk] if chunk < middle else ()},
-            tuple(v for v, n in ends.items() if 2 * middle - max(n, middle) == chunk),
+            {"F": fetched[chunk], "B": fetched[last - chunk] if last - chunk > middle else ()},
+            tuple(v for v, n in ends.items() if last - max(n, last - middle) == chunk),
         )
         for chunk in range(middle + 1)
     ]
@@ -141,11 +148,14 @@ class ChunkRun:
 
     Args:
         programs: Per slice, the program: one for all, but for sizes.
-        given: Per slice and position of a flat input, its parts; None for what is gathered.
+        given: Per slice and position of a flat input, its parts; None for what is gathered, and
+            for what `take` gets.
         work: What `chunk_work` made.
         fetch: Gathers parameters.
-        complete: Sums gradients.
         before: Per slice, operations that end the pass before this one in the same step.
+
+    Attributes:
+        complete: Sums gradients; there before the first is complete.
     """
 
     def __init__(
@@ -154,17 +164,14 @@ class ChunkRun:
         given: Sequence[Sequence[Any]],
         work: Work,
         fetch: Fetch,
-        complete: Complete | None = None,
         before: Sequence[list[Any]] | None = None,
     ) -> None:
         self.before = list(before or ([] for _ in given))
         self.programs, self.work = list(programs), work
-        self.fetch, self.complete = fetch, complete
-        self.values = [
-            {name: one[i] for name, i in program.names.items() if one[i] is not None}
-            for program, one in zip(programs, given, strict=True)
-        ]
-        self.found: list[dict[int, list[Any]]] = []
+        self.fetch, self.complete = fetch, None  # type: tuple[Fetch, Complete | None]
+        self.values: list[dict[str, list[Any]]] = [{} for _ in given]
+        self.found: list[dict[int, list[Any]]] = [{} for _ in given]
+        self._left = collections.deque(work)
         self.held: list[dict[int, list[Any]]] = [{} for _ in given]
         self.done: list[list[list[Any]]] = []
         """Per chunk and slice, operations that run when it has handed on what the next one takes.
@@ -184,11 +191,23 @@ class ChunkRun:
             Await: self._await,
             Update: self._update,
         }
+        self.take(given)
 
-    def run(self) -> list[dict[int, list[Any]]]:
-        """Per slice and number of a flat result, its parts."""
-        self.found = [self._known(s) for s in range(len(self.values))]
-        for one in self.work:
+    def take(self, given: Sequence[Sequence[Any]]) -> None:
+        """Takes inputs that have become known; see `given`."""
+        for s, (program, one) in enumerate(zip(self.programs, given, strict=True)):
+            new = {n: one[i] for n, i in program.names.items() if one[i] is not None}
+            self.values[s].update(new)
+            self.found[s].update(self._known(s))
+
+    def run(self, until: type[Instruction] | None = None) -> list[dict[int, list[Any]]]:
+        """Goes on, to the end or to the first instruction of a kind.
+
+        Returns:
+            Per slice and number of a flat result, its parts, of the results so far.
+        """
+        while self._left and type(self._left[0]) is not until:
+            one = self._left.popleft()
             self.table[type(one)](one)
         return self.found
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist.dtensor.stitching import Stitcher
 from kdist.dtensor.traced import as_program
-from kdist.graphs.flat_function import FlatFunction, Traced, flat
+from kdist.graphs.flat_function import FlatFunction, Leaf, Traced, flat
+from kdist.pipeline.instructions import Backward
 from kdist.program.batch import SplitBatch
 from kdist.program.program import Program
+from kdist.program.recorded import both_passes
 from kdist.program.state import carried_for
-from kdist.runtime.chunk_run import ChunkedProgram
+from kdist.program.step_result import SliceResult
+from kdist.runtime.chunk_run import ChunkedProgram, ChunkRun
 from kdist.runtime.chunking import Chunking, Chunks, Completion, Keys
-from kdist.runtime.plain_runner import Begin, Collected, PlainRunner
+from kdist.runtime.plain_runner import Begin, Collected, Coming, PlainRunner
 from kdist.sharding.mesh import Topology
 from kdist.storage.variables import Stored
 
@@ -44,6 +47,8 @@ class ChunkedRunner(PlainRunner):
         jit_compile: bool = False,
     ) -> None:
         super().__init__(program, entries, topology, jit_compile=jit_compile)
+        both = self._checked(both_passes(program))
+        self._both = FlatFunction(both, seeds=2, apart=True)
         devices = [[device] for device in self.devices]
         self.chunks = Chunks(chunking, entries, topology, devices, keys, jit_compile=jit_compile)
 
@@ -63,8 +68,43 @@ class ChunkedRunner(PlainRunner):
     def collect(self, batch: SplitBatch, training: bool) -> Collected:
         """See `PlainRunner.collect`; the loss gets the first slice's parameters whole."""
         found = super().collect(batch, training)
+        return dataclasses.replace(found, given=self._given_to_loss())
+
+    def _given_to_loss(self) -> tuple[list[Any], list[Any]]:
+        """See `Collected.given`."""
         with tf.device(self.devices[0]):
-            return dataclasses.replace(found, given=super()._inputs(0))
+            return super()._inputs(0)
+
+    def record(self, batch: SplitBatch, coming: Coming | None) -> Collected:
+        """See `PlainRunner.record`: the chunks of the forward pass."""
+        assert coming is not None
+        self.program.tables.fetch(batch, training=True)
+        every = zip(self._all_inputs(), batch.parts, coming.cotangents, coming.added, strict=True)
+        arguments = [(*one, part[0], list(c), list(a)) for one, part, c, a in every]
+        traced = self._both.trace(arguments)
+        programs = [self._chunked(self._both, traced, arguments[0])] * len(arguments)
+        given = [self._given(traced, one) for one in arguments]
+        numbers = {v: leaf.numbers for v, leaf in self._gradient_leaves(traced).items()}
+        run = self.chunks.begin(programs, given, numbers)
+        forward = {name: leaf for name, leaf in traced.structure.items() if name != "gradients"}
+        results = [SliceResult(**_filled(forward, one)) for one in run.run(until=Backward)]
+        before = len(flat(arguments[0][: -self._both.seeds]))
+        back = _Back(run, traced, before)
+        return Collected(results, results, batch, self._given_to_loss(), back)
+
+    def pull_back(
+        self,
+        collected: Collected,
+        cotangents: Sequence[Sequence[Any]],
+        added: Sequence[Sequence[Any]],
+        begin: Begin | None = None,
+    ) -> list[list[Any]]:
+        """See `PlainRunner.pull_back`: the chunks of the backward pass."""
+        back: _Back = collected.back
+        seeds = [flat([*given]) for given in zip(cotangents, added, strict=True)]
+        back.run.take([back.inputs(one) for one in seeds])
+        found = self.chunks.end(back.run, self._completion(back.traced, begin))
+        return [_filled(back.traced.structure["gradients"], one) for one in found]
 
     def _needs_counts(
         self, function: Any, inputs: tuple, batch: SplitBatch, training: bool, values: tuple
@@ -82,13 +122,7 @@ class ChunkedRunner(PlainRunner):
         given = [self._given(traced, one) for one in arguments]
         programs = [program] * len(given)
         results = self.chunks.run(programs, given, self._completion(traced, begin))
-        return [
-            tf.nest.map_structure(
-                lambda leaf, one=one: leaf.value({i: parts[0] for i, parts in one.items()}),
-                traced.structure,
-            )
-            for one in results
-        ]
+        return [_filled(traced.structure, one) for one in results]
 
     def _chunked(self, function: Any, traced: Traced, arguments: tuple) -> ChunkedProgram:
         def make() -> tuple[Any, Stitcher]:
@@ -97,7 +131,8 @@ class ChunkedRunner(PlainRunner):
 
         end = len(flat(arguments))
         start = len(flat(arguments[: len(arguments) - function.seeds]))
-        return self.chunks.program(traced.concrete, traced.concrete, make, range(start, end))
+        seeds, key = range(start, end), traced.concrete
+        return self.chunks.program(key, traced.concrete, make, seeds, apart=function.apart)
 
     @staticmethod
     def _given(traced: Traced, arguments: tuple) -> list[Any]:
@@ -109,13 +144,9 @@ class ChunkedRunner(PlainRunner):
         """Hands gradients to the update as they become complete."""
         if begin is None:
             return None
-        known = self.program.trained
-        gradients = traced.structure
-        if isinstance(gradients, dict):
-            gradients = gradients["gradients"]
-        leaves = dict(zip(known.connected, gradients, strict=True))
+        leaves = self._gradient_leaves(traced)
         found: dict[int, dict[int, Any]] = {s: {} for s in range(len(self.devices))}
-        reduction = begin(self._source(found), known.connected)
+        reduction = begin(self._source(found), [*leaves])
 
         def fill(variable: int, results: list[dict[int, list[Any]]]) -> None:
             for s, one in enumerate(results):
@@ -124,3 +155,33 @@ class ChunkedRunner(PlainRunner):
 
         numbers = {v: leaf.numbers for v, leaf in leaves.items()}
         return Completion(numbers, fill, reduction.advance)
+
+    def _gradient_leaves(self, traced: Traced) -> dict[int, Leaf]:
+        """By trainable variable that has one, its gradient among a trace's results."""
+        return dict(zip(self.program.trained.connected, traced.structure["gradients"], strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Back:
+    """What a backward pass needs of the forward pass before it.
+
+    Attributes:
+        run: Both passes, of which the first is written.
+        traced: Of both.
+        before: Number of flat inputs before those that the backward pass begins with.
+    """
+
+    run: ChunkRun
+    traced: Traced
+    before: int
+
+    def inputs(self, seeds: Sequence[Any]) -> list[Any]:
+        """Flat inputs of a slice; None for those that it has."""
+        after = len(self.traced.concrete.inputs) - self.before - len(seeds)
+        return [*[None] * self.before, *([t] for t in seeds), *[None] * after]
+
+
+def _filled(structure: Any, results: Mapping[int, list[Any]]) -> Any:
+    """What a function returns, from the parts of its flat results, one each."""
+    values = {i: parts[0] for i, parts in results.items()}
+    return tf.nest.map_structure(lambda leaf: leaf.value(values), structure)

@@ -10,7 +10,7 @@ from typing import Any
 from kdist.config.recompute_blocks import Blocks
 from kdist.dtensor.lowering import LoweredProgram
 from kdist.dtensor.stitching import Stitcher
-from kdist.graphs.chunks import Chunk, Graph, cut, parameter_chunks, whole_blocks
+from kdist.graphs.chunks import PARTS, Chunk, Graph, cut, parameter_chunks, whole_blocks
 from kdist.optimizer.gather import Gatherer, Places, placed
 from kdist.pipeline.work import Work
 from kdist.runtime.chunk_run import ChunkedProgram, ChunkRun, chunk_work
@@ -39,6 +39,8 @@ class Chunking:
         early: Whether sums wait for the updates before them, to save memory.
         keep: Positions of gathered parameters that stay from the forward to the backward pass.
         blocks: Layers that run again in the backward pass.
+        gathers: Whether chunks gather parameters; otherwise each slice has read all of them.
+        parts: Chunks to aim at; see `parameter_chunks`.
     """
 
     forward: bool
@@ -46,6 +48,12 @@ class Chunking:
     early: bool = False
     keep: frozenset[int] = frozenset()
     blocks: Blocks = Blocks()
+    gathers: bool = True
+    parts: int = PARTS
+
+
+AROUND_LOSS = Chunking(forward=False, free=False, gathers=False, parts=1)
+"""Only the passes are apart, since a loss over the whole batch comes between them."""
 
 
 class Chunks:
@@ -79,7 +87,8 @@ class Chunks:
         self.chunking, self.jit_compile = chunking, jit_compile
         self.places = places
         self.entries, self.devices = list(entries), list(devices)
-        self.gathered = {i for i, one in enumerate(entries) if one.placement.gathered}
+        gathered = {i for i, one in enumerate(entries) if one.placement.gathered}
+        self.gathered = gathered if chunking.gathers else set()
         self.works: list[Work] | None = None
         self.topology, self.keys = topology, keys
         self._programs: dict[Hashable, ChunkedProgram] = {}
@@ -94,6 +103,8 @@ class Chunks:
         concrete: Any,
         make: Callable[[], tuple[LoweredProgram, Stitcher]],
         seeds: Collection[int],
+        *,
+        apart: bool = False,
     ) -> ChunkedProgram:
         """A program in chunks, made on first use.
 
@@ -102,12 +113,13 @@ class Chunks:
             concrete: The traced function; its first inputs are the parameters.
             make: Makes the program of one device, and what copies it.
             seeds: Positions of the flat inputs on which the backward pass depends.
+            apart: Whether these are known only after the forward pass.
         """
         if key not in self._programs:
             program, stitcher = make()
             nbytes = [entry.placement.nbytes for entry in self.entries]
             order = first_uses(concrete, len(self.entries))
-            chunk_of = parameter_chunks(order, nbytes)
+            chunk_of = parameter_chunks(order, nbytes, self.chunking.parts)
             if known := self.chunking.blocks.of:
                 numbers = [known.get(id(entry.variable)) for entry in self.entries]
                 chunk_of = whole_blocks(order, chunk_of, numbers)
@@ -118,7 +130,7 @@ class Chunks:
             whole = not self.chunking.forward
 
             def chunks_of(graph: Graph) -> list[Chunk]:
-                return cut(graph, by_name, gathered, begins, whole_forward=whole)
+                return cut(graph, by_name, gathered, begins, whole_forward=whole, apart=apart)
 
             if (blocks := self.chunking.blocks) and begins:
                 calls = len(self.devices[0]) == 1
@@ -150,30 +162,57 @@ class Chunks:
         completion: Completion | None = None,
     ) -> list[dict[int, list[Any]]]:
         """Runs a program on all slices; see `ChunkRun`."""
+        run = self.begin(programs, given, {} if completion is None else completion.numbers)
+        return self.end(run, completion)
+
+    def begin(
+        self,
+        programs: Sequence[ChunkedProgram],
+        given: Sequence[Sequence[Any]],
+        numbers: Mapping[int, Collection[int]],
+    ) -> ChunkRun:
+        """A pass of which nothing has run yet.
+
+        Args:
+            programs: Per slice.
+            given: See `ChunkRun`.
+            numbers: See `Completion`; of what will be summed.
+        """
         stored = self.devices
         if self.places is not None:
             stored = [one.devices for one in self.topology.slices]
         gather = Gatherer(self.entries, self.topology, stored, self.keys())
         work = chunk_work(
             programs,
-            {} if completion is None else completion.numbers,
+            numbers,
             gather.groups,
             keep=self.chunking.keep,
             free=self.chunking.free,
             early=self.chunking.early,
         )
-        graph, before = tf.compat.v1.get_default_graph(), None
-        works = [work]
-        if self._ended is not None and self._ended[0]() is graph:
-            before, works = self._ended[1], [*self._ended[2], work]
-        if completion is not None:
-            self.works = works
         fetch = gather if self.places is None else placed(gather, self.places)
-        run = ChunkRun(programs, given, work, fetch, completion, before)
+        before = None if self._before is None else self._before[0]
+        return ChunkRun(programs, given, work, fetch, before)
+
+    def end(
+        self, run: ChunkRun, completion: Completion | None = None
+    ) -> list[dict[int, list[Any]]]:
+        """Runs what is left of a pass; returns what `ChunkRun.run` does."""
+        works = [*(() if self._before is None else self._before[1]), run.work]
+        if completion is not None:
+            self.works, run.complete = works, completion
         found = run.run()
         if not tf.executing_eagerly():
+            graph = tf.compat.v1.get_default_graph()
             self._ended = weakref.ref(graph), run.done[-1], works
         return found
+
+    @property
+    def _before(self) -> tuple[list[list[Any]], list[Work]] | None:
+        """Of the pass that was written last into the graph of now, what ends it, and the works."""
+        if self._ended is None or self._ended[0]() is not tf.compat.v1.get_default_graph():
+            return None
+        return self._ended[1:]
 
 
 class Completion:

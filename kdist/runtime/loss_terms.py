@@ -185,18 +185,15 @@ class _Seen:
         return values, keras_trainer.get_mask(values)
 
 
-def whole_loss_note(why: str, gathered: str, stages: int, pipeline: PipelineConfig | None) -> str:
+def whole_loss_note(why: str, stages: int, pipeline: PipelineConfig | None) -> str:
     """One line for the user about a loss over the whole batch.
 
     Args:
         why: Why it is, as `whole_loss` says.
-        gathered: Why weights are gathered for it, "" if they are not.
         stages: Number of pipeline stages.
         pipeline: Settings of the pipeline, if there is one.
     """
     how = "computed once, over the gathered outputs of all replicas"
-    if gathered:
-        how = f"computed over the whole batch, on gathered weights ({gathered})"
     if pipeline is not None:
         count = pipeline.micro_batches
         usual = live_formula("1f1b", stages, count)

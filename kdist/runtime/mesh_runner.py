@@ -92,23 +92,28 @@ class MeshRunner:
                 jit_compile=jit_compile,
             )
 
-        def make(function: Callable, seeds: int = 0, outlined: bool = True) -> Lowered:
+        def make(function: Callable, outlined: bool = True) -> Lowered:
             return Lowered(
                 function,
                 layouts,
                 self.mesh,
                 alltoall,
                 paths,
-                seeds,
                 jit_compile=jit_compile,
                 outlined=outlined,
             )
 
-        self._gradients = make(self.programs.gradients, seeds=1, outlined=not program.blocks)
+        self._make = make
+        self._gradients = make(self.programs.gradients, outlined=not program.blocks)
         self._losses = make(self.programs.losses)
         self._counts = make(self.programs.counts)
         self._outputs = make(self.programs.outputs)
         self._probe = make(self.programs.probe)
+
+    @property
+    def _trained(self) -> Lowered:
+        """The training program."""
+        return self._gradients
 
     @property
     def devices(self) -> list[str]:
@@ -181,6 +186,33 @@ class MeshRunner:
         keys = [signature(one) for one in data]
         if self.chunks is None:
             return [program(s, key, one) for s, (key, one) in enumerate(zip(keys, inputs))]
+        # Everything in the backward pass depends on what the loss is multiplied by.
+        programs, given = self._in_chunks(program, keys, inputs, seeds=int(begin is not None))
+        results = self.chunks.run(programs, given, self._completion(programs, begin))
+        return [
+            packed(one.stitcher.program, found)
+            for one, found in zip(programs, results, strict=True)
+        ]
+
+    def _in_chunks(
+        self,
+        program: Lowered,
+        keys: Sequence[Any],
+        inputs: Sequence[Any],
+        seeds: int,
+        *,
+        apart: bool = False,
+    ) -> tuple[list[ChunkedProgram], list[list[Any]]]:
+        """A program in chunks, and its flat inputs, None for what is not there yet; per slice.
+
+        Args:
+            program: The program.
+            keys: Signatures of what a trace depends on, per slice.
+            inputs: Per slice.
+            seeds: How many of the last flat inputs everything in the backward pass depends on.
+            apart: Whether these are known only after the forward pass.
+        """
+        assert self.chunks is not None
         lowered = program.lower_all(keys, inputs)
         programs, given = [], []
         for (key, flat), name, one in zip(lowered, keys, inputs, strict=True):
@@ -191,16 +223,13 @@ class MeshRunner:
                     (stitcher, key),
                     program.trace(name, one),
                     lambda stitcher=stitcher: (stitcher.program, stitcher),  # type: ignore[misc]
-                    range(end - program.seeds, end),
+                    range(end - seeds, end),
+                    apart=apart,
                 )
             )
             known = [not isinstance(t.parts[0], tf.TensorSpec) for t in flat]
             given.append([list(t.parts) if there else None for t, there in zip(flat, known)])
-        results = self.chunks.run(programs, given, self._completion(programs, begin))
-        return [
-            packed(one.stitcher.program, found)
-            for one, found in zip(programs, results, strict=True)
-        ]
+        return programs, given
 
     def _completion(
         self, programs: Sequence[ChunkedProgram], begin: Begin | None
@@ -208,23 +237,24 @@ class MeshRunner:
         """Hands gradients to the update as they become complete."""
         if begin is None:
             return None
-        connected = self.program.trained.connected
-        structure = programs[0].stitcher.program.structure["gradients"]
+        structure = self._gradient_structure(programs)
         found: dict[int, dict[int, Any]] = {s: {} for s in range(len(programs))}
-        reduction = begin(self._source(found), connected)
-        where = dict(zip(connected, range(len(connected))))
+        reduction = begin(self._source(found), [*structure])
 
         def fill(variable: int, results: list[dict[int, list[Any]]]) -> None:
-            j = where[variable]
             for s, one in enumerate(results):
-                position = structure[j]
+                position = structure[variable]
                 if isinstance(position, tuple | list):
                     found[s][variable] = list(zip(*(one[i] for i in position)))
                 else:
                     found[s][variable] = one[position]
 
-        numbers = {v: tf.nest.flatten(structure[j]) for v, j in where.items()}
-        return Completion(numbers, fill, reduction.advance)
+        return Completion(flat_numbers(structure), fill, reduction.advance)
+
+    def _gradient_structure(self, programs: Sequence[ChunkedProgram]) -> dict[int, Any]:
+        """By trainable variable with a gradient, which flat results this consists of."""
+        structure = programs[0].stitcher.program.structure["gradients"]
+        return dict(zip(self.program.trained.connected, structure, strict=True))
 
     def _shares(
         self,
@@ -257,24 +287,29 @@ class MeshRunner:
 
     def _read(self, result: dict[str, Any], s: int, training: bool) -> SliceResult:
         """Results as a step takes them: gradients as lists of parts, the rest whole."""
-        gradients = [
-            list(zip(*(t.parts for t in g))) if isinstance(g, tuple) else list(g.parts)
-            for g in result.get("gradients", [])
-        ]
+        gradients = self._parts_of(result.get("gradients", []))
         updated = self._updated_whole(result["updated"], s, training)
         whole = {name: self._whole(result[name], s) for name in WHOLE_RESULTS}
         return SliceResult(gradients=gradients, updated=updated, **whole)
+
+    @staticmethod
+    def _parts_of(gradients: Sequence[Any]) -> list[list[Any]]:
+        """Gradients, or values and indices of rows, as lists of parts."""
+        return [
+            list(zip(*(t.parts for t in g))) if isinstance(g, tuple) else list(g.parts)
+            for g in gradients
+        ]
 
     def recorded(self) -> Sequence[Collective]:
         """Collectives of the lowered training program, or of what stands for it.
 
         Those that run again are listed once more, in the backward pass.
         """
-        return self._with_copies(self._gradients.recorded or self._probe.recorded)
+        return self._with_copies(self._trained.recorded or self._probe.recorded)
 
     def recorded_by_rows(self) -> dict[int, list[Collective]]:
         """The same of a slice's part of a batch, by its rows, for all sizes that are known."""
-        found = self._gradients.by_rows or self._probe.by_rows
+        found = self._trained.by_rows or self._probe.by_rows
         return {rows: self._with_copies(one) for rows, one in found.items()}
 
     def _with_copies(self, found: Sequence[Collective]) -> list[Collective]:
@@ -284,7 +319,7 @@ class MeshRunner:
 
     def islands(self) -> Sequence[Island]:
         """What of that program runs on whole operands."""
-        return self._gradients.islands or self._probe.islands
+        return self._trained.islands or self._probe.islands
 
     def lower_without_loss(self, x: Any) -> None:
         """Lowers a forward and backward pass, to see its collectives."""
@@ -324,3 +359,8 @@ class MeshRunner:
             else one.parts[0]
             for i, one in zip(self.program.traced(training).updated, updated)
         ]
+
+
+def flat_numbers(structure: Mapping[int, Any]) -> dict[int, list[int]]:
+    """See `Completion.numbers`."""
+    return {v: tf.nest.flatten(positions) for v, positions in structure.items()}

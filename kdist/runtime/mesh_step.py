@@ -25,7 +25,7 @@ from kdist.runtime.keras_contract import one_after_the_other, single_steps, with
 from kdist.runtime.pipeline_step import PipelineStep
 from kdist.runtime.step import Step
 from kdist.runtime.taken import Taken
-from kdist.runtime.whole_loss import WholeLossPipelineStep
+from kdist.runtime.whole_loss import WholeLossPipelineStep, WholeLossStep
 from kdist.runtime.worker_data import WorkerIterator
 
 import keras
@@ -108,8 +108,12 @@ class MeshPipelineStep(MeshStep, PipelineStep):
         return int(self.runner.schedule.micro_batches)
 
 
-class WholeLossMeshStep(WholeLossPipelineStep, MeshPipelineStep):
-    """The same where the loss is computed over the whole batch."""
+class WholeLossMeshStep(WholeLossStep, MeshStep):
+    """The steps of a model over inner axes whose loss is computed over the whole batch."""
+
+
+class WholeLossMeshPipelineStep(WholeLossPipelineStep, MeshPipelineStep):
+    """The same of a pipeline."""
 
 
 def as_tensors(data: Any) -> Any:

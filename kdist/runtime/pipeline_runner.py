@@ -28,7 +28,7 @@ from kdist.runtime.micro_batches import MicroBatches
 from kdist.runtime.one_device import value_at
 from kdist.runtime.order import execution_order, forward_only
 from kdist.runtime.pipeline_run import PipelineRun
-from kdist.runtime.plain_runner import Begin, Collected, loss_factor
+from kdist.runtime.plain_runner import Begin, Collected, Coming, PlainRunner, loss_factor
 from kdist.runtime.recorder import Recorder
 from kdist.sharding.mesh import Topology
 from kdist.stages.functions import Pass, StageFunctions, Unused
@@ -38,6 +38,8 @@ from kdist.stages.stage_programs import StagePrograms
 from kdist.storage.variables import Stored
 
 import tensorflow as tf
+
+NOTHING_UNUSED = Unused()
 
 
 class PipelineRunner:
@@ -58,8 +60,10 @@ class PipelineRunner:
     Attributes:
         gathered: Positions of the trainable variables that stages gather before use.
         work: What the stages do in the training step that was traced last; None before.
-        unused: What `collect` makes that its loss does not follow from.
     """
+
+    by_tape = False
+    """See `PlainRunner.by_tape`: stages make functions of what gets a gradient."""
 
     def __init__(
         self,
@@ -75,7 +79,7 @@ class PipelineRunner:
         keys: Keys,
     ) -> None:
         self.program, self.entries, self.topology = program, list(entries), topology
-        self.backend, self.recorder, self.unused = backend, recorder, Unused()
+        self.backend, self.recorder = backend, recorder
         self.want_outputs, self.want_parts = want_outputs, want_parts
         self.staged = program.staged
         self.schedule = program.staged.schedule
@@ -119,11 +123,26 @@ class PipelineRunner:
         run = self._passed(Pass(training=False), schedule, batch, None, with_loss=False)
         return [flow.result(True, False) for flow in run.flows]
 
-    def collect(self, batch: SplitBatch, training: bool) -> Collected:
-        """See `PlainRunner.collect`: all forwards, of every replica and micro-batch."""
+    coming = staticmethod(PlainRunner.coming)
+
+    def record(self, batch: SplitBatch, coming: Coming | None) -> Collected:
+        """See `PlainRunner.record`."""
+        assert coming is not None
+        added, outputs = map(_without_gradient, (coming.added, coming.cotangents))
+        return self.collect(batch, training=True, unused=Unused(added, outputs))
+
+    def collect(
+        self, batch: SplitBatch, training: bool, unused: Unused = NOTHING_UNUSED
+    ) -> Collected:
+        """See `PlainRunner.collect`: all forwards, of every replica and micro-batch.
+
+        Args:
+            batch: The batch.
+            training: Whether it is in training.
+            unused: What the loss does not follow from.
+        """
         schedule = self.schedule if training else forward_only(self.schedule)
         split = schedule.splits_backward
-        unused = self.unused if training else Unused()
         wanted = Pass(training, differentiate=training, split=split, whole=True, unused=unused)
         with self.programs.forgetting():
             run = self._begun(wanted, schedule, batch, None, with_loss=False)
@@ -147,8 +166,8 @@ class PipelineRunner:
         added: Sequence[Sequence[Any]],
         begin: Begin | None = None,
     ) -> list[Any]:
-        """See `PlainRunner.pull_back`: all backwards of what `collect` ran forward."""
-        run, given = collected.inputs, iter(zip(cotangents, added, strict=True))
+        """See `PlainRunner.pull_back`: all backwards of what `record` ran forward."""
+        run, given = collected.back, iter(zip(cotangents, added, strict=True))
         for flow in run.flows:
             for i in range(len(flow.parts)):
                 flow.give_cotangents(i, *next(given))
@@ -322,3 +341,9 @@ class PipelineRunner:
     def gathered_paths(self) -> list[str]:
         """Weights that are made whole before use because an operation cannot take parts."""
         return self.backend.gathered_paths()
+
+
+def _without_gradient(gradients: Sequence[Sequence[Any]]) -> tuple[int, ...]:
+    """Numbers of the columns that have none."""
+    columns = enumerate(zip(*gradients, strict=True))
+    return tuple(i for i, column in columns if all(one is None for one in column))

@@ -22,6 +22,7 @@ from kdist.program.batch import SplitBatch, for_each_term, share_of
 from kdist.program.loss import has_rows, shares_from_counts
 from kdist.program.program import Program
 from kdist.program.python_tapes import refuse_python_tapes
+from kdist.program.recorded import made_by, recorded
 from kdist.program.state import carried_for
 from kdist.program.step_result import SliceResult
 from kdist.runtime.or_without_xla import OrWithoutXla
@@ -48,14 +49,52 @@ class Collected:
         parts: Per call of the model on a part of the batch: `outputs`, `masks`, `added`.
         batch: The batch in these parts.
         given: Values of trainable and of carried variables, whole, for the loss.
-        inputs: What the backward pass needs of it.
+        back: What the backward pass needs of it.
     """
 
     results: Sequence[SliceResult]
     parts: Sequence[SliceResult]
     batch: SplitBatch
     given: tuple[list[Any], list[Any]]
-    inputs: Any
+    back: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Coming:
+    """What will come back through the parts of a forward pass: specs, known before it is written.
+
+    Attributes:
+        cotangents: Per part, of the gradient of each flat output and its logits; None without one.
+        added: The same of each `add_loss` value.
+    """
+
+    cotangents: Sequence[Sequence[Any]]
+    added: Sequence[Sequence[Any]]
+
+    @classmethod
+    def of(
+        cls,
+        made: Sequence[Sequence[Any]],
+        cotangents: Sequence[Sequence[Any]],
+        added: Sequence[Sequence[Any]],
+        like: Callable[[Any, Any], Any] = lambda made, g: tf.TensorSpec(made.shape, g.dtype),
+    ) -> Coming:
+        """What gradients are like that were found once.
+
+        Args:
+            made: Per part, what they are gradients of.
+            cotangents: Per part, of outputs and logits; None without one.
+            added: The same of `add_loss` values.
+            like: Describes one, from what it is the gradient of and the gradient.
+        """
+        found, ends = [], [len(one) for one in cotangents]
+        for tensors, *gradients in zip(made, cotangents, added, strict=True):
+            pairs = zip(tensors, [*gradients[0], *gradients[1]], strict=True)
+            found.append([None if g is None else like(t, g) for t, g in pairs])
+        return cls(
+            [one[:end] for one, end in zip(found, ends)],
+            [one[end:] for one, end in zip(found, ends)],
+        )
 
 
 class PlainRunner:
@@ -85,10 +124,8 @@ class PlainRunner:
         self.entries = list(entries)
         self.topology = topology
         self.eager = eager
-        differentiated: list[Callable] = [program.loss_and_gradients, program.cotangent_gradients]
-        if len(topology.slices) > 1:
-            differentiated = [_checked(one) for one in differentiated]
-        self._gradients = self._function(differentiated[0], jit_compile, seeds=1)
+        gradients = self._checked(program.loss_and_gradients)
+        self._gradients = self._function(gradients, jit_compile, seeds=1)
         self._loss = self._function(program.loss, jit_compile)
         self._counts = self._function(program.counts, False)
         self._counts_traced: Callable | None = None
@@ -97,7 +134,11 @@ class PlainRunner:
             self._counts = self._counts_traced = counts
         self._forward = self._function(program.infer, jit_compile)
         self._collect = self._function(program.collect, jit_compile)
-        self._pull = self._function(differentiated[1], jit_compile, seeds=2)
+
+    @property
+    def by_tape(self) -> bool:
+        """Whether a tape records forward passes, so that any gradient may come back."""
+        return self.eager
 
     @property
     def devices(self) -> list[str]:
@@ -123,6 +164,19 @@ class PlainRunner:
                 return xla
             return OrWithoutXla(xla, lambda: self._function(fn, False, seeds), self.lacking)
         return function_graphs.one_device_function(fn, reduce_retracing=True)
+
+    def _checked(self, differentiated: Callable) -> Callable:
+        """A function that differentiates; several replicas call one trace of it."""
+        if len(self.topology.slices) == 1:
+            return differentiated
+
+        @functools.wraps(differentiated)
+        def checked(*given: Any, **named: Any) -> Any:
+            result = differentiated(*given, **named)
+            refuse_python_tapes()
+            return result
+
+        return checked
 
     def _inputs(self, replica: int) -> tuple[list[Any], list[Any]]:
         """Parameters and carried state of a replica, on its device."""
@@ -242,7 +296,32 @@ class PlainRunner:
         given = zip(inputs, batch.parts, strict=True)
         found = self._on_all(self._collect, [(*one, p[0], training) for one, p in given])
         results = [SliceResult(**one) for one in found]
-        return Collected(results, results, batch, inputs[0], inputs)
+        return Collected(results, results, batch, inputs[0])
+
+    @staticmethod
+    def coming(
+        collected: Collected,
+        cotangents: Sequence[Sequence[Any]],
+        added: Sequence[Sequence[Any]],
+    ) -> Coming:
+        """What `pull_back` will get, as a loss of `collect`'s outputs shows it."""
+        return Coming.of([made_by(vars(part)) for part in collected.parts], cotangents, added)
+
+    def record(self, batch: SplitBatch, coming: Coming | None) -> Collected:
+        """The same in training, for `pull_back` to follow; op by op here, where tapes record it.
+
+        Args:
+            batch: The batch.
+            coming: What that will get; None where tapes record.
+        """
+        self.program.tables.fetch(batch, training=True)
+        inputs, results, back = self._all_inputs(), [], []
+        for device, given, part in zip(self.devices, inputs, batch.parts, strict=True):
+            with tf.device(device):
+                found, pull = recorded(self.program, *given, part[0])
+            results.append(SliceResult(**found))
+            back.append(pull)
+        return Collected(results, results, batch, inputs[0], back)
 
     def pull_back(
         self,
@@ -251,18 +330,20 @@ class PlainRunner:
         added: Sequence[Sequence[Any]],
         begin: Begin | None = None,
     ) -> list[list[Any]]:
-        """Gradients of every slice, given those of the parts that `collect` returned.
+        """Gradients of every slice, given those of the parts that `record` returned.
 
         Args:
-            collected: What `collect` returned.
+            collected: What `record` returned.
             cotangents: Per part, the gradient of each flat output (None: unused).
             added: Per part, the gradient of each `add_loss` value (None: unused).
             begin: See `gradients`.
         """
-        batch, inputs = collected.batch, collected.inputs
-        given = zip(inputs, batch.parts, cotangents, added, strict=True)
-        arguments = [(*one, p[0], list(c), list(a)) for one, p, c, a in given]
-        return self._on_all(self._pull, arguments, begin)
+        found = []
+        every = zip(self.devices, collected.back, cotangents, added, strict=True)
+        for device, pull, *given in every:
+            with tf.device(device):
+                found.append(pull(*given))
+        return found
 
     def gradient_at(self, results: Sequence[Sequence[Any]]) -> SliceGradients:
         """How the update reads gradients.
@@ -278,18 +359,6 @@ class PlainRunner:
     def _source(self, gradients: Mapping[int, Mapping[int, Sequence[Any]]]) -> SliceGradients:
         rows, devices = self.program.trained.rows, [[device] for device in self.devices]
         return SliceGradients(gradients, rows, self.entries, devices)
-
-
-def _checked(differentiated: Callable) -> Callable:
-    """What several replicas call of one trace."""
-
-    @functools.wraps(differentiated)
-    def checked(*given: Any, **named: Any) -> Any:
-        result = differentiated(*given, **named)
-        refuse_python_tapes()
-        return result
-
-    return checked
 
 
 def not_folded(value: Any) -> Any:

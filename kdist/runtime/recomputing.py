@@ -12,7 +12,6 @@ from kdist.config.recompute_blocks import Blocks
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.stitching import Stitcher
 from kdist.graphs.chunks import Chunk, Graph, node_of
-from kdist.graphs.layer_names import BACKWARD
 from kdist.graphs.program_peak import repeated_peak
 from kdist.graphs.recompute import Passes, descendants, repeat
 from kdist.program.again import OVER_INNER_AXES, Candidates, Nodes, nodes_again
@@ -43,7 +42,7 @@ def run_again(
         calls: Whether each of these is a call, as on one device.
     """
     graph = stitcher.graph
-    passes = Passes.of(graph, seeds, [n for n in graph.inputs if BACKWARD in n])
+    passes = Passes.of(graph, seeds)
     sizes = Sizes(stitcher)
     nodes = sizes.nodes()
     communication = set(nodes.communication)
@@ -69,8 +68,7 @@ def run_again(
         warnings.warn(
             "recompute computes nothing again in a backward pass: of the blocks that it names, the "
             "pass reads nothing that may run twice. What has an effect, and what leaves a block, "
-            "is kept; under a loss over the whole batch, all of a model with embeddings. Name "
-            f"larger blocks, or leave it out. Received: {blocks.describe()}",
+            f"is kept. Name larger blocks, or leave it out. Received: {blocks.describe()}",
             stacklevel=2,
         )
     stitcher.repeat(made)

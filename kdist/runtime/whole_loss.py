@@ -4,9 +4,9 @@ Nothing is known about how such a loss splits over replicas: it is computed once
 slice's device, over the gathered outputs, with the weights and the state that one device has after
 its forward pass. Gradients of the outputs go back to the slices, to be pulled through; those of the
 weights that the loss itself uses join the slices' sums. Exact for any loss, at the cost of the
-gather. Stages keep what their forward passes leave, for all micro-batches, and a model without
-stages is one stage where it can be (`PlacedModel.one_stage`). Other replicas run their forward pass
-again.
+gather. There is one forward pass: replicas run chunks, of which none is of both passes; stages
+keep what their forward passes leave, for all micro-batches, and over inner axes a model without
+stages is one stage where it can be (`PlacedModel.one_stage`).
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from kdist.optimizer.gradients import GradientSource
 from kdist.optimizer.reduction import Reduction
 from kdist.program.batch import SplitBatch, join
 from kdist.program.forward_scope import ForwardScope
-from kdist.program.logits import logits_among
 from kdist.program.loss_parts import LossParts, compute_loss
 from kdist.program.program import attach_masks
+from kdist.program.recorded import with_their_logits
 from kdist.program.state import combined
 from kdist.program.step_result import SliceResult, State, StepResult
 from kdist.program.vjp import differentiable
 from kdist.runtime.loss_terms import OVERRIDDEN
 from kdist.runtime.metrics import join_masks
 from kdist.runtime.pipeline_step import PipelineStep
-from kdist.runtime.plain_runner import Begin, Collected, layer_weights
+from kdist.runtime.plain_runner import Begin, Collected, Coming, layer_weights
 from kdist.runtime.step import Step
-from kdist.stages.functions import Unused
 
 import keras
 import tensorflow as tf
@@ -67,10 +66,7 @@ class WholeLossStep(Step):
     def _differentiated(
         self, batch: SplitBatch, scale: Any, begin: Begin | None = None
     ) -> StepResult:
-        self._look_ahead(batch)
-        collected = self.runner.collect(batch, training=True)
-        if self.program.trained.drawn:
-            self.parallel.warn_once(_other_draws(self.program.trained.drawn))
+        collected = self.runner.record(batch, self._coming(batch))
         back = self._pulled(collected, batch, scale)
 
         def with_once(source: GradientSource, connected: Sequence[int]) -> Reduction:
@@ -86,15 +82,27 @@ class WholeLossStep(Step):
         slices[0] = dataclasses.replace(slices[0], loss_parts=back.parts)
         return StepResult(back.loss, slices, back.once, back.state)
 
-    def _look_ahead(self, batch: SplitBatch) -> None:
-        """Finds out what has to be known of the loss before the forward pass is written."""
+    def _coming(self, batch: SplitBatch) -> Coming | None:
+        """What the loss will have gradients of, found in a graph that never runs.
+
+        A backward pass is traced before there is a loss. None op by op, where tapes record.
+        """
+        if self.runner.by_tape:
+            return None
+        found: list[Coming] = []
+
+        def loss() -> list[Any]:
+            collected = self.runner.collect(batch, training=True)
+            pulled = self._pulled(collected, batch, None)
+            found.append(self.runner.coming(collected, pulled.cotangents, pulled.added))
+            return []
+
+        tf.function(loss, autograph=False).get_concrete_function()
+        return found[0]
 
     def _pulled(self, collected: Collected, batch: SplitBatch, scale: Any) -> _Pulled:
         """The loss, and its gradients."""
-        outputs = [
-            [*keras.tree.flatten(part.outputs), *logits_among(part.masks).values()]
-            for part in collected.parts
-        ]
+        outputs = [with_their_logits(part.outputs, part.masks) for part in collected.parts]
         added = [part.added for part in collected.parts]
         with tf.device(self.runner.devices[0]):
             state = self._state_after(batch, collected.results, training=True)
@@ -105,7 +113,9 @@ class WholeLossStep(Step):
                 loss, written, parts = self._loss(collected, (params, carried), training=True)
                 target = loss if scale is None else loss * tf.cast(scale, loss.dtype)
             sources = [t if differentiable(t) else None for t in keras.tree.flatten(outputs)]
-            found = _gradient(tape, target, [*sources, *keras.tree.flatten(added), *params])
+            made = [*sources, *keras.tree.flatten(added)]
+            found = _gradient(tape, target, [*made, *params])
+            found[: len(made)] = map(_dense, found[: len(made)])
         return _Pulled(
             loss=loss,
             parts=parts,
@@ -183,35 +193,10 @@ class WholeLossStep(Step):
 class WholeLossPipelineStep(WholeLossStep, PipelineStep):
     """The steps of a pipeline whose loss is computed over the whole batch."""
 
-    def _look_ahead(self, batch: SplitBatch) -> None:
-        """Finds out what the loss does not follow from, in a graph that never runs.
 
-        Stages make functions of what gets a gradient, before there is a loss that has some.
-        """
-
-        def loss() -> list[Any]:
-            found = self._pulled(self.runner.collect(batch, training=True), batch, None)
-            added, outputs = map(_without_gradient, (found.added, found.cotangents))
-            self.runner.unused = Unused(added, outputs)
-            return []
-
-        tf.function(loss, autograph=False).get_concrete_function()
-
-
-def _other_draws(operation: str) -> str:
-    """A note for the user about numbers that differ between the two forward passes."""
-    return (
-        "A loss over the whole batch takes two forward passes, and what TensorFlow draws differs "
-        "between them: gradients are not those of the loss that is shown. Draw with functions of "
-        "keras.random, with a seed of the layer's own (seed=self.seed_generator, a "
-        f"keras.random.SeedGenerator). Received: operation {operation!r}"
-    )
-
-
-def _without_gradient(gradients: Sequence[Sequence[Any]]) -> tuple[int, ...]:
-    """Numbers of the columns that have none."""
-    columns = enumerate(zip(*gradients, strict=True))
-    return tuple(i for i, column in columns if all(one is None for one in column))
+def _dense(gradient: Any) -> Any:
+    """A gradient; rows of an output, which the loss has looked up, as all of it."""
+    return None if gradient is None else tf.convert_to_tensor(gradient)
 
 
 def _sized(tensors: Any, batch: SplitBatch) -> Any:

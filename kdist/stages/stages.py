@@ -94,7 +94,6 @@ class StagedModel:
         example: Any = None,
         before: StagedModel | None = None,
         whole_loss: str = "",
-        settings: bool = True,
     ) -> StagedModel:
         """Cuts a built model.
 
@@ -106,7 +105,6 @@ class StagedModel:
                 that are measured.
             before: How the model was cut before it gained or lost weights.
             whole_loss: Why its loss is one over the whole batch, "" if it is not.
-            settings: Whether what `set_stage` said counts; not where nobody asked for stages.
 
         Raises:
             ValueError: The model has no graph, or no such cut exists; or costs are to be measured
@@ -124,7 +122,7 @@ class StagedModel:
             described = graph_of(model)
             stages = config.stages if isinstance(config.stages, dict) else {}
             graph = described.graph.assign(stages)
-            graph = _with_settings(model, described, graph) if settings else graph
+            graph = _with_settings(model, described, graph)
         costs = Costs({node.name: node.cost for node in graph.nodes})
         if config.costs == "measured":
             costs = _measured(described, functional, config, topology, graph, example, before)

@@ -97,7 +97,7 @@ def _observed(layers: list[keras.layers.Layer], parallel: Parallel) -> Iterator[
     inner axes and in stages, which otherwise leave out what a step does not need.
     """
     classes: list[Any] = [type(layer) for layer in layers]
-    leaves_out = parallel.over_inner_axes("train") or parallel.staged is not None
+    leaves_out = parallel.over_inner_axes or parallel.staged is not None
     anew = bool(layers) or leaves_out
     if anew:
         parallel.forget_functions(parallel.jit_compile)

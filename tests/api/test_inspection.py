@@ -229,15 +229,26 @@ def test_a_plain_model_is_refused() -> None:
         kdist.inspect(mlp())
 
 
+class Own(keras.Model):
+    """A model that does not say what its inputs are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = keras.layers.Dense(8)
+
+    def call(self, x: Any) -> Any:
+        return self.up(x)
+
+
 def test_shapes_that_are_not_known_are_asked_for() -> None:
-    class Own(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = keras.layers.Dense(8)
-
-        def call(self, x: Any) -> Any:
-            return self.up(x)
-
     model = kdist.parallelize(Own(), kdist.ParallelConfig(mesh=kdist.mesh(model=2)))
     with pytest.raises(ValueError, match="(?i)train.*batch.*first.*Received: model="):
         kdist.inspect(model)
+
+
+def test_layers_that_send_nothing_are_not_lowered_again() -> None:
+    """The step that has trained knows the model's inputs, and nothing else does."""
+    model = kdist.parallelize(Own(), kdist.ParallelConfig(mesh=kdist.mesh(model=2)))
+    model.compile("sgd", "mse")
+    model.train_on_batch(np.zeros((4, 6)), np.zeros((4, 8)))
+    assert not kdist.inspect(model).collectives

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kdist.graphs.chunks import MOST_BYTES, PARTS, Chunk, Graph, cut, node_of, parameter_chunks
+from kdist.graphs.recompute import descendants
 
 import hypothesis
 import keras
@@ -84,6 +85,20 @@ def test_backward_chunks_are_those_of_forward_in_reverse() -> None:
     ]
 
 
+def test_passes_may_be_apart() -> None:
+    names = {"w0": 0, "w1": 1, "w2": 2}
+    assert nodes(cut(layers(3), names, names, {"scale"}, apart=True)) == [
+        {"cast0", "y0"},
+        {"cast1", "y1"},
+        {"cast2", "y2"},
+        {"cast2", "d3", "dw2", "d2", "dw1"},
+        {"cast1", "d1", "dw0"},
+        {"cast0", "d0"},
+    ]
+    whole = nodes(cut(layers(3), names, (), {"scale"}, whole_forward=True, apart=True))
+    assert [n for n in whole if n][0] == {f"{kind}{i}" for kind in ("cast", "y") for i in range(3)}
+
+
 def test_what_follows_from_a_gathered_parameter_is_computed_again() -> None:
     names = {"w0": 0, "w1": 1}
     gathered = cut(layers(2), names, names, {"scale"})
@@ -124,9 +139,18 @@ def test_every_node_runs_once_after_what_it_needs(draws: Any) -> None:
         inputs[f"n{i}"] = draws.draw(st.lists(st.sampled_from(pool), min_size=1, max_size=3))
     results = draws.draw(st.lists(st.sampled_from([f"n{i}:0:0" for i in range(count)]), min_size=1))
     fetched = draws.draw(st.sets(st.sampled_from(sorted(names))))
-    chunks = cut(Graph(inputs, results), names, fetched, {"scale"})
+    apart = draws.draw(st.booleans())
+    chunks = cut(Graph(inputs, results), names, fetched, {"scale"}, apart=apart)
+    assert len(chunks) % 2 != apart
     known = {"x", "scale", *names}
     given_out: set[str] = set()
+    if apart:
+        seeded = descendants(Graph(inputs, results), {"scale"})
+        forward, backward = chunks[: len(chunks) // 2], chunks[len(chunks) // 2 :]
+        assert not any(seeded & set(one.nodes) for one in forward)
+        of_forward = {r for r in results if node_of(r) not in seeded}
+        assert of_forward <= {r for one in forward for r in one.gives} or not of_forward
+        assert not any(of_forward & set(one.gives) for one in backward)
     for chunk in chunks:
         assert set(chunk.takes) <= known | given_out
         inside = {*chunk.takes}
