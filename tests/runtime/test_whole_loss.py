@@ -250,7 +250,9 @@ class Scaled(keras.layers.Layer):
 
     def call(self, x: Any) -> Any:
         self.drawn.assign_add(1.0)
-        return self.scale * (tf.random.normal(tf.shape(x), dtype=x.dtype) + 0 * x)
+        # Without a seed of its own or of the process: no two operations draw the same.
+        drawn = tf.raw_ops.RandomStandardNormal(shape=tf.shape(x), dtype=x.dtype)
+        return self.scale * (drawn + 0 * x)
 
 
 class Regularized(keras.Model):
