@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import kdist
+
 import keras
 import pytest
 
@@ -64,6 +66,36 @@ def test_loss_equals_one_device(name: str, mesh: str, sizes: str, engine: str) -
 )
 def test_loss_at_every_level(name: str, level: int, mesh: str, engine: str) -> None:
     _run(name, mesh, "ragged", engine, config=config(level))
+
+
+def recomputed(level: int, **options: Any) -> dict[str, Any]:
+    return {**config(level), "recompute": kdist.RecomputeConfig(layers=[".*"], **options)}
+
+
+CHUNKED = {
+    "recompute": recomputed(0),
+    "selective_at_level_1": recomputed(1, policy="selective"),
+    "recompute_at_level_3": recomputed(3),
+    "kept_at_level_3": config(3, keep_gathered=True),
+    "in_no_chunks": {"fusion": kdist.FusionConfig(overlap=False)},
+}
+DEFAULT_CHUNKED = [("centres", "recompute_at_level_3", "data2_model2")]
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "mesh"),
+    spread(
+        product(
+            ("dice", "centres", "own_call_of_the_model", "kernel_penalty", "one_of_two"),
+            CHUNKED,
+            ("data4", "data2_model2"),
+        ),
+        DEFAULT_CHUNKED,
+    ),
+)
+def test_loss_between_chunks(name: str, chunks: str, mesh: str, engine: str) -> None:
+    """Its gradients come in between the passes, of which one may be repeated by the other."""
+    _run(name, mesh, "ragged", engine, config=CHUNKED[chunks])
 
 
 @pytest.mark.parametrize(
