@@ -196,7 +196,10 @@ class PreparedModel(FittedModel):
         terms = loss_terms(self.model, keras.tree.map_structure(as_spec, example))
         self.loss_terms = terms
         if self.whole_loss != before:
-            self.forget_steps(self.jit_compile)
+            # Programs are cut around a loss over the whole batch: see `resolved_xla`.
+            leaves_out = self.xla_of_keras and self.whole_loss
+            self.xla_of_keras = self.xla_of_keras and not leaves_out
+            self.forget_steps(False if leaves_out else self.jit_compile)
             self.loss_terms = terms
 
     def _build(self, kind: str, example: Any) -> None:

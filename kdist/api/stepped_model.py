@@ -86,7 +86,6 @@ class SteppedModel(PlannedModel):
     def forget_steps(self, jit_compile: bool | str) -> None:
         """Makes programs and steps anew on their next use, compiled as asked."""
         self.jit_compile = jit_compile
-        self.fallbacks = [line for line in self.fallbacks if line != self.whole_loss_note]
         self.program = self.update = self.loss_terms = None
         self.schedule_stages()
         self._mesh_runner = None
@@ -191,7 +190,7 @@ class SteppedModel(PlannedModel):
     def compiled_whole(self) -> bool:
         """Whether XLA gets whole programs, though buckets could leave while they run."""
         apart = self.compute.inner_size > 1 or self.optimizer_config.level >= 2
-        return self.jit_compile is True and not (apart or self.blocks)
+        return self.jit_compile is True and not (apart or self.blocks or self.whole_loss)
 
     def resolved_xla(self, wanted: bool | str) -> bool | str:
         """What `jit_compile` is here: "auto" is True where Keras says so and programs are whole.
@@ -201,9 +200,9 @@ class SteppedModel(PlannedModel):
         asked for.
         """
         cut = self.compute.inner_size > 1 or self.topology.num_stages > 1
-        whole = not (cut or self.optimizer_config.level >= 2 or self.blocks)
+        cut = cut or self.optimizer_config.level >= 2 or bool(self.blocks or self.whole_loss)
         auto = wanted == "auto" and keras_xla.compiles_by_itself(self.model)
-        self.xla_of_keras = auto and whole
+        self.xla_of_keras = auto and not cut
         return True if self.xla_of_keras else wanted
 
     def travel_notes(self) -> list[str]:
@@ -313,7 +312,7 @@ class SteppedModel(PlannedModel):
         # Where layers see the whole batch, one device computes, and gathers for itself.
         chunking, xla = None if self.whole_batch else self.chunking, self.jit_compile is True
         if chunking is None and self.whole_loss and not self.model.run_eagerly:
-            chunking, xla = AROUND_LOSS, xla and not self.xla_of_keras
+            chunking = AROUND_LOSS
         given = self.program, self.trainable(), self.compute
         if chunking is not None:
             chunks = ChunkedRunner(*given, chunking, self._bucket_keys, jit_compile=xla)

@@ -55,8 +55,9 @@ class StitchedFunction:
         if lists:
             raise ValueError(
                 "XLA cannot hand what a loop keeps (a list of tensors) from a forward to a "
-                "backward function, as stages and chunks do. Compile with jit_compile='auto' or "
-                "False, or unroll the loop (keras.layers.LSTM(unroll=True)). "
+                "backward function, as stages and chunks do, and a loss over the whole batch "
+                "between them. Compile with jit_compile='auto' or False, or unroll the loop "
+                "(keras.layers.LSTM(unroll=True)). "
                 f"Received: jit_compile=True, {list(lists)}"
             )
 

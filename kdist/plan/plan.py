@@ -81,8 +81,7 @@ class Plan:
         inside: What layers communicate over inner axes; None while no program is lowered.
         memory: What is on each device once a step has run; its gradients, gathered parameters and
             activations once `kdist.inspect` has read them from a step.
-        works: What stages, or a model in chunks, do instruction by instruction; per pass, of which
-            a loss over the whole batch makes two.
+        works: What stages, or a model in chunks, do instruction by instruction, per pass.
 
     Example:
         >>> plan = model.plan()

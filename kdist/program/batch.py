@@ -25,7 +25,8 @@ class SplitBatch:
         parts: One (x, y, sample_weight) per replica.
         counts: Rows that count, one scalar int32 tensor per replica.
         size: Rows of the global batch, scalar int32 tensor.
-        static_size: The same if one device would know it while tracing, else None.
+        static_size: The same if one device would know it while tracing, else None. A tensor in a
+            step over inner axes that serves all sizes.
         full: True if it is known that every replica has rows.
     """
 
@@ -33,7 +34,7 @@ class SplitBatch:
     parts: list[tuple[Any, Any, Any]]
     counts: list[tf.Tensor]
     size: tf.Tensor
-    static_size: int | None
+    static_size: Any
     full: bool
 
 
@@ -212,6 +213,8 @@ def join(parts: list[Any], counts: list[tf.Tensor]) -> Any:
         return parts[0]
 
     def concat(*leaves: Any) -> Any:
+        if leaves[0] is None:
+            return None
         if isinstance(leaves[0], tf.SparseTensor):
             return tf.sparse.concat(0, [_take(leaf, 0, n) for leaf, n in zip(leaves, counts)])
         return tf.concat([leaf[:n] for leaf, n in zip(leaves, counts)], axis=0)

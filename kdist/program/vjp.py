@@ -345,8 +345,9 @@ def as_node(concrete: Any, *, jit_compile: bool = False) -> Callable:
     if jit_compile and lists:
         raise ValueError(
             "XLA cannot hand what a loop keeps (a list of tensors) from a forward to a backward "
-            "function, as stages and chunks do. Compile with jit_compile='auto' or False, or "
-            f"unroll the loop (keras.layers.LSTM(unroll=True)). Received: jit_compile=True, {lists}"
+            "function, as stages and chunks do, and a loss over the whole batch between them. "
+            "Compile with jit_compile='auto' or False, or unroll the loop "
+            f"(keras.layers.LSTM(unroll=True)). Received: jit_compile=True, {lists}"
         )
 
     shared = function_graphs.of_one_device_too(concrete)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -69,6 +70,10 @@ class ChunkedRunner(PlainRunner):
         """See `PlainRunner.collect`; the loss gets the first slice's parameters whole."""
         found = super().collect(batch, training)
         return dataclasses.replace(found, given=self._given_to_loss())
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """See `PlainRunner.aside`."""
+        return self.chunks.aside()
 
     def _given_to_loss(self) -> tuple[list[Any], list[Any]]:
         """See `Collected.given`."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist.config.recompute_blocks import Blocks
@@ -53,7 +54,7 @@ class Chunking:
 
 
 AROUND_LOSS = Chunking(forward=False, free=False, gathers=False, parts=1)
-"""Only the passes are apart, since a loss over the whole batch comes between them."""
+"""Where nothing else asks for chunks, a loss over the whole batch comes between the passes."""
 
 
 class Chunks:
@@ -206,6 +207,15 @@ class Chunks:
             graph = tf.compat.v1.get_default_graph()
             self._ended = weakref.ref(graph), run.done[-1], works
         return found
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Meanwhile, passes are of a graph that never runs, and no other comes after them."""
+        ended, self._ended = self._ended, None
+        try:
+            yield
+        finally:
+            self._ended = ended
 
     @property
     def _before(self) -> tuple[list[list[Any]], list[Work]] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -52,6 +53,11 @@ class MeshAroundLoss(MeshRunner):
         found = self._on_all(self._collects[training], data, inputs)
         results = [self._collected(one, s, training) for s, one in enumerate(found)]
         return Collected(results, results, batch, self._given_to_loss(), found)
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """See `PlainRunner.aside`."""
+        assert self.chunks is not None
+        return self.chunks.aside()
 
     def coming(
         self,

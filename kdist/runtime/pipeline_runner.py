@@ -8,6 +8,7 @@ gradients back, gradients add up where the parameters are.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -124,6 +125,10 @@ class PipelineRunner:
         return [flow.result(True, False) for flow in run.flows]
 
     coming = staticmethod(PlainRunner.coming)
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """See `PlainRunner.aside`."""
+        return contextlib.nullcontext()
 
     def record(self, batch: SplitBatch, coming: Coming | None) -> Collected:
         """See `PlainRunner.record`."""

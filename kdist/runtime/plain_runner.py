@@ -298,6 +298,10 @@ class PlainRunner:
         results = [SliceResult(**one) for one in found]
         return Collected(results, results, batch, inputs[0])
 
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """Around a graph that never runs."""
+        return contextlib.nullcontext()
+
     @staticmethod
     def coming(
         collected: Collected,

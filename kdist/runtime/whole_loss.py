@@ -4,9 +4,8 @@ Nothing is known about how such a loss splits over replicas: it is computed once
 slice's device, over the gathered outputs, with the weights and the state that one device has after
 its forward pass. Gradients of the outputs go back to the slices, to be pulled through; those of the
 weights that the loss itself uses join the slices' sums. Exact for any loss, at the cost of the
-gather. There is one forward pass: replicas run chunks, of which none is of both passes; stages
-keep what their forward passes leave, for all micro-batches, and over inner axes a model without
-stages is one stage where it can be (`PlacedModel.one_stage`).
+gather. There is one forward pass: slices run chunks, of which none is of both passes; stages keep
+what their forward passes leave, for all micro-batches.
 """
 
 from __future__ import annotations
@@ -97,7 +96,8 @@ class WholeLossStep(Step):
             found.append(self.runner.coming(collected, pulled.cotangents, pulled.added))
             return []
 
-        tf.function(loss, autograph=False).get_concrete_function()
+        with self.runner.aside():
+            tf.function(loss, autograph=False).get_concrete_function()
         return found[0]
 
     def _pulled(self, collected: Collected, batch: SplitBatch, scale: Any) -> _Pulled:
@@ -108,11 +108,11 @@ class WholeLossStep(Step):
             state = self._state_after(batch, collected.results, training=True)
             params, carried = self._given(collected.given, state)
             with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch([t for t in keras.tree.flatten([outputs, added]) if differentiable(t)])
+                tape.watch([t for t in keras.tree.flatten([outputs, added]) if _has_gradient(t)])
                 tape.watch(params)
                 loss, written, parts = self._loss(collected, (params, carried), training=True)
                 target = loss if scale is None else loss * tf.cast(scale, loss.dtype)
-            sources = [t if differentiable(t) else None for t in keras.tree.flatten(outputs)]
+            sources = [t if _has_gradient(t) else None for t in keras.tree.flatten(outputs)]
             made = [*sources, *keras.tree.flatten(added)]
             found = _gradient(tape, target, [*made, *params])
             found[: len(made)] = map(_dense, found[: len(made)])
@@ -194,6 +194,11 @@ class WholeLossPipelineStep(WholeLossStep, PipelineStep):
     """The steps of a pipeline whose loss is computed over the whole batch."""
 
 
+def _has_gradient(made: Any) -> bool:
+    """Whether an output can have one; it may be None."""
+    return made is not None and differentiable(made)
+
+
 def _dense(gradient: Any) -> Any:
     """A gradient; rows of an output, which the loss has looked up, as all of it."""
     return None if gradient is None else tf.convert_to_tensor(gradient)
@@ -203,7 +208,9 @@ def _sized(tensors: Any, batch: SplitBatch) -> Any:
     """The whole batch's tensors; of known size where Keras would know it while tracing."""
     if batch.static_size is None:
         return keras.tree.map_structure(_of_unknown_size, tensors)
-    for leaf in keras.tree.flatten(tensors):
+    # It is a tensor where a step over inner axes serves batches of all sizes.
+    known = isinstance(batch.static_size, int)
+    for leaf in keras.tree.flatten(tensors) if known else ():
         if isinstance(leaf, tf.Tensor):
             leaf.set_shape([batch.static_size, *leaf.shape[1:]])
     return tensors

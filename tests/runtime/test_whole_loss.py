@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import kdist
+from kdist._compat import keras_xla
 from kdist.api.parallelize import attached
 
 import keras
@@ -309,3 +310,84 @@ def test_there_is_one_forward_pass(how: str, axes: dict[str, int]) -> None:
         assert_close(float(layer.scale.numpy()), before - 0.1 * loss / before)
         assert float(layer.drawn.numpy()) == step * (2 if "pipe" in axes else 1)
     assert how == "op by op" or "gathered weights" not in str(kdist.inspect(model))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("level", [3, 0])
+def test_one_program_serves_batches_of_all_sizes(level: int) -> None:
+    """Over inner axes, with the loss between its passes."""
+    sizes = (8, 5, 3, 13, 9, 6, 10, 7, 11, 4)
+    found = []
+    for parallel in (False, True):
+        model = mlp()
+        if parallel:
+            levels = kdist.OptimizerConfig(level=level, threshold_kb=0)
+            config = kdist.ParallelConfig(
+                mesh=kdist.mesh(data=2, model=2), layout_map=CUTS, optimizer=levels
+            )
+            kdist.parallelize(model, config)
+        model.compile("sgd", lambda y, found: ops.std(found - y))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*shapes")
+            found.append([model.train_on_batch(*data(rows)) for rows in sizes])
+    assert_close(*found)
+
+
+class WithNothing(Subclassed):
+    """Its second output is None."""
+
+    def call(self, x: Any) -> Any:
+        return super().call(x), None
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.std(y_pred[0] - y)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "model": 2}], ids=str)
+def test_an_output_may_be_none(axes: dict[str, int]) -> None:
+    found = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(0)
+        model = WithNothing()
+        model.build((None, 6))
+        if parallel:
+            kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(**axes)))
+        model.compile("sgd", "mse")
+        found.append([model.train_on_batch(*data(8)) for _ in range(2)])
+    assert_close(*found)
+
+
+@pytest.mark.usefixtures("float64")
+def test_passes_of_one_graph_come_one_after_the_other() -> None:
+    """What a trace that never runs looks at is none of them."""
+    levels = kdist.OptimizerConfig(level=3, threshold_kb=0)
+    model = kdist.parallelize(
+        mlp(), kdist.ParallelConfig(mesh=kdist.mesh(data=2), optimizer=levels)
+    )
+    model.compile("sgd", lambda y, found: ops.std(found - y))
+    x, y = data(8)
+
+    @tf.function(autograph=False)
+    def step() -> list[Any]:
+        return [kdist.gradients(model, x, y)[0] for _ in range(2)]
+
+    first, second = step()
+    assert_close(float(first), float(second))
+    assert len(attached(model).works()) == 2
+
+
+def test_keras_own_choice_of_xla_is_left_where_programs_are_cut_around_the_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is known with the first batch that rows meet in a compiled loss."""
+    monkeypatch.setattr(keras_xla, "compiles_by_itself", lambda model: True)
+    kinds = []
+    for loss in ("mse", lambda y, found: ops.std(found - y)):
+        model = kdist.parallelize(mlp(), kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+        model.compile("sgd", loss, jit_compile="auto")
+        model.train_on_batch(*data(8))
+        parallel = attached(model)
+        kinds.append((parallel.jit_compile, bool(parallel.xla_of_keras)))
+        assert any("XLA" in note for note in model.plan().notes) == parallel.xla_of_keras
+    assert kinds == [(True, True), (False, False)]
