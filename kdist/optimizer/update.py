@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+from kdist._compat import function_graphs
 from kdist.config.compression import Classes
 from kdist.config.optimizer import OptimizerConfig
 from kdist.config.state_format import slot_formats
@@ -224,7 +225,7 @@ class DistributedUpdate:
             # Known only now: rows stay rows, and Keras passes over what has no gradient.
             if self.jobs.classes is not None:
                 self.jobs.classes.refuse_rows(wrong & source.rows)
-            with tf.init_scope():
+            with function_graphs.variables_apart():
                 self._keep_apart(wrong)
 
     def _keep_apart(self, variables: set[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,6 +30,21 @@ class Traced:
     updated: list[int] = dataclasses.field(default_factory=list)
     adders: list[keras.Layer | None] = dataclasses.field(default_factory=list)
     _counts: dict[tuple[bool, ...], bool] = dataclasses.field(default_factory=dict)
+    _of: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = dataclasses.field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+    def as_of(self, trace: Any) -> None:
+        """Goes back to what a trace taught, or keeps that if it is the one that was made last.
+
+        Which weights a loss reaches may depend on the batch: on whether it has weights, say.
+
+        Args:
+            trace: The concrete function.
+        """
+        facts = self.connected, self.rows, self.updated, self.adders
+        facts = self._of.setdefault(trace, facts)
+        self.connected, self.rows, self.updated, self.adders = facts
 
     def note_counts(self, sample_weight: Any, terms: Iterable[SharedLoss | CountedLoss]) -> None:
         """Notes, of batches with such weights, whether what losses count depends on the data."""

@@ -217,11 +217,13 @@ class MeshRunner:
         programs, given = [], []
         for (key, flat), name, one in zip(lowered, keys, inputs, strict=True):
             end = sum(t is not None for t in tf.nest.flatten(one))
-            stitcher = program.stitchers[key]
+            stitcher, traced = program.stitchers[key], program.trace(name, one)
+            if seeds:
+                self.program.trained.as_of(traced)
             programs.append(
                 self.chunks.program(
                     (stitcher, key),
-                    program.trace(name, one),
+                    traced,
                     lambda stitcher=stitcher: (stitcher.program, stitcher),  # type: ignore[misc]
                     range(end - seeds, end),
                     apart=apart,

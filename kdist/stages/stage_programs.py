@@ -34,6 +34,7 @@ class StagePrograms:
         count = self.staged.schedule.virtual_stages
         self.bodies = [StageBody(program, self.staged, n, backend) for n in range(count)]
         self._traced: dict[Any, list[StageFunctions]] = {}
+        self._noted: list[StageFunctions] | None = None
         self._known: dict[Any, Known] = {}
         """By key of what was traced, and virtual stage."""
 
@@ -56,7 +57,11 @@ class StagePrograms:
             self._traced[key] = self._trace(key, part, rows)
             for old in [*self._traced][: -2 * MAX_SHAPES]:
                 del self._traced[old]
-        return self._traced[key]
+        found = self._traced[key]
+        if self._noted is not found:
+            self._note(found, wanted)
+            self._noted = found
+        return found
 
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
@@ -152,7 +157,6 @@ class StagePrograms:
             for one, names in zip(found, again):
                 one.cut(names)
         self._check(found, terms)
-        self._note(found, wanted)
         return found
 
     def _stage(

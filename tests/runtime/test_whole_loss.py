@@ -391,3 +391,44 @@ def test_keras_own_choice_of_xla_is_left_where_programs_are_cut_around_the_loss(
         kinds.append((parallel.jit_compile, bool(parallel.xla_of_keras)))
         assert any("XLA" in note for note in model.plan().notes) == parallel.xla_of_keras
     assert kinds == [(True, True), (False, False)]
+
+
+class OneOrTheOther(keras.Model):
+    """Whether a batch has weights decides which of two equal heads its loss looks at."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        if sample_weight is None:
+            return ops.std(y_pred[0] - y)
+        return ops.std((y_pred[1] - y) * sample_weight[:, None])
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "model": 2}, {"pipe": 2}], ids=str)
+def test_each_kind_of_batch_keeps_the_weights_that_its_loss_reaches(axes: dict[str, int]) -> None:
+    """Not: those of the kind that was traced last, where a program is there already."""
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dense(8, "tanh", name="up")(inputs)
+    heads = [keras.layers.Dense(3, name=name)(hidden) for name in ("one", "other")]
+    model = OneOrTheOther(inputs, heads)
+    x, y = data(8)
+    kinds = [(x, y), (x, y, np.linspace(0.5, 1.0, 8))]
+    expected = []
+    for kind in kinds:
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(kind[0], kind[1], model(x, training=True), *kind[2:])
+        expected.append(tape.gradient(loss, [v.value for v in model.trainable_variables]))
+    options: dict[str, Any] = {}
+    if "model" in axes:
+        options["layout_map"] = {".*up/kernel": (None, "model")}
+    if "pipe" in axes:
+        options["pipeline"] = kdist.PipelineConfig(micro_batches=2)
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), **options)
+    kdist.parallelize(model, config)
+    model.compile("sgd", "mse")
+    for number in (0, 1, 0, 1):
+        # Each a graph of its own: a new trace of what is around the program.
+        step = tf.function(lambda given: kdist.gradients(model, *given)[1], autograph=False)
+        found = step(kinds[number])
+        assert [g is None for g in found] == [g is None for g in expected[number]]
+        there = [(g, e) for g, e in zip(found, expected[number], strict=True) if e is not None]
+        assert_close(*([np.asarray(g) for g in column] for column in zip(*there)))
