@@ -147,6 +147,11 @@ class PlannedModel(PlacedModel):
         for note in self.without_effect():
             self.warn_once(str(note))
 
+    def warn_idle(self) -> None:
+        """Warns of inner axes that cut nothing, of each once; programs are traced."""
+        for note in () if self.layouts is None else self.layouts.idle:
+            self.warn_once(str(note))
+
     def warn_once(self, note: str) -> None:
         """Warns of something about the model, unless it was said before."""
         if note not in self._told:
@@ -251,7 +256,7 @@ class PlannedModel(PlacedModel):
             ]
             ahead = [layer.path or layer.name for layer in self.layouts.prefetched]
             notes += [f"table {name!r} is looked up a step ahead in fit" for name in ahead]
-            notes += [*self.layouts.left_whole, *map(str, self.layouts.uncut)]
+            notes += [*self.layouts.left_whole, *map(str, self.layouts.uncut + self.layouts.idle)]
             notes += filter(None, [self.layouts.island_note()])
         if self.whole_batch is not None:
             notes.append(self.whole_batch.note(self.config.pipeline))

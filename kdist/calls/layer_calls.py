@@ -113,6 +113,8 @@ class LayerCalls:
                 self._known[key], found = Known(known | new), True
         if found:
             raise Retrace(gather_first=False)
+        for note in self.backend.idle:
+            self._tell(str(note))
         blocks, made = self.program.blocks, self._functions.values()
         if blocks and blocks.layers and made and not any(one.repeats for one in made):
             self._tell(

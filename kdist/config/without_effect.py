@@ -353,6 +353,21 @@ def uncut_dim(
     )
 
 
+def idle_axis(name: str, size: int) -> WithoutEffect:
+    """The note on an inner axis that cuts nothing; known when programs are traced.
+
+    Args:
+        name: The axis.
+        size: Its devices.
+    """
+    return WithoutEffect(
+        f"the mesh axis {name!r} of {size} devices",
+        "it cuts no weight, and no tensor that a layer or operator declares, so its devices do "
+        "the same work",
+        "Cut weights over it by layout_map or kdist.shard, or give its devices to a data axis",
+    )
+
+
 def named(names: Sequence[str]) -> str:
     """Up to three names in quotes, and how many more there are."""
     more = len(names) - SHOWN_NAMES

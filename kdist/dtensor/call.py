@@ -336,7 +336,7 @@ class Lowered:
             # `_refuse_alltoall` looks at what came of it.
             trace.alltoall = not self.gather_first
             concrete = traced.get_concrete_function(*specs)
-        self.layouts.tell_uncut(trace.uncut)
+        self.layouts.learn(trace)
         self.traces[key] = concrete
         self._forget_oldest()
         return concrete

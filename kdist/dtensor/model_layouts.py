@@ -10,14 +10,15 @@ from kdist._compat import keras_models
 from kdist.config.parallel import ParallelConfig
 from kdist.config.shard import ResolvedShard, declarations, resolve_declaration
 from kdist.config.tables import Place, Split, host_layers, split_layers
-from kdist.config.without_effect import WithoutEffect
+from kdist.config.without_effect import WithoutEffect, idle_axis
 from kdist.dtensor.lowering import Island
+from kdist.dtensor.relayout import Trace
 from kdist.layers.relayout import Relayout
 from kdist.layers.tables import TableConfig
 from kdist.plan.auto_tables import chosen
 from kdist.sharding.dims import Dims, WeightFit, inner_dims
 from kdist.sharding.layout import WeightLayout, match_pattern, resolve_layouts
-from kdist.sharding.merged_axes import Cut, merged_axes
+from kdist.sharding.merged_axes import Cut, inner_axes_of, merged_axes
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Group, Placement, place, place_on_host, place_split
 from kdist.sharding.strategy import parse_strategy
@@ -49,6 +50,7 @@ class ModelLayouts:
         on_host: Identities of tables on the host.
         split: By identity of a table that is split by hand, sizes of its parts, and how.
         chosen: Large tables with `placement="auto"`, and where they go.
+        idle: Inner axes that cut nothing, as far as programs are traced.
         left_whole: A line for each dim of a weight that its layout cuts and that does not divide.
     """
 
@@ -89,10 +91,14 @@ class ModelLayouts:
         self.outputs = _match_outputs(model, patterns)
         self.model_layers = keras_models.flat_layers(model)
         self.uncut: list[WithoutEffect] = []
+        self.idle: list[WithoutEffect] = []
         self.islands: dict[str, None] = {}
         self.left_whole = tuple(fit.notes)
         self.any_cut = any(not layout.is_replicated for layout in self.weights.values())
-        merged = merged_axes(list(self._cuts(model)), self.compute)
+        cuts = list(self._cuts(model))
+        self._cut_over = {a for _, dims in cuts for d in dims for a in inner_axes_of(d, topology)}
+        self._cut_over.update(table.axis for _, table in self.split.values())
+        merged = merged_axes(cuts, self.compute)
         self.topology = topology.with_merged(merged)
         self.compute = self.compute.with_merged(merged)
 
@@ -117,6 +123,14 @@ class ModelLayouts:
         Not cut by the data axis: what that slices is gathered first.
         """
         return inner_dims(self.weights[key].dims, self.topology)
+
+    def learn(self, trace: Trace) -> None:
+        """Notes what a traced program cuts, and what it should and does not."""
+        self.tell_uncut(trace.uncut)
+        self._cut_over |= trace.cut_over
+        axes = self.topology.inner_axes
+        idle = [(name, size) for name, size in axes if size > 1 and name not in self._cut_over]
+        self.idle = [idle_axis(name, size) for name, size in idle]
 
     def tell_uncut(self, found: Iterable[WithoutEffect]) -> None:
         """Notes declared cuts that a trace left out, and warns of each once."""

@@ -44,6 +44,7 @@ class Trace:
         gather_first: whether gradients are made whole before they are cut like their parameters,
             so that no all-to-all moves a cut from one dim to another.
         uncut: Declared cuts that were left out because a dim does not divide.
+        cut_over: The inner axes over which tensors were cut by declaration.
     """
 
     mesh: dtensor.Mesh
@@ -51,6 +52,7 @@ class Trace:
     alltoall: bool
     gather_first: bool = False
     uncut: list[WithoutEffect] = dataclasses.field(default_factory=list)
+    cut_over: set[str] = dataclasses.field(default_factory=set)
 
 
 class _Traces(threading.local):
@@ -216,6 +218,7 @@ def relayout_active(
         elif size % count:
             fitting[i] = None
             trace.uncut.append(uncut_dim(what, i, size, count, axes_of(dim)))
+    trace.cut_over.update(a for dim in fitting for a in inner_axes_of(dim, trace.topology))
     layout = layout_for(trace.mesh, tuple(fitting), trace.topology, what)
     alltoall = trace.alltoall
     return changed(tensor, lambda value: relayout(value, layout, alltoall))

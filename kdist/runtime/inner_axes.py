@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kdist.config.without_effect import WithoutEffect
 from kdist.dtensor import relayout, sizes
 from kdist.dtensor.call import Lowered
 from kdist.dtensor.collectives import BY_ONE, COLLECTIVES
@@ -102,6 +103,11 @@ class InnerAxes:
         """See `OneDevice.devices`."""
         return self.topology.slices[s].devices
 
+    @property
+    def idle(self) -> Sequence[WithoutEffect]:
+        """See `OneDevice.idle`; of what was traced."""
+        return self.layouts.idle
+
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """See `OneDevice.tracing`."""
@@ -112,7 +118,7 @@ class InnerAxes:
             trace.gather_first = self.gather_first
             trace.alltoall = not self.gather_first
             yield
-        self.layouts.tell_uncut(trace.uncut)
+        self.layouts.learn(trace)
 
     def taken(self, variable: keras.Variable, value: Any) -> Any:
         """See `kdist.stages.body.Backend`; whole where operations cannot take parts."""

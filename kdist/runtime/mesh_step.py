@@ -16,13 +16,14 @@ from kdist.dtensor.call import CannotExpand, signature
 from kdist.graphs.instantiation import prepared_cheaply
 from kdist.program.batch import SplitBatch, leading, split
 from kdist.program.fetched_tables import tensors_of, with_tensors
-from kdist.program.step_result import SliceResult
+from kdist.program.step_result import SliceResult, StepResult
 from kdist.program.training_pass import TrainingPass
 from kdist.runtime.by_shape import ByShape
 from kdist.runtime.in_loop import in_loop
 from kdist.runtime.in_place import InPlace
 from kdist.runtime.keras_contract import one_after_the_other, single_steps, without_optionals
 from kdist.runtime.pipeline_step import PipelineStep
+from kdist.runtime.plain_runner import Begin
 from kdist.runtime.step import Step
 from kdist.runtime.taken import Taken
 from kdist.runtime.whole_loss import WholeLossPipelineStep, WholeLossStep
@@ -51,11 +52,12 @@ class MeshStep(Step):
         """Into how many a replica's rows are cut."""
         return 1
 
-    def train(self, data: Any, known_size: bool = True) -> dict[str, Any]:
-        """See `Step.train`; says what layers send between processes."""
-        logs = super().train(data, known_size)
+    def _penalized(self, batch: SplitBatch, scale: Any, begin: Begin | None) -> StepResult:
+        """See `Step`; tells of inner axes that cross processes, and of those that cut nothing."""
+        result = super()._penalized(batch, scale, begin)
         self.parallel.tell_crossed(self.runner.recorded())
-        return logs
+        self.parallel.warn_idle()
+        return result
 
     def by_shape(self, function: Callable) -> ByShape:
         """A function of a batch of this model as graphs by its shape."""

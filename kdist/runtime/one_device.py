@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_trainer
+from kdist.config.without_effect import WithoutEffect
 from kdist.dtensor.sharded import Sharded
 from kdist.dtensor.stitching import Stitcher
 from kdist.dtensor.traced import as_program
@@ -47,9 +48,11 @@ class OneDevice:
         in_storage: Per slice and device of it, the coordinate in the mesh that stores weights.
         places: Per slice, the coordinates of the devices that compute.
         draws_alike: See `kdist.stages.body.Backend`.
+        idle: Axes that cut nothing, which could.
     """
 
     exact, draws_alike = False, True
+    idle: Sequence[WithoutEffect] = ()
 
     def __init__(
         self,
