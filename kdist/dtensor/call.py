@@ -21,6 +21,7 @@ from kdist.dtensor.lowering import Function, Island, LoweredProgram, lower
 from kdist.dtensor.model_layouts import ModelLayouts
 from kdist.dtensor.partial_sums import Summed, marked
 from kdist.dtensor.sharded import Sharded, replicate
+from kdist.dtensor.signatures import apart_from_rows, structure, tensor_spec
 from kdist.dtensor.stitched import StitchedFunction
 from kdist.dtensor.stitching import Stitcher
 from kdist.dtensor.texts import CannotSplit, TextsInFront, in_front
@@ -199,7 +200,8 @@ class Lowered:
         if texts is not None:
             given = texts.computed(given, self.mesh, self.topology)
         layouts = [t.layout for t in given]
-        key = (key, sizes.active(), *(layout.to_string() for layout in layouts))
+        active = sizes.active()
+        key = (key, structure(inputs), active, *(layout.to_string() for layout in layouts))
         if key not in self.stitchers:
             if texts is None:
                 program = self._expand(concrete, given)
@@ -322,7 +324,7 @@ class Lowered:
 
     def trace(self, key: Any, inputs: Any) -> Any:
         """The concrete function; traced on first use."""
-        key = (key, sizes.active())
+        key = (key, structure(inputs), sizes.active())
         if key in self.traces:
             return self.traces[key]
         specs = tf.nest.map_structure(tensor_spec, inputs)
@@ -346,7 +348,7 @@ class Lowered:
         for key in [*self.traces][: -2 * MAX_SHAPES]:
             del self.traces[key]
             for kept in (self.stitchers, self._calls):
-                for one in [one for one in kept if one[:2] == key or one[0][:2] == key]:
+                for one in [one for one in kept if key in (one[:3], one[0][:3])]:
                     del kept[one]
 
     def _captured(self, tensor: Any) -> Sharded:
@@ -376,22 +378,3 @@ def packed(
         return Sharded(tuple(results[position]), layout, example)
 
     return tf.nest.map_structure(result, program.structure if structure is None else structure)
-
-
-def signature(data: Any) -> tuple:
-    """Hashable shapes and dtypes of a structure of tensors."""
-    leaves = tf.nest.flatten(data)
-    return tuple(None if t is None else (tuple(t.shape), t.dtype.name) for t in leaves)
-
-
-def apart_from_rows(key: Sequence[Any]) -> tuple[int | None, tuple]:
-    """Rows of a batch, None if they are not known, and the rest of a `signature` of data."""
-    known = [one for one in key if one is not None and one[0]]
-    rows = known[0][0][0] if known else None
-    rest = tuple(one if one is None or not one[0] else (one[0][1:], one[1]) for one in key)
-    return rows, rest
-
-
-def tensor_spec(tensor: Any) -> Any:
-    """Spec of a tensor; None stays None."""
-    return None if tensor is None else tf.TensorSpec(tensor.shape, tensor.dtype)

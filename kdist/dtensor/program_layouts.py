@@ -94,10 +94,10 @@ class MeshPrograms:
         )
         return self._finish(result, params, carried, False)
 
-    def counts(self, params: Any, carried: Any, data: Any, rows: Any) -> Any:
+    def counts(self, params: Any, carried: Any, data: Any, rows: Any, training: bool) -> Any:
         """See `Program.counts`."""
         used, state = self._gather(params, carried)
-        return self.program.counts(used, state, data, rows, training=True)
+        return self.program.counts(used, state, data, rows, training)
 
     def outputs(self, params: Any, carried: Any, x: Any) -> dict[str, Any]:
         """See `Program.infer`; outputs in whatever layout they have."""

@@ -204,7 +204,7 @@ class Program:
             values += [part for _, part in extra]
         if not values:
             raise self.no_loss()
-        self.traced(training).note_counts(sample_weight, terms)
+        self.traced(training).note_counts(terms)
         total = values[0] if len(values) == 1 else ops.sum(ops.stack(values))
         return {
             "loss": total,
@@ -256,7 +256,7 @@ class Program:
                 terms = [CountedLoss(e, kind, rows) for e, kind in zip(self._losses(), self.kinds)]
                 with keras_trainer.replaced_losses(self.model, terms):
                     self.model._compile_loss(y, outputs, sample_weight)
-            self.traced(training).note_counts(sample_weight, terms)
+            self.traced(training).note_counts(terms)
             return tf.stack([t.count for t in terms])
 
         return counted() if tf.executing_eagerly() else without_effects(counted)

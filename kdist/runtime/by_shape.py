@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.dtensor import sizes
-from kdist.dtensor.call import MAX_SHAPES, CannotExpand, Settled, signature, tensor_spec
+from kdist.dtensor.call import MAX_SHAPES, CannotExpand, Settled
+from kdist.dtensor.signatures import signature, structure, tensor_spec
 from kdist.graphs.instantiation import prepared_cheaply
 from kdist.runtime.families import BatchShape, Family, families
 from kdist.runtime.in_pieces import PIECES, in_pieces
@@ -74,7 +75,7 @@ class ByShape:
         given = [t for t in leaves if t is not None]
         if not tf.executing_eagerly():
             return self._in_graph(data, given, options)
-        kind = (_structure(data, leaves), tuple(t.dtype for t in given), options)
+        kind = (structure(data), tuple(t.dtype for t in given), options)
         shapes = tuple(tuple(t.shape) for t in given)
         graph = self._alone.get((kind, shapes)) or self._shared(kind, shapes)
         if graph is None:
@@ -89,7 +90,7 @@ class ByShape:
         dense = not any(isinstance(t, tf.SparseTensor) for t in given)
         if not dense or all(t.shape.is_fully_defined() for t in given):
             return self._nested(data, *options)
-        key = (_structure(data, tf.nest.flatten(data)), signature(data), options)
+        key = (structure(data), signature(data), options)
         if key not in self._of_any_size:
             # Not in an `init_scope`: it stops every tape, those of the function too.
             specs = tf.nest.map_structure(tensor_spec, data)
@@ -286,8 +287,3 @@ def _sizes(family: Family) -> sizes.Sizes:
     leaves = range(len(family.first))
     examples = (sizes.Examples(family.tried(i), family.far(i)) for i in leaves)
     return sizes.Sizes(tuple(examples), family.multiples)
-
-
-def _structure(data: Any, leaves: Sequence[Any]) -> str:
-    """Tells apart batches of different structure."""
-    return repr(tf.nest.pack_sequence_as(data, [leaf is None for leaf in leaves]))

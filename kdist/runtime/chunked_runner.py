@@ -86,7 +86,7 @@ class ChunkedRunner(PlainRunner):
         self.program.tables.fetch(batch, training=True)
         every = zip(self._all_inputs(), batch.parts, coming.cotangents, coming.added, strict=True)
         arguments = [(*one, part[0], list(c), list(a)) for one, part, c, a in every]
-        traced = self._trace(self._both, arguments)
+        traced = self._trace(self._both, arguments, training=True)
         programs = [self._chunked(self._both, traced, arguments[0])] * len(arguments)
         given = [self._given(traced, one) for one in arguments]
         numbers = {v: leaf.numbers for v, leaf in self._gradient_leaves(traced).items()}
@@ -116,24 +116,27 @@ class ChunkedRunner(PlainRunner):
     ) -> bool:
         if len(batch.parts) == 1 or not self.program.kinds:
             return False
-        self._trace(function, [(*inputs, part, *values) for part in batch.parts])
-        return self.program.traced(training).counts_by_data(batch.parts[0][2])
+        self._trace(function, [(*inputs, part, *values) for part in batch.parts], training)
+        return self.program.traced(training).counts_by_data
 
     def _on_all(
-        self, function: Any, arguments: Sequence[tuple], begin: Begin | None = None
+        self,
+        function: Any,
+        arguments: Sequence[tuple],
+        training: bool,
+        begin: Begin | None = None,
     ) -> list[Any]:
-        traced = self._trace(function, arguments)
+        traced = self._trace(function, arguments, training)
         program = self._chunked(function, traced, arguments[0])
         given = [self._given(traced, one) for one in arguments]
         programs = [program] * len(given)
         results = self.chunks.run(programs, given, self._completion(traced, begin))
         return [_filled(traced.structure, one) for one in results]
 
-    def _trace(self, function: FlatFunction, arguments: Sequence[tuple]) -> Traced:
-        """The trace of a function for some calls; what training ones taught is that of this one."""
+    def _trace(self, function: FlatFunction, arguments: Sequence[tuple], training: bool) -> Traced:
+        """The trace of a function for some calls; see `Traced.as_of` of a program."""
         traced = function.trace(arguments)
-        if function.seeds:
-            self.program.trained.as_of(traced.concrete)
+        self.program.traced(training).as_of(traced.concrete)
         return traced
 
     def _chunked(self, function: Any, traced: Traced, arguments: tuple) -> ChunkedProgram:

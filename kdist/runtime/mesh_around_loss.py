@@ -8,8 +8,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from kdist.dtensor.call import Lowered, packed, signature
+from kdist.dtensor.call import Lowered, packed
 from kdist.dtensor.sharded import Sharded
+from kdist.dtensor.signatures import signature
 from kdist.pipeline.instructions import Backward
 from kdist.program.batch import SplitBatch
 from kdist.program.recorded import made_by
@@ -50,7 +51,7 @@ class MeshAroundLoss(MeshRunner):
         """See `PlainRunner.collect`."""
         state, data = self._taken(batch, training)
         inputs = [(*one, x) for one, x in zip(state, data, strict=True)]
-        found = self._on_all(self._collects[training], data, inputs)
+        found = self._on_all(self._collects[training], data, inputs, training)
         results = [self._collected(one, s, training) for s, one in enumerate(found)]
         return Collected(results, results, batch, self._given_to_loss(), found)
 
@@ -82,7 +83,7 @@ class MeshAroundLoss(MeshRunner):
         inputs = [(*one, x, *come) for one, x, come in zip(state, data, seeds, strict=True)]
         keys = [signature(one) for one in zip(data, seeds, strict=True)]
         count = sum(t is not None for t in tf.nest.flatten(seeds[0]))
-        programs, given = self._in_chunks(self._both, keys, inputs, count, apart=True)
+        programs, given = self._in_chunks(self._both, keys, inputs, True, count, apart=True)
         numbers = flat_numbers(self._gradient_structure(programs))
         run = self.chunks.begin(programs, given, numbers)
         results = []

@@ -8,17 +8,19 @@ Each slice's devices hold parts of every tensor (`kdist.dtensor.sharded`). A pro
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist.dtensor import relayout
-from kdist.dtensor.call import Lowered, packed, signature
+from kdist.dtensor.call import Lowered, packed
 from kdist.dtensor.inputs import SliceInputs
 from kdist.dtensor.lowered import Collective
 from kdist.dtensor.lowering import Island
 from kdist.dtensor.model_layouts import ModelLayouts
 from kdist.dtensor.program_layouts import MeshPrograms
 from kdist.dtensor.sharded import Sharded, replicate
+from kdist.dtensor.signatures import signature
 from kdist.optimizer.slice_gradients import SliceGradients
 from kdist.program.batch import SplitBatch, for_each_term
 from kdist.program.loss import shares_from_counts
@@ -106,7 +108,10 @@ class MeshRunner:
         self._make = make
         self._gradients = make(self.programs.gradients, outlined=not program.blocks)
         self._losses = make(self.programs.losses)
-        self._counts = make(self.programs.counts)
+        self._counts = {
+            training: make(functools.partial(self.programs.counts, training=training))
+            for training in (True, False)
+        }
         self._outputs = make(self.programs.outputs)
         self._probe = make(self.programs.probe)
 
@@ -136,7 +141,7 @@ class MeshRunner:
         data = [self.inputs.data(part[0]) for part in batch.parts]
         inputs = [(*self._state_of(s), x) for s, x in enumerate(data)]
         results = []
-        for s, found in enumerate(self._on_all(self._outputs, data, inputs)):
+        for s, found in enumerate(self._on_all(self._outputs, data, inputs, training=False)):
             outputs = self._whole(found["outputs"], s)
             updated = self._updated_whole(found["updated"], s, False)
             results.append(SliceResult(outputs=outputs, updated=updated))
@@ -160,7 +165,7 @@ class MeshRunner:
             first = tf.constant(float(s == 0), tf.float64)
             numbers = [replicate(t, self.mesh) for t in (shares[s], rows[s], first, *extra)]
             inputs.append((*state[s], one, *numbers))
-        found = self._on_all(program, parts, inputs, begin)
+        found = self._on_all(program, parts, inputs, training, begin)
         return [self._read(one, s, training) for s, one in enumerate(found)]
 
     def _state_of(self, s: int) -> tuple[list[Sharded], list[Sharded]]:
@@ -173,6 +178,7 @@ class MeshRunner:
         program: Lowered,
         data: Sequence[Any],
         inputs: Sequence[Any],
+        training: bool,
         begin: Begin | None = None,
     ) -> list[Any]:
         """Calls a program on every slice.
@@ -181,13 +187,19 @@ class MeshRunner:
             program: The program.
             data: Per slice, the inputs on whose shapes a trace depends.
             inputs: Per slice, all inputs.
+            training: Whether in training.
             begin: See `PlainRunner.gradients`.
         """
         keys = [signature(one) for one in data]
         if self.chunks is None:
-            return [program(s, key, one) for s, (key, one) in enumerate(zip(keys, inputs))]
+            results = []
+            for s, (key, one) in enumerate(zip(keys, inputs, strict=True)):
+                results.append(program(s, key, one))
+                self._as_of(program, key, one, training)
+            return results
         # Everything in the backward pass depends on what the loss is multiplied by.
-        programs, given = self._in_chunks(program, keys, inputs, seeds=int(begin is not None))
+        seeds = int(begin is not None)
+        programs, given = self._in_chunks(program, keys, inputs, training, seeds)
         results = self.chunks.run(programs, given, self._completion(programs, begin))
         return [
             packed(one.stitcher.program, found)
@@ -199,6 +211,7 @@ class MeshRunner:
         program: Lowered,
         keys: Sequence[Any],
         inputs: Sequence[Any],
+        training: bool,
         seeds: int,
         *,
         apart: bool = False,
@@ -209,6 +222,7 @@ class MeshRunner:
             program: The program.
             keys: Signatures of what a trace depends on, per slice.
             inputs: Per slice.
+            training: Whether in training.
             seeds: How many of the last flat inputs everything in the backward pass depends on.
             apart: Whether these are known only after the forward pass.
         """
@@ -217,9 +231,7 @@ class MeshRunner:
         programs, given = [], []
         for (key, flat), name, one in zip(lowered, keys, inputs, strict=True):
             end = sum(t is not None for t in tf.nest.flatten(one))
-            stitcher, traced = program.stitchers[key], program.trace(name, one)
-            if seeds:
-                self.program.trained.as_of(traced)
+            stitcher, traced = program.stitchers[key], self._as_of(program, name, one, training)
             programs.append(
                 self.chunks.program(
                     (stitcher, key),
@@ -232,6 +244,12 @@ class MeshRunner:
             known = [not isinstance(t.parts[0], tf.TensorSpec) for t in flat]
             given.append([list(t.parts) if there else None for t, there in zip(flat, known)])
         return programs, given
+
+    def _as_of(self, program: Lowered, key: Any, inputs: Any, training: bool) -> Any:
+        """The trace for such inputs; see `Traced.as_of`. Lowering may have made a new one."""
+        traced = program.trace(key, inputs)
+        self.program.traced(training).as_of(traced)
+        return traced
 
     def _completion(
         self, programs: Sequence[ChunkedProgram], begin: Begin | None
@@ -273,12 +291,12 @@ class MeshRunner:
             return shares
         numbers = [shares[0], rows[0], rows[0], *([tf.constant(1.0)] if training else [])]
         given = [replicate(t, self.mesh) for t in numbers]
-        program.trace(signature(parts[0]), (*state[0], parts[0], *given))
-        if not self.program.traced(training).counts_by_data(batch.parts[0][2]):
+        self._as_of(program, signature(parts[0]), (*state[0], parts[0], *given), training)
+        if not self.program.traced(training).counts_by_data:
             return shares
         rows_of = [replicate(count, self.mesh) for count in batch.counts]
         inputs = [(*own, one, n) for own, one, n in zip(state, parts, rows_of, strict=True)]
-        counts = self._on_all(self._counts, parts, inputs)
+        counts = self._on_all(self._counts[training], parts, inputs, training)
         return shares_from_counts([self._whole(count, s) for s, count in enumerate(counts)])
 
     def _whole(self, tensors: Any, s: int) -> Any:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.dtensor import sizes
-from kdist.dtensor.call import CannotExpand, signature
+from kdist.dtensor.call import CannotExpand
+from kdist.dtensor.signatures import signature
 from kdist.graphs.instantiation import prepared_cheaply
 from kdist.program.batch import SplitBatch, leading, split
 from kdist.program.fetched_tables import tensors_of, with_tensors

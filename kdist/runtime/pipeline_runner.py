@@ -280,8 +280,7 @@ class PipelineRunner:
     def _counted(self, micro: MicroBatches, wanted: Pass, terms: int) -> list[list[Any]] | None:
         """What each micro-batch counts in each loss, None where that is its rows."""
         many = len(micro.parts) * len(micro.parts[0]) > 1
-        traced, sample_weight = self.program.traced(wanted.training), micro.parts[0][0][2]
-        if not (many and terms and traced.counts_by_data(sample_weight)):
+        if not (many and terms and self.program.traced(wanted.training).counts_by_data):
             return None
         example = general([part for row in micro.parts for part in row])
         function = self.program.count_function(example, wanted.training)

@@ -220,7 +220,8 @@ class PlainRunner:
             with tf.device(device):
                 given = [not_folded(t) for t in (shares[r], rows[r], firsts[r])]
             arguments.append((*inputs[r], batch.parts[r], *given, *extra))
-        return [SliceResult(**found) for found in self._on_all(function, arguments, begin)]
+        results = self._on_all(function, arguments, training, begin)
+        return [SliceResult(**found) for found in results]
 
     def _all_inputs(self) -> list[tuple[list[Any], list[Any]]]:
         """See `_inputs`, of every replica."""
@@ -231,20 +232,32 @@ class PlainRunner:
         return inputs
 
     def _on_all(
-        self, function: Callable, arguments: Sequence[tuple], begin: Begin | None = None
+        self,
+        function: Callable,
+        arguments: Sequence[tuple],
+        training: bool,
+        begin: Begin | None = None,
     ) -> list[Any]:
         """Calls a function of `_function` on every slice's device.
 
         Args:
             function: The function.
             arguments: Per slice.
+            training: Whether in training.
             begin: See `gradients`.
         """
         results = []
         for device, given in zip(self.devices, arguments, strict=True):
             with tf.device(device), self._cheaply():
+                self._as_of(function, given, training)
                 results.append(function(*given))
         return results
+
+    def _as_of(self, function: Any, given: tuple, training: bool) -> None:
+        """Goes back to what the trace for such arguments has taught; it is made if need be."""
+        if not self.eager or function is self._counts_traced:
+            trace = function.get_concrete_function(*given)
+            self.program.traced(training).as_of(trace)
 
     def _cheaply(self) -> contextlib.AbstractContextManager:
         """Around calls of programs."""
@@ -260,10 +273,10 @@ class PlainRunner:
         if len(batch.parts) == 1 or not self.program.kinds:
             return False
         if not self.eager:
-            function.get_concrete_function(*inputs, batch.parts[0], *values)  # type: ignore[attr-defined]
+            self._as_of(function, (*inputs, batch.parts[0], *values), training)
         elif not self._traces_counts(inputs, batch, training):
             return True
-        return self.program.traced(training).counts_by_data(batch.parts[0][2])
+        return self.program.traced(training).counts_by_data
 
     def _traces_counts(self, inputs: tuple, batch: SplitBatch, training: bool) -> bool:
         """Traces the pass that counts, where the others run op by op, and says whether it can be.
@@ -273,20 +286,22 @@ class PlainRunner:
         given = (*inputs, batch.parts[0], batch.counts[0], training)
         try:
             if self._counts_traced is not None:
-                self._counts_traced.get_concrete_function(*given)  # type: ignore[attr-defined]
+                self._as_of(self._counts_traced, given, training)
         except Exception:  # whatever a layer's Python raises that gets no values
             self._counts, self._counts_traced = self.program.counts, None
         return self._counts_traced is not None
 
     def _count(self, inputs: list, batch: SplitBatch, training: bool) -> list[Any]:
         given = zip(inputs, batch.parts, batch.counts, strict=True)
-        return self._on_all(self._counts, [(*one, part, n, training) for one, part, n in given])
+        arguments = [(*one, part, n, training) for one, part, n in given]
+        return self._on_all(self._counts, arguments, training)
 
     def outputs(self, batch: SplitBatch) -> list[SliceResult]:
         """Outputs of every slice in inference mode, and new state; see `Program.infer`."""
         self.program.tables.fetch(batch, training=False)
         given = zip(self._all_inputs(), batch.parts, strict=True)
-        results = self._on_all(self._forward, [(*inputs, part[0]) for inputs, part in given])
+        arguments = [(*inputs, part[0]) for inputs, part in given]
+        results = self._on_all(self._forward, arguments, training=False)
         return [SliceResult(**found) for found in results]
 
     def collect(self, batch: SplitBatch, training: bool) -> Collected:
@@ -294,7 +309,8 @@ class PlainRunner:
         self.program.tables.fetch(batch, training)
         inputs = self._all_inputs()
         given = zip(inputs, batch.parts, strict=True)
-        found = self._on_all(self._collect, [(*one, p[0], training) for one, p in given])
+        arguments = [(*one, p[0], training) for one, p in given]
+        found = self._on_all(self._collect, arguments, training)
         results = [SliceResult(**one) for one in found]
         return Collected(results, results, batch, inputs[0])
 

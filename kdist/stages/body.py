@@ -317,7 +317,7 @@ class StageBody:
             value, terms = self.program.compiled_loss(
                 seen, y, sample_weight, shares, given.rows_share
             )
-            self.program.traced(training).note_counts(sample_weight, terms)
+            self.program.traced(training).note_counts(terms)
             result.loss, result.terms = value, [t.value for t in terms]
         return result
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kdist.dtensor.call import signature
 from kdist.dtensor.sharded import Sharded
+from kdist.dtensor.signatures import signature
 
 import keras
 import tensorflow as tf

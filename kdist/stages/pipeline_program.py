@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_models
-from kdist.dtensor.call import signature
+from kdist.dtensor.signatures import signature
 from kdist.program.forward_scope import ForwardScope
 from kdist.program.program import Program
 from kdist.program.pruning import pruned

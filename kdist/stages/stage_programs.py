@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from kdist.dtensor import sizes
-from kdist.dtensor.call import MAX_SHAPES, Retrace, apart_from_rows
+from kdist.dtensor.call import MAX_SHAPES, Retrace
+from kdist.dtensor.signatures import apart_from_rows
 from kdist.program.again import nodes_again, refuse_short
 from kdist.stages.body import StageBody, StageInput
 from kdist.stages.functions import Pass, StageFunctions
@@ -34,7 +35,6 @@ class StagePrograms:
         count = self.staged.schedule.virtual_stages
         self.bodies = [StageBody(program, self.staged, n, backend) for n in range(count)]
         self._traced: dict[Any, list[StageFunctions]] = {}
-        self._noted: list[StageFunctions] | None = None
         self._known: dict[Any, Known] = {}
         """By key of what was traced, and virtual stage."""
 
@@ -53,14 +53,14 @@ class StagePrograms:
             CannotExpand: DTensor cannot run one of them.
         """
         key = (wanted, terms, sizes.active(), *batch_key(part))
-        if key not in self._traced:
+        if new := key not in self._traced:
             self._traced[key] = self._trace(key, part, rows)
             for old in [*self._traced][: -2 * MAX_SHAPES]:
                 del self._traced[old]
         found = self._traced[key]
-        if self._noted is not found:
+        if new:
             self._note(found, wanted)
-            self._noted = found
+        self.program.traced(wanted.training).as_of(found[0])
         return found
 
     @contextlib.contextmanager

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist.dtensor import relayout
-from kdist.dtensor.call import tensor_spec
 from kdist.dtensor.expansion import expand
 from kdist.dtensor.lowering import Function, LoweredProgram, lower
 from kdist.dtensor.sharded import Sharded
+from kdist.dtensor.signatures import tensor_spec
 from kdist.dtensor.stitching import Stitcher
 from kdist.sharding.mesh import Topology, mesh
 
