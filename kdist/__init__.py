@@ -23,6 +23,7 @@ from kdist import callbacks, checkpoint, comm, export, layers  # noqa: E402
 from kdist.api.custom_loop import apply_gradients, gradients, reduce  # noqa: E402
 from kdist.api.deal_tables import deal_tables  # noqa: E402
 from kdist.api.inspection import Inspection, inspect  # noqa: E402
+from kdist.api.layout_map_for import layout_map_for  # noqa: E402
 from kdist.api.mirrored_scope import mesh_from_strategy  # noqa: E402
 from kdist.api.own_functions import function  # noqa: E402
 from kdist.api.parallelize import parallelize  # noqa: E402
@@ -83,6 +84,7 @@ __all__ = [
     "init",
     "inspect",
     "layers",
+    "layout_map_for",
     "lazy",
     "mesh",
     "mesh_from_strategy",

@@ -10,6 +10,7 @@ from kdist.dtensor.device_number import SHAPES
 from kdist.dtensor.lowered import Collective
 from kdist.graphs.chunks import node_of
 
+import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Rewiring:
 
     def __init__(self, program: Stitcher) -> None:
         self.program, self.nodes, self.changed = program, program.nodes, False
-        self._instead: dict[str, str] = {}
+        self._instead: dict[str, list[str]] = {}
         # Functions with gradients of their own hand on what they took beside what they made.
         self._renamed: dict[str, str] = {
             f"{name}:output:{i}": reference
@@ -106,12 +107,12 @@ class Rewiring:
         self.program.sources[node.name] = source
         self.program.known_groups[node.name] = groups
         self.rename(f"{node.name}:{result}:0", f"{node.name}:data:0")
-        self._instead[like.name] = node.name
+        self._instead.setdefault(like.name, []).append(node.name)
 
     def gone(self, names: Collection[str]) -> None:
         """Notes that collectives are part of others now."""
-        within = {before for before, name in self._instead.items() if name in names}
-        self._instead |= dict.fromkeys(within, "")
+        for instead in self._instead.values():
+            instead[:] = [name for name in instead if name not in names]
 
     def finish(self) -> None:
         """Gives the program the nodes, its results, and the collectives as they are now."""
@@ -125,18 +126,24 @@ class Rewiring:
         program.recorded = self._described(program.recorded)
 
     def _described(self, collectives: Sequence[Collective]) -> tuple[Collective, ...]:
-        found = []
-        for one in collectives:
-            name = self._instead.get(one.node, one.node)
-            if name in self.program.cut_dims:
-                one = dataclasses.replace(one, kind="reduce-scatter")
-            elif name != one.node and name:
-                shape = self.program.shape(f"{name}:data:0")
-                if shape.is_fully_defined():
-                    one = dataclasses.replace(one, shape=tuple(shape))
-            if name:
-                found.append(dataclasses.replace(one, node=name))
-        return tuple(found)
+        return tuple(
+            self._description(one, name)
+            for one in collectives
+            for name in self._instead.get(one.node, [one.node])
+        )
+
+    def _description(self, one: Collective, name: str) -> Collective:
+        """What is told of a collective that is done at another node, perhaps in another way."""
+        if name in self.program.cut_dims:
+            return dataclasses.replace(one, kind="reduce-scatter", node=name)
+        if name == one.node:
+            return one
+        kind = "all-reduce" if self.nodes[name].op == "CollectiveReduceV2" else one.kind
+        shape, nbytes = self.program.shape(f"{name}:data:0"), one.bytes
+        if shape.is_fully_defined():
+            nbytes = shape.num_elements() * tf.as_dtype(one.dtype).size
+            one = dataclasses.replace(one, shape=tuple(shape))
+        return dataclasses.replace(one, kind=kind, bytes=nbytes, node=name)
 
 
 def _by_channel(node: Any) -> bool:

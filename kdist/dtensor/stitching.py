@@ -25,6 +25,7 @@ from kdist.dtensor.device_number import (
     values_on_devices,
     without_notes,
 )
+from kdist.dtensor.looked_up_parts import look_up_parts
 from kdist.dtensor.lowering import LoweredProgram
 from kdist.dtensor.partial_sums import Summands, Summed
 from kdist.dtensor.rewiring import Rewiring
@@ -110,6 +111,7 @@ class Stitcher:
     def _rewire(self) -> None:
         """Lets collectives do what several of DTensor's nodes do."""
         rewiring = Rewiring(self)
+        look_up_parts(rewiring)
         straighten(rewiring)
         scatter(rewiring)
         if rewiring.changed:

@@ -1,0 +1,248 @@
+"""A layout map for a model, found by the sizes and connections of its layers."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kdist._compat import keras_models
+from kdist.config.tables import host_layers, split_layers
+from kdist.layers import DistributedEmbedding
+from kdist.plan.column_row import Product, Roles, connected_pairs, pairs_by_size, wide_ends
+from kdist.sharding.dims import Dims
+from kdist.sharding.mesh import Topology
+
+import keras
+
+LARGE = 2**18
+"""Elements of tables and last layers that are cut: 1 MiB of float32."""
+
+ELEMENTWISE_LAYERS = (
+    keras.layers.Activation,
+    keras.layers.Add,
+    keras.layers.Dropout,
+    keras.layers.ELU,
+    keras.layers.LeakyReLU,
+    keras.layers.Multiply,
+    keras.layers.ReLU,
+)
+ELEMENTWISE_OPERATIONS = ("Add", "Gelu", "Multiply", "Relu", "Sigmoid", "Silu", "Softplus", "Tanh")
+
+
+def layout_map_for(
+    model: keras.Model, mesh: keras.distribution.DeviceMesh, axis: str | None = None
+) -> dict[str, Dims]:
+    """Finds which weights of a model to cut over an inner axis, as Megatron-LM does it.
+
+    Attention is cut by heads; of two products that follow each other the first is cut by columns
+    and the second by rows, with nothing to send between them; large tables of embeddings, and last
+    layers of many classes, by their entries. All else stays whole: norms, filters of convolutions,
+    recurrent cells, which are gathered for use anyway. Numbers do not depend on the choice. The
+    map is a dict to print, to change, and to give to `ParallelConfig(layout_map=...)`. Since blocks
+    of one kind share patterns, that of a small model serves a deeper one of the same names.
+
+    Args:
+        model: A built model.
+        mesh: The mesh it is to be trained on.
+        axis: The axis to cut over; by default the only one above 1 that is not `data`, `batch` or
+            `pipe`.
+
+    Returns:
+        Layouts by pattern. One warning names what does not divide, and so is left out.
+
+    Raises:
+        ValueError: The model is not built; the axis is none that cuts layers, or there are several;
+            or nothing in the model is to be cut.
+
+    Example:
+        >>> mesh = kdist.mesh(data=2, model=2)
+        >>> up, down = keras.layers.Dense(64, name="up"), keras.layers.Dense(8, name="down")
+        >>> network = keras.Sequential([keras.Input((8,)), up, down])
+        >>> kdist.layout_map_for(network, mesh)
+        {'up/kernel': (None, 'model'), 'up/bias': ('model',), 'down/kernel': ('model', None)}
+    """
+    if not (model.built and model.weights):
+        raise ValueError(
+            "Which weights to cut is read from their shapes. Build the model first, or use the map "
+            f"of a small one with the same names. Received: {model.name!r}, which is not built"
+        )
+    topology = Topology.from_mesh(mesh)
+    axis, parts = _axis(topology, axis)
+    roles = Roles()
+    products: dict[str, Product] = {}
+    for parent in keras_models.flat_layers(model):
+        inside = {id(layer): one for layer in _inside(parent) if (one := _product(layer))}
+        products |= {one.path: one for one in inside.values()}
+        for columns, rows in _pairs(parent, inside, parts):
+            roles.pair(columns, rows, parts)
+    wide_ends(products.values(), roles, parts, LARGE)
+    layouts: dict[str, Dims] = {}
+    for path, role in roles.roles.items():
+        one = products[path]
+        layouts[path] = _cut(one.shape, one.cut(role), axis)
+        if role == "columns" and one.bias is not None and one.bias_dim is not None:
+            layouts[one.bias] = _cut(one.bias_shape, one.bias_dim, axis)
+    for table, dim in _tables(model):
+        if table.shape[dim] % parts == 0:
+            layouts[table.path] = _cut(table.shape, dim, axis)
+        else:
+            roles.left[table.path] = f"dim {dim} has {table.shape[dim]}, no multiple of {parts}"
+    _tell(model, roles, layouts, parts)
+    order = [v.path for v in model.weights if v.path in layouts]
+    return _patterns({path: layouts[path] for path in order}, [v.path for v in model.weights])
+
+
+def _axis(topology: Topology, wanted: str | None) -> tuple[str, int]:
+    """The axis to cut over, and its size."""
+    inner = {name: size for name, size in topology.inner_axes if size > 1}
+    if wanted is None and len(inner) == 1:
+        return next(iter(inner.items()))
+    if wanted is None or wanted not in inner:
+        raise ValueError(
+            "A layout map cuts weights over one axis above 1 that is not 'data', 'batch' or "
+            f"'pipe': name it with axis=, and give the mesh one, such as model=2. The mesh has "
+            f"{topology.describe_axes()}. Received: axis={wanted!r}"
+        )
+    return wanted, inner[wanted]
+
+
+def _inside(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+    functional = keras_models.functional_of(layer)
+    return keras_models.layers_inside(layer if functional is None else functional)
+
+
+def _pairs(
+    parent: keras.layers.Layer, inside: dict[int, Product], parts: int
+) -> Iterator[tuple[Sequence[Product], Product]]:
+    functional = keras_models.functional_of(parent)
+    if functional is None:
+        heads = getattr(parent, "num_heads", None)
+        attends = isinstance(heads, int) and heads > 0 and heads % parts == 0
+        return pairs_by_size(list(inside.values()), attends)
+    nodes = keras_models.nodes_in_order(functional)
+    made_by = {id(out): node for node in nodes for out in node.outputs}
+    own = [(node, inside[id(node.operation)]) for node in nodes if id(node.operation) in inside]
+    sources = {one.path: _sources(node, made_by, inside) for node, one in own}
+    return connected_pairs([one for _, one in own], sources)
+
+
+def _sources(node: Any, made_by: dict[int, Any], inside: dict[int, Product]) -> list[Product]:
+    """The products that reach a node elementwise; none if something else does too."""
+    found: dict[str, Product] = {}
+    queue = list(node.arguments.keras_tensors)
+    for tensor in queue:
+        maker = made_by.get(id(tensor))
+        product = None if maker is None else inside.get(id(maker.operation))
+        if product is not None:
+            found[product.path] = product
+        elif maker is not None and _elementwise(maker.operation):
+            queue += maker.arguments.keras_tensors
+        else:
+            return []
+    return list(found.values())
+
+
+def _elementwise(operation: Any) -> bool:
+    if isinstance(operation, keras.layers.Layer):
+        return isinstance(operation, ELEMENTWISE_LAYERS)
+    return type(operation).__name__ in ELEMENTWISE_OPERATIONS
+
+
+def _product(layer: keras.layers.Layer) -> Product | None:
+    """What a layer multiplies by; None for one that is no product, or a quantized one."""
+    known = isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense)
+    if not known or getattr(layer, "quantization_mode", None) is not None:
+        return None
+    weights = {v.name: v for v in layer.weights}
+    kernel, bias = weights.get("kernel"), weights.get("bias")
+    if kernel is None:
+        return None
+    read: tuple[Any, Any, int | None] | None = (0,), (1,), 0
+    if isinstance(layer, keras.layers.EinsumDense):
+        read = _equation(layer.equation, layer.bias_axes or "")
+    if read is None:
+        return None
+    takes, gives, bias_dim = read
+    return Product(
+        kernel.path,
+        tuple(kernel.shape),
+        takes,
+        gives,
+        None if bias is None else bias.path,
+        () if bias is None else tuple(bias.shape),
+        bias_dim,
+    )
+
+
+def _equation(equation: str, bias_axes: str) -> tuple[Any, Any, int | None] | None:
+    """Dims of the kernel that an einsum sums over, and that it gives; and of the bias."""
+    inputs, result = equation.replace(" ", "").split("->")
+    data, kernel = inputs.split(",")
+    takes = tuple(n for n, label in enumerate(kernel) if label in data and label not in result)
+    gives = tuple(n for n, label in enumerate(kernel) if label in result and label not in data)
+    if not takes or not gives or len(takes) + len(gives) != len(kernel):
+        return None
+    order = [label for label in result if label in bias_axes]
+    first = kernel[gives[0]]
+    # Keras keeps dims of size 1 behind the first of them.
+    behind = result[result.index(order[0]) :] if order else ""
+    return takes, gives, behind.index(first) if first in order else None
+
+
+def _tables(model: keras.Model) -> Iterator[tuple[keras.Variable, int]]:
+    """Large tables of embeddings, and the dim of their entries; not those placed elsewhere."""
+    placed = {id(layer) for layer in (*host_layers(model), *split_layers(model))}
+    layers = keras_models.flat_layers(model)
+    for dealt in (layer for layer in layers if isinstance(layer, DistributedEmbedding)):
+        placed |= set(map(id, keras_models.flat_layers(dealt)))
+    for layer in layers:
+        if id(layer) in placed or not isinstance(layer, keras.layers.Embedding):
+            continue
+        for variable in layer.weights:
+            large = len(variable.shape) == 2 and variable.shape.num_elements() >= LARGE
+            if large and variable.name in ("embeddings", "reverse_embeddings"):
+                yield variable, 0 if variable.name == "embeddings" else 1
+
+
+def _cut(shape: Sequence[int], dim: int, axis: str) -> Dims:
+    return tuple(axis if n == dim else None for n in range(len(shape)))
+
+
+def _tell(model: keras.Model, roles: Roles, layouts: dict[str, Dims], parts: int) -> None:
+    left = [f"{path} ({why})" for path, why in roles.left.items() if path not in layouts]
+    shown = "; ".join(left[:3]) + (f"; and {len(left) - 3} more" if len(left) > 3 else "")
+    if not layouts:
+        raise ValueError(
+            "Nothing to cut was found: no attention, no two products (Dense, EinsumDense) that "
+            "follow each other, no large table. Write a layout map by hand, or use replicas and "
+            f"optimizer levels. Received: {model.name!r}, {parts} parts, left whole: {shown or '-'}"
+        )
+    if left:
+        warnings.warn(f"{model.name}: these stay whole: {shown}", stacklevel=3)
+
+
+def _patterns(layouts: dict[str, Dims], paths: Sequence[str]) -> dict[str, Dims]:
+    """Layouts by pattern: any number in the place of each, or of all but the last.
+
+    Where neither is the same for all that it matches, the path itself.
+    """
+    of_pattern: dict[str, set[Dims | None]] = {}
+    for path in paths:
+        for pattern in _wider(path):
+            of_pattern.setdefault(pattern, set()).add(layouts.get(path))
+    return {
+        next((one for one in _wider(path) if len(of_pattern[one]) == 1), re.escape(path)): dims
+        for path, dims in layouts.items()
+    }
+
+
+def _wider(path: str) -> list[str]:
+    """Patterns that match a path and others like it, the widest first."""
+    *parts, end = re.split(r"\d+", re.escape(path))
+    numbers = re.findall(r"\d+", path)
+    found = [r"\d+".join([*parts, end])]
+    if numbers:
+        found.append(r"\d+".join(parts) + numbers[-1] + end)
+    return found

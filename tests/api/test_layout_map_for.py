@@ -1,0 +1,212 @@
+"""Layout maps that are found: what is cut, what is left, and what a step sends then."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import kdist
+
+import keras
+import numpy as np
+import pytest
+
+found_by = importlib.import_module("kdist.api.layout_map_for")
+
+
+def axes(**sizes: int) -> Any:
+    return kdist.mesh(**(sizes or {"data": 2, "model": 2}))
+
+
+def block(x: Any, name: str, width: int = 16, heads: int = 4) -> Any:
+    h = keras.layers.LayerNormalization(name=f"{name}_norm_1")(x)
+    h = keras.layers.MultiHeadAttention(heads, width // heads, name=f"{name}_attention")(h, h)
+    x = keras.layers.Add(name=f"{name}_add_1")([x, h])
+    h = keras.layers.LayerNormalization(name=f"{name}_norm_2")(x)
+    gate = keras.layers.Dense(4 * width, activation="silu", name=f"{name}_gate")(h)
+    h = keras.layers.Dense(4 * width, name=f"{name}_up")(h)
+    h = keras.layers.Dropout(0.0, name=f"{name}_drop")(keras.ops.multiply(gate, h))
+    h = keras.layers.Dense(width, name=f"{name}_down")(h)
+    return keras.layers.Add(name=f"{name}_add_2")([x, h])
+
+
+def transformer(heads: int = 4) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    ids = keras.Input((8,), dtype="int32")
+    x = keras.layers.Embedding(64, 16, name="tokens")(ids)
+    for index in range(2):
+        x = block(x, f"block_{index}", heads=heads)
+    return keras.Model(ids, keras.layers.Dense(64, name="head")(x))
+
+
+class Attention(keras.layers.Layer):
+    """As many write it: four equal products, cut into heads by a reshape."""
+
+    def __init__(self, width: int, heads: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.num_heads, self.head = heads, width // heads
+        self.query, self.key, self.value, self.combine = (
+            keras.layers.Dense(width, name=name) for name in ("query", "key", "value", "combine")
+        )
+
+    def build(self, shape: Any) -> None:
+        for layer in (self.query, self.key, self.value, self.combine):
+            layer.build(shape)
+        super().build(shape)
+
+    def call(self, x: Any) -> Any:
+        ops, shape = keras.ops, keras.ops.shape(x)
+
+        def heads(layer: Any) -> Any:
+            return ops.reshape(layer(x), (-1, shape[1], self.num_heads, self.head))
+
+        scores = ops.einsum("bqhd,bkhd->bhqk", heads(self.query), heads(self.key))
+        mixed = ops.einsum("bhqk,bkhd->bqhd", ops.softmax(scores), heads(self.value))
+        return self.combine(ops.reshape(mixed, shape))
+
+
+BY_HEADS = (None, "model", None)
+TRANSFORMER = {
+    **{rf"block_\d+_attention/{n}/kernel": BY_HEADS for n in ("query", "key", "value")},
+    **{rf"block_\d+_attention/{n}/bias": ("model", None) for n in ("query", "key", "value")},
+    r"block_\d+_attention/attention_output/kernel": ("model", None, None),
+    r"block_\d+_gate/kernel": (None, "model"),
+    r"block_\d+_gate/bias": ("model",),
+    r"block_\d+_up/kernel": (None, "model"),
+    r"block_\d+_up/bias": ("model",),
+    r"block_\d+_down/kernel": ("model", None),
+}
+
+
+def test_a_transformer_is_cut_as_megatron_cuts_it() -> None:
+    assert kdist.layout_map_for(transformer(), axes()) == TRANSFORMER
+
+
+def test_large_tables_and_last_layers_are_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(found_by, "LARGE", 1024)
+    found = kdist.layout_map_for(transformer(), axes())
+    ends = {"tokens/embeddings": ("model", None), "head/kernel": (None, "model")}
+    assert found == {**ends, **TRANSFORMER, "head/bias": ("model",)}
+
+    keras.utils.set_random_seed(0)
+    model = transformer()
+    kdist.place(model.get_layer("tokens"), "host")
+    assert "tokens/embeddings" not in kdist.layout_map_for(model, axes())
+
+
+@pytest.mark.parametrize(
+    ("widths", "roles"),
+    [
+        ((32, 8, 3), "cr-"),
+        ((16, 16, 16, 16), "crcr"),
+        ((7, 12, 7, 4), "-cr-"),  # 7 has no halves: what follows is looked at anew
+    ],
+)
+def test_a_chain_is_cut_in_pairs(widths: Any, roles: str, recwarn: Any) -> None:
+    layers = [keras.layers.Dense(width, "relu", name=f"d{n}") for n, width in enumerate(widths)]
+    model = keras.Sequential([keras.Input((16,)), *layers], name="chain")
+    found = kdist.layout_map_for(model, axes())
+    kernels = {path: dims for path, dims in found.items() if path.endswith("kernel")}
+    wanted = {"c": (None, "model"), "r": ("model", None)}
+    cut = [(n, role) for n, role in enumerate(roles) if role != "-"]
+    assert kernels == {f"chain/d{n}/kernel": wanted[role] for n, role in cut}
+
+
+def test_a_residual_between_two_products_keeps_them_apart() -> None:
+    x = keras.Input((16,))
+    first = keras.layers.Dense(16, name="first")(x)
+    model = keras.Model(x, keras.layers.Dense(16, name="second")(keras.layers.add([x, first])))
+    with pytest.raises(ValueError, match="Nothing to cut was found: no attention, no two products"):
+        kdist.layout_map_for(model, axes())
+
+
+def test_attention_of_four_equal_products_is_cut_by_heads() -> None:
+    x = keras.Input((8, 16))
+    model = keras.Model(x, Attention(16, 4, name="mine")(x))
+    found = kdist.layout_map_for(model, axes())
+    columns = ["mine/query", "mine/key", "mine/value"]
+    kernels = {f"{path}/kernel": (None, "model") for path in columns}
+    biases = {f"{path}/bias": ("model",) for path in columns}
+    assert found == {**kernels, **biases, "mine/combine/kernel": ("model", None)}
+
+    odd = keras.Model(x, Attention(15, 3, name="mine")(keras.layers.Dense(15)(x)))
+    with pytest.raises(ValueError, match="Nothing to cut"):
+        kdist.layout_map_for(odd, axes())
+
+
+def test_fewer_key_heads_than_devices_stay_whole() -> None:
+    x = keras.Input((8, 16))
+    attention = keras.layers.GroupQueryAttention(4, 4, 1, use_bias=False, name="grouped")
+    model = keras.Model(x, attention(x, x))
+    with pytest.warns(UserWarning, match="these stay whole: grouped/key/kernel .dim 1 has 1, no"):
+        found = kdist.layout_map_for(model, axes())
+    assert found == {
+        "grouped/query/kernel": BY_HEADS,
+        "grouped/attention_output/kernel": ("model", None, None),
+    }
+
+
+def test_heads_that_do_not_divide_are_told() -> None:
+    model, message = transformer(), "left whole: .*_gate/kernel .dim 1 has 64, no multiple of 3"
+    with pytest.raises(ValueError, match=message):  # 64 hidden units have no thirds either
+        kdist.layout_map_for(model, kdist.mesh(model=3))
+    assert kdist.layout_map_for(transformer(heads=2), kdist.mesh(model=2)) == TRANSFORMER
+
+
+def test_numbers_at_the_end_of_names_tell_layers_apart() -> None:
+    layers = [keras.layers.Dense(16, name=f"layer_{n}") for n in range(3)]
+    model = keras.Sequential([keras.Input((16,)), *layers], name="chain")
+    found = kdist.layout_map_for(model, axes())
+    assert list(found) == [f"chain/layer_{one}" for one in ("0/kernel", "0/bias", "1/kernel")]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axis", "message"),
+    [
+        ({"data": 4}, None, "Received: axis=None"),
+        ({"model": 2, "expert": 2}, None, "Received: axis=None"),
+        ({"data": 2, "model": 2}, "data", "Received: axis='data'"),
+    ],
+)
+def test_an_axis_that_cuts_no_layer_is_refused(sizes: Any, axis: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kdist.layout_map_for(transformer(), kdist.mesh(**sizes), axis)
+
+
+def test_one_of_several_axes_is_named() -> None:
+    found = kdist.layout_map_for(transformer(), kdist.mesh(model=2, expert=2), "expert")
+    assert found[r"block_\d+_up/kernel"] == (None, "expert")
+
+
+def test_a_model_that_is_not_built_is_refused() -> None:
+    with pytest.raises(ValueError, match="Build the model first"):
+        kdist.layout_map_for(keras.Sequential([keras.layers.Dense(8)]), axes())
+
+
+@pytest.mark.parametrize("written", ["layers of Keras", "layers of one's own"])
+def test_a_block_sends_one_sum_for_attention_and_one_for_the_rest(
+    written: str, float64: None
+) -> None:
+    def build() -> keras.Model:
+        if written == "layers of Keras":
+            return transformer()
+        keras.utils.set_random_seed(0)
+        x = keras.Input((8, 16))
+        feed = [keras.layers.Dense(64, "relu", name="up"), keras.layers.Dense(16, name="down")]
+        return keras.Model(x, keras.Sequential(feed, name="feed")(Attention(16, 4)(x)))
+
+    rng = np.random.default_rng(0)
+    plain, parallel = build(), build()
+    x = rng.integers(0, 64, (8, 8)) if written == "layers of Keras" else rng.normal(size=(8, 8, 16))
+    y = rng.normal(size=(8, *plain.output_shape[1:]))
+    layouts = kdist.layout_map_for(parallel, axes())
+    kdist.parallelize(parallel, kdist.ParallelConfig(mesh=axes(), layout_map=layouts))
+    for model in (plain, parallel):
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+        model.fit(x, y, batch_size=8, epochs=3, verbose=0)
+    for one, other in zip(plain.get_weights(), parallel.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    blocks = 2 if written == "layers of Keras" else 1
+    inspection = kdist.inspect(parallel)
+    assert inspection.count("all-reduce", phase="forward") == 2 * blocks
+    assert inspection.count("all-gather") == 0
