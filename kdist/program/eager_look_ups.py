@@ -22,21 +22,30 @@ _NOT_KNOWN = (
 
 
 class EagerLookUps:
-    """How the rows of a program's gradients come about, from a trace; nothing of it runs."""
+    """How the rows of a program's gradients come about, from a trace; nothing of it runs.
+
+    Each kind of batch has a trace: which inputs there are may decide what looks a table up.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[int, LookUp] | None = None
+        self._of: dict[str, dict[int, LookUp]] = {}
+        self._known: dict[int, LookUp] = {}
 
     def learn(self, program: Program, given: Sequence[Any]) -> None:
-        """Traces the program, the first time.
+        """Traces the program, the first time that it is given such data.
 
         Args:
             program: The program.
             given: What its `loss_and_gradients` is called with, eagerly.
         """
-        if self._known is not None:
-            return
-        self._known = {}  # of the trace, which tells by itself
+        kind = repr(tf.nest.map_structure(_kind, given[2]))
+        if kind not in self._of:
+            self._of[kind] = self._traced(program, given)
+        self._known = self._of[kind]
+
+    @staticmethod
+    def _traced(program: Program, given: Sequence[Any]) -> dict[int, LookUp]:
+        """What a trace says, by variable; nothing of what it cannot tell."""
         specs = tf.nest.map_structure(_spec, list(given))
         try:
             traced = tf.function(
@@ -45,20 +54,25 @@ class EagerLookUps:
             traced.get_concrete_function(*specs)
         except Exception as error:  # what runs op by op need not be made for graphs
             reason = f"the model cannot be traced ({str(error).splitlines()[0]})"
-            warnings.warn(_NOT_KNOWN.format(reason, "of all layers"), stacklevel=2)
-            return
+            warnings.warn(_NOT_KNOWN.format(reason, "of all layers"), stacklevel=3)
+            return {}
         rows = program.trained.rows
         both = [i for i, one in rows.items() if one.same]
         if both:
             names = [program.state.trainable[i].path for i in both]
             reason = "the batch looks up in the same tables, too"
-            warnings.warn(_NOT_KNOWN.format(reason, names), stacklevel=2)
-        self._known = {i: one for i, one in rows.items() if i not in both}
+            warnings.warn(_NOT_KNOWN.format(reason, names), stacklevel=3)
+        return {i: one for i, one in rows.items() if i not in both}
 
     def known(self, position: int, otherwise: LookUp) -> LookUp:
         """How a variable is looked up: in a graph as its tensors tell."""
-        known = self._known if tf.executing_eagerly() else None
-        return (known or {}).get(position, otherwise)
+        known = self._known if tf.executing_eagerly() else {}
+        return known.get(position, otherwise)
+
+
+def _kind(leaf: Any) -> Any:
+    """What batches of one kind have in common; their sizes may differ."""
+    return (type(leaf), leaf.dtype, leaf.shape.rank) if tf.is_tensor(leaf) else type(leaf)
 
 
 def _spec(value: Any) -> Any:

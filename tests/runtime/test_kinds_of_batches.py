@@ -126,3 +126,48 @@ def test_kinds_in_turns(loop: str, way: str) -> None:
             results += model.get_weights()
         found.append(results)
     assert_close(*found)
+
+
+class LookedUp(keras.Model):
+    """Adds to what it is given a table's rows: of the ids of the batch, or the same for all."""
+
+    def __init__(self) -> None:
+        super().__init__(name="looked_up")
+        self.table, self.head = layers.Embedding(12, 4, name="table"), layers.Dense(2, name="head")
+
+    def build(self, input_shape: Any = None) -> None:
+        self.table.build()
+        self.head.build((None, 4))
+        self.built = True
+
+    def call(self, inputs: dict[str, Any], training: bool | None = None) -> Any:
+        if "ids" in inputs:
+            return self.head(self.table(inputs["ids"]))
+        return self.head(inputs["rows"] + self.table(np.arange(3, dtype="int32"))[None])
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("order", [(0, 1, 0, 1), (1, 0, 1, 0)], ids=["ids first", "rows first"])
+def test_each_kind_looks_tables_up_in_its_own_way(order: tuple[int, ...], eager: bool) -> None:
+    """A table of positions in one kind: replicas look up the same rows; in the other, others."""
+    rng = np.random.default_rng(0)
+    targets = rng.normal(size=(2, 8, 3, 2))
+    of_kind = [
+        ({"ids": rng.integers(0, 12, (8, 3)).astype("int32")}, targets[0]),
+        ({"rows": rng.normal(size=(8, 3, 4))}, targets[1]),
+    ]
+    found = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(1)
+        model = LookedUp()
+        model.build()
+        if parallel:
+            kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
+        model.compile(keras.optimizers.Adam(0.05), "mse", run_eagerly=eager)
+        results = []
+        for kind in order:
+            results.append(on_batch(model, *of_kind[kind]))
+            results += model.get_weights()
+        found.append(results)
+    assert_close(*found)
