@@ -52,7 +52,9 @@ class PaddedBatch:
 
     def _ways(self, x: Any) -> list[Padded | None]:
         """How each of the ragged and sparse inputs is padded; None if it cannot be."""
-        key = repr(tf.nest.map_structure(lambda leaf: (type(leaf), leaf.dtype), x))
+        # An input may be None.
+        kind = tf.nest.map_structure(lambda leaf: (type(leaf), getattr(leaf, "dtype", None)), x)
+        key = repr(kind)
         if key not in self._known:
             with tf.init_scope():
                 self._known[key] = self._traced(x)

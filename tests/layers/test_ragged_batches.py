@@ -183,3 +183,36 @@ def test_ids_that_cannot_be_below_0_are_padded_too() -> None:
     found = layer(ids)
     rows = layer.tables["words"].embeddings.numpy()
     np.testing.assert_allclose(found, [rows[1] + rows[2], rows[255]], rtol=1e-6)
+
+
+class WithExtra(Called):
+    """Takes beside ids what may not be there."""
+
+    def __init__(self) -> None:
+        super().__init__("device", prefetch=False)
+        self.extra = keras.layers.Dense(4, name="extra")
+
+    def call(self, x: Any) -> Any:
+        found = self.rows({name: x[name] for name in ("text", "other")})["text"]
+        return self.head(found if x["extra"] is None else found + self.extra(x["extra"]))
+
+
+def test_beside_an_input_that_is_not_there(float64: None) -> None:
+    rng = np.random.default_rng(0)
+    ids, y = _batch("ragged", rng, 8)
+    batches = [
+        {"text": ids, "other": rng.integers(1, 30, 8), "extra": extra}
+        for extra in (rng.normal(size=(8, 3)), None)
+    ]
+    found = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(0)
+        model = WithExtra()
+        model(batches[0])
+        if parallel:
+            model = _parallel(model, INNER)
+        model.compile("adam", "mse")
+        losses = [model.train_on_batch(batches[i], y) for i in (0, 1, 0, 1)]
+        found.append([np.array(losses), *model.get_weights()])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
