@@ -10,6 +10,15 @@ from typing import Any
 import tensorflow as tf
 from keras.src.optimizers import base_optimizer as keras_base_optimizer
 
+SEE_ALL = (
+    "apply",
+    "apply_gradients",
+    "_clip_gradients",
+    "_backend_apply_gradients",
+    "_backend_update_step",
+)
+"""Methods of an optimizer that Keras hands the gradients of all weights."""
+
 
 def own_methods(optimizer: Any, names: Sequence[str]) -> list[str]:
     """Which methods of an optimizer are neither Keras's nor kdist's."""

@@ -202,6 +202,27 @@ def update_through_keras_variables(optimizer: Any, scatter: Callable) -> None:
     object.__setattr__(optimizer, "__class__", _without_strategies(own))
 
 
+def attributes_of_keras(optimizer: Any) -> frozenset[str]:
+    """Names of the attributes that Keras's classes give an optimizer, built or not.
+
+    Of a user's class the others are settings and state of the user's own.
+    """
+    kinds = [one for one in type(optimizer).__mro__ if one.__module__.split(".")[0] == "keras"]
+    return next(filter(None, map(_attributes, kinds)))
+
+
+@functools.cache
+def _attributes(kind: Any) -> frozenset[str]:
+    """What a built instance of a class has; nothing for one that wraps others."""
+    with contextlib.suppress(TypeError), tf.init_scope():
+        plain = kind(learning_rate=0.1)
+        plain.build([keras.Variable(0.0)])
+        decay = ("_exclude_from_weight_decay" + end for end in ("", "_pattern", "_cache"))
+        more = ("_accumulated_gradients", "_model_variables_moving_average", *decay)
+        return frozenset(vars(plain)).union(more)
+    return frozenset()
+
+
 def own_class(optimizer: Any) -> type:
     """An optimizer's class as its author wrote it; see `update_through_keras_variables`."""
     return getattr(type(optimizer), "_kdist_own_class", type(optimizer))

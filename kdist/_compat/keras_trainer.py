@@ -292,9 +292,14 @@ def autocast(variable: keras.Variable, value: Any) -> Any:
 
 
 def rename(variable: keras.Variable, like: keras.Variable) -> None:
-    """Gives a local variable the path of its logical one (weight-decay rules, Muon need it)."""
+    """Gives a local variable the path of its logical one (weight-decay rules, Muon need it).
+
+    A user's optimizer gets the `tf.Variable`, which a layer has named by that path as well.
+    """
     variable._path = like.path
     variable._name = like.name
+    if isinstance(variable._value, tf.Variable):
+        variable._value._handle_name = f"{like.path}:0"
 
 
 def call_flat(concrete: Any, inputs: list[Any], captures: list[Any]) -> Any:

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist._compat import keras_applied, keras_optimizers, keras_trainer, learning_rates
+from kdist._compat.keras_applied import SEE_ALL
 from kdist.graphs.instantiation import optimized_as_ever
 from kdist.layers.lazy import Lazy
 from kdist.optimizer.absent import Live, passed_over
-from kdist.optimizer.settings import carry_settings
+from kdist.optimizer.settings import carry_settings, for_all_weights, share_variables
 from kdist.optimizer.shared_steps import SharedSteps
 from kdist.storage.row_views import Rows, scattered
 from kdist.storage.variables import backing_of
@@ -122,20 +123,35 @@ def changes_rows_only(optimizer: Any, variable: keras.Variable) -> bool:
 
 
 def sees_some_alone(optimizer: Any, devices: int) -> str | None:
-    """What the user should know of a class that is called with the gradients of each device.
+    """What the user should know of a class of which each device has one, for some of the weights.
 
     Args:
         optimizer: A leaf optimizer.
         devices: How many devices update weights by it.
     """
-    own = keras_applied.own_methods(optimizer, ("apply", "apply_gradients"))
-    if not own or devices < 2:
+    name, kind = type(optimizer).__name__, keras_optimizers.own_class(optimizer)
+    if devices < 2 or kind.__module__.split(".")[0] in ("keras", "kdist"):
         return None
+    found = []
+    if theirs := keras_applied.own_methods(optimizer, SEE_ALL):
+        found.append(
+            f"overrides {' and '.join(theirs)}: each of {devices} devices calls that with the "
+            "gradients that it updates weights by. If it looks at all gradients together, as a "
+            "norm over them does, set"
+        )
+    if names := for_all_weights(optimizer):
+        found.append(
+            f"has {' and '.join(map(repr, names))} besides what it keeps of each weight: each of "
+            f"{devices} devices has an optimizer of its own, which numbers the weights that it "
+            "updates from 0 and sees no others. If the update of one weight writes what that of "
+            "another reads, or looks up a weight's entry by its number, set"
+        )
+    if not found:
+        return None
+    told = " OptimizerConfig(state_on='host'), which updates all in one place. It ".join(found)
     return (
-        f"optimizer {type(optimizer).__name__!r} overrides {' and '.join(own)}: each of {devices} "
-        "devices calls that with the gradients that it updates weights by. If it looks at all "
-        "gradients together, as a norm over them does, set "
-        "OptimizerConfig(state_on='host'), which updates all in one place"
+        f"optimizer {name!r} {told} OptimizerConfig(state_on='host'), which updates all in one "
+        "place"
     )
 
 
@@ -165,6 +181,7 @@ def clone(optimizer: Any) -> Any:
             f"from_config. Received: {own}, with config {config}: {error}"
         ) from error
     carry_settings(copy, optimizer)
+    share_variables(copy, optimizer)
     learning_rates.adopt_learning_rate(copy, optimizer)
     keras_optimizers.keep_one_copy(copy)
     return copy

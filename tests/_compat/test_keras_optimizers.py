@@ -250,6 +250,23 @@ def test__update_each():
     assert [one.numpy().tolist() for one in variables] == [[0.5] * 3, [0.0] * 3]
 
 
+def test_attributes_of_keras():
+    class Own(keras.optimizers.Nadam):
+        def __init__(self, **more):
+            super().__init__(0.1, **more)
+            self._gain, self.rate = 2.0, tf.Variable(1.0)
+
+        def build(self, variables):
+            super().build(variables)
+            self.seen = self.add_variable((), name="seen")
+
+    own = Own()
+    own.exclude_from_weight_decay(var_names=["b"])
+    own.build([keras.Variable(1.0)])
+    left = set(vars(own)) - keras_optimizers.attributes_of_keras(own)
+    assert left == {"_gain", "rate", "seen"}
+
+
 def test_own_class():
     optimizer = keras.optimizers.Nadam()
     assert keras_optimizers.own_class(optimizer) is keras.optimizers.Nadam

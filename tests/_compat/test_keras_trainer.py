@@ -152,6 +152,7 @@ def test_rename():
     local = keras.Variable(1.0, name="local")
     keras_trainer.rename(local, like)
     assert (local.path, local.name) == (like.path, like.name) == ("up/kernel", "kernel")
+    assert local.value.name == like.value.name == "up/kernel:0"
 
 
 def test_call_flat():

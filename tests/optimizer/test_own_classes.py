@@ -11,6 +11,7 @@ import kdist
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(24, 6)), rng.normal(size=(24, 2))
@@ -89,6 +90,107 @@ def configured() -> Gain:
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_settings_that_its_config_leaves_out(level: int) -> None:
     check_equal(made(2, level), configured)
+
+
+class Options:
+    """What a user's optimizer is told, in one object."""
+
+    def __init__(self) -> None:
+        self.factors = {"kernel": 1.0, "bias": 1.0}
+        self.slow: set[str] = set()
+
+
+class Told(keras.optimizers.SGD):
+    """Keeps its settings in a private attribute, an object and a variable."""
+
+    def __init__(self, learning_rate: float = 0.1, gain: float = 1.0, **more: Any) -> None:
+        super().__init__(learning_rate, **more)
+        self._gain = gain
+        self.options = Options()
+        self.rate = tf.Variable(1.0, dtype="float64", trainable=False)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        layer, kind = variable.name.split(":")[0].split("/")[-2:]
+        scale = self._gain * self.options.factors[kind] * tf.convert_to_tensor(self.rate)
+        scale = scale * 0.1 if layer in self.options.slow else scale
+        super().update_step(gradient * scale, variable, learning_rate)
+
+
+def told() -> Told:
+    optimizer = Told(0.5, gain=0.7)
+    optimizer.options.factors["kernel"] = 0.5
+    optimizer.options.slow = {"b"}
+    optimizer.rate.assign(0.25)
+    return optimizer
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_settings_of_any_form_and_names_of_weights(level: int) -> None:
+    model = made(2, level)
+    check_equal(model, told)
+    plain = made(None)
+    plain.compile(told(), "mse")
+    for one in (plain, model):
+        one.set_weights(made(None).get_weights())
+        one.optimizer.rate.assign(0.75)  # read anew by steps that are compiled
+        one.train_on_batch(X, Y)
+    for ours, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9)
+
+
+def test_a_twin_has_variables_of_its_own() -> None:
+    model = made(2)
+    model.compile(told(), "mse")
+    model.fit(X, Y, batch_size=8, verbose=0)
+    report = kdist.verify(model, X[:8], Y[:8])
+    assert report.ok, report
+    assert float(model.optimizer.rate) == 0.25
+
+
+class Numbered(keras.optimizers.SGD):
+    """Has a factor for each weight, by its number."""
+
+    def __init__(self, learning_rate: float = 0.1, **more: Any) -> None:
+        super().__init__(learning_rate, **more)
+        self.by_weight = [1.0, 2.0, 3.0, 4.0]
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        factor = self.by_weight[self._get_variable_index(variable)]
+        super().update_step(gradient * factor, variable, learning_rate)
+
+
+class Summed(keras.optimizers.SGD):
+    """Adds up what it has seen of all weights."""
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        self.seen = self.add_variable((), name="seen")
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        self.assign_add(self.seen, keras.ops.sum(gradient * gradient))
+        super().update_step(gradient / (1.0 + self.seen), variable, learning_rate)
+
+
+class Clipped(keras.optimizers.SGD):
+    """Clips in a way of its own, all gradients together."""
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        norm = keras.ops.sqrt(sum(keras.ops.sum(keras.ops.square(g)) for g in grads))
+        return [g / (1.0 + norm) for g in grads]
+
+
+SEEING_ALL = [(Numbered, "has 'by_weight'"), (Summed, "has 'seen'"), (Clipped, "_clip_gradients")]
+
+
+@pytest.mark.parametrize(("kind", "words"), SEEING_ALL)
+def test_one_in_which_weights_meet_is_told_and_right_in_one_place(kind: Any, words: str) -> None:
+    model = made(2)
+    model.compile(kind(0.1), "mse")
+    with pytest.warns(UserWarning, match=rf"'{kind.__name__}' .*{words}.*state_on='host'"):
+        model.train_on_batch(X, Y)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="optimizer ")
+        check_equal(made(2, state_on="host"), lambda: kind(0.1))
 
 
 @pytest.mark.parametrize("level", [0, 3])
