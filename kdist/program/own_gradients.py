@@ -64,6 +64,8 @@ def _run(run: Run, function: Callable, args: Sequence[Any], kwargs: Mapping[str,
     known = custom_gradients.is_of_library(function) or (kwargs and not tf.executing_eagerly())
     if known or not isinstance(scope, ForwardScope):
         return run(function, args, kwargs)
+    # As TensorFlow does: the gradient of a variable that is an argument is that of the argument.
+    args = tf.nest.map_structure(_value, args)
     weights = _read_by(function, args, kwargs, scope)
     count = len(args)
 
@@ -79,6 +81,11 @@ def _run(run: Run, function: Callable, args: Sequence[Any], kwargs: Mapping[str,
         return result, _of_all(gradient, weights, {**scope.state_mapping, **values})
 
     return run(pure, (*args, *(scope.current(v) for v in weights)), {})
+
+
+def _value(argument: Any) -> Any:
+    is_variable = isinstance(argument, keras.Variable | tf.Variable)
+    return tf.convert_to_tensor(argument) if is_variable else argument
 
 
 def _read_by(

@@ -28,7 +28,8 @@ class Own(keras.layers.Layer):
 
     Args:
         way: "captured": the gradient uses the tensors of the forward pass; "read": it reads the
-            weights again; "tape": it runs the forward pass again under a tape.
+            weights again; "tape": it runs the forward pass again under a tape; "given": weights
+            are arguments of the function.
     """
 
     def __init__(self, way: str, **kwargs: Any) -> None:
@@ -54,7 +55,24 @@ class Own(keras.layers.Layer):
         # By name: the bias comes first.
         return 2.0 * tf.matmul(d, kernel, transpose_b=True), [by_name["bias"], by_name["kernel"]]
 
+    def _given(self, x: Any) -> Any:
+        @tf.custom_gradient
+        def doubled(x: Any, kernel: Any, bias: Any) -> tuple[Any, Callable]:
+            def gradient(d: Any) -> Any:
+                of_kernel = 2.0 * tf.matmul(x, d, transpose_a=True)
+                of_x = 2.0 * tf.matmul(d, kernel, transpose_b=True)
+                return of_x, of_kernel, 2.0 * tf.reduce_sum(d, 0)
+
+            return tf.matmul(x, kernel) + bias, gradient
+
+        # Keras's function gives a variable back as it is.
+        return doubled(x, self.kernel, keras.ops.convert_to_tensor(self.bias))
+
     def call(self, x: Any) -> Any:
+        if self.way == "given":
+            self.seeds.next()
+            return self._given(x)
+
         @tf.custom_gradient
         def doubled(x: Any) -> tuple[Any, Callable]:
             kernel = tf.convert_to_tensor(self.kernel)
@@ -94,7 +112,7 @@ def _trained(way: str, mesh: str | None) -> list[Any]:
 
 
 @pytest.mark.parametrize("mesh", list(MESHES))
-@pytest.mark.parametrize("way", ["captured", "read", "tape"])
+@pytest.mark.parametrize("way", ["captured", "read", "tape", "given"])
 def test_weights_that_are_read_train_as_on_one_device(way: str, mesh: str) -> None:
     # In plain Keras, a gradient that reads a weight may do so after its update: values differ from
     # run to run. They are those of tensors from the forward pass.
