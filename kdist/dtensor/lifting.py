@@ -108,7 +108,7 @@ def _with_all_inputs(
         tensor = hoisted.concrete.inputs[position]
         if position in taken or tensor.shape.is_fully_defined():
             continue
-        added.append(Argument(f"kdist_sizes_of_{position}", position))
+        added.append(Argument(f"kdist_sizes_of_{position}", position, layouts[position]))
         place = len(definition.signature.input_arg)
         definition.signature.input_arg.add(name=added[-1].name, type=tensor.dtype.as_datatype_enum)
         local = tf.TensorShape(layouts[position].local_shape_from_global_shape(list(shape)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kdist.dtensor.alike import are_alike
 from kdist.dtensor.device_number import SHAPES
 from kdist.dtensor.rewiring import Rewiring
 from kdist.graphs.chunks import node_of
@@ -33,13 +34,20 @@ def look_up_parts(rewiring: Rewiring) -> None:
 
 
 def _look_ups(rewiring: Rewiring, gather: Any) -> list[Any]:
-    """The look-ups by entries in a table that is gathered; none if anything else reads it."""
+    """The look-ups by entries in a table that is gathered; none if anything else reads it.
+
+    Nor if devices that add rows up look up different ids: these are cut over the table's axis.
+    """
     begins = rewiring.program.begins.get(gather.name)
     if begins is None and gather.op == _SUM or begins and any(any(one[1:]) for one in begins):
         return []
     users = rewiring.users.get(gather.name, [])
     found = [rewiring.nodes.get(name) for name in users]
-    return found if all(_looks_up(rewiring, one, gather) for one in found) else []
+    if not all(_looks_up(rewiring, one, gather) for one in found):
+        return []
+    groups = rewiring.program.groups(gather)
+    alike = all(are_alike(rewiring, one.input[1], groups) for one in found if one is not None)
+    return found if alike else []
 
 
 def _looks_up(rewiring: Rewiring, node: Any, gather: Any) -> bool:

@@ -40,10 +40,12 @@ class Argument:
     Attributes:
         name: Its name in the program.
         position: Which flat input of the traced function it is; None: the device's number.
+        layout: Of that input; None if every device has all of it.
     """
 
     name: str
     position: int | None
+    layout: dtensor.Layout | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,7 +345,7 @@ def _arguments(
         expected = ([], tf.int32) if number is None else wanted[number]
         if expected != given:
             raise _unreadable(f"parameter {name} is {given}, not {expected}")
-        yield Argument(name, number)
+        yield Argument(name, number, None if number is None else layouts[number])
 
 
 def _tagged_inputs(definition: Any, parameters: set[str]) -> dict[int, set[str]]:

@@ -127,19 +127,26 @@ class Rewiring:
 
     def _described(self, collectives: Sequence[Collective]) -> tuple[Collective, ...]:
         return tuple(
-            self._description(one, name)
-            for one in collectives
-            for name in self._instead.get(one.node, [one.node])
+            self._description(one, name) for one in collectives for name in self._now_at(one.node)
         )
+
+    def _now_at(self, name: str) -> list[str]:
+        """The nodes at which a collective is done: one that is moved may move again."""
+        if name not in self._instead:
+            return [name]
+        return [last for one in self._instead[name] for last in self._now_at(one)]
 
     def _description(self, one: Collective, name: str) -> Collective:
         """What is told of a collective that is done at another node, perhaps in another way."""
-        if name in self.program.cut_dims:
+        scattered = name in self.program.cut_dims
+        if scattered and one.kind == "all-reduce":
             return dataclasses.replace(one, kind="reduce-scatter", node=name)
         if name == one.node:
             return one
         kind = "all-reduce" if self.nodes[name].op == "CollectiveReduceV2" else one.kind
-        shape, nbytes = self.program.shape(f"{name}:data:0"), one.bytes
+        kind = "reduce-scatter" if scattered else kind
+        told = self.program.sources[name] if scattered else f"{name}:data:0"
+        shape, nbytes = self.program.shape(told), one.bytes
         if shape.is_fully_defined():
             nbytes = shape.num_elements() * tf.as_dtype(one.dtype).size
             one = dataclasses.replace(one, shape=tuple(shape))

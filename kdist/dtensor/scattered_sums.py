@@ -51,7 +51,7 @@ def _scatter(rewiring: Rewiring, node: Any) -> None:
     if last is None or last.op != "Slice":
         return
     dim = _dim(rewiring, last, program.groups(node))
-    if dim is None or (biases and dim == program.shape(last.input[0]).rank - 1):
+    if dim is None or (biases and dim == program.shape(rewiring.now(last.input[0])).rank - 1):
         return
     source = program.source(node)
     if between:  # summands are reshaped as their sum was
@@ -86,7 +86,7 @@ def _dim(rewiring: Rewiring, part: Any, groups: Sequence[Sequence[int]]) -> int 
         return None
     table = np.array([np.ravel(begin) for begin in begins])
     cut = np.flatnonzero(table.any(0))
-    size, whole = program.shape(f"{part.name}:output:0"), program.shape(part.input[0])
+    size, whole = program.shape(f"{part.name}:output:0"), program.shape(rewiring.now(part.input[0]))
     if len(cut) != 1 or size.rank is None or whole.rank is None:
         return None
     dim = int(cut[0])

@@ -38,6 +38,8 @@ def build(kind: str = "once", length: int | None = LENGTH, entries: int = ENTRIE
     keras.utils.set_random_seed(0)
     ids = keras.Input((length,), dtype="int32")
     table = keras.layers.Embedding(entries, WIDTH, name="tokens", mask_zero=kind == "masked")
+    if kind == "cut ids":
+        kdist.shard(table, in_strategy=((None, "model"),))
     x = table(ids)
     if kind == "twice":
         x = keras.layers.add([x, table(keras.layers.Lambda(shifted)(ids))])
@@ -144,3 +146,30 @@ def test_an_id_that_the_table_has_not_is_an_error() -> None:
     ids[3, 2] = ENTRIES + 44
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"indices\[3,2\] = 300 is not in"):
         model.train_on_batch(ids, y)
+
+
+def test_devices_that_look_up_other_ids_gather_the_table(float64: None) -> None:
+    """Rows of different ids are not to be added up; over another axis than theirs they are."""
+    axes = {"model": 2, "expert": 2}
+    gathered = []
+    for layouts in (CUT, {**CUT, "tokens/embeddings": ("expert", None)}):
+        model = parallel(build("cut ids"), axes, layouts)
+        found, wanted = trained(model, STEP), trained(build(), STEP)
+        np.testing.assert_allclose(found[0], wanted[0], rtol=1e-9)
+        for one, other in zip(found[1], wanted[1], strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+        forward = [one for one in kdist.inspect(model).collectives if one.phase == "forward"]
+        gathered.append((ENTRIES, WIDTH) in [one.shape for one in forward])
+    assert gathered == [True, False]
+
+
+@pytest.mark.parametrize("dims", [("data", "model", None), ("data", None, "model")])
+def test_rows_that_are_cut_at_once_are_scattered(dims: Any, float64: None) -> None:
+    model = parallel(build(), HYBRID, {**CUT, "tokens/output": dims})
+    found, wanted = trained(model, STEP), trained(build(), STEP)
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-9)
+    for one, other in zip(found[1], wanted[1], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    first = kdist.inspect(model).collectives[0]
+    told = first.kind, first.shape, first.bytes
+    assert told == ("reduce-scatter", (4, LENGTH, WIDTH), 4 * LENGTH * WIDTH * 8)
