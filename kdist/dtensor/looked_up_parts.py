@@ -76,30 +76,39 @@ def _look_up(rewiring: Rewiring, node: Any, gather: Any) -> None:
     program, name = rewiring.program, node.name
     part, ids = program.source(gather), rewiring.now(node.input[1])
     rows, groups = program.shape(part)[0], program.groups(gather)
-    entries, shape = rows * len(groups[0]), program.shape(ids)
-    first = [0] * program.program.size
-    for members in groups:
-        for place, k in enumerate(members):
-            first[k] = rows * place
-    made = _Nodes(rewiring, name, node.attr["Tindices"].type, shape)
-    begin = made.by_device("begin", first)
-    local = made.add("Sub", "local", ids, begin, result="z")
-    own = made.between("own", local, rows)
-    known = made.between("known", ids, entries)
+    made = _Nodes(rewiring, name, tf.as_dtype(node.attr["Tindices"].type), program.shape(ids))
+    begin = made.by_device("begin", _first_rows(rewiring, gather, rows))
+    local = made.of_ids("Sub", "local", [ids, begin], "z")
+    own = made.within("own", local, rows)
     # An id that is none of the table's fails as it does in a whole one.
-    other = made.add("SelectV2", "other", known, made.constant("none", 0), ids)
-    index = made.add("SelectV2", "index", own, local, other)
-    made.copy("rows", node, [part, index, node.input[2]])
-    mask = made.add("ExpandDims", "mask", own, made.constant("last", -1, tf.int32), result="output")
+    known = made.within("known", ids, rows * len(groups[0]))
+    other = made.of_ids("SelectV2", "other", [known, made.constant("none", 0), ids], "output")
+    index = made.of_ids("SelectV2", "index", [own, local, other], "output")
+    looked = made.like(node, "rows", node.op, [part, index, node.input[2]])
+    last = made.constant("last", -1, tf.int32)
+    mask = made.add("ExpandDims", "mask", [own, last], made.shape.concatenate([1]))
+    mask.attr["T"].type, mask.attr["Tdim"].type = _number(tf.bool), _number(tf.int32)
     dtype = tf.as_dtype(node.attr["Tparams"].type)
     zero = made.constant("zero", 0, dtype)
-    kept = made.add("SelectV2", "kept", mask, f"{name}/rows:output:0", zero, dtype=dtype)
-    if SHAPES in node.attr:
-        rewiring.nodes[f"{name}/kept"].attr[SHAPES].CopyFrom(node.attr[SHAPES])
-    rewiring.collective(gather, node, _SUM, kept, "output")
+    inputs = [f"{mask.name}:output:0", f"{looked.name}:output:0", zero]
+    kept = made.like(looked, "kept", "SelectV2", inputs, T=dtype)
+    rewiring.collective(gather, node, _SUM, f"{kept.name}:output:0", "output")
     summed = rewiring.nodes[name]
     summed.attr["merge_op"].s, summed.attr["final_op"].s = b"Add", b"Id"
-    summed.attr["T"].type = dtype.as_datatype_enum
+    summed.attr["T"].type = _number(dtype)
+
+
+def _first_rows(rewiring: Rewiring, gather: Any, rows: int) -> list[int]:
+    """The first entry of the table that each device has."""
+    program = rewiring.program
+    if gather.name in program.begins:
+        return [begin[0] for begin in program.begins[gather.name]]
+    places = {k: place for one in program.groups(gather) for place, k in enumerate(one)}
+    return [rows * places[k] for k in range(program.program.size)]
+
+
+def _number(dtype: tf.DType) -> int:
+    return int(dtype.as_datatype_enum)
 
 
 class _Nodes:
@@ -107,68 +116,65 @@ class _Nodes:
 
     Args:
         rewiring: Of the program.
-        name: Of the look-up.
+        name: Of the look-up; those of the nodes begin with it.
         dtype: Of ids.
         shape: Of ids.
     """
 
-    def __init__(self, rewiring: Rewiring, name: str, dtype: int, shape: tf.TensorShape) -> None:
-        self.rewiring, self.name = rewiring, name
-        self.dtype, self.shape = tf.as_dtype(dtype), shape
+    def __init__(
+        self, rewiring: Rewiring, name: str, dtype: tf.DType, shape: tf.TensorShape
+    ) -> None:
+        self.rewiring, self.name, self.dtype, self.shape = rewiring, name, dtype, shape
 
-    def add(
-        self, op: str, suffix: str, *inputs: str, result: str = "output", dtype: Any = None
-    ) -> str:
-        """Adds a node; returns a reference to what it gives."""
-        node = self._new(op, suffix, inputs)
-        given = dtype or (tf.bool if op == "ExpandDims" else self.dtype)
-        if op not in ("LogicalAnd",):
-            node.attr["T"].type = given.as_datatype_enum
-        if op == "ExpandDims":
-            node.attr["Tdim"].type = tf.int32.as_datatype_enum
-        shape = self.shape
-        if op == "ExpandDims" and shape.rank is not None:
-            shape = shape.concatenate([1])
-        node.attr[SHAPES].list.shape.append(shape.as_proto())
-        return f"{node.name}:{result}:0"
-
-    def between(self, suffix: str, ids: str, end: int) -> str:
-        """Whether ids are from 0 to before an end."""
-        least = self.add(
-            "GreaterEqual", f"{suffix}/least", ids, self.constant("none", 0), result="z"
-        )
-        most = self.add(
-            "Less", f"{suffix}/most", ids, self.constant(f"{suffix}/end", end), result="z"
-        )
-        return self.add("LogicalAnd", suffix, least, most, result="z")
-
-    def constant(self, suffix: str, value: int, dtype: Any = None) -> str:
-        """Adds a scalar, unless it is there."""
-        name, dtype = f"{self.name}/{suffix}", dtype or self.dtype
-        if name not in self.rewiring.nodes:
-            node = self._new("Const", suffix, ())
-            node.attr["dtype"].type = dtype.as_datatype_enum
-            node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, dtype))
-            node.attr[SHAPES].list.shape.add()
-        return f"{name}:output:0"
-
-    def by_device(self, suffix: str, values: list[int]) -> str:
-        """Adds a scalar that each device has another value of."""
-        reference, program = self.constant(suffix, 0), self.rewiring.program
-        program.values[f"{self.name}/{suffix}"] = [
-            np.asarray(value, self.dtype.as_numpy_dtype) for value in values
-        ]
-        program.folded.add(f"{self.name}/{suffix}")
-        return reference
-
-    def copy(self, suffix: str, node: Any, inputs: list[str]) -> None:
-        """Adds a copy of a node that takes other things."""
-        made = self._new(node.op, suffix, inputs)
-        for key, value in node.attr.items():
-            made.attr[key].CopyFrom(value)
-
-    def _new(self, op: str, suffix: str, inputs: Any) -> Any:
+    def add(self, op: str, suffix: str, inputs: Sequence[str], shape: tf.TensorShape) -> Any:
+        """Adds a node without attributes but the shape of its result."""
         node = node_def_pb2.NodeDef(name=f"{self.name}/{suffix}", op=op, input=inputs)
+        node.attr[SHAPES].list.shape.append(shape.as_proto())
         self.rewiring.nodes[node.name] = node
         self.rewiring.changed = True
         return node
+
+    def of_ids(self, op: str, suffix: str, inputs: Sequence[str], result: str) -> str:
+        """Adds an elementwise operation on ids; returns a reference to its result."""
+        node = self.add(op, suffix, inputs, self.shape)
+        node.attr["T"].type = _number(self.dtype)
+        return f"{node.name}:{result}:0"
+
+    def within(self, suffix: str, ids: str, end: int) -> str:
+        """Whether ids are from 0 to before an end."""
+        bounds = self.constant("none", 0), self.constant(f"{suffix}/end", end)
+        least = self.of_ids("GreaterEqual", f"{suffix}/least", [ids, bounds[0]], "z")
+        most = self.of_ids("Less", f"{suffix}/most", [ids, bounds[1]], "z")
+        return f"{self.add('LogicalAnd', suffix, [least, most], self.shape).name}:z:0"
+
+    def like(
+        self, other: Any, suffix: str, op: str, inputs: Sequence[str], **types: tf.DType
+    ) -> Any:
+        """Adds a node whose result has the shape of another one's.
+
+        With types it has these alone for attributes, without them those of the other.
+        """
+        node = self.add(op, suffix, inputs, tf.TensorShape(None))
+        for key, value in other.attr.items():
+            if key == SHAPES or not types:
+                node.attr[key].CopyFrom(value)
+        for key, dtype in types.items():
+            node.attr[key].type = _number(dtype)
+        return node
+
+    def constant(self, suffix: str, value: int, dtype: tf.DType | None = None) -> str:
+        """Adds a scalar, of the dtype of ids by default, unless it is there."""
+        name, dtype = f"{self.name}/{suffix}", dtype or self.dtype
+        if name not in self.rewiring.nodes:
+            node = self.add("Const", suffix, (), tf.TensorShape([]))
+            node.attr["dtype"].type = _number(dtype)
+            node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, dtype))
+        return f"{name}:output:0"
+
+    def by_device(self, suffix: str, values: Sequence[int]) -> str:
+        """Adds a scalar that each device has another value of."""
+        reference, program = self.constant(suffix, 0), self.rewiring.program
+        given = [np.asarray(value, self.dtype.as_numpy_dtype) for value in values]
+        program.values[f"{self.name}/{suffix}"] = given
+        program.folded.add(f"{self.name}/{suffix}")
+        return reference
