@@ -84,7 +84,7 @@ def _difference(saved: Sequence[str], wanted: Sequence[str], what: str) -> str:
         where = "in the checkpoint" if only_saved else "now"
         advice = (
             f" More weights are trained {where}: set `trainable` of the layers as it was when the "
-            "checkpoint was saved, compile, restore, and change it after that."
+            "model that was saved was compiled, compile, restore, and change it after that."
         )
     return (
         f"The checkpoint's {what} is another one. Build the model, and compile it with the "

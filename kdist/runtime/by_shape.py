@@ -165,8 +165,9 @@ class ByShape:
                 return graph
         graph = self._trace(data, shapes, options)
         self._alone[key, shapes] = graph
-        if len(self._alone) > MAX_SHAPES:
-            self._alone.popitem(last=False)
+        alike = [one for one in self._alone if one[0] == key]
+        if len(alike) > MAX_SHAPES:
+            del self._alone[alike[0]]
             self._tell(
                 f"More than {MAX_SHAPES} shapes of a batch have a program of their own, since "
                 f"{kind.reason}. The {MAX_SHAPES} used last are "
