@@ -89,6 +89,7 @@ def layout_map_for(
             layouts[table.path] = _cut(table.shape, dim, axis)
         else:
             roles.left[table.path] = f"dim {dim} has {table.shape[dim]}, no multiple of {parts}"
+    _leave_unlike(model, roles, layouts, parts)
     _tell(model, roles, layouts, parts)
     order = [v.path for v in model.weights if v.path in layouts]
     return _patterns({path: layouts[path] for path in order}, [v.path for v in model.weights])
@@ -208,6 +209,17 @@ def _tables(model: keras.Model) -> Iterator[tuple[keras.Variable, int]]:
 
 def _cut(shape: Sequence[int], dim: int, axis: str) -> Dims:
     return tuple(axis if n == dim else None for n in range(len(shape)))
+
+
+def _leave_unlike(model: keras.Model, roles: Roles, layouts: dict[str, Dims], parts: int) -> None:
+    """Leaves out layouts that do not fit each weight of their path: networks may share paths."""
+    for variable in model.weights:
+        path, shape = variable.path, tuple(variable.shape)
+        dims = layouts.get(path, ())
+        fits = len(dims) == len(shape) and not any(n % parts for n, d in zip(shape, dims) if d)
+        if path in layouts and not fits:
+            del layouts[path]
+            roles.left[path] = f"one of that path has shape {shape}"
 
 
 def _tell(model: keras.Model, roles: Roles, layouts: dict[str, Dims], parts: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -106,7 +107,8 @@ def connected_pairs(
             elementwise operations; none for one that something else reaches too.
     """
     for rows in products:
-        if columns := sources.get(rows.path, ()):
+        # A product over another dim than the last may be joined to one that does not sum over it.
+        if columns := [one for one in sources.get(rows.path, ()) if one.given == rows.taken]:
             yield columns, rows
 
 
@@ -137,9 +139,12 @@ def pairs_by_size(
 
 
 def _fits(one: Product, rows: Product) -> bool:
-    """Whether a product may make what another takes; keys may have fewer heads than that."""
+    """Whether a product may make what another takes.
+
+    Keys may have fewer heads than that, or, with queries, heads of another width.
+    """
     if len(rows.taken) == 2:
-        return len(one.given) == 2 and one.given[1] == rows.taken[1]
+        return len(one.given) == 2 and any(map(operator.eq, one.given, rows.taken))
     return one.taken == rows.given and _whole(one, rows)
 
 

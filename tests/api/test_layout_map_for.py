@@ -160,6 +160,40 @@ def test_numbers_at_the_end_of_names_tell_layers_apart() -> None:
     assert list(found) == [f"chain/layer_{one}" for one in ("0/kernel", "0/bias", "1/kernel")]
 
 
+def test_values_of_another_width_are_cut_with_their_keys() -> None:
+    x = keras.Input((8, 16))
+    attention = keras.layers.MultiHeadAttention(4, 2, value_dim=3, use_bias=False, name="mine")
+    found = kdist.layout_map_for(keras.Model(x, attention(x, x)), axes())
+    columns = {f"mine/{name}/kernel": BY_HEADS for name in ("query", "key", "value")}
+    assert found == {**columns, "mine/attention_output/kernel": ("model", None, None)}
+
+
+def test_a_product_over_another_dim_is_no_first_of_a_pair() -> None:
+    """What it cuts is not what the next one sums over."""
+    x = keras.Input((6, 16))
+    over_time = keras.layers.EinsumDense("abc,bd->adc", (32, 16), name="over_time")
+    h = keras.layers.Dense(64, name="up")(over_time(x))
+    found = kdist.layout_map_for(keras.Model(x, keras.layers.Dense(8, name="down")(h)), axes())
+    assert list(found) == ["up/kernel", "up/bias", "down/kernel"]
+
+
+def test_networks_that_share_paths_get_layouts_that_fit_all_of_them() -> None:
+    def network(hidden: int) -> keras.Model:
+        layers = [keras.layers.Dense(hidden, name="up"), keras.layers.Dense(8, name="down")]
+        return keras.Sequential([keras.Input((8,)), *layers], name="network")
+
+    x, other = keras.Input((8,)), keras.Input((8,))
+    end = [keras.layers.Dense(16, name="wide"), keras.layers.Dense(4, name="end")]
+    h = keras.layers.Maximum()(
+        [keras.Model(i, network(n)(i))(i) for n, i in ((32, x), (33, other))]
+    )
+    model = keras.Model([x, other], end[1](end[0](h)))
+    with pytest.warns(UserWarning, match=r"network/up/kernel .one of that path has shape .8, 33."):
+        found = kdist.layout_map_for(model, axes())
+    assert [*found][-3:] == ["wide/kernel", "wide/bias", "end/kernel"]
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=axes(), layout_map=found))
+
+
 @pytest.mark.parametrize(
     ("sizes", "axis", "message"),
     [
