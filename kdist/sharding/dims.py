@@ -145,8 +145,10 @@ class WeightFit:
             what: The weight's name, for messages.
 
         Raises:
-            ValueError: If the rank differs; or a dim does not divide and is not to be left whole.
+            ValueError: If the rank differs; the data axis cuts a dim before another axis does; or a
+                dim does not divide and is not to be left whole.
         """
+        self._check_order(dims, what)
         if not self.replicate or len(dims) != len(shape):
             packed = PACKED if len(dims) > len(shape) == 2 else ""
             check_dims(dims, shape, self.topology, what, or_else=LEAVE_WHOLE, of_rank=packed)
@@ -161,6 +163,23 @@ class WeightFit:
                 if note not in self.notes:
                     self.notes.append(note)
         return tuple(fitting)
+
+    def _check_order(self, dims: Dims, what: str) -> None:
+        """Refuses what makes a part of no piece: the data axis slices what a device computes with.
+
+        Raises:
+            ValueError: The data axis stands before another one.
+        """
+        data = self.topology.data_axis
+        for index, dim in enumerate(dims):
+            axes = tuple(a for a in axes_of(dim) if self.topology.axis_size(a) > 1)
+            if data in [self.topology.canonical(a) for a in axes[:-1]]:
+                others = tuple(a for a in axes if self.topology.canonical(a) != data)
+                raise ValueError(
+                    f"Dim {index} of {what}: the data axis slices what each device of a replica "
+                    f"has, so it stands last where axes cut a dim together: {(*others, data)}. "
+                    f"Received: layout={dims}"
+                )
 
 
 def collapse(axes: tuple[str, ...]) -> Dim:

@@ -356,3 +356,15 @@ def test_variables_of_one_path_have_layouts_of_their_own():
 def test_variables_of_one_path_are_each_checked():
     with pytest.raises(ValueError, match="3 elements"):
         resolve_layouts([("a", (4,)), ("a", (3,))], {"a": ("model",)}, topology(model=2))
+
+
+def test_the_data_axis_stands_last_where_axes_cut_a_dim_together():
+    """It slices what a device of a replica has; before another axis it would cut no such part."""
+    both = topology(data=2, model=2)
+    with pytest.raises(ValueError, match=r"stands last .*: \('model', 'data'\)\. Received"):
+        resolve_layouts([("a", (8,))], {"a": (("batch", "model"),)}, both)
+    for fitting, sizes in (
+        (("model", "data"), both),
+        (("data", "model"), topology(data=1, model=2)),
+    ):
+        resolve_layouts([("a", (8,))], {"a": (fitting,)}, sizes)
