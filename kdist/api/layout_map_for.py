@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -70,6 +71,15 @@ def layout_map_for(
         )
     topology = Topology.from_mesh(mesh)
     axis, parts = _axis(topology, axis)
+    roles, layouts = _decided(model, axis, parts)
+    _leave_unlike(model, roles, layouts, parts)
+    _tell(model, roles, layouts, parts)
+    order = [v.path for v in model.weights if v.path in layouts]
+    return _patterns({path: layouts[path] for path in order}, [v.path for v in model.weights])
+
+
+def _decided(model: keras.Model, axis: str, parts: int) -> tuple[Roles, dict[str, Dims]]:
+    """What is cut and what is not, and layouts by path."""
     roles = Roles()
     products: dict[str, Product] = {}
     for parent in keras_models.flat_layers(model):
@@ -89,10 +99,7 @@ def layout_map_for(
             layouts[table.path] = _cut(table.shape, dim, axis)
         else:
             roles.left[table.path] = f"dim {dim} has {table.shape[dim]}, no multiple of {parts}"
-    _leave_unlike(model, roles, layouts, parts)
-    _tell(model, roles, layouts, parts)
-    order = [v.path for v in model.weights if v.path in layouts]
-    return _patterns({path: layouts[path] for path in order}, [v.path for v in model.weights])
+    return roles, layouts
 
 
 def _axis(topology: Topology, wanted: str | None) -> tuple[str, int]:
@@ -202,7 +209,7 @@ def _tables(model: keras.Model) -> Iterator[tuple[keras.Variable, int]]:
         if id(layer) in placed or not isinstance(layer, keras.layers.Embedding):
             continue
         for variable in layer.weights:
-            large = len(variable.shape) == 2 and variable.shape.num_elements() >= LARGE
+            large = len(variable.shape) == 2 and math.prod(variable.shape) >= LARGE
             if large and variable.name in ("embeddings", "reverse_embeddings"):
                 yield variable, 0 if variable.name == "embeddings" else 1
 

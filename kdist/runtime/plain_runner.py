@@ -256,8 +256,7 @@ class PlainRunner:
     def _as_of(self, function: Any, given: tuple, training: bool) -> None:
         """Goes back to what the trace for such arguments has taught; it is made if need be."""
         if not self.eager or function is self._counts_traced:
-            trace = function.get_concrete_function(*given)
-            self.program.traced(training).as_of(trace)
+            self.program.traced(training).as_of(function.get_concrete_function(*given))
 
     def _cheaply(self) -> contextlib.AbstractContextManager:
         """Around calls of programs."""

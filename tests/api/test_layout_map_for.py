@@ -30,11 +30,11 @@ def block(x: Any, name: str, width: int = 16, heads: int = 4) -> Any:
     return keras.layers.Add(name=f"{name}_add_2")([x, h])
 
 
-def transformer(heads: int = 4) -> keras.Model:
+def transformer(heads: int = 4, depth: int = 2) -> keras.Model:
     keras.utils.set_random_seed(0)
     ids = keras.Input((8,), dtype="int32")
     x = keras.layers.Embedding(64, 16, name="tokens")(ids)
-    for index in range(2):
+    for index in range(depth):
         x = block(x, f"block_{index}", heads=heads)
     return keras.Model(ids, keras.layers.Dense(64, name="head")(x))
 
@@ -192,6 +192,17 @@ def test_networks_that_share_paths_get_layouts_that_fit_all_of_them() -> None:
         found = kdist.layout_map_for(model, axes())
     assert [*found][-3:] == ["wide/kernel", "wide/bias", "end/kernel"]
     kdist.parallelize(model, kdist.ParallelConfig(mesh=axes(), layout_map=found))
+
+
+def test_the_map_of_a_shallow_model_serves_a_deep_one_that_is_never_whole() -> None:
+    found = kdist.layout_map_for(transformer(depth=1), axes())
+    config = kdist.ParallelConfig(mesh=axes(), layout_map=found)
+    with kdist.scope(config):
+        model = transformer(depth=12)
+    plan = model.plan()
+    cut = [one.path for one in plan.weights if any(one.layout.dims)]
+    assert len(cut) == 12 * len(TRANSFORMER)
+    assert "block_11_down/kernel" in cut
 
 
 @pytest.mark.parametrize(

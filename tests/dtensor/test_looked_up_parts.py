@@ -122,10 +122,10 @@ def test_what_is_told_is_what_a_slice_looks_up(float64: None) -> None:
     assert told == ("all-reduce", (4, LENGTH, WIDTH), 4 * LENGTH * WIDTH * 8)
 
 
-@pytest.mark.parametrize("kind", ["both ways", "few entries"])
-def test_a_table_is_gathered_where_that_sends_less(kind: str, float64: None) -> None:
-    """One whose products use it whole has it anyway; and 48 ids are more than half of 64."""
-    entries = 64 if kind == "few entries" else ENTRIES
+@pytest.mark.parametrize(("kind", "gathers"), [("both ways", False), ("few entries", True)])
+def test_a_table_is_gathered_where_that_sends_less(kind: str, gathers: bool, float64: None) -> None:
+    """48 ids are more than half of 64; a table that makes the logits too has parts of these."""
+    entries = 64 if gathers else ENTRIES
     models = [build(kind, entries=entries) for _ in range(2)]
     parallel(models[0], {"model": 2})
     for model in models:
@@ -134,8 +134,26 @@ def test_a_table_is_gathered_where_that_sends_less(kind: str, float64: None) -> 
             model.train_on_batch(x % entries, y)
     for one, other in zip(*(model.get_weights() for model in models), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
-    if kind == "few entries":
-        assert kdist.inspect(models[0]).count("all-gather", phase="forward") == 1
+    shapes = [one.shape for one in kdist.inspect(models[0]).collectives if one.kind == "all-gather"]
+    assert ((entries, WIDTH) in shapes) is gathers
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+def test_rows_are_those_of_the_table_bit_by_bit(policy: str) -> None:
+    """All but one of the summands are zero."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        table = keras.layers.Embedding(ENTRIES, WIDTH, name="tokens")
+        model = keras.Sequential([keras.Input((LENGTH,), dtype="int32"), table])
+        ids = np.random.default_rng(0).integers(0, ENTRIES, (8, LENGTH))
+        wanted = model.predict(ids, verbose=0)
+        parallel(model, HYBRID, {".*tokens/embeddings": ("model", None)})
+        model.compile("sgd", "mse")
+        np.testing.assert_array_equal(model.predict(ids, verbose=0), wanted)
+        assert kdist.inspect(model).count("all-gather") == 0
+    finally:
+        keras.config.set_dtype_policy(before)
 
 
 def test_an_id_that_the_table_has_not_is_an_error() -> None:
