@@ -60,9 +60,12 @@ def layout_map_for(
     Example:
         >>> mesh = kdist.mesh(data=2, model=2)
         >>> up, down = keras.layers.Dense(64, name="up"), keras.layers.Dense(8, name="down")
-        >>> network = keras.Sequential([keras.Input((8,)), up, down])
-        >>> kdist.layout_map_for(network, mesh)
-        {'up/kernel': (None, 'model'), 'up/bias': ('model',), 'down/kernel': ('model', None)}
+        >>> network = keras.Sequential([keras.Input((8,)), up, down], name="net")
+        >>> for pattern, layout in kdist.layout_map_for(network, mesh).items():
+        ...     print(pattern, layout)
+        net/up/kernel (None, 'model')
+        net/up/bias ('model',)
+        net/down/kernel ('model', None)
     """
     if not (model.built and model.weights):
         raise ValueError(
