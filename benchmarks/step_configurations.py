@@ -33,7 +33,7 @@ class Configuration:
         sizes: what is run.
         level: level of optimizer parallelism, of kdist.
         processes: processes that share the devices, of kdist.
-        sequence: whether what is between layers is cut along the sequence too, of kdist.
+        sequence: `sequence_parallel`, of kdist.
         xla: `jit_compile` of the model, None for Keras's choice.
     """
 
@@ -69,13 +69,20 @@ STEP_ROWS = (
     ),
     Configuration("kdist, data 2 x model 4", "kdist", (("data", 2), ("model", 4))),
     Configuration(
-        "kdist, data 2 x model 4, cut along the sequence",
-        "kdist",
-        (("data", 2), ("model", 4)),
-        sequence=True,
-    ),
-    Configuration(
         "kdist, pipe 2 x data 2 x model 2", "kdist", (("pipe", 2), ("data", 2), ("model", 2))
+    ),
+    *(
+        Configuration(
+            f"kdist, {' x '.join(f'{name} {size}' for name, size in axes)}, sequence_parallel",
+            "kdist",
+            axes,
+            sequence=True,
+        )
+        for axes in (
+            (("data", 2), ("model", 2)),
+            (("data", 2), ("model", 4)),
+            (("pipe", 2), ("data", 2), ("model", 2)),
+        )
     ),
 )
 DEEP_SMALL = Sizes(layers=24, width=16, length=8, vocabulary=64, batch=8)

@@ -146,6 +146,7 @@ def with_kdist(configuration: rows.Configuration) -> Step:
     config = kdist.ParallelConfig(
         mesh=kdist.mesh(**axes),
         layout_map=layout_of(configuration),
+        sequence_parallel=configuration.sequence,
         optimizer=kdist.OptimizerConfig(level=configuration.level),
         pipeline=kdist.PipelineConfig(micro_batches=MICRO_BATCHES) if "pipe" in axes else None,
     )
@@ -296,7 +297,7 @@ def layout_of(configuration: rows.Configuration) -> dict[str, tuple[str | None, 
 
     if "model" not in dict(configuration.axes):
         return {}
-    return gpt_model.layout_map(sequence=configuration.sequence)
+    return gpt_model.layout_map()
 
 
 def compile_model(model: Any, **options: Any) -> None:

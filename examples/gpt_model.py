@@ -83,21 +83,16 @@ def _block(x: keras.KerasTensor, sizes: GPTSizes, dtype: str, name: str) -> kera
     return layers.Add(dtype=dtype, name=f"{name}_add_2")([x, h])
 
 
-def layout_map(axis: str = "model", sequence: bool = False) -> dict[str, tuple[str | None, ...]]:
+def layout_map(axis: str = "model") -> dict[str, tuple[str | None, ...]]:
     """Says which dim of which weight is cut over `axis`; other weights are whole on every device.
 
     Args:
         axis: A mesh axis.
-        sequence: Also cut what is between attention and feed-forward layers, along the sequence:
-            norms and sums then are of a part of the tokens on each device, and so is what is kept
-            of them for the backward pass. What is sent is about as much as without
-            (Korthikanti et al., 2022).
 
     Returns:
-        Regular expressions over variable paths, each with one entry per dim of the weight; and over
-        paths of layers and `/output`, with one per dim of what they give.
+        Regular expressions over variable paths, each with one entry per dim of the weight.
     """
-    weights: dict[str, tuple[str | None, ...]] = {
+    return {
         ".*attention/(query|key|value)/kernel": (None, axis, None),  # (width, heads, head width)
         ".*attention/(query|key|value)/bias": (axis, None),
         ".*attention/attention_output/kernel": (axis, None, None),  # (heads, head width, width)
@@ -106,8 +101,3 @@ def layout_map(axis: str = "model", sequence: bool = False) -> dict[str, tuple[s
         ".*_down/kernel": (axis, None),
         ".*head/kernel": (None, axis),
     }
-    along = {  # (batch, length, width)
-        ".*(positions|attention|_down)/output": (None, axis, None),
-        ".*norm.*/output": (None, None, None),  # what cut weights take
-    }
-    return weights | along if sequence else weights

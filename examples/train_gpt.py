@@ -155,7 +155,8 @@ def main(argv: Sequence[str]) -> float:
 
     config = kdist.ParallelConfig(
         mesh=kdist.mesh(**axes),
-        layout_map=gpt_model.layout_map(sequence=args.sequence) if "model" in axes else {},
+        layout_map=gpt_model.layout_map() if "model" in axes else {},
+        sequence_parallel=args.sequence,
         pipeline=kdist.PipelineConfig(micro_batches=args.micro_batches) if "pipe" in axes else None,
     )
     sizes = gpt_model.GPTSizes(256, args.length, args.width, args.depth, args.heads)

@@ -11,7 +11,8 @@ from typing import Any
 from kdist._compat import keras_models
 from kdist.config.tables import host_layers, split_layers
 from kdist.layers import DistributedEmbedding
-from kdist.plan.column_row import Product, Roles, connected_pairs, pairs_by_size, wide_ends
+from kdist.plan.column_row import Roles, connected_pairs, pairs_by_size, wide_ends
+from kdist.plan.products import Product, product_of
 from kdist.sharding.dims import Dims
 from kdist.sharding.mesh import Topology
 
@@ -86,7 +87,7 @@ def _decided(model: keras.Model, axis: str, parts: int) -> tuple[Roles, dict[str
     roles = Roles()
     products: dict[str, Product] = {}
     for parent in keras_models.flat_layers(model):
-        inside = {id(layer): one for layer in _inside(parent) if (one := _product(layer))}
+        inside = {id(layer): one for layer in _inside(parent) if (one := product_of(layer))}
         products |= {one.path: one for one in inside.values()}
         for columns, rows in _pairs(parent, inside, parts):
             roles.pair(columns, rows, parts)
@@ -159,47 +160,6 @@ def _elementwise(operation: Any) -> bool:
     if isinstance(operation, keras.layers.Layer):
         return isinstance(operation, ELEMENTWISE_LAYERS)
     return type(operation).__name__ in ELEMENTWISE_OPERATIONS
-
-
-def _product(layer: keras.layers.Layer) -> Product | None:
-    """What a layer multiplies by; None for one that is no product, or a quantized one."""
-    known = isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense)
-    if not known or getattr(layer, "quantization_mode", None) is not None:
-        return None
-    weights = {v.name: v for v in layer.weights}
-    kernel, bias = weights.get("kernel"), weights.get("bias")
-    if kernel is None:
-        return None
-    read: tuple[Any, Any, int | None] | None = (0,), (1,), 0
-    if isinstance(layer, keras.layers.EinsumDense):
-        read = _equation(layer.equation, layer.bias_axes or "")
-    if read is None:
-        return None
-    takes, gives, bias_dim = read
-    return Product(
-        kernel.path,
-        tuple(kernel.shape),
-        takes,
-        gives,
-        None if bias is None else bias.path,
-        () if bias is None else tuple(bias.shape),
-        bias_dim,
-    )
-
-
-def _equation(equation: str, bias_axes: str) -> tuple[Any, Any, int | None] | None:
-    """Dims of the kernel that an einsum sums over, and that it gives; and of the bias."""
-    inputs, result = equation.replace(" ", "").split("->")
-    data, kernel = inputs.split(",")
-    takes = tuple(n for n, label in enumerate(kernel) if label in data and label not in result)
-    gives = tuple(n for n, label in enumerate(kernel) if label in result and label not in data)
-    if not takes or not gives or len(takes) + len(gives) != len(kernel):
-        return None
-    order = [label for label in result if label in bias_axes]
-    first = kernel[gives[0]]
-    # Keras keeps dims of size 1 behind the first of them.
-    behind = result[result.index(order[0]) :] if order else ""
-    return takes, gives, behind.index(first) if first in order else None
 
 
 def _tables(model: keras.Model) -> Iterator[tuple[keras.Variable, int]]:

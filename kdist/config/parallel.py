@@ -54,6 +54,14 @@ class ParallelConfig:
     """Whether a re-layout that moves a cut from one dim of a tensor to another may use the
     all-to-all collective. Otherwise the tensor is made whole and cut again."""
 
+    sequence_parallel: bool = False
+    """Whether tensors between layers that are cut over an inner axis are cut along dim 1, the
+    sequence: what ends in a sum over the axis is scattered, and what a kernel cut by columns takes
+    is gathered, so that norms, dropout and sums in between are of a part of the tokens on each
+    device, and so is what is kept of them for the backward pass (Korthikanti et al. 2022). Of
+    `Dense`, `EinsumDense` and `Embedding` layers, which all layers of Keras and KerasHub are made
+    of, unless the layout map or `kdist.shard` lays out what they take or give."""
+
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer parallelism (ZeRO levels). A `kdist.ShardedOptimizer` given to `compile` says the
     same for its model."""
@@ -105,11 +113,10 @@ class ParallelConfig:
                 "indivisible is 'error', or 'replicate' (a dim that does not divide is whole on "
                 f"every device). Received: indivisible={self.indivisible!r}"
             )
-        if not isinstance(self.enable_alltoall, bool):
-            raise ValueError(
-                "enable_alltoall is True or False. "
-                f"Received: enable_alltoall={self.enable_alltoall!r}"
-            )
+        for switch in ("enable_alltoall", "sequence_parallel"):
+            value = getattr(self, switch)
+            if not isinstance(value, bool):
+                raise ValueError(f"{switch} is True or False. Received: {switch}={value!r}")
         if not isinstance(self.optimizer, OptimizerConfig):
             raise ValueError(
                 "optimizer is a kdist.OptimizerConfig(level=...). "
@@ -193,6 +200,8 @@ class ParallelConfig:
         lines += [f"    {pattern:<{width}}  {dims}" for pattern, dims in patterns.items()]
         lines.append(f"  indivisible: {self.indivisible}")
         lines.append(f"  enable_alltoall: {self.enable_alltoall}")
+        if self.sequence_parallel:
+            lines.append("  sequence_parallel: True")
         lines.append(f"  optimizer: {self.optimizer}")
         lines.append(f"  fusion: {self.fusion}")
         if self.compression is not None:

@@ -283,6 +283,12 @@ def _others(case: _Case) -> Iterator[WithoutEffect]:
             "nor is a table split by hand",
             "Add an axis such as model=2, or leave it out",
         )
+    if case.config.sequence_parallel and case.topology.inner_size == 1:
+        yield WithoutEffect(
+            "sequence_parallel=True",
+            f"only inner axes cut the tensors of layers, and the mesh {mesh} has none above 1",
+            "Add an axis such as model=2, or leave it out",
+        )
     if case.config.compression is not None and not case.replicas:
         yield WithoutEffect("compression", case.no_replicas, ADD_DATA)
     if case.config.pipeline is None and case.facts.staged_layers:
@@ -365,6 +371,16 @@ def idle_axis(name: str, size: int) -> WithoutEffect:
         "it cuts no weight, and no tensor that a layer or operator declares, so its devices do "
         "the same work",
         "Cut weights over it by layout_map or kdist.shard, or give its devices to a data axis",
+    )
+
+
+def no_sequence() -> WithoutEffect:
+    """The note on `sequence_parallel` that cut nothing; known when programs are traced."""
+    return WithoutEffect(
+        "sequence_parallel=True",
+        "no Dense, EinsumDense or Embedding layer, whose output no pattern lays out, ends in a sum "
+        "over an inner axis and gives (batch, length, features)",
+        "Cut kernels by rows too, such as ('model', None), or leave it out",
     )
 
 

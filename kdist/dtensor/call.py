@@ -274,7 +274,9 @@ class Lowered:
         if not any(examples):
             # At first all-to-alls may stay, for `_refuse_alltoall` to see.
             alltoall = self.alltoall or not self.gather_first
-            return expand(concrete, self.mesh, layouts, self.paths, alltoall)
+            return expand(
+                concrete, self.mesh, layouts, self.paths, alltoall, bool(self.layouts.sequence)
+            )
         body = Body(concrete)
         if islands := limits.unsupported(body):
             raise sizes.CannotLift(f"islands are of one size: {next(iter(islands.values()))}")

@@ -13,6 +13,7 @@ from kdist.dtensor.device_number import SHAPES
 from kdist.dtensor.islands import LAYOUTS, Cut, with_neighbours
 from kdist.dtensor.lowering import LAID_OUT, Function, LoweredProgram, lower
 from kdist.dtensor.rewrites import rewrite
+from kdist.dtensor.sliced_sequences import gather_for_slices
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
@@ -32,6 +33,7 @@ def expand(
     layouts: Sequence[dtensor.Layout],
     layers: Sequence[str] = (),
     alltoall: bool = True,
+    along_sequence: bool = False,
 ) -> LoweredProgram:
     """Lowers a concrete function; see `lower`.
 
@@ -44,13 +46,15 @@ def expand(
         layouts: Of each flat input, and of each capture.
         layers: Paths of the model's layers, to say which causes what.
         alltoall: Whether all-to-alls may stay; else what causes one becomes an island too.
+        along_sequence: Whether tensors are cut along the sequence by themselves.
 
     Raises:
         CannotCut: An operation can be no island.
         tf.errors.OpError, ValueError: DTensor still fails after `MOST_ATTEMPTS`.
     """
     body = Body(concrete)
-    changed = rewrite(body) > 0 or body.said or bool(body.handles)
+    rewritten = rewrite(body) + (gather_for_slices(body, mesh) if along_sequence else 0)
+    changed = rewritten > 0 or body.said or bool(body.handles)
     chosen = dict(limits.unsupported(body))
     for attempt in range(MOST_ATTEMPTS):
         inside = with_neighbours(body, chosen)

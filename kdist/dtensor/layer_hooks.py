@@ -15,6 +15,7 @@ from kdist._compat import keras_trainer
 from kdist._compat.keras_models import call_of, calls_kept, give_call
 from kdist.config.operands import lay_out, operands
 from kdist.dtensor import limits, relayout
+from kdist.dtensor.along_sequence import along_sequence
 from kdist.dtensor.model_layouts import ModelLayouts
 from kdist.program.table_layers import looking_up
 from kdist.sharding.dims import Dim, Dims
@@ -57,7 +58,10 @@ def _laid_out_calls(layouts: ModelLayouts) -> Iterator[None]:
     texts = [
         layer for layer in layouts.model_layers if isinstance(layer, keras.layers.TextVectorization)
     ]
+    laid_out = {id(entry[0]) for entry in hooked}
+    sequence = [end for end in layouts.sequence if id(end.layer) not in laid_out]
     changed = [*windowed, *texts, *(entry[0] for entry in hooked), *(layer for layer, _ in tables)]
+    changed += [end.layer for end in sequence]
     with calls_kept(changed):
         for layer in windowed if layouts.any_cut else ():
             give_call(layer, _channels_whole(call_of(layer)))
@@ -65,6 +69,8 @@ def _laid_out_calls(layouts: ModelLayouts) -> Iterator[None]:
             give_call(layer, _rows_known(call_of(layer)))
         for layer, dim in tables:
             give_call(layer, _columns_pinned(call_of(layer), dim, layer.output_dim))
+        for end in sequence:
+            give_call(end.layer, along_sequence(end))
         for layer, inputs, outputs, every in hooked:
             give_call(layer, _laid_out(layer, inputs, outputs, every))
         yield

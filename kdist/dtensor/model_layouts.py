@@ -10,7 +10,8 @@ from kdist._compat import keras_models
 from kdist.config.parallel import ParallelConfig
 from kdist.config.shard import ResolvedShard, declarations, resolve_declaration
 from kdist.config.tables import Place, Split, host_layers, split_layers
-from kdist.config.without_effect import WithoutEffect, idle_axis
+from kdist.config.without_effect import WithoutEffect, idle_axis, no_sequence
+from kdist.dtensor.along_sequence import End, ends
 from kdist.dtensor.lowering import Island
 from kdist.dtensor.relayout import Trace
 from kdist.layers.relayout import Relayout
@@ -42,6 +43,7 @@ class ModelLayouts:
         layers: What `kdist.shard` declared, resolved, with its layer.
         outputs: Layout of the output of layers that an activation pattern matches.
         model_layers: Every layer of the model.
+        sequence: Layers between which tensors are cut along the sequence, if that is wanted.
         any_cut: Whether any weight is cut.
         uncut: Declared cuts of activations that a traced program left out.
         islands: Operations that run on gathered operands, as notes name them.
@@ -50,7 +52,8 @@ class ModelLayouts:
         on_host: Identities of tables on the host.
         split: By identity of a table that is split by hand, sizes of its parts, and how.
         chosen: Large tables with `placement="auto"`, and where they go.
-        idle: Inner axes that cut nothing, as far as programs are traced.
+        idle: Inner axes that cut nothing, and `sequence_parallel` that does not, as far as programs
+            are traced.
         left_whole: A line for each dim of a weight that its layout cuts and that does not divide.
     """
 
@@ -90,6 +93,9 @@ class ModelLayouts:
         self._refuse_cut_tables()
         self.outputs = _match_outputs(model, patterns)
         self.model_layers = keras_models.flat_layers(model)
+        self.sequence = list(self._ends()) if config.sequence_parallel else []
+        # None: it is not wanted.
+        self._along: bool | None = False if config.sequence_parallel else None
         self.uncut: list[WithoutEffect] = []
         self.idle: list[WithoutEffect] = []
         self.islands: dict[str, None] = {}
@@ -117,6 +123,11 @@ class ModelLayouts:
                     f"Received: {layer.embeddings.path!r} with layout {layout.dims}"
                 )
 
+    def _ends(self) -> Iterator[End]:
+        tables = set(map(id, self.fetched_layers))
+        layers = [layer for layer in self.model_layers if id(layer) not in tables]
+        return ends(layers, lambda variable: self.read(id(variable)))
+
     def read(self, key: int) -> Dims:
         """Layout in which operations read a weight, by identity of the variable.
 
@@ -131,6 +142,9 @@ class ModelLayouts:
         axes = self.topology.inner_axes
         idle = [(name, size) for name, size in axes if size > 1 and name not in self._cut_over]
         self.idle = [idle_axis(name, size) for name, size in idle]
+        if self._along is not None and axes:
+            self._along |= trace.along_sequence
+            self.idle += [] if self._along else [no_sequence()]
 
     def tell_uncut(self, found: Iterable[WithoutEffect]) -> None:
         """Notes declared cuts that a trace left out, and warns of each once."""

@@ -45,6 +45,8 @@ class Trace:
             so that no all-to-all moves a cut from one dim to another.
         uncut: Declared cuts that were left out because a dim does not divide.
         cut_over: The inner axes over which tensors were cut by declaration.
+        gathered: Tensors that were made whole, by graph and tensor: what reads one reads the same.
+        along_sequence: Whether a tensor between cut products was to be cut along the sequence.
     """
 
     mesh: dtensor.Mesh
@@ -53,6 +55,8 @@ class Trace:
     gather_first: bool = False
     uncut: list[WithoutEffect] = dataclasses.field(default_factory=list)
     cut_over: set[str] = dataclasses.field(default_factory=set)
+    gathered: dict[tuple[int, int], tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    along_sequence: bool = False
 
 
 class _Traces(threading.local):
@@ -268,6 +272,36 @@ def rows_only(tensor: Any) -> Any:
     if not tensor.dtype.is_floating:
         return _rows_only(tensor)
     return changed(tensor, tf.custom_gradient(lambda value: (_rows_only(value), _rows_only)))
+
+
+def cut_along(tensor: Any, dim: int, over: Dim) -> Any:
+    """Cuts one dim of a sum over an axis, all others but the first whole; see `ParallelConfig`."""
+    trace = active()
+    if trace is None:
+        return tensor
+    trace.along_sequence = True
+    strategy = [over if n == dim else None for n in range(tensor.shape.rank)]
+    return relayout_active(tensor, strategy, "tensors between cut layers (sequence_parallel=True)")
+
+
+def gathered(tensor: Any) -> Any:
+    """Makes every dim but the first whole, once for all that read the tensor.
+
+    Its gradient arrives in the layout of the tensor.
+    """
+    trace = active()
+    if trace is None:
+        return tensor
+    key = (id(tf.compat.v1.get_default_graph()), id(tensor))
+    if key not in trace.gathered:
+
+        @tf.custom_gradient
+        def whole(value: Any) -> Any:
+            # Whole first: no all-to-all moves a cut from another dim.
+            return _rows_only(value), lambda g: dtensor.relayout_like(_rows_only(g), value)
+
+        trace.gathered[key] = tensor, changed(tensor, whole)  # the tensor keeps its number
+    return trace.gathered[key][1]
 
 
 def last_dim_cut(tensor: Any, dim: Dim) -> Any:

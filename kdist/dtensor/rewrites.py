@@ -58,9 +58,12 @@ class Indexing:
     @property
     def takes_all(self) -> bool:
         """Whether nothing but new axes is left of it."""
-        every = (1 << len(self.begin)) - 1
-        whole = self.masks["begin_mask"] & self.masks["end_mask"] == every
-        return whole and not self.masks["shrink_axis_mask"] and set(self.strides) <= {1}
+        return all(map(self.takes_all_of, range(len(self.begin))))
+
+    def takes_all_of(self, dim: int) -> bool:
+        """Whether a dim of what is sliced stays as it is."""
+        begin, end, shrinks = (bool(mask >> dim & 1) for mask in self.masks.values())
+        return begin and end and not shrinks and self.strides[dim] == 1
 
 
 def indexing(
@@ -153,6 +156,13 @@ def _indexing(
     """How a slice with new axes slices; None without them, or where bounds are computed."""
     if not node.attr["new_axis_mask"].i:
         return None
+    return spelled_out(body, node, source, first, rank)
+
+
+def spelled_out(
+    body: Body, node: Any, source: str | None, first: int, rank: int | None = None
+) -> Indexing | None:
+    """How a slice slices, dim by dim; None where its bounds are computed."""
     if source is not None:
         rank = body.specs[source].shape.rank
     bounds = tuple(body.constant(one) for one in node.input[first : first + 3])

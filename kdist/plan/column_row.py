@@ -11,55 +11,8 @@ import dataclasses
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
 
-Role = Literal["columns", "rows"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """A layer that multiplies what it gets by a kernel.
-
-    Attributes:
-        path: The kernel's path.
-        shape: The kernel's shape.
-        takes: Dims of the kernel that are summed over.
-        gives: Dims of the kernel that are dims of the result.
-        bias: The bias's path, None without one.
-        bias_shape: Its shape.
-        bias_dim: Which of its dims is the first of `gives`, None if none is.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    takes: tuple[int, ...]
-    gives: tuple[int, ...]
-    bias: str | None = None
-    bias_shape: tuple[int, ...] = ()
-    bias_dim: int | None = None
-
-    @property
-    def taken(self) -> tuple[int, ...]:
-        """Sizes of what it sums over: (heads, width of a head), or (width,)."""
-        return tuple(self.shape[dim] for dim in self.takes)
-
-    @property
-    def given(self) -> tuple[int, ...]:
-        """Sizes of what it gives."""
-        return tuple(self.shape[dim] for dim in self.gives)
-
-    @property
-    def elements(self) -> int:
-        """How many the kernel has."""
-        return math.prod(self.shape)
-
-    def cut(self, role: Role) -> int:
-        """The dim of the kernel that is cut: heads rather than the width of each."""
-        return self.gives[0] if role == "columns" else self.takes[0]
-
-    def divides(self, role: Role, parts: int) -> bool:
-        """Whether that dim has equal parts."""
-        return self.shape[self.cut(role)] % parts == 0
+from kdist.plan.products import Product, Role
 
 
 @dataclasses.dataclass

@@ -29,6 +29,7 @@ def test_only_these_fields_exist():
         "layout_map",
         "indivisible",
         "enable_alltoall",
+        "sequence_parallel",
         "optimizer",
         "fusion",
         "compression",
@@ -100,9 +101,10 @@ def test_a_later_change_of_the_users_dict_has_no_effect():
 
 
 @pytest.mark.parametrize("value", [None, 1, "yes"])
-def test_enable_alltoall_is_a_bool(value):
-    with pytest.raises(ValueError, match="Received: enable_alltoall="):
-        ParallelConfig(mesh=mesh(data=2), enable_alltoall=value)
+@pytest.mark.parametrize("switch", ["enable_alltoall", "sequence_parallel"])
+def test_a_switch_is_a_bool(switch, value):
+    with pytest.raises(ValueError, match=f"Received: {switch}="):
+        ParallelConfig(mesh=mesh(data=2), **{switch: value})
 
 
 @pytest.mark.parametrize("value", [None, "pad", True, ["error"]])

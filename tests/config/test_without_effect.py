@@ -220,6 +220,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"axes": {"data": 2}, "enable_alltoall": True},
         ["enable_alltoall=True has no effect: only inner axes cut the tensors of layers"],
     ),
+    "sequence without inner axes": (
+        {"axes": {"data": 2}, "sequence_parallel": True},
+        ["sequence_parallel=True has no effect: only inner axes cut the tensors of layers"],
+    ),
     "compression of one replica": (
         {"axes": {"model": 2}, "compression": CompressionConfig(rest="bf16")},
         ["compression has no effect: gradients travel between replicas"],

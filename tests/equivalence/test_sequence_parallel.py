@@ -1,6 +1,6 @@
 """Tensors between layers cut along the sequence: sums are scattered, and values gathered.
 
-Patterns of the layout map say it, as in Keras: `<layer path>/output`.
+Patterns of the layout map say it, as in Keras, `<layer path>/output`; or `sequence_parallel=True`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ ALONG: Mapping[str, Layout] = {
     ".*(positions|attention|down)/output": (None, "model", None),
     ".*norm/output": (None, None, None),
 }
+WAYS = ("patterns", "switch")
 CASES = {case.name: case for case in (GPT, GPT_TIED, ENCODER, POST_NORM)}
 
 
@@ -38,13 +39,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "comm_kept": again(layers=[".*down", ".*norm"], policy="full", mp_comm_recompute=False),
 }
 DEFAULT = [
-    ("gpt", "level0", "data2_model2"),
-    ("encoder", "level3", "data2_model2"),
-    ("gpt_tied", "selective", "model2"),
-    ("post_norm", "comm_kept", "data2_model2"),
-    ("gpt", "full", "data2_model2"),
+    ("switch", "gpt", "level0", "data2_model2"),
+    ("patterns", "encoder", "level3", "data2_model2"),
+    ("switch", "gpt_tied", "selective", "model2"),
+    ("switch", "post_norm", "comm_kept", "data2_model2"),
+    ("patterns", "gpt", "full", "data2_model2"),
 ]
-ROWS = product(CASES, CONFIGS, ("model2", "data2_model2"))
+ROWS = product(WAYS, CASES, CONFIGS, ("model2", "data2_model2"))
 
 
 STAGES: dict[str, dict[str, Any]] = {
@@ -60,24 +61,29 @@ STAGE_MESHES: dict[str, dict[str, int]] = {
     "pipe2_model2": {"pipe": 2, "model": 2},
     "pipe2_data2_model2": {"pipe": 2, "data": 2, "model": 2},
 }
-STAGE_DEFAULT = [("gpt", "1f1b", "pipe2_model2"), ("encoder", "zero_bubble", "pipe2_data2_model2")]
-STAGE_ROWS = product(("gpt", "encoder"), STAGES, STAGE_MESHES)
+STAGE_DEFAULT = [
+    ("patterns", "gpt", "1f1b", "pipe2_model2"),
+    ("switch", "encoder", "zero_bubble", "pipe2_data2_model2"),
+]
+STAGE_ROWS = product(WAYS, ("gpt", "encoder"), STAGES, STAGE_MESHES)
 
 
-def compared(name: str, axes: Mapping[str, int], **options: Any) -> None:
+def compared(name: str, axes: Mapping[str, int], *, by: str = "patterns", **options: Any) -> None:
     case = CASES[name]
-    layouts = {**case.layout_map, **ALONG}
+    layouts = {**case.layout_map, **(ALONG if by == "patterns" else {})}
+    if by == "switch":
+        options["config"] = {**options.get("config", {}), "sequence_parallel": True}
     compare(case, axes, optimizer=OPTIMIZERS["adam"], layout_map=layouts, **options)
 
 
-@pytest.mark.parametrize(("case", "config", "mesh"), spread(ROWS, DEFAULT))
-def test_equals_one_device(case: str, config: str, mesh: str) -> None:
-    compared(case, MESHES[mesh], config=CONFIGS[config])
+@pytest.mark.parametrize(("by", "case", "config", "mesh"), spread(ROWS, DEFAULT))
+def test_equals_one_device(by: str, case: str, config: str, mesh: str) -> None:
+    compared(case, MESHES[mesh], by=by, config=CONFIGS[config])
 
 
-@pytest.mark.parametrize(("case", "config", "mesh"), spread(STAGE_ROWS, STAGE_DEFAULT, 1))
-def test_stages(case: str, config: str, mesh: str) -> None:
-    compared(case, STAGE_MESHES[mesh], config=STAGES[config])
+@pytest.mark.parametrize(("by", "case", "config", "mesh"), spread(STAGE_ROWS, STAGE_DEFAULT, 1))
+def test_stages(by: str, case: str, config: str, mesh: str) -> None:
+    compared(case, STAGE_MESHES[mesh], by=by, config=STAGES[config])
 
 
 @pytest.mark.wide

@@ -32,8 +32,10 @@ def trained(
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     sizes = gpt_model.GPTSizes(vocabulary=64, length=32, width=32, depth=depth)
-    layouts = gpt_model.layout_map(sequence=sequence) if "model" in axes else None
-    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=layouts, **options)
+    layouts = gpt_model.layout_map() if "model" in axes else None
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(**axes), layout_map=layouts, sequence_parallel=sequence, **options
+    )
     model = kdist.parallelize(gpt_model.build(sizes), config)
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     tokens = np.zeros((ROWS, sizes.length), np.int32)

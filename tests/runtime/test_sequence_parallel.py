@@ -21,8 +21,12 @@ def trained(axes: dict[str, int], sequence: bool, **options: Any) -> Any:
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     model = gpt_model.build(SIZES)
-    layouts = gpt_model.layout_map(sequence=sequence)
-    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=layouts, **options)
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(**axes),
+        layout_map=gpt_model.layout_map(),
+        sequence_parallel=sequence,
+        **options,
+    )
     kdist.parallelize(model, config)
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     tokens = np.random.default_rng(0).integers(0, SIZES.vocabulary, (8, SIZES.length + 1))

@@ -1,0 +1,143 @@
+"""Which layers begin and end what `sequence_parallel` cuts, and what is told of it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import kdist
+from kdist.dtensor.along_sequence import ends
+
+import keras
+import numpy as np
+import pytest
+
+SAID = "sequence_parallel=True has no effect: no Dense, EinsumDense or Embedding layer"
+
+UNEVEN = "it has 7 elements there, no multiple of 2"
+
+
+def built(layer: keras.layers.Layer, *shape: int) -> keras.layers.Layer:
+    layer.build((None, *shape))
+    return layer
+
+
+def einsum(equation: str, *shape: int) -> keras.layers.Layer:
+    given = (None, *shape[1:])
+    return built(keras.layers.EinsumDense(equation, given), *shape[:1], 8)
+
+
+LAYERS: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, bool]]] = {
+    "columns": (lambda: built(keras.layers.Dense(4), 6, 8), (None, "model"), (None, True)),
+    "rows": (lambda: built(keras.layers.Dense(4), 6, 8), ("model", None), ("model", False)),
+    "several axes": (
+        lambda: built(keras.layers.Dense(4), 6, 8),
+        (("model", "expert"), None),
+        (("model", "expert"), False),
+    ),
+    "heads": (
+        lambda: einsum("abc,cde->abde", 6, 6, 2, 4),
+        (None, "model", None),
+        (None, True),
+    ),
+    "width of all heads": (
+        lambda: built(keras.layers.EinsumDense("abde,dec->abc", (6, 8)), 6, 2, 4),
+        ("model", None, None),
+        ("model", False),
+    ),
+    "entries": (lambda: built(keras.layers.Embedding(8, 4), 6), ("model", None), ("model", True)),
+}
+NONE: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "whole": (lambda: built(keras.layers.Dense(4), 6, 8), (None, None)),
+    "both dims": (lambda: built(keras.layers.Dense(4), 6, 8), ("model", "expert")),
+    "columns of a table": (lambda: built(keras.layers.Embedding(8, 4), 6), (None, "model")),
+    "heads where the sequence is": (
+        lambda: built(keras.layers.EinsumDense("ac,cbd->abd", (2, 4)), 8),
+        ("model", None, None),
+    ),
+    "no product": (lambda: built(keras.layers.LayerNormalization(), 6, 8), (None,)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_ends(name: str) -> None:
+    make, dims, expected = LAYERS[name]
+    (end,) = ends([make()], lambda variable: dims)
+    assert (end.sums_over, end.takes_whole) == expected
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_no_ends(name: str) -> None:
+    make, dims = NONE[name]
+    assert not list(ends([make()], lambda variable: dims))
+
+
+def network(*shape: int) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    x = keras.Input(shape)
+    y = x
+    for i in range(2):
+        h = keras.layers.Dense(8, "gelu", name=f"up_{i}")(keras.layers.LayerNormalization()(y))
+        y = y + keras.layers.Dense(4, name=f"down_{i}")(h)
+    return keras.Model(x, y)
+
+
+def trained(shape: tuple[int, ...], **layouts: Any) -> tuple[keras.Model, list[str]]:
+    """A model after two steps, and what was said."""
+    model = network(*shape)
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(model=2),
+        layout_map={r".*up_\d/kernel": (None, "model"), r".*down_\d/kernel": ("model", None)}
+        | layouts,
+        sequence_parallel=True,
+    )
+    kdist.parallelize(model, config)
+    model.compile("sgd", "mse")
+    data = np.ones((4, *shape))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.train_on_batch(data, data)
+    return model, [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize(("shape", "told"), [((4,), 1), ((6, 4), 0)])
+def test_nothing_to_cut_is_told_once(shape: tuple[int, ...], told: int) -> None:
+    model, said = trained(shape)
+    assert sum(SAID in one for one in said) == told
+    assert sum(SAID in one for one in model.plan().notes) == told
+
+
+def test_a_length_that_does_not_divide_is_told_once() -> None:
+    _, said = trained((7, 4))
+    assert sum(UNEVEN in one for one in said) == 1
+
+
+def test_a_pattern_wins() -> None:
+    model, said = trained((6, 4), **{r"down_\d/output": (None, None, None)})
+    assert sum(SAID in one for one in said) == 1
+    found = kdist.inspect(model, 4).collectives
+    assert not any(one.kind == "reduce-scatter" for one in found)
+
+
+@pytest.mark.parametrize("token", [0, -1])
+def test_one_token_is_taken_of_what_is_gathered_once(token: int) -> None:
+    """DTensor moves the cut to the rows for it, and gathers gradients of weights for that."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6, 4))
+    x = inputs + keras.layers.Dense(4, name="down")(keras.layers.Dense(8, name="up")(inputs))
+    outputs = keras.layers.Dense(2, name="head")(keras.layers.LayerNormalization()(x)[:, token])
+    model = keras.Model(inputs, outputs)
+    layouts: Any = {"up/kernel": (None, "model"), "up/bias": ("model",)}
+    layouts["down/kernel"] = ("model", None)
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(model=2), layout_map=layouts, sequence_parallel=True
+    )
+    kdist.parallelize(model, config)
+    model.compile("sgd", "mse")
+    model.train_on_batch(np.ones((4, 6, 4)), np.ones((4, 2)))
+    gathered = [one for one in kdist.inspect(model, 4).collectives if one.kind == "all-gather"]
+    assert [(one.shape, one.phase) for one in gathered] == [
+        ((4, 6, 4), "forward"),  # the norm's result
+        ((4, 6, 4), "backward"),  # of the sum that `down` ends in
+    ]
