@@ -141,3 +141,27 @@ def test_one_token_is_taken_of_what_is_gathered_once(token: int) -> None:
         ((4, 6, 4), "forward"),  # the norm's result
         ((4, 6, 4), "backward"),  # of the sum that `down` ends in
     ]
+
+
+class Dropping(keras.layers.Dropout):
+    """Drops in predictions too."""
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return super().call(inputs, training=True)
+
+
+def test_each_part_of_a_sequence_drops_other_features() -> None:
+    inputs = keras.Input((6, 4))
+    x = keras.layers.Dense(8, name="up", kernel_initializer="ones")(inputs)
+    x = keras.layers.Dense(4, name="down", kernel_initializer="ones")(x)
+    model = keras.Model(inputs, Dropping(0.5, seed=0)(x))
+    layouts: Any = {"up/kernel": (None, "model"), "down/kernel": ("model", None)}
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(model=2), layout_map=layouts, sequence_parallel=True
+    )
+    kdist.parallelize(model, config)
+    model.compile("sgd", "mse")
+    dropped = model.predict(np.ones((32, 6, 4)), verbose=0) == 0
+    first, second = dropped[:, :3], dropped[:, 3:]
+    assert 0.4 < dropped.mean() < 0.6
+    assert 0.4 < (first == second).mean() < 0.6
