@@ -42,6 +42,7 @@ import keras
 import tensorflow as tf
 
 _IN_LOOPS = "A call in a tf.cond, tf.while_loop, tf.map_fn or tf.vectorized_map"
+_STATELESS = "A call by stateless_call, or within another keras.StatelessScope"
 
 
 class LayerCalls:
@@ -127,14 +128,20 @@ class LayerCalls:
     def set_apart(self, layer: keras.Layer, reason: str) -> None:
         """Has calls of a layer run on one device from now on."""
         self.apart.add(id(layer))
+        self._tell_apart(layer, reason)
+
+    def _tell_apart(self, layer: keras.Layer, reason: str) -> None:
         self._tell(
             f"{reason}: layer {layer.path or layer.name!r} computes on one device, on whole weights"
         )
 
     def _wrapped(self, layer: keras.Layer, call: Callable) -> Callable:
         def called(*args: Any, **kwargs: Any) -> Any:
-            within = self._alone or keras_trainer.is_stateless()
-            if within or any_symbolic((args, kwargs)):
+            stateless = keras_trainer.is_stateless()
+            if self._alone or stateless or any_symbolic((args, kwargs)):
+                if stateless and not self._alone and self._in_step:  # the user's own scope
+                    self._tell_apart(layer, _STATELESS)
+                    return self._on_one_device(call, args, kwargs)
                 return call(*args, **kwargs)
             if id(layer) in self.apart:
                 return self._on_one_device(call, args, kwargs)

@@ -38,6 +38,21 @@ def test_a_call_in_a_loop_of_tensorflows_runs_on_one_device_and_says_so() -> Non
     same(models)
 
 
+class Stateless(Own):
+    def loss_of(self, x: Any, y: Any) -> Any:
+        weights = [v.value for v in self.trainable_variables]
+        found, _ = self.stateless_call(weights, self.non_trainable_variables, x, training=True)
+        return ops.mean((found - y) ** 2)
+
+
+def test_a_stateless_call_runs_on_one_device_and_says_so() -> None:
+    models = pair({"data": 2, "model": 2}, Stateless)
+    models[0].fit(*batch(), verbose=0)
+    with pytest.warns(UserWarning, match=r"stateless_call.*computes on one device"):
+        models[1].fit(*batch(), verbose=0)
+    same(models)
+
+
 def test_rows_that_meet_in_a_layer_are_told() -> None:
     class Centred(layers.Layer):
         def call(self, x: Any) -> Any:
