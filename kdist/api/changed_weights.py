@@ -79,6 +79,12 @@ def follow_fusion(parallel: Parallel) -> None:
         parallel.spread_parameters()
 
 
+def moved_weights(parallel: Parallel) -> list[str]:
+    """Paths of weights that another model, which has them too, has moved since."""
+    entries = parallel.entries.values()
+    return [e.variable.path for e in entries if (stored(e.variable) or e) is not e]
+
+
 def follow_weights(parallel: Parallel, kind: str) -> None:
     """Makes the steps anew if another model, which has the same weights, has moved them.
 

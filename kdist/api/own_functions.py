@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from kdist._compat.function_graphs import converted
+from kdist.api.changed_weights import moved_weights
 from kdist.api.own_steps import calls_of, refuse_prefetch, refuse_settings
 from kdist.api.parallelize import Parallel, attached
 from kdist.calls.layer_calls import LayerCalls
@@ -101,6 +103,8 @@ class _Function:
         for one in self._parallels:
             one.prepare_own(self._step, *data)
             refuse_prefetch(one, WHOSE)
+        for one in self._parallels:
+            _refuse_moved(one)
         programs = [one.program for one in self._parallels]
         if self._programs and all(a is b for a, b in zip(programs, self._programs)):
             return
@@ -115,7 +119,8 @@ class _Function:
 
     def _runs(self, calls: list[LayerCalls]) -> Callable:
         """The step, with calls over the mesh."""
-        applying = [one.own_updates.applying for one in self._parallels]
+        updates = [one.own_updates for one in self._parallels]
+        applying = [functools.partial(one.applying, updates) for one in updates]
 
         def run(*data: Any, **named: Any) -> Any:
             return run_over(calls, applying, lambda *data: self._step(*data, **named), *data)
@@ -128,6 +133,20 @@ class _Function:
             calls = [calls_of(one, over=False) for one in self._parallels]
             self._plain = tf.function(self._runs(calls), autograph=False, reduce_retracing=True)
         return self._plain(*data, **named)
+
+
+def _refuse_moved(parallel: Parallel) -> None:
+    """Refuses weights that are not where the model has placed them.
+
+    Raises:
+        ValueError: Another model has moved some.
+    """
+    if moved := moved_weights(parallel):
+        raise ValueError(
+            "At level 3 each model stores weights as its own optimizer updates them, and the last "
+            "one moves those that it shares. Use a level up to 2 for models that share weights. "
+            f"Received: model={parallel.model.name!r} in kdist.function, moved={moved[:8]}"
+        )
 
 
 def _refuse_verify(parallel: Parallel) -> None:

@@ -41,6 +41,7 @@ class OwnUpdates:
         self._program: Program | None = None
         self._applied_in: Program | None = None
         self.running = False
+        self._with_others: Sequence[OwnUpdates] = ()
         self._made: dict[int, tuple[Any, list[keras.Variable], DistributedUpdate]] = {}
 
     @property
@@ -49,17 +50,25 @@ class OwnUpdates:
         return [optimizer for optimizer, _, _ in self._made.values()]
 
     @property
+    def made(self) -> list[DistributedUpdate]:
+        """What updates weights by these optimizers."""
+        return [update for _, _, update in self._made.values()]
+
+    @property
     def began(self) -> bool:
         """Whether an optimizer has updated weights since the model's steps were made."""
         return self._applied_in is not None and self._applied_in is self._parallel.program
 
     @contextlib.contextmanager
-    def applying(self) -> Iterator[None]:
+    def applying(self, with_others: Sequence[OwnUpdates] = ()) -> Iterator[None]:
         """Meanwhile, optimizers that are applied to the model's weights do it over the mesh.
 
         One that the step builds has its state beside the trace, where its values can be read.
+
+        Args:
+            with_others: Those of all models that the step trains, which may share weights.
         """
-        self.running = True
+        self.running, self._with_others = True, with_others
         apart = keras_applied.built_within(function_graphs.variables_apart)
         scaled = keras_applied.scaled_after(self._build_scale)
         try:
@@ -130,15 +139,21 @@ class OwnUpdates:
         model = self._parallel.model
         return bool(model.compiled) and optimizer is model.optimizer
 
+    def _unknown(self, variables: Sequence[Any]) -> list[Any]:
+        """Those of some variables that are no trainable weights of the model."""
+        assert self._parallel.program is not None
+        known = {id(v) for v in self._parallel.program.state.trainable}
+        return [v for v in variables if id(v) not in known]
+
     def _are_mine(self, optimizer: Any, variables: Sequence[Any]) -> bool:
         """Whether variables are trainable weights of the model, all or none.
 
         Raises:
-            ValueError: Some are, and others are not.
+            ValueError: Some are, others are not, and no model of the step has all.
         """
-        assert self._parallel.program is not None
-        known = {id(v) for v in self._parallel.program.state.trainable}
-        others = [v for v in variables if id(v) not in known]
+        others = self._unknown(variables)
+        if not all(one._unknown(variables) for one in (self, *self._with_others)):
+            return not others  # a model that shares weights with this one may have all
         if others and len(others) < len(variables):
             raise ValueError(
                 "An optimizer updates trainable weights of a parallelized model, or other "
@@ -184,7 +199,13 @@ class OwnUpdates:
         entries = parallel.entries_of(variables)
         config = config_for(optimizer, parallel.config.optimizer)
         update = DistributedUpdate(
-            optimizer, entries, parallel.topology, spread.units, spread.keys, config
+            optimizer,
+            entries,
+            parallel.topology,
+            spread.units,
+            spread.keys,
+            config,
+            model=parallel,
         )
         parallel.tell_own_methods(update)
         return update

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdist._compat import (
     function_graphs,
@@ -32,6 +32,9 @@ from kdist.storage.unborn import unborn_variables
 
 import keras
 
+if TYPE_CHECKING:
+    from kdist.api.own_updates import OwnUpdates
+
 
 class PreparedModel(FittedModel):
     """What steps need, made once, from the specs of a first batch.
@@ -39,7 +42,10 @@ class PreparedModel(FittedModel):
     Attributes:
         batch_specs: Of (x, y, sample_weight), once trained.
         births: Whether weights are born as parts, and who is told of others; see `kdist.scope`.
+        own_updates: Updates by steps of the user's own.
     """
+
+    own_updates: OwnUpdates
 
     def __init__(self, model: keras.Model, config: ParallelConfig) -> None:
         super().__init__(model, config)
@@ -127,9 +133,10 @@ class PreparedModel(FittedModel):
 
     def forget_steps(self, jit_compile: bool | str) -> None:
         """See `SteppedModel`; what updates the weights is made anew too."""
+        for update in (self.update, *self.own_updates.made):
+            if update is not None:
+                update.jobs.let_go()  # other models may have the same weights, and updates
         super().forget_steps(jit_compile)
-        for entry in self.entries.values():
-            entry.masters, entry.updaters = [], []
 
     def prepare_optimizer(self) -> None:
         """Builds the compiled optimizer, and places its state, before there is a batch.
@@ -164,6 +171,7 @@ class PreparedModel(FittedModel):
             self.optimizer_config,
             self.classes(),
             self.low_rank,
+            self,
         )
         hand_over(self)
         self.warn_without_effect()

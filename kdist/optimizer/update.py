@@ -51,6 +51,7 @@ class DistributedUpdate:
         config: Level, how gradients accumulate, formats of the optimizer's moments.
         classes: How the gradient of each variable travels; None for all as they are.
         low_rank: What low-rank compression keeps, by whoever makes one update after the other.
+        model: Whose weights they are: of models that share some, each has updates of its own.
 
     Raises:
         ValueError: `config.state_format` does not apply to the optimizer; see `slot_formats`.
@@ -66,6 +67,7 @@ class DistributedUpdate:
         config: OptimizerConfig,
         classes: Classes | None = None,
         low_rank: KnownStates | None = None,
+        model: Any = None,
     ) -> None:
         wrappers = unwrap(optimizer)
         self.loss_scale = LossScale(wrappers.loss_scale) if wrappers.loss_scale else None
@@ -76,7 +78,7 @@ class DistributedUpdate:
             slot_formats(leaf, config.state_format)  # refuses before anything is changed
         low_rank = {} if low_rank is None else low_rank
         self.jobs = Jobs(
-            entries, topology, units, self.groups, config.state_format, classes, low_rank
+            entries, topology, units, self.groups, config.state_format, classes, low_rank, model
         )
         self._keys = tuple(keys)
         self._whole = whole_updates(optimizer, variables)
@@ -304,6 +306,7 @@ class DistributedUpdate:
         self.loss_scale.grow()
 
     def _apply(self, gradients: dict[int, Any], connected: set[int]) -> None:
+        self.jobs.take_over()
         held = self._held_rows(gradients)
         for backing in held:
             backing.hold()
@@ -312,6 +315,7 @@ class DistributedUpdate:
         finally:
             for backing in held:
                 backing.release()
+        self.jobs.hand_on(connected)
 
     def _held_rows(self, gradients: dict[int, Any]) -> list[RowsBacking]:
         """Backings of rows that are sent whole after their update, and need no write of it.
@@ -373,6 +377,7 @@ class DistributedUpdate:
         """
         if self.loss_scale is not None:
             return
+        self.jobs.take_over()
         live = set(self.jobs.updating(set(connected)))
         for number, sums in self.sums.items():
             leaf, first = self.groups[number][0], self.jobs.local[number][0]
@@ -389,3 +394,4 @@ class DistributedUpdate:
             self.inner._iterations.assign_add(1)
         if any(leaf.weight_decay is not None for leaf, _ in self.groups):
             send_values(self.jobs, live, self.one_by_one)
+            self.jobs.hand_on(connected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,12 @@ import numpy as np
 import tensorflow as tf
 
 
+def _drop_master(entry: weakref.ref[Stored], master: weakref.ref[keras.Variable]) -> None:
+    """Lets go of a whole copy whose optimizer is no more."""
+    if (found := entry()) is not None:
+        found.masters = [one for one in found.masters if one[1] is not master()]
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """What a local optimizer sees as one variable.
@@ -66,6 +73,7 @@ class Jobs:
         state_format: Formats of the optimizers' moments.
         classes: How the gradient of each variable travels; None for all as they are.
         low_rank: What low-rank compression keeps; see `Compression`.
+        model: Whose they are: what models that share weights have is told apart by it.
 
     Attributes:
         buckets: What travels together.
@@ -84,8 +92,10 @@ class Jobs:
         state_format: StateFormatConfig,
         classes: Classes | None,
         low_rank: KnownStates,
+        model: Any = None,
     ) -> None:
         self.entries = list(entries)
+        self.model = model
         self.topology = topology
         self.units = tuple(units)
         self.groups = list(groups)
@@ -118,17 +128,17 @@ class Jobs:
         """Another optimizer updates the variables from now on, in new programs."""
         self._drop_masters()
         for entry in self.entries:
-            entry.updaters = [one for one in entry.updaters if one is not self]
+            entry.updaters = [one for one in entry.updaters if one() not in (None, self)]
 
     def take(self, variables: Container[int]) -> None:
         """Notes whose variables these are, of which an update is begun.
 
         Raises:
-            ValueError: Two optimizers update one, and one of them has a whole copy of it, which the
-                other's updates do not reach.
+            ValueError: Two optimizers of a model update one, and one of them has a whole copy of
+                it, which the other's updates do not reach.
         """
         for entry in (one for v, one in enumerate(self.entries) if v in variables):
-            others = [one for one in entry.updaters if one is not self]
+            others = [one for one in self._others(entry) if one.model is self.model]
             if others and any(one._has_master(entry) for one in (self, *others)):
                 names = sorted({group[0].name for one in (self, *others) for group in one.groups})
                 raise ValueError(
@@ -139,8 +149,32 @@ class Jobs:
                     "single elements (SGD, Adam). "
                     f"Received: {entry.variable.path!r}, updated by {names}"
                 )
-            if not any(one is self for one in entry.updaters):
-                entry.updaters.append(self)
+            if not any(one() is self for one in entry.updaters):
+                entry.updaters.append(weakref.ref(self))
+
+    def _others(self, entry: Stored) -> list[Jobs]:
+        """What else has updated a variable, and is there still."""
+        found = [one() for one in entry.updaters]
+        return [one for one in found if one is not None and one is not self]
+
+    def take_over(self) -> None:
+        """Gives own whole copies the values that other models' optimizers may have made since."""
+        for entry, (device, master) in self._masters:
+            if self._others(entry):
+                with tf.device(device):
+                    master.assign(tf.convert_to_tensor(entry.whole()))
+
+    def hand_on(self, variables: Container[int]) -> None:
+        """Gives the whole copies of other models' optimizers the values of an update.
+
+        Of those that come later none is known here: they take them over.
+        """
+        mine = {id(master) for _, (_, master) in self._masters}
+        for entry in (one for v, one in enumerate(self.entries) if v in variables):
+            for device, master in entry.masters:
+                if id(master) not in mine:
+                    with tf.device(device):
+                        master.assign(tf.convert_to_tensor(entry.whole()))
 
     def _has_master(self, entry: Stored) -> bool:
         return any(one is entry for one, _ in self._masters)
@@ -254,6 +288,7 @@ class Jobs:
                 local = make_local(entry.variable, tf.identity(entry.whole()))
             entry.masters.append((device, local))
             self._masters.append((entry, entry.masters[-1]))
+            weakref.finalize(self, _drop_master, weakref.ref(entry), weakref.ref(local))
         if entry.variable.constraint is not None:
             local.constraint = entry.variable.constraint
         return local

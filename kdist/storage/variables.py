@@ -78,7 +78,7 @@ class Stored:
         unborn: What it begins with, until its parts are made; see `kdist.storage.unborn`.
         settled: Whether it stays where it is, as far as is known: the model is compiled.
         masters: Whole copies kept by optimizers that must see the whole tensor.
-        updaters: What has updated it; see `Jobs.take`.
+        updaters: Weak references to what has updated it; see `Jobs.take`.
         anchor: What tapes know it by, if it is whole nowhere and tapes have to; see
             `kdist.calls.anchors`.
     """

@@ -68,3 +68,42 @@ def test_equals_one_device(mesh: str, levels: tuple[int, int]) -> None:
     expected = trained(None, levels)
     for one, other in zip(trained(mesh, levels), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
+WITH_COPIES: dict[str, tuple[dict[str, int], kdist.OptimizerConfig]] = {
+    "inner": (MESHES["data2_model2"], kdist.OptimizerConfig()),
+    "host": (MESHES["data4"], kdist.OptimizerConfig(state_on="host")),
+}
+
+
+def in_turn(way: str, kinds: tuple[Any, Any]) -> list[Any]:
+    """What two models with one backbone weigh, whose optimizers see whole tensors, or one does."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,))
+    x = layers.Dense(8, "tanh", name="dense_a")(inputs)
+    x = layers.Dense(8, "tanh", name="dense_b")(x)
+    models = [keras.Model(inputs, layers.Dense(n, name=f"head{n}")(x)) for n in (4, 3)]
+    for model in models:
+        if way:
+            axes, spread = WITH_COPIES[way]
+            cuts = {"dense_./kernel": (None, "model")} if "model" in axes else None
+            mesh = kdist.mesh(**axes)
+            kdist.parallelize(
+                model, kdist.ParallelConfig(mesh=mesh, optimizer=spread, layout_map=cuts)
+            )
+    losses = []
+    for turn, step in enumerate((0, 1, 0, 0, 1, 1, 0)):
+        if turn < 2:  # the second when the first has trained, whose copies stay its own
+            models[step].compile(kinds[step](0.01), "mse")
+        losses.append(models[step].train_on_batch(X[:10], (Y, LABELS)[step][:10]))
+    return [*losses, *(w for model in models for w in model.get_weights())]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("kinds", [("Lamb", "Adam"), ("Adam", "Muon"), ("Lamb", "Adafactor")])
+@pytest.mark.parametrize("way", WITH_COPIES)
+def test_whole_copies_follow_the_other_model(way: str, kinds: tuple[str, str]) -> None:
+    classes = tuple(getattr(keras.optimizers, kind) for kind in kinds)
+    expected = in_turn("", classes)
+    for one, other in zip(in_turn(way, classes), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)

@@ -180,3 +180,46 @@ def test_what_a_step_does_by_values_of_tensors(axes: dict[str, int]) -> None:
         found.append([[float(run(x, tf.constant(n))) for n in (2, 3)], *model.get_weights()])
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-12)
+
+
+def shared(mesh: str = "") -> list[np.ndarray]:
+    """What a step of two models with one backbone leaves, each with an optimizer of its own."""
+    keras.utils.set_random_seed(0)
+    backbone, models = network(6, 8, "backbone"), []
+    for outputs in (3, 2):
+        first = keras.Input((6,))
+        head = layers.Dense(outputs, name=f"head{outputs}")
+        models.append(keras.Model(first, head(backbone(first))))
+    if mesh:
+        axes, level = MESHES[mesh]
+        optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0 if level else 64)
+        cuts = CUTS if "model" in axes else {}
+        for model in models:
+            config = kdist.ParallelConfig(
+                mesh=kdist.mesh(**axes), layout_map=cuts, optimizer=optimizer
+            )
+            kdist.parallelize(model, config)
+    optimizers = [keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, momentum=0.9)]
+
+    def step(x: Any) -> None:
+        with tf.GradientTape(persistent=True) as tape:
+            far = [ops.mean((model(x, training=True) - x[:, :1]) ** 2) for model in models]
+        for model, loss, optimizer in zip(models, far, optimizers):
+            weights = model.trainable_variables
+            optimizer.apply(tape.gradient(loss, weights), weights)
+
+    run = kdist.function(step, *models) if mesh else tf.function(step)
+    for x, _ in batches():
+        run(tf.constant(x))
+    return [w for model in models for w in model.get_weights()]
+
+
+def test_weights_that_another_model_has_moved_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"level up to 2.*Received.*moved=\[.*up/kernel"):
+        shared("data 2 x model 2, level 3")
+
+
+@pytest.mark.parametrize("mesh", list(MESHES)[:2])
+def test_two_models_with_one_backbone_equal_one_device(mesh: str) -> None:
+    for one, other in zip(shared(mesh), shared(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
