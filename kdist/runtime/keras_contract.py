@@ -27,10 +27,18 @@ def layers_built(model: keras.Model) -> bool:
 
 
 def _unbuilt(model: keras.Model) -> list[keras.Layer]:
-    """Layers inside a model that are not built; those that others have replaced do not count."""
+    """Layers inside a model that are not built; those that others have replaced do not count.
+
+    Nor do those that make its batches, as KerasHub's tasks have them: no step calls them.
+    """
     if all(layer.built for layer in keras_models.flat_layers(model) if layer is not model):
         return []
-    return [one for one in keras_models.held_layers(model) if not one.built and one is not model]
+    before = getattr(model, "preprocessor", None) if hasattr(model, "preprocess_samples") else None
+    apart = {id(model)}
+    if isinstance(before, keras.Layer):
+        apart |= set(map(id, [before, *keras_models.flat_layers(before)]))
+    held = keras_models.held_layers(model)
+    return [one for one in held if not one.built and id(one) not in apart]
 
 
 def build_by_step(model: keras.Model, step: Callable, *data: Any) -> None:

@@ -70,6 +70,33 @@ def test_the_first_batch_of_fit_is_prepared_once(
     assert "verify='first_step'" in capsys.readouterr().out
 
 
+class Packer(keras.layers.Layer):
+    """Makes rows of texts, and is built when the first come."""
+
+    def build(self, shape: Any) -> None:
+        self.inside = keras.layers.Layer()
+
+
+def _with_packer(layout_map: dict[str, Any] | None = None) -> Task:
+    inputs = keras.Input((5,))
+    model = Task(inputs, keras.layers.Dense(3, name="last")(inputs))
+    model.preprocessor = Packer()
+    mesh = kdist.mesh(data=2, model=2)
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh, layout_map=layout_map))
+    return model
+
+
+def test_layers_that_make_batches_need_not_be_built_for_a_plan() -> None:
+    model = _with_packer({".*last/kernel": (None, None)})
+    assert not model.preprocessor.built
+    assert [w.path for w in model.plan().weights] == ["last/kernel", "last/bias"]
+
+
+def test_layouts_are_refused_at_once_beside_layers_that_make_batches() -> None:
+    with pytest.raises(ValueError, match="last/kernel"):
+        _with_packer({".*last/kernel": (None, "model")})
+
+
 def test_preprocessed() -> None:
     x, y, sample_weight = preprocessed(task(), TEXTS, LABELS, None)
     assert x.shape == (6, 5) and y is LABELS and sample_weight is None
