@@ -45,7 +45,6 @@ class Trace:
             so that no all-to-all moves a cut from one dim to another.
         uncut: Declared cuts that were left out because a dim does not divide.
         cut_over: The inner axes over which tensors were cut by declaration.
-        gathered: Tensors that were made whole, by graph and tensor: what reads one reads the same.
         along_sequence: Whether a tensor between cut products was to be cut along the sequence.
     """
 
@@ -55,7 +54,6 @@ class Trace:
     gather_first: bool = False
     uncut: list[WithoutEffect] = dataclasses.field(default_factory=list)
     cut_over: set[str] = dataclasses.field(default_factory=set)
-    gathered: dict[tuple[int, int], tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     along_sequence: bool = False
 
 
@@ -285,23 +283,19 @@ def cut_along(tensor: Any, dim: int, over: Dim) -> Any:
 
 
 def gathered(tensor: Any) -> Any:
-    """Makes every dim but the first whole, once for all that read the tensor.
+    """Makes every dim but the first whole; its gradient arrives in the layout of the tensor.
 
-    Its gradient arrives in the layout of the tensor.
+    Several that read one tensor gather it once: DTensor drops what is computed twice.
     """
-    trace = active()
-    if trace is None:
+    if active() is None:
         return tensor
-    key = (id(tf.compat.v1.get_default_graph()), id(tensor))
-    if key not in trace.gathered:
 
-        @tf.custom_gradient
-        def whole(value: Any) -> Any:
-            # Whole first: no all-to-all moves a cut from another dim.
-            return _rows_only(value), lambda g: dtensor.relayout_like(_rows_only(g), value)
+    @tf.custom_gradient
+    def whole(value: Any) -> Any:
+        # Whole first: no all-to-all moves a cut from another dim.
+        return _rows_only(value), lambda g: dtensor.relayout_like(_rows_only(g), value)
 
-        trace.gathered[key] = tensor, changed(tensor, whole)  # the tensor keeps its number
-    return trace.gathered[key][1]
+    return changed(tensor, whole)
 
 
 def last_dim_cut(tensor: Any, dim: Dim) -> Any:
