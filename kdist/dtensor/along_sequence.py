@@ -73,13 +73,13 @@ def along_sequence(end: End) -> Callable:
 
     def laid_out(inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if end.takes_whole and _has_sequence(inputs):
-            inputs = relayout.gathered(inputs)
+            inputs = relayout.masked(relayout.gathered)(inputs)
         made = call(inputs, *args, **kwargs)
         if end.sums_over is None or not _has_sequence(made):
             return made
         if end.columns is not None and made.shape[-1] != end.columns:
             return made
-        return relayout.cut_along(made, SEQUENCE, end.sums_over)
+        return relayout.masked(relayout.cut_along)(made, SEQUENCE, end.sums_over)
 
     return laid_out
 

@@ -7,11 +7,9 @@ output out as declared. Outside of a trace, layers are untouched.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kdist._compat import keras_trainer
 from kdist._compat.keras_models import call_of, calls_kept, give_call
 from kdist.config.operands import lay_out, operands
 from kdist.dtensor import limits, relayout
@@ -76,19 +74,6 @@ def _laid_out_calls(layouts: ModelLayouts) -> Iterator[None]:
         yield
 
 
-def _masked(change: Callable) -> Callable:
-    """A change of a tensor after which it has the mask that it had: some calls attach their own."""
-
-    @functools.wraps(change)
-    def changed(tensor: Any, *args: Any) -> Any:
-        made, mask = change(tensor, *args), keras_trainer.get_mask(tensor)
-        if mask is not None:
-            keras_trainer.set_mask(made, mask)
-        return made
-
-    return changed
-
-
 def _channels_whole(call: Callable) -> Callable:
     """`call` on values, and with results and gradients, that are cut by rows of the batch at most.
 
@@ -96,7 +81,7 @@ def _channels_whole(call: Callable) -> Callable:
     """
 
     def whole(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        rows_only = _masked(relayout.rows_only)
+        rows_only = relayout.masked(relayout.rows_only)
         inputs = keras.tree.map_structure(rows_only, inputs)
         return keras.tree.map_structure(rows_only, call(inputs, *args, **kwargs))
 
@@ -131,7 +116,7 @@ def _columns_pinned(call: Callable, dim: Dim, columns: int) -> Callable:
     def pinned(*args: Any, **kwargs: Any) -> Any:
         made = call(*args, **kwargs)
         looked_up = tf.is_tensor(made) and made.shape[-1:] == [columns]
-        return _masked(relayout.last_dim_cut)(made, dim) if looked_up else made
+        return relayout.masked(relayout.last_dim_cut)(made, dim) if looked_up else made
 
     return pinned
 
@@ -144,7 +129,7 @@ def _laid_out(
 ) -> Callable:
     """`call` with inputs and outputs as declared; `every` is for all outputs, and wins."""
     call, name = call_of(layer), f"layer {layer.path or layer.name!r}"
-    change = _masked(relayout.relayout_active)
+    change = relayout.masked(relayout.relayout_active)
 
     def laid_out(*args: Any, **kwargs: Any) -> Any:
         given = lay_out(list(args), inputs, "input", name, change)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kdist._compat import said_shapes
+from kdist._compat import keras_trainer, said_shapes
 from kdist.config.without_effect import WithoutEffect, uncut_dim
 from kdist.dtensor import sizes
 from kdist.dtensor.lowered import mesh_dim
@@ -263,6 +264,19 @@ def relayout(tensor: Any, layout: dtensor.Layout, alltoall: bool) -> Any:
     return moved(tensor)
 
 
+def masked(change: Callable) -> Callable:
+    """A change of a tensor after which it has the mask that it had: some calls attach their own."""
+
+    @functools.wraps(change)
+    def changed(tensor: Any, *args: Any) -> Any:
+        made, mask = change(tensor, *args), keras_trainer.get_mask(tensor)
+        if mask is not None:
+            keras_trainer.set_mask(made, mask)
+        return made
+
+    return changed
+
+
 def rows_only(tensor: Any) -> Any:
     """Makes every dim but the first whole, of the gradient too; what cuts the first stays."""
     if not _is_cuttable(tensor):
@@ -279,7 +293,18 @@ def cut_along(tensor: Any, dim: int, over: Dim) -> Any:
         return tensor
     trace.along_sequence = True
     strategy = [over if n == dim else None for n in range(tensor.shape.rank)]
-    return relayout_active(tensor, strategy, "tensors between cut layers (sequence_parallel=True)")
+
+    def laid_out(value: Any) -> Any:
+        return relayout_active(
+            value, strategy, "tensors between cut layers (sequence_parallel=True)"
+        )
+
+    @tf.custom_gradient
+    def pinned(value: Any) -> Any:
+        # What adds gradients up would make its operands whole, since this takes all of the sum.
+        return value, laid_out
+
+    return changed(laid_out(tensor), pinned)
 
 
 def gathered(tensor: Any) -> Any:

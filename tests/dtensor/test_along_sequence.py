@@ -165,3 +165,37 @@ def test_each_part_of_a_sequence_drops_other_features() -> None:
     first, second = dropped[:, :3], dropped[:, 3:]
     assert 0.4 < dropped.mean() < 0.6
     assert 0.4 < (first == second).mean() < 0.6
+
+
+class RootMeanSquare(keras.layers.Layer):
+    """A norm as models of their own write it, in float32."""
+
+    def build(self, shape: tuple[int | None, ...]) -> None:
+        self.scale = self.add_weight(shape=shape[-1:], initializer="ones", name="scale")
+
+    def call(self, x: Any) -> Any:
+        wide = keras.ops.cast(x, "float32")
+        mean = keras.ops.mean(keras.ops.power(wide, 2), axis=-1, keepdims=True)
+        return keras.ops.cast(wide * keras.ops.rsqrt(mean + 1e-6) * self.scale, self.compute_dtype)
+
+
+@pytest.mark.usefixtures("float64")
+def test_gradients_of_norms_stay_cut() -> None:
+    """DTensor makes all that is added up whole where one reader takes all of the sum."""
+    keras.utils.set_random_seed(0)
+    x = inputs = keras.Input((6, 4))
+    for i in range(3):
+        h = keras.layers.Dense(8, name=f"up_{i}")(RootMeanSquare()(x))
+        x = x + keras.layers.Dense(4, name=f"down_{i}")(h)
+    model = keras.Model(inputs, x)
+    layouts: Any = {r"up_\d/kernel": (None, "model"), r"up_\d/bias": ("model",)}
+    layouts[r"down_\d/kernel"] = ("model", None)
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(model=2), layout_map=layouts, sequence_parallel=True
+    )
+    kdist.parallelize(model, config)
+    model.compile("sgd", "mse")
+    model.train_on_batch(np.ones((4, 6, 4)), np.ones((4, 6, 4)))
+    found = [one for one in kdist.inspect(model, 4).collectives if one.phase == "backward"]
+    gathered = [one.layer for one in found if one.kind == "all-gather"]
+    assert sorted(gathered) == ["down_0", "down_1", "down_2"]
