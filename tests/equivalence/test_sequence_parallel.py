@@ -89,7 +89,7 @@ def test_stages(by: str, case: str, config: str, mesh: str) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("feature", ["gradient_accumulation", "global_clipnorm", "sample_weight"])
 def test_with_other_features(feature: str) -> None:
-    compared("encoder", MESHES["data2_model2"], features=[FEATURES[feature]])
+    compared("encoder", MESHES["data2_model2"], by="switch", features=[FEATURES[feature]])
 
 
 @pytest.mark.wide
@@ -105,11 +105,11 @@ def test_with_other_features(feature: str) -> None:
 )
 def test_ways(options: dict[str, Any]) -> None:
     """Compiled by XLA, in half precision, over the whole batch, and with a small last batch."""
-    compared("gpt", MESHES["data2_model2"], epochs=1, **options)
+    compared("gpt", MESHES["data2_model2"], by="switch", epochs=1, **options)
 
 
 @pytest.mark.wide
 def test_a_length_that_the_axis_does_not_divide_is_not_cut() -> None:
     """Six tokens over four devices; the rows of the last batch, too."""
     with pytest.warns(UserWarning, match="it has 6 elements there, no multiple of 4"):
-        compared("gpt", MESHES["data2_model4"], samples=11, epochs=1)
+        compared("gpt", MESHES["data2_model4"], by="switch", samples=11, epochs=1)
