@@ -60,7 +60,8 @@ class ParallelConfig:
     is gathered, so that norms, dropout and sums in between are of a part of the tokens on each
     device, and so is what is kept of them for the backward pass (Korthikanti et al. 2022). Of
     `Dense`, `EinsumDense` and `Embedding` layers, which all layers of Keras and KerasHub are made
-    of, unless the layout map or `kdist.shard` lays out what they take or give."""
+    of, unless the layout map or `kdist.shard` lays out what they take or give, or cuts a kernel in
+    two dims."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer parallelism (ZeRO levels). A `kdist.ShardedOptimizer` given to `compile` says the

@@ -378,8 +378,8 @@ def no_sequence() -> WithoutEffect:
     """The note on `sequence_parallel` that cut nothing; known when programs are traced."""
     return WithoutEffect(
         "sequence_parallel=True",
-        "no Dense, EinsumDense or Embedding layer, whose output no pattern lays out, ends in a sum "
-        "over an inner axis and gives (batch, length, features)",
+        "no Dense, EinsumDense or Embedding layer, which no pattern lays out and no axis cuts in "
+        "another dim too, ends in a sum over an inner axis and gives (batch, length, features)",
         "Cut kernels by rows too, such as ('model', None), or leave it out",
     )
 

@@ -71,10 +71,13 @@ def along_sequence(end: End) -> Callable:
     """`call` of a layer at an end: what it takes is whole along the sequence, what it gives cut."""
     call = call_of(end.layer)
 
-    def laid_out(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if end.takes_whole and _has_sequence(inputs):
-            inputs = relayout.masked(relayout.gathered)(inputs)
-        made = call(inputs, *args, **kwargs)
+    def whole(value: Any) -> Any:
+        return relayout.masked(relayout.gathered)(value) if _has_sequence(value) else value
+
+    def laid_out(*args: Any, **kwargs: Any) -> Any:
+        if end.takes_whole:  # one input, under whatever name
+            args, kwargs = keras.tree.map_structure(whole, (args, kwargs))
+        made = call(*args, **kwargs)
         if end.sums_over is None or not _has_sequence(made):
             return made
         if end.columns is not None and made.shape[-1] != end.columns:
@@ -86,4 +89,5 @@ def along_sequence(end: End) -> Callable:
 
 def _has_sequence(tensor: Any) -> bool:
     """Whether a tensor is (batch, length, features...)."""
-    return tf.is_tensor(tensor) and tensor.dtype.is_floating and (tensor.shape.rank or 0) > 2
+    known = isinstance(tensor, tf.Tensor) and tensor.dtype.is_floating  # not a ragged one
+    return known and (tensor.shape.rank or 0) > 2

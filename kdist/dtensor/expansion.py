@@ -10,7 +10,7 @@ from kdist.dtensor import limits
 from kdist.dtensor.body import TAG, Body, data_inputs, topological
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.device_number import SHAPES
-from kdist.dtensor.islands import LAYOUTS, Cut, with_neighbours
+from kdist.dtensor.islands import Cut, with_neighbours
 from kdist.dtensor.lowering import LAID_OUT, Function, LoweredProgram, lower
 from kdist.dtensor.rewrites import rewrite
 from kdist.dtensor.sliced_sequences import gather_for_slices
@@ -213,7 +213,7 @@ def _searched(
 
 def _may_fail(node: Any) -> bool:
     """Whether an operation computes something; what does not is blamed for others."""
-    return node.op not in ("Identity", "NoOp", "Const", *LAYOUTS)
+    return node.op not in ("Identity", "NoOp", "Const", *limits.LAYOUTS)
 
 
 def _likeness(body: Body, name: str) -> Any:

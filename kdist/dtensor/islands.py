@@ -21,6 +21,7 @@ from kdist.dtensor import flops
 from kdist.dtensor.body import Body, control_inputs, data_inputs
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.device_number import SHAPES
+from kdist.dtensor.limits import LAYOUTS
 from kdist.dtensor.lowering import Argument, Function, Island, LoweredProgram
 from kdist.graphs.chunks import node_of
 from kdist.graphs.layer_names import layer_of
@@ -37,7 +38,6 @@ _STAYS = (tf.variant, tf.resource, tf.string)
 """Dtypes that no DTensor has."""
 _JOIN = ("Transpose",)
 """What joins an island that it is next to: DTensor does not transpose where a layout changes."""
-LAYOUTS = ("Relayout", "RelayoutLike")
 _PASSES = ("Identity", "Reshape", "Transpose", "Cast")
 """What may stand between a gather and the tensor that is gathered."""
 
@@ -243,11 +243,6 @@ class Cut:
     def _node(self, name: str, whole: Mapping[str, str]) -> Any:
         """A node of an island as it is in the program."""
         node = self._renamed(self.body.nodes[name])
-        if node.op in LAYOUTS:  # on one device there is nothing to lay out
-            del node.input[1:]
-            dtype = node.attr["T"].type
-            node.attr.clear()
-            node.op, node.attr["T"].type = "Identity", dtype
         waits = [one[1:] for one in control_inputs(node) if one[1:] in self.inside]
         node.name = SCOPE + name
         node.input[:] = [whole.get(one, SCOPE + one) for one in data_inputs(node)]
@@ -271,6 +266,10 @@ class Cut:
         """A copy of a node that calls functions by their names in the program."""
         copy = type(node)()
         copy.CopyFrom(node)
+        if copy.op in LAYOUTS:  # on one device there is nothing to lay out
+            copy.input[:] = [copy.input[0], *control_inputs(node)]
+            copy.attr.clear()
+            copy.op, copy.attr["T"].type = "Identity", node.attr["T"].type
         for value in copy.attr.values():
             for function in (value.func, *value.list.func):
                 if function.name in self.body.functions:

@@ -72,6 +72,8 @@ _FATAL = {
 # before three spatial dims. DTensor inlines the compiled function, which loses XLA.
 _CONVOLUTIONS = ("Conv2D", "Conv3D")
 _XLA = "_XlaMustCompile"
+_LOOPS = ("While", "StatelessWhile")
+LAYOUTS = ("Relayout", "RelayoutLike")
 _CURRENT = re.compile(r'see current operation: (?:%[^=]*= )?"tf\.(\w+)"')
 _QUOTED = re.compile(r"'tf\.(\w+)' op")
 _BACKWARD = "gradient_tape/"
@@ -102,6 +104,8 @@ def unsupported(body: Any) -> dict[str, str]:
         nodes = [node, *(one for function in functions for one in function.node_def)]
         reasons = [reason for one in nodes if (reason := _fatal(one))]
         reasons += [reason for f in functions if (reason := _compiled(f))]
+        if node.op in _LOOPS and any(one.op in LAYOUTS for one in nodes):
+            reasons.append("a re-layout in the body of a loop")  # DTensor crashes
         if node.op == "ScatterNd" and _BACKWARD in name and _numbers(body, node):
             # It numbers all rows, and writes those of a part.
             reasons.append("the gradient of TopKV2")

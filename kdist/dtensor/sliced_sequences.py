@@ -36,8 +36,13 @@ def gather_for_slices(body: Body, mesh: dtensor.Mesh) -> int:
         if not _is_sliced(body, node, whole):
             continue
         count += 1
-        instead = {whole: _gathered(body, mesh, whole, f"{name}/whole")}
-        body.redirect(instead, [name] if node.op == SLICE else before)
+        gathered = _gathered(body, mesh, whole, f"{name}/whole")
+        if node.op == SLICE_GRADIENT:
+            body.redirect({whole: gathered}, before)
+            continue
+        body.nodes[name] = copy = node_def_pb2.NodeDef()  # it alone reads that, and no result is it
+        copy.CopyFrom(node)
+        copy.input[0] = gathered
     return count
 
 

@@ -11,6 +11,7 @@ from kdist.dtensor.along_sequence import ends
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 SAID = "sequence_parallel=True has no effect: no Dense, EinsumDense or Embedding layer"
 
@@ -200,3 +201,86 @@ def test_gradients_of_norms_stay_cut() -> None:
     gathered = [one.layer for one in found if one.kind == "all-gather"]
     rows = ""  # of the table: they leave the mesh
     assert sorted(gathered) == [rows, "down_0", "down_1", "down_2"]
+
+
+class Pair(keras.layers.Layer):
+    """Two products of a layer of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__(name="pair")
+        self.up = keras.layers.Dense(8, "gelu", name="up")
+        self.down = keras.layers.Dense(4, name="down")
+
+    def build(self, shape: tuple[int | None, ...]) -> None:
+        self.up.build(shape)
+        self.down.build((*shape[:-1], 8))
+
+
+class Penalized(Pair):
+    """Reads a tensor twice, of which once under a tape of its own."""
+
+    def call(self, x: Any) -> Any:
+        x = x + self.down(self.up(x))
+        read = keras.ops.sum(self.up(x), axis=-1, keepdims=True)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = tf.reduce_sum(self.up(x) ** 2)
+        return read + tape.gradient(total, x, unconnected_gradients="zero")
+
+
+class Looped(Pair):
+    """Calls both in the body of a loop."""
+
+    def call(self, x: Any) -> Any:
+        return keras.ops.fori_loop(0, 3, lambda _, y: y + self.down(self.up(y)), x)
+
+
+class Branched(Pair):
+    """Calls both in a branch."""
+
+    def call(self, x: Any) -> Any:
+        total = tf.reduce_sum(x)
+        return tf.cond(total > -100.0, lambda: x + self.down(self.up(x)), lambda: x)
+
+
+class OwnName(keras.layers.Dense):
+    """Takes its input under another name, by which it is called."""
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        return super().call(x)
+
+
+class ByName(Pair):
+    """Gives inputs by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = OwnName(8, "gelu", name="up")
+
+    def call(self, x: Any) -> Any:
+        x = x + self.down(inputs=self.up(x=x))
+        return x + self.down(self.up(training=True, x=x))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("kind", [Penalized, Looped, Branched, ByName])
+def test_ways_to_call_products(kind: type[Pair]) -> None:
+    def run(layouts: Any) -> tuple[list[float], np.ndarray]:
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((6, 4))
+        model = keras.Model(inputs, keras.layers.Dense(2, name="head")(kind()(inputs)))
+        if layouts:
+            config = kdist.ParallelConfig(
+                mesh=kdist.mesh(model=2), layout_map=layouts, sequence_parallel=True
+            )
+            kdist.parallelize(model, config)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        rng = np.random.default_rng(0)
+        x, y = rng.normal(size=(4, 6, 4)), rng.normal(size=(4, 6, 2))
+        return [float(model.train_on_batch(x, y)) for _ in range(3)], model.predict(x, verbose=0)
+
+    layouts = {".*up/kernel": (None, "model"), ".*up/bias": ("model",)}
+    layouts[".*down/kernel"] = ("model", None)
+    for ours, plain in zip(run(layouts), run(None), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-9, atol=1e-9)
