@@ -30,20 +30,24 @@ def network(inputs: int, outputs: int, name: str) -> keras.Model:
     return keras.Model(first, layers.Dense(outputs, name="down")(hidden), name=name)
 
 
+def spread(models: list[keras.Model], mesh: str) -> list[keras.Model]:
+    """The models, each with a config of `mesh`; as they are without one."""
+    if not mesh:
+        return models
+    axes, level = MESHES[mesh]
+    optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0 if level else 64)
+    cuts = CUTS if "model" in axes else {}
+    for model in models:
+        config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts, optimizer=optimizer)
+        kdist.parallelize(model, config)
+    return models
+
+
 def networks(mesh: str = "") -> list[keras.Model]:
     """A generator and a discriminator; neither is compiled."""
     keras.utils.set_random_seed(0)
     made = [network(2, 6, "g"), network(6, 1, "d")]
-    if mesh:
-        axes, level = MESHES[mesh]
-        optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0 if level else 64)
-        cuts = CUTS if "model" in axes else {}
-        for model in made:
-            config = kdist.ParallelConfig(
-                mesh=kdist.mesh(**axes), layout_map=cuts, optimizer=optimizer
-            )
-            kdist.parallelize(model, config)
-    return made
+    return spread(made, mesh)
 
 
 def batches() -> list[tuple[np.ndarray, np.ndarray]]:
@@ -190,15 +194,7 @@ def shared(mesh: str = "") -> list[np.ndarray]:
         first = keras.Input((6,))
         head = layers.Dense(outputs, name=f"head{outputs}")
         models.append(keras.Model(first, head(backbone(first))))
-    if mesh:
-        axes, level = MESHES[mesh]
-        optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0 if level else 64)
-        cuts = CUTS if "model" in axes else {}
-        for model in models:
-            config = kdist.ParallelConfig(
-                mesh=kdist.mesh(**axes), layout_map=cuts, optimizer=optimizer
-            )
-            kdist.parallelize(model, config)
+    spread(models, mesh)
     optimizers = [keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, momentum=0.9)]
 
     def step(x: Any) -> None:
