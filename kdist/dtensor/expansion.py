@@ -11,6 +11,7 @@ from kdist.dtensor.body import TAG, Body, data_inputs, topological
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.device_number import SHAPES
 from kdist.dtensor.islands import Cut, with_neighbours
+from kdist.dtensor.kept_layouts import keep_layouts
 from kdist.dtensor.lowering import LAID_OUT, Function, LoweredProgram, lower
 from kdist.dtensor.rewrites import rewrite
 from kdist.dtensor.sliced_sequences import gather_for_slices
@@ -54,7 +55,7 @@ def expand(
     """
     body = Body(concrete)
     rewritten = rewrite(body) + (gather_for_slices(body, mesh) if along_sequence else 0)
-    changed = rewritten > 0 or body.said or bool(body.handles)
+    changed = bool(rewritten or body.said or body.handles)
     chosen = dict(limits.unsupported(body))
     for attempt in range(MOST_ATTEMPTS):
         inside = with_neighbours(body, chosen)
@@ -71,7 +72,9 @@ def expand(
                 found = _searched(body, inside, error, mesh, layouts)
             if not found:
                 raise
-            chosen.update(found)
+            kept = keep_layouts(body, mesh, found, error)
+            changed |= bool(kept)
+            chosen.update({name: why for name, why in found.items() if name not in kept})
             continue
         if cut is not None:
             program = cut.joined(program, layers)
