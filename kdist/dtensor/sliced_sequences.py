@@ -1,7 +1,8 @@
 """Slices of what is cut along the sequence, such as the features of the first token.
 
 DTensor can neither slice a dim that is cut nor lay the gradient out so: it would fail, or move the
-cut to the rows of the batch.
+cut to the rows of the batch. Between a product cut by columns and one by rows, sequences are whole
+and features are cut: DTensor slices those as they are.
 """
 
 from __future__ import annotations
@@ -9,15 +10,21 @@ from __future__ import annotations
 from typing import Any
 
 from kdist.dtensor.along_sequence import SEQUENCE
-from kdist.dtensor.body import Body
+from kdist.dtensor.body import Body, data_inputs, topological
+from kdist.dtensor.limits import LAYOUTS
 from kdist.dtensor.rewrites import SLICE, SLICE_GRADIENT, spelled_out
+from kdist.graphs.chunks import node_of
 
 from tensorflow.core.framework import node_def_pb2
 from tensorflow.experimental import dtensor
 
+RELAYOUT, RELAYOUT_LIKE = LAYOUTS
+
 
 def gather_for_slices(body: Body, mesh: dtensor.Mesh) -> int:
     """Makes whole what is sliced along the sequence, and what the gradient of a slice gives.
+
+    What was computed from a sequence that was gathered is left as it is.
 
     Args:
         body: A traced function; changed.
@@ -26,14 +33,14 @@ def gather_for_slices(body: Body, mesh: dtensor.Mesh) -> int:
     Returns:
         How many slices.
     """
-    before, count = list(body.nodes), 0
+    before, count, known = list(body.nodes), 0, _known_whole(body)
     for name in before:
         node = body.nodes[name]
         if node.op not in (SLICE, SLICE_GRADIENT):
             continue
         made = f"{name}:output:0"
         whole = node.input[0] if node.op == SLICE else made
-        if not _is_sliced(body, node, whole):
+        if known[name] or not _is_sliced(body, node, whole):
             continue
         count += 1
         gathered = _gathered(body, mesh, whole, f"{name}/whole")
@@ -44,6 +51,34 @@ def gather_for_slices(body: Body, mesh: dtensor.Mesh) -> int:
         copy.CopyFrom(node)
         copy.input[0] = gathered
     return count
+
+
+def _known_whole(body: Body) -> dict[str, bool | None]:
+    """By node, whether what it makes has all of the sequence; None where nothing says so."""
+    found: dict[str, bool | None] = {}
+    for name in topological(body.nodes):
+        node = body.nodes[name]
+        said = _says_whole(node) if node.op == RELAYOUT else None
+        taken = data_inputs(node)[1:] if node.op == RELAYOUT_LIKE else data_inputs(node)
+        states = {found.get(node_of(_original(body, one))) for one in taken}
+        inherited = False if False in states else (True in states or None)
+        found[name] = inherited if said is None else said
+    return found
+
+
+def _original(body: Body, reference: str) -> str:
+    """What a tensor is a copy of: a gradient of one's own copies operands beside results."""
+    while (node := body.nodes.get(node_of(reference))) is not None and node.op == "IdentityN":
+        reference = node.input[int(reference.rpartition(":")[2])]
+    return reference
+
+
+def _says_whole(node: Any) -> bool | None:
+    """Whether a re-layout leaves the sequence whole; None if it leaves it as it is."""
+    specs = dtensor.Layout.from_string(node.attr["layout"].s.decode()).sharding_specs
+    if len(specs) < 3 or specs[SEQUENCE] == dtensor.MATCH:
+        return None
+    return specs[SEQUENCE] == dtensor.UNSHARDED
 
 
 def _is_sliced(body: Body, node: Any, source: str) -> bool:

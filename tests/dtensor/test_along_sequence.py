@@ -284,3 +284,34 @@ def test_ways_to_call_products(kind: type[Pair]) -> None:
     layouts[".*down/kernel"] = ("model", None)
     for ours, plain in zip(run(layouts), run(None), strict=True):
         np.testing.assert_allclose(ours, plain, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.usefixtures("float64")
+def test_slices_between_products_take_parts_of_features() -> None:
+    """A shift by a token of what is cut by its features: nothing is gathered for it."""
+
+    def trained(along: bool) -> tuple[list[float], set[Any]]:
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(0)
+        x = inputs = keras.Input((6, 4))
+        for i in range(2):
+            h = keras.layers.Dense(8, "gelu", name=f"up_{i}")(keras.layers.LayerNormalization()(x))
+            h = keras.layers.Concatenate(axis=1)([h[:, 1:], h[:, :1]])
+            x = x + keras.layers.Dense(4, name=f"down_{i}")(h)
+        model = keras.Model(inputs, keras.layers.Dense(2, name="head")(x))
+        layouts: Any = {r"up_\d/kernel": (None, "model"), r"down_\d/kernel": ("model", None)}
+        layouts[r"up_\d/bias"] = ("model",)
+        config = kdist.ParallelConfig(
+            mesh=kdist.mesh(data=2, model=2), layout_map=layouts, sequence_parallel=along
+        )
+        kdist.parallelize(model, config)
+        model.compile("sgd", "mse")
+        data = np.random.default_rng(0).normal(size=(4, 6, 4))
+        losses = [float(model.train_on_batch(data, data[..., :2])) for _ in range(3)]
+        found = kdist.inspect(model, 4).collectives
+        return losses, {(one.shape, one.phase) for one in found if one.kind == "all-gather"}
+
+    (whole, none), (along, gathered) = (trained(switch) for switch in (False, True))
+    np.testing.assert_allclose(along, whole, rtol=1e-9)
+    width = ((2, 6, 4), "forward"), ((2, 6, 4), "backward")
+    assert (none, gathered) == (set(), {*width})
