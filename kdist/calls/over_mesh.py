@@ -217,7 +217,9 @@ class OverMesh:
             return self._flat_gradient(results, tensors[: len(cotangents)]), again
 
         asked, self._asked = self._asked, set()
-        found = self._unflattened(keras.tree.flatten(once(*cotangents, *given)))
+        # Of what is looked up in a result by rows (`tf.gather`) TensorFlow has those rows alone.
+        dense = [tf.convert_to_tensor(one) if is_sparse(one) else one for one in cotangents]
+        found = self._unflattened(keras.tree.flatten(once(*dense, *given)))
         if not asked:
             return found
         return [g if reached & asked else None for g, reached in zip(found, self._reached())]

@@ -44,11 +44,14 @@ def batch(rows: int = 16) -> tuple[np.ndarray, np.ndarray]:
     return rng.normal(size=(rows, 6)), rng.normal(size=(rows, 3))
 
 
-def pair(axes: dict[str, int], kind: type = Own, **options: Any) -> list[keras.Model]:
+def pair(
+    axes: dict[str, int], kind: type = Own, batch_semantics: str = "replica", **options: Any
+) -> list[keras.Model]:
     """The model plain, and over a mesh."""
     models = [layer_of_two(kind) for _ in range(2)]
     cuts = CUTS if "model" in axes else {}
-    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=cuts)
+    mesh = kdist.mesh(**axes)
+    config = kdist.ParallelConfig(mesh=mesh, layout_map=cuts, batch_semantics=batch_semantics)
     kdist.parallelize(models[1], config)
     for model in models:
         model.compile(keras.optimizers.Adam(0.01), **options)

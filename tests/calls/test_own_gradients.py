@@ -187,3 +187,20 @@ def test_functions_for_xla(axes: dict[str, int]) -> None:
     for kind, what in ((CompiledCall, "A call of layer"), (CompiledUpdate, "An update by 'adam")):
         with pytest.raises(ValueError, match=rf"{what}.*jit_compile=True out.*Received"):
             pair(axes, kind)[1].fit(*batch(), verbose=0)
+
+
+class Picked(Own):
+    """A loss over some rows of what the model makes, one twice: a graph's labelled nodes."""
+
+    def loss_of(self, x: Any, y: Any) -> Any:
+        rows = tf.constant([2, 0, 2])
+        return ops.mean((tf.gather(self(x, training=True), rows) - tf.gather(y, rows)) ** 2)
+
+
+@pytest.mark.parametrize("semantics", ["replica", "global"])
+@pytest.mark.parametrize("axes", MESHES, ids=IDS)
+def test_gradients_of_looked_up_rows(axes: dict[str, int], semantics: str) -> None:
+    models = pair(axes, Picked, batch_semantics=semantics)
+    for model in models:
+        model.fit(*batch(11), batch_size=4, verbose=0, shuffle=False)
+    same(models)
