@@ -17,6 +17,7 @@ from kdist.graphs.chunks import node_of
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import function_pb2, node_def_pb2
+from tensorflow.experimental import dtensor
 
 TAG = "_kdist_operation"
 _names = (f"kdist_traced_{i}" for i in itertools.count())
@@ -107,6 +108,17 @@ class Body:
                 copy.CopyFrom(node)
                 copy.input[:] = [instead.get(one, one) for one in node.input]
         self.results = [instead.get(one, one) for one in self.results]
+
+    def lay_out(self, reference: str, layout: dtensor.Layout, name: str) -> str:
+        """Adds a re-layout of a tensor, which nothing reads yet; returns its result."""
+        spec = self.specs[reference]
+        node = node_def_pb2.NodeDef(name=name, op="Relayout", input=[reference])
+        node.attr["T"].type = spec.dtype.as_datatype_enum
+        node.attr["layout"].s = layout.to_string().encode()
+        self.nodes[name] = node
+        made = f"{name}:output:0"
+        self.note(made, spec.shape, spec.dtype)
+        return made
 
     def _checked(self, reference: str, before: tf.TensorShape) -> str:
         """Adds what checks the shape of a tensor, of which less is known without; its reference."""

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 from kdist.dtensor.body import Body
 
-from tensorflow.core.framework import node_def_pb2
 from tensorflow.experimental import dtensor
 
 REDUCTIONS = ("Max", "Mean", "Min", "Prod", "Sum")
@@ -38,7 +37,8 @@ def keep_layouts(
     layout = dtensor.Layout(found[1].split(","), mesh)
     readers = list(body.nodes)
     names = [name for name in failed if _may_keep(body, name, layout)]
-    body.redirect({_result(name): _kept(body, name, layout) for name in names}, readers)
+    kept = {_result(name): body.lay_out(_result(name), layout, _name(name)) for name in names}
+    body.redirect(kept, readers)
     return set(names)
 
 
@@ -54,15 +54,3 @@ def _result(operation: str) -> str:
 
 def _name(operation: str) -> str:
     return f"{operation}/kept"
-
-
-def _kept(body: Body, operation: str, layout: dtensor.Layout) -> str:
-    """Adds a re-layout that changes nothing; returns its result."""
-    given, name = _result(operation), _name(operation)
-    spec = body.specs[given]
-    node = node_def_pb2.NodeDef(name=name, op="Relayout", input=[given])
-    node.attr["T"].type = spec.dtype.as_datatype_enum
-    node.attr["layout"].s = layout.to_string().encode()
-    body.nodes[name] = node
-    body.note(_result(name), spec.shape, spec.dtype)
-    return _result(name)

@@ -94,10 +94,4 @@ def _gathered(body: Body, mesh: dtensor.Mesh, source: str, name: str) -> str:
     """Adds a re-layout that leaves the cut of the rows alone."""
     spec = body.specs[source]
     layout = dtensor.Layout([dtensor.MATCH] + [dtensor.UNSHARDED] * (spec.shape.rank - 1), mesh)
-    node = node_def_pb2.NodeDef(name=name, op="Relayout", input=[source])
-    node.attr["T"].type = spec.dtype.as_datatype_enum
-    node.attr["layout"].s = layout.to_string().encode()
-    body.nodes[name] = node
-    reference = f"{name}:output:0"
-    body.note(reference, spec.shape, spec.dtype)
-    return reference
+    return body.lay_out(source, layout, name)
