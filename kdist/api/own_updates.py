@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kdist._compat import function_graphs, keras_applied
+from kdist._compat import function_graphs, keras_applied, keras_optimizers
 from kdist.api.applied_by_hand import by_weight
 from kdist.api.sharded_optimizer import config_for
 from kdist.calls.xla import refuse_within_xla
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class OwnUpdates:
     """Updates weights on their owners' devices, whichever optimizer is applied to them.
 
-    Each optimizer updates the weights that it was applied to first. Its state is spread as that of
-    the compiled one is.
+    Each optimizer updates the weights that it was built for, or applied to first. Its state is
+    spread as that of the compiled one is.
 
     Args:
         parallel: What kdist attached to the model.
@@ -40,6 +40,7 @@ class OwnUpdates:
         self._parallel = parallel
         self._program: Program | None = None
         self._applied_in: Program | None = None
+        self._built_to_scale = False  # the compiled optimizer, before what it is for was known
         self.running = False
         self._with_others: Sequence[OwnUpdates] = ()
         self._made: dict[int, tuple[Any, list[keras.Variable], DistributedUpdate]] = {}
@@ -133,6 +134,7 @@ class OwnUpdates:
         if not optimizer.built and optimizer is unwrap(compiled).loss_scale:
             with function_graphs.variables_apart():
                 parallel.build_optimizer(compiled, model.trainable_variables)
+            self._built_to_scale = True
 
     def _is_compiled(self, optimizer: Any) -> bool:
         """Whether the model is compiled with an optimizer."""
@@ -170,9 +172,10 @@ class OwnUpdates:
         """The weights that an optimizer updates, and what does it; made on first use."""
         parallel = self._parallel
         assert parallel.program is not None
-        if self._is_compiled(optimizer):
+        if self._is_compiled(optimizer) and self._updates_all(optimizer, variables):
             every = parallel.program.state.trainable
-            _refuse_averages(optimizer, every, variables)
+            if self._built_to_scale:
+                _refuse_averages(optimizer, every, variables)
             parallel.updating()
             assert parallel.update is not None
             return every, parallel.update
@@ -180,17 +183,39 @@ class OwnUpdates:
             self._made.clear()
             self._program = parallel.program
         if id(optimizer) not in self._made:
-            _refuse_scale_of_trace(optimizer)
+            if not self._is_compiled(optimizer):  # that is built before it scales a loss
+                _refuse_scale_of_trace(optimizer)
             with function_graphs.variables_apart():
-                self._made[id(optimizer)] = (optimizer, variables, self._new(optimizer, variables))
+                first = self._first(optimizer, variables)
+                self._made[id(optimizer)] = (optimizer, first, self._new(optimizer, first))
         _, trained, update = self._made[id(optimizer)]
         if new := [v.path for v in variables if not any(v is one for one in trained)]:
             raise ValueError(
-                "An optimizer of a step of one's own keeps to the weights that it was applied to "
-                "first. Give others an optimizer of their own. "
+                "An optimizer of a step of one's own keeps to the weights that it was built for, "
+                "or applied to first. Give others an optimizer of their own, or call "
+                "optimizer.build(weights) with all before training. "
                 f"Received: {type(optimizer).__name__} {optimizer.name!r}, applied to {new} too"
             )
         return trained, update
+
+    def _updates_all(self, optimizer: Any, variables: Sequence[keras.Variable]) -> bool:
+        """Whether the compiled optimizer is for all trainable weights, as in Keras's own step.
+
+        Not built, it is for those that it is applied to first.
+        """
+        program, update = self._parallel.program, self._parallel.update
+        if update is not None or program is None:
+            return True
+        known = keras_optimizers.updated_by(optimizer) if optimizer.built else variables
+        mine = {id(v) for v in known}
+        return all(id(v) in mine for v in program.state.trainable)
+
+    def _first(self, optimizer: Any, variables: list[keras.Variable]) -> list[keras.Variable]:
+        """Trainable weights that an optimizer is for: those that it was built for, if it was."""
+        built = keras_optimizers.updated_by(optimizer) if optimizer.built else []
+        mine = {id(v) for v in built}
+        known = not self._unknown(built) and all(id(v) in mine for v in variables)
+        return built if known else variables
 
     def _new(self, optimizer: Any, variables: list[keras.Variable]) -> DistributedUpdate:
         parallel = self._parallel
@@ -232,7 +257,7 @@ def _refuse_averages(
 ) -> None:
     """Refuses averages of weights that an optimizer is not applied to.
 
-    The compiled optimizer has state of all trainable weights; averages are written into them.
+    One that scales losses has state of all trainable weights; averages are written into them.
 
     Raises:
         ValueError: It averages weights, and is applied to some of them.
@@ -241,8 +266,8 @@ def _refuse_averages(
     others = [v.path for v in trained if id(v) not in mine]
     if others and unwrap(optimizer).inner.use_ema:
         raise ValueError(
-            "The compiled optimizer averages all trainable weights of a parallelized model "
-            "(use_ema=True), and the step applies it to some. Freeze the others before compile "
-            "(trainable = False), or apply an optimizer that the model is not compiled with. "
+            "An optimizer that scales losses averages all trainable weights of a parallelized "
+            "model (use_ema=True), and the step applies it to some. Freeze the others before "
+            "compile (trainable = False), or call optimizer.build(weights) with those it is for. "
             f"Received: {type(optimizer).__name__} {optimizer.name!r}, not applied to {others[:8]}"
         )

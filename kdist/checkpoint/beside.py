@@ -43,6 +43,16 @@ def _built(model: keras.Model) -> dict[str, Any]:
     return {name: one for name, one in every if one is not compiled and one.built}
 
 
+def _compiled_for_some(model: keras.Model) -> dict[str, Any]:
+    """The compiled optimizer, under its name, if it updates some of the trainable weights alone."""
+    optimizer = model.optimizer if model.compiled else None
+    if optimizer is None or not optimizer.built or _of_others(optimizer, model):
+        return {}
+    updated = {id(v) for v in keras_optimizers.updated_by(optimizer)}
+    every = all(id(v) in updated for v in model.trainable_variables)
+    return {} if every else {"optimizer": optimizer}
+
+
 def _of_others(optimizer: Any, model: keras.Model) -> list[str]:
     """What an optimizer updates that is no weight of a model."""
     known = {id(v) for v in model.variables}
@@ -65,7 +75,7 @@ def to_bytes(model: keras.Model, weights: Sequence[tuple[str, Any]]) -> bytes:
     number = {id(v): n for n, (_, v) in enumerate(weights)}
     found = {
         name: [number[id(v)] for v in keras_optimizers.updated_by(one)]
-        for name, one in beside(model).items()
+        for name, one in {**_compiled_for_some(model), **beside(model)}.items()
     }
     return json.dumps(found).encode() if found else b""
 

@@ -149,6 +149,7 @@ def load(model: keras.Model, folder: Path, manifest: Manifest, within_epoch: boo
         CheckpointError: The checkpoint is of another model.
         DamagedError: Files are missing or damaged; the model may hold a part of its values then.
     """
+    beside.build(model, folder, manifest, groups_of(model)[MODEL])
     optimizer = model.optimizer if model.compiled else None
     if optimizer is not None and not optimizer.built and OPTIMIZER in manifest.groups:
         parallel = parallel_of(model)
@@ -164,7 +165,6 @@ def load(model: keras.Model, folder: Path, manifest: Manifest, within_epoch: boo
     shapes = [tuple(int(n) for n in v.shape) for v in model.trainable_variables]
     kept: unsent.Families = {}
     cut: unsent.Families = {}
-    beside.build(model, folder, manifest, groups_of(model)[MODEL])
     groups = groups_of(model)
     for group, variables in groups.items():
         if group == METRICS and not within_epoch:

@@ -130,17 +130,27 @@ def test_a_weight_that_comes_twice_is_refused() -> None:
         model.fit(*batch(), verbose=0)
 
 
+class Scaling(TwoParts):
+    def loss_of(self, x: Any, y: Any) -> Any:
+        return self.other.scale_loss(super().loss_of(x, y))
+
+
 def test_averages_of_weights_that_an_optimizer_is_not_applied_to_are_refused() -> None:
-    """Keras averages those that it is applied to first; the compiled one has state of all."""
-    model = layer_of_two(TwoParts)
+    """Keras averages those that it is applied to first; one that scales losses has all."""
+
+    def averaging() -> Any:
+        adam = keras.optimizers.Adam(use_ema=True, ema_overwrite_frequency=1)
+        return keras.optimizers.LossScaleOptimizer(adam)
+
+    model = layer_of_two(Scaling)
     model.groups = lambda: [model.layers[1].trainable_weights]
     kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(data=2)))
-    model.compile(keras.optimizers.Adam(use_ema=True, ema_overwrite_frequency=1))
+    model.compile(averaging())
     model.other = model.optimizer
-    with pytest.raises(ValueError, match=r"Freeze the others.*Adam.*\['down/kernel', 'down/bias'"):
+    with pytest.raises(ValueError, match=r"(?s)Freeze the others.*Loss.*\['down/kernel', 'down/b"):
         model.fit(*batch(), verbose=0)
     model.layers[2].trainable = False
-    model.compile(keras.optimizers.Adam(use_ema=True, ema_overwrite_frequency=1))
+    model.compile(averaging())
     model.other = model.optimizer
     model.fit(*batch(), verbose=0)
 
