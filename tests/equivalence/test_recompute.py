@@ -160,31 +160,39 @@ def test_models_built_in_a_remat_scope(mode: str, mesh: str, trained: list[keras
 class Wrapping(keras.layers.Layer):
     """Has its function, and a layer, run by `keras.remat`, unless told not to."""
 
-    def __init__(self, name: str, remat: bool, inside: bool) -> None:
+    def __init__(self, name: str, remat: bool, where: str) -> None:
         super().__init__(name=name)
         self.norm = keras.layers.BatchNormalization(momentum=0.7, name="norm")
         self.up = keras.layers.Dense(16, "gelu", name="up")
         self.drop = keras.layers.Dropout(0.4, seed=4, name="drop")
         self.down = keras.layers.Dense(8, name="down")
-        self.remat, self.inside = remat, inside
-        self.held = keras.remat(self.feed_forward) if remat and not inside else self.feed_forward
+        self.remat, self.where = remat, where
+        held = remat and where == "held"
+        self.held = keras.remat(self.feed_forward) if held else self.feed_forward
 
     def feed_forward(self, x: Any) -> Any:
         h = self.drop(self.up(self.norm(x, training=True)), training=True)
         return self.down(h)
 
     def call(self, x: Any) -> Any:
-        if self.remat and self.inside:
+        if self.where == "captures":
+            gate = keras.ops.sigmoid(self.up(x))[..., :8]
+
+            def gated(x: Any) -> Any:
+                return self.feed_forward(x) * gate
+
+            return x + (keras.remat(gated) if self.remat else gated)(x)
+        if self.remat and self.where == "inside":
             x = x + keras.remat(self.feed_forward)(x)
             return keras.remat(self.up)(x)[..., :8] + x
         x = x + self.held(x)
         return self.up(x)[..., :8] + x
 
 
-def _wrapping(remat: bool, inside: bool) -> keras.Model:
+def _wrapping(remat: bool, where: str) -> keras.Model:
     x = inputs = keras.Input((TOKENS,), dtype="int32", name="tokens")
     x = keras.layers.Embedding(VOCABULARY, 8, name="vocabulary")(x)
-    x = Wrapping("first", remat, inside)(x)
+    x = Wrapping("first", remat, where)(x)
     x = keras.layers.Dense(8, name="last")(x)
     x = keras.layers.GlobalAveragePooling1D(name="pool")(x)
     return keras.Model(inputs, keras.layers.Dense(CLASSES, name="head")(x), name="wrapping")
@@ -196,7 +204,7 @@ WRAPPED_MESHES = {
     "data2_model2": {"data": 2, "model": 2},
     "pipe2": {"pipe": 2},
 }
-WRAPPED_ROWS = product(("held", "inside"), WRAPPED_MESHES)
+WRAPPED_ROWS = product(("held", "inside", "captures"), WRAPPED_MESHES)
 
 
 @pytest.mark.parametrize(
@@ -205,9 +213,11 @@ WRAPPED_ROWS = product(("held", "inside"), WRAPPED_MESHES)
 def test_functions_that_a_layer_wraps_in_remat(
     where: str, mesh: str, trained: list[keras.Model]
 ) -> None:
-    """Masks are the same, and weights inside get their gradients."""
-    inside = where == "inside"
-    plain, wrapped = (functools.partial(_wrapping, remat, inside) for remat in (False, True))
+    """Masks are the same, and weights inside get their gradients.
+
+    Those of what a function captures are lost in plain Keras, so it goes without `keras.remat`.
+    """
+    plain, wrapped = (functools.partial(_wrapping, remat, where) for remat in (False, True))
     staged = {"pipeline": kdist.PipelineConfig(micro_batches=2)} if mesh == "pipe2" else {}
     run = Run(
         case=dataclasses.replace(BLOCKS, build=plain),
