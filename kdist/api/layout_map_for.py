@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from kdist._compat import keras_models
+from kdist.api.product_graph import ProductGraph
 from kdist.config.tables import host_layers, split_layers
 from kdist.layers import DistributedEmbedding
 from kdist.plan.column_row import Roles, connected_pairs, pairs_by_size, wide_ends
@@ -20,17 +20,6 @@ import keras
 
 LARGE = 2**18
 """Elements of tables and last layers that are cut: 1 MiB of float32."""
-
-ELEMENTWISE_LAYERS = (
-    keras.layers.Activation,
-    keras.layers.Add,
-    keras.layers.Dropout,
-    keras.layers.ELU,
-    keras.layers.LeakyReLU,
-    keras.layers.Multiply,
-    keras.layers.ReLU,
-)
-ELEMENTWISE_OPERATIONS = ("Add", "Gelu", "Multiply", "Relu", "Sigmoid", "Silu", "Softplus", "Tanh")
 
 
 def layout_map_for(
@@ -85,10 +74,10 @@ def layout_map_for(
 def _decided(model: keras.Model, axis: str, parts: int) -> tuple[Roles, dict[str, Dims]]:
     """What is cut and what is not, and layouts by path."""
     roles = Roles()
-    products: dict[str, Product] = {}
-    for parent in keras_models.flat_layers(model):
-        inside = {id(layer): one for layer in _inside(parent) if (one := product_of(layer))}
-        products |= {one.path: one for one in inside.values()}
+    layers = keras_models.flat_layers(model)
+    inside = {id(layer): one for layer in layers if (one := product_of(layer))}
+    products = {one.path: one for one in inside.values()}
+    for parent in layers:
         for columns, rows in _pairs(parent, inside, parts):
             roles.pair(columns, rows, parts)
     wide_ends(products.values(), roles, parts, LARGE)
@@ -120,46 +109,18 @@ def _axis(topology: Topology, wanted: str | None) -> tuple[str, int]:
     return wanted, inner[wanted]
 
 
-def _inside(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
-    functional = keras_models.functional_of(layer)
-    return keras_models.layers_inside(layer if functional is None else functional)
-
-
 def _pairs(
-    parent: keras.layers.Layer, inside: dict[int, Product], parts: int
+    parent: keras.layers.Layer, products: Mapping[int, Product], parts: int
 ) -> Iterator[tuple[Sequence[Product], Product]]:
     functional = keras_models.functional_of(parent)
-    if functional is None:
-        heads = getattr(parent, "num_heads", None)
-        attends = isinstance(heads, int) and heads > 0 and heads % parts == 0
-        return pairs_by_size(list(inside.values()), attends)
-    nodes = keras_models.nodes_in_order(functional)
-    made_by = {id(out): node for node in nodes for out in node.outputs}
-    own = [(node, inside[id(node.operation)]) for node in nodes if id(node.operation) in inside]
-    sources = {one.path: _sources(node, made_by, inside) for node, one in own}
-    return connected_pairs([one for _, one in own], sources)
-
-
-def _sources(node: Any, made_by: dict[int, Any], inside: dict[int, Product]) -> list[Product]:
-    """The products that reach a node elementwise; none if something else does too."""
-    found: dict[str, Product] = {}
-    queue = list(node.arguments.keras_tensors)
-    for tensor in queue:
-        maker = made_by.get(id(tensor))
-        product = None if maker is None else inside.get(id(maker.operation))
-        if product is not None:
-            found[product.path] = product
-        elif maker is not None and _elementwise(maker.operation):
-            queue += maker.arguments.keras_tensors
-        else:
-            return []
-    return list(found.values())
-
-
-def _elementwise(operation: Any) -> bool:
-    if isinstance(operation, keras.layers.Layer):
-        return isinstance(operation, ELEMENTWISE_LAYERS)
-    return type(operation).__name__ in ELEMENTWISE_OPERATIONS
+    if functional is not None:
+        graph = ProductGraph(functional, products)
+        sources = {one.path: graph.sources(one) for one in graph.products}
+        return connected_pairs(graph.products, sources)
+    heads = getattr(parent, "num_heads", None)
+    attends = isinstance(heads, int) and heads > 0 and heads % parts == 0
+    inside = keras_models.layers_inside(parent)
+    return pairs_by_size([products[id(one)] for one in inside if id(one) in products], attends)
 
 
 def _tables(model: keras.Model) -> Iterator[tuple[keras.Variable, int]]:

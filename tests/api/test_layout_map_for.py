@@ -120,6 +120,67 @@ def test_a_residual_between_two_products_keeps_them_apart() -> None:
         kdist.layout_map_for(model, axes())
 
 
+def normalized(width: int, name: str, axis: int = -1) -> keras.Model:
+    """A block as many write it, of its own name."""
+    parts = [
+        keras.layers.Dense(width, name="dense"),
+        keras.layers.BatchNormalization(axis, momentum=0.7, name="norm"),
+        keras.layers.PReLU(shared_axes=[1], name="rectified"),
+        keras.layers.Dropout(0.0),
+    ]
+    return keras.Sequential(parts, name=name)
+
+
+def deep(axis: int = -1) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    x = keras.Input((8, 16))
+    h = normalized(64, "first", axis)(x)
+    h = normalized(16, "second", axis)(keras.ops.leaky_relu(h) / 2.0)
+    return keras.Model(x, keras.layers.Dense(3, name="last")(h))
+
+
+def test_what_lies_between_a_pair_may_be_in_models_inside(float64: None) -> None:
+    """One sum in a step, and vectors of statistics and of their gradients."""
+    mesh = kdist.mesh(model=2)
+    plain, parallel = deep(), deep()
+    layouts = kdist.layout_map_for(parallel, mesh)
+    assert layouts == {
+        "first/dense/kernel": (None, "model"),
+        "first/dense/bias": ("model",),
+        "second/dense/kernel": ("model", None),
+    }
+    kdist.parallelize(parallel, kdist.ParallelConfig(mesh=mesh, layout_map=layouts))
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(8, 8, 16)), rng.normal(size=(8, 8, 3))
+    for model in (plain, parallel):
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+        model.fit(x, y, batch_size=8, epochs=3, verbose=0)
+    for one, other in zip(plain.get_weights(), parallel.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    inspection = kdist.inspect(parallel)
+    assert inspection.count("all-reduce", phase="forward") == 1
+    sent = {one.kind: one.bytes for one in inspection.collectives}
+    assert sent["all-gather"] <= 8 * 64 * 8 / 4, inspection
+
+
+def test_statistics_over_what_a_pair_cuts_keep_it_apart() -> None:
+    with pytest.raises(ValueError, match="no two products"):
+        kdist.layout_map_for(deep(axis=1), axes())
+
+
+def test_what_a_model_inside_takes_counts_at_each_call() -> None:
+    x = keras.Input((16,))
+    inside = keras.Sequential([keras.layers.Dense(16, name="down")], name="inside")
+    first, second = (keras.layers.Dense(16, name=name) for name in ("first", "second"))
+    both = keras.Model(x, keras.layers.add([inside(first(x)), inside(second(x))]))
+    found = kdist.layout_map_for(both, axes())
+    kernels = {path for path in found if path.endswith("kernel")}
+    assert kernels == {"first/kernel", "second/kernel", "inside/down/kernel"}
+    other = keras.Model(x, keras.layers.add([inside(first(x)), inside(x)]))
+    with pytest.raises(ValueError, match="no two products"):
+        kdist.layout_map_for(other, axes())
+
+
 def test_attention_of_four_equal_products_is_cut_by_heads() -> None:
     x = keras.Input((8, 16))
     model = keras.Model(x, Attention(16, 4, name="mine")(x))
