@@ -13,6 +13,7 @@ from kdist.api.own_steps import has_own_step, own_name
 from kdist.api.stepped_model import SteppedModel
 from kdist.cluster.joining import has_joined, naming_failures
 from kdist.config.parallel import ParallelConfig
+from kdist.display.progress import silenced
 from kdist.runtime.keras_contract import adapt_callbacks
 from kdist.runtime.worker_data import WorkerDatasets, is_dataset
 from kdist.storage.variables import materialised
@@ -50,11 +51,11 @@ class FittedModel(SteppedModel):
 
         If it raises `ArrangeAgain` before the first step, it is asked again.
         """
-        with naming_failures():
-            return self._fit(*args, **kwargs)
-
-    def _fit(self, *args: Any, **kwargs: Any) -> Any:
         call = Arguments(self.model, "fit", args, kwargs)
+        with naming_failures(), silenced(call.get("verbose") == 0):
+            return self._fit(call)
+
+    def _fit(self, call: Arguments) -> Any:
         self.batch_rows = _batch_rows(call) or self.batch_rows
         arguments = self._read_by_workers(call.named, "train")
         adapt_callbacks(arguments.get("callbacks"))
@@ -71,8 +72,8 @@ class FittedModel(SteppedModel):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.evaluate`."""
-        with naming_failures():
-            call = Arguments(self.model, "evaluate", args, kwargs)
+        call = Arguments(self.model, "evaluate", args, kwargs)
+        with naming_failures(), silenced(call.get("verbose") == 0):
             arguments = self._read_by_workers(call.named, "test")
             adapt_callbacks(arguments.get("callbacks"))
             return call.call(arguments)
@@ -118,8 +119,8 @@ class FittedModel(SteppedModel):
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """`keras.Model.predict`."""
-        with naming_failures():
-            call = Arguments(self.model, "predict", args, kwargs)
+        call = Arguments(self.model, "predict", args, kwargs)
+        with naming_failures(), silenced(call.get("verbose") == 0):
             arguments = self._read_by_workers(call.named, "predict")
             adapt_callbacks(arguments.get("callbacks"))
             return call.call(arguments)

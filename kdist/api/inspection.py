@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from kdist.api.inside_layers import collectives_of, over_inner_axes, refuse_batch_size
 from kdist.api.parallelize import Parallel, attached
+from kdist.display.progress import shown
 from kdist.display.tables import readable
 from kdist.dtensor.lowered import Collective, format_table
 from kdist.dtensor.lowering import Island
@@ -119,6 +120,7 @@ class Inspection:
         device_memory.save_png(self.memory, path, title)
 
 
+@shown("inspecting a step")
 def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
     """Shows which collectives each layer causes, and what each device holds.
 

@@ -27,6 +27,7 @@ from kdist.api.table_optimizers import with_table_optimizers
 from kdist.cluster.joining import naming_failures
 from kdist.config.fusion import FusionConfig
 from kdist.config.parallel import ParallelConfig
+from kdist.display.progress import shown
 from kdist.dtensor.call import CannotExpand
 from kdist.graphs.instantiation import traced_without_collection, within
 from kdist.plan.inside_layers import InsideTraffic
@@ -284,7 +285,7 @@ class Parallel(PreparedModel):
                     source = self.verify_first(source)
                     self.model.train_function = function
                 source, example = peek(source)
-            with traced_without_collection(), naming_failures():
+            with traced_without_collection(), naming_failures(), shown(f"making the {kind} step"):
                 made["inner"] = self._function(kind, example)
                 return made["inner"](source)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from kdist._compat.function_graphs import is_variable
 from kdist._compat.pass_through import PassesThrough
+from kdist.display import progress
 from kdist.dtensor import limits, relayout, sizes
 from kdist.dtensor.body import Body
 from kdist.dtensor.collectives import CannotStitch
@@ -238,6 +239,7 @@ class Lowered:
     def _expand(self, concrete: Any, given: Sequence[Sharded]) -> LoweredProgram:
         if tf.variant in [t.dtype for t in (*concrete.inputs, *concrete.outputs)]:
             raise CannotExpand("a loop that keeps a list of tensors for its gradient")
+        progress.at("cutting a program over the mesh, by DTensor")
         try:
             with relayout.lowering(self.mesh):
                 return self._lowered(concrete, given)
@@ -335,6 +337,7 @@ class Lowered:
             relayout.tracing(self.mesh, self.topology, alltoall=self.alltoall) as trace,
             declared_layouts(self.layouts),
         ):
+            progress.at("tracing layers")
             trace.gather_first = self.gather_first
             # Directly at first: DTensor then leaves a tensor alone that has the layout already.
             # `_refuse_alltoall` looks at what came of it.

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kdist.display import progress
 from kdist.dtensor import sizes
 from kdist.dtensor.call import MAX_SHAPES, CannotExpand, Settled
 from kdist.dtensor.signatures import signature, structure, tensor_spec
@@ -213,7 +214,10 @@ class ByShape:
             else tf.TensorSpec(shape, t.dtype)
             for t, shape in zip(given, shapes, strict=True)
         ]
-        return Settled(call).get_concrete_function(*specs)
+        with progress.shown("making a step for another shape of batches"):
+            made = Settled(call).get_concrete_function(*specs)
+            progress.at("the first run, which TensorFlow prepares")
+        return made
 
 
 def padded(graph: Callable, shapes: Sequence[Any], each: int) -> Callable:

@@ -11,6 +11,7 @@ from typing import Any
 from kdist._compat import keras_models
 from kdist.api.parallelize import Parallel, attached
 from kdist.api.preprocessed import preprocessed
+from kdist.display.progress import shown
 from kdist.graphs.chance import chance_kept
 from kdist.program.batch import leading
 from kdist.runtime.keras_contract import is_built
@@ -37,6 +38,7 @@ from kdist.verification.twin import batch_in
 import keras
 
 
+@shown("verifying a step")
 def verify(
     model: keras.Model,
     x: Any,
