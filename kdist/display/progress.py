@@ -35,7 +35,7 @@ class _Line:
             redirect_stderr=sys.stderr.isatty(),
         )
         self._task = self._progress.add_task(title)
-        self._lock, self._ended = threading.Lock(), False
+        self._lock, self._started, self._ended = threading.Lock(), False, False
         self._timer = threading.Timer(AFTER, self._start)
         self._timer.daemon = True
         self._timer.start()
@@ -43,6 +43,7 @@ class _Line:
     def _start(self) -> None:
         with self._lock:
             if not self._ended:
+                self._started = True
                 self._progress.start()
 
     def say(self, at: str) -> None:
@@ -54,7 +55,8 @@ class _Line:
         self._timer.cancel()
         with self._lock:
             self._ended = True
-            self._progress.stop()
+            if self._started:
+                self._progress.stop()
 
 
 _silent: list[None] = []
@@ -85,9 +87,8 @@ def shown(title: str, console: Console | None = None) -> Iterator[None]:
         console: Where; by default the terminal of standard output, if it is one.
     """
     global _line
-    console = Console() if console is None else console
-    told = console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
-    if _line is not None or _silent or not told:
+    console = console or _terminal()
+    if _line is not None or _silent or console is None:
         yield
         return
     _line = line = _Line(title, console)
@@ -96,6 +97,13 @@ def shown(title: str, console: Console | None = None) -> Iterator[None]:
     finally:
         _line = None
         line.end()
+
+
+def _terminal() -> Console | None:
+    """Standard output if it can take a line back: no file, whatever the environment says of it."""
+    console = Console()
+    one = sys.stdout.isatty() and not console.is_dumb_terminal and not console.is_jupyter
+    return console if one else None
 
 
 def at(part: str) -> None:

@@ -51,14 +51,21 @@ def test_short_work_shows_nothing(terminal: Console, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(progress, "AFTER", 60.0)
     with progress.shown("short", terminal):
         progress.at("its end")
-    assert not terminal.file.getvalue().strip("\n")
+    assert terminal.file.getvalue() == ""
+
+
+def test_a_file_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though some environments ask for what terminals get, colors for example."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert progress._terminal() is None
 
 
 @pytest.mark.parametrize("verbose", [0, 2])
 def test_a_first_step_shows_what_it_is_at(
     verbose: int, terminal: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "Console", lambda: terminal)
+    monkeypatch.setattr(progress, "_terminal", lambda: terminal)
     up, down = keras.layers.Dense(8, name="up"), keras.layers.Dense(4, name="down")
     model = keras.Sequential([keras.Input((4,)), up, down])
     layouts = {".*up/kernel": (None, "model"), ".*down/kernel": ("model", None)}
