@@ -43,8 +43,8 @@ class ResolvedShard:
     """A declaration on one mesh.
 
     Attributes:
-        inputs: layout of each declared input, in the order of the call's positional tensors; empty
-            where none is declared.
+        inputs: layout of each declared input, in the order of the call's tensors; empty where
+            none is declared.
         outputs: layout of each declared output, in order.
         weights: path of a variable to its layout, for the declared ones.
     """
@@ -77,7 +77,7 @@ def shard(
         in_strategy: one tuple an operand, `((4, 1), (1, 1))`, or one flat tuple for the first
             operand. In a layer with a kernel the second operand is its kernel (and the bias
             follows a cut of the kernel's last dim); else operands are the tensors among the
-            arguments (of a layer the positional ones), in order, those in lists included.
+            arguments, as they are written in the call, those in lists included.
         out_strategy: one tuple an output, or one flat tuple for the first output; of a tensor
             target, the layout that it gets.
         weights: weight name (`"kernel"`), path inside the layer, or regex, to strategy.
@@ -281,11 +281,12 @@ def _check_call(
     topology: Topology,
 ) -> None:
     """Checks layouts against one call of the layer in a functional model."""
-    shapes = [x.shape for x in operands(node.arguments.args)]
+    given = node.arguments
+    shapes = [x.shape for x in operands([given.args, list(given.kwargs.values())])]
     if len(inputs) > len(shapes):
         names = [variable.name for variable in layer.weights]
         raise ValueError(
-            f"Layer {layer.name!r} takes {len(shapes)} positional tensors and in_strategy has "
+            f"Layer {layer.name!r} takes {len(shapes)} tensors and in_strategy has "
             f"{len(inputs)} operands; declare its weights {names} with weights={{name: strategy}}. "
             f"Received: in_strategy={inputs}"
         )

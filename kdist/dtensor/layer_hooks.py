@@ -80,10 +80,11 @@ def _channels_whole(call: Callable) -> Callable:
     What reads the results may be cut by channels; DTensor would cut those of the inputs alike.
     """
 
-    def whole(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def whole(*args: Any, **kwargs: Any) -> Any:
         rows_only = relayout.masked(relayout.rows_only)
-        inputs = keras.tree.map_structure(rows_only, inputs)
-        return keras.tree.map_structure(rows_only, call(inputs, *args, **kwargs))
+        # One input, under whatever name.
+        args, kwargs = keras.tree.map_structure(rows_only, (args, kwargs))
+        return keras.tree.map_structure(rows_only, call(*args, **kwargs))
 
     return whole
 
@@ -91,11 +92,12 @@ def _channels_whole(call: Callable) -> Callable:
 def _rows_known(call: Callable) -> Callable:
     """`call` of a layer whose output says how many rows it has: splitting texts loses that."""
 
-    def known(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = call(inputs, *args, **kwargs)
+    def known(*args: Any, **kwargs: Any) -> Any:
+        outputs = call(*args, **kwargs)
         if not tf.is_tensor(outputs) or outputs.shape.rank is None:
             return outputs
-        return tf.ensure_shape(outputs, [inputs.shape[0], *outputs.shape[1:]])
+        rows = operands((args, kwargs))[0].shape[0]
+        return tf.ensure_shape(outputs, [rows, *outputs.shape[1:]])
 
     return known
 
@@ -132,8 +134,9 @@ def _laid_out(
     change = relayout.masked(relayout.relayout_active)
 
     def laid_out(*args: Any, **kwargs: Any) -> Any:
-        given = lay_out(list(args), inputs, "input", name, change)
-        results = call(*given, **kwargs)
+        written = [list(args), list(kwargs.values())]
+        args, values = lay_out(written, inputs, "input", name, change)
+        results = call(*args, **dict(zip(kwargs, values, strict=True)))
         wanted = outputs if every is None else (every,) * len(operands(results))
         return lay_out(results, wanted, "output", name, change)
 

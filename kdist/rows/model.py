@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kdist._compat import keras_models
+from kdist.config.operands import operands
 from kdist.graphs.chance import chance_kept
 from kdist.graphs.layer_names import layer_of
 from kdist.program.program import Program
@@ -165,9 +166,9 @@ def _marked_row_by_row(model: keras.Model) -> Iterator[None]:
 
 
 def _marked(call: Callable) -> Callable:
-    def row_by_row(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = call(inputs, *args, **kwargs)
-        every = [outputs, *keras.tree.flatten(inputs)]
+    def row_by_row(*args: Any, **kwargs: Any) -> Any:
+        outputs = call(*args, **kwargs)
+        every = [outputs, *operands((args, kwargs))]
         if not all(map(tf.is_tensor, every)):  # ragged or sparse
             return outputs
         marked = tf.identity_n(every, name=ROW_BY_ROW)[0]

@@ -236,7 +236,7 @@ def test_sizes_are_checked_in_a_functional_model_except_the_batch():
 def test_more_operands_than_inputs():
     layer = layers.Embedding(10, 4)
     layer(keras.Input((5,), dtype="int32"))
-    with pytest.raises(ValueError, match=r"takes 1 positional tensors.*\['embeddings'\] with"):
+    with pytest.raises(ValueError, match=r"takes 1 tensors.*\['embeddings'\] with"):
         resolve(shard(layer, in_strategy=((1, 1), (1, 1))), model=2)
 
 

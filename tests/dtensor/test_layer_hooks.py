@@ -10,6 +10,7 @@ import kdist
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 from ..parity import assert_close, compile_all, fit_all
@@ -124,3 +125,67 @@ def test_channels_that_what_reads_a_convolution_cuts() -> None:
     fit_all(models, lambda: (x, y), batch_size=8)
     found = kdist.inspect(models[1])
     assert found.islands == () and found.fallbacks == ()
+
+
+class OwnConvolution(layers.Conv1D):
+    """Has a name of its own for what it takes."""
+
+    def call(self, seen: Any) -> Any:
+        return super().call(seen)
+
+
+class OwnPooling(layers.MaxPooling1D):
+    def call(self, seen: Any) -> Any:
+        return super().call(seen)
+
+
+class OwnNorm(layers.BatchNormalization):
+    def call(self, seen: Any, training: bool | None = None) -> Any:
+        return super().call(seen, training=training)
+
+
+class OwnTexts(layers.TextVectorization):
+    def call(self, texts: Any) -> Any:
+        return super().call(texts)
+
+
+class Named(keras.Model):
+    """Calls its layers with what they take by name."""
+
+    def __init__(self) -> None:
+        super().__init__(name="named")
+        self.texts = OwnTexts(vocabulary=["a", "b", "c"], output_sequence_length=4, name="texts")
+        self.table = layers.Embedding(6, 8, name="table")
+        self.convolution = OwnConvolution(8, 3, padding="same", use_bias=False, name="convolution")
+        self.pool, self.norm = OwnPooling(2, name="pool"), OwnNorm(name="norm")
+        self.up = kdist.shard(layers.Dense(8, name="up"), in_strategy=((1, 1, 2), (1, 1)))
+        self.head = layers.Dense(2, name="head")
+
+    def call(self, texts: Any, training: bool | None = None) -> Any:
+        x = self.table(inputs=self.texts(texts=texts))
+        x = self.pool(seen=self.convolution(seen=x))
+        x = self.up(inputs=self.norm(seen=x, training=training))
+        return self.head(inputs=keras.ops.mean(x, axis=1))
+
+
+def test_inputs_given_by_name() -> None:
+    models = []
+    texts = np.array([["a b c c"], ["c"], ["b x"], ["a a c"]])
+    for mesh in (None, kdist.mesh(model=2)):
+        keras.utils.set_random_seed(0)
+        models.append(Named())
+        models[-1](tf.constant(texts))
+        if mesh is not None:
+            kdist.parallelize(models[-1], kdist.ParallelConfig(mesh=mesh, layout_map=HEAD))
+    compile_all(models)
+    fit_all(models, lambda: (tf.constant(texts), Y[:4]), batch_size=4)
+
+
+def test_declared_inputs_given_by_name() -> None:
+    """They are laid out as those by position are."""
+    inputs = keras.Input((4,))
+    up = kdist.shard(layers.Dense(4, name="up"), in_strategy=((1, 2), (2, 1)))
+    model = keras.Model(inputs, layers.Dense(2, name="head")(up(inputs=inputs)))
+    config = kdist.ParallelConfig(mesh=kdist.mesh(model=2), layout_map={})
+    kdist.parallelize(model, config).compile("sgd", "mse")
+    assert kdist.inspect(model).count("all-gather") == 0
