@@ -94,7 +94,7 @@ def _rows_known(call: Callable) -> Callable:
 
     def known(*args: Any, **kwargs: Any) -> Any:
         outputs = call(*args, **kwargs)
-        if not tf.is_tensor(outputs) or outputs.shape.rank is None:
+        if not isinstance(outputs, tf.Tensor) or outputs.shape.rank is None:  # a ragged one
             return outputs
         rows = operands((args, kwargs))[0].shape[0]
         return tf.ensure_shape(outputs, [rows, *outputs.shape[1:]])
@@ -117,7 +117,7 @@ def _columns_pinned(call: Callable, dim: Dim, columns: int) -> Callable:
 
     def pinned(*args: Any, **kwargs: Any) -> Any:
         made = call(*args, **kwargs)
-        looked_up = tf.is_tensor(made) and made.shape[-1:] == [columns]
+        looked_up = isinstance(made, tf.Tensor) and made.shape[-1:] == [columns]
         return relayout.masked(relayout.last_dim_cut)(made, dim) if looked_up else made
 
     return pinned

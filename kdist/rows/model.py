@@ -169,7 +169,7 @@ def _marked(call: Callable) -> Callable:
     def row_by_row(*args: Any, **kwargs: Any) -> Any:
         outputs = call(*args, **kwargs)
         every = [outputs, *operands((args, kwargs))]
-        if not all(map(tf.is_tensor, every)):  # ragged or sparse
+        if not all(isinstance(one, tf.Tensor) for one in every):  # ragged or sparse
             return outputs
         marked = tf.identity_n(every, name=ROW_BY_ROW)[0]
         if marked.shape.rank:  # taking texts apart loses how many rows there are
