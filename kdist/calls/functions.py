@@ -8,6 +8,7 @@ from typing import Any
 
 from kdist._compat import keras_models, keras_seeds, keras_trainer
 from kdist.calls.arguments import CallArguments
+from kdist.layers.padding import is_composite
 from kdist.program.blocks import named
 from kdist.program.logits import logits_of
 from kdist.program.program import Program
@@ -20,6 +21,10 @@ from kdist.stages.repeating import RepeatingVjp
 import keras
 import tensorflow as tf
 from keras import ops
+
+
+class NoRowsError(Exception):
+    """A layer gives ragged or sparse tensors, whose rows cannot be put together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,6 +276,8 @@ class CallFunctions:
         args, kwargs = self._arguments.filled(given.rows, given.masks, given.shared)
         with scope, named(self.program.blocks):
             outputs = self._call(*args, **kwargs)
+        if any(is_composite(one) for one in keras.tree.flatten(outputs)):
+            raise NoRowsError
         values, traced = keras_trainer.add_loss_values(scope), Traced()
         self.adders = [keras_trainer.adder_of(self._inside, value) for value in values]
         updated = self.program.collect_updates(scope, traced)

@@ -23,7 +23,7 @@ from kdist._compat import (
 from kdist._compat.custom_gradients import is_recorded
 from kdist.calls.anchors import anchor, handle_of
 from kdist.calls.arguments import CallArguments, any_symbolic, without_rows
-from kdist.calls.functions import CalledProgram, CallFunctions, Given, used_by
+from kdist.calls.functions import CalledProgram, CallFunctions, Given, NoRowsError, used_by
 from kdist.calls.over_mesh import OverMesh
 from kdist.calls.tables import CallTables
 from kdist.calls.xla import refuse_within_xla
@@ -156,8 +156,12 @@ class LayerCalls:
             by_name = keras_autocast.autocast_as_now(
                 lambda *a, **k: keras_models.call_of(layer)(*a, **k)
             )
-            with keras_autocast.without_autocast():
-                return self._over_mesh(layer, by_name, given)
+            try:
+                with keras_autocast.without_autocast():
+                    return self._over_mesh(layer, by_name, given)
+            except NoRowsError:
+                self._sorted[self._kind(layer, given)] = None
+                return call(*args, **kwargs)
 
         return called
 
@@ -176,7 +180,7 @@ class LayerCalls:
 
         Looked at once for arguments of a kind.
         """
-        key = (self._key(layer, given), given.shapes())
+        key = self._kind(layer, given)
         if key not in self._sorted:
             self._sorted[key] = self._found(layer, call, given)
         kinds = self._sorted[key]
@@ -210,6 +214,9 @@ class LayerCalls:
         masked = tuple(mask is not None for mask in given.masks)
         context = keras_trainer.call_context()
         return (id(layer), trainable, given.key(), masked, context, sizes.active())
+
+    def _kind(self, layer: keras.Layer, given: CallArguments) -> Hashable:
+        return (self._key(layer, given), given.shapes())
 
     def _over_mesh(self, layer: keras.Layer, call: Callable, given: CallArguments) -> Any:
         refuse_within_xla(f"A call of layer {layer.path or layer.name!r}")

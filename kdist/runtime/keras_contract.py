@@ -29,7 +29,8 @@ def layers_built(model: keras.Model) -> bool:
 def _unbuilt(model: keras.Model) -> list[keras.Layer]:
     """Layers inside a model that are not built; those that others have replaced do not count.
 
-    Nor do those that make its batches, as KerasHub's tasks have them: no step calls them.
+    Nor do those that make its batches, as KerasHub's tasks have them: no step calls them; and the
+    look-up in a `TextVectorization`, which runs unbuilt.
     """
     if all(layer.built for layer in keras_models.flat_layers(model) if layer is not model):
         return []
@@ -37,6 +38,9 @@ def _unbuilt(model: keras.Model) -> list[keras.Layer]:
     apart = {id(model)}
     if isinstance(before, keras.Layer):
         apart |= set(map(id, [before, *keras_models.flat_layers(before)]))
+    for layer in keras_models.flat_layers(model):
+        if isinstance(layer, keras.layers.TextVectorization):
+            apart |= set(map(id, keras_models.layers_inside(layer)))
     held = keras_models.held_layers(model)
     return [one for one in held if not one.built and id(one) not in apart]
 
