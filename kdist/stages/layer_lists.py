@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist.pipeline.graph import Graph
-from kdist.stages.own_call import refuse_other_call
+from kdist.stages.own_call import not_a_chain, refuse_other_call
 
 import keras
 
@@ -58,7 +58,10 @@ def chained(model: keras.Model, lists: Lists, stages: int, example: Any) -> Any:
     x = inputs = keras.Input(tuple(example.shape[1:]), dtype=example.dtype)
     for row in lists:
         for layer in row:
-            x = layer(x)
+            try:
+                x = layer(x)
+            except (TypeError, ValueError) as error:
+                raise not_a_chain(model, error) from error
     chain = keras.Model(inputs, x)
     refuse_other_call(model, chain, [layer for row in lists for layer in row], example)
     return chain

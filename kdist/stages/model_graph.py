@@ -60,7 +60,8 @@ def graph_of(model: keras.Model, *, examples: int = EXAMPLES) -> ModelGraph:
     A nested Functional or Sequential is replaced by its own nodes ("encoder/dense"), once for each
     call of it ("encoder#1/dense"), unless that would change what is computed: it has a `call` of
     its own or an activity regularizer, is called with other arguments than its inputs, or would
-    cast or reshape them. Then it is one node.
+    cast or reshape them. Then it is one node. `training=False` is no such argument: Keras runs
+    the nested model as it runs the outer one.
 
     Args:
         model: The model.
@@ -168,8 +169,9 @@ def inner_functional(node: Any) -> Any:
     arguments = node.arguments
     if inner is None or node.operation.activity_regularizer is not None:
         return None
-    # Keras adds a `mask` of Nones of its own.
-    told = any(value is not None for value in keras.tree.flatten(arguments.kwargs))
+    # Keras adds a `mask` of Nones of its own; `training=False` is overridden by the outer model's.
+    given_too = {k: v for k, v in arguments.kwargs.items() if not (k == "training" and v is False)}
+    told = any(value is not None for value in keras.tree.flatten(given_too))
     if len(arguments.args) != 1 or told:
         return None
     given = arguments.keras_tensors

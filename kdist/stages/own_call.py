@@ -60,12 +60,21 @@ def _traced(
     records: list[CallRecord] = []
 
     def both(x: tf.Tensor) -> Any:
-        records.extend(record_calls(one, layers, x, flags) for one in (model, chain))
+        records.append(record_calls(model, layers, x, flags))
+        try:
+            records.append(record_calls(chain, layers, x, flags))
+        except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
+            raise not_a_chain(model, error) from error
         return [record.outputs for record in records]
 
     graph = tf.compat.v1.wrap_function(both, [tf.TensorSpec(example.shape, example.dtype)])
     own, listed = records
     return graph, own, listed
+
+
+def not_a_chain(model: keras.Model, error: Exception) -> ValueError:
+    """The error on lists whose layers cannot be called one after the other."""
+    return _other_call(model, f"Called so, they fail: {error}")
 
 
 def _other_call(model: keras.Model, difference: str) -> ValueError:

@@ -255,6 +255,41 @@ def test_another_call_is_refused(kind: str) -> None:
         model.train_on_batch(x, {"y": y} if kind == "structure" else y)
 
 
+class ThreeDims(keras.layers.Layer):
+    """Tells its shape without a call, as layers do that build by hand."""
+
+    def call(self, x: Any) -> Any:
+        if len(x.shape) != 3:
+            raise ValueError("takes (batch, length, features)")
+        return x
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return shape
+
+
+@pytest.mark.parametrize("tell", [True, False], ids=["when traced", "when built"])
+def test_layers_that_are_no_chain_are_refused(tell: bool) -> None:
+    class Positions(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = keras.layers.Embedding(WORDS, WIDTH)
+            self.positions = keras.layers.Embedding(TOKENS, WIDTH)
+            self.last = ThreeDims() if tell else keras.layers.LSTM(WIDTH)
+
+        def call(self, x: Any) -> Any:
+            return self.last(self.words(x) + self.positions(keras.ops.arange(TOKENS)))
+
+    keras.utils.set_random_seed(0)
+    model = Positions()
+    x = np.zeros((8, TOKENS), "int32")
+    model(x)
+    stages = [[model.words, model.positions], [model.last]]
+    config = kdist.PipelineConfig(micro_batches=2, stages=stages)
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(pipe=2), pipeline=config))
+    with pytest.raises(ValueError, match="(?s)must do just that. .*Put what is between.*Received"):
+        model.predict(x, verbose=0)
+
+
 def test_another_mask_is_refused() -> None:
     model = compiled(own_call(forgets_the_mask, Chain)(masked().listed), 2)
     with pytest.raises(ValueError, match="gives layer 'lstm' as 'mask' the result of operation"):

@@ -51,6 +51,11 @@ def nested_sequential():
     return keras.Model(x, layers.Dense(2, name="head")(net(x)))
 
 
+def called_with_training():
+    x, net = keras.Input((6,)), encoder()
+    return keras.Model(x, layers.Dense(2, name="head")(net(x, training=False)))
+
+
 def deeply_nested():
     x, net = keras.Input((6,)), encoder()
     outer = keras.Model(x, net(net(x)), name="outer")
@@ -79,6 +84,7 @@ MODELS = {
     "sequential": lambda: keras.Sequential([keras.Input((6,)), layers.Dense(4), layers.Dense(3)]),
     "nested-twice": nested_twice,
     "nested-sequential": nested_sequential,
+    "called-with-training": called_with_training,
     "deeply-nested": deeply_nested,
     "two-inputs-dict": two_inputs_dict,
     "identity-inside": identity_inside,
@@ -106,6 +112,25 @@ def test_names_of_nested_calls():
     names = {node.name for node in graph_of(deeply_nested()).graph.nodes}
     assert len(names) == 12
     assert "outer#1/enc#1/first" in names
+
+
+def test_a_frozen_backbone_is_cut():
+    """As in Keras's guide on transfer learning: base(x, training=False)."""
+    described = graph_of(called_with_training())
+    assert [node.name for node in described.graph.nodes][:2] == ["enc/first", "enc/second"]
+
+
+@pytest.mark.parametrize("given", [False, None])
+def test_keras_runs_a_nested_model_as_the_outer_one(given):
+    """What the row above rests on: Keras overrides `training=False` of a nested call."""
+    x, net = keras.Input((6,)), keras.Sequential([keras.Input((6,)), layers.BatchNormalization()])
+    model = keras.Model(x, net(x, training=given))
+    moving = net.layers[0].moving_mean
+    model(np.ones((4, 6)), training=True)
+    assert moving.numpy().any()
+    before = moving.numpy()
+    model(np.ones((4, 6)), training=False), model(np.ones((4, 6)))
+    np.testing.assert_array_equal(moving.numpy(), before)
 
 
 def test_shared_weights_are_tied():
@@ -185,7 +210,7 @@ def test_a_regularized_nested_model_stays_whole():
 
 def test_a_nested_model_called_with_arguments_stays_whole():
     x, net = keras.Input((6,)), encoder()
-    graph = graph_of(keras.Model(x, net(x, training=False))).graph
+    graph = graph_of(keras.Model(x, net(x, training=True))).graph
     assert [node.name for node in graph.nodes] == ["enc"]
     inner = graph_of(net).graph
     assert graph.nodes[0].cost == pytest.approx(sum(node.cost for node in inner.nodes))
