@@ -82,13 +82,14 @@ class SteppedModel(PlannedModel):
         self.observed = False
         self._mesh_runner: MeshRunner | PipelineRunner | None = None
         self._said: set[str] = set()
+        self._without_batch: Any = None
 
     def forget_steps(self, jit_compile: bool | str) -> None:
         """Makes programs and steps anew on their next use, compiled as asked."""
         self.jit_compile = jit_compile
         self.program = self.update = self.loss_terms = None
         self.schedule_stages()
-        self._mesh_runner = None
+        self._mesh_runner = self._without_batch = None
         self.__dict__.pop("plain_step", None)
         self.__dict__.pop("mesh_step", None)
 
@@ -262,7 +263,13 @@ class SteppedModel(PlannedModel):
         xla = keras_xla.compiles_by_itself(self.model) if auto else self.jit_compile
         if self.update is not None and self.program is not None and not xla:
             connected = self.program.trained.connected
-            tf.function(self.update.without_batch, autograph=False)(connected)
+            # Once traced it serves every epoch.
+            known, graph = self._without_batch or (None, None)
+            if graph is None or known != (self.update, tuple(connected)):
+                traced = tf.function(self.update.without_batch, autograph=False)
+                graph = traced.get_concrete_function(connected)
+                self._without_batch = (self.update, tuple(connected)), graph
+            graph()
 
     def look_ups(self) -> Mapping[int, LookUp]:
         """See `PlannedModel.look_ups`; once the step is traced, what it does."""

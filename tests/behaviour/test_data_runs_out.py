@@ -7,10 +7,11 @@ device that happens whole; so it must on every mesh, and not on some of its devi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import kdist
+from kdist.optimizer.update import DistributedUpdate
 
 import keras
 import numpy as np
@@ -90,6 +91,28 @@ def test_training_goes_on_as_on_one_device(
     actual = trained(mesh, optimizer, steps_per_execution)
     for a, b in zip(expected, actual, strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-9, atol=1e-12)
+
+
+def test_what_follows_the_last_batch_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced again for every epoch, it took time, and TensorFlow warned of it."""
+    traced: list[object] = []
+    own = DistributedUpdate.without_batch
+
+    def noted(self: DistributedUpdate, connected: Sequence[int]) -> None:
+        traced.append(connected)
+        own(self, connected)
+
+    monkeypatch.setattr(DistributedUpdate, "without_batch", noted)
+    model = build("data2")
+    model.compile("adamw", "mse")
+    data = tf.data.Dataset.from_generator(
+        lambda: batches(2), output_signature=(tf.TensorSpec((8, 8), tf.float64),) * 2
+    )
+    model.fit(data, epochs=3, verbose=0)
+    assert len(traced) == 1
+    model.compile("adamw", "mse")
+    model.fit(data, epochs=2, verbose=0)
+    assert len(traced) == 2
 
 
 def test_keras_counts_and_decays_without_a_batch() -> None:
