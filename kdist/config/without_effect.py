@@ -32,16 +32,24 @@ class WithoutEffect:
         why: Why it changes nothing here.
         instead: What to do.
         on: What it has no effect on, where it has one on something else; "" if it has none at all.
+        sizes: What "{sizes}" of `why` stands for.
     """
 
     setting: str
     why: str
     instead: str
     on: str = ""
+    sizes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         on = f" on {self.on}" if self.on else ""
-        return f"{self.setting} has no effect{on}: {self.why}. {self.instead}."
+        text = f"{self.setting} has no effect{on}: {self.why}. {self.instead}."
+        return text.replace("{sizes}", ", ".join(self.sizes))
+
+    def joined(self, other: WithoutEffect) -> WithoutEffect | None:
+        """One note in the place of two that differ in their sizes alone; None if they do not."""
+        both = dataclasses.replace(self, sizes=(*dict.fromkeys((*self.sizes, *other.sizes)),))
+        return both if both == dataclasses.replace(other, sizes=both.sizes) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,12 +358,12 @@ def uncut_dim(
         axes: The mesh axes that make them.
     """
     over = " x ".join(map(repr, axes))
-    size_is = "an unknown number of" if size is None else size
     return WithoutEffect(
         f"the cut of dim {dim} of {what} into {count} parts over {over}",
-        f"it has {size_is} elements there, no multiple of {count}, so every device has all of them",
+        f"it has {{sizes}} elements there, no multiple of {count}, so every device has all of them",
         f"Make the dim a multiple of {count} (dim 0: the rows of a replica's batch, or "
         "micro-batch, count), or cut another one",
+        sizes=("an unknown number of" if size is None else str(size),),
     )
 
 

@@ -32,6 +32,9 @@ import tensorflow as tf
 SHOWN = 3
 """Islands that a note names."""
 
+TOLD_SIZES = 2
+"""Sizes of a dim that does not divide which a warning names; the plan has all."""
+
 
 class ModelLayouts:
     """The resolved layouts of a built model.
@@ -147,11 +150,19 @@ class ModelLayouts:
             self.idle += [] if self._along else [no_sequence()]
 
     def tell_uncut(self, found: Iterable[WithoutEffect]) -> None:
-        """Notes declared cuts that a trace left out, and warns of each once."""
+        """Notes declared cuts that a trace left out; warns of each for its first two sizes.
+
+        A loop that makes text a word at a time comes with one size after the other.
+        """
         for note in found:
-            if note not in self.uncut:
+            n = next((n for n, one in enumerate(self.uncut) if one.joined(note)), None)
+            if n is None:
                 self.uncut.append(note)
                 warnings.warn(str(note), stacklevel=2)
+            elif (both := self.uncut[n].joined(note)) and both != self.uncut[n]:
+                self.uncut[n] = both
+                if len(both.sizes) <= TOLD_SIZES:
+                    warnings.warn(str(both), stacklevel=2)
 
     def _cuts(self, model: keras.Model) -> Iterator[Cut]:
         """Every tensor whose layout is known before the model is traced."""

@@ -71,8 +71,23 @@ def test_another_size_of_the_batch_is_told_of_too() -> None:
     assert step(model, 8) == []
     assert len(step(model, 6)) == 1
     (said,) = step(model, 5)
-    assert "5 elements" in said
-    assert len([note for note in model.plan().notes if note.startswith(ROWS_CUT)]) == 2
+    assert "it has 6, 5 elements there" in said
+    assert said in model.plan().notes
+
+
+def test_many_sizes_are_one_note() -> None:
+    """As in a loop that makes text a word at a time: each length was a warning, and a note."""
+    x = keras.Input((None, 4))
+    hidden = kdist.shard(keras.layers.Dense(4, name="up")(x), out_strategy=(None, "model", None))
+    model = keras.Model(x, keras.layers.Dense(4, name="down")(hidden))
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=kdist.mesh(model=2)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in (3, 5, 7, 9):
+            model.predict_on_batch(np.ones((2, length, 4)))
+    assert len([w for w in caught if "the cut of dim" in str(w.message)]) == 2
+    (note,) = [note for note in model.plan().notes if "the cut of dim" in note]
+    assert "it has 3, 5, 7, 9 elements there" in note
 
 
 def test_a_relayout_in_the_graph_is_told_of_by_its_name() -> None:
