@@ -143,9 +143,11 @@ class PlannedModel(PlacedModel):
         return () if gathered & {v.path for v in asked} else tuple(v.path for v in asked)
 
     def warn_without_effect(self) -> None:
-        """Warns of settings without effect, of each once."""
+        """Warns of settings without effect, and of stages without work, of each once."""
         for note in self.without_effect():
             self.warn_once(str(note))
+        if self.staged is not None and (idle := self.staged.idle_stages()):
+            self.warn_once(idle)
 
     def warn_idle(self) -> None:
         """Warns of inner axes that cut nothing, of each once; programs are traced."""
@@ -246,7 +248,7 @@ class PlannedModel(PlacedModel):
                 "listed of a step is that of the compiled loss"
             )
         if self.staged is not None:
-            notes.append(self.staged.describe())
+            notes += filter(None, [self.staged.describe(), self.staged.idle_stages()])
         notes += [*map(str, self.without_effect()), *self.travel_notes()]
         if self.layouts is not None:
             frozen = [one for one in self.layouts.fetched_layers if not one.embeddings.trainable]

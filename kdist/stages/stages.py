@@ -67,6 +67,10 @@ def set_stage(layer: Any, stage: int) -> Any:
     return layer
 
 
+LEAST = 0.05
+"""Of the mean cost of stages: one that has less computes next to nothing."""
+
+
 @dataclasses.dataclass(frozen=True)
 class StagedModel:
     """A model's cut into stages, and their schedule. Made without touching a device.
@@ -133,6 +137,23 @@ class StagedModel:
         """The same cut with the schedule that the model's loss allows; see `of`."""
         schedule = config.schedule_for(self.schedule.num_stages, whole_loss)
         return dataclasses.replace(self, schedule=schedule)
+
+    def idle_stages(self) -> str:
+        """What to say of stages that were found by cost and compute next to nothing, "" if none."""
+        cut = self.partition
+        nodes, total = cut.graph.nodes, sum(cut.costs)
+        least = LEAST * total / len(cut.costs)
+        idle = [names for names, cost in zip(cut.stages, cut.costs) if cost < least]
+        if not idle or any(node.stage is not None for node in nodes):
+            return ""
+        largest = max(nodes, key=lambda node: node.cost)
+        return (
+            f"stages found by cost: {len(idle)} of {len(cut.stages)} compute less than "
+            f"{LEAST:.0%} of the mean, such as the one of {list(idle[0][:3])}, and their devices "
+            "wait. A node is not cut: a layer, or a model inside that has a call of its own. Use "
+            "fewer stages, or build large nodes as graphs of layers. Received: "
+            f"{largest.name!r} with {largest.cost / total:.0%} of the cost"
+        )
 
     def stage_of(self, virtual: int) -> int:
         """The stage that runs a virtual stage."""
