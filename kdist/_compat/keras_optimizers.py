@@ -53,8 +53,9 @@ def positions(optimizer: Any, variables: Sequence[keras.Variable]) -> list[int]:
     unknown = [v.path for v in variables if id(v) not in known]
     if unknown:
         raise ValueError(
-            "The optimizer was built for other variables: of another model, or before layers of "
-            "this one were made trainable. Compile with a new optimizer. Received: "
+            "The optimizer was built for other variables: of another model, for some of this one "
+            "(by a train_step of one's own that applies it to those), or before layers were made "
+            "trainable. Compile with a new optimizer. Received: "
             f"{type(optimizer).__name__} {optimizer.name!r}, without state for {unknown}"
         )
     return [known[id(v)] for v in variables]

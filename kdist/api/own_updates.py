@@ -40,14 +40,14 @@ class OwnUpdates:
         self._parallel = parallel
         self._program: Program | None = None
         self._applied_in: Program | None = None
-        self._built_to_scale = False  # the compiled optimizer, before what it is for was known
+        self._scales: Any = None  # was built before it was known what it is for
         self.running = False
         self._with_others: Sequence[OwnUpdates] = ()
         self._made: dict[int, tuple[Any, list[keras.Variable], DistributedUpdate]] = {}
 
     @property
     def beside(self) -> list[Any]:
-        """Optimizers that have updated weights, and that the model is not compiled with."""
+        """Optimizers with updates of their own: not the compiled one where it is for all."""
         return [optimizer for optimizer, _, _ in self._made.values()]
 
     @property
@@ -85,7 +85,7 @@ class OwnUpdates:
         self._made.clear()
 
     def prepare(self, optimizer: Any, variables: list[keras.Variable]) -> None:
-        """Has an optimizer that the model is not compiled with update some weights from now on."""
+        """Has an optimizer update some weights from now on."""
         self._update(optimizer, variables)
 
     def apply(self, optimizer: Any, own: Callable, grads: Any, variables: Any) -> None:
@@ -134,7 +134,7 @@ class OwnUpdates:
         if not optimizer.built and optimizer is unwrap(compiled).loss_scale:
             with function_graphs.variables_apart():
                 parallel.build_optimizer(compiled, model.trainable_variables)
-            self._built_to_scale = True
+            self._scales = compiled
 
     def _is_compiled(self, optimizer: Any) -> bool:
         """Whether the model is compiled with an optimizer."""
@@ -174,7 +174,7 @@ class OwnUpdates:
         assert parallel.program is not None
         if self._is_compiled(optimizer) and self._updates_all(optimizer, variables):
             every = parallel.program.state.trainable
-            if self._built_to_scale:
+            if optimizer is self._scales:
                 _refuse_averages(optimizer, every, variables)
             parallel.updating()
             assert parallel.update is not None
@@ -183,7 +183,7 @@ class OwnUpdates:
             self._made.clear()
             self._program = parallel.program
         if id(optimizer) not in self._made:
-            if not self._is_compiled(optimizer):  # that is built before it scales a loss
+            if not self._is_compiled(optimizer):  # see `_build_scale` of the compiled one
                 _refuse_scale_of_trace(optimizer)
             with function_graphs.variables_apart():
                 first = self._first(optimizer, variables)
@@ -201,7 +201,8 @@ class OwnUpdates:
     def _updates_all(self, optimizer: Any, variables: Sequence[keras.Variable]) -> bool:
         """Whether the compiled optimizer is for all trainable weights, as in Keras's own step.
 
-        Not built, it is for those that it is applied to first.
+        It is once the compiled loss has trained with it. Not built, it is for those that it is
+        applied to first.
         """
         program, update = self._parallel.program, self._parallel.update
         if update is not None or program is None:
@@ -213,9 +214,9 @@ class OwnUpdates:
     def _first(self, optimizer: Any, variables: list[keras.Variable]) -> list[keras.Variable]:
         """Trainable weights that an optimizer is for: those that it was built for, if it was."""
         built = keras_optimizers.updated_by(optimizer) if optimizer.built else []
-        mine = {id(v) for v in built}
-        known = not self._unknown(built) and all(id(v) in mine for v in variables)
-        return built if known else variables
+        others = {id(v) for v in self._unknown(built)}  # frozen since, for example
+        known = {id(v): v for v in built if id(v) not in others}
+        return [*known.values()] if all(id(v) in known for v in variables) else variables
 
     def _new(self, optimizer: Any, variables: list[keras.Variable]) -> DistributedUpdate:
         parallel = self._parallel
@@ -255,9 +256,9 @@ def _refuse_scale_of_trace(optimizer: Any) -> None:
 def _refuse_averages(
     optimizer: Any, trained: Sequence[keras.Variable], variables: Sequence[keras.Variable]
 ) -> None:
-    """Refuses averages of weights that an optimizer is not applied to.
+    """Refuses averages of weights that an optimizer which scales losses is not applied to.
 
-    One that scales losses has state of all trainable weights; averages are written into them.
+    It was built for all trainable weights, and averages would be written into them.
 
     Raises:
         ValueError: It averages weights, and is applied to some of them.

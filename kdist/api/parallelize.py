@@ -27,7 +27,7 @@ from kdist.api.table_optimizers import with_table_optimizers
 from kdist.cluster.joining import naming_failures
 from kdist.config.fusion import FusionConfig
 from kdist.config.parallel import ParallelConfig
-from kdist.display.progress import shown
+from kdist.display.progress import shown, silenced
 from kdist.dtensor.call import CannotExpand
 from kdist.graphs.instantiation import traced_without_collection, within
 from kdist.plan.inside_layers import InsideTraffic
@@ -197,8 +197,8 @@ class Parallel(PreparedModel):
         """Builds an optimizer that steps of the user's own will apply, before there is a batch.
 
         Args:
-            optimizer: Not the compiled one.
-            variables: The trainable weights that it will update.
+            optimizer: The compiled one too, if it is not for all trainable weights.
+            variables: Those that it will update.
         """
         self.place_for_own()
         self.own_updates.prepare(optimizer, list(variables))
@@ -285,7 +285,8 @@ class Parallel(PreparedModel):
                     source = self.verify_first(source)
                     self.model.train_function = function
                 source, example = peek(source)
-            with traced_without_collection(), naming_failures(), shown(f"making the {kind} step"):
+            told = silenced(self.model.run_eagerly), shown(f"making the {kind} step")
+            with told[0], told[1], traced_without_collection(), naming_failures():
                 made["inner"] = self._function(kind, example)
                 return made["inner"](source)
 

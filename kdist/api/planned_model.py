@@ -222,7 +222,7 @@ class PlannedModel(PlacedModel):
 
     def _memory(self, batch_size: int | None) -> tuple[DeviceMemory, ...]:
         """What each device has: of a step what was read, if that had as many rows."""
-        if self.update is None:
+        if not device_memory.updates_of(self):
             return ()
         if self.memory and batch_size in (None, self.memory[0].rows):
             return self.memory

@@ -48,8 +48,8 @@ class ProductGraph:
     def __init__(self, functional: Any, products: Mapping[int, Product]) -> None:
         self._known = products
         self._made_by: dict[int, Any] = {}
-        self._same: dict[int, list[Any]] = {}
-        self._taken: dict[int, list[Any]] = {}
+        self._same: dict[int, list[Any]] = {}  # what an inner graph takes: given at each call
+        self._taken: dict[int, list[Any]] = {}  # by each operation, at all of its calls
         for node in self._walked(functional):
             taken = self._taken.setdefault(id(node.operation), [])
             taken += node.arguments.keras_tensors

@@ -1,5 +1,6 @@
 """Optimizers that a step of the user's own applies, beside the one that its model is compiled with.
 
+The compiled one too, where it is for some of the trainable weights.
 A model has them as attributes (`self.d_optimizer`), or in lists and dicts that are, and their names
 are how a checkpoint knows them. Each updates some of the model's weights, which is known once it
 has been applied: so which they are is saved too, for a model that has not trained yet.
@@ -24,6 +25,9 @@ import keras
 
 FILE = "optimizers.json"
 """Of a checkpoint: by name of the attribute, numbers of the arrays of the weights it updates."""
+
+COMPILED = "optimizer"
+"""The name of the compiled one."""
 
 GROUP = "optimizer."
 """How the names of the groups of their state begin."""
@@ -50,7 +54,7 @@ def _compiled_for_some(model: keras.Model) -> dict[str, Any]:
         return {}
     updated = {id(v) for v in keras_optimizers.updated_by(optimizer)}
     every = all(id(v) in updated for v in model.trainable_variables)
-    return {} if every else {"optimizer": optimizer}
+    return {} if every else {COMPILED: optimizer}
 
 
 def _of_others(optimizer: Any, model: keras.Model) -> list[str]:
@@ -129,7 +133,13 @@ def build(
     variable = {id(array): v for array, (_, v) in zip(found, weights)}
     optimizers, parallel = optimizers_of(model), parallel_of(model)
     for name, numbers in saved.items():
-        if name not in optimizers:
+        if name not in optimizers and name == COMPILED:
+            warnings.warn(
+                "The checkpoint has the state of the compiled optimizer, and the model is not "
+                "compiled with one: it is left out. Compile the model before restoring.",
+                stacklevel=6,
+            )
+        elif name not in optimizers:
             warnings.warn(
                 f"The checkpoint has the state of an optimizer {name!r}, which the model does not "
                 "have as an attribute: it is left out.",

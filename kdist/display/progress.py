@@ -1,17 +1,22 @@
-"""What long work is at, and since when: a line on a terminal that goes when the work is done."""
+"""What long work is at: a line on a terminal, which goes when the work is done.
+
+Each part of the work writes it once, and nothing refreshes it: a debugger's prompt, a child process
+or a thread meets no second writer.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
-import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+import keras
 
-AFTER = 2.0
-"""Seconds that work takes before anything is shown: most is done by then."""
+CLEAR = "\r\x1b[2K"
+"""Takes away what the row of a terminal has."""
 
 
 class _Line:
@@ -19,94 +24,75 @@ class _Line:
 
     Args:
         title: The work.
-        console: Where it is shown.
+        terminal: Where it is written.
     """
 
-    def __init__(self, title: str, console: Console) -> None:
-        self._title = title
-        # TensorFlow's notices are filtered out of stderr, line by line: this is no line.
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            refresh_per_second=4,
-            redirect_stderr=sys.stderr.isatty(),
-        )
-        self._task = self._progress.add_task(title)
-        self._lock, self._started, self._ended = threading.Lock(), False, False
-        self._timer = threading.Timer(AFTER, self._start)
-        self._timer.daemon = True
-        self._timer.start()
+    def __init__(self, title: str, terminal: Any) -> None:
+        self._title, self._terminal = title, terminal
+        self.say("")
 
-    def _start(self) -> None:
-        with self._lock:
-            if not self._ended:
-                self._started = True
-                self._progress.start()
-
-    def say(self, at: str) -> None:
-        """Shows which part of the work has begun."""
-        self._progress.update(self._task, description=f"{self._title}: {at}")
+    def say(self, part: str) -> None:
+        """Writes which part of the work has begun; what others write next takes its place."""
+        text = f"{self._title}: {part}" if part else self._title
+        self._write(f"{CLEAR}{text[: shutil.get_terminal_size().columns - 1]}\r")
 
     def end(self) -> None:
         """Takes the line away."""
-        self._timer.cancel()
-        with self._lock:
-            self._ended = True
-            if self._started:
-                self._progress.stop()
+        self._write(CLEAR)
+
+    def _write(self, text: str) -> None:
+        # Work that succeeds does not fail for a terminal that has gone.
+        with contextlib.suppress(OSError, ValueError):
+            self._terminal.write(text)
+            self._terminal.flush()
 
 
-_silent: list[None] = []
-_line: _Line | None = None
+# Of each thread its own.
+_line: ContextVar[_Line | None] = ContextVar("line", default=None)
+_quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 
 
 @contextlib.contextmanager
-def silenced(wanted: bool) -> Iterator[None]:
-    """Meanwhile nothing is shown, if that is wanted."""
-    if not wanted:
-        yield
-        return
-    _silent.append(None)
+def silenced(quiet: bool) -> Iterator[None]:
+    """Meanwhile nothing is shown, if `quiet`."""
+    token = _quiet.set(quiet or _quiet.get())
     try:
         yield
     finally:
-        _silent.pop()
+        _quiet.reset(token)
 
 
 @contextlib.contextmanager
-def shown(title: str, console: Console | None = None) -> Iterator[None]:
-    """Shows the title of work, what it is at, and for how long, on a terminal.
+def shown(title: str) -> Iterator[None]:
+    """Shows the title of work, and what it is at, if standard output is a terminal.
 
-    Work inside of other work is a part of that, and not shown by itself.
+    Work inside of other work is a part of that, and not shown by itself. Nothing is shown where
+    Keras is not to print (`keras.config.disable_interactive_logging`).
 
     Args:
-        title: What is being done.
-        console: Where; by default the terminal of standard output, if it is one.
+        title: What is being done, in ASCII.
     """
-    global _line
-    console = console or _terminal()
-    if _line is not None or _silent or console is None:
+    if _line.get() is not None or _quiet.get() or not _is_terminal(sys.stdout):
         yield
         return
-    _line = line = _Line(title, console)
+    line = _Line(title, sys.stdout)
+    token = _line.set(line)
     try:
         yield
     finally:
-        _line = None
+        _line.reset(token)
         line.end()
-
-
-def _terminal() -> Console | None:
-    """Standard output if it can take a line back: no file, whatever the environment says of it."""
-    console = Console()
-    one = sys.stdout.isatty() and not console.is_dumb_terminal and not console.is_jupyter
-    return console if one else None
 
 
 def at(part: str) -> None:
     """Says which part of the work that is shown has begun; nothing if none is."""
-    if _line is not None:
-        _line.say(part)
+    if (line := _line.get()) is not None:
+        line.say(part)
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Whether a stream is one; `sys.stdout` may be None, closed, or an object that only writes."""
+    try:
+        return keras.config.is_interactive_logging_enabled() and bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False

@@ -8,6 +8,7 @@ parameters live within a step: they are bounded by what the executed graph may h
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -45,16 +46,15 @@ def measure(
             parameters[entry.device(at)] += nbytes(local)
         for device, master in entry.masters:
             parameters[device] += nbytes(master)
-    if parallel.update is not None:
-        for group in parallel.update.jobs.local:
-            for one in group:
-                slots[one.device] += sum(map(nbytes, one.optimizer.variables))
-        for sums in parallel.update.sums.values():
+    kept = dict.fromkeys(devices, 0)
+    for update in updates_of(parallel):
+        for one in itertools.chain(*update.jobs.local):
+            slots[one.device] += sum(map(nbytes, one.optimizer.variables))
+        for sums in update.sums.values():
             for copies in sums.sums.values():
                 for (s, k), local in copies.items():
                     slots[sums.devices[s][k]] += nbytes(local)
-    kept = dict.fromkeys(devices, 0)
-    for variable in parallel.update.jobs.kept if parallel.update is not None else ():
+    for variable in itertools.chain(*(update.jobs.kept for update in updates_of(parallel))):
         kept[Device.parse(variable.device).name] += _size(variable.shape) * variable.dtype.size
     found = (DeviceMemory(d, parameters[d], slots[d], kept[d]) for d in devices)
     if live is None:
@@ -71,6 +71,11 @@ def measure(
         )
         for one in found
     )
+
+
+def updates_of(parallel: Any) -> list[Any]:
+    """What updates weights: with the compiled loss, and in steps of the user's own."""
+    return [one for one in (parallel.update, *parallel.own_updates.made) if one is not None]
 
 
 def _activations(live: LiveTensors, device: str) -> int | None:

@@ -216,7 +216,7 @@ class ByShape:
         ]
         with progress.shown("making a step for another shape of batches"):
             made = Settled(call).get_concrete_function(*specs)
-            progress.at("the first run, which TensorFlow prepares")
+            progress.at("the first run, which TensorFlow prepares")  # of a step that is shown
         return made
 
 

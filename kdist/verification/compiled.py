@@ -103,11 +103,11 @@ def copy_optimizers(model: keras.Model, twin: keras.Model) -> None:
         raise NoTwin(f"made again it has the optimizers {[*again]} instead of {[*mine]}")
     pair = paired(model, twin)
     for name, optimizer in mine.items():
+        if not optimizer.built and optimizer is not model.optimizer:
+            continue  # on its first use, as the model's
         known = model.trainable_variables
-        if optimizer is not model.optimizer:
-            if not optimizer.built:
-                continue  # on its first use, as the model's
-            known = keras_optimizers.updated_by(optimizer)
+        if optimizer.built:
+            known = keras_optimizers.updated_by(optimizer) or known
         _copy_optimizer(optimizer, again[name], known, [pair(v) for v in known])
 
 

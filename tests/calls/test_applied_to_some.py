@@ -143,3 +143,38 @@ def test_its_checkpoints_go_on(first: str, second: str, tmp_path: Path) -> None:
     same(again, model)
     train(again)
     same(again, expected)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_its_state_is_counted_and_verified(place: str) -> None:
+    model = following(place, keras.optimizers.Adam(0.01))
+    train(model)
+    slots = 2 * 8 * sum(int(np.prod(v.shape)) for v in model.layers[1].weights)
+    found = sum(one.slots for one in kdist.inspect(model).memory)
+    counters = 64 * 4  # iterations and rates of each device's own
+    assert slots <= found <= slots + counters
+    assert sum(one.slots for one in model.plan().memory) == found
+    rng = np.random.default_rng(0)
+    assert kdist.verify(model, rng.normal(size=(16, 6)), rng.normal(size=(16, 8))).ok
+
+
+def test_one_that_scaled_losses_says_nothing_of_the_next() -> None:
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), 8.0)
+    model = following("data 4", scaled)
+    train(model)
+    model.scales = False
+    model.compile(OPTIMIZERS["averages"]())
+    model.optimizer.build(model.trainable_variables)
+    train(model)
+    assert int(model.optimizer.iterations) == 4
+
+
+def test_weights_that_were_frozen_since_it_was_built_do_not_count() -> None:
+    models = [following(one, keras.optimizers.Adam(0.01), True) for one in ("", "data 4")]
+    for model in models:
+        adam = keras.optimizers.Adam(0.01)
+        adam.build([*model.layers[1].trainable_weights, *model.layers[3].trainable_weights])
+        model.layers[3].trainable = False
+        model.compile(adam)
+    np.testing.assert_allclose(train(models[1]), train(models[0]), rtol=1e-9)
+    same(models[1], models[0])

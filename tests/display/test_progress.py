@@ -3,100 +3,120 @@
 from __future__ import annotations
 
 import io
-import sys
-import time
+import threading
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import kdist
 from kdist.display import progress
+from kdist.display.progress import CLEAR, at, shown, silenced
 
 import keras
 import numpy as np
 import pytest
-from rich.console import Console
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Console:
-    """One that keeps what is written; what is shown is shown at once."""
-    monkeypatch.setattr(progress, "AFTER", 0.0)
-    return Console(file=io.StringIO(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    """Standard output, which keeps what is written."""
+    found = Terminal()
+    monkeypatch.setattr(progress, "sys", types.SimpleNamespace(stdout=found))
+    monkeypatch.setenv("COLUMNS", "80")
+    before = keras.config.is_interactive_logging_enabled()
+    keras.config.enable_interactive_logging()
+    yield found
+    if not before:
+        keras.config.disable_interactive_logging()
 
 
-def written(console: Console, wanted: str) -> str:
-    """What was written, once it has some words, or after seconds."""
-    for _ in range(500):
-        if wanted in (text := console.file.getvalue()):
-            break
-        time.sleep(0.01)
-    return text
+def test_work_and_its_parts_are_shown_and_taken_away(terminal: Terminal) -> None:
+    with shown("making a step"):
+        with shown("a part"):
+            at("tracing")
+        at("running " + 80 * ".")
+    lines = ["making a step", "making a step: tracing", f"making a step: running {56 * '.'}"]
+    expected = "".join(f"{CLEAR}{line}\r" for line in lines) + CLEAR
+    assert terminal.getvalue() == expected
+    at("nothing is shown")
+    assert terminal.getvalue() == expected
 
 
-def test_work_and_its_parts_are_shown_and_taken_away(terminal: Console) -> None:
-    with progress.shown("making a step", terminal):
-        assert "making a step" in written(terminal, "making a step")
-        with progress.shown("a part", terminal):
-            progress.at("tracing")
-            assert "making a step: tracing" in written(terminal, "step: tracing")
-        progress.at("running")
-        written(terminal, "step: running")
-    text = terminal.file.getvalue()
-    assert "a part" not in text
-    assert text.endswith("\x1b[2K")  # the line is empty again
-    progress.at("nothing is shown")
-    assert terminal.file.getvalue() == text
+def test_work_that_fails_leaves_no_line(terminal: Terminal) -> None:
+    with pytest.raises(ZeroDivisionError), shown("dividing"):
+        1 / 0  # noqa: B018
+    with shown("again"):
+        pass
+    assert terminal.getvalue() == f"{CLEAR}dividing\r{CLEAR}{CLEAR}again\r{CLEAR}"
 
 
-def test_short_work_shows_nothing(terminal: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "AFTER", 60.0)
-    with progress.shown("short", terminal):
-        progress.at("its end")
-    assert terminal.file.getvalue() == ""
+def test_nothing_is_shown_where_nothing_is_to_be_printed(terminal: Terminal) -> None:
+    with silenced(True), silenced(False), shown("quiet"):
+        at("work")
+    keras.config.disable_interactive_logging()
+    with shown("quiet"):
+        at("work")
+    keras.config.enable_interactive_logging()
+    assert terminal.getvalue() == ""
 
 
-def test_a_file_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though some environments ask for what terminals get, colors for example."""
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert progress._terminal() is None
+def test_threads_do_not_meet(terminal: Terminal) -> None:
+    with shown("mine"):
+        other = threading.Thread(target=at, args=("theirs",))
+        other.start()
+        other.join()
+    assert "theirs" not in terminal.getvalue()
 
 
-@pytest.mark.parametrize("verbose", [0, 2])
-def test_a_first_step_shows_what_it_is_at(
-    verbose: int, terminal: Console, monkeypatch: pytest.MonkeyPatch
+class Gone(Terminal):
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+class Writes:
+    """A logger in the place of a stream, as many write it."""
+
+    def write(self, text: str) -> None:
+        raise AssertionError(text)
+
+
+@pytest.mark.parametrize("kind", ["none", "closed", "writes", "file", "gone"])
+def test_any_standard_output_will_do(
+    kind: str, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "_terminal", lambda: terminal)
+    closed = io.StringIO()
+    closed.close()
+    streams: dict[str, Any] = {
+        "none": None, "closed": closed, "writes": Writes(), "file": io.StringIO(), "gone": Gone()
+    }  # fmt: skip
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which asks for what terminals get
+    monkeypatch.setattr(progress, "sys", types.SimpleNamespace(stdout=streams[kind]))
+    with shown("work"):
+        at("its end")
+    if kind == "file":
+        assert streams[kind].getvalue() == ""
+
+
+@pytest.mark.parametrize("how", ["verbose", "quiet", "eager"])
+def test_a_first_step_shows_what_it_is_at(how: str, terminal: Terminal) -> None:
     up, down = keras.layers.Dense(8, name="up"), keras.layers.Dense(4, name="down")
     model = keras.Sequential([keras.Input((4,)), up, down])
     layouts = {".*up/kernel": (None, "model"), ".*down/kernel": ("model", None)}
     config = kdist.ParallelConfig(mesh=kdist.mesh(model=2), layout_map=layouts)
     kdist.parallelize(model, config)
-    model.compile("sgd", "mse")
-    said: list[str] = []
-    say = progress._Line.say
-
-    def kept(self: Any, at: str) -> None:
-        said.append(at)
-        say(self, at)
-
-    monkeypatch.setattr(progress._Line, "say", kept)
-    model.fit(np.ones((8, 4)), np.ones((8, 4)), verbose=verbose)
-    if not verbose:
-        assert said == []
-        assert terminal.file.getvalue() == ""
+    model.compile("sgd", "mse", run_eagerly=how == "eager")
+    model.fit(np.ones((8, 4)), np.ones((8, 4)), verbose=0 if how == "quiet" else 2)
+    text = terminal.getvalue()
+    if how != "verbose":
+        assert "making" not in text
         return
-    assert said[0] == "tracing layers"
-    assert "by DTensor" in said[1]
-    assert "first run" in said[-1]
-    assert "making the train step" in terminal.file.getvalue()
-
-
-def test_work_that_fails_leaves_no_line(terminal: Console) -> None:
-    with pytest.raises(ZeroDivisionError), progress.shown("dividing", terminal):
-        written(terminal, "dividing")
-        1 / 0  # noqa: B018
-    out = sys.stdout
-    assert terminal.file.getvalue().endswith("\x1b[2K")
-    with progress.shown("again", terminal):
-        assert "again" in written(terminal, "again")
-    assert sys.stdout is out
+    parts = ["", ": tracing layers", ": cutting a program over the mesh, by DTensor"]
+    parts += [": the first run, which TensorFlow prepares"]
+    found = [text.index(f"{CLEAR}making the train step{part}\r") for part in parts]
+    assert found == sorted(found)
+    assert progress._line.get() is None
