@@ -58,9 +58,9 @@ def optimizer_again(optimizer: Any, dtype: str, changes: Mapping[str, Any]) -> A
         raise NoTwin(
             f"its optimizer {own.__name__} cannot be made again from its configuration"
         ) from error
-    copy = again
+    copy, left = again, {*changes, "kdist_config"}  # that is made of the changed settings
     while optimizer is not None and copy is not None:
-        carry_settings(copy, optimizer, changes)
+        carry_settings(copy, optimizer, left)
         copy, optimizer = (getattr(one, "inner_optimizer", None) for one in (copy, optimizer))
     return again
 
