@@ -10,31 +10,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras import layers
 
 from ..parity import assert_close
+from ..ragged_words import RAGGED_IDS, TEXTS, RaggedWords
 
 pytestmark = pytest.mark.usefixtures("float64")
-TEXTS = np.array([["a b c c"], ["c"], ["b x"], ["a a c"]])
-IDS = np.array([[1, 2, 3, 3], [3, 0, 0, 0], [2, 5, 0, 0], [1, 1, 3, 0]])
 Y = np.random.default_rng(1).normal(size=(4, 2))
 
 
-class Words(keras.Model):
-    """Looks words up itself; its step takes the mean of those that each row has."""
-
-    def __init__(self, texts: bool) -> None:
-        super().__init__(name="words")
-        self.texts = None
-        if texts:
-            self.texts = layers.TextVectorization(vocabulary=["a", "b", "c"], ragged=True)
-        self.table = layers.Embedding(6, 8, name="table")
-        self.head = layers.Dense(2, name="head")
-
-    def call(self, x: Any) -> Any:
-        ids = tf.RaggedTensor.from_tensor(x, padding=0) if self.texts is None else self.texts(x)
-        rows = tf.cast(tf.reduce_mean(self.table(ids), axis=1), "float64")
-        return self.head(tf.ensure_shape(rows, [None, 8]))
+class Words(RaggedWords):
+    """Its step calls it itself."""
 
     def train_step(self, data: Any) -> dict[str, Any]:
         x, y = data
@@ -47,7 +32,7 @@ class Words(keras.Model):
 
 def fitted(texts: bool, cut: bool) -> list[Any]:
     keras.utils.set_random_seed(0)
-    model, x = Words(texts), tf.constant(TEXTS if texts else IDS)
+    model, x = Words(texts), tf.constant(TEXTS if texts else RAGGED_IDS)
     model(x)
     if cut:
         layout_map: Any = {".*table/embeddings": ("model", None), ".*head/kernel": ("model", None)}

@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras import layers
 
 from ..parity import assert_close, compile_all, fit_all
+from ..ragged_words import RAGGED_IDS, TEXTS, RaggedWords
 
 pytestmark = pytest.mark.usefixtures("float64")
 IDS = np.random.default_rng(0).integers(0, 5, size=(8, 4))
@@ -191,37 +192,18 @@ def test_declared_inputs_given_by_name() -> None:
     assert kdist.inspect(model).count("all-gather") == 0
 
 
-class Ragged(keras.Model):
-    """Takes the mean of the words that each row has."""
-
-    def __init__(self, texts: bool) -> None:
-        super().__init__(name="ragged")
-        self.texts = None
-        if texts:
-            self.texts = layers.TextVectorization(vocabulary=["a", "b", "c"], ragged=True)
-        self.table = layers.Embedding(6, 8, name="table")
-        self.head = layers.Dense(2, name="head")
-
-    def call(self, x: Any) -> Any:
-        ids = tf.RaggedTensor.from_tensor(x, padding=0) if self.texts is None else self.texts(x)
-        rows = tf.cast(tf.reduce_mean(self.table(ids), axis=1), "float64")
-        return self.head(tf.ensure_shape(rows, [x.shape[0], 8]))
-
-
 @pytest.mark.parametrize("texts", [True, False])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_ragged_tensors_are_left_alone(texts: bool, sequence_parallel: bool) -> None:
     """What a layer gives has no layout then, and no sizes to tell."""
-    x = np.array([["a b c c"], ["c"], ["b x"], ["a a c"]])
-    if not texts:
-        x = np.array([[1, 2, 3, 3], [3, 0, 0, 0], [2, 5, 0, 0], [1, 1, 3, 0]])
+    x = TEXTS if texts else RAGGED_IDS
     cuts: Any = {**HEAD, ".*table/embeddings": (None, "model")}
     if sequence_parallel:
         cuts[".*table/embeddings"] = ("model", None)
     models = []
     for mesh in (None, kdist.mesh(data=2, model=2)):
         keras.utils.set_random_seed(0)
-        models.append(Ragged(texts))
+        models.append(RaggedWords(texts))
         models[-1](tf.constant(x))
         if mesh is not None:
             config = kdist.ParallelConfig(
