@@ -7,6 +7,7 @@ processes (pytest-xdist) each keeps to one thread per operation.
 import gc
 import math
 import os
+import random
 import time
 import zlib
 from collections.abc import Iterator
@@ -56,18 +57,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="MINUTES",
         help="after so many minutes leave out tests marked `wide` or `long`, and say which",
     )
+    parser.addoption(
+        "--begin",
+        type=float,
+        metavar="SHARE",
+        help="with --within, the share of those tests that comes last, 0 to 1; drawn unless given",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU, and is skipped without one")
     if config.option.durations is None:  # what is slow is seen before it adds up
         config.option.durations, config.option.durations_min = 25, 2.0
+    if config.option.begin is None:
+        drawn = round(random.SystemRandom().random(), 2)
+        config.option.begin = getattr(config, "workerinput", {}).get("begin", drawn)
     # The default expression is in pyproject.toml; an expression of the user's own stays.
     if config.option.markexpr == "not long and not wide":
         if config.getoption("--long"):
             config.option.markexpr = ""
         elif config.getoption("--wide"):
             config.option.markexpr = "not long"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tells a worker of pytest-xdist what is drawn, so that all collect in one order."""
+    node.workerinput["begin"] = node.config.getoption("--begin")
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
@@ -84,7 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = part.of(items)
     if config.getoption("--within") is not None:
         workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-        items[:] = default_first(items, beyond_default, workers)
+        items[:] = default_first(items, beyond_default, workers, config.getoption("--begin"))
 
 
 def beyond_default(item: pytest.Item) -> bool:
@@ -103,7 +119,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if (minutes := config.getoption("--within")) is not None:
         skipped = terminalreporter.stats.get("skipped", [])
         left_out = [report.nodeid for report in skipped if REASON in str(report.longrepr)]
-        terminalreporter.write_line(summary(left_out, minutes))
+        terminalreporter.write_line(summary(left_out, minutes, config.getoption("--begin")))
 
 
 @pytest.fixture(scope="session", autouse=True)
