@@ -111,7 +111,7 @@ def lower_without_loss(parallel: Parallel, rows: int) -> None:
     """Lowers a forward and backward pass of a model that has not trained, for a batch.
 
     Raises:
-        ValueError: It is a pipeline; or has inputs of unknown shape.
+        ValueError: It has inputs of unknown shape.
     """
     for part in _parts(parallel, rows):
         parallel.mesh_runner().lower_without_loss(_zeros(parallel.model, part))

@@ -140,7 +140,7 @@ def inspect(model: keras.Model, batch_size: int | None = None) -> Inspection:
 
     Raises:
         ValueError: The model is not parallelized; `batch_size` is no integer; or, over inner axes,
-            it has not trained, and is a pipeline or has inputs with dims of unknown size.
+            it has not trained and has inputs with dims of unknown size.
 
     Example:
         >>> print(kdist.inspect(model))

@@ -23,6 +23,12 @@ def forward_only(schedule: Schedule) -> Schedule:
     return Schedule(name=schedule.name, stages=rows)
 
 
+def forwards_first(schedule: Schedule) -> Schedule:
+    """A schedule with the forwards of each stage before its backwards, both in its order."""
+    rows = [sorted(row, key=lambda one: not isinstance(one, Forward)) for row in schedule.stages]
+    return Schedule(name=schedule.name, stages=tuple(map(tuple, rows)))
+
+
 def execution_order(
     schedule: Schedule, written: Mapping[str, Sequence[int]] | None = None
 ) -> tuple[Instruction, ...]:

@@ -9,10 +9,13 @@ gradients back, gradients add up where the parameters are.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from kdist.dtensor.call import Settled
 from kdist.dtensor.lowered import Collective
 from kdist.dtensor.lowering import Island
 from kdist.optimizer.gather import Gatherer, gather_groups
@@ -20,14 +23,16 @@ from kdist.optimizer.gradients import GradientSource
 from kdist.pipeline.check_work import check_work
 from kdist.pipeline.schedule import Schedule
 from kdist.pipeline.work import Work, work_of
-from kdist.program.batch import SplitBatch
+from kdist.program.batch import SplitBatch, split
+from kdist.program.recorded import with_their_logits
 from kdist.program.step_result import SliceResult
+from kdist.program.vjp import differentiable
 from kdist.runtime.chunking import Chunking, Keys
 from kdist.runtime.flow import Flow
 from kdist.runtime.inner_axes import islands_of
 from kdist.runtime.micro_batches import MicroBatches
 from kdist.runtime.one_device import value_at
-from kdist.runtime.order import execution_order, forward_only
+from kdist.runtime.order import execution_order, forward_only, forwards_first
 from kdist.runtime.pipeline_run import PipelineRun
 from kdist.runtime.plain_runner import Begin, Collected, Coming, PlainRunner, loss_factor
 from kdist.runtime.recorder import Recorder
@@ -36,8 +41,10 @@ from kdist.stages.functions import Pass, StageFunctions, Unused
 from kdist.stages.leaves import general
 from kdist.stages.pipeline_program import PipelineProgram
 from kdist.stages.stage_programs import StagePrograms
+from kdist.storage.fetched_table import taking_any_ids
 from kdist.storage.variables import Stored
 
+import keras
 import tensorflow as tf
 
 NOTHING_UNUSED = Unused()
@@ -317,34 +324,62 @@ class PipelineRunner:
 
     def recorded(self) -> list[Collective]:
         """Collectives of the lowered functions of one replica, each function once."""
-        return [one for part in self.programs.trained_parts() for one in part.recorded]
+        return [one for part in self._lowered().trained_parts() for one in part.recorded]
 
     def recorded_by_rows(self) -> dict[int, list[Collective]]:
         """The same of a micro-batch, by its rows, for all sizes that are known."""
         return {
             rows: [one for part in parts for one in part.recorded]
-            for rows, parts in self.programs.trained_by_rows().items()
+            for rows, parts in self._lowered().trained_by_rows().items()
         }
 
     def islands(self) -> list[Island]:
         """What of the stages runs on whole operands."""
-        return islands_of(self.programs.trained_parts())
+        return islands_of(self._lowered().trained_parts())
+
+    def _lowered(self) -> StagePrograms:
+        """What training steps run, or what was lowered without one."""
+        return self.programs if self.programs.trained_parts() else self._probe.programs
+
+    @functools.cached_property
+    def _probe(self) -> PipelineRunner:
+        """What lowers stages that have not trained; no step runs its functions."""
+        probe = copy.copy(self)
+        probe.programs, probe.recorder = StagePrograms(self.program, self.backend), lambda: None
+        probe.schedule = forwards_first(self.schedule)
+        return probe
 
     def lower_without_loss(self, x: Any) -> None:
-        """Refuses: only a step lowers the stages.
+        """Lowers the stages' forward and backward passes, to see their collectives.
 
-        Raises:
-            ValueError: Always.
+        Args:
+            x: Inputs of a micro-batch.
         """
-        raise ValueError(
-            "The collectives of a pipeline's stages are read from a training step. Train one batch "
-            f"first, with fit or train_on_batch. Received: model={self.program.model.name!r}, "
-            "which has not trained yet"
-        )
+        replicas = self.topology.data_size
+
+        def passes() -> None:
+            copies = replicas * self.schedule.micro_batches
+            inputs = keras.tree.map_structure(lambda t: tf.repeat(t, copies, axis=0), x)
+            batch = split(inputs, None, None, replicas, static=True)
+            collected = self._probe.collect(batch, training=True)
+            outputs = [with_their_logits(one.outputs, one.masks) for one in collected.parts]
+            added = [one.added for one in collected.parts]
+            self._probe.pull_back(collected, _ones(outputs), _ones(added))
+
+        with taking_any_ids():
+            Settled(passes).get_concrete_function()
 
     def gathered_paths(self) -> list[str]:
         """Weights that are made whole before use because an operation cannot take parts."""
         return self.backend.gathered_paths()
+
+
+def _ones(values: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Gradients for what can have one."""
+    return [
+        [tf.ones_like(v) if v is not None and differentiable(v) else None for v in one]
+        for one in values
+    ]
 
 
 def _without_gradient(gradients: Sequence[Sequence[Any]]) -> tuple[int, ...]:

@@ -141,9 +141,12 @@ def test_what_is_no_number_of_rows(wrong: Any) -> None:
         parallel().plan(batch_size=wrong)
 
 
-def test_a_pipeline_is_lowered_by_its_first_step() -> None:
-    with pytest.raises(ValueError, match="Train one batch first"):
-        parallel(pipe=True).plan(batch_size=8)
+def test_of_a_pipeline_they_are_known_before_its_first_step() -> None:
+    model = parallel(pipe=True)
+    before = model.plan(batch_size=8).inside
+    assert before and all(one.nbytes(8) for one in before)
+    train(model, 8)
+    assert model.plan(batch_size=8).inside == before
 
 
 def test_sizes_that_differ_in_more_than_rows_give_no_law() -> None:

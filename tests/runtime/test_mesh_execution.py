@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -61,13 +62,18 @@ def data(rows: int = 8) -> tuple[np.ndarray, np.ndarray]:
     return rng.normal(size=(rows, WIDTH)), rng.normal(size=(rows, WIDTH))
 
 
+def of_layers(found: Any) -> list[Any]:
+    """Collectives without the names of their nodes, which count up."""
+    return [dataclasses.replace(one, node="") for one in found.collectives]
+
+
 def test_collectives_are_those_of_the_cut_layers_inside_a_stage() -> None:
     model = on_meshes(chain(), data=2)
     model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="Train one batch"):
-        kdist.inspect(model)
+    before = kdist.inspect(model)
     model.train_on_batch(*data())
     found = kdist.inspect(model)
+    assert of_layers(before) == of_layers(found)
     assert found.fallbacks == ()
     # A row-cut layer sums its output, a column-cut one the gradient of its input; the very first
     # layer's input has none. Once each, however many micro-batches and replicas.
@@ -77,6 +83,21 @@ def test_collectives_are_those_of_the_cut_layers_inside_a_stage() -> None:
         ("all-reduce", "layer2", "backward"): 1,
     }
     assert {c.axis for c in found.collectives} == {("model",)}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "interleaved"])
+def test_looking_before_the_first_step_changes_no_step(schedule: str) -> None:
+    trained = []
+    for looked_at in (False, True):
+        keras.utils.set_random_seed(0)
+        model = on_meshes(chain(), schedule)
+        model.compile("adam", "mse")
+        before = kdist.inspect(model, 8) if looked_at else None
+        model.fit(*data(16), batch_size=8, epochs=2, verbose=0)
+        trained.append(model.get_weights())
+    assert of_layers(before) == of_layers(kdist.inspect(model, 8))
+    for one, other in zip(*trained, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_weights_live_on_the_devices_of_their_stage_in_parts() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kdist.pipeline import Backward, Forward, Schedule, get_schedule
 from kdist.pipeline.dependencies import Dependencies
-from kdist.runtime.order import execution_order, forward_only
+from kdist.runtime.order import execution_order, forward_only, forwards_first
 
 import pytest
 from hypothesis import given
@@ -37,6 +37,14 @@ def test_everything_comes_after_what_it_uses(
         if isinstance(one, Forward) and one.virtual_stage(stages) in users
     ]
     assert forwards == sorted(forwards)  # micro-batch by micro-batch, stage by stage
+
+
+@given(SCHEDULES, SIZES, SIZES)
+def test_all_forwards_may_come_first(name: str, stages: int, micro: int) -> None:
+    schedule = get_schedule(name, stages=stages, micro_batches=micro)
+    first = forwards_first(schedule)
+    assert first.forwards_first and set(execution_order(first)) == set(schedule)
+    assert forward_only(first) == forward_only(schedule)
 
 
 @given(SCHEDULES, SIZES, SIZES)
