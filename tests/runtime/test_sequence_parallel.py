@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from typing import Any
 
 import kdist
@@ -16,20 +17,26 @@ import gpt_model
 SIZES = gpt_model.GPTSizes(vocabulary=32, length=16, width=16, depth=3, heads=4)
 
 
-def trained(axes: dict[str, int], sequence: bool, **options: Any) -> Any:
+def trained(
+    axes: dict[str, int],
+    sequence: bool,
+    sizes: gpt_model.GPTSizes = SIZES,
+    cuts: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
     """What `kdist.inspect` finds of a model that has trained a step."""
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
-    model = gpt_model.build(SIZES)
+    model = gpt_model.build(sizes)
     config = kdist.ParallelConfig(
         mesh=kdist.mesh(**axes),
-        layout_map=gpt_model.layout_map(),
+        layout_map=gpt_model.layout_map() | (cuts or {}),
         sequence_parallel=sequence,
         **options,
     )
     kdist.parallelize(model, config)
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    tokens = np.random.default_rng(0).integers(0, SIZES.vocabulary, (8, SIZES.length + 1))
+    tokens = np.random.default_rng(0).integers(0, sizes.vocabulary, (8, sizes.length + 1))
     model.train_on_batch(tokens[:, :-1], tokens[:, 1:])
     return kdist.inspect(model, 8)
 
@@ -48,11 +55,13 @@ def test_sums_are_scattered_and_values_gathered() -> None:
         ("all-reduce", "forward"): 2 * depth,
         ("all-reduce", "backward"): 2 * depth + 1,  # of the head
     }
-    # One sum of query, key and value.
+    # One sum of query, key and value. A whole table gives all tokens, which the first norm takes:
+    # what comes back to it is no scattered sum.
     assert counted(along) == {
         ("reduce-scatter", "forward"): 2 * depth,
-        ("reduce-scatter", "backward"): 2 * depth + 1,
-        ("all-gather", "forward"): 2 * depth + 1,
+        ("reduce-scatter", "backward"): 2 * depth,
+        ("all-reduce", "backward"): 1,
+        ("all-gather", "forward"): 2 * depth,
         ("all-gather", "backward"): 2 * depth + 2,  # of the positions, and their table
     }
     activation = 4 * SIZES.length * SIZES.width * 4  # bytes, of a replica's four rows
@@ -60,6 +69,19 @@ def test_sums_are_scattered_and_values_gathered() -> None:
     assert sent == {activation}
     sizes = [max(one.activations or 0 for one in found.memory) for found in (along, whole)]
     assert 0 < sizes[0] < 0.75 * sizes[1], sizes
+
+
+def test_look_ups_of_a_cut_table_are_scattered_too() -> None:
+    sizes = dataclasses.replace(SIZES, vocabulary=512)  # more than are looked up
+    table = {".*embedding/embeddings": ("model", None)}
+    along = trained({"data": 2, "model": 4}, sequence=True, sizes=sizes, cuts=table)
+    depth = SIZES.depth
+    assert counted(along) == {
+        ("reduce-scatter", "forward"): 2 * depth + 1,
+        ("reduce-scatter", "backward"): 2 * depth + 1,
+        ("all-gather", "forward"): 2 * depth + 1,
+        ("all-gather", "backward"): 2 * depth + 2,  # of the positions' table
+    }
 
 
 class Block(keras.layers.Layer):
