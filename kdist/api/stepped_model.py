@@ -69,6 +69,7 @@ class SteppedModel(PlannedModel):
         program: The model's pure functions, once compiled and used.
         recorder: Notes when a pipeline's training steps ran what, if set.
         row_studies: Where rows of the batch meet in the model, by whether in training.
+        row_adders: See `Program`.
         observed: Whether training steps return outputs and every part of the loss in any case.
     """
 
@@ -79,6 +80,7 @@ class SteppedModel(PlannedModel):
         self.program: Program | None = None
         self.recorder: Recorder | None = None
         self.row_studies: dict[bool, ModelStudy] = {}
+        self.row_adders: set[keras.Layer | None] = set()
         self.observed = False
         self._mesh_runner: MeshRunner | PipelineRunner | None = None
         self._said: set[str] = set()
@@ -115,6 +117,7 @@ class SteppedModel(PlannedModel):
         if x is None:
             return study  # not for long: the first batch shows the inputs
         self.row_studies[training] = study
+        self.row_adders |= study.row_adders
         texts = [study.warning(micro_batches=cut)]
         if pipeline is not None and cut and training:
             texts.append(study.of_micro_batches(pipeline.micro_batches))
@@ -141,7 +144,7 @@ class SteppedModel(PlannedModel):
             program = Program(self.model, mean)
         else:
             program = PipelineProgram(self.model, mean, self.staged)
-        program.blocks = self.blocks
+        program.blocks, program.row_adders = self.blocks, self.row_adders
         assert self.layouts is not None
         program.place_tables(self.layouts.fetched_layers)
         variables = self.trained

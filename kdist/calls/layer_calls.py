@@ -305,6 +305,7 @@ class LayerCalls:
                 program, (arguments.rows, arguments.masks), training, self._loss_from_layers
             )
             self._studies[key] = study
+            self.program.row_adders |= study.row_adders
             if text := study.warning():
                 self._tell(text)
         return self._studies[key]

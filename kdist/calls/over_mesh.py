@@ -8,6 +8,7 @@ rows of their gradients go, and gradients of the weights come, summed over the r
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -290,9 +291,10 @@ class OverMesh:
 
     def _add_losses(self) -> None:
         """Gives `add_loss` values, combined over the replicas, to the layers that added them."""
-        weights = layer_weights(self.batch, self.program.add_loss_mean)
+        weights_of = functools.cache(functools.partial(layer_weights, self.batch))
         adders = self.functions[0].adders
         for layer, *values in zip(adders, *(made.added for made in self._made), strict=True):
+            weights = weights_of(self.program.gives_means(layer))
             total = tf.add_n([v * tf.cast(w, v.dtype) for v, w in zip(values, weights)])
             (layer or self.layer).add_loss(total)
 

@@ -97,7 +97,8 @@ class ParallelConfig:
     loss_from_layers: Literal["mean", "sum"] = "mean"
     """How values that layers give to `add_loss` are combined over replicas. `"mean"`: weighted by
     each replica's number of examples, right for values that are means over examples, which
-    includes Keras's activity regularizers. `"sum"`: added, right for sums over examples."""
+    includes Keras's activity regularizers. `"sum"`: added, right for sums over examples. A layer
+    that gives tensors with an entry for each example alone, which Keras adds up, adds in both."""
 
     verify: Literal["first_step"] | None = None
     """`"first_step"`: the first training batch is compared with one device before any update, and

@@ -10,7 +10,7 @@ only one number per term and replica, the *share* c_r / sum c, has to be agreed 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kdist._compat import keras_trainer
@@ -50,7 +50,10 @@ def has_rows(rows_share: Any) -> Any:
 
 
 def added_parts(
-    scope: keras.StatelessScope, layers: Sequence[keras.Layer], rows_share: Any, mean: bool
+    scope: keras.StatelessScope,
+    layers: Sequence[keras.Layer],
+    rows_share: Any,
+    gives_means: Callable[[keras.Layer | None], bool],
 ) -> list[tuple[str, Any]]:
     """What layers gave to `add_loss` in a scope, with names, as it counts on a replica.
 
@@ -58,15 +61,15 @@ def added_parts(
         scope: The scope of the forward pass.
         layers: The layers that may have added something.
         rows_share: The replica's share of the rows.
-        mean: Whether the values are means over rows; otherwise they count fully where there are
-            rows.
+        gives_means: Whether the values of a layer are means over rows; otherwise they count fully
+            where there are rows.
     """
-    weight = rows_share if mean else has_rows(rows_share)
     found = []
     for value in keras_trainer.add_loss_values(scope):
-        name = added_name(keras_trainer.adder_of(layers, value))
+        layer = keras_trainer.adder_of(layers, value)
+        weight = rows_share if gives_means(layer) else has_rows(rows_share)
         value = ops.sum(ops.cast(value, keras.config.floatx()))  # as Keras does
-        found.append((name, value * ops.cast(weight, value.dtype)))
+        found.append((added_name(layer), value * ops.cast(weight, value.dtype)))
     return found
 
 

@@ -47,12 +47,15 @@ class Program:
         tables: Those of which rows are fetched.
         unseeded: The generator that random operations without a seed draw from.
         padded: Pads ragged and sparse ids before a step, where it has to know sizes.
+        row_adders: Layers that give `add_loss` an entry for each row, which Keras adds up; None is
+            among them for layers that the model does not track.
     """
 
     def __init__(self, model: keras.Model, add_loss_mean: bool) -> None:
         self.model = model
         self.blocks: Blocks | None = None
         self.add_loss_mean = add_loss_mean
+        self.row_adders: set[keras.Layer | None] = set()
         self.unseeded = keras_seeds.make_unseeded_generator()
         with keras_seeds.drawing_from(self.unseeded):
             self.state = ModelState.of(model)
@@ -316,6 +319,10 @@ class Program:
                 return self.model(x, training=training)
             return self.model(x)
 
+    def gives_means(self, layer: keras.Layer | None) -> bool:
+        """Whether what a layer gives to `add_loss` is averaged over replicas."""
+        return self.add_loss_mean and layer not in self.row_adders
+
     def _losses(self) -> list[Any]:
         return [entry.loss for entry in keras_trainer.compiled_losses(self.model)]
 
@@ -324,7 +331,7 @@ class Program:
     ) -> list[tuple[str, Any]]:
         """`add_loss` values by the share of rows (or summed where there are), penalties once."""
         layers = keras_models.flat_layers(self.model)
-        extra = added_parts(scope, layers, rows_share, self.add_loss_mean)
+        extra = added_parts(scope, layers, rows_share, self.gives_means)
         for variable, value in keras_trainer.regularization_losses(self.model):
             value = ops.sum(value) * ops.cast(first, value.dtype)
             extra.append((penalty_name(variable), ops.cast(value, keras.config.floatx())))

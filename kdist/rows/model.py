@@ -117,10 +117,12 @@ class _Returned:
         names: For each flat value "output:i", "added:i" or "state:i", i counting within its kind,
             and for state being the position in `ModelState.written`.
         paths: Of the outputs.
+        adders: The layer that gave each value of "added".
     """
 
     names: list[str] = dataclasses.field(default_factory=list)
     paths: list[Path] = dataclasses.field(default_factory=list)
+    adders: list[keras.Layer | None] = dataclasses.field(default_factory=list)
 
 
 def _pass_of(program: Program, training: bool, returned: _Returned) -> Callable[[Any], Any]:
@@ -137,6 +139,7 @@ def _pass_of(program: Program, training: bool, returned: _Returned) -> Callable[
         result = program.collect(params, carried, x, training)
         outputs = keras.tree.flatten(result["outputs"])
         returned.paths = [path for path, _ in keras.tree.flatten_with_path(result["outputs"])]
+        returned.adders = program.traced(training).adders
         returned.names = [
             *(f"output:{i}" for i in range(len(outputs))),
             *(f"added:{i}" for i in range(len(result["added"]))),
@@ -190,6 +193,8 @@ class _Reading:
         self.loss_from_layers = loss_from_layers
         self.layers = keras_models.flat_layers(program.model)
         self.paths = [layer.path for layer in self.layers if layer.path]
+        self.adders = returned.adders
+        self.row_adders = self._row_adders()
 
     def result(self) -> ModelStudy:
         """Outputs and losses first, then state."""
@@ -210,6 +215,7 @@ class _Reading:
             moving=tuple(self._moving()),
             constant_ids=self.analysis.constant_ids,
             squares=tuple(self._squares()),
+            row_adders=self.row_adders,
         )
 
     def _squares(self) -> Iterator[Square]:
@@ -256,6 +262,23 @@ class _Reading:
         named = any(isinstance(key, str) for key in path)
         return f"output {'/'.join(map(str, path))!r}" if named else f"output {index}"
 
+    def _row_adders(self) -> frozenset[keras.Layer | None]:
+        first = self.names.index("added:0") if "added:0" in self.names else 0
+        means: set[keras.Layer | None] = set()
+        for i, layer in enumerate(self.adders, start=first):
+            if not self._adds_rows_up(self.analysis.values[i], self.analysis.tensors[i]):
+                means.add(layer)
+        return frozenset(self.adders) - means
+
+    def _adds_rows_up(self, value: Value, tensor: Any) -> bool:
+        """Whether a value had an entry for each row before `Program.collect` summed it."""
+        if tensor is None or tensor.op.type != "Sum" or flow_of(value) is Flow.MEAN:
+            return False
+        if isinstance(value, Const) and value.power != 1:
+            return False
+        sizes = tensor.op.inputs[0].shape
+        return any(n and n % self.analysis.batch == 0 for n in sizes if sizes.rank)
+
     def _added(self, index: int, value: Value, tensor: Any) -> Finding | None:
         flow, where = flow_of(value), self._where(value, tensor)
         if where is not None and where.name == tensor.op.name:
@@ -263,7 +286,7 @@ class _Reading:
             where = self._in_layer(dataclasses.replace(where, name=tensor.op.inputs[0].op.name))
         name = "a value given to add_loss"
         constant = isinstance(value, Const) and value.power == 0
-        if self.loss_from_layers == "sum":
+        if self.loss_from_layers == "sum" or self.adders[index] in self.row_adders:
             if flow is Flow.SUM or (isinstance(value, Const) and value.power == 1):
                 return None
             if flow is Flow.MEAN or constant:

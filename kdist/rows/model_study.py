@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from kdist.rows.values import Mixing
 from kdist.storage.constant_ids import ConstantIds
@@ -65,6 +66,8 @@ class ModelStudy:
             micro-batch to micro-batch.
         constant_ids: Looked up in tables.
         squares: Outputs in which each row has an entry for each row, such as similarities.
+        row_adders: Layers of which all values given to `add_loss` have an entry for each row. Keras
+            adds these up, so they add up over replicas too.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -74,6 +77,7 @@ class ModelStudy:
     moving: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     constant_ids: ConstantIds = dataclasses.field(default=ConstantIds(), compare=False)
     squares: tuple[Square, ...] = dataclasses.field(default=(), compare=False)
+    row_adders: frozenset[Any] = dataclasses.field(default=frozenset(), compare=False)
 
     def lines(self) -> list[str]:
         """All of it, a line each."""

@@ -11,6 +11,7 @@ what their forward passes leave, for all micro-batches.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -178,9 +179,10 @@ class WholeLossStep(Step):
 
     def _add_losses(self, scope: ForwardScope, collected: Collected, training: bool) -> None:
         """Gives `add_loss` values, combined over the parts, to the layers that added them."""
-        weights = layer_weights(collected.batch, self.program.add_loss_mean)
+        weights_of = functools.cache(functools.partial(layer_weights, collected.batch))
         adders = self.program.traced(training).adders
         for layer, *values in zip(adders, *[p.added for p in collected.parts], strict=True):
+            weights = weights_of(self.program.gives_means(layer))
             value = tf.add_n([v * tf.cast(w, v.dtype) for v, w in zip(values, weights)])
             if layer is not None:
                 keras_trainer.add_loss_for(layer, value, scope)

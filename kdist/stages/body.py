@@ -342,8 +342,8 @@ class StageBody:
         """Adds what layers gave to `add_loss`, by the share of rows or summed where there are."""
         if given.rows_share is None:
             return
-        mean = self.program.add_loss_mean
-        added = added_parts(scope, self._layers, given.rows_share, mean)
+        means = self.program.gives_means
+        added = added_parts(scope, self._layers, given.rows_share, means)
         result.loss_parts = collected(added)
         values = [] if result.loss is None else [result.loss]
         values += [value for _, value in added]

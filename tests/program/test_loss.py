@@ -256,10 +256,19 @@ class SumLoss(keras.layers.Layer):
         return inputs
 
 
+class RowLoss(keras.layers.Layer):
+    """Its values, one a row, are added up by Keras."""
+
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(keras.ops.sum(keras.ops.abs(inputs), axis=-1))
+        return inputs
+
+
 @float64
 @pytest.mark.parametrize(
     "layer, kind, loss",
     [
+        (RowLoss, "mean", "mse"),
         (MeanLoss, "mean", None),
         (SumLoss, "sum", "mse"),
         pytest.param(MeanLoss, "mean", "mse", marks=long),
@@ -331,7 +340,8 @@ def test_overridden_loss_and_metrics(kind, build):
 @float64
 @pytest.mark.parametrize("kind", [keras.Model, Contrastive])
 @pytest.mark.parametrize(
-    "layer, combine", [(SumLoss, "sum"), pytest.param(MeanLoss, "mean", marks=long)]
+    "layer, combine",
+    [(SumLoss, "sum"), (RowLoss, "mean"), pytest.param(MeanLoss, "mean", marks=long)],
 )
 def test_losses_of_layers_with_fewer_rows_than_replicas(layer, combine, kind):
     """A replica without rows computes on a stand-in, whose sum must not count."""

@@ -52,8 +52,13 @@ MEETING: dict[str, tuple[Callable, str, str]] = {
         'a value given to add_loss is a sum over rows, which loss_from_layers="sum" is for',
         "Sum",
     ),
-    "one value per row as a loss": (
-        beside(lambda layer, x: layer.add_loss(ops.sum(x * x, axis=1))),
+    "values per row and a mean as losses": (
+        beside(
+            lambda layer, x: (
+                layer.add_loss(ops.sum(x * x, axis=1)),
+                layer.add_loss(ops.mean(x)),
+            )
+        ),
         'a value given to add_loss is a sum over rows, which loss_from_layers="sum" is for',
         "Sum",
     ),
@@ -109,6 +114,13 @@ APART: dict[str, Callable] = {
     "mean as a loss": beside(lambda layer, x: layer.add_loss(0.1 * ops.mean(ops.square(x)))),
     "sum by the size as a loss": beside(
         lambda layer, x: layer.add_loss(ops.sum(x * x) / ops.cast(ops.shape(x)[0], x.dtype))
+    ),
+    "one value per row as a loss": beside(lambda layer, x: layer.add_loss(ops.sum(x * x, axis=1))),
+    "values of parts of rows as a loss": beside(
+        lambda layer, x: layer.add_loss(ops.reshape(x * x, (-1,)))
+    ),
+    "parts of a mean as a loss": beside(
+        lambda layer, x: layer.add_loss(ops.abs(x) / ops.cast(ops.shape(x)[0], x.dtype))
     ),
     "penalty of weights": beside(
         lambda layer, x: layer.add_loss(ops.sum(ops.square(layer.average)))
