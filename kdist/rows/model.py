@@ -292,6 +292,8 @@ class _Reading:
             if flow is Flow.MEAN or constant:
                 why = 'is no sum over rows, and loss_from_layers="sum" adds it replica by replica'
                 return Finding(name, why, where)
+            if self.loss_from_layers == "mean":
+                return Finding(name, "has an entry for each row, in which others may meet", where)
         elif flow is Flow.MEAN or constant:
             return None
         elif flow is Flow.SUM or isinstance(value, Const):

@@ -62,6 +62,11 @@ MEETING: dict[str, tuple[Callable, str, str]] = {
         'a value given to add_loss is a sum over rows, which loss_from_layers="sum" is for',
         "Sum",
     ),
+    "entries of rows that meet as a loss": (
+        beside(lambda layer, x: layer.add_loss(ops.sum(ops.matmul(x, ops.transpose(x)), axis=1))),
+        "a value given to add_loss has an entry for each row, in which others may meet",
+        "MatMul",
+    ),
     "deviation as state": (
         beside(lambda layer, x: layer.average.assign(ops.std(x, axis=0))),
         "state 'own/average' is no mean over rows",
