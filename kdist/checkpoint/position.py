@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kdist._compat import keras_trainer
 from kdist.checkpoint.array_rows import as_array, between
 from kdist.checkpoint.manifest import CheckpointError
 from kdist.checkpoint.sources import Arrays, Generated, Indexed, Source, other_data
@@ -159,6 +160,10 @@ def source_of(arguments: Mapping[str, Any], seed: int) -> tuple[Source, dict[str
     shuffle, steps = changed.get("shuffle", True), changed.get("steps_per_epoch")
     source: Source
     if isinstance(x, tf.data.Dataset):
+        if changed.get("class_weight") is not None:
+            # Iterators of what Keras would make of the dataset would not be counted.
+            x = keras_trainer.class_weighted(x, changed["class_weight"])
+            changed["class_weight"] = None
         source = Pipeline(x, seed, one_iterator=steps is not None)
     elif isinstance(x, keras.utils.PyDataset):
         source = Indexed(x, bool(shuffle), steps is not None, seed)

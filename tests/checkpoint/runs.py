@@ -104,6 +104,7 @@ def source(kind: str) -> dict[str, Any]:
         "cut": lambda: {"x": Batches(), "steps_per_epoch": 5},
         "workers": lambda: {"x": Batches(workers=2)},
         "dataset": lambda: {"x": dataset("known")},
+        "classes": lambda: {"x": dataset("known"), "class_weight": {0: 0.5, 1: 1.0, 2: 2.0}},
         "unknown": lambda: {"x": dataset("unknown")},
         "python": lambda: {"x": dataset("python")},
         "repeated": lambda: {"x": dataset("repeated"), "steps_per_epoch": 5},
