@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.backend.common import global_state
@@ -20,6 +21,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses import losses as keras_losses
 from keras.src.losses.loss import apply_mask, squeeze_or_expand_to_same_rank
 from keras.src.trainers.compile_utils import CompileLoss, MetricsList
+from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
 __all__ = [
@@ -332,6 +334,11 @@ def compute_loss(
 def class_weighted(dataset: tf.data.Dataset, weights: Mapping[int, float]) -> tf.data.Dataset:
     """A dataset with the weights of the classes of its labels, as `fit(class_weight=)` makes it."""
     return dataset.map(make_class_weight_map_fn(weights))
+
+
+def weights_of_classes(y: Any, weights: Mapping[int, float]) -> np.ndarray:
+    """A weight for each row of an array of labels, as `fit(class_weight=)` makes them."""
+    return class_weight_to_sample_weights(y, weights)
 
 
 def run_after(operation: tf.Operation, others: Sequence[tf.Operation]) -> None:

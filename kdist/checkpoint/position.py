@@ -196,6 +196,11 @@ def _arrays(
         held_out = keras.tree.map_structure(lambda a: between(a, at, rows), data)
         changed["validation_data"] = held_out
         data = keras.tree.map_structure(lambda a: between(a, 0, at), data)
+    by_class = changed.get("class_weight")
+    if by_class is not None and y is not None and weights is None and not keras.tree.is_nested(y):
+        # Of batches Keras would make them in float32, whatever the dtype.
+        data = (*data, keras_trainer.weights_of_classes(data[1], by_class))
+        changed["class_weight"] = None
     changed["batch_size"] = None
     changed["validation_batch_size"] = changed.get("validation_batch_size") or batch_size
     return Arrays(data, batch_size, shuffle, steps is not None, seed)

@@ -260,6 +260,12 @@ def test_class_weighted():
     assert [weights.numpy().tolist() for *_, weights in batches] == [[0.5, 3.0, 1.0], [0.5]]
 
 
+def test_weights_of_classes():
+    labels = np.array([[0.0], [2.0], [1.0], [0.0]])
+    made = keras_trainer.weights_of_classes(labels, {0: 0.5, 2: 3.0})
+    assert made.tolist() == [0.5, 3.0, 1.0, 0.5]
+
+
 def test_call_context():
     found = []
 

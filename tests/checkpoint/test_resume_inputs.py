@@ -36,6 +36,19 @@ def two_inputs() -> keras.Model:
     return keras.Model([a, b], outputs)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_weights_of_classes(tmp_path, share):
+    x = np.random.default_rng(0).normal(size=(ROWS, 6))
+    data = {"x": x, "y": np.arange(ROWS) % 3, "class_weight": {0: 0.7, 1: 3.1, 2: 0.1}}
+
+    def make():
+        return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")])
+
+    loss = "sparse_categorical_crossentropy"
+    plain, saved = losses(make, data, tmp_path, loss, batch_size=8, validation_split=share)
+    np.testing.assert_allclose(saved, plain, rtol=1e-9)
+
+
 def losses(make, data, folder, loss, **options):
     """Of plain Keras, and of a run that saves."""
     found = []
