@@ -155,16 +155,30 @@ def function_graph(graph: Any, name: str) -> Any:
 def variables_apart() -> Iterator[None]:
     """Meanwhile, variables are made beside whatever is being traced, and kept by who makes them.
 
-    A `tf.function` in whose trace variables are made is traced once more, wherever these are.
+    A `tf.function` in whose trace variables are made is traced once more, wherever these are. And a
+    function that is called by others has to keep what it reads, even in an `init_scope`; what is
+    read here, such as state that moves, may go.
     """
     graph = tf.compat.v1.get_default_graph()
-    creators = graph._variable_creator_stack
-    graph._variable_creator_stack = []
+    creators, graph._variable_creator_stack = graph._variable_creator_stack, []
     try:
-        with tf.init_scope():
+        with _unwatched(graph), tf.init_scope():
             yield
     finally:
         graph._variable_creator_stack = creators
+
+
+@contextlib.contextmanager
+def _unwatched(graph: Any) -> Iterator[None]:
+    """Meanwhile, a function's graph notes no variable that is read."""
+    if not hasattr(getattr(graph, "watch_variable", None), "__self__"):  # no function's, or within
+        yield
+        return
+    graph.watch_variable = lambda variable: None
+    try:
+        yield
+    finally:
+        del graph.watch_variable
 
 
 _OF_VARIABLES = (

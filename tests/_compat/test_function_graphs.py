@@ -1,5 +1,6 @@
 """The TensorFlow internals behind `kdist._compat.function_graphs` are where kdist expects them."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -209,6 +210,22 @@ def test_variables_apart() -> None:
 
     assert [float(tf.function(step, autograph=False)(apart)) for apart in (False, True)] == [3, 3]
     assert traces == [False, False, True]
+
+
+def test_what_is_read_apart_may_go() -> None:
+    """A function that others call keeps what it reads, in an `init_scope` too."""
+    known = [tf.Variable(2.0)]
+
+    @tf.function
+    def inner() -> tf.Tensor:
+        with function_graphs.variables_apart():
+            known.append(tf.Variable(known[0] + 1.0))
+        return tf.identity(known[-1])
+
+    for _ in range(2):
+        assert float(tf.function(lambda: inner())()) == 3
+        del known[:-1]
+        gc.collect()
 
 
 @pytest.mark.parametrize("way", [*_users(), ""])
