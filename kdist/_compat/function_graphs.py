@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
@@ -348,3 +349,20 @@ def shape_constant(dims: Sequence[int]) -> Any:
         with tf.control_dependencies(None):  # others ask that wait for nothing
             known[key] = tf.constant(list(dims), tf.int32)
     return known[key]
+
+
+def forget_traces(captured: Sequence[Any]) -> None:
+    """Has every `tf.function` whose trace captured one of some tensors be traced anew when called.
+
+    TensorFlow keeps no list of functions; all objects are looked through.
+
+    Args:
+        captured: Such as handles of variables. What is not there any more is not looked for.
+    """
+    known = {id(one) for one in captured}
+    for one in gc.get_objects():
+        if type(one) is not polymorphic_function.Function:
+            continue
+        traces = one._function_cache.values()
+        if any(id(tensor) in known for trace in traces for tensor in trace.captured_inputs):
+            one._function_cache.clear()

@@ -59,6 +59,17 @@ def auto_left_open(model: keras.Model) -> Iterator[None]:
         object.__delattr__(model, "_resolve_auto_jit_compile")
 
 
+def forget_made(model: keras.Model) -> None:
+    """Has a model make functions anew that it keeps beside those of Keras, perhaps for XLA.
+
+    Such as `generate_function`, which KerasHub's `make_generate_function` makes if it is None.
+    """
+    of_keras = ("train_function", "test_function", "predict_function")
+    for name in set(vars(model)).difference(of_keras):
+        if name.endswith("_function") and callable(getattr(model, f"make_{name}", None)):
+            setattr(model, name, None)
+
+
 def forget_functions(model: keras.Model) -> None:
     """Has a plain model trace its functions anew, with XLA if its layers still support it."""
     model.train_function = model.test_function = model.predict_function = None

@@ -26,6 +26,7 @@ from kdist.runtime.chunking import Chunking
 from kdist.runtime.loss_terms import LossTerm, whole_loss, whole_loss_note
 from kdist.sharding.placement import Placement, shape_of
 from kdist.stages.stages import StagedModel
+from kdist.storage import retired
 from kdist.storage.sparse import looked_up
 from kdist.storage.variables import Stored, replace
 
@@ -136,16 +137,19 @@ class PlacedModel:
         self._tell_plain_models()
 
     def _tell_plain_models(self) -> None:
-        """Has what Keras itself computes with the model's layers follow their weights.
+        """Has what Keras itself, and the user, compute with the model's layers follow their weights.
 
-        Models inside this one may have traced functions that read weights where they were.
+        Models inside this one may have functions for XLA, or know of functions by other names.
         """
+        retired.forget_readers()
         inside = keras_models.flat_layers(self.model)
         for layer in inside:
             keras_xla.leave_out_xla(layer)
-        for layer in inside[1:]:
+        for layer in inside:
             if isinstance(layer, keras.Model):
-                keras_xla.forget_functions(layer)
+                keras_xla.forget_made(layer)
+                if layer is not self.model:
+                    keras_xla.forget_functions(layer)
 
     def _resolved(self) -> ModelLayouts:
         inside = self.whole_batch is not None

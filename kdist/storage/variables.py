@@ -22,7 +22,7 @@ from kdist.sharding.device import Device
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Index, Placement, covers
 from kdist.storage.recipes import Given, is_mapped
-from kdist.storage.retired import retire
+from kdist.storage.retired import moved, retire
 from kdist.storage.view_class import ATTRIBUTE, view_class
 
 import keras
@@ -147,6 +147,7 @@ class Stored:
     def _make_locals(self) -> None:
         variable = self.variable
         original = keras_trainer.tf_variable(variable)
+        moved(original)
         whole = tf.convert_to_tensor(original)
         for at in self._coordinates:
             self._locals[at] = self._make_local(original, whole, at, self.device(at))
@@ -374,6 +375,7 @@ def replace(entry: Stored, placement: Placement) -> Stored:
         release(entry.variable)
     found = distribute(entry.variable, placement, entry.topology, type(entry))
     for local in before:
+        moved(keras_trainer.tf_variable(local))
         retire(keras_trainer.tf_variable(local))
     return found
 

@@ -395,3 +395,35 @@ def test_shape_constant() -> None:
     outputs = tf.compat.v1.wrap_function(run, [tf.TensorSpec((2, 3))]).graph.outputs
     assert outputs[0].shape == (3, 2)
     assert inside[0].graph is not outputs[0].graph
+
+
+def test_forget_traces() -> None:
+    one, other, traced = tf.Variable(1.0), tf.Variable(2.0), []
+
+    class Reader(tf.Module):
+        @tf.function
+        def read(self) -> tf.Tensor:
+            traced.append("method")
+            return one + 1
+
+    @tf.function
+    def inside() -> tf.Tensor:
+        return tf.identity(one)
+
+    @tf.function
+    def around() -> tf.Tensor:
+        traced.append("around")
+        return tf.while_loop(lambda i: i < 3.0, lambda i: (i + inside(),), (0.0,))[0]
+
+    @tf.function
+    def apart() -> tf.Tensor:
+        traced.append("apart")
+        return tf.identity(other)
+
+    functions = (Reader().read, around, apart)
+    for function in functions:
+        function()
+    del traced[:]
+    function_graphs.forget_traces([one.handle])
+    assert [float(function()) for function in functions] == [2, 3, 2]
+    assert traced == ["method", "around"]

@@ -82,3 +82,14 @@ def test_forget_functions() -> None:
     assert not model.jit_compile
     model.get_layer("down").bias.assign_add(np.ones(3))
     np.testing.assert_allclose(model.predict(x, verbose=0), before + 1, rtol=1e-6)
+
+
+def test_forget_made() -> None:
+    """By the names that Keras uses, which KerasHub goes on with."""
+    model = mlp()
+    model.make_train_function()
+    kept, model.draw_function, model.make_draw_function = model.train_function, len, list
+    model.other_function = len
+    keras_xla.forget_made(model)
+    assert (model.draw_function, model.other_function) == (None, len)
+    assert model.train_function is kept
