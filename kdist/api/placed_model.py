@@ -137,7 +137,7 @@ class PlacedModel:
         self._tell_plain_models()
 
     def _tell_plain_models(self) -> None:
-        """Has what Keras itself, and the user, compute with the model's layers follow their weights.
+        """Has what Keras, and the user, compute with the model's layers follow their weights.
 
         Models inside this one may have functions for XLA, or know of functions by other names.
         """
