@@ -155,6 +155,35 @@ def test_generate_after_training_gives_the_same_text(name: str, engine: str) -> 
     np.testing.assert_array_equal(_generate(run, "plain"), _generate(run, engine))
 
 
+def _generated(level: int | None) -> list[np.ndarray]:
+    """What GPT-2 generates at first, after `parallelize` if there is a level, and in training."""
+    with precision("float64"):
+        keras.utils.set_random_seed(1)
+        model, (x, y, _) = _gpt2(), _text(0, 16)
+        loss = CASES["gpt2"].loss("sum_over_batch_size")
+        model.compile(keras.optimizers.Adam(0.05), loss, sampler="greedy")
+        prompt = {name: np.where(np.arange(TOKENS) < 3, rows, 0) for name, rows in x.items()}
+        texts = [model.generate(dict(prompt), stop_token_ids=None)]
+        if level is not None:
+            optimizer = kdist.OptimizerConfig(level=level, threshold_kb=0)
+            config = kdist.ParallelConfig(
+                mesh=kdist.mesh(**AXES), layout_map=ENCODER_LAYOUT, optimizer=optimizer
+            )
+            kdist.parallelize(model, config)
+        for _ in range(3):
+            texts.append(model.generate(dict(prompt), stop_token_ids=None))
+            model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return [np.array(one["token_ids"]) for one in texts]
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_generate_before_weights_move(level: int) -> None:
+    """KerasHub keeps the function that it has traced; weights are elsewhere afterwards."""
+    expected = _generated(None)
+    np.testing.assert_array_equal(expected, _generated(level))
+    assert any((expected[0] != text).any() for text in expected)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_lora_trains_only_its_own_weights(name: str, engine: str) -> None:
     lora = Feature(name="lora", edit=lambda model: model.backbone.enable_lora(2))
