@@ -12,7 +12,7 @@ from kdist.api.product_graph import ProductGraph
 from kdist.config.tables import host_layers, split_layers
 from kdist.layers import DistributedEmbedding
 from kdist.plan.column_row import Roles, connected_pairs, pairs_by_size, wide_ends
-from kdist.plan.products import Product, product_of
+from kdist.plan.products import Product, product_of, quantized_products
 from kdist.sharding.dims import Dims
 from kdist.sharding.mesh import Topology
 
@@ -81,6 +81,7 @@ def _decided(model: keras.Model, axis: str, parts: int) -> tuple[Roles, dict[str
         for columns, rows in _pairs(parent, inside, parts):
             roles.pair(columns, rows, parts)
     wide_ends(products.values(), roles, parts, LARGE)
+    roles.left |= {one.path: f"quantized to {mode}" for one, mode in quantized_products(layers)}
     layouts: dict[str, Dims] = {}
     for path, role in roles.roles.items():
         one = products[path]
@@ -159,7 +160,8 @@ def _tell(model: keras.Model, roles: Roles, layouts: dict[str, Dims], parts: int
     if not layouts:
         raise ValueError(
             "Nothing to cut was found: no attention, no two products (Dense, EinsumDense) that "
-            "follow each other, no large table. Write a layout map by hand, or use replicas and "
+            "follow each other, no large table. Write a layout map by hand (of a quantized model: "
+            "find it before quantize, whose kernels keep their paths), or use replicas and "
             f"optimizer levels. Received: {model.name!r}, {parts} parts, left whole: {shown or '-'}"
         )
     if left:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import keras
 
 Role = Literal["columns", "rows"]
+PRODUCTS = (keras.layers.Dense, keras.layers.EinsumDense)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +59,16 @@ class Product:
         return self.shape[self.cut(role)] % parts == 0
 
 
+def quantized_products(layers: Iterable[keras.layers.Layer]) -> Iterator[tuple[Any, str]]:
+    """Layers that would be products if they were not quantized, and how they are."""
+    for layer in layers:
+        if isinstance(layer, PRODUCTS) and layer.quantization_mode is not None:
+            yield layer, layer.quantization_mode
+
+
 def product_of(layer: keras.layers.Layer) -> Product | None:
     """What a layer multiplies by; None for one that is no product, or a quantized one."""
-    known = isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense)
-    if not known or getattr(layer, "quantization_mode", None) is not None:
+    if not isinstance(layer, PRODUCTS) or layer.quantization_mode is not None:
         return None
     weights = {v.name: v for v in layer.weights}
     kernel, bias = weights.get("kernel"), weights.get("bias")

@@ -347,3 +347,36 @@ def test_with_levels_stages_and_sequences_that_are_cut(
 ) -> None:
     sizes, options = FORMS[form]
     trained_alike(written, kdist.mesh(**sizes), sequence_parallel=True, **options)
+
+
+def test_quantized_products_are_told_and_cut_by_a_map_of_before(float64: None) -> None:
+    def quantized() -> keras.Model:
+        model = transformer(depth=1)
+        for name in ("block_0_gate", "block_0_up", "block_0_down"):
+            model.get_layer(name).quantize("int8")
+            model.get_layer(name).enable_lora(2)
+        return model
+
+    before = kdist.layout_map_for(transformer(depth=1), axes())
+    plain, model = quantized(), quantized()
+    told = "these stay whole: block_0_gate .quantized to int8.; .*up .*; .*down .quantized"
+    with pytest.warns(UserWarning, match=told):
+        found = kdist.layout_map_for(model, axes())
+    assert found == {path: dims for path, dims in before.items() if "attention" in path}
+    model.get_layer("block_0_attention").trainable = False
+    plain.get_layer("block_0_attention").trainable = False
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=axes(), layout_map=before))
+    ids = np.arange(64).reshape(8, 8)
+    losses = []
+    for one in (plain, model):
+        one.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        losses.append(one.fit(ids, ids, epochs=2, shuffle=False, verbose=0).history["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-9)
+
+
+def test_a_model_of_quantized_products_is_refused_with_what_to_do() -> None:
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(8)])
+    for layer in model.layers:
+        layer.quantize("int8")
+    with pytest.raises(ValueError, match="find it before quantize.* .quantized to int8"):
+        kdist.layout_map_for(model, axes())
