@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_models, keras_seeds, keras_trainer
+from kdist._compat.function_graphs import traced_anew
 from kdist.config.recompute_blocks import Blocks
 from kdist.program.blocks import named
 from kdist.program.eager_look_ups import EagerLookUps
@@ -314,7 +315,8 @@ class Program:
         return ForwardScope(mapping, trainable, rows, self.tables.layers)
 
     def _call(self, x: Any, training: bool) -> Any:
-        with named(self.blocks), keras_seeds.drawing_from(self.unseeded):
+        # A layer's own `tf.function` would go on with the variables, or values, of another trace.
+        with named(self.blocks), keras_seeds.drawing_from(self.unseeded), traced_anew({}):
             if self.model._call_has_training_arg:
                 return self.model(x, training=training)
             return self.model(x)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from kdist._compat import keras_models, keras_seeds, keras_trainer
+from kdist._compat.function_graphs import traced_anew
 from kdist.program.forward_scope import ForwardScope
 from kdist.program.logits import logits_of, received, sent_with
 from kdist.program.loss import added_parts
@@ -280,7 +281,7 @@ class StageBody:
         for layer in self._layers:
             keras_trainer.clear_losses(layer)
         # Keras's seed for all has to be there, for the trace to show that it is read.
-        with scope, keras_seeds.drawing_from(self.program.unseeded):
+        with scope, keras_seeds.drawing_from(self.program.unseeded), traced_anew({}):
             self.unmasked.update(walk(self.program, self.staged, self.virtual, table, training))
             result = self._loss(table, given, training)
             if whole:

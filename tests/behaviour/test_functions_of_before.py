@@ -80,3 +80,51 @@ def test_what_a_function_writes_reaches_all_copies() -> None:
     more()
     for part in parts_of(bias):
         np.testing.assert_allclose(part.target.value, [2, 2, 2])
+
+
+class Turned(keras.layers.Layer):
+    """Has a function of its own, which the making of a Functional model traces."""
+
+    def build(self, shape: Any) -> None:
+        """See `keras.Layer`."""
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]), name="kernel")
+
+    @tf.function
+    def call(self, inputs: Any) -> Any:
+        """See `keras.Layer`."""
+        return keras.ops.matmul(inputs, self.kernel)
+
+
+def trained_turned(axes: dict[str, int] | None) -> tuple[list[float], list[Any]]:
+    """Losses, and outputs and weights, of a model with such a layer."""
+    keras.utils.set_random_seed(5)
+    inputs = keras.Input(X.shape[1:])
+    outputs = keras.layers.Dense(Y.shape[-1])(Turned(name="turned")(inputs))
+    model = keras.Model(inputs, outputs)
+    if axes is not None:
+        pipeline = kdist.PipelineConfig(micro_batches=2) if "pipe" in axes else None
+        layouts = {"turned/kernel": (None, "model")} if "model" in axes else None
+        given = kdist.ParallelConfig(mesh=kdist.mesh(**axes), layout_map=layouts, pipeline=pipeline)
+        kdist.parallelize(model, given)
+    model.compile("sgd", "mse")
+    losses = model.fit(X, Y, epochs=3, shuffle=False, verbose=0).history["loss"]
+    losses.append(model.evaluate(X, Y, verbose=0))
+    return losses, [
+        model.predict(X, verbose=0),
+        model(X),
+        *(keras.ops.convert_to_numpy(w) for w in model.weights),
+    ]
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"data": 4}, {"data": 2, "model": 2}, {"pipe": 2, "data": 1}],
+    ids=["data", "inner", "pipe"],
+)
+def test_weights_inside_functions_of_layers_are_trained(axes: dict[str, int]) -> None:
+    """Each trace of the model needs its own: another one took variables, or values, of its own."""
+    losses, weights = trained_turned(None)
+    found, now = trained_turned(axes)
+    np.testing.assert_allclose(found, losses, rtol=1e-9)
+    for one, other in zip(now, weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
