@@ -7,11 +7,14 @@ them moves.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
+from typing import Any
 
 from kdist._compat.keras_models import flat_layers
 
 import keras
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
 LEFT_OPEN = ""
 """What a model's `jit_compile` is in `auto_left_open`, where nobody asked for something else."""
@@ -62,12 +65,24 @@ def auto_left_open(model: keras.Model) -> Iterator[None]:
 def forget_made(model: keras.Model) -> None:
     """Has a model make functions anew that it keeps beside those of Keras, perhaps for XLA.
 
-    Such as `generate_function`, which KerasHub's `make_generate_function` makes if it is None.
+    Such as `generate_function`, which KerasHub's `make_generate_function` makes if it is None, and
+    gives back if it is not.
     """
     of_keras = ("train_function", "test_function", "predict_function")
     for name in set(vars(model)).difference(of_keras):
-        if name.endswith("_function") and callable(getattr(model, f"make_{name}", None)):
+        made: Any = getattr(model, name)
+        make: Any = getattr(model, f"make_{name}", None)
+        if isinstance(made, Function) and _takes_nothing(make) and make() is made:
             setattr(model, name, None)
+
+
+def _takes_nothing(make: Any) -> bool:
+    """Whether it can be called without arguments."""
+    try:
+        inspect.signature(make).bind()
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def forget_functions(model: keras.Model) -> None:

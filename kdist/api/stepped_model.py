@@ -80,7 +80,7 @@ class SteppedModel(PlannedModel):
         self.program: Program | None = None
         self.recorder: Recorder | None = None
         self.row_studies: dict[bool, ModelStudy] = {}
-        self.row_adders: set[keras.Layer | None] = set()
+        self.row_adders: dict[bool, set[keras.Layer | None]] = {True: set(), False: set()}
         self.observed = False
         self._mesh_runner: MeshRunner | PipelineRunner | None = None
         self._said: set[str] = set()
@@ -100,9 +100,11 @@ class SteppedModel(PlannedModel):
 
         Args:
             training: Whether in the pass of training; one that is known is not done again for the
-                other.
+                other, unless layers give it losses.
         """
-        known = self.row_studies.get(True) or self.row_studies.get(training)
+        known, of_training = self.row_studies.get(training), self.row_studies.get(True)
+        if known is None and of_training is not None and not of_training.adds_losses:
+            known = of_training
         if known is not None:
             return known
         pipeline = self.config.pipeline
@@ -117,7 +119,7 @@ class SteppedModel(PlannedModel):
         if x is None:
             return study  # not for long: the first batch shows the inputs
         self.row_studies[training] = study
-        self.row_adders |= study.row_adders
+        self.row_adders[training] |= study.row_adders
         texts = [study.warning(micro_batches=cut)]
         if pipeline is not None and cut and training:
             texts.append(study.of_micro_batches(pipeline.micro_batches))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kdist._compat import keras_models, keras_seeds, keras_trainer
@@ -197,6 +197,7 @@ class CallFunctions:
         carried: The other state that it uses.
         example: What the trace made.
         adders: The layer that gave each value of `Made.added`.
+        row_adders: Those whose values have an entry for each row, which Keras adds up.
         updated: Positions in `ModelState.written` of the state that it writes.
         repeats: Whether something runs again in the backward pass.
 
@@ -225,6 +226,7 @@ class CallFunctions:
         self._given = dataclasses.replace(given, state=state)
         self.example: Made
         self.adders: list[keras.Layer | None] = []
+        self.row_adders: Collection[keras.Layer | None] = ()
         self.updated: list[int] = []
         flat = specs(self._given.flat())
         first_of_state = len(flat) - len(state)

@@ -286,15 +286,18 @@ class LayerCalls:
         tensors = leaves([given.rows, given.shared])
         key = (self._key(layer, arguments), signature(tensors), given.sources)
         if key not in self._functions:
-            study = self._study(key[0], call, arguments)
+            study = self._study(key[0], layer, call, arguments)
             with knowing(study.constant_ids):
                 known = self._known.get(key, UNKNOWN)
                 self._functions[key] = CallFunctions(
                     self.program, self.backend, layer, call, arguments, given, spec, known
                 )
+                self._functions[key].row_adders = study.row_adders
         return self._functions[key]
 
-    def _study(self, key: Hashable, call: Callable, arguments: CallArguments) -> ModelStudy:
+    def _study(
+        self, key: Hashable, layer: keras.Layer, call: Callable, arguments: CallArguments
+    ) -> ModelStudy:
         """Where rows of the batch meet in a call, looked at once; warns of it."""
         if self.backend.topology.data_size == 1:
             return ModelStudy()
@@ -305,7 +308,13 @@ class LayerCalls:
                 program, (arguments.rows, arguments.masks), training, self._loss_from_layers
             )
             self._studies[key] = study
-            self.program.row_adders |= study.row_adders
+            if study.row_adders:
+                names = sorted({(one or layer).name for one in study.row_adders})
+                self._tell(
+                    "Layers give add_loss an entry for each row. In self.losses of a step of your "
+                    "own that is their sum over the batch, which compute_loss adds: take no mean "
+                    f"of it. Received: {names}"
+                )
             if text := study.warning():
                 self._tell(text)
         return self._studies[key]

@@ -294,7 +294,8 @@ class OverMesh:
         weights_of = functools.cache(functools.partial(layer_weights, self.batch))
         adders = self.functions[0].adders
         for layer, *values in zip(adders, *(made.added for made in self._made), strict=True):
-            weights = weights_of(self.program.gives_means(layer))
+            mean = self.program.add_loss_mean and layer not in self.functions[0].row_adders
+            weights = weights_of(mean)
             total = tf.add_n([v * tf.cast(w, v.dtype) for v, w in zip(values, weights)])
             (layer or self.layer).add_loss(total)
 

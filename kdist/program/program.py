@@ -48,15 +48,15 @@ class Program:
         tables: Those of which rows are fetched.
         unseeded: The generator that random operations without a seed draw from.
         padded: Pads ragged and sparse ids before a step, where it has to know sizes.
-        row_adders: Layers that give `add_loss` an entry for each row, which Keras adds up; None is
-            among them for layers that the model does not track.
+        row_adders: Layers that give `add_loss` an entry for each row, which Keras adds up, in
+            training and in inference; None is among them for layers that the model does not track.
     """
 
     def __init__(self, model: keras.Model, add_loss_mean: bool) -> None:
         self.model = model
         self.blocks: Blocks | None = None
         self.add_loss_mean = add_loss_mean
-        self.row_adders: set[keras.Layer | None] = set()
+        self.row_adders: dict[bool, set[keras.Layer | None]] = {True: set(), False: set()}
         self.unseeded = keras_seeds.make_unseeded_generator()
         with keras_seeds.drawing_from(self.unseeded):
             self.state = ModelState.of(model)
@@ -204,7 +204,7 @@ class Program:
             seen = outputs if view is None else view(outputs)
             value, terms = self.compiled_loss(seen, y, sample_weight, shares, rows_share)
             values = [] if value is None else [value]
-            extra = self._extra_losses(scope, rows_share, first)
+            extra = self._extra_losses(scope, rows_share, first, training)
             values += [part for _, part in extra]
         if not values:
             raise self.no_loss()
@@ -321,19 +321,20 @@ class Program:
                 return self.model(x, training=training)
             return self.model(x)
 
-    def gives_means(self, layer: keras.Layer | None) -> bool:
-        """Whether what a layer gives to `add_loss` is averaged over replicas."""
-        return self.add_loss_mean and layer not in self.row_adders
+    def gives_means(self, training: bool, layer: keras.Layer | None) -> bool:
+        """Whether what a layer gives to `add_loss` in such a pass is averaged over replicas."""
+        return self.add_loss_mean and layer not in self.row_adders[training]
 
     def _losses(self) -> list[Any]:
         return [entry.loss for entry in keras_trainer.compiled_losses(self.model)]
 
     def _extra_losses(
-        self, scope: keras.StatelessScope, rows_share: Any, first: Any
+        self, scope: keras.StatelessScope, rows_share: Any, first: Any, training: bool
     ) -> list[tuple[str, Any]]:
         """`add_loss` values by the share of rows (or summed where there are), penalties once."""
         layers = keras_models.flat_layers(self.model)
-        extra = added_parts(scope, layers, rows_share, self.gives_means)
+        means = functools.partial(self.gives_means, training)
+        extra = added_parts(scope, layers, rows_share, means)
         for variable, value in keras_trainer.regularization_losses(self.model):
             value = ops.sum(value) * ops.cast(first, value.dtype)
             extra.append((penalty_name(variable), ops.cast(value, keras.config.floatx())))

@@ -216,6 +216,7 @@ class _Reading:
             constant_ids=self.analysis.constant_ids,
             squares=tuple(self._squares()),
             row_adders=self.row_adders,
+            adds_losses=bool(self.adders),
         )
 
     def _squares(self) -> Iterator[Square]:

@@ -68,6 +68,7 @@ class ModelStudy:
         squares: Outputs in which each row has an entry for each row, such as similarities.
         row_adders: Layers of which all values given to `add_loss` have an entry for each row. Keras
             adds these up, so they add up over replicas too.
+        adds_losses: Whether layers give values to `add_loss`.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -78,6 +79,7 @@ class ModelStudy:
     constant_ids: ConstantIds = dataclasses.field(default=ConstantIds(), compare=False)
     squares: tuple[Square, ...] = dataclasses.field(default=(), compare=False)
     row_adders: frozenset[Any] = dataclasses.field(default=frozenset(), compare=False)
+    adds_losses: bool = dataclasses.field(default=False, compare=False)
 
     def lines(self) -> list[str]:
         """All of it, a line each."""

@@ -182,7 +182,7 @@ class WholeLossStep(Step):
         weights_of = functools.cache(functools.partial(layer_weights, collected.batch))
         adders = self.program.traced(training).adders
         for layer, *values in zip(adders, *[p.added for p in collected.parts], strict=True):
-            weights = weights_of(self.program.gives_means(layer))
+            weights = weights_of(self.program.gives_means(training, layer))
             value = tf.add_n([v * tf.cast(w, v.dtype) for v, w in zip(values, weights)])
             if layer is not None:
                 keras_trainer.add_loss_for(layer, value, scope)

@@ -13,6 +13,7 @@ parameters, [from the stage before][masks][state][inputs of the model][loss data
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -287,7 +288,7 @@ class StageBody:
             if whole:
                 self._collect_losses(result, scope)
             else:
-                self._add_losses(result, scope, given)
+                self._add_losses(result, scope, given, training)
         for name in self.staged.writes(self.virtual):
             result.boundary[name] = table[name]
             mask = None if table[name] is None else keras_trainer.get_mask(table[name])
@@ -339,11 +340,13 @@ class StageBody:
         self.adders = [keras_trainer.adder_of(self._layers, value) for value in values]
         result.added = [ops.sum(value) for value in values]
 
-    def _add_losses(self, result: StageOutput, scope: ForwardScope, given: StageInput) -> None:
+    def _add_losses(
+        self, result: StageOutput, scope: ForwardScope, given: StageInput, training: bool
+    ) -> None:
         """Adds what layers gave to `add_loss`, by the share of rows or summed where there are."""
         if given.rows_share is None:
             return
-        means = self.program.gives_means
+        means = functools.partial(self.program.gives_means, training)
         added = added_parts(scope, self._layers, given.rows_share, means)
         result.loss_parts = collected(added)
         values = [] if result.loss is None else [result.loss]

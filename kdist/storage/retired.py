@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -9,6 +10,9 @@ from kdist._compat.function_graphs import forget_traces
 
 import tensorflow as tf
 
+_OF_A_TRACE = "UnliftedInitializerVariable"
+"""The class of variables that a `tf.function` made when it was traced; it has captured them."""
+_PLAIN = ("ResourceVariable", _OF_A_TRACE)  # not what a strategy of TensorFlow made
 _CAPTURED: list[Any] = []
 """Handles of variables that are no longer the value, and that traced functions captured."""
 
@@ -19,7 +23,7 @@ def retire(variable: Any) -> None:
     What goes on with a trace of before fails, in place of reading the last value. It takes no
     memory.
     """
-    if type(variable).__name__ == "ResourceVariable":  # not what a strategy of TensorFlow made
+    if type(variable).__name__ in _PLAIN:
         with tf.init_scope(), tf.device(variable.device):
             nothing = tf.zeros((0,), variable.dtype)
             tf.raw_ops.AssignVariableOp(resource=variable.handle, value=nothing)
@@ -27,10 +31,14 @@ def retire(variable: Any) -> None:
 
 def moved(variable: Any) -> None:
     """Notes that a `tf.Variable` is not, or no longer alone, the value; see `forget_readers`."""
-    if type(variable).__name__ == "ResourceVariable" and _holders(variable) > _holders(
-        tf.Variable(0, trainable=False)
-    ):
+    kind = type(variable).__name__
+    if kind in _PLAIN and (kind == _OF_A_TRACE or _holders(variable) > _holders_of_a_new_one()):
         _CAPTURED.append(variable.handle)
+
+
+@functools.cache
+def _holders_of_a_new_one() -> int:
+    return _holders(tf.Variable(0, trainable=False))
 
 
 def _holders(variable: tf.Variable) -> int:

@@ -88,8 +88,17 @@ def test_forget_made() -> None:
     """By the names that Keras uses, which KerasHub goes on with."""
     model = mlp()
     model.make_train_function()
-    kept, model.draw_function, model.make_draw_function = model.train_function, len, list
-    model.other_function = len
+    kept, made = model.train_function, tf.function(len)
+    for name, value, make in (
+        ("draw", made, lambda: made),
+        ("other", made, None),
+        ("anew", made, lambda: tf.function(len)),
+        ("scaled", made, lambda scale: made),
+        ("plain", len, lambda: len),
+    ):
+        setattr(model, f"{name}_function", value)
+        setattr(model, f"make_{name}_function", make)
     keras_xla.forget_made(model)
-    assert (model.draw_function, model.other_function) == (None, len)
+    assert model.draw_function is None and model.plain_function is len
+    assert [model.other_function, model.anew_function, model.scaled_function] == 3 * [made]
     assert model.train_function is kept

@@ -264,6 +264,39 @@ class RowLoss(keras.layers.Layer):
         return inputs
 
 
+class LossOfEither(keras.layers.Layer):
+    """A mean in training and an entry for each row in inference, or the other way round."""
+
+    def __init__(self, rows_in_training: bool) -> None:
+        super().__init__()
+        self.rows_in_training = rows_in_training
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        by_row = keras.ops.sum(keras.ops.abs(inputs), axis=-1)
+        rows = bool(training) == self.rows_in_training
+        self.add_loss(by_row if rows else keras.ops.mean(by_row))
+        return inputs
+
+
+@float64
+@pytest.mark.parametrize("evaluated_first", [False, True])
+@pytest.mark.parametrize("rows_in_training", [False, True])
+def test_losses_of_layers_that_differ_in_training(rows_in_training, evaluated_first):
+    def build() -> keras.Model:
+        model = mlp()
+        return keras.Model(model.inputs, LossOfEither(rows_in_training)(model.outputs[0]))
+
+    x, y = data(13)
+    found = []
+    for model in everywhere(build):
+        model.compile("sgd", "mse")
+        looks = [model.evaluate(x, y, batch_size=5, verbose=0)] if evaluated_first else []
+        looks += model.fit(x, y, batch_size=5, shuffle=False, epochs=2, verbose=0).history["loss"]
+        found.append([*looks, model.evaluate(x, y, batch_size=5, verbose=0)])
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], rtol=1e-9)
+
+
 @float64
 @pytest.mark.parametrize(
     "layer, kind, loss",

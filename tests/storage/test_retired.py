@@ -11,6 +11,21 @@ import pytest
 import tensorflow as tf
 
 
+def test_what_a_trace_has_made_is_captured() -> None:
+    made: list[keras.Layer] = []
+
+    @tf.function
+    def read(x: tf.Tensor) -> tf.Tensor:
+        if not made:
+            made.append(keras.layers.Dense(2))
+        return made[0](x)
+
+    read(tf.ones((1, 2)))
+    retired.moved(made[0].kernel.value)
+    assert len(retired._CAPTURED) == 1
+    retired.forget_readers()
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_only_captured_variables_are_looked_for(captured: bool) -> None:
     """Looking for functions takes a tenth of a second, so it is done if there is one."""
