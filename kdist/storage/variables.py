@@ -22,7 +22,7 @@ from kdist.sharding.device import Device
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Coordinate, Index, Placement, covers
 from kdist.storage.recipes import Given, is_mapped
-from kdist.storage.retired import moved, retire
+from kdist.storage.retired import forget_readers, moved, retire
 from kdist.storage.view_class import ATTRIBUTE, view_class
 
 import keras
@@ -393,7 +393,8 @@ def materialised(variables: Sequence[keras.Variable]) -> Iterator[None]:
         yield
     finally:
         for variable, backing, tensor in backings:
-            key = keras_trainer.tf_variable(variable)._unique_id
+            moved(meanwhile := keras_trainer.tf_variable(variable))
             become_view(variable, backing, None)
-            object.__setattr__(variable, KEY, key)
+            object.__setattr__(variable, KEY, meanwhile._unique_id)
             keras_trainer.set_tf_variable(variable, tensor)
+        forget_readers()

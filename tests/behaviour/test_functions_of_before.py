@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import kdist
-from kdist.storage.variables import parts_of
+from kdist.storage.variables import materialised, parts_of
 
 import keras
 import numpy as np
@@ -69,6 +69,16 @@ def test_functions_follow_weights(axes: dict[str, int], level: int) -> None:
         for found in now:
             np.testing.assert_allclose(found, now[0], rtol=1e-12)
         assert np.abs(now[0] - before[0]).max() > 1e-4
+
+
+def test_functions_traced_by_an_export_follow_weights() -> None:
+    model = drawing()
+    kdist.parallelize(model, config({"data": 2, "model": 2}))
+    model.compile("sgd", "mse")
+    with materialised(model.weights):
+        model.draw(X)
+    model.fit(X, Y, verbose=0)
+    np.testing.assert_allclose(model.draw(X), model(X), rtol=1e-12)
 
 
 def test_what_a_function_writes_reaches_all_copies() -> None:

@@ -65,6 +65,30 @@ def test_rows_that_meet_in_a_layer_are_told() -> None:
         model.fit(*batch(), verbose=0)
 
 
+class OfRows(layers.Layer):
+    """Gives `add_loss` an entry for each row."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(ops.sum(x**2, axis=-1))
+        return x
+
+
+class Adding(Own):
+    def loss_of(self, x: Any, y: Any) -> Any:
+        return super().loss_of(x, y) + tf.add_n([tf.reduce_sum(one) for one in self.losses])
+
+
+def test_losses_by_row_are_their_sum_and_said_to_be() -> None:
+    models = [layer_of_two(Adding, middle=OfRows()) for _ in range(2)]
+    kdist.parallelize(models[1], kdist.ParallelConfig(mesh=kdist.mesh(data=4)))
+    for model in models:
+        model.compile(keras.optimizers.Adam(0.01))
+    models[0].fit(*batch(), batch_size=6, verbose=0)
+    with pytest.warns(UserWarning, match=r"sum over the batch.*take no mean.*of_rows"):
+        models[1].fit(*batch(), batch_size=6, verbose=0)
+    same(models)
+
+
 REFUSED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "pipeline": (
         {"pipe": 2, "data": 2},
