@@ -69,7 +69,6 @@ class SteppedModel(PlannedModel):
         program: The model's pure functions, once compiled and used.
         recorder: Notes when a pipeline's training steps ran what, if set.
         row_studies: Where rows of the batch meet in the model, by whether in training.
-        row_adders: See `Program`.
         observed: Whether training steps return outputs and every part of the loss in any case.
     """
 
@@ -80,7 +79,6 @@ class SteppedModel(PlannedModel):
         self.program: Program | None = None
         self.recorder: Recorder | None = None
         self.row_studies: dict[bool, ModelStudy] = {}
-        self.row_adders: dict[bool, set[keras.Layer | None]] = {True: set(), False: set()}
         self.observed = False
         self._mesh_runner: MeshRunner | PipelineRunner | None = None
         self._said: set[str] = set()
@@ -119,7 +117,6 @@ class SteppedModel(PlannedModel):
         if x is None:
             return study  # not for long: the first batch shows the inputs
         self.row_studies[training] = study
-        self.row_adders[training] |= study.row_adders
         texts = [study.warning(micro_batches=cut)]
         if pipeline is not None and cut and training:
             texts.append(study.of_micro_batches(pipeline.micro_batches))
@@ -146,7 +143,7 @@ class SteppedModel(PlannedModel):
             program = Program(self.model, mean)
         else:
             program = PipelineProgram(self.model, mean, self.staged)
-        program.blocks, program.row_adders = self.blocks, self.row_adders
+        program.blocks, program.row_studies = self.blocks, self.row_studies
         assert self.layouts is not None
         program.place_tables(self.layouts.fetched_layers)
         variables = self.trained

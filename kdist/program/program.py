@@ -48,15 +48,14 @@ class Program:
         tables: Those of which rows are fetched.
         unseeded: The generator that random operations without a seed draw from.
         padded: Pads ragged and sparse ids before a step, where it has to know sizes.
-        row_adders: Layers that give `add_loss` an entry for each row, which Keras adds up, in
-            training and in inference; None is among them for layers that the model does not track.
+        row_studies: See `kdist.api.stepped_model.SteppedModel`; filled before a pass is traced.
     """
 
     def __init__(self, model: keras.Model, add_loss_mean: bool) -> None:
         self.model = model
         self.blocks: Blocks | None = None
         self.add_loss_mean = add_loss_mean
-        self.row_adders: dict[bool, set[keras.Layer | None]] = {True: set(), False: set()}
+        self.row_studies: Mapping[bool, Any] = {}
         self.unseeded = keras_seeds.make_unseeded_generator()
         with keras_seeds.drawing_from(self.unseeded):
             self.state = ModelState.of(model)
@@ -323,7 +322,8 @@ class Program:
 
     def gives_means(self, training: bool, layer: keras.Layer | None) -> bool:
         """Whether what a layer gives to `add_loss` in such a pass is averaged over replicas."""
-        return self.add_loss_mean and layer not in self.row_adders[training]
+        study = self.row_studies.get(training)
+        return self.add_loss_mean and (study is None or layer not in study.row_adders)
 
     def _losses(self) -> list[Any]:
         return [entry.loss for entry in keras_trainer.compiled_losses(self.model)]
