@@ -12,7 +12,8 @@ from kdist.api.product_graph import ProductGraph
 from kdist.config.tables import host_layers, split_layers
 from kdist.layers import DistributedEmbedding
 from kdist.plan.column_row import Roles, connected_pairs, pairs_by_size, wide_ends
-from kdist.plan.products import Product, product_of, quantized_products
+from kdist.plan.convolutions import Convolution, convolution_of
+from kdist.plan.products import Product, filters_as_product, product_of, quantized_products
 from kdist.sharding.dims import Dims
 from kdist.sharding.mesh import Topology
 
@@ -28,8 +29,9 @@ def layout_map_for(
     """Finds which weights of a model to cut over an inner axis, as Megatron-LM does it.
 
     Attention is cut by heads; of two products that follow each other the first is cut by columns
-    and the second by rows, with nothing to send between them; large tables of embeddings, and last
-    layers of many classes, by their entries. All else stays whole: norms, filters of convolutions,
+    and the second by rows, with nothing to send between them; so of two convolutions, by channels,
+    with what convolves each channel for itself between them; large tables of embeddings, and last
+    layers of many classes, by their entries. All else stays whole: norms, other convolutions, and
     recurrent cells, which are gathered for use anyway. Numbers do not depend on the choice. The
     map is a dict to print, to change, and to give to `ParallelConfig(layout_map=...)`. Since blocks
     of one kind share patterns, that of a small model serves a deeper one of the same names.
@@ -76,11 +78,14 @@ def _decided(model: keras.Model, axis: str, parts: int) -> tuple[Roles, dict[str
     roles = Roles()
     layers = keras_models.flat_layers(model)
     inside = {id(layer): one for layer in layers if (one := product_of(layer))}
+    multiplied = list(inside.values())
+    inside |= {id(layer): one for layer in layers if (one := filters_as_product(layer))}
     products = {one.path: one for one in inside.values()}
+    between: dict[str, list[Convolution]] = {}
     for parent in layers:
-        for columns, rows in _pairs(parent, inside, parts):
+        for columns, rows in _pairs(parent, inside, parts, between):
             roles.pair(columns, rows, parts)
-    wide_ends(products.values(), roles, parts, LARGE)
+    wide_ends(multiplied, roles, parts, LARGE)
     roles.left |= {one.path: f"quantized to {mode}" for one, mode in quantized_products(layers)}
     layouts: dict[str, Dims] = {}
     for path, role in roles.roles.items():
@@ -88,6 +93,10 @@ def _decided(model: keras.Model, axis: str, parts: int) -> tuple[Roles, dict[str
         layouts[path] = _cut(one.shape, one.cut(role), axis)
         if role == "columns" and one.bias is not None and one.bias_dim is not None:
             layouts[one.bias] = _cut(one.bias_shape, one.bias_dim, axis)
+        for each in between.get(path, ()) if role == "rows" else ():
+            layouts[each.filters.path] = _cut(each.filters.shape, each.taken, axis)
+            if each.bias is not None:
+                layouts[each.bias.path] = (axis,)
     for table, dim in _tables(model):
         if table.shape[dim] % parts == 0:
             layouts[table.path] = _cut(table.shape, dim, axis)
@@ -111,17 +120,23 @@ def _axis(topology: Topology, wanted: str | None) -> tuple[str, int]:
 
 
 def _pairs(
-    parent: keras.layers.Layer, products: Mapping[int, Product], parts: int
+    parent: keras.layers.Layer,
+    products: Mapping[int, Product],
+    parts: int,
+    between: dict[str, list[Convolution]],
 ) -> Iterator[tuple[Sequence[Product], Product]]:
     functional = keras_models.functional_of(parent)
     if functional is not None:
         graph = ProductGraph(functional, products)
         sources = {one.path: graph.sources(one) for one in graph.products}
+        between |= graph.between
         return connected_pairs(graph.products, sources)
     heads = getattr(parent, "num_heads", None)
     attends = isinstance(heads, int) and heads > 0 and heads % parts == 0
     inside = keras_models.layers_inside(parent)
-    return pairs_by_size([products[id(one)] for one in inside if id(one) in products], attends)
+    # Sizes say too little of convolutions.
+    inside = [one for one in inside if id(one) in products and convolution_of(one) is None]
+    return pairs_by_size([products[id(one)] for one in inside], attends)
 
 
 def _tables(model: keras.Model) -> Iterator[tuple[keras.Variable, int]]:
@@ -159,7 +174,7 @@ def _tell(model: keras.Model, roles: Roles, layouts: dict[str, Dims], parts: int
     shown = "; ".join(left[:3]) + (f"; and {len(left) - 3} more" if len(left) > 3 else "")
     if not layouts:
         raise ValueError(
-            "Nothing to cut was found: no attention, no two products (Dense, EinsumDense) that "
+            "Nothing to cut was found: no attention, no two products or convolutions that "
             "follow each other, no large table. Write a layout map by hand (of a quantized model: "
             "find it before quantize, whose kernels keep their paths), or use replicas and "
             f"optimizer levels. Received: {model.name!r}, {parts} parts, left whole: {shown or '-'}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kdist._compat import keras_models
+from kdist.plan.convolutions import Convolution, convolution_of
 from kdist.plan.products import Product
 
 import keras
@@ -34,8 +35,19 @@ ELEMENTWISE_OPERATIONS = frozenset(
 )
 
 
+TOGETHER = (
+    keras.activations.glu,
+    keras.activations.log_softmax,
+    keras.activations.softmax,
+    keras.activations.sparsemax,
+)
+"""Activations in which features meet."""
+
+
 class ProductGraph:
     """The products of a model that is a graph of layers, and of the graphs of layers inside it.
+
+    Convolutions of channels each for itself may stand between two of them: they are cut as these.
 
     Args:
         functional: The model's graph.
@@ -43,20 +55,28 @@ class ProductGraph:
 
     Attributes:
         products: Those of the graph, in the order in which they run.
+        between: By path of a product, what convolves each channel between its sources and it.
     """
 
     def __init__(self, functional: Any, products: Mapping[int, Product]) -> None:
         self._known = products
+        self.between: dict[str, list[Convolution]] = {}
         self._made_by: dict[int, Any] = {}
         self._same: dict[int, list[Any]] = {}  # what an inner graph takes: given at each call
         self._taken: dict[int, list[Any]] = {}  # by each operation, at all of its calls
-        for node in self._walked(functional):
-            taken = self._taken.setdefault(id(node.operation), [])
-            taken += node.arguments.keras_tensors
+        self._read: dict[int, set[int]] = {}  # by which operations
+        for node in [*self._walked(functional)]:
+            given = [one for t in node.arguments.keras_tensors for one in self._origins(t)]
+            self._taken.setdefault(id(node.operation), []).extend(given)
+            for tensor in given:
+                self._read.setdefault(id(tensor), set()).add(id(node.operation))
+        for tensor in functional.outputs:
+            for one in self._origins(tensor):
+                self._read.setdefault(id(one), set()).add(id(functional))
         self.products = [products[key] for key in self._taken if key in products]
 
     def _walked(self, functional: Any) -> Iterator[Any]:
-        """Nodes in the order in which they run; a graph inside is joined to where it is called."""
+        """Its nodes, with those of the graphs inside in their place."""
         for node in keras_models.nodes_in_order(functional):
             inner = keras_models.functional_of(node.operation)
             if inner is None or len(inner.inputs) != len(node.arguments.keras_tensors):
@@ -69,26 +89,44 @@ class ProductGraph:
             for out, own in zip(node.outputs, inner.outputs):
                 self._same[id(out)] = [own]
 
+    def _origins(self, tensor: Any) -> list[Any]:
+        """What a tensor is, where it was made; several of one that an inner graph is given."""
+        found, waiting, seen = [], [tensor], set()
+        for one in waiting:
+            if id(one) not in seen:
+                seen.add(id(one))
+                found += [] if id(one) in self._same else [one]
+                waiting += self._same.get(id(one), [])
+        return found
+
     def sources(self, product: Product) -> list[Product]:
-        """The products that reach one elementwise; none if something else does too."""
+        """The products that reach one elementwise; none if something else does too.
+
+        Nor if anything else reads what lies between, which is to be cut.
+        """
         layer = next(key for key in self._taken if self._known.get(key) is product)
         found: dict[str, Product] = {}
-        queue, seen = list(self._taken[layer]), set()
+        between: list[Convolution] = []
+        queue, seen, inside = list(self._taken[layer]), set(), {layer}
         for tensor in queue:
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            if id(tensor) in self._same:
-                queue += self._same[id(tensor)]
-                continue
             maker = self._made_by.get(id(tensor))
             source = None if maker is None else self._known.get(id(maker.operation))
             if source is not None:
                 found[source.path] = source
             elif maker is not None and is_elementwise(maker):
-                queue += maker.arguments.keras_tensors
+                inside.add(id(maker.operation))
+                for given in maker.arguments.keras_tensors:
+                    queue += self._origins(given)
+                one = convolution_of(maker.operation)
+                between += [] if one is None else [one]
             else:
                 return []
+        if any(self._read[one] - inside for one in seen):
+            return []
+        self.between[product.path] = between
         return list(found.values())
 
 
@@ -97,6 +135,9 @@ def is_elementwise(node: Any) -> bool:
     operation = node.operation
     if isinstance(operation, keras.layers.BatchNormalization):
         return operation.axis in (-1, len(node.outputs[0].shape) - 1)
+    if isinstance(operation, keras.layers.Activation) and operation.activation in TOGETHER:
+        return False
     if isinstance(operation, keras.layers.Layer):
-        return isinstance(operation, ELEMENTWISE_LAYERS)
+        one = convolution_of(operation)
+        return isinstance(operation, ELEMENTWISE_LAYERS) or one is not None and one.by_channel
     return type(operation).__name__ in ELEMENTWISE_OPERATIONS

@@ -9,7 +9,7 @@ from typing import Any
 from kdist._compat.function_graphs import is_variable
 from kdist._compat.pass_through import PassesThrough
 from kdist.display import progress
-from kdist.dtensor import limits, relayout, sizes
+from kdist.dtensor import limits, relayout, sizes, windows
 from kdist.dtensor.body import Body
 from kdist.dtensor.collectives import CannotStitch
 from kdist.dtensor.expansion import expand
@@ -273,13 +273,22 @@ class Lowered:
     def _lowered(self, concrete: Any, given: Sequence[Sharded]) -> LoweredProgram:
         """The program; if sizes are unknown, one that is made of those of a few examples."""
         layouts, examples = [t.layout for t in given], [t.examples for t in given]
+        channels = bool(self.layouts.convolutions_in_parts())
         if not any(examples):
             # At first all-to-alls may stay, for `_refuse_alltoall` to see.
             alltoall = self.alltoall or not self.gather_first
             return expand(
-                concrete, self.mesh, layouts, self.paths, alltoall, bool(self.layouts.sequence)
+                concrete,
+                self.mesh,
+                layouts,
+                self.paths,
+                alltoall=alltoall,
+                along_sequence=bool(self.layouts.sequence),
+                channels=channels,
             )
         body = Body(concrete)
+        if channels and (found := [n for n in body.nodes.values() if n.op in windows.RULES]):
+            raise sizes.CannotLift(f"channels of a convolution are cut: {found[0].name}")
         if islands := limits.unsupported(body):
             raise sizes.CannotLift(f"islands are of one size: {next(iter(islands.values()))}")
         hoisted = hoist(concrete, examples)

@@ -15,6 +15,7 @@ from kdist.dtensor.kept_layouts import keep_layouts
 from kdist.dtensor.lowering import LAID_OUT, Function, LoweredProgram, lower
 from kdist.dtensor.rewrites import rewrite
 from kdist.dtensor.sliced_sequences import gather_for_slices
+from kdist.dtensor.windows import StandIns
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
@@ -35,6 +36,7 @@ def expand(
     layers: Sequence[str] = (),
     alltoall: bool = True,
     along_sequence: bool = False,
+    channels: bool = False,
 ) -> LoweredProgram:
     """Lowers a concrete function; see `lower`.
 
@@ -48,6 +50,7 @@ def expand(
         layers: Paths of the model's layers, to say which causes what.
         alltoall: Whether all-to-alls may stay; else what causes one becomes an island too.
         along_sequence: Whether tensors are cut along the sequence by themselves.
+        channels: Whether channels of convolutions may be cut.
 
     Raises:
         CannotCut: An operation can be no island.
@@ -55,8 +58,10 @@ def expand(
     """
     body = Body(concrete)
     rewritten = rewrite(body) + (gather_for_slices(body, mesh) if along_sequence else 0)
-    changed = bool(rewritten or body.said or body.handles)
-    chosen = dict(limits.unsupported(body))
+    chosen = limits.unsupported(body)
+    stand_ins = StandIns(body, channels)
+    chosen |= stand_ins.apart()
+    changed = bool(rewritten or body.said or body.handles or stand_ins)
     for attempt in range(MOST_ATTEMPTS):
         inside = with_neighbours(body, chosen)
         cut = Cut(body, inside, mesh) if inside or changed else None
@@ -72,9 +77,13 @@ def expand(
                 found = _searched(body, inside, error, mesh, layouts)
             if not found:
                 raise
+            found = stand_ins.left(found, chosen)
             kept = keep_layouts(body, mesh, found, error)
             changed |= bool(kept)
             chosen.update({name: why for name, why in found.items() if name not in kept})
+            continue
+        if failed := stand_ins.put_back(program.definition):
+            stand_ins.left(failed, chosen)
             continue
         if cut is not None:
             program = cut.joined(program, layers)
@@ -85,7 +94,7 @@ def expand(
             found |= _moving(body, program, inside, names)
         if not found:
             return program
-        chosen.update(found)
+        chosen |= stand_ins.left(found, chosen)
     return program
 
 

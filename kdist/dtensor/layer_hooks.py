@@ -14,6 +14,7 @@ from kdist._compat.keras_models import call_of, calls_kept, give_call
 from kdist.config.operands import lay_out, operands
 from kdist.dtensor import limits, relayout
 from kdist.dtensor.along_sequence import along_sequence
+from kdist.dtensor.channels import on_parts
 from kdist.dtensor.model_layouts import ModelLayouts
 from kdist.program.table_layers import looking_up
 from kdist.sharding.dims import Dim, Dims
@@ -26,7 +27,10 @@ WINDOWED = (
     keras.layers.MaxPooling1D.__mro__[1],
     keras.layers.AveragePooling1D.__mro__[1],
 )
-"""Convolutions and pooling: DTensor runs them on parts of the batch, not on parts of the rest."""
+"""Convolutions and pooling: DTensor runs them on parts of the batch, not on parts of the rest.
+
+Of convolutions `kdist.dtensor.channels` has those that run on parts of channels.
+"""
 
 
 @contextlib.contextmanager
@@ -44,6 +48,7 @@ def _laid_out_calls(layouts: ModelLayouts) -> Iterator[None]:
     hooked = [(*entry, patterns.pop(key, (None, None))[1]) for key, entry in declared.items()]
     hooked += [(layer, (), (), dims) for layer, dims in patterns.values()]
     hooked = [entry for entry in hooked if any(entry[1:])]
+    in_parts = {id(one.layer): one for one in layouts.convolutions_in_parts()}
     windowed = [layer for layer in layouts.model_layers if isinstance(layer, WINDOWED)]
     tables = [
         (layer, _columns(layer, layouts))
@@ -62,7 +67,8 @@ def _laid_out_calls(layouts: ModelLayouts) -> Iterator[None]:
     changed += [end.layer for end in sequence]
     with calls_kept(changed):
         for layer in windowed if layouts.any_cut else ():
-            give_call(layer, _channels_whole(call_of(layer)))
+            one, call = in_parts.get(id(layer)), call_of(layer)
+            give_call(layer, on_parts(call, one) if one else _channels_whole(call))
         for layer in texts:
             give_call(layer, _rows_known(call_of(layer)))
         for layer, dim in tables:

@@ -28,11 +28,11 @@ CONVOLUTIONS: tuple[type, ...] = (
     keras.layers.SeparableConv2D,
 )
 
-# Layers whose operations DTensor cannot run on a part of a weight: convolutions want whole
-# filters (depthwise ones fail only when they run, which breaks the process), recurrent cells split
-# their kernels along the cut dim. Their weights are gathered where they are read; relayout's
-# gradient cuts the gradient again. Dense, EinsumDense, Embedding, attention and every
-# normalization layer run on parts.
+# Layers whose operations DTensor cannot run on a part of a weight: convolutions want whole filters
+# (depthwise ones fail only when they run, which breaks the process) where they have no stand-in
+# (`kdist.dtensor.channels`), recurrent cells split their kernels along the cut dim. Their weights
+# are gathered where they are read; relayout's gradient cuts the gradient again. Dense, EinsumDense,
+# Embedding, attention and every normalization layer but BatchNormalization run on parts.
 GATHER_ON_READ: tuple[type, ...] = (
     *CONVOLUTIONS,
     keras.layers.BatchNormalization,

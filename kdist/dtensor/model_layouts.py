@@ -12,6 +12,7 @@ from kdist.config.shard import ResolvedShard, declarations, resolve_declaration
 from kdist.config.tables import Place, Split, host_layers, split_layers
 from kdist.config.without_effect import WithoutEffect, idle_axis, no_sequence
 from kdist.dtensor.along_sequence import End, ends
+from kdist.dtensor.channels import InParts, convolutions_in_parts
 from kdist.dtensor.lowering import Island
 from kdist.dtensor.relayout import Trace
 from kdist.layers.relayout import Relayout
@@ -137,6 +138,10 @@ class ModelLayouts:
         Not cut by the data axis: what that slices is gathered first.
         """
         return inner_dims(self.weights[key].dims, self.topology)
+
+    def convolutions_in_parts(self) -> list[InParts]:
+        """See `kdist.dtensor.channels`."""
+        return [*convolutions_in_parts(self.model_layers, lambda v: self.read(id(v)))]
 
     def learn(self, trace: Trace) -> None:
         """Notes what a traced program cuts, and what it should and does not."""

@@ -247,6 +247,7 @@ def whole_readers(layouts: ModelLayouts) -> set[int]:
         layer for layer in layouts.model_layers if isinstance(layer, limits.GATHER_ON_READ)
     ]
     needed = {id(v) for layer in layers for v in layer.weights}
+    needed -= {id(v) for one in layouts.convolutions_in_parts() for v in one.weights}
     return {key for key in needed if not layouts.weights[key].is_replicated}
 
 

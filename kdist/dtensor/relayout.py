@@ -333,6 +333,17 @@ def last_dim_cut(tensor: Any, dim: Dim) -> Any:
     return dtensor.relayout(tensor, dtensor.Layout(specs, trace.mesh))
 
 
+def channels_cut(tensor: Any, dim: Dim) -> Any:
+    """As `last_dim_cut`; of the gradient too."""
+    if not _is_cuttable(tensor) or not tensor.dtype.is_floating:
+        return tensor
+
+    def laid_out(value: Any) -> Any:
+        return last_dim_cut(value, dim)
+
+    return changed(tensor, tf.custom_gradient(lambda value: (laid_out(value), laid_out)))
+
+
 def _is_cuttable(tensor: Any) -> bool:
     return active() is not None and bool(getattr(getattr(tensor, "shape", None), "rank", None))
 

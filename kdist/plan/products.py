@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
+from kdist.plan.convolutions import convolution_of
+
 import keras
 
 Role = Literal["columns", "rows"]
@@ -88,6 +90,23 @@ def product_of(layer: keras.layers.Layer) -> Product | None:
         None if bias is None else bias.path,
         () if bias is None else tuple(bias.shape),
         bias_dim,
+    )
+
+
+def filters_as_product(layer: keras.layers.Layer) -> Product | None:
+    """What a convolution multiplies the channels at each place by; None of anything else."""
+    one = convolution_of(layer)
+    if one is None or one.by_channel:
+        return None
+    bias = one.bias
+    return Product(
+        one.filters.path,
+        tuple(one.filters.shape),
+        (one.taken,),
+        (one.given,),
+        None if bias is None else bias.path,
+        () if bias is None else tuple(bias.shape),
+        None if bias is None else 0,
     )
 
 

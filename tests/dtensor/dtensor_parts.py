@@ -54,6 +54,7 @@ def lowered_program(
     *inputs: Any,
     layers: Sequence[str] = (),
     islands: bool = True,
+    channels: bool = False,
 ) -> LoweredProgram:
     """What becomes of a function for such inputs; without islands, what DTensor alone makes."""
     traced = tf.function(function, autograph=False)
@@ -62,14 +63,18 @@ def lowered_program(
     with relayout.lowering(mesh):
         if not islands:
             return lower(Function.of(concrete), mesh, layouts, layers)
-        return expand(concrete, mesh, layouts, layers)
+        return expand(concrete, mesh, layouts, layers, channels=channels)
 
 
 def run(
-    mesh: dtensor.Mesh, function: Callable, *inputs: Any, layers: Sequence[str] = ()
+    mesh: dtensor.Mesh,
+    function: Callable,
+    *inputs: Any,
+    layers: Sequence[str] = (),
+    channels: bool = False,
 ) -> tuple[Any, LoweredProgram]:
     """Calls a function with tensors in parts; returns its results in parts, and its program."""
-    program = lowered_program(mesh, function, *inputs, layers=layers)
+    program = lowered_program(mesh, function, *inputs, layers=layers, channels=channels)
     devices = [f"/device:CPU:{k}" for k in range(mesh.size)]
     stitched = Stitcher(program).stitch(devices)
     flat = tf.nest.flatten(inputs)

@@ -1,0 +1,70 @@
+"""Which convolutions run on the channels that a device has, and how what they take is cut then."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from kdist.dtensor import limits, relayout
+from kdist.plan.convolutions import convolution_of, convolves
+from kdist.sharding.dims import Dim, Dims
+
+import keras
+
+
+@dataclasses.dataclass(frozen=True)
+class InParts:
+    """A convolution that runs on parts of its filters.
+
+    Attributes:
+        layer: The layer.
+        weights: Those of which it takes parts.
+        taken: What cuts the channels that it takes.
+        given: What cuts those that it gives.
+    """
+
+    layer: keras.layers.Layer
+    weights: tuple[keras.Variable, ...]
+    taken: Dim
+    given: Dim
+
+
+def convolutions_in_parts(
+    layers: Sequence[Any], read: Callable[[keras.Variable], Dims]
+) -> Iterator[InParts]:
+    """The convolutions whose channels are cut; `kdist.dtensor.windows` says how they run.
+
+    Not those in recurrent cells, whose weights are gathered.
+
+    Args:
+        layers: Layers of a model.
+        read: Tells the layout in which a device has a weight.
+    """
+    cells: list[Any] = [
+        one for one in layers if isinstance(one, limits.GATHER_ON_READ) and not convolves(one)
+    ]
+    in_cells = {id(variable) for cell in cells for variable in cell.weights}
+    for layer in layers:
+        one = convolution_of(layer)
+        if one is None or id(one.filters) in in_cells:
+            continue
+        dims = read(one.filters)
+        if {n for n, dim in enumerate(dims) if dim} - {one.taken, one.given} or not any(dims):
+            continue
+        taken, given = dims[one.taken], dims[one.given]
+        weights = [one.filters]
+        if one.bias is not None and read(one.bias) == (given,):
+            weights.append(one.bias)
+        yield InParts(layer, tuple(weights), taken, given)
+
+
+def on_parts(call: Callable, one: InParts) -> Callable:
+    """`call` of a convolution with channels cut as its filters are, of the gradients too."""
+    lay_out = relayout.masked(relayout.channels_cut)
+
+    def cut(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = keras.tree.map_structure(lambda x: lay_out(x, one.taken), (args, kwargs))
+        return keras.tree.map_structure(lambda y: lay_out(y, one.given), call(*args, **kwargs))
+
+    return cut

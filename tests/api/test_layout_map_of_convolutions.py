@@ -1,0 +1,142 @@
+"""Layout maps that are found for convolutions: pairs of them, by channels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import kdist
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+FILTERS = (None, None, None, "model")
+CHANNELS = (None, None, "model", None)
+
+
+def axes(**sizes: int) -> Any:
+    return kdist.mesh(**(sizes or {"data": 2, "model": 2}))
+
+
+def convolved(x: Any, width: int, window: int, name: str, norm: bool = True, **how: Any) -> Any:
+    x = layers.Conv2D(width, window, padding="same", name=name, **how)(x)
+    return layers.BatchNormalization(momentum=0.7, name=f"{name}_norm")(x) if norm else x
+
+
+def residual() -> keras.Model:
+    """Two blocks with a shortcut, as in a ResNet."""
+    x = inputs = keras.Input((6, 6, 3))
+    x = convolved(x, 8, 3, "stem")
+    for n in range(2):
+        h = layers.ReLU(name=f"relu_{n}_1")(convolved(x, 4, 1, f"block_{n}_1"))
+        h = layers.ReLU(name=f"relu_{n}_2")(convolved(h, 4, 3, f"block_{n}_2"))
+        h = convolved(h, 8, 1, f"block_{n}_3")
+        x = layers.ReLU(name=f"relu_{n}")(layers.Add(name=f"add_{n}")([x, h]))
+    x = layers.GlobalAveragePooling2D(name="pool")(x)
+    return keras.Model(inputs, layers.Dense(2, name="head")(x))
+
+
+def inverted() -> keras.Model:
+    """A block that is wide inside, where each channel is convolved for itself: a MobileNet's."""
+    x = inputs = keras.Input((6, 6, 4))
+    h = layers.ReLU(6.0, name="relu_1")(convolved(x, 16, 1, "expand", use_bias=False))
+    h = layers.DepthwiseConv2D(3, padding="same", name="depthwise")(h)
+    h = layers.ReLU(6.0, name="relu_2")(layers.BatchNormalization(name="depthwise_norm")(h))
+    x = layers.Add(name="add")([x, convolved(h, 4, 1, "project")])
+    x = layers.GlobalAveragePooling2D(name="pool")(x)
+    return keras.Model(inputs, layers.Dense(2, name="head")(x))
+
+
+def smaller_and_larger() -> keras.Model:
+    x = inputs = keras.Input((6, 6, 4))
+    x = layers.Conv2D(8, 3, strides=2, padding="same", activation="relu", name="down")(x)
+    x = layers.Conv2DTranspose(4, 3, strides=2, padding="same", name="up")(x)
+    x = layers.Flatten(name="row")(x)
+    return keras.Model(inputs, layers.Dense(2, name="head")(x))
+
+
+FOUND: dict[str, tuple[Callable[[], keras.Model], dict[str, Any]]] = {
+    "residual": (
+        residual,
+        {
+            r"block_\d+_1/kernel": FILTERS,
+            r"block_\d+_1/bias": ("model",),
+            r"block_\d+_2/kernel": CHANNELS,
+        },
+    ),
+    "inverted": (
+        inverted,
+        {
+            "expand/kernel": FILTERS,
+            "depthwise/kernel": CHANNELS,
+            "depthwise/bias": ("model",),
+            "project/kernel": CHANNELS,
+        },
+    ),
+    "smaller and larger": (
+        smaller_and_larger,
+        {"down/kernel": FILTERS, "down/bias": ("model",), "up/kernel": FILTERS},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_pairs_are_cut_by_filters_and_by_what_they_take(name: str) -> None:
+    build, wanted = FOUND[name]
+    assert kdist.layout_map_for(build(), axes()) == wanted
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_they_train_as_one_device_does_and_send_a_sum_for_each_pair(
+    name: str, float64: None
+) -> None:
+    build, wanted = FOUND[name]
+    rng = np.random.default_rng(0)
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(0)
+        models.append(build())
+    plain, parallel = models
+    x, y = rng.normal(size=(8, *plain.input_shape[1:])), rng.normal(size=(8, 2))
+    kdist.parallelize(parallel, kdist.ParallelConfig(mesh=axes(model=2), layout_map=wanted))
+    for model in models:
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+        model.fit(x, y, batch_size=8, epochs=3, verbose=0)
+    for one, other in zip(plain.get_weights(), parallel.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    found = kdist.inspect(parallel)
+    pairs = 2 if name == "residual" else 1
+    assert found.count("all-reduce", phase="forward") == pairs
+    assert found.gathered == found.islands == ()
+
+
+def test_what_others_read_is_not_cut() -> None:
+    """The first of a pair is read by a shortcut too: cut, it would be gathered there."""
+    x = inputs = keras.Input((6, 6, 4))
+    first = layers.Conv2D(4, 3, padding="same", name="first")(x)
+    second = layers.Conv2D(4, 3, padding="same", name="second")(layers.ReLU()(first))
+    model = keras.Model(inputs, layers.Add()([first, second]))
+    with pytest.raises(ValueError, match="Nothing to cut was found"):
+        kdist.layout_map_for(model, axes())
+
+
+@pytest.mark.parametrize("activation", ["softmax", "log_softmax", "glu"])
+def test_channels_that_meet_between_two_keep_them_apart(activation: str) -> None:
+    x = inputs = keras.Input((6, 6, 4))
+    x = layers.Activation(activation)(layers.Conv2D(8, 1, name="first")(x))
+    model = keras.Model(inputs, layers.Conv2D(4, 1, name="second")(x))
+    with pytest.raises(ValueError, match="Nothing to cut was found"):
+        kdist.layout_map_for(model, axes())
+
+
+@pytest.mark.parametrize(
+    "how", [{"groups": 2}, {"data_format": "channels_first"}], ids=["groups", "channels first"]
+)
+def test_what_is_gathered_anyway_stays_whole(how: dict[str, Any]) -> None:
+    x = inputs = keras.Input((4, 4, 4))
+    x = layers.Conv2D(4, 1, name="first", **how)(x)
+    model = keras.Model(inputs, layers.Conv2D(4, 1, name="second", **how)(x))
+    with pytest.raises(ValueError, match="Nothing to cut was found"):
+        kdist.layout_map_for(model, axes())

@@ -1,0 +1,142 @@
+"""Convolutions of which channels are cut, by filters and by what they take, equal one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import kdist
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from .case import CLASSES, Case, Data, Layout, labels, weights
+from .harness import compare
+from .matrix import level_config, product, spread
+from .optimizer_zoo import OPTIMIZERS
+
+DIMS = {"1d": 1, "2d": 2, "3d": 3}
+SIDE = 6
+
+
+def _convolutions(dims: int) -> Callable[[], keras.Model]:
+    kind = f"{dims}D"
+    forward, transposed = getattr(layers, f"Conv{kind}"), getattr(layers, f"Conv{kind}Transpose")
+
+    def build() -> keras.Model:
+        x = inputs = keras.Input((SIDE,) * dims + (3,), name="image")
+        x = forward(8, 3, padding="same", activation="relu", name="up")(x)
+        if dims < 3:
+            x = getattr(layers, f"DepthwiseConv{kind}")(2, padding="same", name="each")(x)
+        x = forward(6, 2, strides=2, name="down")(x)
+        x = layers.Activation("tanh", name="tanh")(x)
+        x = transposed(8, 3, strides=2, padding="same", name="larger")(x)
+        x = transposed(4, 2, use_bias=False, name="last")(x)
+        x = layers.Flatten(name="row")(x)
+        return keras.Model(inputs, layers.Dense(CLASSES, name="head")(x), name=f"window_{kind}")
+
+    return build
+
+
+def _data(dims: int) -> Callable[[int, int], Data]:
+    def data(seed: int, samples: int) -> Data:
+        rng = np.random.default_rng(seed)
+        x = rng.normal(size=(samples, *(SIDE,) * dims, 3))
+        return x, labels(rng, samples), weights(rng, samples)
+
+    return data
+
+
+def _layouts(dims: int) -> Mapping[str, Layout]:
+    window: Layout = (None,) * dims
+    by_filters, by_channels = (*window, None, "model"), (*window, "model", None)
+    return {
+        "up/kernel": by_filters,
+        "up/bias": ("model",),
+        **({"each/kernel": by_channels, "each/bias": ("model",)} if dims < 3 else {}),
+        "down/kernel": by_channels,
+        # The filters of a transposed one come before the channels that it takes.
+        "larger/kernel": by_channels,
+        "larger/bias": ("model",),
+        "last/kernel": by_filters,
+    }
+
+
+CASES = {
+    name: Case(name=f"window_{name}", build=_convolutions(n), data=_data(n), layout_map=_layouts(n))
+    for name, n in DIMS.items()
+}
+MESHES = {
+    "model2": {"model": 2},
+    "data2_model2": {"data": 2, "model": 2},
+    "model2_data2": {"model": 2, "data": 2},
+    "pipe2_model2": {"pipe": 2, "model": 2},
+    "pipe2_data2_model2": {"pipe": 2, "data": 2, "model": 2},
+}
+MORE: Mapping[str, Any] = {
+    "nothing": {},
+    "recompute": {"recompute": kdist.RecomputeConfig()},
+    "fusion": {"fusion": kdist.FusionConfig(mode="size", size_mb=0.001)},
+    "alltoall": {"enable_alltoall": True},
+}
+LEVELS = ("level0", "level1", "level2", "level3")
+
+
+def _config(mesh: str, level: str, more: str = "nothing") -> dict[str, Any]:
+    stages = {"pipeline": kdist.PipelineConfig(micro_batches=2)} if "pipe" in mesh else {}
+    return {**level_config(level), **MORE[more], **stages}
+
+
+# A level slices over data.
+ROWS = [
+    row for row in product(CASES, MESHES, LEVELS, MORE) if "data2" in row[1] or row[2] == "level0"
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "level", "more"),
+    spread(
+        ROWS,
+        [
+            ("2d", "data2_model2", "level3", "nothing"),
+            ("1d", "pipe2_model2", "level0", "nothing"),
+            ("3d", "model2", "level0", "nothing"),
+            ("2d", "model2_data2", "level1", "recompute"),
+            ("2d", "pipe2_data2_model2", "level2", "fusion"),
+            ("1d", "data2_model2", "level2", "alltoall"),
+            ("2d", "pipe2_data2_model2", "level3", "recompute"),
+            ("3d", "pipe2_data2_model2", "level1", "nothing"),
+        ],
+    ),
+)
+def test_cut_channels_equal_one_device(
+    name: str, mesh: str, level: str, more: str, engine: str
+) -> None:
+    compare(
+        CASES[name],
+        MESHES[mesh],
+        optimizer=OPTIMIZERS["adam"],
+        engine=engine,
+        config=_config(mesh, level, more),
+    )
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_sums_are_all_that_is_sent(name: str) -> None:
+    """Forward of what is cut by the channels taken, backward of what is cut by filters."""
+    model = CASES[name].build()
+    config = kdist.ParallelConfig(mesh=kdist.mesh(model=2), layout_map=CASES[name].layout_map)
+    kdist.parallelize(model, config)
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    found = kdist.inspect(model, 4)
+    assert found.gathered == found.islands == found.fallbacks == ()
+    inside = {(one.layer, one.phase, one.kind) for one in found.collectives}
+    # The first has no gradient of its input; `larger` reads a sum, which is whole.
+    forward, backward = ("down", "last"), ("larger",)
+    assert inside == {
+        *((layer, "forward", "all-reduce") for layer in forward),
+        *((layer, "backward", "all-reduce") for layer in backward),
+    }
+    assert found.count("all-reduce") == 3
