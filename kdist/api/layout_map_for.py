@@ -8,11 +8,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
 from kdist._compat import keras_models
-from kdist.api.product_graph import ProductGraph
+from kdist.api.product_graph import ProductGraph, Weight
 from kdist.config.tables import host_layers, split_layers
 from kdist.layers import DistributedEmbedding
 from kdist.plan.column_row import Roles, connected_pairs, pairs_by_size, wide_ends
-from kdist.plan.convolutions import Convolution, convolution_of
+from kdist.plan.convolutions import convolution_of
 from kdist.plan.products import Product, filters_as_product, product_of, quantized_products
 from kdist.sharding.dims import Dims
 from kdist.sharding.mesh import Topology
@@ -30,8 +30,8 @@ def layout_map_for(
 
     Attention is cut by heads; of two products that follow each other the first is cut by columns
     and the second by rows, with nothing to send between them; so of two convolutions, by channels,
-    with what convolves each channel for itself between them; large tables of embeddings, and last
-    layers of many classes, by their entries. All else stays whole: norms, other convolutions, and
+    and what has weights for each channel between them; large tables of embeddings, and last layers
+    of many classes, by their entries. All else stays whole: other norms and convolutions, and
     recurrent cells, which are gathered for use anyway. Numbers do not depend on the choice. The
     map is a dict to print, to change, and to give to `ParallelConfig(layout_map=...)`. Since blocks
     of one kind share patterns, that of a small model serves a deeper one of the same names.
@@ -81,7 +81,7 @@ def _decided(model: keras.Model, axis: str, parts: int) -> tuple[Roles, dict[str
     multiplied = list(inside.values())
     inside |= {id(layer): one for layer in layers if (one := filters_as_product(layer))}
     products = {one.path: one for one in inside.values()}
-    between: dict[str, list[Convolution]] = {}
+    between: dict[str, list[Weight]] = {}
     for parent in layers:
         for columns, rows in _pairs(parent, inside, parts, between):
             roles.pair(columns, rows, parts)
@@ -93,10 +93,8 @@ def _decided(model: keras.Model, axis: str, parts: int) -> tuple[Roles, dict[str
         layouts[path] = _cut(one.shape, one.cut(role), axis)
         if role == "columns" and one.bias is not None and one.bias_dim is not None:
             layouts[one.bias] = _cut(one.bias_shape, one.bias_dim, axis)
-        for each in between.get(path, ()) if role == "rows" else ():
-            layouts[each.filters.path] = _cut(each.filters.shape, each.taken, axis)
-            if each.bias is not None:
-                layouts[each.bias.path] = (axis,)
+        for variable, dim in between.get(path, ()) if role == "rows" else ():
+            layouts[variable.path] = _cut(variable.shape, dim, axis)
     for table, dim in _tables(model):
         if table.shape[dim] % parts == 0:
             layouts[table.path] = _cut(table.shape, dim, axis)
@@ -123,7 +121,7 @@ def _pairs(
     parent: keras.layers.Layer,
     products: Mapping[int, Product],
     parts: int,
-    between: dict[str, list[Convolution]],
+    between: dict[str, list[Weight]],
 ) -> Iterator[tuple[Sequence[Product], Product]]:
     functional = keras_models.functional_of(parent)
     if functional is not None:

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kdist._compat import keras_models
-from kdist.plan.convolutions import Convolution, convolution_of
+from kdist.plan.convolutions import convolution_of
 from kdist.plan.products import Product
 
 import keras
 
+Weight = tuple[keras.Variable, int]
 ELEMENTWISE_LAYERS = (
     keras.layers.Activation,
     keras.layers.ActivityRegularization,
@@ -47,7 +48,7 @@ TOGETHER = (
 class ProductGraph:
     """The products of a model that is a graph of layers, and of the graphs of layers inside it.
 
-    Convolutions of channels each for itself may stand between two of them: they are cut as these.
+    What has weights for each feature may stand between two of them: it is cut as these are.
 
     Args:
         functional: The model's graph.
@@ -55,12 +56,13 @@ class ProductGraph:
 
     Attributes:
         products: Those of the graph, in the order in which they run.
-        between: By path of a product, what convolves each channel between its sources and it.
+        between: By path of a product, weights between its sources and it, each with its dim of
+            features.
     """
 
     def __init__(self, functional: Any, products: Mapping[int, Product]) -> None:
         self._known = products
-        self.between: dict[str, list[Convolution]] = {}
+        self.between: dict[str, list[Weight]] = {}
         self._made_by: dict[int, Any] = {}
         self._same: dict[int, list[Any]] = {}  # what an inner graph takes: given at each call
         self._taken: dict[int, list[Any]] = {}  # by each operation, at all of its calls
@@ -106,7 +108,7 @@ class ProductGraph:
         """
         layer = next(key for key in self._taken if self._known.get(key) is product)
         found: dict[str, Product] = {}
-        between: list[Convolution] = []
+        between: list[Weight] = []
         queue, seen, inside = list(self._taken[layer]), set(), {layer}
         for tensor in queue:
             if id(tensor) in seen:
@@ -120,14 +122,23 @@ class ProductGraph:
                 inside.add(id(maker.operation))
                 for given in maker.arguments.keras_tensors:
                     queue += self._origins(given)
-                one = convolution_of(maker.operation)
-                between += [] if one is None else [one]
+                between += weights_of_features(maker.operation)
             else:
                 return []
         if any(self._read[one] - inside for one in seen):
             return []
         self.between[product.path] = between
         return list(found.values())
+
+
+def weights_of_features(operation: Any) -> Iterator[Weight]:
+    """Weights of what is elementwise that have an entry for each feature, and the dim of these."""
+    if isinstance(operation, keras.layers.BatchNormalization):
+        yield from ((variable, 0) for variable in operation.weights if len(variable.shape) == 1)
+    elif (one := convolution_of(operation)) is not None:
+        yield one.filters, one.taken
+        if one.bias is not None:
+            yield one.bias, 0
 
 
 def is_elementwise(node: Any) -> bool:

@@ -32,10 +32,9 @@ CONVOLUTIONS: tuple[type, ...] = (
 # (depthwise ones fail only when they run, which breaks the process) where they have no stand-in
 # (`kdist.dtensor.channels`), recurrent cells split their kernels along the cut dim. Their weights
 # are gathered where they are read; relayout's gradient cuts the gradient again. Dense, EinsumDense,
-# Embedding, attention and every normalization layer but BatchNormalization run on parts.
+# Embedding, attention and every normalization layer run on parts.
 GATHER_ON_READ: tuple[type, ...] = (
     *CONVOLUTIONS,
-    keras.layers.BatchNormalization,
     keras.layers.RNN,
     keras.layers.LSTMCell,
     keras.layers.GRUCell,

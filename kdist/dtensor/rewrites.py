@@ -6,11 +6,11 @@ A rewrite is exact, and keeps its operand cut where it can be. What has none bec
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from kdist.dtensor.body import Body, control_inputs, data_inputs
+from kdist.dtensor.indexing import Indexing, indexing
 from kdist.graphs.chunks import node_of
 
 import numpy as np
@@ -35,78 +35,6 @@ def rewrite(body: Body) -> int:
         if node is not None and node.op in TABLE:
             count += TABLE[node.op](body, node)
     return count
-
-
-@dataclasses.dataclass(frozen=True)
-class Indexing:
-    """A strided slice without new axes and without an ellipsis, and the axes that come after it.
-
-    Attributes:
-        begin: Per dim of what is sliced.
-        end: Per dim.
-        strides: Per dim.
-        masks: `begin_mask`, `end_mask` and `shrink_axis_mask`.
-        new: Where the result has new axes, ascending.
-    """
-
-    begin: tuple[int, ...]
-    end: tuple[int, ...]
-    strides: tuple[int, ...]
-    masks: Mapping[str, int]
-    new: tuple[int, ...]
-
-    @property
-    def takes_all(self) -> bool:
-        """Whether nothing but new axes is left of it."""
-        return all(map(self.takes_all_of, range(len(self.begin))))
-
-    def takes_all_of(self, dim: int) -> bool:
-        """Whether a dim of what is sliced stays as it is."""
-        begin, end, shrinks = (bool(mask >> dim & 1) for mask in self.masks.values())
-        return begin and end and not shrinks and self.strides[dim] == 1
-
-
-def indexing(
-    attributes: Mapping[str, int], bounds: tuple[np.ndarray, np.ndarray, np.ndarray], rank: int
-) -> Indexing:
-    """Spells a strided slice out, dim by dim.
-
-    Args:
-        attributes: The operation's masks.
-        bounds: `begin`, `end`, `strides`: one entry a dim, a new axis, or the ellipsis.
-        rank: Of what is sliced.
-    """
-    begin, end, strides = bounds
-    count = len(begin)
-    bit = {key: [bool(mask >> i & 1) for i in range(count)] for key, mask in attributes.items()}
-    named = sum(not n and not e for n, e in zip(bit["new_axis_mask"], bit["ellipsis_mask"]))
-    left = rank - named
-    rows: list[tuple[int, int, int]] = []
-    masks = {"begin_mask": 0, "end_mask": 0, "shrink_axis_mask": 0}
-    new, made = [], 0
-
-    def whole(dims: int) -> int:
-        for _ in range(dims):
-            masks["begin_mask"] |= 1 << len(rows)
-            masks["end_mask"] |= 1 << len(rows)
-            rows.append((0, 0, 1))
-        return dims
-
-    for i in range(count):
-        if bit["ellipsis_mask"][i]:
-            made += whole(left)
-            left = 0
-        elif bit["new_axis_mask"][i]:
-            new.append(made)
-            made += 1
-        else:
-            for key in masks:
-                masks[key] |= bit[key][i] << len(rows)
-            rows.append((int(begin[i]), int(end[i]), int(strides[i])))
-            made += not bit["shrink_axis_mask"][i]
-    whole(left)
-    begins, ends, steps = zip(*rows) if rows else ((), (), ())
-    return Indexing(begins, ends, steps, masks, tuple(new))
 
 
 def _new_axes(body: Body, node: Any) -> bool:
@@ -353,6 +281,29 @@ def _unstacked(body: Body, node: Any) -> bool:
     return True
 
 
+def _squeezed(body: Body, node: Any) -> bool:
+    """A tensor whose dims but one have size 1, without these: reshaped, since DTensor cuts that.
+
+    BatchNormalization makes its statistics so, and stores them as they are cut.
+    """
+    (source,) = data_inputs(node)
+    spec = body.specs.get(f"{node.name}:output:0")
+    if spec is None or not spec.dtype.is_floating or not spec.shape.is_fully_defined():
+        return False
+    if spec.shape.rank != 1:
+        return False
+    made = node_def_pb2.NodeDef(name=node.name, op="Reshape")
+    shape = _constant(body, f"{node.name}/shape", np.asarray(spec.shape, np.int32))
+    made.input.extend([source, shape, *control_inputs(node)])
+    made.attr["T"].type, made.attr["Tshape"].type = node.attr["T"].type, _number(tf.int32)
+    body.nodes[node.name] = made
+    return True
+
+
+def _number(dtype: tf.DType) -> int:
+    return int(dtype.as_datatype_enum)
+
+
 def _of_numbers(spec: tf.TensorSpec) -> bool:
     """Whether a tensor can be cut: shapes that are put together are not."""
     return spec.dtype.is_floating and spec.shape.rank is not None and spec.shape.rank > 1
@@ -392,5 +343,6 @@ TABLE: Mapping[str, Callable[[Body, Any], bool]] = {
     PRODUCT: _cast_before,
     STACK: _stacked,
     UNSTACK: _unstacked,
+    "Squeeze": _squeezed,
 }
 """By type of an operation: rewrites a node of it in place, and says whether it has."""

@@ -12,6 +12,12 @@ import numpy as np
 import pytest
 from keras import layers
 
+
+def norm(name: str) -> dict[str, Any]:
+    ends = ("gamma", "beta", "moving_mean", "moving_variance")
+    return {f"{name}/{end}": ("model",) for end in ends}
+
+
 FILTERS = (None, None, None, "model")
 CHANNELS = (None, None, "model", None)
 
@@ -63,6 +69,7 @@ FOUND: dict[str, tuple[Callable[[], keras.Model], dict[str, Any]]] = {
         {
             r"block_\d+_1/kernel": FILTERS,
             r"block_\d+_1/bias": ("model",),
+            **norm(r"block_\d+_1_norm"),
             r"block_\d+_2/kernel": CHANNELS,
         },
     ),
@@ -70,8 +77,10 @@ FOUND: dict[str, tuple[Callable[[], keras.Model], dict[str, Any]]] = {
         inverted,
         {
             "expand/kernel": FILTERS,
+            **norm("expand_norm"),
             "depthwise/kernel": CHANNELS,
             "depthwise/bias": ("model",),
+            **norm("depthwise_norm"),
             "project/kernel": CHANNELS,
         },
     ),
@@ -109,6 +118,7 @@ def test_they_train_as_one_device_does_and_send_a_sum_for_each_pair(
     found = kdist.inspect(parallel)
     pairs = 2 if name == "residual" else 1
     assert found.count("all-reduce", phase="forward") == pairs
+    assert found.count("all-gather") == 0
     assert found.gathered == found.islands == ()
 
 

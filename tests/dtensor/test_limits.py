@@ -39,7 +39,6 @@ GATHERED = {
     "Conv2DTranspose": (lambda: keras.layers.Conv2DTranspose(4, 3), images),
     "DepthwiseConv2D": (lambda: keras.layers.DepthwiseConv2D(3), images),
     "SeparableConv2D": (lambda: keras.layers.SeparableConv2D(4, 3), images),
-    "BatchNormalization": (lambda: keras.layers.BatchNormalization(), images),
     "LSTM": (lambda: keras.layers.LSTM(4), sequences),
     "GRU": (lambda: keras.layers.GRU(4, unroll=True), sequences),
     "SimpleRNN": (lambda: keras.layers.SimpleRNN(4), sequences),
@@ -52,6 +51,7 @@ AS_THEY_ARE = {
     ),
     "LayerNormalization": (lambda: keras.layers.LayerNormalization(), sequences),
     "GroupNormalization": (lambda: keras.layers.GroupNormalization(2), images),
+    "BatchNormalization": (lambda: keras.layers.BatchNormalization(), images),
 }
 
 

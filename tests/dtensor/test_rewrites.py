@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdist.dtensor.body import Body
+from kdist.dtensor.indexing import indexing
 from kdist.dtensor.rewrites import (
     CONCAT,
     PRODUCT,
@@ -14,7 +15,6 @@ from kdist.dtensor.rewrites import (
     STACK,
     TABLE,
     UNSTACK,
-    indexing,
     rewrite,
     with_dims_from_the_front,
 )
@@ -24,6 +24,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensorflow.experimental import dtensor
 
 from .dtensor_parts import cut, inner_mesh, run, specs, whole
 
@@ -249,3 +250,19 @@ def test_an_index_is_spelled_out_dim_by_dim(entries: list[Any], at: int, data: A
     np.testing.assert_array_equal(made, array[tuple(index)])
     if found.takes_all:
         assert made.size == array.size
+
+
+def test_statistics_without_their_dims_of_size_1_stay_cut() -> None:
+    """Entry `Squeeze`: of whole values, whose mean is to be cut, DTensor fails on it."""
+    mesh, _ = inner_mesh(model=2)
+    layout = dtensor.Layout(["model"], mesh)
+
+    def statistics(x: Any) -> Any:
+        mean = tf.squeeze(tf.reduce_mean(x, 0, keepdims=True), [0])
+        return dtensor.relayout(mean, layout) + 1.0, x - mean
+
+    found, program = run(mesh, statistics, cut(X, mesh, None, None))
+    np.testing.assert_allclose(whole(found[0]), X.mean(0) + 1.0, rtol=1e-12)
+    np.testing.assert_allclose(whole(found[1]), X - X.mean(0), rtol=1e-12, atol=1e-15)
+    assert program.islands == ()
+    assert specs(found[0]) == ("model",)
