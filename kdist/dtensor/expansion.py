@@ -136,7 +136,7 @@ def _moving(
         if one.kind == "all-to-all":
             found += [name] if number == name else _users(body, readers, given[int(number)])
     known = [n for n in found if n in body.nodes and n not in inside and _may_fail(body.nodes[n])]
-    return dict.fromkeys(known, "an all-to-all, which enable_alltoall=False rules out")
+    return dict.fromkeys(known, limits.RULED_OUT)
 
 
 def _users(body: Body, readers: Mapping[str, Sequence[str]], reference: str) -> list[str]:

@@ -82,6 +82,8 @@ _INT64 = tf.int64.as_datatype_enum
 _INEXACT = {tf.float64.as_datatype_enum, tf.bfloat16.as_datatype_enum}
 UNKNOWN = "does not implement"
 """In reasons of operations for which DTensor has no rule."""
+RULED_OUT = "an all-to-all, which enable_alltoall=False rules out"
+"""In reasons of operations that DTensor could expand."""
 _LOWERING = re.compile(r"(?:^|\n|: )error: (.*)|\berror: (.*)")
 
 

@@ -13,6 +13,7 @@ from kdist.config.tables import Place, Split, host_layers, split_layers
 from kdist.config.without_effect import WithoutEffect, idle_axis, no_sequence
 from kdist.dtensor.along_sequence import End, ends
 from kdist.dtensor.channels import InParts, convolutions_in_parts
+from kdist.dtensor.limits import RULED_OUT
 from kdist.dtensor.lowering import Island
 from kdist.dtensor.relayout import Trace
 from kdist.layers.relayout import Relayout
@@ -102,7 +103,7 @@ class ModelLayouts:
         self._along: bool | None = False if config.sequence_parallel else None
         self.uncut: list[WithoutEffect] = []
         self.idle: list[WithoutEffect] = []
-        self.islands: dict[str, None] = {}
+        self.islands: dict[str, bool] = {}  # by title: whether one that the setting rules out
         self.left_whole = tuple(fit.notes)
         self.any_cut = any(not layout.is_replicated for layout in self.weights.values())
         cuts = list(self._cuts(model))
@@ -191,21 +192,25 @@ class ModelLayouts:
     def tell_islands(self, found: Iterable[Island]) -> None:
         """Notes operations that run on gathered operands; warns once a model, of the first."""
         first = not self.islands
-        self.islands.update(dict.fromkeys(island.title for island in found))
+        self.islands.update((one.title, RULED_OUT in one.reason) for one in found)
         if first and self.islands:
             warnings.warn(self.island_note(), stacklevel=2)
 
     def island_note(self) -> str:
         """What runs on gathered operands, in one line; "" if nothing does."""
-        titles = list(self.islands)
-        if not titles:
+        if not self.islands:
             return ""
-        shown = ", ".join(titles[:SHOWN])
-        more = f" and {len(titles) - SHOWN} more" if len(titles) > SHOWN else ""
+        unknown = [title for title, ruled_out in self.islands.items() if not ruled_out]
+        moving = [title for title, ruled_out in self.islands.items() if ruled_out]
+        causes = [f"DTensor cannot expand {_shown(unknown)}."] if unknown else []
+        if moving:
+            causes.append(
+                f"enable_alltoall=False rules out the all-to-all of {_shown(moving)}: set it to "
+                "True to have that cut too."
+            )
         return (
-            f"DTensor cannot expand {shown}{more}. Each device runs that whole, on gathered "
-            "operands; everything else stays cut over the inner axes. "
-            "kdist.inspect(model) says what it costs."
+            f"{' '.join(causes)} Each device runs that whole, on gathered operands; everything "
+            "else stays cut over the inner axes. kdist.inspect(model) says what it costs."
         )
 
     def _add_declared(self, layer: keras.layers.Layer, resolved: ResolvedShard) -> None:
@@ -221,6 +226,12 @@ class ModelLayouts:
                     f"gives {mapped.dims}, shard gives {layout.dims}"
                 )
             self.weights[id(variable)] = layout
+
+
+def _shown(titles: Sequence[str]) -> str:
+    """The first titles of many."""
+    more = f" and {len(titles) - SHOWN} more" if len(titles) > SHOWN else ""
+    return ", ".join(titles[:SHOWN]) + more
 
 
 def _match_outputs(
