@@ -1,4 +1,4 @@
-"""Reductions whose result DTensor would lay out as it cannot: they run on each device's part."""
+"""Operations whose result DTensor would lay out as it cannot: they run on each device's part."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import kdist
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from ..parity import assert_same_weights
+from .dtensor_parts import cut, inner_mesh, run, whole
 
 CUTS: Any = {".*up/kernel": (None, "model"), ".*down/kernel": ("model", None)}
 
@@ -49,3 +51,21 @@ def test_norms_of_a_stage_are_no_islands() -> None:
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-9)
     assert_same_weights(*models)
     assert not any("cannot expand" in note for note in models[1].plan().notes)
+
+
+def test_transpositions_of_what_attention_sums_up_are_no_islands() -> None:
+    """As KerasHub's Qwen evaluates along the sequence; DTensor wants their results whole."""
+    mesh, _ = inner_mesh(model=2)
+    shapes = [(2, 4, 8, 8), (2, 4, 8, 8), (32, 8)]
+    values = [np.random.default_rng(i).normal(size=shape) for i, shape in enumerate(shapes)]
+
+    def heads(scores: Any, value: Any, weight: Any) -> Any:
+        summed = tf.matmul(tf.nn.softmax(scores), value)
+        rows = tf.reshape(tf.transpose(summed, (0, 2, 1, 3)), (16, 32))
+        return tf.reshape(rows @ weight, (2, 8, 8))
+
+    layouts = [(None, None, None, "model"), (None, "model", None, None), ("model", None)]
+    given = [cut(v, mesh, *dims) for v, dims in zip(values, layouts, strict=True)]
+    made, program = run(mesh, heads, *given)
+    assert not program.islands
+    np.testing.assert_allclose(whole(made), heads(*map(tf.constant, values)), rtol=1e-9)
