@@ -135,6 +135,10 @@ def weights_of_features(operation: Any) -> Iterator[Weight]:
     """Weights of what is elementwise that have an entry for each feature, and the dim of these."""
     if isinstance(operation, keras.layers.BatchNormalization):
         yield from ((variable, 0) for variable in operation.weights if len(variable.shape) == 1)
+    elif isinstance(operation, keras.layers.PReLU):
+        last = len(operation.alpha.shape) - 1
+        if operation.alpha.shape[last] > 1:  # not one for all features
+            yield operation.alpha, last
     elif (one := convolution_of(operation)) is not None:
         yield one.filters, one.taken
         if one.bias is not None:

@@ -21,6 +21,7 @@ SLICE = "StridedSlice"
 SLICE_GRADIENT = "StridedSliceGrad"
 CONCAT = "ConcatV2"
 STACK, UNSTACK = "Pack", "Unpack"
+SQUEEZE = "Squeeze"
 CHECK = "CheckNumerics"
 _SUMMARY = "DebugNumericSummaryV2"
 PRODUCT = "BatchMatMulV3"
@@ -343,6 +344,6 @@ TABLE: Mapping[str, Callable[[Body, Any], bool]] = {
     PRODUCT: _cast_before,
     STACK: _stacked,
     UNSTACK: _unstacked,
-    "Squeeze": _squeezed,
+    SQUEEZE: _squeezed,
 }
 """By type of an operation: rewrites a node of it in place, and says whether it has."""

@@ -151,6 +151,7 @@ def test_what_lies_between_a_pair_may_be_in_models_inside(float64: None) -> None
             f"first/norm/{name}": ("model",)
             for name in ("gamma", "beta", "moving_mean", "moving_variance")
         },
+        "first/rectified/alpha": (None, "model"),
         "second/dense/kernel": ("model", None),
     }
     kdist.parallelize(parallel, kdist.ParallelConfig(mesh=mesh, layout_map=layouts))

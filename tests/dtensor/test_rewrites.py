@@ -12,6 +12,7 @@ from kdist.dtensor.rewrites import (
     PRODUCT,
     SLICE,
     SLICE_GRADIENT,
+    SQUEEZE,
     STACK,
     TABLE,
     UNSTACK,
@@ -196,7 +197,7 @@ def test_what_waited_for_an_unstacked_tensor_waits_for_its_parts() -> None:
 
 
 def test_the_table_has_these_rows_and_leaves_others_alone() -> None:
-    assert set(TABLE) == {SLICE, SLICE_GRADIENT, CONCAT, PRODUCT, STACK, UNSTACK}
+    assert set(TABLE) == {SLICE, SLICE_GRADIENT, CONCAT, PRODUCT, STACK, UNSTACK, SQUEEZE}
     for operation, count in ((lambda x: x[:, 1:3], 0), (lambda x: x[..., NEW], 2)):
         traced = tf.function(with_gradient(operation), autograph=False)
         body = Body(traced.get_concrete_function(tf.TensorSpec(X.shape, X.dtype)))
