@@ -145,12 +145,36 @@ class StandIns:
                 continue
             name = by_number[node.attr[_CONVOLUTION].i]
             operands = [_operand(nodes, one) for one in data_inputs(node)]
-            if None in operands or not node.attr[SHAPES].list.shape:
-                failed[name] = "its operands are laid out in another way than its result"
-            else:
+            if self._has_whole_windows(name, node, operands):
                 missing.discard(name)
-                definition.node_def.extend(self._put_back(node, self._originals[name], operands))
+                references = [f"{one.name}:output:0" for one in operands]
+                definition.node_def.extend(self._put_back(node, self._originals[name], references))
+            else:
+                failed[name] = "its operands are laid out in another way than its result"
         return {**failed, **dict.fromkeys(missing - set(failed), "DTensor made something else")}
+
+    def _has_whole_windows(self, name: str, node: Any, operands: Sequence[Any]) -> bool:
+        """Whether a device has all places of a convolution's operands, and is to make all.
+
+        What stands for it would be right without.
+
+        Args:
+            name: Of the convolution.
+            node: What stands for it in the program.
+            operands: Copies of its operands there, None where something lies between.
+        """
+        original = self._originals[name]
+        rule, read = RULES[original.op], data_inputs(original)
+        (result,) = self._body.made_by(original)
+        specs = [self._body.specs[read[rule.wide]], self._body.specs[read[rule.narrow]], result]
+        for dims, spec, made in zip(rule.dims, specs, (*operands, node), strict=True):
+            if made is None or not made.attr[SHAPES].list.shape:
+                return False
+            begin, count = dims.index(_SPATIAL), spec.shape.rank - 2
+            here = [dim.size for dim in made.attr[SHAPES].list.shape[0].dim]
+            if here[begin : begin + count] != list(spec.shape)[begin : begin + count]:
+                return False
+        return True
 
     def _put_back(self, node: Any, original: Any, operands: Sequence[Any]) -> Iterator[Any]:
         """Makes a node the convolution that it stands for; yields what that needs besides."""
@@ -225,11 +249,11 @@ def _is_plain(body: Body, node: Any, rule: Rule) -> bool:
     return all(len(one) == 1 for one in labels.values()) and labels.get("m", {1}) == {1}
 
 
-def _operand(nodes: Mapping[str, Any], reference: str) -> str | None:
+def _operand(nodes: Mapping[str, Any], reference: str) -> Any:
     """The copy of a convolution's operand that a product is of; None if something lies between."""
     while (node := nodes.get(node_of(reference))) is not None:
         if _OPERAND in node.attr:
-            return f"{node.name}:output:0"
+            return node
         if node.op not in _PASSES:
             return None
         reference = node.input[0]

@@ -155,3 +155,39 @@ def test_a_sum_between_an_operand_and_its_product_is_found() -> None:
     (island,) = program.islands
     assert "laid out in another way" in island.reason
     assert dtensor.UNSHARDED in program.layouts[0].sharding_specs
+
+
+@pytest.mark.parametrize("name", ["valid", "depthwise"])
+def test_a_result_that_is_to_be_cut_along_the_window(name: str) -> None:
+    """A place of what stands for it needs no others, as one of the convolution does."""
+    mesh, _ = inner_mesh(model=2)
+    function, x, filters = FUNCTIONS[name]
+    whole_layout = [dtensor.UNSHARDED] * 4
+    layout = dtensor.Layout([dtensor.UNSHARDED, "model", *whole_layout[2:]], mesh)
+
+    def sums(x: Any, filters: Any, cuts: bool = True) -> Any:
+        y = function(tf.concat([x, x], 1), filters)[:, :4]
+        return tf.reduce_sum(tf.sin(dtensor.relayout(y, layout) if cuts else y), [0, 1, 2])
+
+    expected = with_gradients(lambda *given: sums(*given, cuts=False))(
+        tf.constant(x), tf.constant(filters)
+    )
+    parts = [cut(x, mesh, *[None] * 4), cut(filters, mesh, *[None] * 4)]
+    found, _ = run(mesh, with_gradients(sums), *parts, channels=True)
+    for one, reference in zip(found, expected, strict=True):
+        np.testing.assert_allclose(whole(one), reference, rtol=1e-11, atol=1e-11)
+
+
+def test_a_result_that_is_cut_along_the_window_at_once() -> None:
+    mesh, _ = inner_mesh(model=2)
+    layout = dtensor.Layout([dtensor.UNSHARDED, "model", *[dtensor.UNSHARDED] * 2], mesh)
+    parts = [cut(X, mesh, *[None] * 4), cut(FILTERS, mesh, *[None] * 4)]
+
+    def sums(x: Any, filters: Any) -> Any:
+        y = dtensor.relayout(tf.nn.conv2d(x, filters, 1, "SAME"), layout)
+        return tf.reduce_sum(tf.sin(y), [0, 1, 2])
+
+    found, program = run(mesh, sums, *parts, channels=True)
+    expected = np.sin(tf.nn.conv2d(X, FILTERS, 1, "SAME")).sum((0, 1, 2))
+    np.testing.assert_allclose(whole(found), expected, rtol=1e-11)
+    assert [island.title for island in program.islands] == ["Conv2D (Conv2D)"]
