@@ -156,7 +156,7 @@ class StandIns:
     def _has_whole_windows(self, name: str, node: Any, operands: Sequence[Any]) -> bool:
         """Whether a device has all places of a convolution's operands, and is to make all.
 
-        What stands for it would be right without.
+        What stands for it would be right without. Channels and rows agree as those of a product do.
 
         Args:
             name: Of the convolution.
@@ -167,6 +167,7 @@ class StandIns:
         rule, read = RULES[original.op], data_inputs(original)
         (result,) = self._body.made_by(original)
         specs = [self._body.specs[read[rule.wide]], self._body.specs[read[rule.narrow]], result]
+        sizes: dict[str, set[int]] = {}
         for dims, spec, made in zip(rule.dims, specs, (*operands, node), strict=True):
             if made is None or not made.attr[SHAPES].list.shape:
                 return False
@@ -174,7 +175,10 @@ class StandIns:
             here = [dim.size for dim in made.attr[SHAPES].list.shape[0].dim]
             if here[begin : begin + count] != list(spec.shape)[begin : begin + count]:
                 return False
-        return True
+            del here[begin : begin + count]
+            for label, size in zip(dims.replace(_SPATIAL, ""), here):
+                sizes.setdefault(label, set()).add(size)
+        return all(len(one) == 1 for one in sizes.values())
 
     def _put_back(self, node: Any, original: Any, operands: Sequence[Any]) -> Iterator[Any]:
         """Makes a node the convolution that it stands for; yields what that needs besides."""
