@@ -94,7 +94,8 @@ def _decided(model: keras.Model, axis: str, parts: int) -> tuple[Roles, dict[str
         if role == "columns" and one.bias is not None and one.bias_dim is not None:
             layouts[one.bias] = _cut(one.bias_shape, one.bias_dim, axis)
         for variable, dim in between.get(path, ()) if role == "rows" else ():
-            layouts[variable.path] = _cut(variable.shape, dim, axis)
+            if variable.shape[dim] == one.shape[one.cut(role)]:  # a gate may have one for all
+                layouts[variable.path] = _cut(variable.shape, dim, axis)
     for table, dim in _tables(model):
         if table.shape[dim] % parts == 0:
             layouts[table.path] = _cut(table.shape, dim, axis)

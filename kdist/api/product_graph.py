@@ -116,6 +116,8 @@ class ProductGraph:
             seen.add(id(tensor))
             maker = self._made_by.get(id(tensor))
             source = None if maker is None else self._known.get(id(maker.operation))
+            if maker is not None and _meet(maker.operation):
+                return []
             if source is not None:
                 found[source.path] = source
             elif maker is not None and is_elementwise(maker):
@@ -145,13 +147,16 @@ def weights_of_features(operation: Any) -> Iterator[Weight]:
             yield one.bias, 0
 
 
+def _meet(operation: Any) -> bool:
+    """Whether the activation of a layer makes a feature of several."""
+    return getattr(operation, "activation", None) in TOGETHER
+
+
 def is_elementwise(node: Any) -> bool:
     """Whether each feature of what a node gives is made of that feature alone."""
     operation = node.operation
     if isinstance(operation, keras.layers.BatchNormalization):
         return operation.axis in (-1, len(node.outputs[0].shape) - 1)
-    if isinstance(operation, keras.layers.Activation) and operation.activation in TOGETHER:
-        return False
     if isinstance(operation, keras.layers.Layer):
         one = convolution_of(operation)
         return isinstance(operation, ELEMENTWISE_LAYERS) or one is not None and one.by_channel

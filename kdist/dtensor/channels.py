@@ -19,15 +19,15 @@ class InParts:
 
     Attributes:
         layer: The layer.
-        weights: Those of which it takes parts.
-        taken: What cuts the channels that it takes.
-        given: What cuts those that it gives.
+        weights: Those of which it takes parts; its filters first.
+        taken: How many channels it takes, and what cuts them.
+        given: How many it gives, and what cuts them.
     """
 
     layer: keras.layers.Layer
     weights: tuple[keras.Variable, ...]
-    taken: Dim
-    given: Dim
+    taken: tuple[int, Dim]
+    given: tuple[int, Dim]
 
 
 def convolutions_in_parts(
@@ -52,19 +52,29 @@ def convolutions_in_parts(
         dims = read(one.filters)
         if {n for n, dim in enumerate(dims) if dim} - {one.taken, one.given} or not any(dims):
             continue
-        taken, given = dims[one.taken], dims[one.given]
+        shape = one.filters.shape
+        taken, given = ((shape[dim], dims[dim]) for dim in (one.taken, one.given))
         weights = [one.filters]
-        if one.bias is not None and read(one.bias) == (given,):
+        if one.bias is not None and read(one.bias) == given[1:]:
             weights.append(one.bias)
         yield InParts(layer, tuple(weights), taken, given)
 
 
 def on_parts(call: Callable, one: InParts) -> Callable:
-    """`call` of a convolution with channels cut as its filters are, of the gradients too."""
-    lay_out = relayout.masked(relayout.channels_cut)
+    """`call` of a convolution with channels cut as its filters are, of the gradients too.
+
+    A class of one's own may take and give other tensors too, such as masks: these are whole.
+    """
+    rank = len(one.weights[0].shape)
+
+    def laid_out(tensor: Any, channels: int, over: Dim) -> Any:
+        shape = getattr(tensor, "shape", None)
+        if shape is not None and len(shape) == rank and shape[-1] == channels:
+            return relayout.masked(relayout.channels_cut)(tensor, over)
+        return relayout.masked(relayout.rows_only)(tensor)
 
     def cut(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = keras.tree.map_structure(lambda x: lay_out(x, one.taken), (args, kwargs))
-        return keras.tree.map_structure(lambda y: lay_out(y, one.given), call(*args, **kwargs))
+        args, kwargs = keras.tree.map_structure(lambda x: laid_out(x, *one.taken), (args, kwargs))
+        return keras.tree.map_structure(lambda y: laid_out(y, *one.given), call(*args, **kwargs))
 
     return cut

@@ -10,7 +10,7 @@ from kdist.dtensor import limits
 from kdist.dtensor.body import TAG, Body, data_inputs, topological
 from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.device_number import SHAPES
-from kdist.dtensor.islands import Cut, with_neighbours
+from kdist.dtensor.islands import CannotCut, Cut, with_neighbours
 from kdist.dtensor.kept_layouts import keep_layouts
 from kdist.dtensor.lowering import LAID_OUT, Function, LoweredProgram, lower
 from kdist.dtensor.rewrites import rewrite
@@ -53,7 +53,7 @@ def expand(
         channels: Whether channels of convolutions may be cut.
 
     Raises:
-        CannotCut: An operation can be no island.
+        CannotCut: An operation can be no island, or a convolution is none after `MOST_ATTEMPTS`.
         tf.errors.OpError, ValueError: DTensor still fails after `MOST_ATTEMPTS`.
     """
     body = Body(concrete)
@@ -83,6 +83,8 @@ def expand(
             chosen.update({name: why for name, why in found.items() if name not in kept})
             continue
         if failed := stand_ins.put_back(program.definition):
+            if attempt == MOST_ATTEMPTS - 1:
+                raise CannotCut("; ".join(f"{name}: {why}" for name, why in failed.items()))
             stand_ins.left(failed, chosen)
             continue
         if cut is not None:

@@ -143,8 +143,9 @@ class StandIns:
         for node in [*definition.node_def]:
             if _CONVOLUTION not in node.attr:
                 continue
-            name = by_number[node.attr[_CONVOLUTION].i]
-            operands = [_operand(nodes, one) for one in data_inputs(node)]
+            number = node.attr[_CONVOLUTION].i
+            name, read = by_number[number], data_inputs(node)
+            operands = [_operand(nodes, r, 2 * number + i) for i, r in enumerate(read)]
             if self._has_whole_windows(name, node, operands):
                 missing.discard(name)
                 references = [f"{one.name}:output:0" for one in operands]
@@ -199,6 +200,8 @@ class StandIns:
         node.attr.clear()
         for key, value in (*original.attr.items(), *kept.items()):
             node.attr[key].CopyFrom(value)
+        if "Tshape" in node.attr:  # of the sizes
+            node.attr["Tshape"].type = tf.int32.as_datatype_enum
 
     def _stand_in(self, number: int, node: Any, rule: Rule) -> None:
         body, name, read = self._body, node.name, data_inputs(node)
@@ -253,11 +256,11 @@ def _is_plain(body: Body, node: Any, rule: Rule) -> bool:
     return all(len(one) == 1 for one in labels.values()) and labels.get("m", {1}) == {1}
 
 
-def _operand(nodes: Mapping[str, Any], reference: str) -> Any:
+def _operand(nodes: Mapping[str, Any], reference: str, number: int) -> Any:
     """The copy of a convolution's operand that a product is of; None if something lies between."""
     while (node := nodes.get(node_of(reference))) is not None:
         if _OPERAND in node.attr:
-            return node
+            return node if node.attr[_OPERAND].i == number else None
         if node.op not in _PASSES:
             return None
         reference = node.input[0]

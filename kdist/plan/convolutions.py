@@ -45,19 +45,21 @@ def convolves(layer: Any) -> bool:
 
 
 def convolution_of(layer: Any) -> Convolution | None:
-    """How a layer convolves; None for one that does not, or whose channels are not to be cut."""
+    """How a layer convolves; None for one that does not, or whose channels are not to be cut.
+
+    A dilated one is among these: TensorFlow moves places of pictures into rows of the batch for it.
+    """
     if not (convolves(layer) and layer.built and layer.data_format == "channels_last"):
+        return None
+    if max(layer.dilation_rate) > 1:
         return None
     filters = layer.kernel
     last = len(filters.shape) - 1
-    by_channel, transposed = (isinstance(layer, one) for one in (_BY_CHANNEL, _TRANSPOSED))
-    if by_channel:
-        # Keras writes what is both strided and dilated as other operations.
-        plain = max(layer.strides) == 1 or max(layer.dilation_rate) == 1
-        if layer.depth_multiplier != 1 or not plain:
-            return None
-        return Convolution(filters, layer.bias, last - 1, last - 1)
+    if isinstance(layer, _BY_CHANNEL):
+        one_each = layer.depth_multiplier == 1
+        return Convolution(filters, layer.bias, last - 1, last - 1) if one_each else None
     if getattr(layer, "groups", 1) != 1 or getattr(layer, "lora_enabled", False):
         return None
+    transposed = isinstance(layer, _TRANSPOSED)
     taken, given = (last, last - 1) if transposed else (last - 1, last)
     return Convolution(filters, layer.bias, taken, given)

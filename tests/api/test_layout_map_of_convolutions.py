@@ -132,21 +132,37 @@ def test_what_others_read_is_not_cut() -> None:
         kdist.layout_map_for(model, axes())
 
 
+@pytest.mark.parametrize("of_its_own", [False, True])
 @pytest.mark.parametrize("activation", ["softmax", "log_softmax", "glu"])
-def test_channels_that_meet_between_two_keep_them_apart(activation: str) -> None:
+def test_channels_that_meet_between_two_keep_them_apart(activation: str, of_its_own: bool) -> None:
     x = inputs = keras.Input((6, 6, 4))
-    x = layers.Activation(activation)(layers.Conv2D(8, 1, name="first")(x))
+    if of_its_own:
+        x = layers.Conv2D(8, 1, activation=activation, name="first")(x)
+    else:
+        x = layers.Activation(activation)(layers.Conv2D(8, 1, name="first")(x))
     model = keras.Model(inputs, layers.Conv2D(4, 1, name="second")(x))
     with pytest.raises(ValueError, match="Nothing to cut was found"):
         kdist.layout_map_for(model, axes())
 
 
 @pytest.mark.parametrize(
-    "how", [{"groups": 2}, {"data_format": "channels_first"}], ids=["groups", "channels first"]
+    "how",
+    [{"groups": 2}, {"data_format": "channels_first"}, {"dilation_rate": 2}],
+    ids=["groups", "channels first", "dilated"],
 )
 def test_what_is_gathered_anyway_stays_whole(how: dict[str, Any]) -> None:
     x = inputs = keras.Input((4, 4, 4))
-    x = layers.Conv2D(4, 1, name="first", **how)(x)
+    x = layers.Conv2D(4, 1, padding="same", name="first", **how)(x)
     model = keras.Model(inputs, layers.Conv2D(4, 1, name="second", **how)(x))
     with pytest.raises(ValueError, match="Nothing to cut was found"):
         kdist.layout_map_for(model, axes())
+
+
+def test_a_norm_of_one_channel_in_a_gate_is_not_spoken_of(recwarn: pytest.WarningsRecorder) -> None:
+    x = inputs = keras.Input((6, 6, 4))
+    gate = layers.Conv2D(1, 1, name="gate")(x)
+    gate = layers.Activation("sigmoid")(layers.BatchNormalization(name="gate_norm")(gate))
+    x = layers.Multiply()([layers.Conv2D(8, 1, name="first")(x), gate])
+    model = keras.Model(inputs, layers.Conv2D(4, 1, name="second")(x))
+    with_gate = any("gate" in path for path in kdist.layout_map_for(model, axes()))
+    assert not with_gate and not recwarn.list

@@ -212,3 +212,51 @@ def test_ragged_tensors_are_left_alone(texts: bool, sequence_parallel: bool) -> 
             kdist.parallelize(models[-1], config)
     compile_all(models)
     fit_all(models, lambda: (tf.constant(x), Y[:4]), batch_size=4)
+
+
+class Finer(layers.Conv2D):
+    """Makes four places of each: a sub-pixel convolution."""
+
+    def call(self, inputs: Any) -> Any:
+        return tf.nn.depth_to_space(super().call(inputs), 2)
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        rows, height, width, channels = super().compute_output_shape(input_shape)
+        return rows, 2 * height, 2 * width, channels // 4
+
+
+class Weighed(layers.Conv2D):
+    """Gives a weight of each place too, of one channel."""
+
+    def call(self, inputs: Any) -> Any:
+        made = super().call(inputs)
+        return made, tf.sigmoid(tf.reduce_mean(made, -1, keepdims=True))
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        shape = super().compute_output_shape(input_shape)
+        return shape, (*shape[:-1], 1)
+
+
+def own_convolutions() -> keras.Model:
+    x = inputs = keras.Input((4, 4, 4))
+    x, weight = Weighed(8, 3, padding="same", name="weighed")(x)
+    x = Finer(12, 1, name="finer")(keras.ops.multiply(x, weight))
+    x = layers.Flatten()(x)
+    return keras.Model(inputs, layers.Dense(2, name="head")(x))
+
+
+def test_convolutions_of_ones_own_give_other_tensors() -> None:
+    """Three channels and one cannot be cut as the filters are; the model stays cut nonetheless."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(8, 4, 4, 4)), rng.normal(size=(8, 2))
+    filters = {f"{name}/kernel": (None, None, None, "model") for name in ("weighed", "finer")}
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(0)
+        models.append(own_convolutions())
+    config = kdist.ParallelConfig(mesh=kdist.mesh(model=2), layout_map=filters)
+    kdist.parallelize(models[1], config)
+    compile_all(models)
+    fit_all(models, lambda: (x, y), batch_size=8)
+    found = kdist.inspect(models[1])
+    assert found.fallbacks == () and found.gathered == ()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kdist.dtensor import windows
+from kdist.dtensor import expansion, windows
+from kdist.dtensor.islands import CannotCut
 from kdist.dtensor.stitching import Stitcher
 
 import numpy as np
@@ -191,3 +192,13 @@ def test_a_result_that_is_cut_along_the_window_at_once() -> None:
     expected = np.sin(tf.nn.conv2d(X, FILTERS, 1, "SAME")).sum((0, 1, 2))
     np.testing.assert_allclose(whole(found), expected, rtol=1e-11)
     assert [island.title for island in program.islands] == ["Conv2D (Conv2D)"]
+
+
+def test_what_cannot_be_put_back_in_the_last_attempt_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(expansion, "MOST_ATTEMPTS", 1)
+    mesh, _ = inner_mesh(model=2)
+    parts = [cut(X, mesh, None, "model", None, None), cut(FILTERS, mesh, *[None] * 4)]
+    with pytest.raises(CannotCut, match="Conv2D: its operands are laid out in another way"):
+        run(mesh, valid, *parts, channels=True)
