@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +121,55 @@ def test_they_train_as_one_device_does_and_send_a_sum_for_each_pair(
     assert found.count("all-reduce", phase="forward") == pairs
     assert found.count("all-gather") == 0
     assert found.gathered == found.islands == ()
+
+
+MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "stages": ({"pipe": 2}, {"pipeline": kdist.PipelineConfig(micro_batches=2)}),
+    "stages of replicas": (
+        {"pipe": 2, "data": 2},
+        {
+            "pipeline": kdist.PipelineConfig(micro_batches=4),
+            "optimizer": kdist.OptimizerConfig(level=2, threshold_kb=0),
+        },
+    ),
+    "replicas": ({"data": 2}, {"optimizer": kdist.OptimizerConfig(level=3, threshold_kb=0)}),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_norms_of_parts_have_the_statistics_of_whole_ones(mesh: str, float64: None) -> None:
+    """Of each micro-batch and replica: compared with a mesh that cuts no channels."""
+    sizes, options = MESHES[mesh]
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(20, 6, 6, 4)), rng.normal(size=(20, 2))
+    weights = []
+    for inner in ({}, {"model": 2}):
+        keras.utils.set_random_seed(0)
+        model = inverted()
+        config = kdist.ParallelConfig(
+            mesh=kdist.mesh(**sizes, **inner),
+            layout_map=FOUND["inverted"][1] if inner else {},
+            **options,
+        )
+        kdist.parallelize(model, config)
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+        model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("ResNet50", 0.61), ("MobileNetV2", 0.46), ("VGG16", 0.93), ("DenseNet121", 0.77)],
+)
+def test_how_much_of_known_networks_is_cut(name: str, share: float) -> None:
+    """The figures of docs/tensor_parallelism.md."""
+    model = getattr(keras.applications, name)(weights=None)
+    found = kdist.layout_map_for(model, axes())
+    sizes = {variable.path: variable.numpy().size for variable in model.weights}
+    cut = sum(n for path, n in sizes.items() if any(re.search(one, path) for one in found))
+    assert round(cut / sum(sizes.values()), 2) == share
 
 
 def test_what_others_read_is_not_cut() -> None:
