@@ -6,6 +6,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kdist._compat.keras_trainer import KEY, is_view, tf_variable
@@ -214,8 +215,16 @@ def attributes_of_keras(optimizer: Any) -> frozenset[str]:
 
 @functools.cache
 def _attributes(kind: Any) -> frozenset[str]:
-    """What a built instance of a class has; nothing for one that wraps others."""
-    with contextlib.suppress(TypeError), tf.init_scope():
+    """What a built instance of a class has; nothing for one that wraps others.
+
+    In a thread of its own: scopes of strategies and graphs, which are a thread's, are not around.
+    """
+    with ThreadPoolExecutor(1) as apart:
+        return apart.submit(_built_attributes, kind).result()
+
+
+def _built_attributes(kind: Any) -> frozenset[str]:
+    with contextlib.suppress(TypeError):
         plain = kind(learning_rate=0.1)
         plain.build([keras.Variable(0.0)])
         decay = ("_exclude_from_weight_decay" + end for end in ("", "_pattern", "_cache"))

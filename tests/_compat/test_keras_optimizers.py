@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kdist._compat import keras_optimizers, keras_trainer
+from kdist._compat import keras_optimizers, keras_trainer, mirrored_internals
 from kdist.storage.row_views import rows_view
 
 import keras
@@ -265,6 +265,15 @@ def test_attributes_of_keras():
     own.build([keras.Variable(1.0)])
     left = set(vars(own)) - keras_optimizers.attributes_of_keras(own)
     assert left == {"_gain", "rate", "seen"}
+
+
+def test_attributes_of_keras_in_the_scope_of_a_strategy():
+    """The first look at a class may be there, while variables are made plain ones."""
+    keras_optimizers._attributes.cache_clear()
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope(), mirrored_internals.plain_variables():
+        found = keras_optimizers.attributes_of_keras(keras.optimizers.Lamb())
+    assert {"_momentums", "_velocities", "_learning_rate"} <= found
 
 
 def test_own_class():
