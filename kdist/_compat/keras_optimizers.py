@@ -219,18 +219,18 @@ def _attributes(kind: Any) -> frozenset[str]:
 
     In a thread of its own: scopes of strategies and graphs, which are a thread's, are not around.
     """
+
+    def found() -> frozenset[str]:
+        with contextlib.suppress(TypeError):
+            plain = kind(learning_rate=0.1)
+            plain.build([keras.Variable(0.0)])
+            decay = ("_exclude_from_weight_decay" + end for end in ("", "_pattern", "_cache"))
+            more = ("_accumulated_gradients", "_model_variables_moving_average", *decay)
+            return frozenset(vars(plain)).union(more)
+        return frozenset()
+
     with ThreadPoolExecutor(1) as apart:
-        return apart.submit(_built_attributes, kind).result()
-
-
-def _built_attributes(kind: Any) -> frozenset[str]:
-    with contextlib.suppress(TypeError):
-        plain = kind(learning_rate=0.1)
-        plain.build([keras.Variable(0.0)])
-        decay = ("_exclude_from_weight_decay" + end for end in ("", "_pattern", "_cache"))
-        more = ("_accumulated_gradients", "_model_variables_moving_average", *decay)
-        return frozenset(vars(plain)).union(more)
-    return frozenset()
+        return apart.submit(found).result()
 
 
 def own_class(optimizer: Any) -> type:
