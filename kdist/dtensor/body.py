@@ -120,6 +120,18 @@ class Body:
         self.note(made, spec.shape, spec.dtype)
         return made
 
+    def add_constant(self, name: str, value: Any) -> str:
+        """Adds a constant, which nothing reads yet; returns its reference. An int is an int32."""
+        array = np.asarray(value, np.int32) if isinstance(value, int) else value
+        node = node_def_pb2.NodeDef(name=name, op="Const")
+        proto = tf.make_tensor_proto(array)
+        node.attr["dtype"].type = proto.dtype
+        node.attr["value"].tensor.CopyFrom(proto)
+        self.nodes[name] = node
+        reference = f"{name}:output:0"
+        self.note(reference, array.shape, array.dtype)
+        return reference
+
     def _checked(self, reference: str, before: tf.TensorShape) -> str:
         """Adds what checks the shape of a tensor, of which less is known without; its reference."""
         spec = self.specs[reference]

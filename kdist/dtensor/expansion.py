@@ -72,9 +72,9 @@ def expand(
         except (UnicodeDecodeError, tf.errors.OpError, ValueError) as error:
             if attempt == MOST_ATTEMPTS - 1 or not limits.is_about_lowering(error):
                 raise
-            found = _named(body, inside, error, mesh, given)
-            if not found:
-                found = _searched(body, inside, error, mesh, layouts)
+            found = _named(body, inside, error, mesh, given) or _searched(
+                body, inside, error, mesh, layouts
+            )
             if not found:
                 raise
             found = stand_ins.left(found, chosen)

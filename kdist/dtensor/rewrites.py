@@ -52,7 +52,7 @@ def _new_axes(body: Body, node: Any) -> bool:
         last = j == len(found.new) - 1
         name = node.name if last else f"{node.name}/new_axis_{at}"
         source = _add(
-            body, node, "ExpandDims", name, [source, _constant(body, f"{name}/at", at)], shape
+            body, node, "ExpandDims", name, [source, body.add_constant(f"{name}/at", at)], shape
         )
     return True
 
@@ -127,21 +127,8 @@ def _bounds(body: Body, node: Any, found: Indexing) -> list[str]:
     dtype = tf.as_dtype(node.attr["Index"].type).as_numpy_dtype
     rows = {"begin": found.begin, "end": found.end, "strides": found.strides}
     return [
-        _constant(body, f"{node.name}/{key}", np.asarray(row, dtype)) for key, row in rows.items()
+        body.add_constant(f"{node.name}/{key}", np.asarray(row, dtype)) for key, row in rows.items()
     ]
-
-
-def _constant(body: Body, name: str, value: Any) -> str:
-    """Adds a constant; an int is an int32."""
-    array = np.asarray(value, np.int32) if isinstance(value, int) else value
-    node = node_def_pb2.NodeDef(name=name, op="Const")
-    proto = tf.make_tensor_proto(array)
-    node.attr["dtype"].type = proto.dtype
-    node.attr["value"].tensor.CopyFrom(proto)
-    body.nodes[name] = node
-    reference = f"{name}:output:0"
-    body.note(reference, array.shape, array.dtype)
-    return reference
 
 
 def _add(
@@ -174,7 +161,7 @@ def _counted_from_the_front(body: Body, node: Any) -> bool:
     rank = body.specs[node.input[0]].shape.rank
     if axis is None or axis >= 0 or rank is None:
         return False
-    node.input[count] = _constant(body, f"{node.name}/dim", np.asarray(axis + rank, axis.dtype))
+    node.input[count] = body.add_constant(f"{node.name}/dim", np.asarray(axis + rank, axis.dtype))
     return True
 
 
@@ -232,7 +219,7 @@ def _stacked(body: Body, node: Any) -> bool:
     if spec is None or not _of_numbers(spec) or any(one.rank is None for one in parts):
         return False
     at = node.attr["axis"].i % spec.shape.rank
-    dim = _constant(body, f"{node.name}/dim", at)
+    dim = body.add_constant(f"{node.name}/dim", at)
     alone = len(sources) == 1  # nothing is concatenated alone
     inputs = []
     for i, (source, part) in enumerate(zip(sources, parts)):
@@ -294,7 +281,7 @@ def _squeezed(body: Body, node: Any) -> bool:
     if spec.shape.rank != 1:
         return False
     made = node_def_pb2.NodeDef(name=node.name, op="Reshape")
-    shape = _constant(body, f"{node.name}/shape", np.asarray(spec.shape, np.int32))
+    shape = body.add_constant(f"{node.name}/shape", np.asarray(spec.shape, np.int32))
     made.input.extend([source, shape, *control_inputs(node)])
     made.attr["T"].type, made.attr["Tshape"].type = node.attr["T"].type, _number(tf.int32)
     body.nodes[node.name] = made

@@ -297,12 +297,8 @@ class _Nodes:
         return made, reference
 
     def _numbers(self, suffix: str, value: Any) -> str:
-        made = _constant(f"{self._node.name}/kdist_{suffix}", np.asarray(value, np.int32))
-        del made.attr[SHAPES]
-        self._body.nodes[made.name] = made
-        reference = f"{made.name}:output:0"
-        self._body.note(reference, np.shape(value), tf.int32)
-        return reference
+        name = f"{self._node.name}/kdist_{suffix}"
+        return self._body.add_constant(name, np.asarray(value, np.int32))
 
     def operand(self, suffix: str, source: str, number: int) -> str:
         """A copy that is known again in the program."""

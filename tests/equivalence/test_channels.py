@@ -140,3 +140,39 @@ def test_sums_are_all_that_is_sent(name: str) -> None:
         *((layer, "backward", "all-reduce") for layer in backward),
     }
     assert found.count("all-reduce") == 3
+
+
+class Pictures(keras.Model):
+    """A model whose layers Keras does not connect."""
+
+    def __init__(self) -> None:
+        super().__init__(name="pictures")
+        self.up = layers.Conv2D(8, 3, padding="same", activation="relu", name="up")
+        self.down = layers.Conv2D(4, 3, name="down")
+        self.pool = layers.GlobalAveragePooling2D(name="pool")
+        self.head = layers.Dense(2, name="head")
+
+    def call(self, inputs: Any) -> Any:
+        return self.head(self.pool(self.down(self.up(inputs))))
+
+
+def test_pictures_of_many_sizes_and_a_short_batch_in_a_subclassed_model(float64: None) -> None:
+    rng = np.random.default_rng(0)
+    sizes = [(12, 6, 6), (12, 8, 6), (11, 7, 9), (12, 6, 6), (9, 5, 5)]
+    batches = [(rng.normal(size=(*one, 3)), rng.normal(size=(one[0], 2))) for one in sizes]
+    cut = {"up/kernel": (None, None, None, "model"), "down/kernel": (None, None, "model", None)}
+    weights = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(0)
+        model = Pictures()
+        model(batches[0][0])
+        if parallel:
+            mesh = kdist.mesh(data=2, model=2)
+            layouts = {f".*{path}": dims for path, dims in cut.items()}
+            kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh, layout_map=layouts))
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+        for x, y in batches:
+            model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
