@@ -28,6 +28,15 @@ ELEMENTWISE_LAYERS = (
     keras.layers.Rescaling,
     keras.layers.Subtract,
 )
+_PICTURES = ["AveragePooling", "Cropping", "GlobalAveragePooling", "GlobalMaxPooling", "MaxPooling"]
+_PICTURES += ["SpatialDropout", "UpSampling", "ZeroPadding"]
+CHANNEL_BY_CHANNEL: tuple[type, ...] = (
+    *(getattr(keras.layers, f"{one}{dims}D") for one in _PICTURES for dims in (1, 2, 3)),
+    keras.layers.Resizing,
+)
+"""Layers that look at each channel by itself, where a convolution gave or takes them."""
+_RESIZED = ("bicubic", "bilinear", "nearest")
+"""Interpolations of which `kdist.dtensor.windows` resizes parts."""
 ELEMENTWISE_OPERATIONS = frozenset(
     ["Abs", "Add", "Cast", "Celu", "Divide", "Elu", "Exp", "Gelu", "HardSigmoid", "HardSilu"]
     + ["LeakyRelu", "LogSigmoid", "Maximum", "Minimum", "Multiply", "Negative", "Relu", "Relu6"]
@@ -62,6 +71,7 @@ class ProductGraph:
 
     def __init__(self, functional: Any, products: Mapping[int, Product]) -> None:
         self._known = products
+        self._convolutions: set[int] = set()
         self.between: dict[str, list[Weight]] = {}
         self._made_by: dict[int, Any] = {}
         self._same: dict[int, list[Any]] = {}  # what an inner graph takes: given at each call
@@ -69,6 +79,8 @@ class ProductGraph:
         self._read: dict[int, set[int]] = {}  # by which operations
         for node in [*self._walked(functional)]:
             given = [one for t in node.arguments.keras_tensors for one in self._origins(t)]
+            if convolution_of(node.operation) is not None:
+                self._convolutions.add(id(node.operation))
             self._taken.setdefault(id(node.operation), []).extend(given)
             for tensor in given:
                 self._read.setdefault(id(tensor), set()).add(id(node.operation))
@@ -110,6 +122,7 @@ class ProductGraph:
         found: dict[str, Product] = {}
         between: list[Weight] = []
         queue, seen, inside = list(self._taken[layer]), set(), {layer}
+        convolved, pictures = layer in self._convolutions, False
         for tensor in queue:
             if id(tensor) in seen:
                 continue
@@ -118,16 +131,18 @@ class ProductGraph:
             source = None if maker is None else self._known.get(id(maker.operation))
             if maker is not None and _meet(maker.operation):
                 return []
-            if source is not None:
+            if maker is not None and source is not None:
                 found[source.path] = source
+                convolved |= id(maker.operation) in self._convolutions
             elif maker is not None and is_elementwise(maker):
+                pictures |= isinstance(maker.operation, CHANNEL_BY_CHANNEL)
                 inside.add(id(maker.operation))
                 for given in maker.arguments.keras_tensors:
                     queue += self._origins(given)
                 between += weights_of_features(maker.operation)
             else:
                 return []
-        if any(self._read[one] - inside for one in seen):
+        if any(self._read[one] - inside for one in seen) or pictures and not convolved:
             return []
         self.between[product.path] = between
         return list(found.values())
@@ -157,7 +172,17 @@ def is_elementwise(node: Any) -> bool:
     operation = node.operation
     if isinstance(operation, keras.layers.BatchNormalization):
         return operation.axis in (-1, len(node.outputs[0].shape) - 1)
+    if isinstance(operation, CHANNEL_BY_CHANNEL):
+        return _looks_at_channels(operation)
     if isinstance(operation, keras.layers.Layer):
         one = convolution_of(operation)
         return isinstance(operation, ELEMENTWISE_LAYERS) or one is not None and one.by_channel
     return type(operation).__name__ in ELEMENTWISE_OPERATIONS
+
+
+def _looks_at_channels(layer: Any) -> bool:
+    """Whether a layer of `CHANNEL_BY_CHANNEL` does so on parts of them."""
+    if getattr(layer, "data_format", "channels_last") != "channels_last":
+        return False
+    resized = getattr(layer, "interpolation", "nearest") in _RESIZED
+    return resized and not getattr(layer, "antialias", False)

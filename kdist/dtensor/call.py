@@ -287,7 +287,7 @@ class Lowered:
                 channels=channels,
             )
         body = Body(concrete)
-        if channels and (found := [n for n in body.nodes.values() if n.op in windows.RULES]):
+        if channels and (found := [n for n in body.nodes.values() if windows.convolves(n.op)]):
             raise sizes.CannotLift(f"channels of a convolution are cut: {found[0].name}")
         if islands := limits.unsupported(body):
             raise sizes.CannotLift(f"islands are of one size: {next(iter(islands.values()))}")

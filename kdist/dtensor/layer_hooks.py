@@ -22,15 +22,10 @@ from kdist.sharding.dims import Dim, Dims
 import keras
 import tensorflow as tf
 
-WINDOWED = (
-    *limits.CONVOLUTIONS,
-    keras.layers.MaxPooling1D.__mro__[1],
-    keras.layers.AveragePooling1D.__mro__[1],
-)
-"""Convolutions and pooling: DTensor runs them on parts of the batch, not on parts of the rest.
-
-Of convolutions `kdist.dtensor.channels` has those that run on parts of channels.
-"""
+POOLING = (keras.layers.MaxPooling1D.__mro__[1], keras.layers.AveragePooling1D.__mro__[1])
+"""DTensor pools on parts of the batch, not on parts of the rest, unless `windows` has it do so."""
+WINDOWED = (*limits.CONVOLUTIONS, *POOLING)
+"""Layers of windows; `channels` has the convolutions that run on parts of channels."""
 
 
 @contextlib.contextmanager
@@ -49,7 +44,9 @@ def _laid_out_calls(layouts: ModelLayouts) -> Iterator[None]:
     hooked += [(layer, (), (), dims) for layer, dims in patterns.values()]
     hooked = [entry for entry in hooked if any(entry[1:])]
     in_parts = {id(one.layer): one for one in layouts.convolutions_in_parts()}
-    windowed = [layer for layer in layouts.model_layers if isinstance(layer, WINDOWED)]
+    # Where channels are cut, `windows` has them pooled as they come.
+    kinds = limits.CONVOLUTIONS if in_parts else WINDOWED
+    windowed = [layer for layer in layouts.model_layers if isinstance(layer, kinds)]
     tables = [
         (layer, _columns(layer, layouts))
         for layer in layouts.model_layers

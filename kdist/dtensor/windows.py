@@ -1,90 +1,56 @@
-"""Convolutions of which channels are cut.
+"""Convolutions, and other operations that look at windows, of which channels are cut.
 
-DTensor runs a convolution on parts of the batch alone. What it is lowered as instead has the dims
-that may be cut, and no window: a product of the channels, once per place of the result. DTensor
-lays that out, adds it up, and sends what it must, as of any product; in the program of one device
-the convolution takes the product's place, on the parts that are there.
+DTensor runs them on parts of the batch alone, or not at all. What one is lowered as instead has the
+dims that may be cut, and no window: of a convolution a product of the channels, once per place of
+the result, of others something that is done for each element. DTensor lays that out, adds it up,
+and sends what it must; in the program of one device the operation takes its place, on the parts
+that are there.
 
-By filters (columns) nothing is sent; by the channels that it takes (rows) the results are added up
-(Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3, of matrix products).
+A convolution by filters (columns) sends nothing; by the channels that it takes (rows) its results
+are added up (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3, of matrix products).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist.dtensor.body import Body, control_inputs, data_inputs
 from kdist.dtensor.device_number import SHAPES
+from kdist.dtensor.window_rules import (
+    GIVEN,
+    RULES,
+    Rule,
+    follows,
+    has_whole_windows,
+    places,
+    spatial,
+)
 from kdist.graphs.chunks import node_of
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2
 
-_CONVOLUTION = "_kdist_convolution"
-"""The number of a convolution, on what stands for it."""
-_OPERAND = "_kdist_convolved"
-"""Twice that, and one more for the second operand, on a copy of an operand."""
-_SPATIAL = "."
-_ADDED = re.compile(r"/kdist_(wide|narrow)\w*$")
-"""What follows a convolution's name in those of other nodes that stand for it."""
-_PASSES = frozenset({"Sum", "BroadcastTo", "ExpandDims", "Reshape", "Squeeze", "Identity"})
-"""What may stand between an operand and the product; nothing that sends."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """Which dims of an operation's operands are summed over, and which it gives.
-
-    Attributes:
-        wide: Which operand has the spatial dims of the product's result.
-        narrow: Which is the other; its spatial dims are left out.
-        sizes: Which says the sizes of the result, None if none does.
-        dims: Of the first, of the other, and of the result; all spatial ones are a dot.
-    """
-
-    wide: int
-    narrow: int
-    sizes: int | None
-    dims: tuple[str, str, str]
-
-    def equation(self, spatial: int) -> str:
-        """As `tf.einsum` has it, for a number of spatial dims."""
-        wide, narrow, result = self.dims
-        every = "ijk"[:spatial]
-        wide, result = (one.replace(_SPATIAL, every) for one in (wide, result))
-        return f"{wide},{narrow.replace(_SPATIAL, '')}->{result}"
-
-
-_FORWARD = Rule(0, 1, None, ("n.c", ".cg", "n.g"))
-_TO_INPUT = Rule(2, 1, 0, ("n.g", ".cg", "n.c"))
-_TO_FILTER = Rule(0, 2, 1, ("n.c", "n.g", ".cg"))
-# One filter a channel: m is 1.
-_BY_CHANNEL = Rule(0, 1, None, ("n.c", ".cm", "n.c"))
-_BY_CHANNEL_TO_INPUT = Rule(2, 1, 0, ("n.c", ".cm", "n.c"))
-_BY_CHANNEL_TO_FILTER = Rule(0, 2, 1, ("n.cm", "n.c", ".cm"))
-RULES: Mapping[str, Rule] = {
-    "Conv2D": _FORWARD,
-    "Conv2DBackpropInput": _TO_INPUT,
-    "Conv2DBackpropFilter": _TO_FILTER,
-    "Conv3D": _FORWARD,
-    "Conv3DBackpropInputV2": _TO_INPUT,
-    "Conv3DBackpropFilterV2": _TO_FILTER,
-    "DepthwiseConv2dNative": _BY_CHANNEL,
-    "DepthwiseConv2dNativeBackpropInput": _BY_CHANNEL_TO_INPUT,
-    "DepthwiseConv2dNativeBackpropFilter": _BY_CHANNEL_TO_FILTER,
-}
+_NUMBER = "_kdist_windows"
+"""The number of an operation, on what stands for it."""
+_OPERAND = "_kdist_windows_of"
+"""On a copy of an operand: `_MOST` times that number, and its position."""
+_MOST = 4
+"""More than the operands of an operation."""
+_ADDED = "/kdist_operand_"
+"""Comes after an operation's name in those of other nodes that stand for it."""
+_PASSES = frozenset({"Sum", "BroadcastTo", "ExpandDims", "Reshape", "Squeeze", "Identity", "Cast"})
+"""What may stand between an operand and what stands for the operation; nothing that sends."""
+_INT32 = tf.int32.as_datatype_enum
 
 
 class StandIns:
-    """Products in the place of a traced function's convolutions.
+    """What stands for operations of a traced function that look at windows.
 
     Args:
         body: The function; its nodes are changed.
-        channels: Whether channels may be cut: otherwise convolutions stay.
+        channels: Whether channels may be cut: otherwise operations stay.
     """
 
     def __init__(self, body: Body, channels: bool) -> None:
@@ -92,14 +58,15 @@ class StandIns:
         self._numbers: dict[str, int] = {}
         self._originals: dict[str, Any] = {}
         self._apart: dict[str, str] = {}
-        for node in [*body.nodes.values()] if channels else ():
+        for name in [*body.nodes] if channels else ():
+            node = body.nodes[name]  # it may read what has another name by now
             rule = RULES.get(node.op)
             if rule is None:
-                if any(one.op in RULES for f in body.called(node) for one in f.node_def):
-                    self._apart[node.name] = "a convolution inside a function"
+                if any(convolves(one.op) for f in body.called(node) for one in f.node_def):
+                    self._apart[name] = "a convolution inside a function"
             elif not _is_sized(body, node):
-                self._apart[node.name] = f"{node.op} of unknown size"
-            elif _is_plain(body, node, rule):
+                self._apart[name] = f"{node.op} of unknown size"
+            elif _is_known(body, node, rule):
                 self._stand_in(len(self._originals), node, rule)
 
     def __len__(self) -> int:
@@ -110,25 +77,40 @@ class StandIns:
         return dict(self._apart)
 
     def left(self, found: Mapping[str, str], chosen: dict[str, str]) -> dict[str, str]:
-        """Puts convolutions back into the function, where what stands for them is to be an island.
+        """Puts operations back into the function, where what stands for them is to be an island.
 
         Args:
             found: Reasons by name of nodes, those of stand-ins among them.
-            chosen: Islands, to which the convolutions are added.
+            chosen: Islands, to which these are added.
 
         Returns:
             The other nodes, with their reasons.
         """
         others: dict[str, str] = {}
         for name, why in found.items():
-            of = _ADDED.sub("", name)
+            of = name.partition(_ADDED)[0]
             if of in self._originals:
-                self._body.nodes[of] = self._originals.pop(of)
+                self._body.nodes[of] = original = self._originals.pop(of)
+                self._rename(of, GIVEN, RULES[original.op].name)
             (chosen if of in self._numbers else others)[of] = why
         return others
 
+    def _rename(self, name: str, before: str, now: str) -> None:
+        """Has nodes and results read the result of a node by another name."""
+        if before == now:
+            return
+        body, old, new = self._body, f"{name}:{before}:0", f"{name}:{now}:0"
+        body.redirect({old: new}, body.nodes)
+        for key, original in self._originals.items():
+            if old in original.input:
+                self._originals[key] = copy = node_def_pb2.NodeDef()
+                copy.CopyFrom(original)
+                copy.input[:] = [new if one == old else one for one in original.input]
+        body.note(new, body.specs[old].shape, body.specs[old].dtype)
+        body.made[name] = [new]
+
     def put_back(self, definition: Any) -> dict[str, str]:
-        """Puts the convolutions into the program of one device.
+        """Puts the operations into the program of one device.
 
         Args:
             definition: The program.
@@ -140,63 +122,69 @@ class StandIns:
         by_number = {number: name for name, number in self._numbers.items()}
         missing = set(self._originals)
         failed: dict[str, str] = {}
+        renamed: dict[str, str] = {}
         for node in [*definition.node_def]:
-            if _CONVOLUTION not in node.attr:
+            if _NUMBER not in node.attr:
                 continue
-            number = node.attr[_CONVOLUTION].i
-            name, read = by_number[number], data_inputs(node)
-            operands = [_operand(nodes, r, 2 * number + i) for i, r in enumerate(read)]
+            number = node.attr[_NUMBER].i
+            name = by_number[number]
+            rule = RULES[self._originals[name].op]
+            read = zip(rule.operands, data_inputs(node), strict=True)
+            operands = {i: _operand(nodes, one, _MOST * number + i) for i, one in read}
             if self._has_whole_windows(name, node, operands):
                 missing.discard(name)
-                references = [f"{one.name}:output:0" for one in operands]
-                definition.node_def.extend(self._put_back(node, self._originals[name], references))
+                renamed[f"{node.name}:{GIVEN}:0"] = f"{node.name}:{rule.name}:0"
+                definition.node_def.extend(self._put_back(name, node, operands))
             else:
                 failed[name] = "its operands are laid out in another way than its result"
+        for node in definition.node_def:
+            if any(one in renamed for one in node.input):
+                node.input[:] = [renamed.get(one, one) for one in node.input]
+        for key, one in [*definition.ret.items()]:
+            definition.ret[key] = renamed.get(one, one)
         return {**failed, **dict.fromkeys(missing - set(failed), "DTensor made something else")}
 
-    def _has_whole_windows(self, name: str, node: Any, operands: Sequence[Any]) -> bool:
-        """Whether a device has all places of a convolution's operands, and is to make all.
+    def _has_whole_windows(self, name: str, node: Any, operands: Mapping[int, Any]) -> bool:
+        """Whether a device has all that an operation takes for its part of the result.
 
-        What stands for it would be right without. Channels and rows agree as those of a product do.
+        What stands for it would be right without.
 
         Args:
-            name: Of the convolution.
+            name: Of the operation.
             node: What stands for it in the program.
             operands: Copies of its operands there, None where something lies between.
         """
+        if any(one is None or not one.attr[SHAPES].list.shape for one in operands.values()):
+            return False
         original = self._originals[name]
-        rule, read = RULES[original.op], data_inputs(original)
         (result,) = self._body.made_by(original)
-        specs = [self._body.specs[read[rule.wide]], self._body.specs[read[rule.narrow]], result]
-        sizes: dict[str, set[int]] = {}
-        for dims, spec, made in zip(rule.dims, specs, (*operands, node), strict=True):
-            if made is None or not made.attr[SHAPES].list.shape:
-                return False
-            begin, count = dims.index(_SPATIAL), spec.shape.rank - 2
-            here = [dim.size for dim in made.attr[SHAPES].list.shape[0].dim]
-            if here[begin : begin + count] != list(spec.shape)[begin : begin + count]:
-                return False
-            del here[begin : begin + count]
-            for label, size in zip(dims.replace(_SPATIAL, ""), here):
-                sizes.setdefault(label, set()).add(size)
-        return all(len(one) == 1 for one in sizes.values())
+        read = data_inputs(original)
+        given = {i: (self._body.specs[read[i]].shape, _here(one)) for i, one in operands.items()}
+        return has_whole_windows(RULES[original.op], given, (result.shape, _here(node)))
 
-    def _put_back(self, node: Any, original: Any, operands: Sequence[Any]) -> Iterator[Any]:
-        """Makes a node the convolution that it stands for; yields what that needs besides."""
-        rule = RULES[original.op]
-        shape, waits = node.attr[SHAPES].list.shape[0], control_inputs(node)
-        inputs = [""] * len(data_inputs(original))
-        inputs[rule.wide], inputs[rule.narrow] = operands
+    def _put_back(self, name: str, node: Any, operands: Mapping[int, Any]) -> Iterator[Any]:
+        """Makes a node the operation that it stands for; yields what that needs besides."""
+        original = self._originals[name]
+        rule, shape = RULES[original.op], np.asarray(_here(node), np.int32)
+        read, waits = data_inputs(original), control_inputs(node)
+        inputs = {i: one.name for i, one in operands.items()}
+        constants = ((i, self._body.constant(read[i])) for i in rule.constants)
+        besides = {i: value for i, value in constants if value is not None}
         if rule.sizes is not None:
-            sizes = np.asarray([dim.size for dim in shape.dim], np.int32)
-            made = _constant(f"{node.name}/sizes", sizes)
-            inputs[rule.sizes] = f"{made.name}:output:0"
-            yield made
+            besides[rule.sizes] = shape
+        for i, value in besides.items():
+            inputs[i] = f"{node.name}/kdist_input_{i}"
+            yield _constant(inputs[i], value)
+        if rule.shaped is not None:
+            inputs[rule.shaped] = f"{node.name}/kdist_input_{rule.shaped}"
+            dtype = self._body.specs[read[rule.shaped]].dtype
+            yield from _zeros(inputs[rule.shaped], dtype, shape)
         kept = {key: node.attr[key] for key in (SHAPES, "_layout") if key in node.attr}
         kept = {
             key: type(value).FromString(value.SerializeToString()) for key, value in kept.items()
         }
-        node.op, node.input[:] = original.op, [*inputs, *waits]
+        every = [f"{inputs[i]}:output:0" for i in range(len(read))]
+        node.op, node.input[:] = original.op, [*every, *waits]
         node.attr.clear()
         for key, value in (*original.attr.items(), *kept.items()):
             node.attr[key].CopyFrom(value)
@@ -205,31 +193,36 @@ class StandIns:
 
     def _stand_in(self, number: int, node: Any, rule: Rule) -> None:
         body, name, read = self._body, node.name, data_inputs(node)
-        (result,) = (spec.shape for spec in body.made_by(node))
-        spatial = result.rank - 2
-        at = 0 if rule.dims[2].startswith(_SPATIAL) else 1
-        made = _Nodes(body, node)
-        wide = made.operand("wide", read[rule.wide], 2 * number)
-        taken = body.specs[read[rule.wide]].shape
-        dims = [*range(1, 1 + spatial)]
-        wide = made.summed(wide, "wide_channels", dims, keep=True)
-        shape = [taken[0], *result[at : at + spatial], taken[-1]]
-        if len(rule.dims[0]) > 3:
-            wide = made.expanded(wide, "wide_expanded")
-            shape.append(1)
-        wide = made.broadcast(wide, "wide_places", shape)
-        narrow = made.operand("narrow", read[rule.narrow], 2 * number + 1)
-        begin = 0 if rule.dims[1].startswith(_SPATIAL) else 1
-        narrow = made.summed(
-            narrow, "narrow_channels", [*range(begin, begin + spatial)], keep=False
-        )
-        product = node_def_pb2.NodeDef(name=name, op="Einsum")
-        product.input.extend([wide, narrow, *control_inputs(node)])
-        product.attr["N"].i, product.attr["T"].type = 2, node.attr["T"].type
-        product.attr["equation"].s = rule.equation(spatial).encode()
-        product.attr[_CONVOLUTION].i = number
-        body.nodes[name] = product
+        (result,) = body.made_by(node)
+        there = places(rule.result, result.shape)
+        operands: list[str] = []
+        for i, dims in rule.operands.items():
+            made = _Operand(body, f"{name}{_ADDED}{i}", read[i], _MOST * number + i)
+            here = spatial(dims, body.specs[read[i]].shape)
+            if rule.convolves and operands:
+                made.sum(here, keep=False)
+            elif rule.convolves or places(dims, body.specs[read[i]].shape) != there:
+                made.sum(here, keep=True)
+                if rule.one_each:
+                    made.expand()
+                made.broadcast(here, there)
+            made.cast(result.dtype)
+            operands.append(made.reference)
+        stands = node_def_pb2.NodeDef(name=name, op=rule.stand_in)
+        stands.input.extend([*operands, *control_inputs(node)])
+        stands.attr["T"].type = result.dtype.as_datatype_enum
+        if rule.convolves:
+            stands.attr["N"].i = len(operands)
+            stands.attr["equation"].s = rule.equation(len(there)).encode()
+        stands.attr[_NUMBER].i = number
+        body.nodes[name] = stands
+        self._rename(name, rule.name, GIVEN)
         self._originals[name], self._numbers[name] = node, number
+
+
+def convolves(op: str) -> bool:
+    """Whether a type of operations is one of convolutions."""
+    return op in RULES and RULES[op].convolves
 
 
 def _is_sized(body: Body, node: Any) -> bool:
@@ -238,26 +231,22 @@ def _is_sized(body: Body, node: Any) -> bool:
     return all(spec.shape.is_fully_defined() for spec in specs)
 
 
-def _is_plain(body: Body, node: Any, rule: Rule) -> bool:
-    """Whether channels come last, and in one group."""
+def _is_known(body: Body, node: Any, rule: Rule) -> bool:
+    """Whether an operation does as its rule says."""
     made, read = body.made_by(node), data_inputs(node)
-    specs = [*made, *(body.specs[read[i]] for i in (rule.wide, rule.narrow))]
-    if len(made) != 1 or not node.attr["data_format"].s.decode().endswith("C"):
+    if len(made) != 1 or any(body.constant(read[i]) is None for i in rule.constants):
         return False
-    labels: dict[str, set[int]] = {}
-    for dims, spec in zip((rule.dims[2], *rule.dims[:2]), specs):
-        shape = list(spec.shape)
-        dims = dims.replace("n.cm", "n.c")
-        begin = dims.index(_SPATIAL)
-        count = len(shape) - len(dims) + 1
-        del shape[begin : begin + count]
-        for label, size in zip(dims.replace(_SPATIAL, ""), shape, strict=True):
-            labels.setdefault(label, set()).add(size)
-    return all(len(one) == 1 for one in labels.values()) and labels.get("m", {1}) == {1}
+    shapes = {i: body.specs[read[i]].shape for i in rule.operands}
+    return follows(rule, node, shapes, made[0].shape)
+
+
+def _here(node: Any) -> list[int]:
+    """The shape of what a node of a program makes on a device."""
+    return [dim.size for dim in node.attr[SHAPES].list.shape[0].dim]
 
 
 def _operand(nodes: Mapping[str, Any], reference: str, number: int) -> Any:
-    """The copy of a convolution's operand that a product is of; None if something lies between."""
+    """The copy of an operand that something stands on; None if something lies between."""
     while (node := nodes.get(node_of(reference))) is not None:
         if _OPERAND in node.attr:
             return node if node.attr[_OPERAND].i == number else None
@@ -276,56 +265,87 @@ def _constant(name: str, value: np.ndarray) -> Any:
     return node
 
 
-class _Nodes:
-    """New nodes around a convolution.
+def _zeros(name: str, dtype: tf.DType, shape: np.ndarray) -> Iterator[Any]:
+    """Nodes that make a tensor of a shape, the last of which has the name."""
+    dims = _constant(f"{name}_dims", shape)
+    zero = _constant(f"{name}_zero", np.zeros((), dtype.as_numpy_dtype))
+    node = node_def_pb2.NodeDef(name=name, op="Fill")
+    node.input.extend([f"{one.name}:output:0" for one in (dims, zero)])
+    node.attr["T"].type = dtype.as_datatype_enum
+    node.attr["index_type"].type = tf.int32.as_datatype_enum
+    node.attr[SHAPES].list.shape.append(tf.TensorShape(shape.tolist()).as_proto())
+    yield from (dims, zero, node)
+
+
+class _Operand:
+    """What stands for an operand: a copy of it, which is known again in the program, and on.
 
     Args:
-        body: Of which it is a node.
-        node: It.
+        body: Of which the nodes are.
+        name: Begins their names.
+        source: The operand.
+        number: To write on the copy.
+
+    Attributes:
+        reference: Of the last of the nodes.
     """
 
-    def __init__(self, body: Body, node: Any) -> None:
-        self._body, self._node = body, node
+    def __init__(self, body: Body, name: str, source: str, number: int) -> None:
+        self._body, self._name = body, name
+        self.reference = source
+        copy = self._add("Identity", "", [], self._shape())
+        copy.attr[_OPERAND].i = number
 
-    def _add(self, op: str, suffix: str, inputs: Iterable[str], shape: Any) -> tuple[Any, str]:
-        name = f"{self._node.name}/kdist_{suffix}"
-        made = node_def_pb2.NodeDef(name=name, op=op, input=inputs)
-        made.attr["T"].type = self._node.attr["T"].type
-        self._body.nodes[name] = made
-        reference = f"{name}:output:0"
-        self._body.note(reference, shape, tf.as_dtype(self._node.attr["T"].type))
-        return made, reference
+    def _shape(self) -> list[int]:
+        return [*self._body.specs[self.reference].shape]
 
-    def _numbers(self, suffix: str, value: Any) -> str:
-        name = f"{self._node.name}/kdist_{suffix}"
-        return self._body.add_constant(name, np.asarray(value, np.int32))
+    def _add(
+        self,
+        op: str,
+        suffix: str,
+        numbers: Sequence[Any],
+        shape: Sequence[int],
+        dtype: tf.DType | None = None,
+    ) -> Any:
+        """Adds a node that takes what there is, and numbers; it gives another dtype if told."""
+        body, name = self._body, self._name + suffix
+        dtype = dtype or body.specs[self.reference].dtype
+        constants = [
+            body.add_constant(f"{name}_{i}", np.asarray(one, np.int32))
+            for i, one in enumerate(numbers)
+        ]
+        made = node_def_pb2.NodeDef(name=name, op=op, input=[self.reference, *constants])
+        made.attr["T"].type = dtype.as_datatype_enum
+        body.nodes[name] = made
+        self.reference = f"{name}:{'y' if op == 'Cast' else GIVEN}:0"
+        body.note(self.reference, shape, dtype)
+        return made
 
-    def operand(self, suffix: str, source: str, number: int) -> str:
-        """A copy that is known again in the program."""
-        made, reference = self._add("Identity", suffix, [source], self._body.specs[source].shape)
-        made.attr[_OPERAND].i = number
-        return reference
+    def sum(self, dims: Sequence[int], *, keep: bool) -> None:
+        """Adds up over dims, which are left out, or are kept of size 1."""
+        shape = [1 if dim in dims else size for dim, size in enumerate(self._shape())]
+        shape = [size for dim, size in enumerate(shape) if keep or dim not in dims]
+        made = self._add("Sum", "_summed", [dims], shape)
+        made.attr["keep_dims"].b, made.attr["Tidx"].type = keep, _INT32
 
-    def summed(self, source: str, suffix: str, dims: Sequence[int], *, keep: bool) -> str:
-        """A sum over dims."""
-        shape = [*self._body.specs[source].shape]
-        shape = [1 if i in dims else n for i, n in enumerate(shape) if keep or i not in dims]
-        numbers = self._numbers(f"{suffix}_dims", dims)
-        made, reference = self._add("Sum", suffix, [source, numbers], shape)
-        made.attr["keep_dims"].b, made.attr["Tidx"].type = keep, tf.int32.as_datatype_enum
-        return reference
+    def expand(self) -> None:
+        """Adds a dim of size 1 at the end."""
+        shape = self._shape()
+        made = self._add("ExpandDims", "_expanded", [len(shape)], [*shape, 1])
+        made.attr["Tdim"].type = _INT32
 
-    def expanded(self, source: str, suffix: str) -> str:
-        """With one more dim at the end."""
-        shape = [*self._body.specs[source].shape, 1]
-        at = self._numbers(f"{suffix}_dim", len(shape) - 1)
-        made, reference = self._add("ExpandDims", suffix, [source, at], shape)
-        made.attr["Tdim"].type = tf.int32.as_datatype_enum
-        return reference
+    def cast(self, dtype: tf.DType) -> None:
+        """Gives another dtype: what is resized is a float32, whatever it was."""
+        before = self._body.specs[self.reference].dtype
+        if before != dtype:
+            made = self._add("Cast", "_cast", [], self._shape(), dtype)
+            del made.attr["T"]
+            made.attr["SrcT"].type, made.attr["DstT"].type = (
+                one.as_datatype_enum for one in (before, dtype)
+            )
 
-    def broadcast(self, source: str, suffix: str, shape: Sequence[int]) -> str:
-        """In a shape."""
-        numbers = self._numbers(f"{suffix}_shape", shape)
-        made, reference = self._add("BroadcastTo", suffix, [source, numbers], shape)
-        made.attr["Tidx"].type = tf.int32.as_datatype_enum
-        return reference
+    def broadcast(self, dims: Sequence[int], sizes: Sequence[int]) -> None:
+        """Gives dims of size 1 others."""
+        new = dict(zip(dims, sizes, strict=True))
+        shape = [new.get(dim, size) for dim, size in enumerate(self._shape())]
+        self._add("BroadcastTo", "_placed", [shape], shape).attr["Tidx"].type = _INT32

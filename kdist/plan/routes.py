@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 from kdist.comm.algorithms import ALGORITHMS, schedule
@@ -28,6 +29,8 @@ import numpy as np
 
 LESS = 1 - 1e-9
 """Times that differ by less are equal."""
+FEW = 256
+"""Choices that are all looked at."""
 
 
 def pieces(elements: int, count: int) -> list[int]:
@@ -174,9 +177,10 @@ def _cost(group: Sequence[Sum], algorithm: str, link: LinkCost) -> tuple[Any, fl
 def choose(groups: Sequence[Sequence[Sum]], link: LinkCost) -> list[str]:
     """The algorithm for each of several groups of sums that are under way together.
 
-    From every way that all may go, one group after the other, the largest first, is changed to what
-    makes all end sooner; the best end counts, and among equals the first algorithm's. A torus is
-    left to who asks for it: through one port a process it is a ring with more messages.
+    Of few groups every choice is looked at. Of more, from every way that all may go, one group
+    after the other, the largest first, is changed to what makes all end sooner; the best end
+    counts, and among equals the first algorithm's. A torus is left to who asks for it: through one
+    port a process it is a ring with more messages.
 
     Args:
         groups: What is summed; sums of one group go the same way.
@@ -190,6 +194,25 @@ def choose(groups: Sequence[Sequence[Sum]], link: LinkCost) -> list[str]:
         return ["direct"] * len(groups)
     usable = [a for a in ALGORITHMS if a != "hypercube" or not any(n & (n - 1) for n in sizes)]
     tables = [{how: _cost(group, how, link) for how in usable} for group in groups]
+    if len(usable) ** len(groups) <= FEW:
+        return _best(tables, usable)
+    return _improved(groups, tables, usable)
+
+
+def _best(tables: Sequence[Mapping[str, Any]], usable: Sequence[str]) -> list[str]:
+    """See `choose`; `tables` has the cost of each group, by algorithm."""
+    best, soonest = ["direct"] * len(tables), math.inf
+    for found in itertools.product(usable, repeat=len(tables)):
+        ends = _ends([table[how] for table, how in zip(tables, found)])
+        if ends < soonest * LESS:
+            best, soonest = list(found), ends
+    return best
+
+
+def _improved(
+    groups: Sequence[Sequence[Sum]], tables: Sequence[Mapping[str, Any]], usable: Sequence[str]
+) -> list[str]:
+    """See `choose`."""
     order = sorted(range(len(groups)), key=lambda n: -sum(one.nbytes for one in groups[n]))
     best, soonest = ["direct"] * len(groups), math.inf
     for start in usable:

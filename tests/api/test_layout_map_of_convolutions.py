@@ -64,6 +64,18 @@ def smaller_and_larger() -> keras.Model:
     return keras.Model(inputs, layers.Dense(2, name="head")(x))
 
 
+def pooled() -> keras.Model:
+    """A picture's classes, as in a first tutorial; and one that is made larger again."""
+    x = inputs = keras.Input((8, 8, 3))
+    x = layers.Conv2D(8, 3, activation="relu", name="first")(x)
+    x = layers.MaxPooling2D(name="maxima")(x)
+    x = layers.Conv2D(6, 3, padding="same", activation="relu", name="second")(x)
+    x = layers.UpSampling2D(2, interpolation="bilinear", name="larger")(x)
+    x = layers.Conv2D(8, 3, activation="relu", name="third")(layers.ZeroPadding2D(name="edge")(x))
+    x = layers.GlobalAveragePooling2D(name="means")(layers.AveragePooling2D(2, name="pool")(x))
+    return keras.Model(inputs, layers.Dense(2, name="head")(layers.Dropout(0.0, name="drop")(x)))
+
+
 FOUND: dict[str, tuple[Callable[[], keras.Model], dict[str, Any]]] = {
     "residual": (
         residual,
@@ -88,6 +100,17 @@ FOUND: dict[str, tuple[Callable[[], keras.Model], dict[str, Any]]] = {
     "smaller and larger": (
         smaller_and_larger,
         {"down/kernel": FILTERS, "down/bias": ("model",), "up/kernel": FILTERS},
+    ),
+    "pooled": (
+        pooled,
+        {
+            "first/kernel": FILTERS,
+            "first/bias": ("model",),
+            "second/kernel": CHANNELS,
+            "third/kernel": FILTERS,
+            "third/bias": ("model",),
+            "head/kernel": ("model", None),
+        },
     ),
 }
 
@@ -117,10 +140,40 @@ def test_they_train_as_one_device_does_and_send_a_sum_for_each_pair(
     for one, other in zip(plain.get_weights(), parallel.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
     found = kdist.inspect(parallel)
-    pairs = 2 if name == "residual" else 1
+    pairs = 2 if name in ("residual", "pooled") else 1
     assert found.count("all-reduce", phase="forward") == pairs
     assert found.count("all-gather") == 0
     assert found.gathered == found.islands == ()
+
+
+def test_where_nothing_is_convolved_pooling_keeps_products_apart() -> None:
+    """DTensor pools whole features there. What else there is by channel does not."""
+    inputs = keras.Input((6, 4))
+    for between, found in ((layers.MaxPooling1D(name="by"), 0), (layers.ReLU(name="by"), 3)):
+        x = layers.Dense(8, name="up")(inputs)
+        model = keras.Model(inputs, layers.Dense(4, name="down")(between(x)))
+        if found:
+            assert len(kdist.layout_map_for(model, axes())) == found
+        else:
+            with pytest.raises(ValueError, match="Nothing to cut"):
+                kdist.layout_map_for(model, axes())
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        layers.MaxPooling2D(data_format="channels_first"),
+        layers.UpSampling2D(interpolation="lanczos3"),
+        layers.Resizing(4, 4, antialias=True),
+    ],
+    ids=["channels first", "another interpolation", "antialias"],
+)
+def test_what_is_not_resized_or_pooled_by_channel_keeps_them_apart(layer: keras.Layer) -> None:
+    inputs = keras.Input((4, 4, 4))
+    x = layer(layers.Conv2D(4, 3, padding="same", name="first")(inputs))
+    model = keras.Model(inputs, layers.Conv2D(4, 1, name="second")(x))
+    with pytest.raises(ValueError, match="Nothing to cut"):
+        kdist.layout_map_for(model, axes())
 
 
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {

@@ -64,10 +64,30 @@ def _layouts(dims: int) -> Mapping[str, Layout]:
     }
 
 
+def _pooled() -> keras.Model:
+    x = inputs = keras.Input((SIDE, SIDE, 3), name="image")
+    x = layers.Conv2D(8, 3, padding="same", activation="tanh", name="up")(x)
+    x = layers.MaxPooling2D(3, 2, padding="same", name="maxima")(x)
+    x = layers.DepthwiseConv2D(2, padding="same", name="each")(x)
+    x = layers.UpSampling2D(2, interpolation="bilinear", name="twice")(x)
+    x = layers.Conv2D(6, 2, name="down")(layers.SpatialDropout2D(0.0, name="drop")(x))
+    x = layers.Conv2DTranspose(8, 3, padding="same", name="larger")(x)
+    x = layers.AveragePooling2D(2, name="means")(layers.Resizing(4, 6, name="resized")(x))
+    x = layers.Conv2D(4, 2, use_bias=False, name="last")(layers.ZeroPadding2D(name="edge")(x))
+    x = layers.Flatten(name="row")(x)
+    return keras.Model(inputs, layers.Dense(CLASSES, name="head")(x), name="window_pooled")
+
+
 CASES = {
     name: Case(name=f"window_{name}", build=_convolutions(n), data=_data(n), layout_map=_layouts(n))
     for name, n in DIMS.items()
 }
+CASES["pooled"] = Case(
+    name="window_pooled",
+    build=_pooled,
+    data=_data(2),
+    layout_map={**_layouts(2), "last/kernel": (None, None, "model", None)},
+)
 MESHES = {
     "model2": {"model": 2},
     "data2_model2": {"data": 2, "model": 2},
@@ -107,6 +127,8 @@ ROWS = [
             ("2d", "pipe2_data2_model2", "level2", "fusion"),
             ("1d", "data2_model2", "level2", "alltoall"),
             ("2d", "pipe2_data2_model2", "level3", "recompute"),
+            ("pooled", "data2_model2", "level2", "nothing"),
+            ("pooled", "pipe2_model2", "level0", "recompute"),
             ("3d", "pipe2_data2_model2", "level1", "nothing"),
         ],
     ),
