@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kdist._compat import keras_models
 from kdist.api.product_graph import ProductGraph, Weight
 from kdist.config.tables import host_layers, split_layers
 from kdist.layers import DistributedEmbedding
-from kdist.plan.column_row import Roles, connected_pairs, pairs_by_size, wide_ends
+from kdist.plan.column_row import Group, Roles, by_worth, pairs_by_size, wide_ends
 from kdist.plan.convolutions import convolution_of
 from kdist.plan.products import Product, filters_as_product, product_of, quantized_products
 from kdist.sharding.dims import Dims
@@ -30,7 +30,7 @@ def layout_map_for(
 
     Attention is cut by heads; of two products that follow each other the first is cut by columns
     and the second by rows, with nothing to send between them; so of two convolutions, by channels,
-    and what has weights for each channel between them; large tables of embeddings, and last layers
+    and what has weights for each channel between them, such as a gate; large tables of embeddings, and last layers
     of many classes, by their entries. All else stays whole: other norms and convolutions, and
     recurrent cells, which are gathered for use anyway. Numbers do not depend on the choice. The
     map is a dict to print, to change, and to give to `ParallelConfig(layout_map=...)`. Since blocks
@@ -83,8 +83,8 @@ def _decided(model: keras.Model, axis: str, parts: int) -> tuple[Roles, dict[str
     products = {one.path: one for one in inside.values()}
     between: dict[str, list[Weight]] = {}
     for parent in layers:
-        for columns, rows in _pairs(parent, inside, parts, between):
-            roles.pair(columns, rows, parts)
+        for group in _groups(parent, inside, parts, between):
+            roles.group(group.columns, group.rows, parts)
     wide_ends(multiplied, roles, parts, LARGE)
     roles.left |= {one.path: f"quantized to {mode}" for one, mode in quantized_products(layers)}
     layouts: dict[str, Dims] = {}
@@ -118,18 +118,18 @@ def _axis(topology: Topology, wanted: str | None) -> tuple[str, int]:
     return wanted, inner[wanted]
 
 
-def _pairs(
+def _groups(
     parent: keras.layers.Layer,
     products: Mapping[int, Product],
     parts: int,
     between: dict[str, list[Weight]],
-) -> Iterator[tuple[Sequence[Product], Product]]:
+) -> Iterable[Group]:
     functional = keras_models.functional_of(parent)
     if functional is not None:
         graph = ProductGraph(functional, products)
-        sources = {one.path: graph.sources(one) for one in graph.products}
+        found = by_worth(graph.groups())
         between |= graph.between
-        return connected_pairs(graph.products, sources)
+        return found
     heads = getattr(parent, "num_heads", None)
     attends = isinstance(heads, int) and heads > 0 and heads % parts == 0
     inside = keras_models.layers_inside(parent)

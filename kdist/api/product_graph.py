@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kdist._compat import keras_models
+from kdist.plan.column_row import Group
 from kdist.plan.convolutions import convolution_of
-from kdist.plan.products import Product
+from kdist.plan.products import Product, Role
 
 import keras
 
@@ -64,37 +65,32 @@ class ProductGraph:
         products: What layers of the model multiply by, by identity of the layer.
 
     Attributes:
-        products: Those of the graph, in the order in which they run.
-        between: By path of a product, weights between its sources and it, each with its dim of
-            features.
+        between: By path of a product that is cut by rows, weights of what lies before it, each
+            with its dim of features.
     """
 
     def __init__(self, functional: Any, products: Mapping[int, Product]) -> None:
         self._known = products
-        self._convolutions: set[int] = set()
         self.between: dict[str, list[Weight]] = {}
-        self._made_by: dict[int, Any] = {}
         self._same: dict[int, list[Any]] = {}  # what an inner graph takes: given at each call
-        self._taken: dict[int, list[Any]] = {}  # by each operation, at all of its calls
-        self._read: dict[int, set[int]] = {}  # by which operations
+        self._calls: dict[int, list[Any]] = {}  # by identity of an operation: nodes
+        self._made_by: dict[int, int] = {}  # by that of a tensor
+        self._read_by: dict[int, list[int]] = {}
         for node in [*self._walked(functional)]:
-            given = [one for t in node.arguments.keras_tensors for one in self._origins(t)]
-            if convolution_of(node.operation) is not None:
-                self._convolutions.add(id(node.operation))
-            self._taken.setdefault(id(node.operation), []).extend(given)
-            for tensor in given:
-                self._read.setdefault(id(tensor), set()).add(id(node.operation))
+            operation = id(node.operation)
+            self._calls.setdefault(operation, []).append(node)
+            self._made_by |= {id(out): operation for out in node.outputs}
+            for tensor in self._given(node):
+                self._read_by.setdefault(id(tensor), []).append(operation)
         for tensor in functional.outputs:
             for one in self._origins(tensor):
-                self._read.setdefault(id(one), set()).add(id(functional))
-        self.products = [products[key] for key in self._taken if key in products]
+                self._read_by.setdefault(id(one), []).append(id(functional))
 
     def _walked(self, functional: Any) -> Iterator[Any]:
         """Its nodes, with those of the graphs inside in their place."""
         for node in keras_models.nodes_in_order(functional):
             inner = keras_models.functional_of(node.operation)
             if inner is None or len(inner.inputs) != len(node.arguments.keras_tensors):
-                self._made_by |= {id(out): node for out in node.outputs}
                 yield node
                 continue
             yield from self._walked(inner)
@@ -102,6 +98,10 @@ class ProductGraph:
                 self._same.setdefault(id(own), []).append(given)
             for out, own in zip(node.outputs, inner.outputs):
                 self._same[id(out)] = [own]
+
+    def _given(self, node: Any) -> list[Any]:
+        """What an operation is given at a call, each tensor where it was made."""
+        return [one for t in node.arguments.keras_tensors for one in self._origins(t)]
 
     def _origins(self, tensor: Any) -> list[Any]:
         """What a tensor is, where it was made; several of one that an inner graph is given."""
@@ -113,39 +113,67 @@ class ProductGraph:
                 waiting += self._same.get(id(one), [])
         return found
 
-    def sources(self, product: Product) -> list[Product]:
-        """The products that reach one elementwise; none if something else does too.
+    def groups(self) -> list[Group]:
+        """Products that reach each other elementwise, if nothing else is made of what lies between.
 
-        Nor if anything else reads what lies between, which is to be cut.
+        In the order in which they run.
         """
-        layer = next(key for key in self._taken if self._known.get(key) is product)
-        found: dict[str, Product] = {}
-        between: list[Weight] = []
-        queue, seen, inside = list(self._taken[layer]), set(), {layer}
-        convolved, pictures = layer in self._convolutions, False
-        for tensor in queue:
+        found = [self._group(layer) for layer in self._calls if layer in self._known]
+        return [*dict.fromkeys(one for one in found if one is not None)]
+
+    def _group(self, layer: int) -> Group | None:
+        """The group of which a product takes what lies between; None if it is in none."""
+        roles: dict[int, Role | None] = {layer: "rows"}
+        tensors, seen = self._around(layer, "rows"), set()
+        for tensor in tensors:
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            maker = self._made_by.get(id(tensor))
-            source = None if maker is None else self._known.get(id(maker.operation))
-            if maker is not None and _meet(maker.operation):
-                return []
-            if maker is not None and source is not None:
-                found[source.path] = source
-                convolved |= id(maker.operation) in self._convolutions
-            elif maker is not None and is_elementwise(maker):
-                pictures |= isinstance(maker.operation, CHANNEL_BY_CHANNEL)
-                inside.add(id(maker.operation))
-                for given in maker.arguments.keras_tensors:
-                    queue += self._origins(given)
-                between += weights_of_features(maker.operation)
-            else:
-                return []
-        if any(self._read[one] - inside for one in seen) or pictures and not convolved:
-            return []
-        self.between[product.path] = between
-        return list(found.values())
+            ends: list[tuple[int, Role]] = [(self._made_by.get(id(tensor), 0), "columns")]
+            ends += [(one, "rows") for one in self._read_by.get(id(tensor), ())]
+            for operation, end in ends:
+                role = end if operation in self._known else None
+                if operation not in roles and self._may(operation, role):
+                    roles[operation] = role
+                    tensors += self._around(operation, role)
+                elif operation not in roles or roles[operation] != role:
+                    return None
+        return self._grouped(roles)
+
+    def _around(self, operation: int, role: Role | None) -> list[Any]:
+        """What is cut of that which an operation takes, and gives, at all of its calls."""
+        found: list[Any] = []
+        for node in self._calls[operation]:
+            found += [] if role == "columns" else self._given(node)
+            found += [] if role == "rows" else node.outputs
+        return found
+
+    def _may(self, operation: int, role: Role | None) -> bool:
+        """Whether an operation has a role in a group, or may lie between."""
+        calls = self._calls.get(operation, [])  # none of the graph itself, which takes its results
+        if not calls or role != "rows" and _meet(calls[0].operation):
+            return False
+        return role is not None or all(map(is_elementwise, calls))
+
+    def _grouped(self, roles: Mapping[int, Role | None]) -> Group | None:
+        """The group of operations with roles; notes weights between."""
+        operations = {one: self._calls[one][0].operation for one in self._calls if one in roles}
+        between = [one for key, one in operations.items() if roles[key] is None]
+        pictures = any(isinstance(one, CHANNEL_BY_CHANNEL) for one in between)
+        convolved = any(
+            convolution_of(one) is not None for key, one in operations.items() if roles[key]
+        )
+        if pictures and not convolved:
+            return None
+        columns, rows = (
+            tuple(self._known[one] for one in operations if roles[one] == role)
+            for role in ("columns", "rows")
+        )
+        weights = [weight for one in between for weight in weights_of_features(one)]
+        for key, operation in operations.items():
+            if roles[key] == "rows":
+                self.between[self._known[key].path] = [*weights, *_before(operation)]
+        return Group(columns, rows)
 
 
 def weights_of_features(operation: Any) -> Iterator[Weight]:
@@ -162,6 +190,13 @@ def weights_of_features(operation: Any) -> Iterator[Weight]:
             yield one.bias, 0
 
 
+def _before(operation: Any) -> Iterator[Weight]:
+    """Weights for each channel that a convolution takes, beside those of its product."""
+    one = convolution_of(operation)
+    if one is not None and one.before is not None:
+        yield one.before, len(one.before.shape) - 2
+
+
 def _meet(operation: Any) -> bool:
     """Whether the activation of a layer makes a feature of several."""
     return getattr(operation, "activation", None) in TOGETHER
@@ -172,6 +207,8 @@ def is_elementwise(node: Any) -> bool:
     operation = node.operation
     if isinstance(operation, keras.layers.BatchNormalization):
         return operation.axis in (-1, len(node.outputs[0].shape) - 1)
+    if isinstance(operation, (keras.layers.Flatten, keras.layers.Reshape)):
+        return bool(node.outputs[0].shape[-1] == node.arguments.keras_tensors[0].shape[-1])
     if isinstance(operation, CHANNEL_BY_CHANNEL):
         return _looks_at_channels(operation)
     if isinstance(operation, keras.layers.Layer):

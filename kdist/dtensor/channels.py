@@ -55,6 +55,11 @@ def convolutions_in_parts(
         shape = one.filters.shape
         taken, given = ((shape[dim], dims[dim]) for dim in (one.taken, one.given))
         weights = [one.filters]
+        if one.before is not None:
+            rest = (None,) * (len(one.before.shape) - 2)
+            if read(one.before) != (*rest, taken[1], None):
+                continue
+            weights.append(one.before)
         if one.bias is not None and read(one.bias) == given[1:]:
             weights.append(one.bias)
         yield InParts(layer, tuple(weights), taken, given)

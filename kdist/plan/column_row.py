@@ -10,9 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kdist.plan.products import Product, Role
+
+FAR_MORE = 3
+"""Times as many elements."""
+MANY = 4
+"""Products of a group that comes late if it has more."""
 
 
 @dataclasses.dataclass
@@ -27,47 +32,85 @@ class Roles:
     roles: dict[str, Role] = dataclasses.field(default_factory=dict)
     left: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def pair(self, columns: Sequence[Product], rows: Product, parts: int) -> None:
-        """Cuts products by columns, and the one that takes what they give by rows.
+    def group(self, columns: Sequence[Product], rows: Sequence[Product], parts: int) -> None:
+        """Cuts products by columns, and those that take what they give by rows.
 
         Of those by columns some may not divide (one key head of many query heads): they stay whole.
         """
-        if any(one.path in self.roles for one in (*columns, rows)):
+        if any(one.path in self.roles for one in (*columns, *rows)):
             return
         fitting = [one for one in columns if one.divides("columns", parts)]
         for one in columns:
             if one not in fitting:
                 self._leave(one, "columns", parts)
-        if not fitting or not rows.divides("rows", parts):
-            self._leave(rows, "rows", parts)
+        if not fitting or not all(one.divides("rows", parts) for one in rows):
+            for one in rows:
+                self._leave(one, "rows", parts)
             return
         self.roles.update((one.path, "columns") for one in fitting)
-        self.roles[rows.path] = "rows"
+        self.roles.update((one.path, "rows") for one in rows)
 
     def _leave(self, product: Product, role: Role, parts: int) -> None:
         dim = product.cut(role)
         self.left[product.path] = f"dim {dim} has {product.shape[dim]}, no multiple of {parts}"
 
 
-def connected_pairs(
-    products: Sequence[Product], sources: Mapping[str, Sequence[Product]]
-) -> Iterator[tuple[Sequence[Product], Product]]:
-    """Pairs of a model that is a graph of layers.
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Products that are cut together: whatever lies between them is of their features alone.
+
+    Attributes:
+        columns: Those that make it.
+        rows: Those that take it.
+    """
+
+    columns: tuple[Product, ...]
+    rows: tuple[Product, ...]
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """Of all its products."""
+        return frozenset(one.path for one in (*self.columns, *self.rows))
+
+    @property
+    def elements(self) -> int:
+        """How many of weights are cut."""
+        return sum(one.elements for one in (*self.columns, *self.rows))
+
+    @property
+    def worth(self) -> float:
+        """Elements for each feature that is added up over the devices, in the busier direction."""
+        forward, backward = [one.given for one in self.rows], [one.taken for one in self.columns]
+        return self.elements / max(sum(map(math.prod, one)) for one in (forward, backward))
+
+
+def by_worth(groups: Iterable[Group]) -> list[Group]:
+    """Groups of a model that is a graph of layers, in the order in which to cut them.
+
+    They may share products: what one block hands on to the next has a group too, at the expense of
+    those inside both. One of many products, such as all that residual blocks add up, comes late,
+    since it is cut as a whole or not at all; and so does one that keeps far larger ones from being
+    cut, such as that of a small last layer.
 
     Args:
-        products: Its products, in the order in which they run.
-        sources: By path, the products whose results reach a product through nothing but
-            elementwise operations; none for one that something else reaches too.
+        groups: Of which columns may give other features than rows take: a gate for all.
     """
-    for rows in products:
-        # A product over another dim than the last may be joined to one that does not sum over it.
-        if columns := [one for one in sources.get(rows.path, ()) if one.given == rows.taken]:
-            yield columns, rows
+    fitting = []
+    for group in groups:
+        taken = {one.taken for one in group.rows}
+        columns = tuple(one for one in group.columns if {one.given} == taken)
+        fitting += [Group(columns, group.rows)] if columns else []
+
+    def key(group: Group) -> tuple[bool, float]:
+        most = FAR_MORE * group.elements
+        larger = (one for one in fitting if one.elements > most and len(one.paths) <= MANY)
+        late = len(group.paths) > MANY or any(one.paths & group.paths for one in larger)
+        return late, -group.worth
+
+    return sorted(fitting, key=key)
 
 
-def pairs_by_size(
-    products: Sequence[Product], attends: bool
-) -> Iterator[tuple[Sequence[Product], Product]]:
+def pairs_by_size(products: Sequence[Product], attends: bool) -> Iterator[Group]:
     """Pairs of a layer whose `call` is not known: those whose sizes leave no other reading.
 
     Heads are made and taken, or a width that is not the one it is made of. Where all have one
@@ -79,13 +122,13 @@ def pairs_by_size(
     """
     sizes = {one.given + one.taken for one in products}
     if attends and len(products) == 4 and len(sizes) == 1 and len(products[0].shape) == 2:
-        yield products[:3], products[3]
+        yield Group(tuple(products[:3]), tuple(products[3:]))
         return
     before: list[Product] = []
     for rows in products:
         columns = [one for one in before if _fits(one, rows)]
         if any(_whole(one, rows) for one in columns):
-            yield columns, rows
+            yield Group(tuple(columns), (rows,))
             before = [one for one in before if one not in columns]
         else:
             before.append(rows)

@@ -14,7 +14,8 @@ _TRANSPOSED = (
     keras.layers.Conv3DTranspose,
 )
 _BY_CHANNEL = (keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)
-_KINDS: tuple[type, ...] = (*_FORWARD, *_TRANSPOSED, *_BY_CHANNEL)
+_SEPARABLE = (keras.layers.SeparableConv1D, keras.layers.SeparableConv2D)
+_KINDS: tuple[type, ...] = (*_FORWARD, *_TRANSPOSED, *_BY_CHANNEL, *_SEPARABLE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +27,15 @@ class Convolution:
         bias: Its bias, None without one.
         taken: The dim of the kernel that is of the channels taken.
         given: That of those given; the same if each channel is convolved for itself.
+        before: Filters of each channel taken, where these are convolved for themselves at first;
+            cut as `taken` is, in the dim before the last.
     """
 
     filters: keras.Variable
     bias: keras.Variable | None
     taken: int
     given: int
+    before: keras.Variable | None = None
 
     @property
     def by_channel(self) -> bool:
@@ -53,11 +57,15 @@ def convolution_of(layer: Any) -> Convolution | None:
         return None
     if max(layer.dilation_rate) > 1:
         return None
-    filters = layer.kernel
+    separable = isinstance(layer, _SEPARABLE)
+    filters = layer.pointwise_kernel if separable else layer.kernel
     last = len(filters.shape) - 1
     if isinstance(layer, _BY_CHANNEL):
         one_each = layer.depth_multiplier == 1
         return Convolution(filters, layer.bias, last - 1, last - 1) if one_each else None
+    if separable:
+        one_each, each = layer.depth_multiplier == 1, layer.depthwise_kernel
+        return Convolution(filters, layer.bias, last - 1, last, each) if one_each else None
     if getattr(layer, "groups", 1) != 1 or getattr(layer, "lora_enabled", False):
         return None
     transposed = isinstance(layer, _TRANSPOSED)

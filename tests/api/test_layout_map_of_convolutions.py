@@ -76,6 +76,21 @@ def pooled() -> keras.Model:
     return keras.Model(inputs, layers.Dense(2, name="head")(layers.Dropout(0.0, name="drop")(x)))
 
 
+def gated() -> keras.Model:
+    """A wide block with a gate for each channel, as in an EfficientNet; and separable ones."""
+    x = inputs = keras.Input((6, 6, 3))
+    x = layers.SeparableConv2D(8, 3, padding="same", name="stem")(x)
+    x = layers.SeparableConv2D(4, 3, padding="same", name="taken")(layers.ReLU(name="relu")(x))
+    h = convolved(x, 16, 1, "expand", activation="swish")
+    h = layers.DepthwiseConv2D(3, padding="same", name="depthwise")(h)
+    gate = layers.Reshape((1, 1, 16), name="one")(layers.GlobalAveragePooling2D(name="means")(h))
+    gate = layers.Conv2D(2, 1, activation="swish", name="squeeze")(gate)
+    gate = layers.Conv2D(16, 1, activation="sigmoid", name="excite")(gate)
+    h = convolved(layers.Multiply(name="gated")([h, gate]), 4, 1, "project")
+    x = layers.GlobalAveragePooling2D(name="pool")(layers.Add(name="add")([x, h]))
+    return keras.Model(inputs, layers.Dense(2, name="head")(x))
+
+
 FOUND: dict[str, tuple[Callable[[], keras.Model], dict[str, Any]]] = {
     "residual": (
         residual,
@@ -112,6 +127,24 @@ FOUND: dict[str, tuple[Callable[[], keras.Model], dict[str, Any]]] = {
             "head/kernel": ("model", None),
         },
     ),
+    "gated": (
+        gated,
+        {
+            "stem/pointwise_kernel": FILTERS,
+            "stem/bias": ("model",),
+            "taken/depthwise_kernel": CHANNELS,
+            "taken/pointwise_kernel": CHANNELS,
+            "expand/kernel": FILTERS,
+            "expand/bias": ("model",),
+            **norm("expand_norm"),
+            "depthwise/kernel": CHANNELS,
+            "depthwise/bias": ("model",),
+            "squeeze/kernel": CHANNELS,
+            "excite/kernel": FILTERS,
+            "excite/bias": ("model",),
+            "project/kernel": CHANNELS,
+        },
+    ),
 }
 
 
@@ -140,7 +173,7 @@ def test_they_train_as_one_device_does_and_send_a_sum_for_each_pair(
     for one, other in zip(plain.get_weights(), parallel.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
     found = kdist.inspect(parallel)
-    pairs = 2 if name in ("residual", "pooled") else 1
+    pairs = {"residual": 2, "pooled": 2, "gated": 3}.get(name, 1)
     assert found.count("all-reduce", phase="forward") == pairs
     assert found.count("all-gather") == 0
     assert found.gathered == found.islands == ()
@@ -171,6 +204,24 @@ def test_where_nothing_is_convolved_pooling_keeps_products_apart() -> None:
 def test_what_is_not_resized_or_pooled_by_channel_keeps_them_apart(layer: keras.Layer) -> None:
     inputs = keras.Input((4, 4, 4))
     x = layer(layers.Conv2D(4, 3, padding="same", name="first")(inputs))
+    model = keras.Model(inputs, layers.Conv2D(4, 1, name="second")(x))
+    with pytest.raises(ValueError, match="Nothing to cut"):
+        kdist.layout_map_for(model, axes())
+
+
+def test_a_product_that_takes_and_gives_the_same_features_is_in_no_group() -> None:
+    inputs = keras.Input((4, 4, 4))
+    x = layers.Conv2D(4, 3, padding="same", name="first")(inputs)
+    same = layers.Conv2D(4, 3, padding="same", name="same")(x)
+    model = keras.Model(inputs, layers.Conv2D(4, 1, name="last")(layers.Add()([x, same])))
+    with pytest.raises(ValueError, match="Nothing to cut"):
+        kdist.layout_map_for(model, axes())
+
+
+def test_a_norm_that_is_called_elsewhere_too_keeps_a_pair_apart() -> None:
+    inputs = keras.Input((4, 4, 4))
+    norm = layers.BatchNormalization(name="norm")
+    x = norm(layers.Conv2D(4, 3, padding="same", name="first")(norm(inputs)))
     model = keras.Model(inputs, layers.Conv2D(4, 1, name="second")(x))
     with pytest.raises(ValueError, match="Nothing to cut"):
         kdist.layout_map_for(model, axes())
@@ -214,7 +265,15 @@ def test_norms_of_parts_have_the_statistics_of_whole_ones(mesh: str, float64: No
 
 @pytest.mark.parametrize(
     ("name", "share"),
-    [("ResNet50", 0.61), ("MobileNetV2", 0.46), ("VGG16", 0.93), ("DenseNet121", 0.77)],
+    [
+        ("ResNet50", 0.61),
+        ("MobileNetV2", 1.0),
+        ("EfficientNetB0", 1.0),
+        ("VGG16", 0.94),
+        ("DenseNet121", 0.77),
+        ("Xception", 0.77),
+        ("InceptionV3", 0.64),
+    ],
 )
 def test_how_much_of_known_networks_is_cut(name: str, share: float) -> None:
     """The figures of docs/tensor_parallelism.md."""

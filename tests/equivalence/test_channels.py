@@ -78,6 +78,23 @@ def _pooled() -> keras.Model:
     return keras.Model(inputs, layers.Dense(CLASSES, name="head")(x), name="window_pooled")
 
 
+def _separable() -> keras.Model:
+    x = inputs = keras.Input((SIDE, SIDE, 3), name="image")
+    x = layers.SeparableConv2D(8, 3, padding="same", activation="tanh", name="up")(x)
+    gate = layers.GlobalAveragePooling2D(keepdims=True, name="means")(x)
+    gate = layers.Conv2D(2, 1, activation="tanh", name="squeeze")(gate)
+    gate = layers.Conv2D(8, 1, activation="sigmoid", name="excite")(gate)
+    x = layers.Multiply(name="gated")([x, gate])
+    x = layers.SeparableConv2D(6, 2, strides=2, name="down")(x)
+    x = layers.Reshape((-1, 6), name="row")(x)
+    x = layers.SeparableConv1D(4, 2, use_bias=False, name="last")(x)
+    x = layers.Flatten(name="flat")(x)
+    return keras.Model(inputs, layers.Dense(CLASSES, name="head")(x), name="window_separable")
+
+
+_COLUMNS, _ROWS = (None, None, None, "model"), (None, None, "model", None)
+
+
 CASES = {
     name: Case(name=f"window_{name}", build=_convolutions(n), data=_data(n), layout_map=_layouts(n))
     for name, n in DIMS.items()
@@ -87,6 +104,22 @@ CASES["pooled"] = Case(
     build=_pooled,
     data=_data(2),
     layout_map={**_layouts(2), "last/kernel": (None, None, "model", None)},
+)
+CASES["separable"] = Case(
+    name="window_separable",
+    build=_separable,
+    data=_data(2),
+    layout_map={
+        "up/pointwise_kernel": _COLUMNS,
+        "up/bias": ("model",),
+        "squeeze/kernel": _ROWS,
+        "excite/kernel": _COLUMNS,
+        "excite/bias": ("model",),
+        "down/depthwise_kernel": _ROWS,
+        "down/pointwise_kernel": _ROWS,
+        "last/depthwise_kernel": (None, "model", None),
+        "last/pointwise_kernel": (None, "model", None),
+    },
 )
 MESHES = {
     "model2": {"model": 2},
@@ -129,6 +162,8 @@ ROWS = [
             ("2d", "pipe2_data2_model2", "level3", "recompute"),
             ("pooled", "data2_model2", "level2", "nothing"),
             ("pooled", "pipe2_model2", "level0", "recompute"),
+            ("separable", "data2_model2", "level3", "recompute"),
+            ("separable", "pipe2_data2_model2", "level1", "fusion"),
             ("3d", "pipe2_data2_model2", "level1", "nothing"),
         ],
     ),
@@ -145,6 +180,26 @@ def test_cut_channels_equal_one_device(
     )
 
 
+# The first layer has no gradient of its input; `larger` reads a sum, which is whole.
+_SUMS = {
+    ("down", "forward", "all-reduce"),
+    ("last", "forward", "all-reduce"),
+    ("larger", "backward", "all-reduce"),
+}
+SENT = dict.fromkeys(CASES, _SUMS) | {
+    "separable": {
+        ("squeeze", "forward", "all-reduce"),
+        ("excite", "backward", "all-reduce"),
+        ("down", "forward", "all-reduce"),
+        ("last", "forward", "all-reduce"),
+        # What its filters for each channel made, which are whole.
+        ("up", "backward", "all-reduce"),
+        # `last` takes parts of what is whole.
+        ("row", "backward", "all-gather"),
+    }
+}
+
+
 @pytest.mark.parametrize("name", list(CASES))
 def test_sums_are_all_that_is_sent(name: str) -> None:
     """Forward of what is cut by the channels taken, backward of what is cut by filters."""
@@ -155,13 +210,8 @@ def test_sums_are_all_that_is_sent(name: str) -> None:
     found = kdist.inspect(model, 4)
     assert found.gathered == found.islands == found.fallbacks == ()
     inside = {(one.layer, one.phase, one.kind) for one in found.collectives}
-    # The first has no gradient of its input; `larger` reads a sum, which is whole.
-    forward, backward = ("down", "last"), ("larger",)
-    assert inside == {
-        *((layer, "forward", "all-reduce") for layer in forward),
-        *((layer, "backward", "all-reduce") for layer in backward),
-    }
-    assert found.count("all-reduce") == 3
+    assert inside == SENT[name]
+    assert sum(one.count for one in found.collectives) == len(inside)
 
 
 class Pictures(keras.Model):
