@@ -30,11 +30,12 @@ def layout_map_for(
 
     Attention is cut by heads; of two products that follow each other the first is cut by columns
     and the second by rows, with nothing to send between them; so of two convolutions, by channels,
-    and what has weights for each channel between them, such as a gate; large tables of embeddings, and last layers
-    of many classes, by their entries. All else stays whole: other norms and convolutions, and
-    recurrent cells, which are gathered for use anyway. Numbers do not depend on the choice. The
-    map is a dict to print, to change, and to give to `ParallelConfig(layout_map=...)`. Since blocks
-    of one kind share patterns, that of a small model serves a deeper one of the same names.
+    and what has weights for each channel between them, such as a gate; large tables of embeddings,
+    and last layers of many classes, by their entries. All else stays whole: other norms and
+    convolutions, and recurrent cells, which are gathered for use anyway. Numbers do not depend on
+    the choice. The map is a dict to print, to change, and to give to
+    `ParallelConfig(layout_map=...)`. Since blocks of one kind share patterns, that of a small model
+    serves a deeper one of the same names.
 
     Args:
         model: A built model.

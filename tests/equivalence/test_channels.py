@@ -209,9 +209,8 @@ def test_sums_are_all_that_is_sent(name: str) -> None:
     model.compile("sgd", "sparse_categorical_crossentropy")
     found = kdist.inspect(model, 4)
     assert found.gathered == found.islands == found.fallbacks == ()
-    inside = {(one.layer, one.phase, one.kind) for one in found.collectives}
-    assert inside == SENT[name]
-    assert sum(one.count for one in found.collectives) == len(inside)
+    inside = [(one.layer, one.phase, one.kind) for one in found.collectives]
+    assert sorted(inside) == sorted(SENT[name])
 
 
 class Pictures(keras.Model):
