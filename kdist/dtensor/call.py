@@ -9,7 +9,7 @@ from typing import Any
 from kdist._compat.function_graphs import is_variable
 from kdist._compat.pass_through import PassesThrough
 from kdist.display import progress
-from kdist.dtensor import limits, relayout, sizes, windows
+from kdist.dtensor import limits, relayout, sizes
 from kdist.dtensor.body import Body
 from kdist.dtensor.collectives import CannotStitch
 from kdist.dtensor.expansion import expand
@@ -26,6 +26,8 @@ from kdist.dtensor.signatures import apart_from_rows, structure, tensor_spec
 from kdist.dtensor.stitched import StitchedFunction
 from kdist.dtensor.stitching import Stitcher
 from kdist.dtensor.texts import CannotSplit, TextsInFront, in_front
+from kdist.dtensor.window_parts import of_parts
+from kdist.dtensor.windows import convolves
 
 import tensorflow as tf
 from tensorflow.experimental import dtensor
@@ -287,7 +289,7 @@ class Lowered:
                 channels=channels,
             )
         body = Body(concrete)
-        if channels and (found := [n for n in body.nodes.values() if windows.convolves(n.op)]):
+        if channels and (found := [n for n in body.nodes.values() if convolves(n.op)]):
             raise sizes.CannotLift(f"channels of a convolution are cut: {found[0].name}")
         if islands := limits.unsupported(body):
             raise sizes.CannotLift(f"islands are of one size: {next(iter(islands.values()))}")
@@ -298,6 +300,9 @@ class Lowered:
             lower(Function.of(hoisted.concrete, shapes, values), self.mesh, layouts, self.paths)
             for shapes, values in zip(hoisted.shapes, hoisted.values, strict=True)
         ]
+        traced = Body(hoisted.concrete)
+        if parts := [why for one in programs for why in of_parts(traced, one).values()]:
+            raise sizes.CannotLift(parts[0])
         if body.said and not all(one.knows_sizes for one in programs):
             raise sizes.CannotLift("a size that values decide, and set_shape says")
         return lift(programs, hoisted, layouts)

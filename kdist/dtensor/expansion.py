@@ -15,6 +15,7 @@ from kdist.dtensor.kept_layouts import keep_layouts
 from kdist.dtensor.lowering import LAID_OUT, Function, LoweredProgram, lower
 from kdist.dtensor.rewrites import rewrite
 from kdist.dtensor.sliced_sequences import gather_for_slices
+from kdist.dtensor.window_parts import of_parts
 from kdist.dtensor.windows import StandIns
 
 import tensorflow as tf
@@ -59,12 +60,13 @@ def expand(
     body = Body(concrete)
     rewritten = rewrite(body) + (gather_for_slices(body, mesh) if along_sequence else 0)
     chosen = limits.unsupported(body)
-    stand_ins = StandIns(body, channels)
-    chosen |= stand_ins.apart()
-    changed = bool(rewritten or body.said or body.handles or stand_ins)
+    stand_ins = StandIns(body)
+    if channels:
+        stand_ins.stand(chosen)
+    changed = bool(rewritten or body.said or body.handles)
     for attempt in range(MOST_ATTEMPTS):
         inside = with_neighbours(body, chosen)
-        cut = Cut(body, inside, mesh) if inside or changed else None
+        cut = Cut(body, inside, mesh) if inside or changed or stand_ins.kinds else None
         function = Function.of(concrete) if cut is None else cut.function
         given = [*layouts] if cut is None else cut.layouts(layouts)
         try:
@@ -77,15 +79,19 @@ def expand(
             )
             if not found:
                 raise
+            if stand_ins.stand_for(found, chosen):
+                continue
             found = stand_ins.left(found, chosen)
             kept = keep_layouts(body, mesh, found, error)
             changed |= bool(kept)
             chosen.update({name: why for name, why in found.items() if name not in kept})
             continue
-        if failed := stand_ins.put_back(program.definition):
+        failed = of_parts(body, program) | stand_ins.put_back(program.definition)
+        if failed:
             if attempt == MOST_ATTEMPTS - 1:
                 raise CannotCut("; ".join(f"{name}: {why}" for name, why in failed.items()))
-            stand_ins.left(failed, chosen)
+            if not stand_ins.stand_for(failed, chosen):
+                chosen |= stand_ins.left(failed, chosen)
             continue
         if cut is not None:
             program = cut.joined(program, layers)

@@ -12,7 +12,7 @@ are added up (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3, of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist.dtensor.body import Body, control_inputs, data_inputs
@@ -50,31 +50,56 @@ class StandIns:
 
     Args:
         body: The function; its nodes are changed.
-        channels: Whether channels may be cut: otherwise operations stay.
+
+    Attributes:
+        kinds: Which are there: true for convolutions, false for others. Before, all are as they
+            were traced.
     """
 
-    def __init__(self, body: Body, channels: bool) -> None:
+    def __init__(self, body: Body) -> None:
         self._body = body
+        self.kinds: set[bool] = set()
         self._numbers: dict[str, int] = {}
         self._originals: dict[str, Any] = {}
-        self._apart: dict[str, str] = {}
-        for name in [*body.nodes] if channels else ():
+
+    def stand(self, chosen: dict[str, str]) -> None:
+        """Puts in all of them.
+
+        Args:
+            chosen: Islands, with reasons, to which what has no stand-in is added.
+        """
+        self._put_in({True, False}, chosen)
+
+    def stand_for(self, names: Iterable[str], chosen: dict[str, str]) -> bool:
+        """Puts in those for the kinds of some operations, if there are none yet; says whether.
+
+        Args:
+            names: Of operations that DTensor cannot expand, or expands wrongly.
+            chosen: See `stand`.
+        """
+        ops = [self._body.nodes[name].op for name in names if name in self._body.nodes]
+        kinds = {convolves(op) for op in ops if op in RULES} - self.kinds
+        if True in kinds:  # what convolutions make may be pooled
+            kinds |= {False} - self.kinds
+        self._put_in(kinds, chosen)
+        return bool(kinds)
+
+    def _put_in(self, kinds: set[bool], chosen: dict[str, str]) -> None:
+        body = self._body
+        self.kinds |= kinds
+        for name in [one for one in body.nodes if one not in chosen] if kinds else ():
             node = body.nodes[name]  # it may read what has another name by now
             rule = RULES.get(node.op)
             if rule is None:
-                if any(convolves(one.op) for f in body.called(node) for one in f.node_def):
-                    self._apart[name] = "a convolution inside a function"
+                inside = [one.op for f in body.called(node) for one in f.node_def]
+                if True in kinds and any(map(convolves, inside)):
+                    chosen[name] = "a convolution inside a function"
+            elif rule.convolves not in kinds:
+                continue
             elif not _is_sized(body, node):
-                self._apart[name] = f"{node.op} of unknown size"
+                chosen[name] = f"{node.op} of unknown size"
             elif _is_known(body, node, rule):
-                self._stand_in(len(self._originals), node, rule)
-
-    def __len__(self) -> int:
-        return len(self._originals)
-
-    def apart(self) -> dict[str, str]:
-        """What has no stand-in, and is to be islands since channels may be cut; and why."""
-        return dict(self._apart)
+                self._stand_in(len(self._numbers), node, rule)
 
     def left(self, found: Mapping[str, str], chosen: dict[str, str]) -> dict[str, str]:
         """Puts operations back into the function, where what stands for them is to be an island.

@@ -202,3 +202,58 @@ def test_what_cannot_be_put_back_in_the_last_attempt_is_an_error(
     parts = [cut(X, mesh, None, "model", None, None), cut(FILTERS, mesh, *[None] * 4)]
     with pytest.raises(CannotCut, match="Conv2D: its operands are laid out in another way"):
         run(mesh, valid, *parts, channels=True)
+
+
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+@pytest.mark.parametrize("how", ["filters", "channels"])
+def test_those_of_layers_that_are_not_known_to_convolve(name: str, how: str) -> None:
+    """Nobody said that channels are cut: it is seen in what DTensor makes, or refuses to."""
+    function, x, filters = FUNCTIONS[name]
+    by_channel = name == "depthwise"
+    taken, given = ("model", None) if by_channel else CUTS[how][1:]
+    mesh, _ = inner_mesh(model=2)
+    window = (None,) * (x.ndim - 2)
+    parts = [
+        cut(x, mesh, None, *window, None if by_channel and how == "filters" else taken),
+        cut(filters, mesh, *window, None if by_channel and how == "channels" else taken, given),
+    ]
+    expected = with_gradients(function)(tf.constant(x), tf.constant(filters))
+    found, program = run(mesh, with_gradients(function), *parts)
+    for one, reference in zip(found, expected, strict=True):
+        np.testing.assert_allclose(whole(one), reference, rtol=1e-11, atol=1e-11)
+    if not by_channel:
+        assert program.islands == ()
+
+
+def test_what_has_no_stand_in_is_an_island_where_devices_have_parts() -> None:
+    """Two filters for each channel."""
+    mesh, _ = inner_mesh(model=2)
+    filters = RNG.normal(size=(3, 2, 8, 2))
+    parts = [cut(X, mesh, *[None] * 4), cut(filters, mesh, None, None, "model", None)]
+    expected = with_gradients(each)(tf.constant(X), tf.constant(filters))
+    found, program = run(mesh, with_gradients(each), *parts)
+    for one, reference in zip(found, expected, strict=True):
+        np.testing.assert_allclose(whole(one), reference, rtol=1e-11, atol=1e-11)
+    assert any("of parts of channels" in island.reason for island in program.islands)
+
+
+@pytest.mark.parametrize("cuts", [(None, None, "model", None), (None, "model", None, None)])
+def test_one_of_parts_inside_a_function_is_an_island(cuts: tuple[str | None, ...]) -> None:
+    """DTensor looks at no filters of depthwise ones, and gives what is inside other names."""
+    mesh, _ = inner_mesh(model=2)
+    parts = [cut(X, mesh, *[None] * 4), cut(EACH, mesh, *cuts)]
+    called = tf.function(each)
+    found, program = run(mesh, with_gradients(called), *parts)
+    expected = with_gradients(each)(tf.constant(X), tf.constant(EACH))
+    for one, reference in zip(found, expected, strict=True):
+        np.testing.assert_allclose(whole(one), reference, rtol=1e-11, atol=1e-11)
+    assert any("inside a function" in island.reason for island in program.islands)
+
+
+def test_one_of_parts_of_the_window_is_an_island() -> None:
+    """Parts of the window fit channels, and gave another result."""
+    mesh, _ = inner_mesh(model=2)
+    parts = [cut(X, mesh, *[None] * 4), cut(EACH, mesh, None, "model", None, None)]
+    found, program = run(mesh, each, *parts)
+    np.testing.assert_allclose(whole(found), each(X, EACH), rtol=1e-11)
+    assert program.islands

@@ -247,3 +247,46 @@ def test_pictures_of_many_sizes_and_a_short_batch_in_a_subclassed_model(float64:
         weights.append(model.get_weights())
     for one, other in zip(*weights, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+class Own(keras.layers.Layer):
+    """Convolves by itself, each channel too."""
+
+    def build(self, shape: Any) -> None:
+        self.filters = self.add_weight(shape=(3, 3, shape[-1], 8), name="filters")
+        self.each = self.add_weight(shape=(2, 2, 8, 1), name="each")
+
+    def call(self, inputs: Any) -> Any:
+        x = keras.ops.conv(inputs, self.filters, padding="same")
+        return keras.ops.depthwise_conv(keras.ops.relu(x), self.each)
+
+
+OWN = {"own/filters": (None, None, None, "model"), "own/each": (None, None, "model", None)}
+
+
+@pytest.mark.parametrize("names", [["own/filters", "own/each"], ["own/each"]])
+@pytest.mark.parametrize("sizes", [[(8, 6, 6)], [(8, 6, 6), (8, 8, 6), (7, 7, 9)]])
+def test_layers_that_convolve_themselves(
+    sizes: list[Any], names: list[str], float64: None, recwarn: pytest.WarningsRecorder
+) -> None:
+    weights = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(0)
+        x = inputs = keras.Input((None, None, 3))
+        x = layers.GlobalAveragePooling2D(name="pool")(Own(name="own")(x))
+        model = keras.Model(inputs, layers.Dense(2, name="head")(x))
+        if parallel:
+            cut = {name: OWN[name] for name in names}
+            kdist.parallelize(
+                model, kdist.ParallelConfig(mesh=kdist.mesh(data=2, model=2), layout_map=cut)
+            )
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", jit_compile=False)
+        for n, size in enumerate(sizes):
+            rng = np.random.default_rng(n)
+            images, targets = rng.normal(size=(*size, 3)), rng.normal(size=(size[0], 2))
+            model.fit(images, targets, batch_size=8, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    if len(names) == 2:  # what is cut between them is all that they take
+        assert not [one for one in recwarn if "cannot expand" in str(one.message)]
