@@ -79,12 +79,11 @@ def expand(
             )
             if not found:
                 raise
-            if stand_ins.stand_for(found, chosen):
-                continue
-            found = stand_ins.left(found, chosen)
-            kept = keep_layouts(body, mesh, found, error)
-            changed |= bool(kept)
-            chosen.update({name: why for name, why in found.items() if name not in kept})
+            if not stand_ins.stand_for(found, chosen):
+                found = stand_ins.left(found, chosen)
+                kept = keep_layouts(body, mesh, found, error)
+                changed |= bool(kept)
+                chosen.update({name: why for name, why in found.items() if name not in kept})
             continue
         failed = of_parts(body, program) | stand_ins.put_back(program.definition)
         if failed:

@@ -98,3 +98,16 @@ def test_a_size_that_is_no_constant_stays() -> None:
     found, program = run(mesh, by_value, part, size, channels=True)
     np.testing.assert_allclose(whole(found), by_value(X, [9, 5]), rtol=1e-6)
     assert any("ResizeBilinear" in island.title for island in program.islands)
+
+
+@pytest.mark.parametrize("name", ["bilinear", "maxima", "means"])
+def test_in_a_layer_of_ones_own(name: str) -> None:
+    """Where channels are not known to be cut: DTensor has no rule, or one that sends."""
+    function, x = FUNCTIONS[name]
+    mesh, _ = inner_mesh(model=2)
+    part = cut(x, mesh, None, None, None, "model")
+    expected = with_gradient(function)(tf.constant(x))
+    found, program = run(mesh, with_gradient(function), part)
+    for one, reference in zip(found, expected, strict=True):
+        np.testing.assert_allclose(whole(one), reference, rtol=1e-11, atol=1e-11)
+    assert (program.islands, program.collectives) == ((), ())
