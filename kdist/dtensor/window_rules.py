@@ -43,7 +43,7 @@ class Rule:
     @property
     def convolves(self) -> bool:
         """Whether it is a product of channels at each place."""
-        return {*self.operands.values(), self.result} != {_EACH}
+        return len(self.operands) == 2
 
     @property
     def one_each(self) -> bool:
@@ -85,6 +85,7 @@ _OF_MEANS = Rule({1: _EACH}, _EACH, sizes=0)
 _RESIZED = "resized_images"
 _RESIZE = Rule({0: _EACH}, _EACH, constants=(1,), name=_RESIZED)
 _OF_RESIZED = Rule({0: _EACH}, _EACH, shaped=1)
+_MOVE = Rule({0: ".c"}, ".c", constants=(1, 2))  # between places and rows, for a dilated window
 RULES: Mapping[str, Rule] = {
     "Conv2D": _FORWARD,
     "Conv2DBackpropInput": _TO_INPUT,
@@ -105,6 +106,8 @@ RULES: Mapping[str, Rule] = {
     "MaxPool3DGradGrad": _OF_MAXIMA,
     "AvgPoolGrad": _OF_MEANS,
     "AvgPool3DGrad": _OF_MEANS,
+    "SpaceToBatchND": _MOVE,
+    "BatchToSpaceND": _MOVE,
     "ResizeArea": _RESIZE,
     "ResizeBicubic": _RESIZE,
     "ResizeBilinear": _RESIZE,

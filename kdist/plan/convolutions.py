@@ -49,13 +49,8 @@ def convolves(layer: Any) -> bool:
 
 
 def convolution_of(layer: Any) -> Convolution | None:
-    """How a layer convolves; None for one that does not, or whose channels are not to be cut.
-
-    A dilated one is among these: TensorFlow moves places of pictures into rows of the batch for it.
-    """
+    """How a layer convolves; None for one that does not, or whose channels are not to be cut."""
     if not (convolves(layer) and layer.built and layer.data_format == "channels_last"):
-        return None
-    if max(layer.dilation_rate) > 1:
         return None
     separable = isinstance(layer, _SEPARABLE)
     filters = layer.pointwise_kernel if separable else layer.kernel

@@ -192,8 +192,9 @@ def test_weights_that_are_gathered_are_named() -> None:
     sliced = kdist.inspect(trained({"data": 2}, {"up/kernel": ("data", None)}))
     assert sliced.gathered == ("up/kernel",)
     inputs = keras.Input((6, 6, 4))
-    model = keras.Model(inputs, keras.layers.Conv2D(8, 3, dilation_rate=2, name="conv")(inputs))
-    cuts = {"conv/kernel": (None, None, None, "model")}
+    twice = keras.layers.DepthwiseConv2D(3, depth_multiplier=2, name="conv")
+    model = keras.Model(inputs, twice(inputs))
+    cuts = {"conv/kernel": (None, None, "model", None)}
     config = kdist.ParallelConfig(mesh=kdist.mesh(model=2), layout_map=cuts)
     inspection = kdist.inspect(kdist.parallelize(model, config))
     assert inspection.gathered == ("conv/kernel",)

@@ -309,8 +309,8 @@ def test_channels_that_meet_between_two_keep_them_apart(activation: str, of_its_
 
 @pytest.mark.parametrize(
     "how",
-    [{"groups": 2}, {"data_format": "channels_first"}, {"dilation_rate": 2}],
-    ids=["groups", "channels first", "dilated"],
+    [{"groups": 2}, {"data_format": "channels_first"}],
+    ids=["groups", "channels first"],
 )
 def test_what_is_gathered_anyway_stays_whole(how: dict[str, Any]) -> None:
     x = inputs = keras.Input((4, 4, 4))

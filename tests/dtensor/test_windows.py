@@ -48,6 +48,10 @@ def transposed(x: Any, filters: Any) -> Any:
     return tf.nn.conv2d_transpose(x, tf.transpose(filters, (0, 1, 3, 2)), shape, (2, 1), "SAME")
 
 
+def dilated(x: Any, filters: Any) -> Any:
+    return tf.nn.convolution(x, filters, padding="SAME", dilations=(2, 1))
+
+
 FUNCTIONS: dict[str, tuple[Callable, np.ndarray, np.ndarray]] = {
     "strided": (conv2d, X, FILTERS),
     "valid": (valid, X, FILTERS),
@@ -55,6 +59,7 @@ FUNCTIONS: dict[str, tuple[Callable, np.ndarray, np.ndarray]] = {
     "depthwise": (each, X, EACH),
     "volume": (conv3d, VOLUME, CUBES),
     "transposed": (transposed, X, FILTERS),
+    "dilated": (dilated, X, FILTERS),
 }
 CUTS: dict[str, tuple[str | None, str | None, str | None]] = {
     # What cuts the rows, the channels taken, and those given.
@@ -96,6 +101,9 @@ def test_they_equal_those_of_one_device(name: str, how: str) -> None:
     found, program = run(mesh, with_gradients(function), *parts, channels=True)
     for one, reference in zip(found, expected, strict=True):
         np.testing.assert_allclose(whole(one), reference, rtol=1e-11, atol=1e-11)
+    if name == "dilated" and rows:  # places are moved into rows
+        assert {one.operations[0][0] for one in program.islands} == {"SpaceToBatchND"}
+        return
     assert program.islands == ()
     assert specs(found[0])[-1] == named[taken if by_channel else given]
     # What channels are summed over, forward and backward, and gradients over rows.

@@ -78,6 +78,19 @@ def _pooled() -> keras.Model:
     return keras.Model(inputs, layers.Dense(CLASSES, name="head")(x), name="window_pooled")
 
 
+def _dilated() -> keras.Model:
+    x = inputs = keras.Input((SIDE, SIDE, 3), name="image")
+    how = {"padding": "same", "activation": "tanh"}
+    x = layers.Conv2D(8, 3, dilation_rate=2, name="up", **how)(x)
+    x = layers.DepthwiseConv2D(2, dilation_rate=(1, 3), name="each", **how)(x)
+    x = layers.SeparableConv2D(6, 2, dilation_rate=2, name="down")(x)
+    x = layers.Reshape((-1, 6), name="row")(x)
+    x = layers.Conv1D(8, 3, dilation_rate=4, padding="causal", name="larger")(x)
+    x = layers.Conv1D(4, 2, dilation_rate=2, use_bias=False, name="last")(x)
+    x = layers.Flatten(name="flat")(x)
+    return keras.Model(inputs, layers.Dense(CLASSES, name="head")(x), name="window_dilated")
+
+
 def _separable() -> keras.Model:
     x = inputs = keras.Input((SIDE, SIDE, 3), name="image")
     x = layers.SeparableConv2D(8, 3, padding="same", activation="tanh", name="up")(x)
@@ -104,6 +117,21 @@ CASES["pooled"] = Case(
     build=_pooled,
     data=_data(2),
     layout_map={**_layouts(2), "last/kernel": (None, None, "model", None)},
+)
+CASES["dilated"] = Case(
+    name="window_dilated",
+    build=_dilated,
+    data=_data(2),
+    layout_map={
+        "up/kernel": _COLUMNS,
+        "up/bias": ("model",),
+        "each/kernel": _ROWS,
+        "each/bias": ("model",),
+        "down/.*_kernel": _ROWS,
+        "larger/kernel": (None, None, "model"),
+        "larger/bias": ("model",),
+        "last/kernel": (None, "model", None),
+    },
 )
 CASES["separable"] = Case(
     name="window_separable",
@@ -162,6 +190,7 @@ ROWS = [
             ("2d", "pipe2_data2_model2", "level3", "recompute"),
             ("pooled", "data2_model2", "level2", "nothing"),
             ("pooled", "pipe2_model2", "level0", "recompute"),
+            ("dilated", "data2_model2", "level1", "nothing"),
             ("separable", "data2_model2", "level3", "recompute"),
             ("separable", "pipe2_data2_model2", "level1", "fusion"),
             ("3d", "pipe2_data2_model2", "level1", "nothing"),
