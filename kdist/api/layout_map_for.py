@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import re
 import warnings
@@ -11,7 +12,7 @@ from kdist._compat import keras_models
 from kdist.api.product_graph import ProductGraph, Weight
 from kdist.config.tables import host_layers, split_layers
 from kdist.layers import DistributedEmbedding
-from kdist.plan.column_row import Group, Roles, by_worth, pairs_by_size, wide_ends
+from kdist.plan.column_row import LARGE, Group, Roles, chosen, pairs_by_size, wide_ends
 from kdist.plan.convolutions import convolution_of
 from kdist.plan.products import Product, filters_as_product, product_of, quantized_products
 from kdist.sharding.dims import Dims
@@ -19,8 +20,8 @@ from kdist.sharding.mesh import Topology
 
 import keras
 
-LARGE = 2**18
-"""Elements of tables and last layers that are cut: 1 MiB of float32."""
+FEW = 0.25
+"""Of the weights that a pattern matches, those that may be laid out otherwise."""
 
 
 def layout_map_for(
@@ -70,8 +71,8 @@ def layout_map_for(
     roles, layouts = _decided(model, axis, parts)
     _leave_unlike(model, roles, layouts, parts)
     _tell(model, roles, layouts, parts)
-    order = [v.path for v in model.weights if v.path in layouts]
-    return _patterns({path: layouts[path] for path in order}, [v.path for v in model.weights])
+    ranks = {v.path: len(v.shape) for v in model.weights}
+    return _patterns({path: layouts[path] for path in ranks if path in layouts}, ranks)
 
 
 def _decided(model: keras.Model, axis: str, parts: int) -> tuple[Roles, dict[str, Dims]]:
@@ -86,7 +87,7 @@ def _decided(model: keras.Model, axis: str, parts: int) -> tuple[Roles, dict[str
     for parent in layers:
         for group in _groups(parent, inside, parts, between):
             roles.group(group.columns, group.rows, parts)
-    wide_ends(multiplied, roles, parts, LARGE)
+    wide_ends(multiplied, roles, parts)
     roles.left |= {one.path: f"quantized to {mode}" for one, mode in quantized_products(layers)}
     layouts: dict[str, Dims] = {}
     for path, role in roles.roles.items():
@@ -128,7 +129,7 @@ def _groups(
     functional = keras_models.functional_of(parent)
     if functional is not None:
         graph = ProductGraph(functional, products)
-        found = by_worth(graph.groups())
+        found = chosen(graph.groups())
         between |= graph.between
         return found
     heads = getattr(parent, "num_heads", None)
@@ -183,19 +184,40 @@ def _tell(model: keras.Model, roles: Roles, layouts: dict[str, Dims], parts: int
         warnings.warn(f"{model.name}: these stay whole: {shown}", stacklevel=3)
 
 
-def _patterns(layouts: dict[str, Dims], paths: Sequence[str]) -> dict[str, Dims]:
+def _patterns(layouts: dict[str, Dims], weights: Mapping[str, int]) -> dict[str, Dims]:
     """Layouts by pattern: any number in the place of each, or of all but the last.
 
-    Where neither is the same for all that it matches, the path itself.
+    Where a few of those that it matches are laid out in another way, or whole, their paths say so,
+    which count for more; where many are, all have paths.
+
+    Args:
+        layouts: By path, of what is cut.
+        weights: How many dims each has, by path.
     """
-    of_pattern: dict[str, set[Dims | None]] = {}
-    for path in paths:
+    of_pattern: dict[str, dict[str, Dims]] = {}
+    for path, rank in weights.items():
         for pattern in _wider(path):
-            of_pattern.setdefault(pattern, set()).add(layouts.get(path))
-    return {
-        next((one for one in _wider(path) if len(of_pattern[one]) == 1), re.escape(path)): dims
-        for path, dims in layouts.items()
-    }
+            of_pattern.setdefault(pattern, {})[path] = layouts.get(path, (None,) * rank)
+    found: dict[str, Dims] = {}
+    decided: set[str] = set()
+    for path in layouts:
+        for pattern in _wider(path) if path not in decided else ():
+            alike = of_pattern[pattern]
+            most, count = collections.Counter(alike.values()).most_common(1)[0]
+            others = {one: dims for one, dims in alike.items() if dims != most}
+            if any(most) and len(others) <= count * FEW and all(map(_is_plain, others)):
+                found |= {pattern: most, **others}
+                decided |= set(alike)
+                break
+        else:
+            if path not in decided:
+                found[re.escape(path)] = layouts[path]
+    return found
+
+
+def _is_plain(path: str) -> bool:
+    """Whether a path, as a pattern, matches itself."""
+    return re.escape(path) == path
 
 
 def _wider(path: str) -> list[str]:

@@ -44,8 +44,6 @@ ELEMENTWISE_OPERATIONS = frozenset(
     + ["Selu", "Sigmoid", "Silu", "Softplus", "Softsign", "Square", "Subtract", "Tanh"]
     + ["TrueDivide"]
 )
-
-
 TOGETHER = (
     keras.activations.glu,
     keras.activations.log_softmax,
@@ -118,11 +116,19 @@ class ProductGraph:
 
         In the order in which they run.
         """
-        found = [self._group(layer) for layer in self._calls if layer in self._known]
-        return [*dict.fromkeys(one for one in found if one is not None)]
+        found, seen = [], set[int]()
+        for layer in self._calls:
+            if layer in self._known and layer not in seen:
+                roles, closed = self._roles(layer)
+                seen |= {one for one, role in roles.items() if role == "rows"}
+                found += [self._grouped(roles)] if closed else []
+        return [one for one in found if one is not None]
 
-    def _group(self, layer: int) -> Group | None:
-        """The group of which a product takes what lies between; None if it is in none."""
+    def _roles(self, layer: int) -> tuple[dict[int, Role | None], bool]:
+        """Roles of what makes and takes all that is cut if a product is by rows; None: between.
+
+        And whether they may have these. If not, some may be missing.
+        """
         roles: dict[int, Role | None] = {layer: "rows"}
         tensors, seen = self._around(layer, "rows"), set()
         for tensor in tensors:
@@ -137,8 +143,8 @@ class ProductGraph:
                     roles[operation] = role
                     tensors += self._around(operation, role)
                 elif operation not in roles or roles[operation] != role:
-                    return None
-        return self._grouped(roles)
+                    return roles, False
+        return roles, True
 
     def _around(self, operation: int, role: Role | None) -> list[Any]:
         """What is cut of that which an operation takes, and gives, at all of its calls."""

@@ -44,8 +44,8 @@ def _laid_out_calls(layouts: ModelLayouts) -> Iterator[None]:
     hooked += [(layer, (), (), dims) for layer, dims in patterns.values()]
     hooked = [entry for entry in hooked if any(entry[1:])]
     in_parts = {id(one.layer): one for one in layouts.convolutions_in_parts()}
-    # Where channels are cut, `windows` has them pooled as they come.
-    kinds = limits.CONVOLUTIONS if in_parts else WINDOWED
+    # Where channels are cut, `windows` has them pooled as they come; not what a sequence is cut in.
+    kinds = limits.CONVOLUTIONS if in_parts and not layouts.sequence else WINDOWED
     windowed = [layer for layer in layouts.model_layers if isinstance(layer, kinds)]
     tables = [
         (layer, _columns(layer, layouts))

@@ -13,11 +13,12 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 
 from kdist.plan.products import Product, Role
+from kdist.plan.set_packing import heaviest
 
-FAR_MORE = 3
-"""Times as many elements."""
-MANY = 4
-"""Products of a group that comes late if it has more."""
+MANY = 3
+"""Columns of a group that comes last if it has more."""
+LARGE = 2**18
+"""Elements of tables and last layers that are cut: 1 MiB of float32."""
 
 
 @dataclasses.dataclass
@@ -79,18 +80,20 @@ class Group:
 
     @property
     def worth(self) -> float:
-        """Elements for each feature that is added up over the devices, in the busier direction."""
-        forward, backward = [one.given for one in self.rows], [one.taken for one in self.columns]
-        return self.elements / max(sum(map(math.prod, one)) for one in (forward, backward))
+        """Elements, and less for more features that are added up over the devices.
+
+        By the fourth root, which decides between groups of about as many elements.
+        """
+        sent = sum(math.prod(one.given) for one in self.rows)
+        return float(self.elements / sent**0.25)
 
 
-def by_worth(groups: Iterable[Group]) -> list[Group]:
+def chosen(groups: Iterable[Group]) -> list[Group]:
     """Groups of a model that is a graph of layers, in the order in which to cut them.
 
     They may share products: what one block hands on to the next has a group too, at the expense of
-    those inside both. One of many products, such as all that residual blocks add up, comes late,
-    since it is cut as a whole or not at all; and so does one that keeps far larger ones from being
-    cut, such as that of a small last layer.
+    those inside both. Those come first that are worth most together. One of many columns, such as
+    all that residual blocks add up, comes after them: it is cut as a whole or not at all.
 
     Args:
         groups: Of which columns may give other features than rows take: a gate for all.
@@ -99,15 +102,18 @@ def by_worth(groups: Iterable[Group]) -> list[Group]:
     for group in groups:
         taken = {one.taken for one in group.rows}
         columns = tuple(one for one in group.columns if {one.given} == taken)
-        fitting += [Group(columns, group.rows)] if columns else []
+        if columns and not any(is_wide(one) for one in group.rows):
+            fitting.append(Group(columns, group.rows))
+    few = [one for one in fitting if len(one.columns) <= MANY]
+    first = [few[n] for n in heaviest([(one.worth, one.paths) for one in few])]
+    rest = sorted((one for one in fitting if one not in first), key=lambda one: -one.worth)
+    return first + rest
 
-    def key(group: Group) -> tuple[bool, float]:
-        most = FAR_MORE * group.elements
-        larger = (one for one in fitting if one.elements > most and len(one.paths) <= MANY)
-        late = len(group.paths) > MANY or any(one.paths & group.paths for one in larger)
-        return late, -group.worth
 
-    return sorted(fitting, key=key)
+def is_wide(product: Product) -> bool:
+    """Whether a product makes many features of few, and is worth to be cut by them alone."""
+    many = math.prod(product.given) >= 4 * math.prod(product.taken)
+    return many and product.elements >= LARGE
 
 
 def pairs_by_size(products: Sequence[Product], attends: bool) -> Iterator[Group]:
@@ -151,16 +157,14 @@ def _whole(one: Product, rows: Product) -> bool:
     return one.given == rows.taken and one.given != one.taken
 
 
-def wide_ends(products: Iterable[Product], roles: Roles, parts: int, elements: int) -> None:
+def wide_ends(products: Iterable[Product], roles: Roles, parts: int) -> None:
     """Cuts what is left and makes many classes of few features, by columns.
 
     Args:
         products: All of a model.
-        roles: What pairs have decided; added to.
+        roles: What groups have decided; added to.
         parts: Devices of the axis.
-        elements: How many a kernel has at least, to be worth it.
     """
     for one in products:
-        wide = math.prod(one.given) >= 4 * math.prod(one.taken) and one.elements >= elements
-        if wide and one.path not in roles.roles and one.divides("columns", parts):
+        if is_wide(one) and one.path not in roles.roles and one.divides("columns", parts):
             roles.roles[one.path] = "columns"

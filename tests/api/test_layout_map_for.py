@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 import kdist
+from kdist.plan import column_row
 
 import keras
 import numpy as np
@@ -83,7 +84,8 @@ def test_a_transformer_is_cut_as_megatron_cuts_it() -> None:
 
 
 def test_large_tables_and_last_layers_are_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(found_by, "LARGE", 1024)
+    for module in (found_by, column_row):
+        monkeypatch.setattr(module, "LARGE", 1024)
     found = kdist.layout_map_for(transformer(), axes())
     ends = {"tokens/embeddings": ("model", None), "head/kernel": (None, "model")}
     assert found == {**ends, **TRANSFORMER, "head/bias": ("model",)}
@@ -110,6 +112,38 @@ def test_a_chain_is_cut_in_pairs(widths: Any, roles: str, recwarn: Any) -> None:
     wanted = {"c": (None, "model"), "r": ("model", None)}
     cut = [(n, role) for n, role in enumerate(roles) if role != "-"]
     assert kernels == {f"chain/d{n}/kernel": wanted[role] for n, role in cut}
+
+
+def test_the_few_that_are_laid_out_otherwise_have_paths(float64: None, recwarn: Any) -> None:
+    """The pattern serves a deeper model, and what is left whole is whole."""
+
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        x = inputs = keras.Input((8,))
+        for n in range(6):
+            h = keras.layers.Dense(7 if n == 2 else 16, "relu", name=f"up_{n}")(x)
+            x = keras.layers.LayerNormalization(name=f"norm_{n}")(
+                keras.layers.Dense(8, name=f"down_{n}")(h)
+            )
+        return keras.Model(inputs, x)
+
+    plain, parallel = build(), build()
+    found = kdist.layout_map_for(parallel, axes())
+    assert found == {
+        r"up_\d+/kernel": (None, "model"),
+        "up_2/kernel": (None, None),
+        r"up_\d+/bias": ("model",),
+        "up_2/bias": (None,),
+        r"down_\d+/kernel": ("model", None),
+        "down_2/kernel": (None, None),
+    }
+    kdist.parallelize(parallel, kdist.ParallelConfig(mesh=axes(), layout_map=found))
+    x, y = np.random.default_rng(0).normal(size=(2, 8, 8))
+    for model in (plain, parallel):
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    for one, other in zip(plain.get_weights(), parallel.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
 
 
 def test_a_residual_between_two_products_keeps_them_apart() -> None:
