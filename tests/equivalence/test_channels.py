@@ -319,3 +319,20 @@ def test_layers_that_convolve_themselves(
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
     if len(names) == 2:  # what is cut between them is all that they take
         assert not [one for one in recwarn if "cannot expand" in str(one.message)]
+
+
+def test_what_comes_along_a_cut_sequence_is_pooled_whole() -> None:
+    """As DTensor pools it: no island for the sake of cut convolutions elsewhere."""
+    x = inputs = keras.Input((12, 6))
+    x = layers.Dense(16, activation="tanh", name="wide")(x)
+    x = layers.MaxPooling1D(2, name="pool")(layers.Dense(6, name="narrow")(x))
+    x = layers.Conv1D(8, 3, padding="same", name="up")(x)
+    x = layers.Conv1D(6, 3, padding="same", name="down")(x)
+    model = keras.Model(inputs, layers.GlobalMaxPooling1D(name="maxima")(x))
+    layouts = kdist.layout_map_for(model, kdist.mesh(model=2))
+    assert len(layouts) == 6
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(model=2), layout_map=layouts, sequence_parallel=True
+    )
+    kdist.parallelize(model, config).compile("sgd", "mse")
+    assert kdist.inspect(model, 8).islands == ()
