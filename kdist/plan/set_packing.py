@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Sequence, Set
 
-MOST_SEARCHED = 20_000
-"""Collections of sets that are looked at; then the heaviest that is left is taken each time."""
+MOST_SEARCHED = 200_000
+"""Sets that are looked at in all cases together; then the heaviest that is left is taken."""
+DEEPEST = 100
+"""Cases inside each other, likewise. A chain of n sets has some log2(n)."""
 
 
 def heaviest(weighted: Sequence[tuple[float, Collection[Hashable]]]) -> list[int]:
@@ -43,30 +45,38 @@ class _Search:
     def __init__(self, weights: Sequence[float], rivals: Sequence[Set[int]]) -> None:
         self._weights, self._rivals = weights, rivals
         self._known: dict[frozenset[int], frozenset[int]] = {}
+        self._searched = 0
 
-    def best(self, numbers: frozenset[int]) -> frozenset[int]:
-        """The sets to take of some."""
+    def best(self, numbers: frozenset[int], depth: int = 0) -> frozenset[int]:
+        """The sets to take of some; `depth` counts the cases around."""
         found: frozenset[int] = frozenset()
         for component in self._components(numbers):
-            found |= self._of_component(component)
+            found |= self._of_component(component, depth)
         return found
 
-    def _of_component(self, numbers: frozenset[int]) -> frozenset[int]:
+    def _of_component(self, numbers: frozenset[int], depth: int) -> frozenset[int]:
         if numbers in self._known:
             return self._known[numbers]
-        if len(self._known) >= MOST_SEARCHED:
-            number = max(numbers, key=lambda n: (self._weights[n], -n))
-            return self.best(numbers - self._rivals[number] - {number}) | {number}
+        self._searched += len(numbers)
+        if self._searched > MOST_SEARCHED or depth > DEEPEST:
+            return self._one_by_one(numbers)
         order = sorted(numbers)
         middle = len(order) // 2
         # The middle one of a chain, so that its two ends are looked at apart.
         number = max(order, key=lambda n: (len(self._rivals[n] & numbers), -abs(n - order[middle])))
-        found = self.best(numbers - self._rivals[number] - {number}) | {number}
+        found = self.best(numbers - self._rivals[number] - {number}, depth + 1) | {number}
         if self._rivals[number] & numbers:
-            without = self.best(numbers - {number})
+            without = self.best(numbers - {number}, depth + 1)
             found = max(found, without, key=self._key)
         self._known[numbers] = found
         return found
+
+    def _one_by_one(self, numbers: frozenset[int]) -> frozenset[int]:
+        found: set[int] = set()
+        for number in sorted(numbers, key=lambda n: (-self._weights[n], n)):
+            if not self._rivals[number] & found:
+                found.add(number)
+        return frozenset(found)
 
     def _key(self, numbers: frozenset[int]) -> tuple[float, list[int]]:
         """The weight; among equals, the first sets."""

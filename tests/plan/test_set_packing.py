@@ -45,3 +45,13 @@ def test_a_search_that_would_take_too_long_takes_the_heaviest(
 ) -> None:
     monkeypatch.setattr(set_packing, "MOST_SEARCHED", 0)
     assert heaviest([(2, "ab"), (3, "bc"), (2, "cd"), (1, "e")]) == [1, 3]
+
+
+def test_no_search_is_endless_or_too_deep() -> None:
+    grid = [(1.0, ((i, j), (i, j + 1))) for i in range(30) for j in range(30)]
+    grid += [(1.0 + i % 2, ((i, j), (i + 1, j))) for i in range(30) for j in range(30)]
+    clique = [(1.0 + n % 7, (0, n + 1)) for n in range(200)]
+    for weighted in (grid, clique):
+        members = [weighted[n][1] for n in heaviest(weighted)]
+        assert members
+        assert len(set().union(*members)) == sum(map(len, members))
