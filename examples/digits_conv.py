@@ -1,6 +1,7 @@
-"""Reads scikit-learn's handwritten digits with a convolutional network on four replicas.
+"""Reads scikit-learn's handwritten digits with a convolutional network on several devices.
 
-    python examples/digits_conv.py --mesh data=4
+    python examples/digits_conv.py --mesh data=4            each has a quarter of the images
+    python examples/digits_conv.py --mesh data=2,model=2    and of two, each half of the channels
 
 The network has BatchNormalization layers. Each replica normalises by the statistics of its own
 rows, and the moving averages are the mean of the replicas', so losses depend a little on their
@@ -70,10 +71,11 @@ def main(argv: Sequence[str]) -> float:
     example_flags.start()
     keras.utils.set_random_seed(args.seed)
     train, test = load(args.seed)
-    config = kdist.ParallelConfig(
-        mesh=kdist.mesh(**example_flags.parse_mesh(args.mesh)), layout_map={}
-    )
-    model = kdist.parallelize(build(args.filters), config)
+    mesh = kdist.mesh(**example_flags.parse_mesh(args.mesh))
+    model = build(args.filters)
+    # The first convolution makes half of its filters on a device, the second adds up over them.
+    layout_map = kdist.layout_map_for(model, mesh)
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh, layout_map=layout_map))
     model.compile(
         optimizer=keras.optimizers.Adam(3e-3),
         loss="sparse_categorical_crossentropy",

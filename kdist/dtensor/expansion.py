@@ -57,52 +57,101 @@ def expand(
         CannotCut: An operation can be no island, or a convolution is none after `MOST_ATTEMPTS`.
         tf.errors.OpError, ValueError: DTensor still fails after `MOST_ATTEMPTS`.
     """
-    body = Body(concrete)
-    rewritten = rewrite(body) + (gather_for_slices(body, mesh) if along_sequence else 0)
-    chosen = limits.unsupported(body)
-    stand_ins = StandIns(body)
-    if channels:
-        stand_ins.stand(chosen)
-    changed = bool(rewritten or body.said or body.handles)
+    work = _Expansion(concrete, mesh, layouts, along_sequence, channels)
     for attempt in range(MOST_ATTEMPTS):
-        inside = with_neighbours(body, chosen)
-        cut = Cut(body, inside, mesh) if inside or changed or stand_ins.kinds else None
+        last = attempt == MOST_ATTEMPTS - 1
+        inside = with_neighbours(work.body, work.islands)
+        cut = work.without(inside)
         function = Function.of(concrete) if cut is None else cut.function
         given = [*layouts] if cut is None else cut.layouts(layouts)
         try:
             program = lower(function, mesh, given, layers)
         except (UnicodeDecodeError, tf.errors.OpError, ValueError) as error:
-            if attempt == MOST_ATTEMPTS - 1 or not limits.is_about_lowering(error):
+            if last or not limits.is_about_lowering(error) or not work.learns(error, inside, given):
                 raise
-            found = _named(body, inside, error, mesh, given) or _searched(
-                body, inside, error, mesh, layouts
-            )
-            if not found:
-                raise
-            if not stand_ins.stand_for(found, chosen):
-                found = stand_ins.left(found, chosen)
-                kept = keep_layouts(body, mesh, found, error)
-                changed |= bool(kept)
-                chosen.update({name: why for name, why in found.items() if name not in kept})
             continue
-        failed = of_parts(body, program) | stand_ins.put_back(program.definition)
+        failed = work.put_back(program)
+        if failed and last:
+            raise CannotCut("; ".join(f"{name}: {why}" for name, why in failed.items()))
         if failed:
-            if attempt == MOST_ATTEMPTS - 1:
-                raise CannotCut("; ".join(f"{name}: {why}" for name, why in failed.items()))
-            if not stand_ins.stand_for(failed, chosen):
-                chosen |= stand_ins.left(failed, chosen)
             continue
         if cut is not None:
             program = cut.joined(program, layers)
-        found = dict(_with_collectives(body, program))
-        found |= _of_many_dims(body, program, inside)
+        found = dict(_with_collectives(work.body, program))
+        found |= _of_many_dims(work.body, program, inside)
         if not alltoall:
-            names = body.inputs if cut is None else [*cut.taken, *cut.made]
-            found |= _moving(body, program, inside, names)
+            names = work.body.inputs if cut is None else [*cut.taken, *cut.made]
+            found |= _moving(work.body, program, inside, names)
         if not found:
             return program
-        chosen |= stand_ins.left(found, chosen)
+        work.islands |= work.stand_ins.left(found, work.islands)
     return program
+
+
+class _Expansion:
+    """A traced function, and what attempts to lower it have shown.
+
+    Args:
+        concrete: The function.
+        mesh: See `lower`.
+        layouts: Of each flat input, and of each capture.
+        along_sequence: See `expand`.
+        channels: See `expand`.
+
+    Attributes:
+        body: The function, rewritten.
+        islands: Operations that become islands, with reasons.
+        stand_ins: What stands for operations that look at windows.
+    """
+
+    def __init__(
+        self,
+        concrete: Any,
+        mesh: dtensor.Mesh,
+        layouts: Sequence[dtensor.Layout],
+        along_sequence: bool,
+        channels: bool,
+    ) -> None:
+        self.body = body = Body(concrete)
+        self._mesh, self._layouts = mesh, layouts
+        rewritten = rewrite(body) + (gather_for_slices(body, mesh) if along_sequence else 0)
+        self.islands = limits.unsupported(body)
+        self.stand_ins = StandIns(body)
+        if channels:
+            self.stand_ins.stand(self.islands)
+        self._changed = bool(rewritten or body.said or body.handles)
+
+    def without(self, inside: dict[str, str]) -> Cut | None:
+        """The function without what is in islands; None: it is as it was traced."""
+        if inside or self._changed or self.stand_ins.kinds:
+            return Cut(self.body, inside, self._mesh)
+        return None
+
+    def learns(self, error: Exception, inside: dict[str, str], given: Any) -> bool:
+        """Whether an error of DTensor says what is to be done otherwise.
+
+        Args:
+            error: What ended the attempt.
+            inside: What was in islands.
+            given: Layouts of what was lowered.
+        """
+        body, mesh = self.body, self._mesh
+        found = _named(body, inside, error, mesh, given) or _searched(
+            body, inside, error, mesh, self._layouts
+        )
+        if found and not self.stand_ins.stand_for(found, self.islands):
+            left = self.stand_ins.left(found, self.islands)
+            kept = keep_layouts(body, mesh, left, error)
+            self._changed |= bool(kept)
+            self.islands.update({name: why for name, why in left.items() if name not in kept})
+        return bool(found)
+
+    def put_back(self, program: LoweredProgram) -> dict[str, str]:
+        """Puts operations on windows back into a program; those that cannot be, with reasons."""
+        failed = of_parts(self.body, program) | self.stand_ins.put_back(program.definition)
+        if failed and not self.stand_ins.stand_for(failed, self.islands):
+            self.islands |= self.stand_ins.left(failed, self.islands)
+        return failed
 
 
 def _with_collectives(body: Body, program: LoweredProgram) -> Iterator[tuple[str, str]]:
