@@ -73,8 +73,8 @@ def main(argv: Sequence[str]) -> float:
     train, test = load(args.seed)
     mesh = kdist.mesh(**example_flags.parse_mesh(args.mesh))
     model = build(args.filters)
-    # The first convolution makes half of its filters on a device, the second adds up over them.
-    layout_map = kdist.layout_map_for(model, mesh)
+    # A device makes a part of the first convolution's filters; the second adds up over all parts.
+    layout_map = kdist.layout_map_for(model, mesh) if "model" in mesh.axis_names else {}
     kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh, layout_map=layout_map))
     model.compile(
         optimizer=keras.optimizers.Adam(3e-3),

@@ -86,6 +86,18 @@ def _resnet_data(seed: int, samples: int) -> Data:
     return x, labels(rng, samples), weights(rng, samples)
 
 
+def _narrow() -> keras.Model:
+    """A block whose inner channels are cut, with all that may lie between two convolutions."""
+    x = inputs = keras.Input((6, 6, 3), name="image")
+    x = layers.Conv2D(8, 3, padding="same", use_bias=False, name="expand")(x)
+    x = layers.BatchNormalization(momentum=0.7, name="expand_norm")(x)
+    x = layers.MaxPooling2D(2, 1, name="maxima")(layers.ReLU(name="expand_relu")(x))
+    x = layers.DepthwiseConv2D(3, padding="same", activation="tanh", name="each")(x)
+    x = layers.Conv2D(4, 2, name="project")(layers.UpSampling2D(2, name="larger")(x))
+    x = layers.GlobalAveragePooling2D(name="pool")(x)
+    return keras.Model(inputs, layers.Dense(CLASSES, name="head")(x), name="narrow")
+
+
 # Recurrence -----------------------------------------------------------------------------------
 
 
@@ -187,6 +199,20 @@ RESNET = Case(
     has_batchnorm=True,
     tags=tags("labels", "dense", "norm"),
 )
+NARROW = Case(
+    name="narrow",
+    build=_narrow,
+    data=_resnet_data,
+    layout_map={
+        "expand/kernel": (None, None, None, "model"),
+        "expand_norm/.*": ("model",),
+        "each/kernel": (None, None, "model", None),
+        "each/bias": ("model",),
+        "project/kernel": (None, None, "model", None),
+    },
+    has_batchnorm=True,
+    tags=tags("labels", "dense", "norm"),
+)
 LSTM = Case(
     name="lstm",
     build=_lstm,
@@ -230,5 +256,6 @@ ZOO: tuple[Case, ...] = (
     LSTM,
     TWO_TOWER,
     DLRM,
+    NARROW,
 )
 BY_NAME: Mapping[str, Case] = {case.name: case for case in ZOO}

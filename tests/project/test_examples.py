@@ -131,9 +131,13 @@ def test_clicks_use_the_rows_of_each_table():
     assert 0.2 < clicks.clicked.mean() < 0.8
 
 
-def test_digits_conv_learns(capsys):
-    assert digits_conv.main(["digits_conv", "--epochs=4", "--filters=8"]) > 0.85
-    assert "None" not in capsys.readouterr().out.splitlines()
+@pytest.mark.parametrize("mesh", ["data=4", "data=2,model=2"])
+def test_digits_conv_learns(mesh, capsys):
+    flags = [f"--mesh={mesh}", "--epochs=4", "--filters=8"]
+    assert digits_conv.main(["digits_conv", *flags]) > 0.85
+    out = capsys.readouterr().out
+    assert "None" not in out.splitlines()
+    assert ("model" in mesh) == bool(re.search(r"conv_2/kernel\s+shape[^;]*; layout.*'model'", out))
 
 
 def test_custom_loop_leaves_steps_out(capsys):
