@@ -17,7 +17,7 @@ from kdist.optimizer.routed import Routed
 from kdist.optimizer.update_jobs import Jobs
 from kdist.plan.bucket import Bucket, shards_at
 from kdist.sharding.owners import UpdateUnit
-from kdist.sharding.placement import Coordinate
+from kdist.sharding.placement import Coordinate, Index
 from kdist.storage.flat_rows import flat, unflat
 from kdist.storage.transfer import Sent
 
@@ -98,7 +98,7 @@ def send_values(
         if units <= updated:
             if bucket.on_host:
                 _send_from_host(jobs, bucket, order)
-            elif jobs.units[bucket.units[0][0]].rows is None:
+            elif jobs.units[bucket.units[0][0]].span is None:
                 _send_bucket(jobs, bucket, order)
             else:
                 _send_rows(jobs, RowParts.of_bucket(jobs, bucket), order, load)
@@ -107,7 +107,7 @@ def send_values(
         unit = jobs.units[numbers[0]]
         if unit.shard is not None and all(jobs.of[n] in changed for n in numbers):
             _send_changed(jobs, numbers, changed, order)
-        elif unit.rows is None:
+        elif unit.span is None:
             _send_unit(jobs, unit, jobs.jobs[jobs.of[numbers[0]]].variable, order)
         else:
             _send_rows(jobs, RowParts.of_units(jobs, numbers), order, load)
@@ -118,9 +118,14 @@ def _families(jobs: Jobs, units: Iterable[int]) -> list[list[int]]:
     families: dict[Any, list[int]] = {}
     for n in sorted(units, reverse=True):
         unit = jobs.units[n]
-        key = n if unit.rows is None else (unit.variable, unit.shard)
+        key = n if unit.span is None else (unit.variable, unit.shard)
         families.setdefault(key, []).append(n)
     return list(families.values())
+
+
+def _in_order(jobs: Jobs, numbers: Iterable[int]) -> list[int]:
+    """Units of one shard, those first that begin first in it."""
+    return sorted(numbers, key=lambda n: jobs.units[n].span or ())
 
 
 def _send_unit(jobs: Jobs, unit: UpdateUnit, source: keras.Variable, order: AnyOrder) -> None:
@@ -192,7 +197,7 @@ class RowParts:
     @classmethod
     def of_units(cls, jobs: Jobs, numbers: Sequence[int]) -> RowParts:
         """The rows of one shard, updated apart."""
-        numbers = sorted(numbers, key=lambda n: jobs.units[n].rows or ())
+        numbers = _in_order(jobs, numbers)
         first = jobs.units[numbers[0]]
         assert first.shard is not None
         return cls(
@@ -200,8 +205,8 @@ class RowParts:
             tuple(jobs.units[n].owner for n in numbers),
             jobs.entries[first.variable].placement.shards[first.shard].holders,
             lambda p: jobs.jobs[jobs.of[numbers[p]]].variable.value,
-            lambda parts: tf.concat(parts, 0),
-            lambda rows: [rows],
+            lambda parts: tf.concat(parts, first.dim),
+            lambda whole: [whole],
             sum(jobs.nbytes(n) for n in numbers),
             first.algorithm,
         )
@@ -245,6 +250,7 @@ def _send_changed(
 
     There they are put together, as by `_send_rows`. How many there are shows when a step runs.
     """
+    numbers = _in_order(jobs, numbers)
     first = jobs.units[numbers[0]]
     assert first.shard is not None
     entry = jobs.entries[first.variable]
@@ -252,9 +258,13 @@ def _send_changed(
     if len(holders) == 1:
         return
     parts = [_changed_rows(jobs, jobs.units[n], changed[jobs.of[n]], order) for n in numbers]
-    root = jobs.units[numbers[first.variable % len(numbers)]].owner
+    place = first.variable % len(numbers)
+    root = jobs.units[numbers[place]].owner
     with tf.device(jobs.device(root)):
-        joined = [p[0] if len(p) == 1 else tf.concat(p, 0) for p in zip(*parts)]
+        if first.dim:  # all have parts of the same rows
+            joined = [parts[place][0], tf.concat([values for _, values in parts], first.dim)]
+        else:
+            joined = [p[0] if len(p) == 1 else tf.concat(p, 0) for p in zip(*parts)]
         sent = [Sent(value, jobs.device(root)) for value in joined]
     writes = []
     for at in holders:
@@ -268,12 +278,14 @@ def _send_changed(
 
 def _changed_rows(jobs: Jobs, unit: UpdateUnit, indices: Any, order: AnyOrder) -> tuple[Any, Any]:
     """Numbers, each once, and new values of the rows of a shard that an owner has changed."""
+    part: Index = () if unit.span is None else jobs.own_part(unit)
     with tf.device(jobs.device(unit.owner)), order.gate(EVERYWHERE):
         rows, _ = tf.unique(indices)
-        if unit.rows is not None:
-            rows += tf.cast(jobs.own_rows(unit)[0].start, rows.dtype)
+        if part:
+            rows += tf.cast(part[0].start, rows.dtype)
         local = keras_trainer.tf_variable(jobs.entries[unit.variable].locals[unit.owner])
-        return rows, order.leaving(tf.gather(local, rows))
+        values = tf.gather(local, rows)
+        return rows, order.leaving(values[(slice(None), *part[1:])] if part[1:] else values)
 
 
 def _send_bucket(jobs: Jobs, bucket: Bucket, order: AnyOrder) -> None:

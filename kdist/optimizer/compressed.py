@@ -278,9 +278,8 @@ class CompressedGradients:
         for n, (s, _) in enumerate(bucket.owners):
             with tf.device(self._device(exchange, s)):
                 rows = []
-                for (p, q), shape in zip(factors[s], exchange.shapes):
-                    size = shape[0] // len(bucket.owners)
-                    index = (slice(n * size, (n + 1) * size), *(slice(0, d) for d in shape[1:]))
+                for (p, q), shape, dim in zip(factors[s], exchange.shapes, bucket.dims):
+                    index = bucket.part(n, shape, dim)
                     rows.append(compressors.decompressed(p, q, shape, index))
                 vectors.append(self._scaled(flat(rows), exchange))
         return vectors

@@ -152,7 +152,7 @@ class Reduction:
         with tf.device(self.jobs.device(job.owner)):
             unit = self.jobs.units[job.units[0]]
             found = self.source.unit(unit.variable, unit)
-        if self._frees and unit.rows is not None and not isinstance(found, tf.IndexedSlices):
+        if self._frees and unit.span is not None and not isinstance(found, tf.IndexedSlices):
             found = self._apart(job.owner, found)
         self.gradients[number] = found
         return found

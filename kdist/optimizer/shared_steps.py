@@ -15,7 +15,8 @@ from typing import Any
 
 from kdist._compat import dtensor_internals, function_graphs, keras_optimizers
 from kdist._compat.keras_trainer import KEY
-from kdist.storage.row_views import RowsBacking
+from kdist.sharding.placement import Index
+from kdist.storage.row_views import RowsBacking, part_shape
 from kdist.storage.sparse import is_sparse
 from kdist.storage.variables import backing_of
 
@@ -72,8 +73,8 @@ class SharedSteps:
 class _State:
     """What the update of one variable reads and writes.
 
-    A view on rows of other variables is read inside, from where its first rows are; unless its
-    value has been put together already.
+    A view on parts of other variables is read inside, from where these begin; unless its value has
+    been put together already.
 
     Attributes:
         variable: The variable.
@@ -81,7 +82,7 @@ class _State:
         handles: Of variables that are updated, or read, where they are, by name.
         values: Variables whose values are handed over, by name: those that updates only read, and
             a view that is known.
-        rows: If a view is read inside, of each part: its variable, and slice of rows or None.
+        parts: If a view is read inside, those of its backing.
         is_view: Whether the new value is returned, not written.
         writes_rows: Whether rows that change are to be written where they lie.
         key: States with equal keys share a trace.
@@ -98,35 +99,37 @@ class _State:
         backing = backing_of(variable)
         self.is_view = backing is not None
         self.writes_rows = self.is_view and not backing.held
-        self.rows: list[tuple[keras.Variable, slice | None]] = []
+        self.parts: list[tuple[keras.Variable, Index | None]] = []
         if self.is_view and not backing.is_known:
-            self.rows = backing.parts
-        read = {f"part {i}": one for i, (one, _) in enumerate(self.rows)}
+            self.parts = backing.parts
+        read = {f"part {i}": one for i, (one, _) in enumerate(self.parts)}
         own = read if self.is_view else {"variable": variable}
         self.handles = {
             name: keras_optimizers.handle(one) for name, one in {**own, **slots}.items()
         }
-        known = {"variable": variable} if self.is_view and not self.rows else {}
+        known = {"variable": variable} if self.is_view and not self.parts else {}
         self.values = {**shared, **known}
         everything = {**shared, **slots, **read, "variable": variable}
-        counts = tuple(None if r is None else r.stop - r.start for _, r in self.rows)
+        shapes = tuple(None if i is None else part_shape(v, i) for v, i in self.parts)
         alike = tuple((n, tuple(v.shape), v.dtype) for n, v in everything.items())
-        self.key = (*alike, counts, self.is_view)
+        self.key = (*alike, shapes, self.is_view)
 
     @property
     def starts(self) -> list[Any]:
-        """The first rows of the parts that are read inside, on the device in scope."""
-        return [tf.constant([0 if r is None else r.start for _, r in self.rows])] * bool(self.rows)
+        """Where the parts that are read inside begin, dim by dim, on the device in scope."""
+        begins = [one.start for _, index in self.parts for one in index or ()]
+        return [tf.constant(begins, tf.int32)] * bool(self.parts)
 
     def read(self, starts: Any) -> Any:
         """The value of the view, inside a trace."""
-        pieces = []
-        for i, (local, rows) in enumerate(self.rows):
+        pieces, dim = [], 0
+        for local, index in self.parts:
             value = tf.convert_to_tensor(local.value)
-            if rows is not None:
-                rest = value.shape.as_list()[1:]
-                begin = tf.concat([starts[i : i + 1], [0] * len(rest)], 0)
-                value = tf.slice(value, begin, [rows.stop - rows.start, *rest])
+            if index is not None:
+                rest = [0] * (len(value.shape) - len(index))
+                begin = tf.concat([starts[dim : dim + len(index)], rest], 0)
+                value = tf.slice(value, begin, part_shape(local, index))
+                dim += len(index)
             pieces.append(value)
         return backing_of(self.variable).joined(pieces)
 
@@ -165,7 +168,7 @@ class _Trace:
                 found = tf.IndexedSlices(given[0], given[1], shape)
             rate, *values = given[count:]
             mapped = list(zip(state.values.values(), values))
-            if state.rows:
+            if state.parts:
                 mapped.append((state.variable, tf.identity(state.read(values[-1]))))
             for variable, value in mapped:
                 if variable is state.variable:

@@ -78,7 +78,7 @@ class SliceGradients:
     def unit(self, variable: int, unit: UpdateUnit) -> Any:
         """See `GradientSource`."""
         placement = self.placements[variable]
-        if unit.rows is not None and variable in self.rows and self._whole:
+        if unit.span is not None and unit.dim == 0 and variable in self.rows and self._whole:
             return self._rows_of_table(variable, unit)
         if unit.shard is not None:
             at = self.entries[variable].device(unit.owner)

@@ -332,7 +332,7 @@ class DistributedUpdate:
                 continue
             for n in (n for one in local for n in one.positions if n in gradients):
                 job = self.jobs.jobs[n]
-                if self.jobs.units[job.units[0]].rows is not None and n not in changed:
+                if self.jobs.units[job.units[0]].span is not None and n not in changed:
                     found.append(backing_of(job.variable))
         return found
 

@@ -265,23 +265,23 @@ class Jobs:
         parts = []
         for v, n in zip(bucket.members, bucket.units[p]):
             unit = self.units[n]
-            rows = None if unit.rows is None else self.own_rows(unit)[0]
-            parts.append((self.entries[v].locals[at], rows))
+            index = None if unit.span is None else self.own_part(unit)
+            parts.append((self.entries[v].locals[at], index))
         with tf.device(self.device(at)):
             return flat_view(self.entries[bucket.members[0]].variable, parts)
 
     def _unit_variable(self, unit: UpdateUnit) -> keras.Variable:
         """The local variable that the optimizer updates for a unit.
 
-        The owner's own shard, or rows of it, or, for an update that needs the whole of a cut
+        The owner's own shard, or a part of it, or, for an update that needs the whole of a cut
         tensor, a whole copy kept on the owner.
         """
         entry = self.entries[unit.variable]
         if unit.shard is not None:
             local = entry.locals[unit.owner]
-            if unit.rows is not None:
+            if unit.span is not None:
                 with tf.device(entry.device(unit.owner)):
-                    local = rows_view(entry.variable, local, self.own_rows(unit))
+                    local = rows_view(entry.variable, local, self.own_part(unit))
         else:
             device = entry.device(unit.owner)
             with tf.device(device):
@@ -372,8 +372,8 @@ class Jobs:
                 parts.setdefault(self.units[n].variable, []).append((index, piece))
         return {v: assemble(found) for v, found in parts.items() if v in connected}
 
-    def own_rows(self, unit: UpdateUnit) -> Index:
-        """The unit's rows, counted inside its shard."""
+    def own_part(self, unit: UpdateUnit) -> Index:
+        """The unit's part, counted inside its shard; of the dims up to that which is shared."""
         assert unit.shard is not None
-        placement = self.entries[unit.variable].placement
-        return relative(unit.index(placement)[:1], placement.shards[unit.shard].index[:1])
+        placement, dims = self.entries[unit.variable].placement, unit.dim + 1
+        return relative(unit.index(placement)[:dims], placement.shards[unit.shard].index[:dims])

@@ -141,7 +141,7 @@ def between_processes(plan: Plan) -> Crossing | None:
         for owner, size in zip(bucket.owners, sizes, strict=True):
             if bucket.members[0] not in plan.compressed:
                 counter.add_up([(s, bucket.inner) for s in first.slices], owner, size, way)
-        if plan.units[bucket.units[0][0]].rows is not None:
+        if plan.units[bucket.units[0][0]].span is not None:
             every = sorted({at for each in bucket.holders for at in each})
             _rows(counter, bucket.owners, every, sizes, way)
             continue
@@ -156,7 +156,7 @@ def between_processes(plan: Plan) -> Crossing | None:
     for n, unit in enumerate(plan.units):
         if n not in fused and unit.variable not in dict(plan.look_ups):
             _unit(counter, unit, plan.weights[plan.trainable[unit.variable]])
-            if unit.rows is not None:
+            if unit.span is not None:
                 parts.setdefault((unit.variable, unit.shard), []).append(unit)
     for units in parts.values():
         placement = plan.weights[plan.trainable[units[0].variable]]
@@ -193,7 +193,7 @@ def _unit(counter: _Counter, unit: UpdateUnit, placement: Placement) -> None:
         if not compressed:
             sources = [(s, unit.owner[1]) for s in placement.slices]
             counter.add_up(sources, unit.owner, nbytes, way)
-        if unit.rows is None:
+        if unit.span is None:
             holders = placement.shards[unit.shard].holders
             near = [at for at in holders if not unit.replicated or at[0] == unit.owner[0]]
             counter.send(unit.owner, near, nbytes, way)

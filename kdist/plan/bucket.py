@@ -1,9 +1,10 @@
 """Buckets: the gradients of several parameters travel, and may be updated, as one vector.
 
 A bucket has one vector per owner. Parameters cut over the replicas have an owner in each: its
-vector has the rows that it owns of each member, one after the other. Other parameters of a bucket
-have one owner. Reducing gradients is one message per pair of devices, and the arithmetic of an
-element-wise optimizer one set of operations per owner, whatever the number of parameters.
+vector has the part that it owns of each member, one after the other, rows as a rule. Other
+parameters of a bucket have one owner. Reducing gradients is one message per pair of devices, and
+the arithmetic of an element-wise optimizer one set of operations per owner, whatever the number of
+parameters.
 
 ```
 bucket of (4, 2) and (2, 3) over 2 replicas        as a matrix, one row per owner
@@ -23,7 +24,7 @@ from typing import Any
 
 from kdist.sharding.mesh import HOST
 from kdist.sharding.owners import UpdateUnit
-from kdist.sharding.placement import Coordinate, Placement, Shard, covers, shape_of
+from kdist.sharding.placement import Coordinate, Index, Placement, Shard, covers, shape_of
 from kdist.storage.flat_rows import flat, reshaped, unflat
 
 import tensorflow as tf
@@ -41,6 +42,7 @@ class Bucket:
             that.
         shapes: What an inner coordinate computes with, per member.
         flat: The optimizer sees a vector, not its parts; never on the host.
+        dims: Which dim of each member its owners share.
         algorithm: How sums and new values go between processes.
     """
 
@@ -50,6 +52,7 @@ class Bucket:
     holders: tuple[tuple[Coordinate, ...], ...]
     shapes: tuple[tuple[int, ...], ...]
     flat: bool
+    dims: tuple[int, ...]
     algorithm: str = "direct"
 
     @property
@@ -64,8 +67,19 @@ class Bucket:
 
     def matrix(self, tensors: Sequence[Any]) -> Any:
         """Tensors of the members, dense, as a matrix with one row per owner."""
-        rows = [reshaped(t, [len(self.owners), -1]) for t in tensors]
+        rows = [
+            reshaped(self._owners_first(t, shape, dim), [len(self.owners), -1])
+            for t, shape, dim in zip(tensors, self.shapes, self.dims, strict=True)
+        ]
         return rows[0] if len(rows) == 1 else tf.concat(rows, 1)
+
+    def _owners_first(self, tensor: Any, shape: tuple[int, ...], dim: int) -> Any:
+        """A tensor with its owners' parts one after the other."""
+        if dim == 0:
+            return tensor
+        before, size = math.prod(shape[:dim]), shape[dim] // len(self.owners)
+        parts = reshaped(tensor, [before, len(self.owners), size * math.prod(shape[dim + 1 :])])
+        return tf.transpose(parts, [1, 0, 2])
 
     def messages(self, tensors: Sequence[Any]) -> list[Any]:
         """What goes to each owner."""
@@ -81,12 +95,29 @@ class Bucket:
     def split(self, matrix: Any) -> list[Any]:
         """The reverse of `matrix`."""
         parts = [matrix] if len(self.shapes) == 1 else tf.split(matrix, self.sizes, axis=1)
-        return [reshaped(part, shape) for part, shape in zip(parts, self.shapes)]
+        return [
+            self._back(part, shape, dim) for part, shape, dim in zip(parts, self.shapes, self.dims)
+        ]
+
+    def _back(self, part: Any, shape: tuple[int, ...], dim: int) -> Any:
+        """The reverse of `_owners_first`."""
+        if dim:
+            size = math.prod(shape[dim:]) // len(self.owners)
+            part = tf.transpose(reshaped(part, [len(self.owners), -1, size]), [1, 0, 2])
+        return reshaped(part, shape)
 
     def pieces(self, vector: Any) -> list[Any]:
-        """The members' parts of one owner's vector: rows of each."""
-        owners = len(self.owners)
-        return unflat(vector, [(s[0] // owners, *s[1:]) if s else () for s in self.shapes])
+        """The members' parts of one owner's vector."""
+        indices = [self.part(0, shape, dim) for shape, dim in zip(self.shapes, self.dims)]
+        return unflat(vector, [shape_of(index) for index in indices])
+
+    def part(self, owner: int, shape: Sequence[int], dim: int) -> Index:
+        """What an owner, by number, has of a member of a shape, whose owners share a dim."""
+        index = [slice(0, n) for n in shape]
+        if index:
+            size = shape[dim] // len(self.owners)
+            index[dim] = slice(owner * size, (owner + 1) * size)
+        return tuple(index)
 
 
 def make_buckets(
@@ -114,10 +145,9 @@ def make_buckets(
             if unit.owner == HOST and _computed_whole(placements[unit.variable]):
                 families[unit.variable, False, None] = [n]
             continue
-        spread = unit.rows is not None or placements[unit.variable].data_dim == 0
-        if spread or placements[unit.variable].data_dim is None:
-            part = unit.owner[1] if spread else unit.shard
-            families.setdefault((unit.variable, spread, part), []).append(n)
+        spread = unit.span is not None or placements[unit.variable].data_dim is not None
+        part = unit.owner[1] if spread else unit.shard
+        families.setdefault((unit.variable, spread, part), []).append(n)
     groups: dict[Any, list[list[int]]] = {}
     for (variable, spread, _), numbers in families.items():
         numbers.sort(key=lambda n: units[n].owner[0])
@@ -140,7 +170,8 @@ def make_buckets(
         each = tuple(zip(*members))
         alone = flat_not or owners == (HOST,)
         how = units[members[0][0]].algorithm
-        found.append(Bucket(variables, each, owners, holders, shapes, not alone, how))
+        dims = tuple(placements[v].data_dim or units[n[0]].dim for v, n in zip(variables, members))
+        found.append(Bucket(variables, each, owners, holders, shapes, not alone, dims, how))
     return found
 
 

@@ -114,7 +114,7 @@ def on_every_slice(
     found = []
     for unit in units:
         slices = placements[unit.variable].slices
-        if replicated[unit.variable] and unit.rows is None and len(slices) > 1:
+        if replicated[unit.variable] and unit.span is None and len(slices) > 1:
             found += [
                 dataclasses.replace(unit, owner=(s, unit.owner[1]), replicated=True) for s in slices
             ]

@@ -55,4 +55,4 @@ def bucket_keys(
 def _held(placement: Placement) -> Hashable:
     """Parameters used and held by the same coordinates may share a bucket."""
     holders = tuple(sorted({shard.holders for shard in placement.shards}))
-    return placement.data_dim, placement.slices, holders
+    return placement.data_dim is None, placement.slices, holders

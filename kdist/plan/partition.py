@@ -45,14 +45,16 @@ class Decision:
 
     Attributes:
         path: Keras path of the parameter.
-        how: "slice": rows of dim 0 are cut over the replicas; "parameter": one replica has all of
-            it; "whole": not spread (still, one replica updates it).
+        how: "slice": a dim is cut over the replicas; "parameter": one replica has all of it;
+            "whole": not spread (still, one replica updates it).
         reason: Why.
+        dim: Which dim a "slice" is of.
     """
 
     path: str
     how: How
     reason: str
+    dim: int = 0
 
 
 def decide(
@@ -117,10 +119,12 @@ def _decide_one(
     if config.partition == "parameter":
         return Decision(placement.path, "parameter", "partition='parameter'")
     shape = [s.stop - s.start for s in placement.shards[0].index]
-    if not shape or shape[0] % topology.data_size:
-        rows = f"dim 0 of {tuple(shape)}" if shape else "a scalar"
-        return stays(f"{rows} does not divide by {topology.data_size} replicas")
-    return Decision(placement.path, "slice", f"dim 0 over {topology.data_size} replicas")
+    replicas = topology.data_size
+    for dim, size in enumerate(shape):
+        if size % replicas == 0:
+            return Decision(placement.path, "slice", f"dim {dim} over {replicas} replicas", dim)
+    which = f"no dim of {tuple(shape)} divides" if shape else "a scalar does not divide"
+    return stays(f"{which} by {replicas} replicas")
 
 
 def residents(
@@ -242,7 +246,7 @@ def spread(
     if _may_deal(config, topology):
         decisions = deal_alike(decisions, placements, fuse(placed), apart, kinds)
         placed = _stored(placements, decisions, config, topology, kinds)
-    cut = [d.how == "slice" and config.level < 3 for d in decisions]
+    cut = [d.dim if d.how == "slice" and config.level < 3 else None for d in decisions]
     keys = tuple(fuse(placed))
     # What is spread to save memory is dealt evenly; only what is not may gather on one owner.
     together = [key if d.how == "whole" else None for key, d in zip(keys, decisions)]
@@ -290,7 +294,8 @@ def _stored(
     placed = list(placements)
     for i, (placement, decision) in enumerate(zip(placements, decisions)):
         if decision.how == "slice":
-            placed[i] = _again(placement, topology, _cut_rows(placement.layout, topology))
+            layout = _cut(placement.layout, decision.dim, topology)
+            placed[i] = _again(placement, topology, layout)
         elif decision.how == "parameter":
             placed[i] = _again(placement, topology, placement.layout, where[i])
     return placed
@@ -315,11 +320,12 @@ def _on_host(
     )
 
 
-def _cut_rows(layout: WeightLayout, topology: Topology) -> WeightLayout:
-    """The layout with dim 0 cut over the data axis too, inside what other axes leave."""
+def _cut(layout: WeightLayout, dim: int, topology: Topology) -> WeightLayout:
+    """The layout with a dim cut over the data axis too, inside what other axes leave."""
     assert topology.data_axis is not None
-    first = (*axes_of(layout.dims[0]), topology.data_axis)
-    return WeightLayout((first, *layout.dims[1:]))
+    dims = [*layout.dims]
+    dims[dim] = (*axes_of(dims[dim]), topology.data_axis)
+    return WeightLayout(tuple(dims))
 
 
 def _again(

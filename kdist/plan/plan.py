@@ -171,7 +171,7 @@ class Plan:
         for n, unit in enumerate(self.units):
             if n not in fused:
                 self._count_unit(unit, counts)
-                if unit.rows is not None and unit.variable not in self.changed_by_rows:
+                if unit.span is not None and unit.variable not in self.changed_by_rows:
                     rows.setdefault((unit.variable, unit.shard), []).append(unit)
         for parts in rows.values():
             placement = self.weights[self.trainable[parts[0].variable]]
@@ -260,7 +260,7 @@ class Plan:
         others = len(members[0].slices) - (not bucket.on_host)
         if bucket.members[0] not in self.compressed:
             counts["reduce"].add([(others, size) for size in sizes])
-        if self.units[bucket.units[0][0]].rows is not None:
+        if self.units[bucket.units[0][0]].span is not None:
             self._count_rows(sizes, len({at for h in bucket.holders for at in h}), counts)
             return
         if bucket.on_host:
@@ -288,7 +288,7 @@ class Plan:
             parts = [(int(at != unit.owner), n) for at, n in inner_parts(placement)]
         if travels:
             counts["reduce"].add(parts)
-        if unit.rows is not None or unit.variable in self.changed_by_rows:
+        if unit.span is not None or unit.variable in self.changed_by_rows:
             return
         values = []
         for shard in shards:

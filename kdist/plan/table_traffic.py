@@ -182,7 +182,7 @@ def table_traffic(
             at_most = True
         elif len(sharing) == 1:
             sent, rows = (replicas - 1) * pieces, replicas - 1
-        elif sharing[0].rows is not None and len(placement.table[0]) == 1:
+        elif sharing[0].span is not None and len(placement.table[0]) == 1:
             # All rows meet on one replica, which deals them out to the owners of the others.
             sent, rows = (replicas - 1) * pieces + len(sharing) - 1, 2 * replicas - 1
             at_most = True
@@ -212,13 +212,19 @@ def _changed(placement: Placement, units: Sequence[UpdateUnit], look_up: LookUp)
     messages, row_bytes = 0, dict[tuple[int, int], int]()
     for number in sorted({unit.shard for unit in units if unit.shard is not None}):
         shard = placement.shards[number]
-        owners, others = sum(unit.shard == number for unit in units), len(shard.holders) - 1
+        owners = [unit for unit in units if unit.shard == number]
+        others = len(shard.holders) - 1
         if not others:
             continue
-        messages += owners - 1 + others
+        messages += len(owners) - 1 + others
         columns = shard.index[1].start, shard.index[1].stop
-        row = (columns[1] - columns[0]) * placement.itemsize + look_up.index_bytes
-        sent = row * (others + (owners > 1))
+        values = (columns[1] - columns[0]) * placement.itemsize
+        row = values + look_up.index_bytes
+        sent = row * others
+        if owners[0].dim == 0:
+            sent += row * (len(owners) > 1)
+        else:  # each has its columns of every row
+            sent += values * (len(owners) - 1) // len(owners)
         row_bytes[columns] = max(row_bytes.get(columns, 0), sent)
     return messages, sum(row_bytes.values())
 

@@ -21,19 +21,23 @@ class UpdateUnit:
     """Number of the shard, or None for an update that needs the whole tensor."""
     owner: Coordinate
     """The (slice, inner) coordinate that keeps the optimizer state and computes the update."""
-    rows: tuple[int, int] | None = None
-    """Only these rows (start, stop of dim 0 of the variable) of the shard; None: all of it."""
+    span: tuple[int, int] | None = None
+    """Only this part (start, stop, of dim `dim` of the variable) of the shard; None: all of it."""
     replicated: bool = False
     """Every slice has such a unit and keeps what it updates; else the owner sends it on."""
     algorithm: str = "direct"
     """How its gradient's sum, and its new value, go between processes."""
+    dim: int = 0
+    """Which dim `span` is of."""
 
     def index(self, placement: Placement) -> Index:
         """Which part of the whole variable the unit updates."""
         if self.shard is None:
             return tuple(slice(0, n) for n in placement.shape)
         index = placement.shards[self.shard].index
-        return index if self.rows is None else (slice(*self.rows), *index[1:])
+        if self.span is None:
+            return index
+        return (*index[: self.dim], slice(*self.span), *index[self.dim + 1 :])
 
     def nbytes(self, placement: Placement) -> int:
         """Bytes of that part."""
@@ -45,7 +49,7 @@ def assign_owners(
     placements: Sequence[Placement],
     whole: Sequence[bool],
     topology: Topology,
-    cut: Sequence[bool] | None = None,
+    cut: Sequence[int | None] | None = None,
     together: Sequence[Hashable | None] | None = None,
     kinds: Sequence[int] = (),
 ) -> tuple[UpdateUnit, ...]:
@@ -60,14 +64,14 @@ def assign_owners(
         placements: One per trainable variable.
         whole: Per variable, True if its optimizer must see the whole tensor.
         topology: The mesh.
-        cut: Per variable, True if the rows of its shards are dealt out over the slices, one part
-            each (`partition="slice"`); none by default. Their number must divide.
+        cut: Per variable, the dim of its shards that is dealt out over the slices, one part each
+            (`partition="slice"`), or None; none by default. Its size must divide.
         together: Per variable, a key: parts of variables with the same key that may have the same
             owners have them. None, the default, for no such wish.
         kinds: Per variable, a number: those of equal size are dealt out kind after kind.
 
     Returns:
-        The units, ordered by variable, shard, rows.
+        The units, ordered by variable, shard, span.
     """
     every = tuple((s, k) for s in range(len(topology.slices)) for k in range(topology.inner_size))
     work: list[tuple[int, list[UpdateUnit], list[tuple[Coordinate, ...]]]] = []
@@ -77,8 +81,8 @@ def assign_owners(
                 c for c in every if c[0] in placement.slices and placement.resident in (None, c[0])
             )
             work.append((placement.nbytes, [UpdateUnit(v, None, every[0])], [(c,) for c in near]))
-        elif cut is not None and cut[v]:
-            work.extend(_cut_rows(v, placement))
+        elif cut is not None and (dim := cut[v]) is not None:
+            work.extend(_cut_shards(v, placement, dim))
         elif placement.data_dim is not None:
             work.extend(_cut_over_data(v, placement))
         else:
@@ -117,15 +121,15 @@ def _merged(
     return sorted(merged, key=rank)
 
 
-def _cut_rows(v: int, placement: Placement) -> list:
-    """Per shard, its rows, one part per slice, owned by one inner coordinate in all slices."""
+def _cut_shards(v: int, placement: Placement, dim: int) -> list:
+    """Per shard, one part of a dim per slice, owned by one inner coordinate in all slices."""
     found = []
     home, replicas = placement.home, len(placement.home)
     for n, shard in enumerate(placement.shards):
-        rows = shard.index[0]
-        size = (rows.stop - rows.start) // replicas
-        spans = [(rows.start + s * size, rows.start + (s + 1) * size) for s in range(replicas)]
-        family = [UpdateUnit(v, n, (s, 0), span) for s, span in zip(home, spans)]
+        whole = shard.index[dim]
+        size = (whole.stop - whole.start) // replicas
+        spans = [(whole.start + s * size, whole.start + (s + 1) * size) for s in range(replicas)]
+        family = [UpdateUnit(v, n, (s, 0), span, dim=dim) for s, span in zip(home, spans)]
         inner = sorted({k for _, k in shard.holders})
         choices = [tuple((s, k) for s in home) for k in inner]
         found.append((sum(u.nbytes(placement) for u in family), family, choices))
@@ -147,4 +151,4 @@ def _cut_over_data(v: int, placement: Placement) -> list:
 
 
 def _order(unit: UpdateUnit) -> tuple[int, int, int]:
-    return unit.variable, -1 if unit.shard is None else unit.shard, (unit.rows or (0, 0))[0]
+    return unit.variable, -1 if unit.shard is None else unit.shard, (unit.span or (0, 0))[0]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kdist._compat import function_graphs, keras_trainer
-from kdist.storage.row_views import RowsBacking
+from kdist.sharding.placement import Index
+from kdist.storage.row_views import RowsBacking, part_shape
 from kdist.storage.variables import become_view, make_local
 
 import keras
@@ -41,20 +42,15 @@ class FlatRows(RowsBacking):
 
     def write(self, value: Any) -> None:
         """See `RowsBacking`."""
-        shapes = [_rows_shape(local, r) for local, r in self.parts]
+        shapes = [part_shape(local, index) for local, index in self.parts]
         pieces = unflat(tf.cast(value, self.parts[0][0].dtype), shapes)
-        for (local, r), piece in zip(self.parts, pieces):
+        for (local, index), piece in zip(self.parts, pieces):
             target = keras_trainer.tf_variable(local)
-            (target if r is None else target[r]).assign(piece)
-
-
-def _rows_shape(local: keras.Variable, rows: slice | None) -> tuple[int, ...]:
-    shape = tuple(int(n) for n in local.shape)
-    return shape if rows is None else (rows.stop - rows.start, *shape[1:])
+            (target if index is None else target[index]).assign(piece)
 
 
 def flat_view(
-    like: keras.Variable, parts: Sequence[tuple[keras.Variable, slice | None]]
+    like: keras.Variable, parts: Sequence[tuple[keras.Variable, Index | None]]
 ) -> keras.Variable:
     """A variable that is a replica's vector of a bucket, on the device in scope.
 
@@ -62,7 +58,7 @@ def flat_view(
         like: A member, for its path.
         parts: See `RowsBacking`.
     """
-    size = sum(math.prod(_rows_shape(local, rows)) for local, rows in parts)
+    size = sum(math.prod(part_shape(local, index)) for local, index in parts)
     view = make_local(like, tf.zeros([size], parts[0][0].dtype))
     become_view(view, FlatRows(parts), None)
     return view

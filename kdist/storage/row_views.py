@@ -1,4 +1,4 @@
-"""Views on rows of local variables, which read and write them where they lie."""
+"""Views on parts of local variables, rows as a rule, which read and write them where they lie."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import tensorflow as tf
 
 
 class RowsBacking(abc.ABC):
-    """Backing of a view on rows of local variables, which are read and written where they lie.
+    """Backing of a view on parts of local variables, which are read and written where they lie.
 
     What is assigned between `hold` and `release` is kept in the graph instead, for the caller to
     write: the update assigns whole variables in the end, and rows written before would be written
     twice, after a copy of a buffer that other replicas may share.
 
     Args:
-        parts: Local variables, and the rows of each (None for all).
+        parts: Local variables, and what of each: slices of its first dims (None for all).
     """
 
-    def __init__(self, parts: Sequence[tuple[keras.Variable, slice | None]]) -> None:
+    def __init__(self, parts: Sequence[tuple[keras.Variable, Index | None]]) -> None:
         self.parts = list(parts)
         self._held_in: Any = None
         self._known: tuple[Any, Any] | None = None
@@ -87,19 +87,25 @@ def _context() -> Any:
     return RowsBacking if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
+def part_shape(local: keras.Variable, index: Index | None) -> tuple[int, ...]:
+    """Shape of what `RowsBacking` has of a local variable."""
+    shape = tuple(int(n) for n in local.shape)
+    index = index or ()
+    return (*(one.stop - one.start for one in index), *shape[len(index) :])
+
+
 class Rows(RowsBacking):
-    """Backing of a view on some rows of one local variable, in their shape.
+    """Backing of a view on a part of one local variable, in its shape.
 
     Args:
         local: A plain local variable.
-        start: First row.
-        stop: Row after the last.
+        index: See `RowsBacking`.
     """
 
-    def __init__(self, local: keras.Variable, start: int, stop: int) -> None:
-        super().__init__([(local, slice(start, stop))])
+    def __init__(self, local: keras.Variable, index: Index) -> None:
+        super().__init__([(local, index)])
         self.local = local
-        self.start, self.stop = start, stop
+        self.index = index
 
     def joined(self, pieces: Sequence[Any]) -> Any:
         """See `RowsBacking`."""
@@ -108,14 +114,15 @@ class Rows(RowsBacking):
     def write(self, value: Any) -> None:
         """See `RowsBacking`."""
         target = keras_trainer.tf_variable(self.local)
-        target[self.start : self.stop].assign(tf.cast(value, target.dtype))
+        target[self.index].assign(tf.cast(value, target.dtype))
 
     def gather(self, indices: Any) -> Any:
         """Some of the rows, without reading the others."""
         if self.held:
             return tf.gather(self.whole(), indices)
-        moved = indices + tf.cast(self.start, indices.dtype)
-        return tf.gather(keras_trainer.tf_variable(self.local), moved)
+        moved = indices + tf.cast(self.index[0].start, indices.dtype)
+        rows = tf.gather(keras_trainer.tf_variable(self.local), moved)
+        return rows[(slice(None), *self.index[1:])] if len(self.index) > 1 else rows
 
     def scatter(self, method: str, slices: tf.IndexedSlices) -> None:
         """Calls a scatter method of the variable with indices relative to these rows."""
@@ -123,8 +130,13 @@ class Rows(RowsBacking):
             self.assign(scattered(self.whole(), method, slices))
             return
         target = keras_trainer.tf_variable(self.local)
-        moved = slices.indices + tf.cast(self.start, slices.indices.dtype)
-        getattr(target, method)(tf.IndexedSlices(slices.values, moved))
+        moved = slices.indices + tf.cast(self.index[0].start, slices.indices.dtype)
+        if len(self.index) == 1:
+            getattr(target, method)(tf.IndexedSlices(slices.values, moved))
+        else:
+            spans = [tf.range(i.start, i.stop, dtype=moved.dtype) for i in self.index[1:]]
+            elements = tf.stack(tf.meshgrid(moved, *spans, indexing="ij"), -1)
+            getattr(target, method.replace("scatter", "scatter_nd"))(elements, slices.values)
         self.forget()
 
 
@@ -134,15 +146,14 @@ def scattered(value: Any, method: str, slices: tf.IndexedSlices) -> Any:
     return scatter(value, slices.indices[:, None], slices.values)
 
 
-def rows_view(variable: keras.Variable, local: keras.Variable, rows: Index) -> keras.Variable:
-    """A variable that reads and writes rows of a local variable, on the device in scope.
+def rows_view(variable: keras.Variable, local: keras.Variable, index: Index) -> keras.Variable:
+    """A variable that reads and writes a part of a local variable, on the device in scope.
 
     Args:
         variable: The logical variable, for its path.
         local: The local variable that holds a shard of it.
-        rows: One slice, of dim 0 of the local variable.
+        index: See `RowsBacking`.
     """
-    (span,) = rows
-    view = make_local(variable, tf.zeros([span.stop - span.start, *local.shape[1:]], local.dtype))
-    become_view(view, Rows(local, span.start, span.stop), None)
+    view = make_local(variable, tf.zeros(part_shape(local, index), local.dtype))
+    become_view(view, Rows(local, index), None)
     return view

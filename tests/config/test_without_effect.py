@@ -175,7 +175,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
             ),
             **at(1),
         },
-        ["', True) has no effect: dim 0 of (6,) does not divide by 4 replicas"],
+        ["', True) has no effect: no dim of (6,) divides by 4 replicas"],
     ),
     "overlap in pipelines": (
         {"axes": PIPE, "pipeline": STAGES, "fusion": FusionConfig(overlap=False)},

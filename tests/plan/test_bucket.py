@@ -30,7 +30,7 @@ def buckets(
 ) -> tuple[list[Bucket], Any]:
     count = len(placements)
     together = None if cut else keys
-    units = assign_owners(placements, [False] * count, mesh, [cut] * count, together)
+    units = assign_owners(placements, [False] * count, mesh, [0 if cut else None] * count, together)
     return make_buckets(units, placements, keys, [not flat] * count), units
 
 
@@ -39,7 +39,7 @@ def test_cut_parameters_have_an_owner_in_every_slice() -> None:
     (bucket,), units = buckets(mesh, [whole(mesh, 4, 2), whole(mesh, 2, 3)], ["k", "k"], cut=True)
     assert bucket.owners == ((0, 0), (1, 0))
     assert bucket.members == (0, 1) and bucket.sizes == [4, 3]
-    assert [[units[n].rows for n in each] for each in bucket.units] == [
+    assert [[units[n].span for n in each] for each in bucket.units] == [
         [(0, 2), (0, 1)],
         [(2, 4), (1, 2)],
     ]
@@ -73,20 +73,30 @@ def test_whole_tensors_travel_together_but_are_updated_apart() -> None:
 @settings(max_examples=50, deadline=None)
 @given(
     st.integers(1, 3),
-    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=4),
+    st.lists(
+        st.lists(st.integers(1, 3), min_size=1, max_size=4).flatmap(
+            lambda sizes: st.tuples(st.just(sizes), st.integers(0, len(sizes) - 1))
+        ),
+        min_size=1,
+        max_size=4,
+    ),
 )
-def test_a_matrix_has_the_rows_of_each_owner(owners: int, sizes: list[tuple[int, int]]) -> None:
-    shapes = tuple((owners * rows, columns) for rows, columns in sizes)
-    bucket = Bucket(
-        tuple(range(len(shapes))), (), tuple((s, 0) for s in range(owners)), (), shapes, True
+def test_a_matrix_has_the_part_of_each_owner(
+    owners: int, members: list[tuple[list[int], int]]
+) -> None:
+    shapes = tuple(
+        tuple(n * owners if i == dim else n for i, n in enumerate(sizes)) for sizes, dim in members
     )
+    dims = tuple(dim for _, dim in members)
+    coordinates = tuple((s, 0) for s in range(owners))
+    bucket = Bucket(tuple(range(len(shapes))), (), coordinates, (), shapes, True, dims)
     random = np.random.default_rng(0)
     tensors = [random.normal(size=shape) for shape in shapes]
     vectors = bucket.messages(tensors)
     assert len(vectors) == owners
     for p, vector in enumerate(vectors):
-        rows = [np.split(t, owners)[p] for t in tensors]
-        for piece, expected in zip(bucket.pieces(vector), rows, strict=True):
+        parts = [np.split(t, owners, dim)[p] for t, dim in zip(tensors, dims, strict=True)]
+        for piece, expected in zip(bucket.pieces(vector), parts, strict=True):
             np.testing.assert_array_equal(piece, expected)
     for tensor, again in zip(tensors, bucket.split(tf.stack(vectors)), strict=True):
         np.testing.assert_array_equal(again, tensor)

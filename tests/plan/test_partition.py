@@ -72,8 +72,30 @@ def test_the_optimizer_decides_what_auto_means() -> None:
 def test_divisibility_is_judged_on_what_the_layout_leaves() -> None:
     topo = topology(data=2, model=2)
     config = OptimizerConfig(level=1, threshold_kb=0)
-    cut = placed(topo, (6, 4), (8, 4), dims=("model", None))
-    assert [d.how for d in decide(cut, [False] * 2, [None] * 2, config, topo)] == ["whole", "slice"]
+    cut = placed(topo, (6, 3), (6, 4), (8, 4), dims=("model", None))
+    found = decide(cut, [False] * 3, [None] * 3, config, topo)
+    assert [(d.how, d.dim) for d in found] == [("whole", 0), ("slice", 1), ("slice", 0)]
+    assert found[0].reason == "no dim of (3, 3) divides by 2 replicas"
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_the_first_dim_that_divides_is_cut(level: int) -> None:
+    topo = topology(data=4)
+    config = OptimizerConfig(level=level, threshold_kb=0, partition="slice")
+    shapes = [(3, 3, 8, 16), (8, 3), (3, 5, 12)]
+    weights = [one for shape in shapes for one in placed(topo, shape)]
+    found = spread(weights, [False] * 3, [None] * 3, config, topo)
+    assert [d.dim for d in found.decisions] == [2, 0, 2]
+    for v, (shape, dim) in enumerate(zip(shapes, (2, 0, 2), strict=True)):
+        units = [unit for unit in found.units if unit.variable == v]
+        boxes = [unit.index(found.placements[v]) for unit in units]
+        assert len({unit.owner for unit in units}) == len(units) == 4
+        assert [box[dim] for box in boxes] == [
+            slice(n * shape[dim] // 4, (n + 1) * shape[dim] // 4) for n in range(4)
+        ]
+        assert all(box[i] == slice(0, n) for box in boxes for i, n in enumerate(shape) if i != dim)
+        stored = {found.placements[v].stored_bytes((s, 0)) for s in range(4)}
+        assert stored == {weights[v].nbytes // (4 if level == 3 else 1)}
 
 
 def test_a_weight_cut_over_data_by_its_layout_stays() -> None:

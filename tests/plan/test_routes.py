@@ -156,7 +156,7 @@ def test_one_process_sends_nothing() -> None:
 def test_a_bucket_goes_in_one_way() -> None:
     topology = over(4, 2)
     placements = [place("w", (64, 4), 4, WeightLayout((None, None)), topology)] * 3
-    units = assign_owners(placements, [False] * 3, topology, [True] * 3)
+    units = assign_owners(placements, [False] * 3, topology, [0] * 3)
     buckets = make_buckets(units, placements, [1] * 3, [False] * 3)
     assert len(buckets) == 1 and len(buckets[0].owners) == 8
     for algorithm in ("auto", "ring"):
