@@ -4,9 +4,10 @@
 
 A network of convolutions, in pairs with pooling after each, is trained on four devices: as
 replicas, as replicas at level 3, and with the map that `kdist.layout_map_for` finds. All do the
-same arithmetic. Times are medians of interleaved rounds, compared within this run. Bytes are the most
-that a device keeps of weights and optimizer state, and has of activations, as `kdist.inspect` says;
-those that collectives inside layers give in a slice; and those that travel outside of layers. Results are kept with --keep: see results_file.py.
+same arithmetic. Times are medians of interleaved rounds, compared within this run. Bytes are the
+most that a device keeps of weights and optimizer state, and has of activations, as `kdist.inspect`
+says; those that collectives inside layers give in a slice; and those that travel outside of layers.
+Results are kept with --keep: see results_file.py.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def stepper(axes: Mapping[str, int], level: int) -> tuple[Callable[[], float], d
     config = kdist.ParallelConfig(
         mesh=mesh,
         layout_map=kdist.layout_map_for(model, mesh) if "model" in sizes else {},
-        optimizer=kdist.OptimizerConfig(level=level, threshold_kb=0),
+        optimizer=kdist.OptimizerConfig(level=level),
     )
     kdist.parallelize(model, config)
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))

@@ -65,22 +65,24 @@ OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def build() -> keras.Model:
+def build(inputs: int = INPUTS) -> keras.Model:
     keras.utils.set_random_seed(7)
     layers = keras.layers
     return keras.Sequential(
         [
-            keras.Input((INPUTS,)),
+            keras.Input((inputs,)),
             layers.Dense(16, "gelu", name="up"),
             layers.Dense(OUTPUTS, name="down"),
         ]
     )
 
 
-def batches(rows: int = ROWS, steps: int = STEPS) -> list[tuple[np.ndarray, np.ndarray]]:
+def batches(
+    rows: int = ROWS, steps: int = STEPS, inputs: int = INPUTS
+) -> list[tuple[np.ndarray, np.ndarray]]:
     rng = np.random.default_rng(0)
     return [
-        (rng.normal(size=(rows, INPUTS)), rng.normal(size=(rows, OUTPUTS))) for _ in range(steps)
+        (rng.normal(size=(rows, inputs)), rng.normal(size=(rows, OUTPUTS))) for _ in range(steps)
     ]
 
 

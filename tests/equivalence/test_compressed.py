@@ -88,6 +88,52 @@ def test_equals_numpy(kind: str, level: int, name: str, mesh: str) -> None:
     assert_equal(model, reference.model)
 
 
+ODD = 13
+"""Features that no number of replicas divides: they share columns of the first kernel."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "fusion", "mesh"),
+    spread(
+        product(RULES, (1, 2, 3), ("none", "size"), ("data4", "data2_model2")),
+        [
+            ("rank2", 1, "size", "data4"),
+            ("fp16", 2, "size", "data2_model2"),
+            ("rank2", 3, "none", "data4"),
+            ("bf16", 3, "size", "data2_model2"),
+        ],
+        quick=1,
+    ),
+)
+def test_columns_of_replicas_equal_numpy(kind: str, level: int, fusion: Any, mesh: str) -> None:
+    config, rule = rule_of(RULES[kind])
+    axes = MESHES[mesh]
+    with precision("float64"):
+        model = parallel(
+            axes,
+            sgd(),
+            config,
+            model=lambda: build(ODD),
+            optimizer=OptimizerConfig(level=level, threshold_kb=0, partition="slice"),
+            fusion=FusionConfig(mode=fusion, **({"size_mb": 1} if fusion == "size" else {})),
+        )
+        decided = {d.path.rpartition("up/")[2]: d for d in model.plan().decisions}
+        assert (decided["kernel"].how, decided["kernel"].dim) == ("slice", 1)
+        reference = Reference(
+            model=build(ODD),
+            optimizer=sgd(),
+            replicas=axes["data"],
+            rule=rule,
+            twice=False,
+            parts=PARTS if "model" in axes else {},
+        )
+        data = batches(inputs=ODD)
+        train(model, data)
+        for x, y in data:
+            reference.step(x, y)
+    assert_equal(model, reference.model)
+
+
 ON_HOST = sorted(
     product(("fp16", "bf16"), (0, 3), ("sgd", "scaled", "lamb"), ("data4", "data2_model2", *PIPES))
 )

@@ -2,23 +2,68 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
+from keras import layers
 
+from .case import CLASSES, Case, Data, labels, tags, weights
 from .features import BY_NAME as FEATURES
 from .harness import compare
 from .matrix import MESHES, product, spread
 from .optimizer_zoo import OPTIMIZERS
 from .zoo import BY_NAME
 
+
+def _odd() -> keras.Model:
+    """What replicas share of its large weights are not rows: their first dims do not divide."""
+    ids = keras.Input((7,), dtype="int32", name="ids")
+    image = keras.Input((5, 5, 3), name="image")
+    x = layers.Embedding(13, 8, name="table")(ids)
+    x = layers.Dense(5, activation="tanh", name="narrow")(x)
+    x = layers.GlobalAveragePooling1D(name="mean")(layers.Dense(8, name="wide")(x))
+    y = layers.Conv2D(8, 3, padding="same", activation="tanh", name="up")(image)
+    y = layers.GlobalAveragePooling2D(name="places")(layers.Conv2D(8, 3, name="down")(y))
+    outputs = layers.Dense(CLASSES, name="head")(layers.Add(name="both")([x, y]))
+    return keras.Model({"ids": ids, "image": image}, outputs, name="odd")
+
+
+def _odd_data(seed: int, samples: int) -> Data:
+    rng = np.random.default_rng(seed)
+    x = {"ids": rng.integers(0, 13, (samples, 7)).astype("int32")}
+    x["image"] = rng.normal(size=(samples, 5, 5, 3))
+    return x, labels(rng, samples), weights(rng, samples)
+
+
+ODD = Case(
+    name="odd",
+    build=_odd,
+    data=_odd_data,
+    layout_map={
+        "table/embeddings": (None, "model"),
+        "wide/kernel": (None, "model"),
+        "up/kernel": (None, None, None, "model"),
+        "up/bias": ("model",),
+        "down/kernel": (None, None, "model", None),
+    },
+    tags=tags("labels", "dict", "embedding", "dense"),
+)
+CASES = {**BY_NAME, "odd": ODD}
 LEVELS = (1, 2, 3)
-MODELS = ("mlp", "gpt_tied", "dlrm")
+MODELS = ("mlp", "gpt_tied", "dlrm", "odd")
 
 # Ways to spread a parameter that `test_every_level` has with Adam alone.
 DEFAULT = [
     ("muon", 3, "mlp", "data2_model2"),
     ("sgd_momentum", 2, "dlrm", "data4"),
+    ("sgd", 1, "odd", "data4"),
+    ("adam", 2, "odd", "data2_model2"),
+    ("adagrad", 3, "odd", "data4"),
+    ("adamw", 1, "odd", "data2_model2"),
+    ("lamb", 3, "odd", "data2_model2"),
 ]
 ROWS = product(OPTIMIZERS, LEVELS, MODELS, ("data4", "data2_model2"))
 
@@ -32,9 +77,13 @@ COMPOSED = (
     "weight_decay_exclude",
 )
 DEFAULT_COMPOSED = [
-    ("gradient_accumulation", 2, "data4"),
-    ("global_clipnorm", 3, "data2_model2"),
-    ("ema", 1, "data2_model2"),
+    ("gradient_accumulation", 2, "mlp", "data4"),
+    ("global_clipnorm", 3, "mlp", "data2_model2"),
+    ("ema", 1, "mlp", "data2_model2"),
+    ("gradient_accumulation", 1, "odd", "data4"),
+    ("global_clipnorm", 2, "odd", "data4"),
+    ("ema_overwrite", 1, "odd", "data2_model2"),
+    ("weight_decay_exclude", 3, "odd", "data4"),
 ]
 
 
@@ -50,7 +99,7 @@ def test_level_equals_one_device(
     optimizer: str, level: int, name: str, mesh: str, engine: str
 ) -> None:
     compare(
-        BY_NAME[name],
+        CASES[name],
         MESHES[mesh],
         optimizer=OPTIMIZERS[optimizer],
         engine=engine,
@@ -58,13 +107,33 @@ def test_level_equals_one_device(
     )
 
 
+@pytest.mark.parametrize("partition", ["auto", "slice"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_odd_is_shared_evenly(level: int, partition: Any) -> None:
+    """Optimizer state, and at level 3 parameters, whatever the first dim of a weight is."""
+    import kdist
+
+    model = _odd()
+    settings = kdist.ParallelConfig(mesh=kdist.mesh(data=4), **config(level, partition=partition))
+    kdist.parallelize(model, settings)
+    model.compile("adam", "mse")
+    model.train_on_batch(_odd_data(0, 8)[0], np.zeros((8, CLASSES)))
+    memory = kdist.inspect(model).memory
+    elements = sum(math.prod(one.shape) for one in model.weights)
+    small = 8 * (5 + CLASSES)  # bytes of both moments of the two biases that do not divide
+    even = elements * 8 / 4
+    assert all(abs(one.slots - even) <= small for one in memory)
+    if level == 3:
+        assert all(abs(one.parameters - even / 2) <= small for one in memory)
+
+
 @pytest.mark.parametrize(
-    ("feature", "level", "mesh"),
-    spread(product(COMPOSED, LEVELS, ("data4", "data2_model2")), DEFAULT_COMPOSED),
+    ("feature", "level", "name", "mesh"),
+    spread(product(COMPOSED, LEVELS, ("mlp", "odd"), ("data4", "data2_model2")), DEFAULT_COMPOSED),
 )
-def test_level_composes(feature: str, level: int, mesh: str, engine: str) -> None:
+def test_level_composes(feature: str, level: int, name: str, mesh: str, engine: str) -> None:
     compare(
-        BY_NAME["mlp"],
+        CASES[name],
         MESHES[mesh],
         optimizer=OPTIMIZERS["adamw"],
         engine=engine,

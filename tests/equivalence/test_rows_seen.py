@@ -30,8 +30,9 @@ def studied(model: keras.Model, x: Any) -> ModelStudy:
 def test_the_zoo_is_silent(case: Case) -> None:
     study = studied(case.build(), case.data(0, 4)[0])
     assert study.warning() == ""
-    normalised = ["batch statistics of each replica's rows: stem_norm, body_norm"]
-    assert study.lines() == (normalised if case.has_batchnorm else [])
+    norms = {"resnet": "stem_norm, body_norm", "narrow": "expand_norm"}.get(case.name)
+    assert case.has_batchnorm == bool(norms)
+    assert study.lines() == [f"batch statistics of each replica's rows: {norms}"] * bool(norms)
 
 
 def hub_inputs(*names: str) -> dict[str, np.ndarray]:

@@ -197,7 +197,7 @@ def sliced_over_data(case: Case, axes: Mapping[str, int]) -> dict[str, Layout]:
         if free:
             cut = tuple(axis if i == free[-1] else one for i, one in enumerate(cut))
         layouts[re.escape(path)] = cut
-    assert sum(axis in cut for cut in layouts.values()) > len(layouts) / 2
+    assert sum(axis in cut for cut in layouts.values()) > len(layouts) / 3
     return layouts
 
 
