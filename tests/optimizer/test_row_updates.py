@@ -136,15 +136,17 @@ SENT = {
 DEFAULT = {("data4", 0), ("rows", 0), ("columns", 1), ("pipe", 2)}
 
 
-def network() -> keras.Model:
+def network(table: int = TABLE) -> keras.Model:
     keras.utils.set_random_seed(0)
     inputs = keras.Input((LOOK_UPS,), dtype="int32")
-    x = keras.layers.Embedding(TABLE, COLUMNS, name="table")(inputs)
+    x = keras.layers.Embedding(table, COLUMNS, name="table")(inputs)
     x = keras.layers.Dense(8, "tanh", name="up")(keras.layers.Flatten(name="flat")(x))
     return keras.Model(inputs, keras.layers.Dense(4, name="down")(x))
 
 
-def parallel(mesh: str, level: int, optimizer: Any, **options: Any) -> keras.Model:
+def parallel(
+    mesh: str, level: int, optimizer: Any, table: int = TABLE, **options: Any
+) -> keras.Model:
     axes, cuts = MESHES[mesh]
     stages = kdist.PipelineConfig(micro_batches=2, stages={"table|flat|up": 0, "down": 1})
     config = kdist.ParallelConfig(
@@ -153,7 +155,7 @@ def parallel(mesh: str, level: int, optimizer: Any, **options: Any) -> keras.Mod
         optimizer=OptimizerConfig(level=level, threshold_kb=0, **options),
         pipeline=stages if "pipe" in axes else None,
     )
-    model = kdist.parallelize(network(), config)
+    model = kdist.parallelize(network(table), config)
     model.compile(optimizer, "mse")
     return model
 
@@ -228,6 +230,25 @@ def test_rows_that_change_are_sent(mesh: str, level: int, written: tf.Variable) 
         shapes = [parts._shape(parts.inlined(t)) for t in across]
         largest = TABLE * COLUMNS // 4
         assert all(s.num_elements() < largest for s in shapes if s.is_fully_defined())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_columns_of_rows_that_change_meet_and_are_sent(level: int, written: tf.Variable) -> None:
+    """Replicas share columns of a table whose rows they do not divide."""
+    with in_float64():
+        ((x, y),) = batches(1, duplicates=False)
+        model = parallel("data4", level, keras.optimizers.SGD(0.1), table=TABLE + 1)
+        parts, functions = first_step(model, x, y)
+    (table,) = model.plan().tables()
+    # A quarter of the columns from three owners to the fourth, and the row from there to three.
+    assert (table.changed_messages, table.changed_bytes) == (6, 3 * ROW + 3 * COLUMNS * 8 // 4)
+    assert written.numpy() == 4 * x.size
+    step = executed.largest([f for f in functions if len(f.select(executed.ASSIGNMENTS)) > 3])
+    sent = [t for t in step.transfers if parts.explain(t) == "changed rows"]
+    widths = [parts._shape(parts.inlined(t))[1] for t in sent if t.dtype == "float64"]
+    assert sorted(widths) == [COLUMNS // 4] * 3 + [COLUMNS] * 3
+    assert sum(t.dtype == "int32" for t in sent) == 3
+    assert_copies_agree(model)
 
 
 def test_a_row_is_sent_once(written: tf.Variable) -> None:
