@@ -49,8 +49,9 @@ class OptimizerConfig:
     """`"slice"`: of each parameter the first dim that divides is cut over the replicas; for
     optimizers whose update of an element looks at that element alone. `"parameter"`: whole
     parameters are dealt to replicas, balanced by bytes; for any optimizer. `"auto"`: the first
-    where the optimizer allows it, but of parameters of equal size, N at a time are dealt to N
-    replicas, which is as even in fewer messages (from level 2 on where devices share memory)."""
+    where the optimizer and the sizes allow it, else the second; but of parameters of equal size, N
+    at a time are dealt to N replicas, which is as even in fewer messages (from level 2 on where
+    devices share memory)."""
 
     keep_gathered: bool = False
     """At level 3: keep gathered parameters from the forward to the backward pass, instead of

@@ -107,6 +107,7 @@ def _decide_one(
         return stays("there is one replica")
     if placement.nbytes < config.threshold_bytes and not wanted:
         return stays(f"{placement.nbytes} bytes, below {config.threshold_bytes:g}")
+    one = Decision(placement.path, "parameter", "its update sees the whole tensor")
     if whole:
         if config.partition == "slice":
             raise ValueError(
@@ -115,16 +116,18 @@ def _decide_one(
                 f"partition='auto' or 'parameter'. Received: parameter {placement.path!r}, whose "
                 "update sees the whole tensor"
             )
-        return Decision(placement.path, "parameter", "its update sees the whole tensor")
+        return one
     if config.partition == "parameter":
-        return Decision(placement.path, "parameter", "partition='parameter'")
+        return dataclasses.replace(one, reason="partition='parameter'")
     shape = [s.stop - s.start for s in placement.shards[0].index]
     replicas = topology.data_size
     for dim, size in enumerate(shape):
         if size % replicas == 0:
             return Decision(placement.path, "slice", f"dim {dim} over {replicas} replicas", dim)
-    which = f"no dim of {tuple(shape)} divides" if shape else "a scalar does not divide"
-    return stays(f"{which} by {replicas} replicas")
+    if not shape:
+        return stays("it is a scalar")
+    reason = f"no dim of {tuple(shape)} divides by {replicas} replicas"
+    return stays(reason) if config.partition == "slice" else dataclasses.replace(one, reason=reason)
 
 
 def residents(

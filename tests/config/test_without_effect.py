@@ -173,7 +173,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "build": lambda: keras.Sequential(
                 [keras.Input((4,)), keras.layers.Dense(4, name="up"), keras.layers.Dense(6)]
             ),
-            **at(1),
+            **at(1, partition="slice"),
         },
         ["', True) has no effect: no dim of (6,) divides by 4 replicas"],
     ),

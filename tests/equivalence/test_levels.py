@@ -64,8 +64,12 @@ DEFAULT = [
     ("adagrad", 3, "odd", "data4"),
     ("adamw", 1, "odd", "data2_model2"),
     ("lamb", 3, "odd", "data2_model2"),
+    ("adam", 3, "odd", "data3"),
+    ("sgd", 1, "dlrm", "data3"),
 ]
-ROWS = product(OPTIMIZERS, LEVELS, MODELS, ("data4", "data2_model2"))
+ROWS = product(OPTIMIZERS, LEVELS, MODELS, ("data4", "data2_model2", "data3"))
+AXES = {**MESHES, "data3": {"data": 3}}
+"""Three replicas divide next to nothing: what they share are whole parameters."""
 
 COMPOSED = (
     "gradient_accumulation",
@@ -100,7 +104,7 @@ def test_level_equals_one_device(
 ) -> None:
     compare(
         CASES[name],
-        MESHES[mesh],
+        AXES[mesh],
         optimizer=OPTIMIZERS[optimizer],
         engine=engine,
         config=config(level),

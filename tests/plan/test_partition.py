@@ -56,7 +56,8 @@ def test_opt_out_and_opt_in() -> None:
     topo = topology(data=2)
     assert how(topo, (1024, 1024), level=1, wanted=False) == "whole"
     assert how(topo, (4,), level=1, wanted=True) == "slice"
-    assert how(topo, (5,), level=1, wanted=True) == "whole"
+    assert how(topo, (5,), level=1, wanted=True) == "parameter"
+    assert how(topo, (5,), level=1, wanted=True, partition="slice") == "whole"
     assert how(topo, (), level=1, wanted=True) == "whole"
 
 
@@ -74,8 +75,19 @@ def test_divisibility_is_judged_on_what_the_layout_leaves() -> None:
     config = OptimizerConfig(level=1, threshold_kb=0)
     cut = placed(topo, (6, 3), (6, 4), (8, 4), dims=("model", None))
     found = decide(cut, [False] * 3, [None] * 3, config, topo)
-    assert [(d.how, d.dim) for d in found] == [("whole", 0), ("slice", 1), ("slice", 0)]
+    assert [(d.how, d.dim) for d in found] == [("parameter", 0), ("slice", 1), ("slice", 0)]
     assert found[0].reason == "no dim of (3, 3) divides by 2 replicas"
+
+
+def test_what_does_not_divide_is_dealt_out() -> None:
+    topo = topology(data=3)
+    config = OptimizerConfig(level=3, threshold_kb=0)
+    weights = placed(topo, *[(8, 8)] * 4, (4, 4), (4, 4))
+    found = spread(weights, [False] * 6, [None] * 6, config, topo)
+    assert {d.how for d in found.decisions} == {"parameter"}
+    stored = [sum(p.stored_bytes((s, 0)) for p in found.placements) for s in range(3)]
+    size = placed(topo, (8, 8))[0].nbytes
+    assert sorted(stored) == [5 * size // 4, 5 * size // 4, 2 * size]
 
 
 @pytest.mark.parametrize("level", [1, 3])
