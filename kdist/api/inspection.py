@@ -13,6 +13,7 @@ from kdist.display.tables import readable
 from kdist.dtensor.lowered import Collective, format_table
 from kdist.dtensor.lowering import Island
 from kdist.plan.device_memory import DeviceMemory
+from kdist.plan.inside_layers import counted_per
 from kdist.plan.plan import Plan
 from kdist.report import memory as device_memory
 from kdist.rows.model_study import ModelStudy
@@ -29,7 +30,8 @@ class Inspection:
 
     Attributes:
         collectives: Those inside layers, of one slice, from the lowered training program (or, of
-            a model that has not trained, from a forward and backward pass without a loss).
+            a model that has not trained, from a forward and backward pass without a loss). In a
+            pipeline those of all stages of a replica, for one micro-batch.
         memory: Per device, in bytes.
         plan: What kdist itself communicates.
         fallbacks: Why the model, or part of it, does not run over DTensor.
@@ -69,7 +71,7 @@ class Inspection:
         )
 
     def __str__(self) -> str:
-        parts = ["collectives inside layers, per slice and step"]
+        parts = [f"collectives inside layers, {counted_per(self.plan.micro_batches)}"]
         parts.append(format_table(self.collectives) if self.collectives else "  none")
         rows = self.memory[0].rows
         step = "a step" if rows is None else f"a step of {rows} rows (batch_size={rows})"

@@ -15,6 +15,7 @@ from kdist.dtensor.lowered import Collective
 from kdist.optimizer.wrappers import row_updates, sums_rows
 from kdist.pipeline.work import Work
 from kdist.plan.between_processes import crossed_axes
+from kdist.plan.inside_layers import counted_per
 from kdist.program.program import Program
 from kdist.rows.model import study_model
 from kdist.rows.model_study import ModelStudy
@@ -171,16 +172,17 @@ class SteppedModel(PlannedModel):
         """Warns, once, of inner axes over which layers send between processes.
 
         Args:
-            collectives: Those of a training step, per slice.
+            collectives: Those of a training step, per slice; in a pipeline, of a micro-batch.
         """
         axes = crossed_axes(self.topology)
         sent = [one for one in collectives if set(one.axis) & set(axes)]
         if not sent:
             return
         names, nbytes = ", ".join(map(repr, axes)), readable(sum(one.bytes for one in sent))
+        per = counted_per(getattr(self.config.pipeline, "micro_batches", 1))
         self.warn_once(
             f"inner axes that cross processes: {names}. Layers wait for the network there "
-            f"(collectives: {len(sent)}, of {nbytes}, per slice and step). Let 'data' or 'pipe' "
+            f"(collectives: {len(sent)}, of {nbytes}, {per}). Let 'data' or 'pipe' "
             "cross processes: put them first in the mesh, and keep inner axes within those of one."
         )
 

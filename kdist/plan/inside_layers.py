@@ -79,6 +79,13 @@ class InsideTraffic:
         return " + ".join(parts)
 
 
+def counted_per(micro_batches: int) -> str:
+    """Of what the collectives of recorded programs are, for a reader."""
+    if micro_batches == 1:
+        return "per slice and step"
+    return f"per replica and micro-batch, of which a step has {micro_batches}"
+
+
 def inside_traffic(
     programs: Mapping[int, Sequence[Communicates]],
     passes: int,
