@@ -33,17 +33,21 @@ class Crossing:
         tensors: Their number.
         nbytes: Their bytes.
         ways: How many sums go by which algorithm.
+        beside: What may go there too, and is not in these numbers.
     """
 
     tensors: int = 0
     nbytes: int = 0
     ways: dict[str, int] = dataclasses.field(default_factory=dict)
+    beside: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         ways = ", ".join(f"{count} by {name}" for name, count in sorted(self.ways.items()))
         return (
             f"between processes: {self.tensors} tensors of gradients, new values and gathered "
-            f"weights, {readable(self.nbytes)} per step" + f"; sums: {ways}" * bool(ways)
+            f"weights, {readable(self.nbytes)} per step"
+            + f"; sums: {ways}" * bool(ways)
+            + f"; not counted: {', '.join(self.beside)}" * bool(self.beside)
         )
 
 
@@ -57,6 +61,26 @@ def crossed_axes(topology: Topology) -> list[str]:
             if axis not in found and np.diff(at, axis=n).any():
                 found.append(axis)
     return found
+
+
+def _beside(plan: Plan) -> tuple[str, ...]:
+    """What is counted elsewhere in the plan, by bytes that follow from the batch."""
+    topology = plan.topology
+    axes = ", ".join(map(repr, crossed_axes(topology)))
+    first = topology.slices[: topology.data_size]
+    stages = any(
+        process_of(near) != process_of(far)
+        for n, one in enumerate(topology.slices)
+        for near, far in zip(first[n % len(first)].devices, one.devices, strict=True)
+    )
+    tables = (*plan.tables(), *plan.host_tables(), *plan.split_tables())
+    found = {
+        f"what layers send over {axes}": axes,
+        "what stages send": stages,
+        "tables": tables,
+        "compressed gradients": plan.compressed,
+    }
+    return tuple(what for what, there in found.items() if there)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,12 +151,13 @@ class _Counter:
 def between_processes(plan: Plan) -> Crossing | None:
     """What a plan sends between processes; None where there is one.
 
-    Not counted: rows of tables, what travels compressed, the batch, metrics, and what layers send
-    over inner axes that cross processes.
+    Not counted: rows of tables and their new values, what travels compressed, the batch, metrics,
+    what stages send, and what layers send over inner axes that cross processes.
     """
     if len({process_of(device) for device in plan.topology.devices}) == 1:
         return None
     counter = _Counter(plan)
+    counter.found.beside = _beside(plan)
     fused = {n for bucket in plan.buckets for each in bucket.units for n in each}
     for bucket in plan.buckets:
         sizes = [sum(plan.unit_bytes(plan.units[n]) for n in units) for units in bucket.units]

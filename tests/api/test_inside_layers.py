@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import kdist
+from kdist.api import stepped_model
 from kdist.plan.inside_layers import InsideTraffic
 
 import keras
@@ -81,6 +82,26 @@ def test_one_slice_as_inspect_has_it() -> None:
     wanted = {key: (replicas * seen[key], replicas * found[key]) for key in found}
     assert figures(model, 24) == wanted
     assert {one.kind for one in kdist.inspect(model).collectives} == {key[0] for key in wanted}
+
+
+def test_of_a_pipeline_inspect_counts_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says so, as does the line about an axis that crosses processes."""
+    monkeypatch.setattr(stepped_model, "crossed_axes", lambda topology: ["model"])
+    model = parallel(pipe=True)
+    with pytest.warns(UserWarning, match="cross processes") as said:
+        train(model, 8)
+    inspection = kdist.inspect(model)
+    counted = len(inspection.collectives)
+    (line,) = [str(one.message) for one in said if "cross processes" in str(one.message)]
+    per = "per replica and micro-batch, of which a step has 2"
+    assert f"(collectives: {counted}, of " in line and f", {per})" in line
+    assert str(inspection).startswith(f"collectives inside layers, {per}\n")
+    replicas, micro_batches = 2, 2
+    a_step = sum(one.collectives for one in model.plan().inside)
+    assert a_step == counted * replicas * micro_batches
+    assert str(kdist.inspect(parallel(), 8)).startswith(
+        "collectives inside layers, per slice and step\n"
+    )
 
 
 def test_before_training_a_pass_without_a_loss_is_lowered() -> None:
