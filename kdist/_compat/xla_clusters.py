@@ -14,6 +14,8 @@ from typing import Any
 
 from tensorflow.python.util import pywrap_xla_ops
 
+MUST_COMPILE = "_XlaMustCompile"
+"""Of a function with `jit_compile=True`, and of its calls: these lead to XLA."""
 NEVER_RUN = {"Placeholder"}
 """Arguments of a traced function."""
 
@@ -52,3 +54,13 @@ def mark(node: Any, scope: str) -> None:
     """
     node.attr["_XlaCompile"].b = True
     node.attr["_XlaScope"].s = scope.encode()
+
+
+def stays_a_call(node: Any) -> None:
+    """Has a call that XLA compiles stay one, in a `NodeDef` whose results perhaps nothing reads.
+
+    If others only wait for it, TensorFlow's optimizer makes a NoOp of it, and leaves it the mark:
+    then XLA looks for a function of that name. Of a stateful call it makes none.
+    """
+    if node.op == "PartitionedCall" and MUST_COMPILE in node.attr:
+        node.op = "StatefulPartitionedCall"

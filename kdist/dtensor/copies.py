@@ -158,6 +158,8 @@ class Copies:
             copy = self.definition.node_def.add()
             copy.CopyFrom(node)
             copy.name, copy.device = f"{_on(k)}/{node.name}", device
+            if len(self.devices) > 1:  # whose function becomes part of the graph that calls it
+                xla_clusters.stays_a_call(copy)
             del copy.input[:]
             copy.input.extend(self._reference(one, k) for one in data)
             copy.input.extend(self._edges(waits, k))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from kdist._compat.xla_clusters import MUST_COMPILE
 from kdist.graphs.chunks import node_of
 
 import numpy as np
@@ -17,6 +18,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 SHAPES = "_output_shapes"
+_KEPT = {SHAPES, MUST_COMPILE}
 MOST_ELEMENTS = 4096
 """Larger values are computed where they are needed."""
 # They have one result, no state, and no function among their attributes.
@@ -127,9 +129,9 @@ def _needed(nodes: Mapping[str, Any], wanted: Iterable[str], number: str) -> lis
 
 
 def without_notes(node: Any) -> Any:
-    """A copy of a node without what DTensor noted on it, but its shapes."""
+    """A copy of a node without what DTensor noted on it, but its shapes; XLA compiles it still."""
     plain = node_def_pb2.NodeDef()
     plain.CopyFrom(node)
-    for key in [key for key in plain.attr if key.startswith("_") and key != SHAPES]:
+    for key in [key for key in plain.attr if key.startswith("_") and key not in _KEPT]:
         del plain.attr[key]
     return plain

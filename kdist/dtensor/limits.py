@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from kdist._compat.xla_clusters import MUST_COMPILE
 from kdist.dtensor.body import data_inputs
 from kdist.graphs.chunks import node_of
 
@@ -70,7 +71,6 @@ _FATAL = {
 # Keras has XLA compile what TensorFlow cannot convolve on a CPU: filters in groups, and channels
 # before three spatial dims. DTensor inlines the compiled function, which loses XLA.
 _CONVOLUTIONS = ("Conv2D", "Conv3D")
-_XLA = "_XlaMustCompile"
 _LOOPS = ("While", "StatelessWhile")
 LAYOUTS = ("Relayout", "RelayoutLike")
 _CURRENT = re.compile(r'see current operation: (?:%[^=]*= )?"tf\.(\w+)"')
@@ -201,7 +201,7 @@ def _goes_backwards(body: Any, node: Any) -> bool:
 def _compiled(function: Any) -> str:
     """Says that XLA has to compile a convolution in a function, if it has."""
     convolutions = [n.op for n in function.node_def if n.op.startswith(_CONVOLUTIONS)]
-    compiled = function.attr[_XLA].b and convolutions
+    compiled = function.attr[MUST_COMPILE].b and convolutions
     return f"{convolutions[0]} compiled by XLA" if compiled else ""
 
 

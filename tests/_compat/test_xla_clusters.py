@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 from kdist._compat import xla_clusters
 from kdist._compat.dtensor_internals import Registered
 from kdist._compat.run_metadata import function_graphs
@@ -43,6 +46,45 @@ def test_mark(marked: bool) -> None:
         n.device for g in graphs for p in g.partition_graphs for n in p.node if n.op == "_XlaRun"
     }
     assert found == (set(DEVICES) if marked else set())
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_stays_a_call(stays: bool) -> None:
+    """A call that XLA compiles, of which nothing is read, between operations that are ordered."""
+    added = tf.function(lambda x, y: x + y, jit_compile=True)
+    called = added.get_concrete_function(x=tf.TensorSpec(3), y=tf.TensorSpec(3))
+    dtype = tf.float32.as_datatype_enum
+    definition = function_pb2.FunctionDef()
+    definition.signature.name = f"kdist_test_of_calls_{stays}"
+    definition.signature.input_arg.add(name="x", type=dtype)
+
+    def add(op: str, name: str, inputs: list[str], device: str = DEVICES[0]) -> Any:
+        node = definition.node_def.add(op=op, name=name, device=device)
+        node.input.extend(inputs)
+        return node
+
+    for op in ("Exp", "Sin"):
+        add(op, op, ["x"]).attr["T"].type = dtype
+    call = add("PartitionedCall", "call", ["Exp:y:0", "Sin:y:0"])
+    call.attr["f"].func.name = called.function_def.signature.name
+    call.attr["Tin"].list.type.extend([dtype, dtype])
+    call.attr["Tout"].list.type.append(dtype)
+    call.attr[xla_clusters.MUST_COMPILE].b = True
+    if stays:
+        xla_clusters.stays_a_call(call)
+    for i, op in enumerate(("Cos", "Neg", "Abs")):
+        add(op, op, ["x", "^call"], DEVICES[1]).attr["T"].type = dtype
+        definition.signature.output_arg.add(name=f"y{i}", type=dtype)
+        definition.ret[f"y{i}"] = f"{op}:y:0"
+    function = Registered(definition, called)
+
+    @tf.function
+    def step(x: tf.Tensor) -> list[tf.Tensor]:
+        return function.call([x], [tf.float32] * 3)[1]
+
+    fails = contextlib.nullcontext() if stays else pytest.raises(tf.errors.NotFoundError)
+    with fails:
+        np.testing.assert_array_equal(step(tf.ones(3))[1], [-1.0] * 3)
 
 
 def test_known_operations() -> None:
