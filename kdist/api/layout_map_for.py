@@ -7,9 +7,10 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from kdist._compat import keras_models
-from kdist.api.product_graph import ProductGraph, Weight
+from kdist._compat import keras_graphs, keras_models
+from kdist.api.product_graph import ProductGraph, Weight, has_convolutions
 from kdist.config.tables import host_layers, split_layers
 from kdist.layers import DistributedEmbedding
 from kdist.plan.column_row import LARGE, Group, Roles, chosen, pairs_by_size, wide_ends
@@ -84,8 +85,9 @@ def _decided(model: keras.Model, axis: str, parts: int) -> tuple[Roles, dict[str
     inside |= {id(layer): one for layer in layers if (one := filters_as_product(layer))}
     products = {one.path: one for one in inside.values()}
     between: dict[str, list[Weight]] = {}
+    opened = set[int]()
     for parent in layers:
-        for group in _groups(parent, inside, parts, between):
+        for group in _groups(parent, inside, parts, between, opened):
             roles.group(group.columns, group.rows, parts)
     wide_ends(multiplied, roles, parts)
     roles.left |= {one.path: f"quantized to {mode}" for one, mode in quantized_products(layers)}
@@ -125,19 +127,32 @@ def _groups(
     products: Mapping[int, Product],
     parts: int,
     between: dict[str, list[Weight]],
+    opened: set[int],
 ) -> Iterable[Group]:
+    found: list[Group] = []
     functional = keras_models.functional_of(parent)
-    if functional is not None:
-        graph = ProductGraph(functional, products)
+    inner = functional or (None if id(parent) in opened else _graph_inside(parent, products))
+    if inner is not None:
+        graph = ProductGraph(inner, products)
         found = chosen(graph.groups())
         between |= graph.between
+        opened |= graph.opened
+    if functional is not None:
         return found
     heads = getattr(parent, "num_heads", None)
     attends = isinstance(heads, int) and heads > 0 and heads % parts == 0
     inside = keras_models.layers_inside(parent)
     # Sizes say too little of convolutions.
     inside = [one for one in inside if id(one) in products and convolution_of(one) is None]
-    return pairs_by_size([products[id(one)] for one in inside], attends)
+    return [*found, *pairs_by_size([products[id(one)] for one in inside], attends)]
+
+
+def _graph_inside(parent: keras.layers.Layer, products: Mapping[int, Product]) -> Any:
+    """The graph of a layer, or model, whose `call` is its own; None without convolutions."""
+    if id(parent) in products or not has_convolutions(parent):
+        return None
+    given = keras_graphs.known_inputs(parent)
+    return None if given is None else keras_graphs.called_graph(parent, *given)
 
 
 def _tables(model: keras.Model) -> Iterator[tuple[keras.Variable, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kdist._compat import keras_models
+from kdist._compat import keras_graphs, keras_models
 from kdist.plan.column_row import Group
 from kdist.plan.convolutions import convolution_of
 from kdist.plan.products import Product, Role
@@ -44,6 +44,8 @@ ELEMENTWISE_OPERATIONS = frozenset(
     + ["Selu", "Sigmoid", "Silu", "Softplus", "Softsign", "Square", "Subtract", "Tanh"]
     + ["TrueDivide"]
 )
+OVER_PLACES = frozenset(["Amax", "Amin", "Max", "Mean", "Min", "Sum"])
+"""Operations along dims that they are told."""
 TOGETHER = (
     keras.activations.glu,
     keras.activations.log_softmax,
@@ -56,7 +58,8 @@ TOGETHER = (
 class ProductGraph:
     """The products of a model that is a graph of layers, and of the graphs of layers inside it.
 
-    What has weights for each feature may stand between two of them: it is cut as these are.
+    Layers with a `call` of their own are graphs too, if they have convolutions. What has weights
+    for each feature may stand between two products: it is cut as these are.
 
     Args:
         functional: The model's graph.
@@ -65,10 +68,12 @@ class ProductGraph:
     Attributes:
         between: By path of a product that is cut by rows, weights of what lies before it, each
             with its dim of features.
+        opened: Identities of layers with a `call` of their own whose graphs are part of it.
     """
 
     def __init__(self, functional: Any, products: Mapping[int, Product]) -> None:
         self._known = products
+        self.opened: set[int] = set()
         self.between: dict[str, list[Weight]] = {}
         self._same: dict[int, list[Any]] = {}  # what an inner graph takes: given at each call
         self._calls: dict[int, list[Any]] = {}  # by identity of an operation: nodes
@@ -87,7 +92,7 @@ class ProductGraph:
     def _walked(self, functional: Any) -> Iterator[Any]:
         """Its nodes, with those of the graphs inside in their place."""
         for node in keras_models.nodes_in_order(functional):
-            inner = keras_models.functional_of(node.operation)
+            inner = keras_models.functional_of(node.operation) or self._opened(node)
             if inner is None or len(inner.inputs) != len(node.arguments.keras_tensors):
                 yield node
                 continue
@@ -96,6 +101,16 @@ class ProductGraph:
                 self._same.setdefault(id(own), []).append(given)
             for out, own in zip(node.outputs, inner.outputs):
                 self._same[id(out)] = [own]
+
+    def _opened(self, node: Any) -> Any:
+        """The graph of a layer that computes by itself; None if it is none."""
+        layer, given = node.operation, node.arguments
+        if id(layer) in self._known or not has_convolutions(layer):
+            return None
+        graph = keras_graphs.called_graph(layer, given.args, given.kwargs)
+        if graph is not None:
+            self.opened.add(id(layer))
+        return graph
 
     def _given(self, node: Any) -> list[Any]:
         """What an operation is given at a call, each tensor where it was made."""
@@ -220,7 +235,25 @@ def is_elementwise(node: Any) -> bool:
     if isinstance(operation, keras.layers.Layer):
         one = convolution_of(operation)
         return isinstance(operation, ELEMENTWISE_LAYERS) or one is not None and one.by_channel
-    return type(operation).__name__ in ELEMENTWISE_OPERATIONS
+    return type(operation).__name__ in ELEMENTWISE_OPERATIONS or _is_over_places(node)
+
+
+def _is_over_places(node: Any) -> bool:
+    """Whether an operation reduces dims other than those of rows and of features."""
+    operation, rank = node.operation, len(node.arguments.keras_tensors[0].shape)
+    axis = getattr(operation, "axis", None)
+    if type(operation).__name__ not in OVER_PLACES or axis is None:
+        return False
+    dims = {one % rank for one in ([axis] if isinstance(axis, int) else axis)}
+    return not dims & {0, rank - 1}
+
+
+def has_convolutions(operation: Any) -> bool:
+    """Whether a layer has convolutions inside."""
+    if not isinstance(operation, keras.layers.Layer):
+        return False
+    inside = keras_models.flat_layers(operation)[1:]
+    return any(convolution_of(one) is not None for one in inside)
 
 
 def _looks_at_channels(layer: Any) -> bool:
