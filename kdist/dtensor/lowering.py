@@ -72,6 +72,8 @@ class Island:
     def title(self) -> str:
         """Its first operation, and where that is."""
         kind, name = self.operations[0]
+        if kind.endswith("PartitionedCall"):  # of what is inside it, the reason tells
+            kind = self.reason.partition(":")[0]
         return f"{kind} in layer {self.layer!r}" if self.layer else f"{kind} ({name})"
 
     def __str__(self) -> str:

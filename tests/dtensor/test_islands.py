@@ -10,7 +10,7 @@ from kdist.dtensor.body import Body
 from kdist.dtensor.expansion import expand
 from kdist.dtensor.flops import graph_flops
 from kdist.dtensor.islands import CannotCut, with_neighbours
-from kdist.dtensor.lowering import LoweredProgram
+from kdist.dtensor.lowering import Island, LoweredProgram
 from kdist.dtensor.stitching import Stitcher
 from kdist.graphs import executed
 
@@ -310,3 +310,9 @@ def test_a_recurrent_layer_counts_its_steps() -> None:
     graph = traced.get_concrete_function(tf.TensorSpec((2, 5, 8)), params).graph
     forward = 5 * 2 * 2 * (8 * 4 + 4 * 4)
     assert 2 * forward <= graph_flops(graph) <= 3 * forward
+
+
+@pytest.mark.parametrize("reason", ["Conv2D compiled by XLA", "Conv2D: no rule for it"])
+def test_a_call_is_named_by_what_is_inside(reason: str) -> None:
+    island = Island((("StatefulPartitionedCall", "call"),), reason, "net/groups", 8, 1.0, 0.5)
+    assert island.title == f"{reason.partition(':')[0]} in layer 'net/groups'"
