@@ -64,7 +64,8 @@ def build() -> keras.Model:
 
 def stepper(axes: Mapping[str, int], level: int) -> tuple[Callable[[], float], dict[str, Any]]:
     """A function that runs one step and returns its seconds; and bytes of a device."""
-    model, sizes = build(), dict(axes)
+    sizes: dict[str, Any] = dict(axes)
+    model = build()
     mesh = kdist.mesh(**sizes)
     config = kdist.ParallelConfig(
         mesh=mesh,
