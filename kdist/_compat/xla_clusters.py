@@ -62,5 +62,5 @@ def stays_a_call(node: Any) -> None:
     If others only wait for it, TensorFlow's optimizer makes a NoOp of it, and leaves it the mark:
     then XLA looks for a function of that name. Of a stateful call it makes none.
     """
-    if node.op == "PartitionedCall" and MUST_COMPILE in node.attr:
+    if node.op == "PartitionedCall" and MUST_COMPILE in node.attr and node.attr[MUST_COMPILE].b:
         node.op = "StatefulPartitionedCall"

@@ -84,11 +84,13 @@ def save(
         CheckpointError: The model is not built, there is a checkpoint of another model of the same
             step, or the file system refuses.
         ValueError: `step`, `keep` or `compression` has no meaning.
+        TypeError: `model` is no model.
 
     Example:
         >>> kdist.checkpoint.save(model, "checkpoints", step=120, keep=3)
         PosixPath('checkpoints/step-00000120')
     """
+    _check_model(model)
     target = target_of(directory, keep, compression)
     number = _step(model, step)
     refuse_another(model, _candidates(target.directory, number))
@@ -199,12 +201,14 @@ def restore(model: keras.Model, directory: PathLike, *, step: int | None = None)
 
     Raises:
         CheckpointError: There is none, it is of another model, or all are damaged.
+        TypeError: `model` is no model.
 
     Example:
         >>> folder = kdist.checkpoint.save(model, "checkpoints", step=120)
         >>> kdist.checkpoint.restore(model, "checkpoints").step
         120
     """
+    _check_model(model)
     if not (model.built or is_built(model)):
         raise CheckpointError(
             "The model has no weights yet to restore. Build it first, with an Input layer or "
@@ -216,6 +220,14 @@ def restore(model: keras.Model, directory: PathLike, *, step: int | None = None)
         snapshots.load(model, folder, manifest)
 
     return first_whole(Path(directory), step, load)
+
+
+def _check_model(model: keras.Model) -> None:
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            "A checkpoint is of a Keras model, which comes first, before the directory. "
+            f"Received: model={model!r}"
+        )
 
 
 def prepare(model: keras.Model) -> None:

@@ -361,3 +361,10 @@ def test_what_is_not_there_is_said(tmp_path):
         kdist.checkpoint.save(unbuilt, tmp_path)
     with pytest.raises(ValueError, match="keep is a number"):
         kdist.checkpoint.save(model, tmp_path, keep=0)
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    for call in (kdist.checkpoint.save, kdist.checkpoint.restore):
+        with pytest.raises(TypeError, match="comes first, before the directory. Received: m"):
+            call(str(tmp_path), model)
