@@ -28,6 +28,7 @@ PAGES = (
     "docs/processes.md",
     "docs/tables.md",
     "docs/optimizer_parallelism.md",
+    "docs/tensor_parallelism.md",
 )
 PLACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.S)
 
@@ -181,6 +182,27 @@ def tables(record: dict[str, Any]) -> str:
     return table(header, rows)
 
 
+def convolutions(record: dict[str, Any]) -> str:
+    """Steps of a convolutional network on four devices, and bytes, by mesh and level."""
+    base = record["rows"][0]["seconds"]["median"]
+    rows = [
+        [
+            row["name"],
+            f"{row['seconds']['median'] / base:.2f}",
+            *(readable(row[one]) for one in ("kept", "activations", "inside", "outside")),
+        ]
+        for row in record["rows"]
+    ]
+    header = (
+        "",
+        "step, to data 4",
+        "a device keeps",
+        "activations",
+        "given by collectives in layers",
+    )
+    return table((*header, "sent outside of layers"), rows)
+
+
 def overlap(record: dict[str, Any]) -> str:
     """How much of the sums, and of new values, lies beside other work."""
 
@@ -207,6 +229,7 @@ KINDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "recompute_data2": recompute,
     "tables": tables,
     "overlap": overlap,
+    "convolutions": convolutions,
 }
 
 
