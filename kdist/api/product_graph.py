@@ -240,10 +240,11 @@ def is_elementwise(node: Any) -> bool:
 
 def _is_over_places(node: Any) -> bool:
     """Whether an operation reduces dims other than those of rows and of features."""
-    operation, rank = node.operation, len(node.arguments.keras_tensors[0].shape)
+    operation = node.operation
     axis = getattr(operation, "axis", None)
     if type(operation).__name__ not in OVER_PLACES or axis is None:
         return False
+    rank = len(node.arguments.keras_tensors[0].shape)
     dims = {one % rank for one in ([axis] if isinstance(axis, int) else axis)}
     return not dims & {0, rank - 1}
 
