@@ -14,6 +14,10 @@ import keras
 _NODES = ("_inbound_nodes", "_outbound_nodes")
 
 
+class NoGraph(Exception):
+    """What a layer's `call` does is no graph of layers; says why."""
+
+
 @contextlib.contextmanager
 def nodes_kept(layers: Sequence[keras.Layer]) -> Iterator[None]:
     """Around symbolic calls of layers: afterwards they have the nodes of earlier ones."""
@@ -37,12 +41,14 @@ def called_graph(layer: keras.Layer, args: Sequence[Any], kwargs: Mapping[str, A
         kwargs: See `args`.
 
     Returns:
-        A `keras.Function`, whose inputs stand for the symbolic tensors in their order; None where
-        `call` computes by TensorFlow alone, looks at values, or fails.
+        A `keras.Function`, whose inputs stand for the symbolic tensors in their order.
+
+    Raises:
+        NoGraph: `call` computes by TensorFlow alone, looks at values, or fails otherwise.
     """
     layers = keras_models.flat_layers(layer)
-    if not all(one.built for one in layers):
-        return None
+    if unbuilt := [one.name for one in layers if not one.built]:
+        raise NoGraph(f"its layer {unbuilt[0]!r} is not built")
     with names_kept(), nodes_kept(layers), keras.StatelessScope():
         inputs: list[Any] = []
 
@@ -56,8 +62,8 @@ def called_graph(layer: keras.Layer, args: Sequence[Any], kwargs: Mapping[str, A
         try:
             outputs = keras_models.call_of(layer)(*own[0], **own[1])
             return keras.Function(inputs, outputs)
-        except Exception:  # of the layer's: it needs real tensors
-            return None
+        except Exception as error:  # any, of the layer's own code; callers tell of it
+            raise NoGraph(f"its call takes no symbolic tensors ({type(error).__name__})") from error
 
 
 def known_inputs(layer: keras.Layer) -> tuple[list[Any], dict[str, Any]] | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_graphs, keras_models
-from kdist.api.product_graph import ProductGraph, Weight, has_convolutions
+from kdist.api.product_graph import ProductGraph, Weight, closed_in, has_convolutions
 from kdist.config.tables import host_layers, split_layers
 from kdist.layers import DistributedEmbedding
 from kdist.plan.column_row import LARGE, Group, Roles, chosen, pairs_by_size, wide_ends
@@ -87,7 +87,7 @@ def _decided(model: keras.Model, axis: str, parts: int) -> tuple[Roles, dict[str
     between: dict[str, list[Weight]] = {}
     opened = set[int]()
     for parent in layers:
-        for group in _groups(parent, inside, parts, between, opened):
+        for group in _groups(parent, inside, parts, between, opened, roles.left):
             roles.group(group.columns, group.rows, parts)
     wide_ends(multiplied, roles, parts)
     roles.left |= {one.path: f"quantized to {mode}" for one, mode in quantized_products(layers)}
@@ -128,15 +128,17 @@ def _groups(
     parts: int,
     between: dict[str, list[Weight]],
     opened: set[int],
+    left: dict[str, str],
 ) -> Iterable[Group]:
     found: list[Group] = []
     functional = keras_models.functional_of(parent)
-    inner = functional or (None if id(parent) in opened else _graph_inside(parent, products))
+    inner = functional or (None if id(parent) in opened else _graph_inside(parent, products, left))
     if inner is not None:
         graph = ProductGraph(inner, products)
         found = chosen(graph.groups())
         between |= graph.between
         opened |= graph.opened
+        left |= graph.closed
     if functional is not None:
         return found
     heads = getattr(parent, "num_heads", None)
@@ -147,12 +149,21 @@ def _groups(
     return [*found, *pairs_by_size([products[id(one)] for one in inside], attends)]
 
 
-def _graph_inside(parent: keras.layers.Layer, products: Mapping[int, Product]) -> Any:
-    """The graph of a layer, or model, whose `call` is its own; None without convolutions."""
+def _graph_inside(
+    parent: keras.layers.Layer, products: Mapping[int, Product], left: dict[str, str]
+) -> Any:
+    """The graph of a layer, or model, whose `call` is its own; None without convolutions, or any.
+
+    Then it is noted why.
+    """
     if id(parent) in products or not has_convolutions(parent):
         return None
-    given = keras_graphs.known_inputs(parent)
-    return None if given is None else keras_graphs.called_graph(parent, *given)
+    try:
+        given = keras_graphs.known_inputs(parent)
+        return None if given is None else keras_graphs.called_graph(parent, *given)
+    except keras_graphs.NoGraph as error:
+        left |= closed_in(parent, products, error)
+        return None
 
 
 def _tables(model: keras.Model) -> Iterator[tuple[keras.Variable, int]]:

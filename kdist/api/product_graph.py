@@ -69,11 +69,13 @@ class ProductGraph:
         between: By path of a product that is cut by rows, weights of what lies before it, each
             with its dim of features.
         opened: Identities of layers with a `call` of their own whose graphs are part of it.
+        closed: Why other such layers are not, by path of what they have inside.
     """
 
     def __init__(self, functional: Any, products: Mapping[int, Product]) -> None:
         self._known = products
         self.opened: set[int] = set()
+        self.closed: dict[str, str] = {}
         self.between: dict[str, list[Weight]] = {}
         self._same: dict[int, list[Any]] = {}  # what an inner graph takes: given at each call
         self._calls: dict[int, list[Any]] = {}  # by identity of an operation: nodes
@@ -107,9 +109,12 @@ class ProductGraph:
         layer, given = node.operation, node.arguments
         if id(layer) in self._known or not has_convolutions(layer):
             return None
-        graph = keras_graphs.called_graph(layer, given.args, given.kwargs)
-        if graph is not None:
-            self.opened.add(id(layer))
+        try:
+            graph = keras_graphs.called_graph(layer, given.args, given.kwargs)
+        except keras_graphs.NoGraph as error:
+            self.closed |= closed_in(layer, self._known, error)
+            return None
+        self.opened.add(id(layer))
         return graph
 
     def _given(self, node: Any) -> list[Any]:
@@ -247,6 +252,15 @@ def _is_over_places(node: Any) -> bool:
     rank = len(node.arguments.keras_tensors[0].shape)
     dims = {one % rank for one in ([axis] if isinstance(axis, int) else axis)}
     return not dims & {0, rank - 1}
+
+
+def closed_in(
+    layer: keras.layers.Layer, products: Mapping[int, Product], why: Exception
+) -> dict[str, str]:
+    """Why the convolutions in a layer are in no graph, by their paths."""
+    inside = keras_models.flat_layers(layer)[1:]
+    found = [one for one in inside if id(one) in products and convolution_of(one) is not None]
+    return {products[id(one)].path: f"in layer {layer.name!r}: {why}" for one in found}
 
 
 def has_convolutions(operation: Any) -> bool:

@@ -8,6 +8,7 @@ from kdist._compat import keras_graphs, keras_models
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 
@@ -36,9 +37,11 @@ def test_called_graph() -> None:
     assert {layer.left, layer.right} < set(operations) and len(operations) == 4
     assert [tuple(one.shape) for one in graph.inputs] == [(None, 4), (None, 2)]
     assert [tuple(one.shape) for one in graph.outputs] == [(None, 3)]
-    assert keras_graphs.called_graph(Sum(), inputs[:1], {"other": inputs[1]}) is None
+    with pytest.raises(keras_graphs.NoGraph, match="is not built"):
+        keras_graphs.called_graph(Sum(), inputs[:1], {"other": inputs[1]})
     layer.call = lambda x, other: tf.nn.relu(x)
-    assert keras_graphs.called_graph(layer, inputs[:1], {"other": inputs[1]}) is None
+    with pytest.raises(keras_graphs.NoGraph, match="takes no symbolic tensors"):
+        keras_graphs.called_graph(layer, inputs[:1], {"other": inputs[1]})
 
 
 def test_nodes_kept() -> None:

@@ -5,52 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
-from keras import layers
 
-from .case import CLASSES, Case, Data, labels, tags, weights
+from .case import CLASSES
 from .features import BY_NAME as FEATURES
 from .harness import compare
 from .matrix import MESHES, product, spread
+from .odd_sizes import ODD
 from .optimizer_zoo import OPTIMIZERS
 from .zoo import BY_NAME
 
-
-def _odd() -> keras.Model:
-    """What replicas share of its large weights are not rows: their first dims do not divide."""
-    ids = keras.Input((7,), dtype="int32", name="ids")
-    image = keras.Input((5, 5, 3), name="image")
-    x = layers.Embedding(13, 8, name="table")(ids)
-    x = layers.Dense(5, activation="tanh", name="narrow")(x)
-    x = layers.GlobalAveragePooling1D(name="mean")(layers.Dense(8, name="wide")(x))
-    y = layers.Conv2D(8, 3, padding="same", activation="tanh", name="up")(image)
-    y = layers.GlobalAveragePooling2D(name="places")(layers.Conv2D(8, 3, name="down")(y))
-    outputs = layers.Dense(CLASSES, name="head")(layers.Add(name="both")([x, y]))
-    return keras.Model({"ids": ids, "image": image}, outputs, name="odd")
-
-
-def _odd_data(seed: int, samples: int) -> Data:
-    rng = np.random.default_rng(seed)
-    x = {"ids": rng.integers(0, 13, (samples, 7)).astype("int32")}
-    x["image"] = rng.normal(size=(samples, 5, 5, 3))
-    return x, labels(rng, samples), weights(rng, samples)
-
-
-ODD = Case(
-    name="odd",
-    build=_odd,
-    data=_odd_data,
-    layout_map={
-        "table/embeddings": (None, "model"),
-        "wide/kernel": (None, "model"),
-        "up/kernel": (None, None, None, "model"),
-        "up/bias": ("model",),
-        "down/kernel": (None, None, "model", None),
-    },
-    tags=tags("labels", "dict", "embedding", "dense"),
-)
 CASES = {**BY_NAME, "odd": ODD}
 LEVELS = (1, 2, 3)
 MODELS = ("mlp", "gpt_tied", "dlrm", "odd")
@@ -117,11 +82,11 @@ def test_what_is_odd_is_shared_evenly(level: int, partition: Any) -> None:
     """Optimizer state, and at level 3 parameters, whatever the first dim of a weight is."""
     import kdist
 
-    model = _odd()
+    model = ODD.build()
     settings = kdist.ParallelConfig(mesh=kdist.mesh(data=4), **config(level, partition=partition))
     kdist.parallelize(model, settings)
     model.compile("adam", "mse")
-    model.train_on_batch(_odd_data(0, 8)[0], np.zeros((8, CLASSES)))
+    model.train_on_batch(ODD.data(0, 8)[0], np.zeros((8, CLASSES)))
     memory = kdist.inspect(model).memory
     elements = sum(math.prod(one.shape) for one in model.weights)
     small = 8 * (5 + CLASSES)  # bytes of both moments of the two biases that do not divide
@@ -215,4 +180,45 @@ def test_one_exchange_equals_one_device(name: str, level: int, feature: str, eng
         engine=engine,
         features=[FEATURES[feature]],
         config={**config(level), "fusion": kdist.FusionConfig(overlap=False)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("level", "mesh"),
+    spread(
+        product(LEVELS, ("pipe2_data2", "pipe2_data2_model2")),
+        [(2, "pipe2_data2"), (1, "pipe2_data2_model2"), (3, "pipe2_data2")],
+        quick=1,
+    ),
+)
+def test_replicas_of_stages_share_what_is_odd(level: int, mesh: str, engine: str) -> None:
+    import kdist
+
+    axes = {"pipe": 2, "data": 2, **({"model": 2} if "model" in mesh else {})}
+    stages = kdist.PipelineConfig(micro_batches=2)
+    compare(
+        ODD,
+        axes,
+        optimizer=OPTIMIZERS["adam"],
+        engine=engine,
+        config={**config(level), "pipeline": stages},
+    )
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype", "mesh"),
+    spread(
+        product(LEVELS, ("mixed_float16", "mixed_bfloat16"), ("data4", "data2_model2")),
+        [(1, "mixed_float16", "data4"), (3, "mixed_bfloat16", "data2_model2")],
+        quick=1,
+    ),
+)
+def test_what_is_odd_in_mixed_precision(level: int, dtype: str, mesh: str, engine: str) -> None:
+    compare(
+        ODD,
+        MESHES[mesh],
+        optimizer=OPTIMIZERS["loss_scale_sgd" if dtype == "mixed_float16" else "sgd_momentum"],
+        engine=engine,
+        dtype=dtype,
+        config=config(level),
     )
