@@ -13,15 +13,13 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 FEW = (
-    "tests/equivalence/test_every_level.py",
-    "tests/equivalence/test_pipeline.py",
-    "tests/equivalence/test_split_tables.py",
-    "tests/equivalence/test_compressed.py",
+    "tests/equivalence/test_every_level.py::test_model_at_level_equals_one_device[mlp-level2-data2_model2]",
+    "tests/equivalence/test_pipeline.py::test_model_equals_one_device",
+    "tests/equivalence/test_split_tables.py::test_levels",
+    "tests/equivalence/test_compressed.py::test_equals_numpy",
+    "tests/equivalence/test_compressed.py::test_columns_of_replicas_equal_numpy",
     "tests/equivalence/test_texts.py::test_they_equal_one_device[pipe2_data2-level0-sample_weight]",
     "tests/equivalence/test_texts.py::test_in_functions_inside[data2-True]",
-    "tests/equivalence/test_texts.py::test_in_functions_inside[data2-False]",
-    "tests/equivalence/test_own_steps.py",
-    "tests/equivalence/test_own_tables.py",
 )
 
 
@@ -48,7 +46,8 @@ def rows(processes: int, devices: int, *selection: str, limit: int) -> int:
 
 @pytest.mark.wide
 def test_rows_over_eight_processes() -> None:
-    assert rows(8, 1, *FEW, limit=600) >= 10
+    """Whatever tier they are in: a row that became slow would leave this test unseen."""
+    assert rows(8, 1, "--wide", *FEW, limit=900) >= 19
 
 
 @pytest.mark.long
