@@ -22,7 +22,7 @@ from typing import Any
 
 from kdist._compat import dtensor_internals
 from kdist.display.tables import Column, as_text, number
-from kdist.graphs.layer_names import ADDED, BACKWARD, layer_of
+from kdist.graphs.layer_names import ADDED, BACKWARD, layer_of, together
 
 import numpy as np
 import tensorflow as tf
@@ -37,6 +37,7 @@ _KIND_OF_OP = {
     "CollectiveBcastRecvV2": "broadcast",
 }
 _BETWEEN_AXES = "."
+_HANDED_ON = frozenset({"Add", "AddN", "AddV2", "Identity"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,9 +177,19 @@ class _Graph:
             dtype=dtype.name,
             bytes=math.prod(shape) * dtype.size,
             node=node.name,
-            layer=layer_of(node.name, layers),
+            layer=layer_of(node.name, layers) or together(self._layers_of_terms(node, layers)),
             phase="backward" if node.name in self._backward else "forward",
         )
+
+    def _layers_of_terms(self, node: Any, layers: Collection[str]) -> Iterator[str]:
+        """Those that made what a collective takes, where it is a sum: DTensor adds up first."""
+        waiting = [node.input[0]]
+        for reference in waiting:
+            term = self._producer(reference)
+            layer = "" if term is None else layer_of(term.name, layers)
+            yield layer
+            if not layer and term is not None and term.op in _HANDED_ON:
+                waiting += [one for one in term.input if not one.startswith("^")]
 
     def _producer(self, reference: str) -> Any:
         return self.nodes.get(reference.lstrip("^").split(":")[0])

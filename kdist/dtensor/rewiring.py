@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kdist.dtensor.device_number import SHAPES
 from kdist.dtensor.lowered import Collective
 from kdist.graphs.chunks import node_of
+from kdist.graphs.layer_names import together
 
 import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2
@@ -16,6 +17,8 @@ from tensorflow.core.framework import node_def_pb2
 if TYPE_CHECKING:
     from kdist.dtensor.stitching import Stitcher
 
+PASSED = frozenset({"Identity", "Reshape"})
+"""What hands on a tensor, whatever it is."""
 _EACH = "IdentityN"
 
 
@@ -33,6 +36,7 @@ class Rewiring:
     def __init__(self, program: Stitcher) -> None:
         self.program, self.nodes, self.changed = program, program.nodes, False
         self._instead: dict[str, list[str]] = {}
+        self._parts: dict[str, list[str]] = {}
         # Functions with gradients of their own hand on what they took beside what they made.
         self._renamed: dict[str, str] = {
             f"{name}:output:{i}": reference
@@ -75,7 +79,7 @@ class Rewiring:
     def passed(self, node: Any, ops: Collection[str]) -> tuple[list[Any], Any]:
         """Operations of some kinds, one after the other, and what takes what the last one gives."""
         found: list[Any] = []
-        while node is not None and node.op in ops and not _by_channel(node):
+        while node is not None and node.op in ops and not by_channel(node):
             found.append(node)
             node = self.only_user(node.name)
         return found, node
@@ -109,10 +113,10 @@ class Rewiring:
         self.rename(f"{node.name}:{result}:0", f"{node.name}:data:0")
         self._instead.setdefault(like.name, []).append(node.name)
 
-    def gone(self, names: Collection[str]) -> None:
-        """Notes that collectives are part of others now."""
-        for instead in self._instead.values():
-            instead[:] = [name for name in instead if name not in names]
+    def part_of(self, name: str, others: Sequence[str]) -> None:
+        """Notes that a collective does what others did."""
+        inner = [part for other in others for part in self._parts.pop(other, ())]
+        self._parts.setdefault(name, []).extend([*others, *inner])
 
     def finish(self) -> None:
         """Gives the program the nodes, its results, and the collectives as they are now."""
@@ -126,9 +130,18 @@ class Rewiring:
         program.recorded = self._described(program.recorded)
 
     def _described(self, collectives: Sequence[Collective]) -> tuple[Collective, ...]:
+        found = {name: one for one in collectives for name in self._now_at(one.node)}
+        parts = {part for some in self._parts.values() for part in some}
         return tuple(
-            self._description(one, name) for one in collectives for name in self._now_at(one.node)
+            self._description(self._of_layers(one, name, found), name)
+            for name, one in found.items()
+            if name not in parts
         )
+
+    def _of_layers(self, one: Collective, name: str, found: Mapping[str, Collective]) -> Collective:
+        """A collective with the layers of all whose sums it sends."""
+        layers = [one.layer, *(found[part].layer for part in self._parts.get(name, ()))]
+        return dataclasses.replace(one, layer=together(layers))
 
     def _now_at(self, name: str) -> list[str]:
         """The nodes at which a collective is done: one that is moved may move again."""
@@ -153,6 +166,6 @@ class Rewiring:
         return dataclasses.replace(one, kind=kind, bytes=nbytes, node=name)
 
 
-def _by_channel(node: Any) -> bool:
+def by_channel(node: Any) -> bool:
     """Whether a bias is of another dim than the last."""
     return "data_format" in node.attr and node.attr["data_format"].s == b"NCHW"

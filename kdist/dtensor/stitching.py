@@ -25,6 +25,7 @@ from kdist.dtensor.device_number import (
     values_on_devices,
     without_notes,
 )
+from kdist.dtensor.joined_sums import join_sums
 from kdist.dtensor.looked_up_parts import look_up_parts
 from kdist.dtensor.lowering import LoweredProgram
 from kdist.dtensor.partial_sums import Summands, Summed
@@ -53,7 +54,8 @@ class Stitcher:
             `kdist.dtensor.outlining`. Not where nodes run again: a call holds what it is given
             until it ends, which is part of what is to be saved.
         rewired: Whether collectives do what DTensor's nodes around them do: see
-            `kdist.dtensor.scattered_sums` and `kdist.dtensor.straight_gathers`.
+            `kdist.dtensor.scattered_sums`, `kdist.dtensor.joined_sums` and
+            `kdist.dtensor.straight_gathers`.
 
     Raises:
         CannotStitch: It has a collective inside a loop or a branch, or one of an unknown kind.
@@ -114,6 +116,7 @@ class Stitcher:
         look_up_parts(rewiring)
         straighten(rewiring)
         scatter(rewiring)
+        join_sums(rewiring)
         if rewiring.changed:
             rewiring.finish()
             live = self._live()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 ADDED = re.compile(r"/DTensor(\w+?)Op(?:_|/|$)")
 """What DTensor appends to the name of the node that it adds an operation for."""
@@ -40,6 +40,22 @@ def layer_of(node: str, layers: Collection[str] = ()) -> str:
         if best[0] > (0, 0):
             return best[1]
     return ""
+
+
+def together(layers: Iterable[str]) -> str:
+    """How several layers that are served by one node are told: `block/query+key+value`.
+
+    Args:
+        layers: Their paths; empty ones count for nothing.
+    """
+    paths = [path.split("/") for path in dict.fromkeys(layers) if path]
+    if len(paths) < 2:
+        return "".join(map("/".join, paths))
+    shared = 0
+    while all(len(path) > shared + 1 and path[shared] == paths[0][shared] for path in paths):
+        shared += 1
+    ends = "+".join("/".join(path[shared:]) for path in paths)
+    return "/".join([*paths[0][:shared], ends])
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,6 +1,6 @@
 from kdist._compat import dtensor_internals
 from kdist.dtensor import lowered, relayout
-from kdist.graphs.layer_names import layer_of, operation_of
+from kdist.graphs.layer_names import layer_of, operation_of, together
 
 import keras
 import numpy as np
@@ -134,6 +134,14 @@ def test_layers_of_nodes():
     assert at("Sum/DTensorAllReduceOp_9_1") == ""
     assert layer_of("net_1/dense_1/MatMul/DTensorAllReduceOp_9") == "net_1/dense_1"
     assert layer_of("a/dense_1/MatMul/DTensorAllReduceOp_9", ("dense_1",)) == "dense_1"
+
+
+def test_layers_of_one_node_are_told_together():
+    assert together([]) == together([""]) == ""
+    assert together(["", "net/up", "net/up"]) == "net/up"
+    assert together(["block/query", "", "block/key"]) == "block/query+key"
+    assert together(["up", "gate"]) == "up+gate"
+    assert together(["block", "block/up"]) == "block+block/up"
 
 
 def collective(kind="all-gather", layer="one", size=64, phase="forward"):

@@ -98,28 +98,6 @@ def test_a_sum_that_is_needed_whole_is_not_scattered() -> None:
         assert recorded(mesh, function, *given) == ["all-reduce"], function
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_sums_of_scattered_sums_are_one(axes: dict[str, int]) -> None:
-    """As is the gradient of what several cut kernels take."""
-    mesh, _ = inner_mesh(**axes)
-    kernels = [cut(one, mesh, None, "a") for one in (W, V, W + V)]
-
-    def function(x: Any, *kernels: Any) -> Any:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            h = laid_out(x, mesh, None, None)
-            loss = tf.add_n([tf.reduce_sum(tf.tanh(h @ one)) for one in kernels])
-        return tape.gradient(loss, x)
-
-    given = [cut(X, mesh, "a", None), *kernels]
-    found, program = run(mesh, function, *given)
-    with tf.GradientTape() as tape:
-        tape.watch(x := tf.constant(X))
-        loss = tf.add_n([tf.reduce_sum(tf.tanh(x @ one)) for one in (W, V, W + V)])
-    np.testing.assert_allclose(whole(found), tape.gradient(loss, x), rtol=1e-12)
-    assert recorded(mesh, function, *given) == ["all-gather", "reduce-scatter"]
-
-
 @pytest.mark.parametrize("dims", [("a", None), (None, "a")], ids=str)
 def test_a_bias_is_added_to_parts(dims: tuple[str | None, ...]) -> None:
     """To those of rows; along the bias itself, DTensor may cut first. Its gradient is of all."""
@@ -143,35 +121,3 @@ def test_a_bias_is_added_to_parts(dims: tuple[str | None, ...]) -> None:
     for one, other in zip(tf.nest.flatten(found), tf.nest.flatten(expected), strict=True):
         np.testing.assert_allclose(whole(one), other, rtol=1e-12, atol=1e-12)
     assert recorded(mesh, laid, *given)[0] == "reduce-scatter"
-
-
-@pytest.mark.parametrize("join", ["add", "add_n", "sub", "broadcast", "twice", "chain", "nested"])
-def test_joins(join: str) -> None:
-    mesh, _ = inner_mesh(a=4)
-    given = [cut(X, mesh, None, "a"), cut(W, mesh, "a", None), cut(V, mesh, "a", None)]
-    whole_x = X
-
-    def function(x: Any, w: Any, v: Any, lay: Callable = lambda t: t) -> Any:
-        first, second = lay(x @ w), lay(x @ v)
-        if join == "add":
-            return first + second
-        if join == "add_n":
-            return tf.add_n([first, lay(tf.tanh(x @ w)), second])
-        if join == "sub":
-            return first - second
-        if join == "broadcast":
-            return first + lay(tf.reduce_sum(x @ v, 0, keepdims=True) + 0.0 * (x @ w)[:1])
-        if join == "twice":
-            return first + first
-        third = lay(x @ (w + v))
-        return third + (first + second) if join == "chain" else (first + second) + third
-
-    found, program = run(
-        mesh, lambda *t: function(*t, lay=lambda y: laid_out(y, mesh, None, "a")), *given
-    )
-    expected = function(*map(tf.constant, (whole_x, W, V)))
-    np.testing.assert_allclose(whole(found), expected, rtol=1e-12, atol=1e-12)
-    kinds = [one.kind for one in Stitcher(program).recorded]
-    wanted = {"add": 1, "add_n": 2, "sub": 2, "twice": 1, "chain": 1, "nested": 1}
-    if join in wanted:
-        assert kinds.count("reduce-scatter") == wanted[join], kinds
