@@ -32,6 +32,7 @@ _RESULT = {
     **dict.fromkeys(("Maximum", "Minimum", "Mul", "RealDiv", "LogicalOr", "LogicalAnd"), "z"),
     "AddN": "sum",
     "NcclReduce": "data",
+    "Cast": "y",
 }
 _PAIRWISE = {"Max": "Maximum", "Min": "Minimum", "Mul": "Mul"}
 _LOGICAL = {"Add": "LogicalOr", "Max": "LogicalOr", "Mul": "LogicalAnd", "Min": "LogicalAnd"}
@@ -72,13 +73,13 @@ class Group:
     def add(
         self, op: str, suffix: str, device: int, inputs: Sequence[str], **attrs: int | bytes
     ) -> str:
-        """Adds a node; attributes named T... are dtypes, others numbers or texts."""
+        """Adds a node; attributes with a T are dtypes, others numbers or texts."""
         node = self.definition.node_def.add(
             op=op, name=f"{self.name}/{suffix}", device=self.devices[device]
         )
         node.input.extend(inputs)
         for key, value in attrs.items():
-            kind = "s" if isinstance(value, bytes) else "type" if key.startswith("T") else "i"
+            kind = "s" if isinstance(value, bytes) else "type" if "T" in key else "i"
             setattr(node.attr[key], kind, value)
         self.nodes[node.name] = node
         return f"{node.name}:{_RESULT.get(op, 'output')}:0"
@@ -98,14 +99,31 @@ class Group:
     def sum(self, suffix: str, device: int, parts: Sequence[str]) -> str:
         """Adds a sum, at a member, of what all members have."""
         members, count = [self.devices[k] for k in self.members], len(parts)
-        if not nccl.adds_up(members, self.devices[device], self.dtype):
-            return self.add("AddN", suffix, device, parts, N=count, T=self.dtype)
-        terms = [
-            self.add("Identity", f"{suffix}/of{k}", k, [part], T=self.dtype)
-            for k, part in zip(self.members, parts, strict=True)
+        dtype = _WIDER.get(self.dtype, self.dtype)
+        if not nccl.adds_up(members, self.devices[device], dtype):
+            return self.add_up(suffix, device, parts)
+        terms = []
+        for k, part in zip(self.members, parts, strict=True):
+            wide = self._cast(f"{suffix}/wide{k}", k, part, self.dtype, dtype)
+            terms.append(self.add("Identity", f"{suffix}/of{k}", k, [wide], T=dtype))
+        attrs: dict[str, Any] = {"reduction": b"sum", "num_devices": count, "T": dtype}
+        total = self.add("NcclReduce", suffix, device, terms, **attrs)
+        return self._cast(f"{suffix}/rounded", device, total, dtype, self.dtype)
+
+    def add_up(self, suffix: str, device: int, terms: Sequence[str]) -> str:
+        """Adds an addition at a device; bfloat16 is added in float32, and rounded once."""
+        dtype = _WIDER.get(self.dtype, self.dtype)
+        wide = [
+            self._cast(f"{suffix}/wide{i}", device, term, self.dtype, dtype)
+            for i, term in enumerate(terms)
         ]
-        attrs: dict[str, Any] = {"reduction": b"sum", "num_devices": count, "T": self.dtype}
-        return self.add("NcclReduce", suffix, device, terms, **attrs)
+        total = self.add("AddN", suffix, device, wide, N=len(terms), T=dtype)
+        return self._cast(f"{suffix}/rounded", device, total, dtype, self.dtype)
+
+    def _cast(self, suffix: str, device: int, value: str, of: int, to: int) -> str:
+        if of == to:
+            return value
+        return self.add("Cast", suffix, device, [value], SrcT=of, DstT=to)
 
     def split(self) -> list[list[str]]:
         """Adds a split of what each member has into a part for every member."""
@@ -118,6 +136,8 @@ class Group:
 
 
 _INT32 = tf.int32.as_datatype_enum
+# Of what is added in another dtype, and rounded once.
+_WIDER = {tf.bfloat16.as_datatype_enum: tf.float32.as_datatype_enum}
 
 
 def add_constant(definition: Any, name: str, device: str, value: np.ndarray) -> str:
@@ -169,9 +189,9 @@ def _sum(group: Group, suffix: str, root: int, all_parts: Sequence[str]) -> str:
             parts = [part for _, part in mine]
             k = mine[0][0]
             own = f"{suffix}/own{number}"
-            term = group.add("AddN", own, k, parts, N=len(parts), T=group.dtype)
+            term = group.add_up(own, k, parts)
         terms.append(term)
-    return group.add("AddN", suffix, root, terms, N=len(terms), T=group.dtype)
+    return group.add_up(suffix, root, terms)
 
 
 def _to_all(group: Group, value: str) -> list[str]:

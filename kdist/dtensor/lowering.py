@@ -17,6 +17,7 @@ from kdist._compat import dtensor_internals, keras_trainer
 from kdist.display.notices import without_notices
 from kdist.display.tables import readable
 from kdist.dtensor import lowered
+from kdist.dtensor.collective_dtypes import narrow
 from kdist.dtensor.device_number import SHAPES
 from kdist.dtensor.mended_moves import mend
 from kdist.dtensor.sizes import Examples
@@ -226,6 +227,7 @@ def lower(
         found = tuple(map(dtensor.fetch_layout, results))
     ((definition, *bodies),) = recorder.programs.values()
     mend(definition)
+    narrow(definition)
     return LoweredProgram(
         definition=definition,
         bodies={one.signature.name: one for one in bodies},

@@ -80,9 +80,11 @@ def test_branches_equal_one_device(row: str, engine: str) -> None:
     compare(CASE, axes, optimizer=OPTIMIZERS["sgd_momentum"], engine=engine, config=options)
 
 
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_one_sum_for_all_branches(sequence: bool) -> None:
-    """Backward too: of what the branches take, and of query, key and value."""
+def test_one_sum_for_all_branches(sequence: bool, policy: str) -> None:
+    """Backward too: of what the branches take, and of query, key and value. In any dtype."""
+    keras.config.set_dtype_policy(policy)
     config = kdist.ParallelConfig(
         mesh=kdist.mesh(model=4), layout_map=LAYOUTS, sequence_parallel=sequence
     )
@@ -90,7 +92,13 @@ def test_one_sum_for_all_branches(sequence: bool) -> None:
     model.compile("sgd", "mse")
     found = kdist.inspect(model, 2)
     kind = "reduce-scatter" if sequence else "all-reduce"
-    for phase in ("forward", "backward"):
-        assert found.count(kind, phase=phase) == 4, found
-    told = {frozenset(one.layer.split("+")) for one in found.collectives if one.kind == kind}
-    assert {"beside_1_down", "beside_1_attention/attention_output"} in told
+    sums = [one for one in found.collectives if one.kind == kind]
+    size = 2 * LENGTH * WIDTH * (4 if policy == "float32" else 2)
+    told = [one for one in sums if one.bytes == size]
+    assert [one.phase for one in told].count("forward") == 4, found
+    assert [one.phase for one in told].count("backward") == 4, found
+    layers = {frozenset(one.layer.split("+")) for one in told}
+    assert {"beside_1_down", "beside_1_attention/attention_output"} in layers
+    if policy != "float32":
+        gathers = [one for one in found.collectives if one.kind == "all-gather"]
+        assert all(one.dtype == policy.removeprefix("mixed_") for one in gathers), found
