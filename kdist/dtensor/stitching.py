@@ -25,6 +25,7 @@ from kdist.dtensor.device_number import (
     values_on_devices,
     without_notes,
 )
+from kdist.dtensor.handed_on import handed_on, redirected
 from kdist.dtensor.joined_sums import join_sums
 from kdist.dtensor.looked_up_parts import look_up_parts
 from kdist.dtensor.lowering import LoweredProgram
@@ -69,8 +70,12 @@ class Stitcher:
         outlined: bool = True,
         rewired: bool = True,
     ) -> None:
+        made = {node.name: node for node in program.definition.node_def}
+        instead = handed_on(made, program.bodies)
+        results = tuple(instead.get(one, one) for one in program.results)
+        program = dataclasses.replace(program, results=results)
         self.program, self.outlined = program, outlined
-        self.nodes = {node.name: node for node in program.definition.node_def}
+        self.nodes = redirected(made, instead)
         self.inputs = {one.name: i for i, one in enumerate(program.arguments)}
         self.number = next((one.name for one in program.arguments if one.position is None), "")
         self.summands: Summands | None = None
