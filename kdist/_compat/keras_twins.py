@@ -72,6 +72,11 @@ def own_variables(layer: keras.Layer) -> list[keras.Variable]:
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
+def made_to_train(model: keras.Model) -> list[keras.Variable]:
+    """The weights that layers made to train, frozen since or not: no statistics, no seeds."""
+    return [v for layer in model._flatten_layers() for v in layer._trainable_variables]
+
+
 _LATER = {
     *("built", "_input_spec", "_build_shapes_dict"),
     *("history", "_epoch_iterator", "_eval_epoch_iterator"),

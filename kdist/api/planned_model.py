@@ -7,11 +7,13 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from kdist._compat import keras_twins
 from kdist.api.dealt_tables import dealt_notes
 from kdist.api.inside_layers import refuse_batch_size
 from kdist.api.placed_model import PlacedModel
 from kdist.api.sharded_optimizer import parallel_optimizer
 from kdist.api.table_optimizers import table_notes
+from kdist.config.effect_in_part import Part, compression_in_part, levels_in_part
 from kdist.config.fusion import comm_fusion
 from kdist.config.parallel import ParallelConfig
 from kdist.config.without_effect import ModelFacts, WithoutEffect, without_effect
@@ -133,7 +135,31 @@ class PlannedModel(PlacedModel):
             travels=any(len(p.slices) > 1 for _, p in self._placements()),
             user_steps=self._has_user_steps,
         )
-        return without_effect(self.config, config, self.topology, facts)
+        found = without_effect(self.config, config, self.topology, facts)
+        return [*found, *self._effects_in_part()]
+
+    def _effects_in_part(self) -> list[WithoutEffect]:
+        """Settings that save less than one would think."""
+        variables, decisions = self.trained, self.spread().decisions
+        by_layout = {id(v): one for v, one in self._placements()}
+        opted = parallel_optimizer.of(variables)
+        parts = []
+        for variable, decision, wanted in zip(variables, decisions, opted, strict=True):
+            one = by_layout[id(variable)]
+            asked = wanted is False or one.fetched or one.data_dim is not None
+            parts.append(Part(one.path, one.nbytes, decision.how, decision.reason, asked))
+        known = {id(v) for v in variables}
+        made = [v for v in keras_twins.made_to_train(self.model) if id(v) not in known]
+        stored = [self.entries[id(v)].placement for v in made if id(v) in self.entries]
+        frozen = [
+            Part(one.path, one.nbytes, "whole", "it does not train")
+            for one in stored
+            if not (one.gathered or one.fetched)
+        ]
+        compiled, replicas = self.model.compiled, self.topology.data_size
+        config = self.optimizer_config
+        levels = levels_in_part(config, replicas, parts, frozen) if compiled else ()
+        return [*levels, *compression_in_part(self.classes())]
 
     def _asked_to_gather(self, spread: Collection[str]) -> tuple[str, ...]:
         """See `ModelFacts`; `spread` are paths of what level 3 gathers."""

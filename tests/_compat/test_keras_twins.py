@@ -135,3 +135,17 @@ def test_own_attributes() -> None:
     model.compile("sgd", "mse")
     model.fit(np.ones((2, 3)), verbose=0)
     assert [*keras_twins.own_attributes(model)] == ["_width", "inside", "other"]
+
+
+def test_made_to_train() -> None:
+    frozen = keras.layers.Dense(2, name="frozen")
+    layers = [keras.Input((3,)), frozen, keras.layers.BatchNormalization(name="norm")]
+    model = keras.Sequential([*layers, keras.layers.Dropout(0.5)])
+    frozen.trainable = False
+    paths = [v.path.removeprefix(f"{model.name}/") for v in keras_twins.made_to_train(model)]
+    assert paths == ["frozen/kernel", "frozen/bias", "norm/gamma", "norm/beta"]
+    dense = keras.layers.Dense(2)
+    dense.build((None, 3))
+    kernel = dense.kernel
+    dense.enable_lora(1)
+    assert any(v is kernel for v in keras_twins.made_to_train(keras.Sequential([dense])))

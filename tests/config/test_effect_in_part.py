@@ -1,0 +1,146 @@
+"""What a setting does not save, though it saves something, is in the plan and warned of once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import kdist
+from kdist import CompressionConfig, OptimizerConfig
+
+import keras
+import pytest
+
+from .test_without_effect import made, noted, warned
+
+
+def frozen() -> keras.Model:
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(64, name="base"),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.Dense(4, name="head"),
+        ],
+        name="net",
+    )
+    model.get_layer("base").trainable = False
+    return model
+
+
+def lora() -> keras.Model:
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(64, name="base"), keras.layers.Dense(4)],
+        name="net",
+    )
+    model.get_layer("base").enable_lora(2)
+    return model
+
+
+def many_small() -> keras.Model:
+    layers = [keras.layers.Dense(4, name=f"small_{n}") for n in range(5)]
+    return keras.Sequential(
+        [keras.Input((4,)), *layers, keras.layers.Dense(8, name="large")], name="net"
+    )
+
+
+def one_large() -> keras.Model:
+    layers = [keras.layers.Dense(61, use_bias=False, name="odd"), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((4,)), *layers], name="net")
+
+
+def normed() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((4,)), keras.layers.LayerNormalization(name="norm")], name="net"
+    )
+
+
+def at(level: int, threshold: int = 0) -> OptimizerConfig:
+    return OptimizerConfig(level=level, threshold_kb=threshold / 1024)
+
+
+CASES: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
+    "frozen weights at level 3": (
+        frozen,
+        {"axes": {"data": 2}, "level": at(3)},
+        "level=3 has no effect on 'net/base/kernel', 'net/base/bias': they do not train, and "
+        "every replica has all of them, 1.2 KB: levels cut what an optimizer updates. Cut",
+    ),
+    "LoRA at level 3": (
+        lora,
+        {"axes": {"data": 2}, "level": at(3, 1024)},
+        "level=3 has no effect on 'net/base/kernel': they do not train, and every replica has all",
+    ),
+    "most bytes below the threshold": (
+        many_small,
+        {"axes": {"data": 2}, "level": at(1, 100)},
+        "level=1 has no effect on 11 of 12 parameters, 432 B of 560 B: they stay whole; the "
+        "largest, 'net/small_0/kernel': 64 bytes, below 100. Lower threshold_kb",
+    ),
+    "one large parameter of odd sizes": (
+        one_large,
+        {"axes": {"data": 3}, "level": at(3)},
+        "level=3 has no effect on the device that has 'net/odd/kernel': of 1.2 KB it has 976 B, "
+        "and no dim of (4, 61) divides by 3 replicas: so one device keeps and updates all of it.",
+    ),
+    "compression of vectors": (
+        normed,
+        {"axes": {"data": 2}, "compression": CompressionConfig()},
+        "compression has no effect: all 2 gradients travel as they are; the largest, 'net/norm/"
+        "gamma': a vector. Name weights in CompressionConfig(patterns=...)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_noted_and_warned_of_once(name: str) -> None:
+    build, options, expected = CASES[name]
+    model = made(build=build, **options)
+    notes = noted(model)
+    assert [one for one in notes if expected in one], notes
+    assert len(notes) == 1
+    assert warned(model) == notes
+    assert warned(model) == []
+
+
+QUIET: dict[str, tuple[Callable[[], keras.Model], dict[str, Any]]] = {
+    "frozen weights at level 2": (frozen, {"axes": {"data": 2}, "level": at(2)}),
+    "statistics at level 3": (
+        normed,
+        {"axes": {"data": 2}, "level": at(3)},
+    ),
+    "frozen weights that a layout cuts": (
+        frozen,
+        {
+            "axes": {"data": 2},
+            "level": at(3),
+            "layout_map": {"net/base/kernel": (None, "data"), "net/base/bias": ("data",)},
+        },
+    ),
+    "small parameters that were opted out": (
+        many_small,
+        {
+            "axes": {"data": 2},
+            "level": at(1),
+            "setting": lambda m: [kdist.set_parallel_optimizer(one, False) for one in m.layers[:5]],
+        },
+    ),
+    "dims that divide": (one_large, {"axes": {"data": 1, "model": 2}}),
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_what_saves_is_not_noted(name: str) -> None:
+    build, options = QUIET[name]
+    assert noted(made(build=build, **options)) == []
+
+
+def test_frozen_weights_that_a_layout_cuts_are_kept_in_parts() -> None:
+    """What the note says to do does what it says."""
+    build, options = QUIET["frozen weights that a layout cuts"]
+    model = made(build=build, **options)
+    assert warned(model) == []
+    kept = kdist.inspect(model).memory
+    # Half of the frozen layer, of the norm and of the head; all of the norm's statistics.
+    floats = (4 * 64 + 64) / 2 + 2 * 64 / 2 + 2 * 64 + (64 * 4 + 4) / 2
+    assert [one.parameters for one in kept] == [4 * floats] * 2
