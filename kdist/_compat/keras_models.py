@@ -76,6 +76,18 @@ def held_layers(layer: keras.Layer) -> list[keras.Layer]:
     return list(found.values())
 
 
+def without_weights(layer: keras.Layer) -> list[keras.Layer]:
+    """Layers inside a layer, itself too, whose weights are not made yet, as their `build` would.
+
+    Keras says of many more that they are not built: a `Reshape` that was not called, a model that
+    only holds others and has no `call`.
+    """
+    merge = keras.layers.Add.__base__  # its kinds check shapes in `build`
+    builds = {one.build for one in (keras.Layer, keras.Model, keras.Sequential)}
+    unbuilt = [one for one in held_layers(layer) if not one.built and not isinstance(one, merge)]
+    return [one for one in unbuilt if type(one).build not in builds]
+
+
 def layers_of(node: Any) -> list[keras.Layer]:
     """The layer that a node calls and all layers inside it; none for an operation."""
     return flat_layers(node.operation) if isinstance(node.operation, keras.Layer) else []

@@ -40,7 +40,7 @@ def layout_map_for(
     serves a deeper one of the same names.
 
     Args:
-        model: A built model.
+        model: A model whose weights exist; one that only holds others needs no `call`.
         mesh: The mesh it is to be trained on.
         axis: The axis to cut over; by default the only one above 1 that is not `data`, `batch` or
             `pipe`.
@@ -49,8 +49,8 @@ def layout_map_for(
         Layouts by pattern. One warning names what does not divide, and so is left out.
 
     Raises:
-        ValueError: The model is not built; the axis is none that cuts layers, or there are several;
-            or nothing in the model is to be cut.
+        ValueError: Weights of the model are not built; the axis is none that cuts layers, or there
+            are several; or nothing in the model is to be cut.
 
     Example:
         >>> mesh = kdist.mesh(data=2, model=2)
@@ -62,10 +62,13 @@ def layout_map_for(
         net/up/bias ('model',)
         net/down/kernel ('model', None)
     """
-    if not (model.built and model.weights):
+    unbuilt = [] if model.built else keras_models.without_weights(model)
+    if unbuilt or not model.weights:
+        names = [one.name for one in unbuilt[:3]] or "no weights"
         raise ValueError(
-            "Which weights to cut is read from their shapes. Build the model first, or use the map "
-            f"of a small one with the same names. Received: {model.name!r}, which is not built"
+            "Which weights to cut is read from their shapes. Build the model first (call it on a "
+            "batch, or each of its layers), or use the map of a small one with the same names. "
+            f"Received: {model.name!r}, with {names} not built"
         )
     topology = Topology.from_mesh(mesh)
     axis, parts = _axis(topology, axis)

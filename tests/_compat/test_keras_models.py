@@ -87,6 +87,22 @@ def test_flat_layers():
     assert {layer.name for layer in found[1:]} >= {"mlp", "up", "down", "last"}
 
 
+def test_without_weights():
+    class Own(keras.layers.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight(shape=shape[-1:])
+
+    kinds = keras.layers
+    bare = [kinds.Concatenate(), kinds.Dot(1), kinds.Rescaling(2.0), kinds.Softmax(), mlp()]
+    late = [kinds.Dense(2), kinds.PReLU(), kinds.LayerNormalization(), kinds.GRUCell(2), Own()]
+    holder = keras.Model()
+    holder.inside = [*bare, keras.Sequential(late)]
+    found = keras_models.without_weights(holder)
+    assert {one.name for one in found} == {one.name for one in late}
+    late[-1].build((None, 2))
+    assert late[-1] not in keras_models.without_weights(holder)
+
+
 def test_layers_of():
     inputs = keras.Input((2,))
     model = keras.Model(inputs, keras.ops.tanh(inputs))

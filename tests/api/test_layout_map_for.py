@@ -327,6 +327,27 @@ def test_a_model_that_is_not_built_is_refused() -> None:
         kdist.layout_map_for(keras.Sequential([keras.layers.Dense(8)]), axes())
 
 
+class Holder(keras.Model):
+    """As models with a `train_step` of their own hold networks: without a `call`."""
+
+    def __init__(self, *networks: keras.Layer) -> None:
+        super().__init__()
+        self.networks = networks
+        self.joined = keras.layers.Concatenate()
+
+
+def test_a_model_that_only_holds_others_has_their_map() -> None:
+    holder = Holder(transformer())
+    assert not holder.built
+    assert kdist.layout_map_for(holder, axes()) == kdist.layout_map_for(transformer(), axes())
+
+
+def test_layers_that_are_not_built_are_named() -> None:
+    holder = Holder(transformer(), keras.layers.Dense(8, name="late"))
+    with pytest.raises(ValueError, match="with \\['late'\\] not built"):
+        kdist.layout_map_for(holder, axes())
+
+
 def written_as(written: str) -> keras.Model:
     if written == "layers of Keras":
         return transformer()
