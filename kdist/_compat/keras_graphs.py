@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_models
@@ -49,21 +49,33 @@ def called_graph(layer: keras.Layer, args: Sequence[Any], kwargs: Mapping[str, A
     layers = keras_models.flat_layers(layer)
     if unbuilt := [one.name for one in layers if not one.built]:
         raise NoGraph(f"its layer {unbuilt[0]!r} is not built")
-    with names_kept(), nodes_kept(layers), keras.StatelessScope():
-        inputs: list[Any] = []
+    failed: Exception | None = None
+    # Many a call makes something for each row (a class token, tiled), which takes their number.
+    for rows in (None, 2):
+        with names_kept(), nodes_kept(layers), keras.StatelessScope():
+            try:
+                return _graph_of(keras_models.call_of(layer), args, kwargs, rows)
+            except Exception as error:  # any, of the layer's own code; callers tell of it
+                failed = error
+    raise NoGraph(f"its call takes no symbolic tensors ({type(failed).__name__})") from failed
 
-        def stand_in(one: Any) -> Any:
-            if not isinstance(one, keras.KerasTensor):
-                return one
-            inputs.append(keras.Input(batch_shape=one.shape, dtype=one.dtype))
-            return inputs[-1]
 
-        own = keras.tree.map_structure(stand_in, (tuple(args), dict(kwargs)))
-        try:
-            outputs = keras_models.call_of(layer)(*own[0], **own[1])
-            return keras.Function(inputs, outputs)
-        except Exception as error:  # any, of the layer's own code; callers tell of it
-            raise NoGraph(f"its call takes no symbolic tensors ({type(error).__name__})") from error
+def _graph_of(
+    call: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], rows: int | None
+) -> Any:
+    """The graph of a call, on inputs of as many rows where these are not known."""
+    inputs: list[Any] = []
+
+    def stand_in(one: Any) -> Any:
+        if not isinstance(one, keras.KerasTensor):
+            return one
+        shape = tuple(one.shape)
+        shape = (rows, *shape[1:]) if shape[:1] == (None,) else shape
+        inputs.append(keras.Input(batch_shape=shape, dtype=one.dtype))
+        return inputs[-1]
+
+    own = keras.tree.map_structure(stand_in, (tuple(args), dict(kwargs)))
+    return keras.Function(inputs, call(*own[0], **own[1]))
 
 
 def known_inputs(layer: keras.Layer) -> tuple[list[Any], dict[str, Any]] | None:

@@ -78,7 +78,41 @@ def block(name: str) -> dict[str, Any]:
 
 
 PAIR = {"first/conv/kernel": COLUMNS, "first/conv/bias": PART, "second/conv/kernel": ROWS}
+
+
+class Tokened(keras.layers.Layer):
+    """Convolutions before a token, of which there is one for each row."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.first = keras.layers.Conv2D(8, 3, padding="same", activation="relu", name="first")
+        self.second = keras.layers.Conv2D(4, 3, padding="same", name="second")
+
+    def build(self, shape: Any) -> None:
+        self.first.build(shape)
+        self.second.build((*shape[:-1], 8))
+        self.token = self.add_weight(shape=(1, 1, 4), name="token")
+
+    def call(self, x: Any) -> Any:
+        x = self.second(self.first(x))
+        rows, _, _, width = keras.ops.shape(x)
+        x = keras.ops.reshape(x, (rows, -1, width))
+        return keras.ops.concatenate([keras.ops.tile(self.token, (rows, 1, 1)), x], axis=1)
+
+
+def tokened() -> keras.Model:
+    inputs = keras.Input((6, 6, 4))
+    x = keras.layers.GlobalAveragePooling1D()(Tokened(name="tokened")(inputs))
+    return keras.Model(inputs, keras.layers.Dense(2, name="head")(x))
+
+
+TOKENED = {
+    "tokened/first/kernel": COLUMNS,
+    "tokened/first/bias": PART,
+    "tokened/second/kernel": ROWS,
+}
 CASES = {
+    "tokened": (tokened, TOKENED),
     "connected": (connected, {**block("block"), **PAIR}),
     "subclassed": (subclassed, block("pictures/block")),
 }
