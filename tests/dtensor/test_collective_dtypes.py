@@ -55,8 +55,8 @@ def test_gathers(dtype: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize("scattered", [False, True])
-@pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
-def test_sums(dtype: str, scattered: bool) -> None:
+@pytest.mark.parametrize(("dtype", "sent"), [("bfloat16", "bfloat16"), ("int32", "int64")])
+def test_sums(dtype: str, sent: str, scattered: bool) -> None:
     mesh, _ = inner_mesh(a=4)
     x, w = (values(dtype, 8, 8) for _ in range(2))
     given = [cut(x, mesh, None, "a"), cut(w, mesh, "a", None)]
@@ -66,8 +66,8 @@ def test_sums(dtype: str, scattered: bool) -> None:
     expected = added_up(x, w) if dtype == "bfloat16" else tf.matmul(x, w).numpy()
     np.testing.assert_array_equal(whole(found), expected)
     (one,) = Stitcher(program).recorded
-    kind = "reduce-scatter" if scattered else "all-reduce"
-    assert (one.kind, one.dtype, one.bytes) == (kind, dtype, x.nbytes)
+    kind, nbytes = "reduce-scatter" if scattered else "all-reduce", x.size * tf.as_dtype(sent).size
+    assert (one.kind, one.dtype, one.bytes) == (kind, sent, nbytes)
 
 
 @pytest.mark.parametrize(
