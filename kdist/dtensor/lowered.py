@@ -37,7 +37,7 @@ _KIND_OF_OP = {
     "CollectiveBcastRecvV2": "broadcast",
 }
 _BETWEEN_AXES = "."
-_HANDED_ON = frozenset({"Add", "AddN", "AddV2", "Identity"})
+_HANDED_ON = frozenset({"Add", "AddN", "AddV2", "Identity", "Transpose"})
 
 
 @dataclasses.dataclass(frozen=True)

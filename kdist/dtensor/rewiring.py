@@ -37,6 +37,7 @@ class Rewiring:
         self.program, self.nodes, self.changed = program, program.nodes, False
         self._instead: dict[str, list[str]] = {}
         self._parts: dict[str, list[str]] = {}
+        self._gone: set[str] = set()
         # Functions with gradients of their own hand on what they took beside what they made.
         self._renamed: dict[str, str] = {
             f"{name}:output:{i}": reference
@@ -118,6 +119,11 @@ class Rewiring:
         inner = [part for other in others for part in self._parts.pop(other, ())]
         self._parts.setdefault(name, []).extend([*others, *inner])
 
+    def gone(self, name: str) -> None:
+        """Notes that nothing takes what a collective gives."""
+        self._gone.add(name)
+        self.changed = True
+
     def finish(self) -> None:
         """Gives the program the nodes, its results, and the collectives as they are now."""
         for name in [*self.nodes]:
@@ -135,7 +141,7 @@ class Rewiring:
         return tuple(
             self._description(self._of_layers(one, name, found), name)
             for name, one in found.items()
-            if name not in parts
+            if name not in parts | self._gone
         )
 
     def _of_layers(self, one: Collective, name: str, found: Mapping[str, Collective]) -> Collective:

@@ -34,6 +34,7 @@ from kdist.dtensor.rewiring import Rewiring
 from kdist.dtensor.scattered_sums import scatter
 from kdist.dtensor.stitched import VARIANT, StitchedFunction
 from kdist.dtensor.straight_gathers import straighten
+from kdist.dtensor.undone_gathers import undo_gathers
 from kdist.graphs.chunks import Chunk, Graph, node_of
 from kdist.graphs.recompute import Repeated
 
@@ -55,8 +56,8 @@ class Stitcher:
             `kdist.dtensor.outlining`. Not where nodes run again: a call holds what it is given
             until it ends, which is part of what is to be saved.
         rewired: Whether collectives do what DTensor's nodes around them do: see
-            `kdist.dtensor.scattered_sums`, `kdist.dtensor.joined_sums` and
-            `kdist.dtensor.straight_gathers`.
+            `kdist.dtensor.scattered_sums`, `kdist.dtensor.joined_sums`,
+            `kdist.dtensor.straight_gathers` and `kdist.dtensor.undone_gathers`.
 
     Raises:
         CannotStitch: It has a collective inside a loop or a branch, or one of an unknown kind.
@@ -120,12 +121,18 @@ class Stitcher:
         rewiring = Rewiring(self)
         look_up_parts(rewiring)
         straighten(rewiring)
+        if undo_gathers(rewiring):
+            self._finish(rewiring)
+            rewiring = Rewiring(self)
         scatter(rewiring)
         join_sums(rewiring)
         if rewiring.changed:
-            rewiring.finish()
-            live = self._live()
-            self.live = [name for name in topological(self.nodes) if name in live]
+            self._finish(rewiring)
+
+    def _finish(self, rewiring: Rewiring) -> None:
+        rewiring.finish()
+        live = self._live()
+        self.live = [name for name in topological(self.nodes) if name in live]
 
     @property
     def graph(self) -> Graph:
