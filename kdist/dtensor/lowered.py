@@ -37,7 +37,7 @@ _KIND_OF_OP = {
     "CollectiveBcastRecvV2": "broadcast",
 }
 _BETWEEN_AXES = "."
-_HANDED_ON = frozenset({"Add", "AddN", "AddV2", "Identity", "Transpose"})
+_HANDED_ON = frozenset({"Add", "AddN", "AddV2", "Identity"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +170,7 @@ class _Graph:
             source = self._producer(node.input[0]) or node
         shape = tuple(d.size for d in source.attr["_output_shapes"].list.shape[0].dim)
         dtype = tf.DType(node.attr["T"].type)
+        terms = self._layers_of_terms(node, layers) if kind == "all-reduce" else ()
         return Collective(
             kind=kind,
             axis=self._axes(node, mesh),
@@ -177,7 +178,7 @@ class _Graph:
             dtype=dtype.name,
             bytes=math.prod(shape) * dtype.size,
             node=node.name,
-            layer=layer_of(node.name, layers) or together(self._layers_of_terms(node, layers)),
+            layer=layer_of(node.name, layers) or together(terms),
             phase="backward" if node.name in self._backward else "forward",
         )
 
