@@ -95,7 +95,7 @@ def _taken_by(node: Any, users: Mapping[str, Sequence[Any]]) -> tuple[list[Any],
 def _is_exact(node: Any, nodes: Mapping[str, Any], cast: Any) -> bool:
     """Whether a collective gives the same in the narrower dtype, cast back, on any device.
 
-    Sums of integers stay as they are: few devices add small ones.
+    Reductions of integers, and of what is true, stay as they are: few devices add small ones.
     """
     padded = nodes.get(node_of(cast.input[0]))
     if _GATHER in node.name and padded is not None and padded.op == _OF_PADDED:

@@ -184,12 +184,14 @@ class _Graph:
 
     def _layers_of_terms(self, node: Any, layers: Collection[str]) -> Iterator[str]:
         """Those that made what a collective takes, where it is a sum: DTensor adds up first."""
-        waiting = [node.input[0]]
+        waiting, seen = [node.input[0]], set[str]()
         for reference in waiting:
             term = self._producer(reference)
-            layer = "" if term is None else layer_of(term.name, layers)
-            yield layer
-            if not layer and term is not None and term.op in _HANDED_ON:
+            if term is None or term.name in seen:
+                continue
+            seen.add(term.name)  # chains of additions are many ways to one of them
+            yield (layer := layer_of(term.name, layers))
+            if not layer and term.op in _HANDED_ON:
                 waiting += [one for one in term.input if not one.startswith("^")]
 
     def _producer(self, reference: str) -> Any:

@@ -125,9 +125,9 @@ class Summands:
             within = self.left.get(one.node)
             if within is None or one.node in live:
                 found.append(one)
-            if within in live:
+            if within is not None and within in live:
                 rest = tuple(name for name in one.axis if name != self.axis)
-                found.append(dataclasses.replace(one, axis=rest))
+                found.append(dataclasses.replace(one, axis=rest, node=within))
         return tuple(found)
 
     def _summand_or_first(self, number: int, reference: str) -> str:

@@ -134,6 +134,20 @@ def test_the_layers_of_all_are_told(biased: bool) -> None:
     assert one.layer == "net/one+two"
 
 
+def test_many_ways_to_one_term() -> None:
+    """Layers of terms are looked for once, however often one is added to itself."""
+    mesh, _ = inner_mesh(a=4)
+
+    def function(x: Any, w: Any, v: Any) -> Any:
+        first, second = x @ w, x @ v
+        for _ in range(60):
+            first, second = first + second, first
+        return first
+
+    given = [cut(X, mesh, None, "a"), cut(W, mesh, "a", None), cut(V, mesh, "a", None)]
+    assert recorded(mesh, function, *given) == ["all-reduce"]
+
+
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_sums_of_scattered_sums_are_one(axes: dict[str, int]) -> None:
     """As is the gradient of what several cut kernels take."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kdist.dtensor.collectives import COLLECTIVES
 from kdist.dtensor.partial_sums import Summed
 from kdist.dtensor.stitching import Stitcher
 
@@ -94,6 +95,40 @@ def test_anything_else_is_the_first_coordinates(name, axes, cuts):
     assert stitcher.summands.alone == {0}
     place = stitcher.summands.place
     assert all(not np.any(part) for part, p in zip(parts, place, strict=True) if p)
+
+
+def both(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+    """A sum over both axes of (rows, model)."""
+    return tf.reduce_sum(tf.tanh(x) * y, (0, 1))
+
+
+SUMS: dict[str, tuple[Callable, int]] = {
+    "joined": (lambda x, y, w: [(both(x, y) + w) + both(y, x)], 1),
+    "scattered": (lambda x, y, w: [both(x, y)], 1),
+    # Whole it is joined, too, and told beside that of summands.
+    "whole too": (lambda x, y, w: [t := (both(x, y) + w) + both(y, x), tf.reduce_sum(t * t)], 2),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_collectives_over_other_axes_are_told_as_they_run(name: str) -> None:
+    """Those of summands, whatever is made of them afterwards."""
+    function, count = SUMS[name]
+    mesh, _ = inner_mesh(rows=2, model=2)
+    x, y, w = RNG.normal(size=(4, 4, 6)), RNG.normal(size=(4, 4, 6)), RNG.normal(size=6)
+    inputs = [cut(one, mesh, "rows", "model", None) for one in (x, y)] + [cut(w, mesh, None)]
+
+    def laid_out(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        first, *others = function(*tensors)
+        dim = "model" if name == "scattered" else dtensor.UNSHARDED
+        return [dtensor.relayout(first, dtensor.Layout([dim], mesh)), *others]
+
+    stitcher = Stitcher(lowered_program(mesh, laid_out, *inputs), Summed("rows", (0,)))
+    run = {n for n in stitcher.live if stitcher.nodes[n].op in COLLECTIVES}
+    assert {one.node for one in stitcher.recorded} == run
+    assert len(stitcher.recorded) == len(run) == count
+    kinds = {one.kind for one in stitcher.recorded}
+    assert kinds == {"reduce-scatter" if name == "scattered" else "all-reduce"}
 
 
 def test_infinity_times_zero_is_zero():
