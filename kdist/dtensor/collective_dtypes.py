@@ -16,7 +16,8 @@ from kdist.graphs.chunks import node_of
 import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2
 
-_GATHER = "/DTensorAllGather"
+GATHER = "/DTensorAllGather"
+"""What DTensor calls its gathers."""
 _OF_PADDED = "TensorStridedSliceUpdate"
 _HANDS_ON = frozenset({"Identity", "Reshape", "Slice"})
 
@@ -98,7 +99,7 @@ def _is_exact(node: Any, nodes: Mapping[str, Any], cast: Any) -> bool:
     Reductions of integers, and of what is true, stay as they are: few devices add small ones.
     """
     padded = nodes.get(node_of(cast.input[0]))
-    if _GATHER in node.name and padded is not None and padded.op == _OF_PADDED:
+    if GATHER in node.name and padded is not None and padded.op == _OF_PADDED:
         return True
     merge, final = (node.attr[key].s.decode() for key in ("merge_op", "final_op"))
     halves = tf.as_dtype(cast.attr["SrcT"].type) == tf.bfloat16

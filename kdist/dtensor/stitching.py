@@ -12,6 +12,7 @@ from typing import Any
 
 from kdist._compat import dtensor_internals, function_graphs
 from kdist.dtensor.body import topological
+from kdist.dtensor.collective_dtypes import GATHER
 from kdist.dtensor.collectives import (
     COLLECTIVES,
     TABLE,
@@ -41,9 +42,6 @@ from kdist.graphs.recompute import Repeated
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import node_def_pb2
-
-GATHER = "/DTensorAllGather"
-"""What DTensor calls its gathers."""
 
 
 class Stitcher:

@@ -43,6 +43,13 @@ def whole(tensor: Sharded) -> np.ndarray:
     return tensor.whole("/device:CPU:0").numpy()
 
 
+def laid_out(tensor: Any, mesh: dtensor.Mesh, *dims: str | None) -> Any:
+    """A tensor of a program in another layout; `dims` as in `cut`."""
+    return dtensor.relayout(
+        tensor, dtensor.Layout([dim or dtensor.UNSHARDED for dim in dims], mesh)
+    )
+
+
 def specs(tensor: Sharded) -> tuple[str | None, ...]:
     """The axis that cuts each dim of a tensor in parts."""
     return tuple(None if s == dtensor.UNSHARDED else s for s in tensor.layout.sharding_specs)

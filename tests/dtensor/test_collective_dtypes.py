@@ -12,9 +12,8 @@ from kdist.graphs import executed
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.experimental import dtensor
 
-from .dtensor_parts import cut, inner_mesh, lowered_program, run, whole
+from .dtensor_parts import cut, inner_mesh, laid_out, lowered_program, run, whole
 
 RNG = np.random.default_rng(0)
 DTYPES = ["bfloat16", "float16", "uint8", "int32", "bool"]
@@ -26,11 +25,6 @@ def values(dtype: str, *shape: int) -> np.ndarray:
     if dtype in ("uint8", "int32"):
         return RNG.integers(0, 250, shape).astype(dtype)
     return tf.cast(RNG.normal(size=shape), dtype).numpy()
-
-
-def laid_out(tensor: Any, mesh: dtensor.Mesh, *dims: str | None) -> Any:
-    specs = [dim or dtensor.UNSHARDED for dim in dims]
-    return dtensor.relayout(tensor, dtensor.Layout(specs, mesh))
 
 
 def added_up(x: np.ndarray, w: np.ndarray) -> np.ndarray:

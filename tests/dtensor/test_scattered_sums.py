@@ -13,16 +13,11 @@ import pytest
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from .dtensor_parts import cut, inner_mesh, lowered_program, run, specs, whole
+from .dtensor_parts import cut, inner_mesh, laid_out, lowered_program, run, specs, whole
 
 RNG = np.random.default_rng(0)
 X, W, V = (RNG.normal(size=(8, 8)) for _ in range(3))
 MESHES: list[dict[str, int]] = [{"a": 4}, {"a": 2, "b": 2}, {"b": 2, "a": 4}]
-
-
-def laid_out(tensor: Any, mesh: dtensor.Mesh, *dims: str | None) -> Any:
-    specs = [dim or dtensor.UNSHARDED for dim in dims]
-    return dtensor.relayout(tensor, dtensor.Layout(specs, mesh))
 
 
 def recorded(mesh: dtensor.Mesh, function: Callable, *given: Any) -> list[str]:

@@ -12,15 +12,10 @@ import pytest
 import tensorflow as tf
 from tensorflow.experimental import dtensor
 
-from .dtensor_parts import cut, inner_mesh, run, specs, whole
+from .dtensor_parts import cut, inner_mesh, laid_out, run, specs, whole
 
 RNG = np.random.default_rng(0)
 MESHES: list[dict[str, int]] = [{"a": 4}, {"a": 2, "b": 2}, {"b": 2, "a": 4}]
-
-
-def laid_out(tensor: Any, mesh: dtensor.Mesh, *dims: str | None) -> Any:
-    names = [dim or dtensor.UNSHARDED for dim in dims]
-    return dtensor.relayout(tensor, dtensor.Layout(names, mesh))
 
 
 def check(function: Callable, x: np.ndarray, mesh: dtensor.Mesh, *dims: str | None) -> list[str]:
