@@ -177,10 +177,10 @@ class CommFusion(keras.callbacks.Callback):
         plan = parallel.plan()
         traffic = plan.traffic()
         entries = parallel.entries_of(self.model.weights)
-        trained = [entries[i] for i in plan.trainable]
-        fixed = [e for i, e in enumerate(entries) if i not in set(plan.trainable)]
+        params = [entries[i] for i in plan.params]
+        fixed = [e for i, e in enumerate(entries) if i not in set(plan.params)]
         group = parallel.topology.group
-        gathers = [([trained[v] for v in g.weights], group(g.stage)) for g in plan.gathers]
+        gathers = [([params[v] for v in g.weights], group(g.stage)) for g in plan.gathers]
         gathers += [([e], e.placement.slices) for e in fixed if e.placement.gathered]
         tables, nbytes = dict(plan.look_ups), sum(t.nbytes for t in traffic)
         found = replay(parallel.update.jobs, gathers, tables, plan.changed_by_rows, nbytes)

@@ -147,7 +147,7 @@ def calls_of(parallel: Parallel, over: bool) -> LayerCalls:
     if over:
         backend = InnerAxes(
             program.state,
-            parallel.trainable(),
+            parallel.stored_params(),
             parallel.layouts,
             parallel.config.enable_alltoall,
             parallel.model,
@@ -157,7 +157,7 @@ def calls_of(parallel: Parallel, over: bool) -> LayerCalls:
     else:
         backend = OneDevice(
             program.state,
-            parallel.trainable(),
+            parallel.stored_params(),
             parallel.compute,
             parallel.topology,
             jit_compile=xla,

@@ -12,6 +12,7 @@ from kdist.api import mirrored_scope
 from kdist.api.sharded_optimizer import config_for
 from kdist.api.spreading import spread_for
 from kdist.config.compression import Classes
+from kdist.config.fusion import FusionConfig
 from kdist.config.optimizer import OptimizerConfig
 from kdist.config.parallel import ParallelConfig
 from kdist.config.recompute_blocks import Blocks, Choice, blocks_of
@@ -22,6 +23,7 @@ from kdist.optimizer.early import needs_all
 from kdist.optimizer.update import DistributedUpdate
 from kdist.plan.partition import Spread
 from kdist.program.fixed_batch import refuse_fixed_batch, refuse_row_state
+from kdist.program.model_state import frozen_weights
 from kdist.runtime.chunking import Chunking
 from kdist.runtime.loss_terms import LossTerm, whole_loss, whole_loss_note
 from kdist.sharding.placement import Placement, shape_of
@@ -231,12 +233,38 @@ class PlacedModel:
         """The variables that training changes."""
         return self.model.trainable_variables
 
+    @property
+    def frozen(self) -> Sequence[keras.Variable]:
+        """Those that it does not, of the same kind: no statistics, no seeds."""
+        trained = {id(v) for v in self.trained}
+        return [v for v in frozen_weights(self.model) if id(v) not in trained]
+
+    @property
+    def params(self) -> list[keras.Variable]:
+        """What steps take as parameters; see `ModelState.params`. The weights are placed."""
+        frozen = [v for v in self.frozen if self.entries[id(v)].placement.gathered]
+        return [*self.trained, *frozen]
+
     def spread(self) -> Spread:
         """How optimizer parallelism spreads the trainable parameters; the weights are placed."""
         optimizer = self.model.optimizer if self.model.compiled else None
+        placed, config = self._placed_by_layout(self.trained), self.optimizer_config
+        return self._spread(optimizer, self.trained, placed, config, self.classes())
+
+    def spread_frozen(self) -> Spread:
+        """Where optimizer parallelism stores `frozen`, and what of it is gathered together.
+
+        Nothing updates them; level 3 stores them like what trains.
+        """
+        placed, fusion = self._placed_by_layout(self.frozen), self.config.fusion
+        if fusion.index:  # counts what trains
+            fusion = dataclasses.replace(fusion, mode="none", index=())
+        return self._spread(None, self.frozen, placed, self.optimizer_config, None, fusion)
+
+    def _placed_by_layout(self, variables: Sequence[keras.Variable]) -> list[Placement]:
+        """Where layouts and stages alone put some weights."""
         by_layout = {id(v): placement for v, placement in self._placements()}
-        placed = [by_layout[id(v)] for v in self.trained]
-        return self._spread(optimizer, self.trained, placed, self.optimizer_config, self.classes())
+        return [by_layout[id(v)] for v in variables]
 
     def spread_where_stored(self, optimizer: Any, variables: Sequence[keras.Variable]) -> Spread:
         """How updates of an optimizer beside the compiled one are spread over those who store.
@@ -264,8 +292,10 @@ class PlacedModel:
         placed: Sequence[Placement],
         config: OptimizerConfig,
         classes: Classes | None,
+        fusion: FusionConfig | None = None,
     ) -> Spread:
-        fusion, topology, tables = self.config.fusion, self.topology, self._tables(variables)
+        topology, tables = self.topology, self._tables(variables)
+        fusion = fusion or self.config.fusion
         return spread_for(optimizer, variables, placed, config, fusion, topology, tables, classes)
 
     @property
@@ -291,8 +321,7 @@ class PlacedModel:
         wanted = blocks or (travels and self.topology.data_size > 1)
         if not wanted or self.model.run_eagerly:
             return None
-        variables = self.trained
-        gathers = any(self.entries[id(v)].placement.gathered for v in variables)
+        gathers = any(self.entries[id(v)].placement.gathered for v in self.params)
         return Chunking(
             forward=gathers or self.steps_together > 1,
             free=config.level >= 2,
@@ -314,10 +343,10 @@ class PlacedModel:
         return not needs_all(self.model.optimizer, self.trained)
 
     def kept_gathered(self) -> frozenset[int]:
-        """Positions of the trainable weights that, once gathered, stay for the backward pass."""
+        """Positions of the parameters that, once gathered, stay for the backward pass."""
         freed, otherwise = self.blocks.freed, not self.optimizer_config.keep_gathered
-        variables = self.trained
-        return frozenset(i for i, v in enumerate(variables) if not freed.get(id(v), otherwise))
+        params = self.params
+        return frozenset(i for i, v in enumerate(params) if not freed.get(id(v), otherwise))
 
     def spread_parameters(self, compiled: bool = False) -> None:
         """Moves parameters to where the compiled optimizer's level wants them.
@@ -329,8 +358,9 @@ class PlacedModel:
         if self.layouts is None or not compiled or config.level == 0 == self.level:
             return
         self.level = config.level
-        wanted = self.spread().placements
-        for variable, placement in zip(self.trained, wanted):
+        variables = [*self.trained, *self.frozen]
+        wanted = [*self.spread().placements, *self.spread_frozen().placements]
+        for variable, placement in zip(variables, wanted, strict=True):
             self.entries[id(variable)] = replace(self.entries[id(variable)], placement)
         self._tell_plain_models()
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
-from kdist._compat import keras_twins
 from kdist.api.dealt_tables import dealt_notes
 from kdist.api.inside_layers import refuse_batch_size
 from kdist.api.placed_model import PlacedModel
@@ -17,13 +16,16 @@ from kdist.config.effect_in_part import Part, compression_in_part, levels_in_par
 from kdist.config.fusion import comm_fusion
 from kdist.config.parallel import ParallelConfig
 from kdist.config.without_effect import ModelFacts, WithoutEffect, without_effect
+from kdist.display.tables import readable
+from kdist.dtensor.lowered import Collective
 from kdist.graphs.chunks import parameter_chunks
 from kdist.optimizer.gather import gather_groups
 from kdist.optimizer.wrappers import optimizer_groups, row_updates, sums_rows
 from kdist.pipeline.instructions import Gather
 from kdist.pipeline.work import WeightUse, Work, chunk_schedule, work_of
+from kdist.plan.between_processes import crossed_axes
 from kdist.plan.device_memory import DeviceMemory
-from kdist.plan.inside_layers import InsideTraffic
+from kdist.plan.inside_layers import InsideTraffic, counted_per
 from kdist.plan.plan import Plan, make_plan
 from kdist.report import memory as device_memory
 from kdist.runtime.keras_contract import is_built
@@ -66,14 +68,21 @@ class PlannedModel(PlacedModel):
             for v, one in self.look_ups().items()
         }
 
+    def bucket_keys(self) -> list[Hashable | None]:
+        """Of each of `params`, the key of its bucket; None where it travels alone."""
+        keys = list(self.spread().keys)
+        frozen = dict(zip(map(id, self.frozen), self.spread_frozen().keys))
+        found = [frozen.get(id(v)) for v in self.params[len(keys) :]]
+        return [*keys, *(None if key is None else ("frozen", key) for key in found)]
+
     def works(self) -> list[Work]:
         """What is done in each pass of a training step; the weights are placed.
 
         Before the step is traced, weights come in the model's order, and a backward pass looks at
         all weights of its chunk but tables, which it does not look at.
         """
-        config, variables = self.optimizer_config, self.trained
-        placed, keys = [self.entries[id(v)].placement for v in variables], self.spread().keys
+        config, params, trained = self.optimizer_config, self.params, len(self.trained)
+        placed, keys = [self.entries[id(v)].placement for v in params], self.bucket_keys()
         gathered = {i for i, one in enumerate(placed) if one.gathered}
 
         def together(weights: Sequence[int]) -> list[tuple[int, ...]]:
@@ -85,18 +94,18 @@ class PlannedModel(PlacedModel):
             "early": self.updates_early,
         }
         if self.staged is not None:
-            uses = self.staged.weight_uses(variables, gathered, penalties=not self.whole_loss)
+            uses = self.staged.weight_uses(params, trained, gathered, not self.whole_loss)
             return [work_of(self.staged.schedule, uses, together, **when)]
         if self.chunking is None:
-            use = WeightUse({"F": sorted(gathered)}, tuple(range(len(placed))))
+            use = WeightUse({"F": sorted(gathered)}, tuple(range(trained)))
             return [work_of(chunk_schedule(1), [use])]
         numbers = parameter_chunks(range(len(placed)), [one.nbytes for one in placed])
-        tables, uses = self._tables(self.trained), []
+        tables, uses = self._tables(params), []
         for n in range(max(numbers, default=0) + 1):
             mine = [i for i, number in enumerate(numbers) if number == n]
             looks = [i for i in mine if i in gathered]
             back = [i for i in looks if i not in tables]
-            uses.append(WeightUse({"F": looks, "B": back}, tuple(mine)))
+            uses.append(WeightUse({"F": looks, "B": back}, tuple(i for i in mine if i < trained)))
         return [work_of(chunk_schedule(len(uses)), uses, together, **when)]
 
     def without_effect(self) -> list[WithoutEffect]:
@@ -105,7 +114,8 @@ class PlannedModel(PlacedModel):
         variables, blocks = self.trained, self.blocks.blocks
         whole = {d.path: d.reason for d in decisions if d.how == "whole"}
         asked = parallel_optimizer.of(variables)
-        spread = [d.path for d in decisions if d.how != "whole"]
+        frozen = self.spread_frozen().decisions if config.level == 3 else ()
+        spread = [d.path for d in (*decisions, *frozen) if d.how != "whole"]
         optimizer = self.model.optimizer if self.model.compiled else None
         steps = [
             leaf.gradient_accumulation_steps or 1
@@ -140,7 +150,11 @@ class PlannedModel(PlacedModel):
 
     def _effects_in_part(self) -> list[WithoutEffect]:
         """Settings that save less than one would think."""
-        variables, decisions = self.trained, self.spread().decisions
+        variables, decisions = [*self.trained], [*self.spread().decisions]
+        config = self.optimizer_config
+        if config.level == 3:
+            variables += self.frozen
+            decisions += self.spread_frozen().decisions
         by_layout = {id(v): one for v, one in self._placements()}
         opted = parallel_optimizer.of(variables)
         parts = []
@@ -148,17 +162,8 @@ class PlannedModel(PlacedModel):
             one = by_layout[id(variable)]
             asked = wanted is False or one.fetched or one.data_dim is not None
             parts.append(Part(one.path, one.nbytes, decision.how, decision.reason, asked))
-        known = {id(v) for v in variables}
-        made = [v for v in keras_twins.made_to_train(self.model) if id(v) not in known]
-        stored = [self.entries[id(v)].placement for v in made if id(v) in self.entries]
-        frozen = [
-            Part(one.path, one.nbytes, "whole", "it does not train")
-            for one in stored
-            if not (one.gathered or one.fetched)
-        ]
-        compiled, replicas = self.model.compiled, self.topology.data_size
-        config = self.optimizer_config
-        levels = levels_in_part(config, replicas, parts, frozen) if compiled else ()
+        replicas = self.topology.data_size
+        levels = levels_in_part(config, replicas, parts) if self.model.compiled else ()
         return [*levels, *compression_in_part(self.classes())]
 
     def _asked_to_gather(self, spread: Collection[str]) -> tuple[str, ...]:
@@ -195,6 +200,24 @@ class PlannedModel(PlacedModel):
                 f"unrolled_steps_per_execution={self.model.unrolled_steps_per_execution}"
             )
 
+    def tell_crossed(self, collectives: Sequence[Collective]) -> None:
+        """Warns, once, of inner axes over which layers send between processes.
+
+        Args:
+            collectives: Those of a training step, per slice; in a pipeline, of a micro-batch.
+        """
+        axes = crossed_axes(self.topology)
+        sent = [one for one in collectives if set(one.axis) & set(axes)]
+        if not sent:
+            return
+        names, nbytes = ", ".join(map(repr, axes)), readable(sum(one.bytes for one in sent))
+        per = counted_per(getattr(self.config.pipeline, "micro_batches", 1))
+        self.warn_once(
+            f"inner axes that cross processes: {names}. Layers wait for the network there "
+            f"(collectives: {len(sent)}, of {nbytes}, {per}). Let 'data' or 'pipe' "
+            "cross processes: put them first in the mesh, and keep inner axes within those of one."
+        )
+
     def plan(self, batch_size: int | None = None) -> Plan:
         """What a step will do; `model.plan().summary()` prints it.
 
@@ -220,6 +243,7 @@ class PlannedModel(PlacedModel):
         weights = [self.entries[id(v)].placement for v in self.model.weights]
         position = {id(v): i for i, v in enumerate(self.model.weights)}
         trainable = [position[id(v)] for v in self.trained]
+        frozen = [position[id(v)] for v in self.params[len(trainable) :]]
         spread = self.spread()
         optimizer = self.model.optimizer if self.model.compiled else None
         jobs = None if self.update is None else self.update.jobs
@@ -229,6 +253,7 @@ class PlannedModel(PlacedModel):
             weights,
             trainable,
             spread.units,
+            frozen=frozen,
             buckets=spread.buckets if jobs is None else jobs.buckets,
             notes=self._notes(),
             decisions=spread.decisions,

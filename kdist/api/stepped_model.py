@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kdist._compat import keras_models, keras_remat, keras_trainer, keras_xla
 from kdist.api.planned_model import PlannedModel
 from kdist.config.parallel import ParallelConfig
-from kdist.display.tables import readable
-from kdist.dtensor.lowered import Collective
 from kdist.optimizer.wrappers import row_updates, sums_rows
 from kdist.pipeline.work import Work
-from kdist.plan.between_processes import crossed_axes
-from kdist.plan.inside_layers import counted_per
 from kdist.program.program import Program
 from kdist.rows.model import study_model
 from kdist.rows.model_study import ModelStudy
@@ -168,24 +164,6 @@ class SteppedModel(PlannedModel):
             self._said.add(self.whole_loss_note)
             warnings.warn(f"{self.model.name}: {self.whole_loss_note}", stacklevel=4)
 
-    def tell_crossed(self, collectives: Sequence[Collective]) -> None:
-        """Warns, once, of inner axes over which layers send between processes.
-
-        Args:
-            collectives: Those of a training step, per slice; in a pipeline, of a micro-batch.
-        """
-        axes = crossed_axes(self.topology)
-        sent = [one for one in collectives if set(one.axis) & set(axes)]
-        if not sent:
-            return
-        names, nbytes = ", ".join(map(repr, axes)), readable(sum(one.bytes for one in sent))
-        per = counted_per(getattr(self.config.pipeline, "micro_batches", 1))
-        self.warn_once(
-            f"inner axes that cross processes: {names}. Layers wait for the network there "
-            f"(collectives: {len(sent)}, of {nbytes}, {per}). Let 'data' or 'pipe' "
-            "cross processes: put them first in the mesh, and keep inner axes within those of one."
-        )
-
     @property
     def chunking(self) -> Chunking | None:
         """See `PlacedModel.chunking`; what XLA compiles whole has no chunks."""
@@ -291,9 +269,6 @@ class SteppedModel(PlannedModel):
                 return list(chunks.works)
         return super().works()
 
-    def _bucket_keys(self) -> Sequence[Hashable | None]:
-        return self.spread().keys
-
     @property
     def trained(self) -> Sequence[keras.Variable]:
         """The variables that training changes: those of when it began, frozen since or not."""
@@ -301,10 +276,19 @@ class SteppedModel(PlannedModel):
             return super().trained
         return self.program.state.trainable
 
+    @property
+    def params(self) -> list[keras.Variable]:
+        """See `PlacedModel.params`; of the steps that are made, if they are."""
+        return super().params if self.program is None else [*self.program.state.params]
+
     def trainable(self) -> list[Stored]:
         """What is behind each trainable variable."""
         assert self.program is not None
         return self.entries_of(self.program.state.trainable)
+
+    def stored_params(self) -> list[Stored]:
+        """What is behind each parameter of the programs."""
+        return self.entries_of(self.params)
 
     @functools.cached_property
     def plain_step(self) -> Step:
@@ -313,7 +297,7 @@ class SteppedModel(PlannedModel):
         if isinstance(self.program, PipelineProgram):
             backend = OneDevice(
                 self.program.state,
-                self.trainable(),
+                self.stored_params(),
                 self.compute,
                 self.topology,
                 jit_compile=self.jit_compile is True,
@@ -324,9 +308,9 @@ class SteppedModel(PlannedModel):
         chunking, xla = None if self.whole_batch else self.chunking, self.jit_compile is True
         if chunking is None and self.whole_loss and not self.model.run_eagerly:
             chunking = AROUND_LOSS
-        given = self.program, self.trainable(), self.compute
+        given = self.program, self.stored_params(), self.compute
         if chunking is not None:
-            chunks = ChunkedRunner(*given, chunking, self._bucket_keys, jit_compile=xla)
+            chunks = ChunkedRunner(*given, chunking, self.bucket_keys, jit_compile=xla)
             return self._step(False, chunks)
         lacking = self.warn_once if self.xla_of_keras else None
         eager = self.model.run_eagerly
@@ -353,7 +337,7 @@ class SteppedModel(PlannedModel):
             if isinstance(self.program, PipelineProgram):
                 backend = InnerAxes(
                     self.program.state,
-                    self.trainable(),
+                    self.stored_params(),
                     self.layouts,
                     alltoall,
                     self.model,
@@ -365,10 +349,10 @@ class SteppedModel(PlannedModel):
                 whole, chunking = self.whole_loss, self.chunking
                 self._mesh_runner = (MeshAroundLoss if whole else MeshRunner)(
                     self.program,
-                    self.trainable(),
+                    self.stored_params(),
                     self.layouts,
                     chunking=chunking or (AROUND_LOSS if whole else None),
-                    keys=self._bucket_keys,
+                    keys=self.bucket_keys,
                     alltoall=alltoall,
                     jit_compile=self.jit_compile is True,
                     **self._wanted(),
@@ -379,7 +363,7 @@ class SteppedModel(PlannedModel):
         """Runs the stages on one kind of slice."""
         return PipelineRunner(
             program,
-            self.trainable(),
+            self.stored_params(),
             self.compute,
             backend,
             lambda: self.recorder,
@@ -389,7 +373,7 @@ class SteppedModel(PlannedModel):
                 early=self.updates_early,
                 keep=self.kept_gathered(),
             ),
-            keys=self._bucket_keys,
+            keys=self.bucket_keys,
             **self._wanted(),
         )
 

@@ -220,8 +220,8 @@ class CallFunctions:
         self._parts: list[Any] = []
         self._call, self._arguments = call, arguments
         self._inside = keras_models.flat_layers(layer)
-        self.trainable, self.carried = used_by(layer, program)
-        variables = [program.state.trainable[i] for i in self.trainable]
+        self.params, self.carried = used_by(layer, program)
+        variables = [program.state.params[i] for i in self.params]
         state = [spec(v) for v in self.carried]
         self._given = dataclasses.replace(given, state=state)
         self.example: Made
@@ -240,7 +240,8 @@ class CallFunctions:
                     sources=given.sources,
                     targets=lambda: self.example.count,
                     backend=backend,
-                    trainable=self.trainable,
+                    positions=self.params,
+                    trained=len(program.state.trainable),
                     of_batch=lambda j: j < first_of_state,
                     blocks=program.blocks,
                     held=1,
@@ -271,10 +272,11 @@ class CallFunctions:
 
     def _compute(self, params: list[Any], flat: list[Any]) -> list[Any]:
         given, state = self._given.filled(flat), self.program.state
-        variables = [*(state.trainable[i] for i in self.trainable), *self.carried]
+        variables = [*(state.params[i] for i in self.params), *self.carried]
+        trained = sum(i < len(state.trainable) for i in self.params)
         before = dict(zip(map(id, variables), [*params, *given.state]))
         taken = [(v, self.backend.taken(v, before[id(v)])) for v in variables]
-        scope = self.program.scope_of(taken, variables[: len(params)])
+        scope = self.program.scope_of(taken, variables[:trained])
         args, kwargs = self._arguments.filled(given.rows, given.masks, given.shared)
         with scope, named(self.program.blocks):
             outputs = self._call(*args, **kwargs)
@@ -312,11 +314,11 @@ def _sources_behind(graph: Any, sources: Sequence[Any]) -> dict[str, frozenset[i
 
 
 def used_by(layer: keras.Layer, program: Program) -> tuple[list[int], list[keras.Variable]]:
-    """Positions of the trainable variables that a layer uses, and its other state."""
+    """Positions in `ModelState.params` of those that a layer uses, and its other state."""
     mine = {id(v) for v in layer.variables}
     for one in keras_models.flat_layers(layer):
         mine |= {id(v) for metric in getattr(one, "metrics", []) for v in metric.variables}
     mine.add(id(program.unseeded.state))
     state = program.state
-    trainable = [i for i, v in enumerate(state.trainable) if id(v) in mine]
-    return trainable, [v for v in state.carried if id(v) in mine]
+    params = [i for i, v in enumerate(state.params) if id(v) in mine]
+    return params, [v for v in state.carried if id(v) in mine]

@@ -254,7 +254,8 @@ class LayerCalls:
         if self.every_gradient:
             return lambda tensor: True
         used, _ = used_by(layer, self.program)
-        weights = [handle_of(self.program.state.trainable[i]) for i in used]
+        trainable = self.program.state.trainable
+        weights = [handle_of(trainable[i]) for i in used if i < len(trainable)]
         if self._in_step and any(map(is_recorded, weights)):
             return is_recorded
         return lambda tensor: True

@@ -88,11 +88,11 @@ class OverMesh:
         self.layer, self.functions, self.batch = layer, list(functions), batch
         first = self.functions[0]
         self.program, self.backend = first.program, first.backend
-        trainable = self.program.state.trainable
+        params = self.program.state.params
         self._params, self._flat = [], []
         for s, one in enumerate(given):
             with tf.device(self._device(s)), rows.taken():
-                self._params.append([self._read(trainable[i], s) for i in first.trainable])
+                self._params.append([self._read(params[i], s) for i in first.params])
                 state = [self._read(v, s) for v in first.carried]
                 self._flat.append(dataclasses.replace(one, state=state).flat())
         self._sources = given[0].sources
@@ -133,7 +133,7 @@ class OverMesh:
 
     def _reached(self) -> list[frozenset[int]]:
         """Per weight that gets a gradient, and input of a replica that may, from which results."""
-        vjp, count = self.functions[0].vjp, len(self.functions[0].trainable)
+        vjp, count = self.functions[0].vjp, len(self.functions[0].params)
         weights = [one for one, there in zip(vjp.reached, vjp.gradients_exist) if there]
         return [*weights, *(vjp.reached[count + i] for _ in self._flat for i in self._sources)]
 
@@ -236,7 +236,7 @@ class OverMesh:
                 for i in self._targets(one):
                     taken[i] = self.backend.everywhere(next(there), like=made[i])
                 found, into = one.vjp.backward(self._params[s], self._saved[s], taken, s)
-                pairs = zip(one.trainable, found)
+                pairs = zip(one.params, found)
                 gradients[s] = {v: self._on_devices(v, g) for v, g in pairs if g is not None}
                 inward += [self._whole(into[i], s) for i in self._sources]
         self._kinds = [None if g is None else "dense" for g in inward]

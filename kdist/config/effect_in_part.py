@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from kdist.config.compression import Classes
 from kdist.config.optimizer import OptimizerConfig
-from kdist.config.without_effect import WithoutEffect, named
+from kdist.config.without_effect import WithoutEffect
 from kdist.display.tables import readable
 
 MOST = 0.5
@@ -37,15 +37,14 @@ class Part:
 
 
 def levels_in_part(
-    config: OptimizerConfig, replicas: int, parts: Sequence[Part], frozen: Sequence[Part]
+    config: OptimizerConfig, replicas: int, parts: Sequence[Part]
 ) -> Iterator[WithoutEffect]:
     """What a level does not save.
 
     Args:
         config: The settings.
         replicas: Number of them.
-        parts: What trains.
-        frozen: What does not, though layers made it to train, and is the same on every replica.
+        parts: What trains; at level 3 also what layers made to train, and does not.
     """
     if config.level == 0 or replicas == 1:
         return
@@ -67,21 +66,11 @@ def levels_in_part(
             yield WithoutEffect(
                 setting,
                 f"of {readable(total)} it has {readable(one.nbytes)}, and {one.reason}: so one "
-                "device keeps and updates all of it",
+                "device keeps all of it",
                 f"Make one of its dims a multiple of {replicas}, for an optimizer that looks at "
                 "one element at a time",
                 f"the device that has {one.path!r}",
             )
-    large = [one for one in frozen if one.nbytes >= config.threshold_bytes]
-    if config.level == 3 and large:
-        yield WithoutEffect(
-            setting,
-            f"they do not train, and every replica has all of them, {readable(_bytes(large))}: "
-            "levels cut what an optimizer updates",
-            "Cut them with a layout_map: over an inner axis, or over the data axis, which keeps "
-            "parts of them between steps and gathers all of them when a step begins",
-            named([one.path for one in large]),
-        )
 
 
 def compression_in_part(classes: Classes | None) -> Iterator[WithoutEffect]:
@@ -99,7 +88,3 @@ def compression_in_part(classes: Classes | None) -> Iterator[WithoutEffect]:
             f"{largest.why}",
             "Name weights in CompressionConfig(patterns=...), or leave it out",
         )
-
-
-def _bytes(parts: Sequence[Part]) -> int:
-    return sum(one.nbytes for one in parts)

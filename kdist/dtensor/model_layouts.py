@@ -11,6 +11,7 @@ from kdist.config.parallel import ParallelConfig
 from kdist.config.shard import ResolvedShard, declarations, resolve_declaration
 from kdist.config.tables import Place, Split, host_layers, split_layers
 from kdist.config.without_effect import WithoutEffect, idle_axis, no_sequence
+from kdist.dtensor.adapters import adapter_layouts
 from kdist.dtensor.along_sequence import End, ends
 from kdist.dtensor.channels import InParts, convolutions_in_parts
 from kdist.dtensor.limits import RULED_OUT
@@ -20,7 +21,7 @@ from kdist.layers.relayout import Relayout
 from kdist.layers.tables import TableConfig
 from kdist.plan.auto_tables import chosen
 from kdist.sharding.dims import Dims, WeightFit, inner_dims
-from kdist.sharding.layout import WeightLayout, match_pattern, resolve_layouts
+from kdist.sharding.layout import WeightLayout, match_pattern, read_layout_map, resolve_layouts
 from kdist.sharding.merged_axes import Cut, inner_axes_of, merged_axes
 from kdist.sharding.mesh import Topology
 from kdist.sharding.placement import Group, Placement, place, place_on_host, place_split
@@ -81,6 +82,8 @@ class ModelLayouts:
         ]
         for layer, resolved in self.layers:
             self._add_declared(layer, resolved)
+        self.model_layers = keras_models.flat_layers(model)
+        self._add_adapters(read_layout_map(config.layout_map, topology))
         hosted, split = host_layers(model), split_layers(model)
         self.chosen = {} if data_inside else self._chosen(model, [*hosted, *split])
         for layer, table in self.chosen.items():
@@ -97,7 +100,6 @@ class ModelLayouts:
         self.fetched_layers = [*hosted, *split]
         self._refuse_cut_tables()
         self.outputs = _match_outputs(model, patterns)
-        self.model_layers = keras_models.flat_layers(model)
         self.sequence = list(self._ends()) if config.sequence_parallel else []
         # None: it is not wanted.
         self._along: bool | None = False if config.sequence_parallel else None
@@ -226,6 +228,14 @@ class ModelLayouts:
                     f"gives {mapped.dims}, shard gives {layout.dims}"
                 )
             self.weights[id(variable)] = layout
+
+    def _add_adapters(self, patterns: Mapping[str, Any]) -> None:
+        """Has factors of LoRA follow their weight over inner axes, unless the map says otherwise."""
+        inner = {key: self.read(key) for key in self.weights}
+        for variable, dims in adapter_layouts(self.model_layers, inner):
+            known = self.weights[id(variable)]
+            if known.is_replicated and match_pattern(patterns, variable.path) is None:
+                self.weights[id(variable)] = WeightLayout(dims)
 
 
 def _shown(titles: Sequence[str]) -> str:

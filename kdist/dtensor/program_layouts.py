@@ -51,7 +51,7 @@ class MeshPrograms:
         self.topology = topology
         self.want_outputs, self.want_parts = want_outputs, want_parts
         used = gathered_dims(layouts)
-        self.gathered_params = positions(program.state.trainable, used)
+        self.gathered_params = positions(program.state.params, used)
         self.gathered_carried = positions(program.state.carried, used)
 
     def gradients(

@@ -126,8 +126,9 @@ def cut(
 ) -> list[Chunk]:
     """Cuts a program.
 
-    What follows from fetched parameters and constants alone (casts, reshapes) is part of every
-    chunk that uses it, so that nothing gathered outlives a chunk.
+    What follows from parameters and constants alone, some of them fetched (casts, reshapes, a kernel
+    with what adapts it added), is part of every chunk that uses it, with what it follows from. So
+    nothing gathered outlives a chunk, nor anything of that size.
 
     Args:
         graph: The program.
@@ -164,9 +165,11 @@ class _Labels:
         self.turn = self.middle + apart
         """Number of the chunk that begins the backward pass."""
         self.sources = {n: list(map(node_of, refs)) for n, refs in graph.inputs.items()}
-        self.copied = self._closure(set(fetched)) - set(graph.effects)
         only = self._closure(set(chunk_of))
-        self.uses = self._parameters_behind(only)
+        self.uses, wanted = self._parameters_behind(only), set(fetched)
+        gathered = [name for name in only if self.uses[name] & wanted]
+        copied = self._closure(wanted) | (self._ancestors(gathered) & only)
+        self.copied = copied - set(graph.effects)
         self.seeded = self._descendants(set(seeds))
         before = [r for r in graph.results if node_of(r) not in self.seeded]
         self.forward = self._ancestors([*before, *graph.effects]) - self.seeded
@@ -211,15 +214,18 @@ class _Labels:
         kept = {node_of(r) for r in (*self.graph.results, *self.graph.effects)}
         users: dict[str, int] = {}
         for name in reversed(list(self.sources)):
-            if name not in self.labels:
+            if name in self.labels:
+                helper = name not in self.forward and name not in self.seeded
+                helper = helper or name in self.graph.again
+                free = name not in self.seeded and name not in with_parameters
+                if (helper or free) and name not in kept and name in users:
+                    self.labels[name] = users[name]
+            elif name not in users:
                 continue
-            helper = name not in self.forward and name not in self.seeded
-            helper = helper or name in self.graph.again
-            free = name not in self.seeded and name not in with_parameters
-            if (helper or free) and name not in kept and name in users:
-                self.labels[name] = users[name]
+            # What is copied runs where it is used, the first time too.
+            label = self.labels.get(name, users.get(name, 0))
             for source in self.sources[name]:
-                users[source] = min(users.get(source, self.labels[name]), self.labels[name])
+                users[source] = min(users.get(source, label), label)
 
     def _label_copied_results(self) -> None:
         """A result that follows from parameters alone comes with the last of them."""

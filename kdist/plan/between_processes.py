@@ -190,7 +190,7 @@ def between_processes(plan: Plan) -> Crossing | None:
         way = Way(units[0].algorithm, placement.itemsize)
         _rows(counter, owners, placement.shards[units[0].shard or 0].holders, sizes, way)
     for gather in plan.gathers:
-        group = [plan.weights[plan.trainable[v]] for v in gather.weights]
+        group = [plan.weights[plan.params[v]] for v in gather.weights]
         _gather(counter, group, plan.topology.group(gather.stage))
     return counter.found
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kdist.config.compression import Classes
 from kdist.pipeline.instructions import Gather
 from kdist.pipeline.work import Work
 from kdist.plan.between_processes import Crossing, between_processes
+from kdist.plan.between_replicas import between_replicas
 from kdist.plan.boundaries import BoundaryTensor, BoundaryTraffic, boundary_traffic
-from kdist.plan.bucket import Bucket, values_from_host
+from kdist.plan.bucket import Bucket
 from kdist.plan.device_memory import DeviceMemory
 from kdist.plan.exchange import Exchange
 from kdist.plan.inside_layers import InsideTraffic
@@ -24,10 +24,10 @@ from kdist.plan.partition import Decision
 from kdist.plan.plan_summary import print_plan
 from kdist.plan.split_traffic import SplitTraffic, split_traffic
 from kdist.plan.table_traffic import HostTraffic, TableTraffic, host_traffic, table_traffic
-from kdist.plan.traffic import Count, Traffic
+from kdist.plan.traffic import Traffic
 from kdist.sharding.mesh import HOST, Topology
 from kdist.sharding.owners import UpdateUnit
-from kdist.sharding.placement import Coordinate, Placement
+from kdist.sharding.placement import Placement
 from kdist.storage.sparse import LookUp
 
 from rich.console import Console
@@ -66,12 +66,13 @@ class Plan:
         weights: Placement of every weight of the model.
         units: Who updates which part of which trainable weight.
         trainable: Position in `weights` of each trainable weight, in the model's order.
+        frozen: The same of weights that do not train, and are stored cut over the data axis.
         buckets: Which units travel as one vector per owner.
         notes: What the user should know: fallbacks, demoted axes.
         decisions: What optimizer parallelism does with each trainable weight.
         exchanges: Which gradients travel compressed.
         classes: How each gradient travels; None for all as they are.
-        gathers: Those of a step, of trainable weights that are not stored whole.
+        gathers: Those of a step, of `params` that are not stored whole.
         look_ups: By trainable variable whose gradient is rows of a table, how they are looked up.
         micro_batches: That each replica's part of a batch is cut into.
         row_updates: Trainable variables of which an update from rows changes these rows alone.
@@ -96,6 +97,7 @@ class Plan:
     weights: tuple[Placement, ...]
     units: tuple[UpdateUnit, ...]
     trainable: tuple[int, ...]
+    frozen: tuple[int, ...] = ()
     buckets: tuple[Bucket, ...] = ()
     notes: tuple[str, ...] = ()
     decisions: tuple[Decision, ...] = ()
@@ -116,6 +118,11 @@ class Plan:
     def work(self) -> Work:
         """What is done in the last pass, that of the gradients."""
         return self.works[-1]
+
+    @property
+    def params(self) -> tuple[int, ...]:
+        """Positions in `weights` of what steps take as parameters: trainable, then frozen ones."""
+        return self.trainable + self.frozen
 
     @property
     def changed_by_rows(self) -> frozenset[int]:
@@ -161,38 +168,7 @@ class Plan:
         For gradients that travel compressed see `kdist.plan.exchange`. Rows of embedding
         tables, of gradients or changed by an update, are not among these: see `tables`.
         """
-        inner = " x ".join(axis for axis, _ in self.topology.inner_axes)
-        axis = self.topology.data_axis or inner or "-"
-        counts = {what: Count() for what in ("reduce", "share", "join", "broadcast", "gather")}
-        fused = {n for bucket in self.buckets for each in bucket.units for n in each}
-        for bucket in self.buckets:
-            self._count_bucket(bucket, counts)
-        rows: dict[Hashable, list[UpdateUnit]] = {}
-        for n, unit in enumerate(self.units):
-            if n not in fused:
-                self._count_unit(unit, counts)
-                if unit.span is not None and unit.variable not in self.changed_by_rows:
-                    rows.setdefault((unit.variable, unit.shard), []).append(unit)
-        for parts in rows.values():
-            placement = self.weights[self.trainable[parts[0].variable]]
-            holders = placement.shards[parts[0].shard or 0].holders
-            self._count_rows([self.unit_bytes(unit) for unit in parts], len(holders), counts)
-        trained = set(self.trainable)
-        for i, one in enumerate(self.weights):
-            if i not in trained:
-                self._count_gather([one], one.slices, counts["gather"])
-        for gather in self.gathers:
-            group = [self.weights[self.trainable[v]] for v in gather.weights]
-            self._count_gather(group, self.topology.group(gather.stage), counts["gather"])
-        for exchange in self.exchanges:
-            for what, collectives in exchange.sent().items():
-                for messages, size in collectives:
-                    counts[what].add([(messages, size)])
-        return [
-            Traffic(k, axis, c.collectives, c.messages, c.nbytes, c.joined)
-            for k, c in counts.items()
-            if c.messages
-        ]
+        return between_replicas(self)
 
     def between_stages(self) -> list[BoundaryTraffic]:
         """What stages of a pipeline send to each other per step, by rows of the batch."""
@@ -254,67 +230,6 @@ class Plan:
         placed = [(self.weights[self.trainable[v]], look_up) for v, look_up in self.look_ups]
         return [split_traffic(p, look_up) for p, look_up in placed if p.split is not None]
 
-    def _count_bucket(self, bucket: Bucket, counts: dict[str, Count]) -> None:
-        sizes = [sum(self.unit_bytes(self.units[n]) for n in units) for units in bucket.units]
-        members = [self.weights[self.trainable[v]] for v in bucket.members]
-        others = len(members[0].slices) - (not bucket.on_host)
-        if bucket.members[0] not in self.compressed:
-            counts["reduce"].add([(others, size) for size in sizes])
-        if self.units[bucket.units[0][0]].span is not None:
-            self._count_rows(sizes, len({at for h in bucket.holders for at in h}), counts)
-            return
-        if bucket.on_host:
-            values = values_from_host(bucket, members)
-            counts["broadcast"].add([(1, nbytes) for _, nbytes in values])
-            return
-        holders = [len(set(h) - {o}) for h, o in zip(bucket.holders, bucket.owners)]
-        counts["broadcast"].add(list(zip(holders, sizes)))
-
-    @staticmethod
-    def _count_rows(sizes: Sequence[int], holders: int, counts: dict[str, Count]) -> None:
-        """Rows of several owners are put together on one of them, and sent from there."""
-        counts["join"].add([(1, size) for size in sizes[1:]], joined=True)
-        counts["broadcast"].add([(holders - 1, sum(sizes))], joined=True)
-
-    def _count_unit(self, unit: UpdateUnit, counts: dict[str, Count]) -> None:
-        placement = self.weights[self.trainable[unit.variable]]
-        travels = unit.variable not in self.compressed
-        travels = travels and unit.variable not in dict(self.look_ups)
-        if unit.shard is not None:
-            shards = [placement.shards[unit.shard]]
-            parts = [(len(placement.slices) - 1, self.unit_bytes(unit))]
-        else:
-            shards = list(placement.shards)
-            parts = [(int(at != unit.owner), n) for at, n in inner_parts(placement)]
-        if travels:
-            counts["reduce"].add(parts)
-        if unit.span is not None or unit.variable in self.changed_by_rows:
-            return
-        values = []
-        for shard in shards:
-            near = [c for c in shard.holders if not unit.replicated or c[0] == unit.owner[0]]
-            nbytes = math.prod(shard.shape) * placement.itemsize
-            values.append((sum(c != unit.owner for c in near), nbytes))
-        counts["broadcast"].add(values)
-
-    def _count_gather(self, group: Sequence[Placement], users: Sequence[int], count: Count) -> None:
-        """Weights that travel together are held by the same devices.
-
-        Args:
-            group: The weights.
-            users: The slices that get them.
-            count: Is added to.
-        """
-        first = group[0]
-        if first.resident is not None:
-            inner, others = range(self.topology.inner_size), set(users) - {first.resident}
-            sizes = [sum(p.stored_bytes((first.resident, k)) for p in group) for k in inner]
-            count.add([(len(others), size) for size in sizes])
-        if first.data_dim is not None:
-            part = sum(p.nbytes // len(p.shards) for p in group)
-            pairs = sum(s != user for user in users for s in first.home)
-            count.add([(pairs * self.topology.inner_size, part)])
-
     def summary(self, console: Console | None = None) -> None:
         """Prints the plan as tables, as wide as the terminal at most.
 
@@ -329,32 +244,13 @@ class Plan:
         return text.getvalue().rstrip()
 
 
-def inner_parts(placement: Placement) -> list[tuple[Coordinate, int]]:
-    """Which coordinates send the parts of a gradient that some device needs whole.
-
-    Returns:
-        Per slice and distinct part over the inner axes, the first coordinate that has it, and its
-        bytes.
-    """
-    parts = []
-    for s in placement.slices:
-        numbers = placement.table[s]
-        seen = set()
-        for k in range(len(numbers)):
-            index = placement.inner_index(k)
-            if (key := tuple(i.start for i in index)) not in seen:
-                seen.add(key)
-                nbytes = math.prod(i.stop - i.start for i in index) * placement.itemsize
-                parts.append(((s, k), nbytes))
-    return parts
-
-
 def make_plan(
     topology: Topology,
     weights: Sequence[Placement],
     trainable: Sequence[int],
     units: Sequence[UpdateUnit],
     *,
+    frozen: Sequence[int] = (),
     buckets: Sequence[Bucket] = (),
     notes: Sequence[str] = (),
     decisions: Sequence[Decision] = (),
@@ -373,12 +269,14 @@ def make_plan(
 ) -> Plan:
     """Puts a plan together; without `gathers`, what is not stored whole is gathered once."""
     if gathers is None:
-        gathers = [Gather(0, (v,)) for v, i in enumerate(trainable) if weights[i].gathered]
+        params = enumerate([*trainable, *frozen])
+        gathers = [Gather(0, (v,)) for v, i in params if weights[i].gathered]
     return Plan(
         topology=topology,
         weights=tuple(weights),
         units=tuple(units),
         trainable=tuple(trainable),
+        frozen=tuple(frozen),
         buckets=tuple(buckets),
         notes=tuple(notes),
         decisions=tuple(decisions),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from kdist._compat import keras_seeds, keras_trainer
+from kdist._compat import keras_seeds, keras_trainer, keras_twins
+from kdist.storage.variables import stored
 
 import keras
 
@@ -15,12 +16,15 @@ class ModelState:
 
     Attributes:
         trainable: Updated by the optimizer from gradients.
-        fixed: Other weights: frozen ones, and statistics that the forward pass may update.
+        frozen: Weights that were made to train, do not, and are stored cut over the data axis:
+            gathered like trainable ones.
+        fixed: Other weights: other frozen ones, and statistics that the forward pass may update.
         seeds: States of seed generators; of the one for operations without a seed too, once used.
         metrics: Variables of metrics that layers or the model own.
     """
 
     trainable: tuple[keras.Variable, ...]
+    frozen: tuple[keras.Variable, ...]
     fixed: tuple[keras.Variable, ...]
     seeds: tuple[keras.Variable, ...]
     metrics: tuple[keras.Variable, ...]
@@ -28,8 +32,8 @@ class ModelState:
     @classmethod
     def of(cls, model: keras.Model) -> ModelState:
         """Sorts the variables of a built model."""
-        trainable = model.trainable_variables
-        known = {id(v) for v in trainable}
+        trainable, frozen = model.trainable_variables, frozen_and_cut(model)
+        known = {id(v) for v in (*trainable, *frozen)}
         weights = {id(v) for v in model.weights}
         fixed: list[keras.Variable] = []
         seeds: list[keras.Variable] = []
@@ -47,14 +51,39 @@ class ModelState:
                 continue
             metrics.extend(v for v in metric.variables if id(v) not in known)
             known.update(id(v) for v in metric.variables)
-        return cls(tuple(trainable), tuple(fixed), tuple(seeds), tuple(metrics))
+        return cls(tuple(trainable), tuple(frozen), tuple(fixed), tuple(seeds), tuple(metrics))
+
+    @property
+    def params(self) -> tuple[keras.Variable, ...]:
+        """What programs take as parameters: trainable variables, then frozen ones."""
+        return self.trainable + self.frozen
 
     @property
     def written(self) -> tuple[keras.Variable, ...]:
-        """All that a forward pass may write: `carried`, then the trainable variables."""
-        return self.carried + self.trainable
+        """All that a forward pass may write: `carried`, then `params`."""
+        return self.carried + self.params
 
     @property
     def carried(self) -> tuple[keras.Variable, ...]:
         """Non-trainable state in the order in which programs take and return it."""
         return self.fixed + self.seeds + self.metrics
+
+
+def frozen_and_cut(model: keras.Model) -> list[keras.Variable]:
+    """Weights that do not train, though layers made them to, and are stored cut over the data axis.
+
+    No layer writes those in its call, as it may write statistics.
+    """
+    found = []
+    for variable in frozen_weights(model):
+        entry = stored(variable)
+        if entry is not None and entry.placement.gathered:
+            found.append(variable)
+    return found
+
+
+def frozen_weights(model: keras.Model) -> list[keras.Variable]:
+    """Weights that do not train, though layers made them to; each once."""
+    trainable = {id(v) for v in model.trainable_variables}
+    made = {id(v): v for v in keras_twins.made_to_train(model)}
+    return [v for key, v in made.items() if key not in trainable]

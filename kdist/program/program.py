@@ -68,7 +68,7 @@ class Program:
     def place_tables(self, layers: Sequence[keras.layers.Embedding]) -> None:
         """Notes whose tables are on the host."""
         # Those that are frozen are carried.
-        every = [*self.state.trainable, *self.state.carried]
+        every = [*self.state.params, *self.state.carried]
         known = {id(v): i for i, v in enumerate(every)}
         trainable = {id(v) for v in self.state.trainable}
         tables = [
@@ -156,7 +156,7 @@ class Program:
         """One replica's share of the loss, and its gradients.
 
         Args:
-            params: Values of the trainable variables.
+            params: Values of `ModelState.params`.
             carried: Values of `ModelState.carried`.
             data: (x, y, sample_weight) of this replica.
             shares: float64 (terms,): the replica's share of each compiled loss.
@@ -172,13 +172,14 @@ class Program:
             written), `outputs`, `masks`.
         """
         given = (params, carried, data, shares, rows_share, first, scale)
+        trained = params[: len(self.state.trainable)]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(params)
+            tape.watch(trained)
             result = self.loss(
                 params, carried, data, shares, rows_share, first, training=True, view=view
             )
             target = result["loss"] * tf.cast(scale, result["loss"].dtype)
-        gradients = tape.gradient(target, params)
+        gradients = tape.gradient(target, trained)
         if tf.executing_eagerly() and any(map(sparse.is_sparse, gradients)):
             self.eager.learn(self, given)
         result["gradients"] = self.connected(gradients, data)
@@ -299,7 +300,7 @@ class Program:
 
     def scope(self, params: Sequence[Any], carried: Sequence[Any]) -> ForwardScope:
         """The scope in which the model's variables have these values."""
-        mapping = [*zip(self.state.trainable, params), *zip(self.state.carried, carried)]
+        mapping = [*zip(self.state.params, params), *zip(self.state.carried, carried)]
         return self.scope_of(mapping, self.state.trainable)
 
     def scope_of(

@@ -46,22 +46,23 @@ def recorded(
 
     Args:
         program: The pure functions.
-        params: Values of the trainable variables.
+        params: Values of `ModelState.params`.
         carried: Values of `ModelState.carried`.
         x: Inputs of a replica.
         laid: See `both_passes`.
     """
+    trained = params[: len(program.state.trainable)]
     with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(params)
+        tape.watch(trained)
         found = program.collect(params, carried, x, training=True)
     made = made_by(found)
 
     def pull_back(cotangents: Sequence[Any], added: Sequence[Any]) -> list[Any]:
         pairs = [(t, laid(c, t)) for t, c in zip(made, (*cotangents, *added)) if c is not None]
         if not pairs:
-            return program.connected([None] * len(params), x)
+            return program.connected([None] * len(trained), x)
         targets, given = zip(*pairs)
-        return program.connected(tape.gradient(targets, params, output_gradients=given), x)
+        return program.connected(tape.gradient(targets, trained, output_gradients=given), x)
 
     return found, pull_back
 

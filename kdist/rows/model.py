@@ -133,7 +133,7 @@ def _pass_of(program: Program, training: bool, returned: _Returned) -> Callable[
     state = program.state
 
     def forward(x: Any) -> Any:
-        params = [_unknown(v) for v in state.trainable]
+        params = [_unknown(v) for v in state.params]
         carried = [_unknown(v) for v in state.fixed + state.seeds]
         carried += [tf.zeros(v.shape, v.dtype) for v in state.metrics]
         result = program.collect(params, carried, x, training)

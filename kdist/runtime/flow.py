@@ -144,8 +144,8 @@ class Flow:
         if self.shares is not None:
             loss = (y, sample_weight, self.shares[i])
             share = self.micro.shares[self.replica][i]
-        variables = [self.program.state.trainable[n] for n in body.trainable]
-        params = [self._parameter(position, s, (virtual, i)) for position in body.trainable]
+        variables = [self.program.state.params[n] for n in body.params]
+        params = [self._parameter(position, s, (virtual, i)) for position in body.params]
         state = {id(v): self._carried(v, s, (virtual, i)) for v in body.carried}
         given = body.given(boundary, masks, state, x, loss, share)
         output, saved = functions.forward(s, params, given)
@@ -155,7 +155,7 @@ class Flow:
         gathered = self.runner.gathered
         saved.freed = frozenset(
             n
-            for n, position in enumerate(body.trainable)
+            for n, position in enumerate(body.params)
             if position in gathered and id(variables[n]) not in self._state
         )
         for n in saved.freed:
@@ -219,7 +219,7 @@ class Flow:
         """Takes what is gathered for a backward; what it does not look at is described."""
         held = self.held.get(s, {})
         for n in saved.freed:
-            position = self.functions[i][virtual].body.trainable[n]
+            position = self.functions[i][virtual].body.params[n]
             saved.params[n] = held.get(position, self.backend.described(position))
 
     def _accumulate(self, s: int, virtual: int, i: int, found: Sequence[Any]) -> list[Any]:
@@ -229,7 +229,7 @@ class Flow:
             The operations that add.
         """
         made: list[Any] = []
-        for position, gradient in zip(self.functions[i][virtual].body.trainable, found):
+        for position, gradient in zip(self.functions[i][virtual].body.params, found):
             if gradient is not None and self.runner.entries[position].placement.fetched:
                 variable = self.program.state.trainable[position]
                 turn = self.program.tables.turn(variable, virtual, i)
@@ -268,8 +268,8 @@ class Flow:
         return self.backend.read(variable, s)
 
     def _parameter(self, position: int, s: int, unit: Unit | None = None) -> Sharded:
-        """A trainable variable's value now, on a slice; gathered before, if it is not stored."""
-        variable = self.program.state.trainable[position]
+        """A parameter's value now, on a slice; gathered before, if it is not stored."""
+        variable = self.program.state.params[position]
         if unit is not None and is_fetched(variable):
             return self._carried(variable, s, unit)
         if id(variable) in self._state or position not in self.runner.gathered:

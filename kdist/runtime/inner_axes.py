@@ -207,7 +207,7 @@ class InnerAxes:
 
     def gathered_paths(self) -> list[str]:
         """Weights that are made whole before use because an operation cannot take parts."""
-        weights: list[keras.Variable] = [*self.state.trainable, *self.state.carried]
+        weights: list[keras.Variable] = [*self.state.params, *self.state.carried]
         return [v.path for v in weights if id(v) in self._whole]
 
 

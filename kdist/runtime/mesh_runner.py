@@ -351,8 +351,8 @@ class MeshRunner:
     def gathered_paths(self) -> list[str]:
         """Weights that are gathered before use because an operation cannot take such parts."""
         state = self.program.state
-        trainable = [state.trainable[i].path for i in sorted(self.programs.gathered_params)]
-        return trainable + [state.carried[i].path for i in sorted(self.programs.gathered_carried)]
+        params = [state.params[i].path for i in sorted(self.programs.gathered_params)]
+        return params + [state.carried[i].path for i in sorted(self.programs.gathered_carried)]
 
     def gradient_at(self, results: Sequence[Sequence[Any]]) -> SliceGradients:
         """How the update reads gradients: the unit's part of each slice's, summed."""

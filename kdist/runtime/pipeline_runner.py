@@ -166,7 +166,7 @@ class PipelineRunner:
         parts = [flow.collected(i) for flow in run.flows for i in range(len(flow.parts))]
         state = self.program.state
         with tf.device(self.devices[0]):
-            params = [value_at(state, v, self.topology, 0) for v in state.trainable]
+            params = [value_at(state, v, self.topology, 0) for v in state.params]
             carried = [value_at(state, v, self.topology, 0) for v in state.carried]
         cut = dataclasses.replace(batch, parts=every, counts=counts, full=micro.full)
         return Collected(results, parts, cut, (params, carried), run)
@@ -259,8 +259,8 @@ class PipelineRunner:
             one.weight_use(self.gathered, penalized.get(one.body.virtual, ())) for one in functions
         ]
         written = {key for one in functions for key in one.example_output.state}
-        trainable = self.program.state.trainable
-        kept = {p for p in self.gathered if p in self.chunking.keep or id(trainable[p]) in written}
+        params = self.program.state.params
+        kept = {p for p in self.gathered if p in self.chunking.keep or id(params[p]) in written}
         placements = [entry.placement for entry in self.entries]
         work = work_of(
             schedule,
@@ -312,9 +312,9 @@ class PipelineRunner:
         return counted
 
     def _value(self, replica: int, position: int) -> Any:
-        """A variable's value for the counting pass, trainable ones first, then carried."""
+        """A variable's value for the counting pass, parameters first, then carried state."""
         state = self.program.state
-        variable = (*state.trainable, *state.carried)[position]
+        variable = (*state.params, *state.carried)[position]
         return value_at(state, variable, self.topology, self.topology.slice_number(0, replica))
 
     def gradient_at(self, results: Sequence[Any]) -> GradientSource:

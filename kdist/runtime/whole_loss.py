@@ -151,7 +151,7 @@ class WholeLossStep(Step):
 
         params, carried = inputs
         known = self.program.state
-        return now(known.trainable, params), now(known.carried, carried)
+        return now(known.params, params), now(known.carried, carried)
 
     def _loss(
         self, collected: Collected, given: tuple[list, list], training: bool

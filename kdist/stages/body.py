@@ -205,7 +205,7 @@ class StageBody:
         backend: How values are laid out where it runs; see `kdist.runtime.one_device`.
 
     Attributes:
-        trainable: Positions of the trainable variables that it uses.
+        params: Positions in `ModelState.params` of those that it uses, trainable ones first.
         carried: The other state that it uses.
         unmasked: Per node that has been traced, the tensors that it took the Keras mask off.
         adders: The layer that gave each value of `StageOutput.added`, once traced.
@@ -222,7 +222,7 @@ class StageBody:
         self._asked = staged.asked_logits(virtual)
         used = {id(v) for v in self._used()}
         state = program.state
-        self.trainable = [i for i, v in enumerate(state.trainable) if id(v) in used]
+        self.params = [i for i, v in enumerate(state.params) if id(v) in used]
         self.carried = [v for v in state.carried if id(v) in used]
         self.unmasked: dict[str, set[str]] = {}
         self.adders: list[keras.layers.Layer | None] = []
@@ -267,15 +267,17 @@ class StageBody:
         """Runs the stage on values.
 
         Args:
-            params: Values of `trainable`.
+            params: Values of `self.params`.
             given: The rest.
             training: Training or inference.
             whole: The loss is one over the whole batch, which is computed outside the stages.
         """
-        variables = [self.program.state.trainable[i] for i in self.trainable]
+        state = self.program.state
+        variables = [state.params[i] for i in self.params]
+        trainable = [v for i, v in zip(self.params, variables) if i < len(state.trainable)]
         before = {**given.state, **{id(v): p for v, p in zip(variables, params)}}
         taken = [(v, self.backend.taken(v, before[id(v)])) for v in (*variables, *self.carried)]
-        scope = self.program.scope_of(taken, variables)
+        scope = self.program.scope_of(taken, trainable)
         table = {**given.inputs, **received(given.boundary)}
         for name, mask in given.masks.items():
             keras_trainer.set_mask(table[name], mask)

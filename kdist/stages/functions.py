@@ -114,7 +114,7 @@ class StageFunctions:
         self.parts: list[Any] = []
         self._known, self._turns = known, NO_TURNS
         program = body.program
-        variables = [program.state.trainable[i] for i in body.trainable]
+        variables = [program.state.params[i] for i in body.params]
         params = [program.spec(v, rows, body.virtual) for v in variables]
         inputs = specs(example.flat())
         try:
@@ -236,17 +236,17 @@ class StageFunctions:
         ]
 
     def needs(self, half: str) -> set[int]:
-        """Which trainable variables a backward looks at; see `StageVjp.needs`."""
-        return {self.body.trainable[i] for i in self.vjp.needs(half)}
+        """Which parameters a backward looks at; see `StageVjp.needs`."""
+        return {self.body.params[i] for i in self.vjp.needs(half)}
 
     def weight_use(self, gathered: Collection[int], penalized: Sequence[int]) -> WeightUse:
         """What the virtual stage has to do with weights.
 
         Args:
-            gathered: The trainable variables that are gathered before use.
+            gathered: The parameters that are gathered before use.
             penalized: Those whose penalty it computes.
         """
-        mine = [i for i in self.body.trainable if i in gathered]
+        mine = [i for i in self.body.params if i in gathered]
         looks: dict[str, Sequence[int]] = {"F": mine, "P": [i for i in penalized if i in gathered]}
         if not self.wanted.differentiate:
             return WeightUse(looks, (), tuple(penalized))

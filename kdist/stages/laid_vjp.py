@@ -22,7 +22,8 @@ class LaidVjp(Vjp):
         inputs: See `Vjp`.
         wrap: See `Vjp`.
         backend: How values are laid out; see `kdist.stages.body.Backend`.
-        trainable: Which trainable variables of the model the parameters are, by position.
+        positions: Which of the model's parameters these are.
+        trained: How many of the model's parameters train: the first ones.
         of_batch: Which of the inputs come with the batch.
     """
 
@@ -34,21 +35,26 @@ class LaidVjp(Vjp):
         wrap: Callable[..., Callable],
         *,
         backend: Any,
-        trainable: Sequence[int],
+        positions: Sequence[int],
+        trained: int,
         of_batch: Callable[[int], bool],
     ) -> None:
-        self.backend, self.trainable = backend, list(trainable)
+        self.backend, self._positions = backend, list(positions)
+        self._count_trained = sum(i < trained for i in positions)
         self._comes_with_batch = of_batch
         super().__init__(function, params, inputs, wrap)
 
     def _of_batch(self, inputs: list[Any]) -> list[Any]:
         return [t for j, t in enumerate(inputs) if self._comes_with_batch(j)]
 
+    def _sources(self, params: list[Any], inputs: list[Any]) -> list[Any]:
+        return super()._sources(params[: self._count_trained], inputs)
+
     def _passes(self, tensor: Any) -> bool:
         return bool(self.backend.hands_on(tensor))
 
     def _laid_out(self, source: Any, gradient: Any) -> Any:
-        for param, position in zip(self._arguments[0], self.trainable):
+        for param, position in zip(self._arguments[0], self._positions):
             if param is source:
                 refuse_added(self.backend.entries[position].variable, gradient)
                 by_batch = sparse.is_sparse(gradient) and self._by_batch(gradient)
@@ -67,7 +73,7 @@ class LaidVjp(Vjp):
 
     def connected(self) -> list[int]:
         """The trainable variables that get a gradient."""
-        return [i for i, there in zip(self.trainable, self.gradients_exist) if there]
+        return [i for i, there in zip(self._positions, self.gradients_exist) if there]
 
     def look_ups(self, stage: int) -> dict[int, LookUp]:
         """By trainable variable, how gradients that are rows are looked up.
@@ -79,5 +85,5 @@ class LaidVjp(Vjp):
         for i, (reached, merged, alike) in self.rows.items():
             by_batch = any(map(self._comes_with_batch, reached))
             same = ((stage, alike),) if alike and not merged else ()
-            found[self.trainable[i]] = LookUp(by_batch, merged, same=same)
+            found[self._positions[i]] = LookUp(by_batch, merged, same=same)
         return found

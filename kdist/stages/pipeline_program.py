@@ -90,7 +90,7 @@ class CountFunction:
 
     def __init__(self, program: Program, part: Any, training: bool) -> None:
         state = program.state
-        sizes = len(state.trainable), len(state.carried)
+        sizes = len(state.params), len(state.carried)
         given = leaves(part)
 
         def count(*flat: Any) -> Any:
@@ -98,7 +98,7 @@ class CountFunction:
             data = rebuild(part, flat[sum(sizes) : -1])
             return program.counts(list(params), list(carried), data, flat[-1], training)
 
-        variables = [*state.trainable, *state.carried]
+        variables = [*state.params, *state.carried]
         wanted = [program.spec(v) for v in variables]
         wanted += [*specs(given), tf.TensorSpec([], tf.int32)]
         whole = tf.compat.v1.wrap_function(count, wanted)
@@ -111,7 +111,7 @@ class CountFunction:
         """Counts, float64 (terms,).
 
         Args:
-            variable: Gives the value of a variable, trainable ones first, then carried.
+            variable: Gives the value of a variable, parameters first, then carried state.
             part: The micro-batch.
             rows: Rows of it that count.
         """

@@ -172,26 +172,31 @@ class StagedModel:
         return {key: tuple(stages) for key, stages in found.items()}
 
     def weight_uses(
-        self, variables: Sequence[keras.Variable], gathered: Collection[int], penalties: bool
+        self,
+        params: Sequence[keras.Variable],
+        trained: int,
+        gathered: Collection[int],
+        penalties: bool,
     ) -> list[WeightUse]:
         """What each virtual stage has to do with weights, as far as the model's graph tells.
 
         Args:
-            variables: The trainable weights.
+            params: What steps take as parameters.
+            trained: How many of them train: the first ones.
             gathered: Positions of those that are gathered before use.
             penalties: Whether stages compute penalties.
         """
         users, found = self.users(), []
         for virtual in range(self.schedule.virtual_stages):
-            mine = [i for i, v in enumerate(variables) if virtual in users.get(id(v), ())]
+            mine = [i for i, v in enumerate(params) if virtual in users.get(id(v), ())]
             looks = [i for i in mine if i in gathered]
-            back = looks[::-1]
+            back, mine = looks[::-1], [i for i in mine if i < trained]
             penalized = [
                 i
                 for i in mine
-                if variables[i].regularizer
-                and not is_fetched(variables[i])
-                and users[id(variables[i])][0] == virtual
+                if params[i].regularizer
+                and not is_fetched(params[i])
+                and users[id(params[i])][0] == virtual
             ]
             found.append(
                 WeightUse(

@@ -116,23 +116,22 @@ def _observed(layers: list[keras.layers.Layer], parallel: Parallel) -> Iterator[
 def _alone(model: keras.Model, batch: tuple[Any, Any, Any]) -> Observed:
     """What one device gives for a batch, from the weights' whole values."""
     state = ModelState.of(model)
-    carried, trainable = (
-        [tf.identity(v.value) for v in of] for of in (state.carried, state.trainable)
-    )
+    trainable, others = state.trainable, (*state.carried, *state.frozen)
+    given = [[tf.identity(v.value) for v in of] for of in (trainable, others)]
 
-    def train(params: list[Any], others: list[Any], batch: tuple[Any, Any, Any]) -> tuple[Any, ...]:
+    def train(params: list[Any], rest: list[Any], batch: tuple[Any, Any, Any]) -> tuple[Any, ...]:
         x, y, sample_weight = batch
-        given = [*zip(state.trainable, params), *zip(state.carried, others)]
+        values = [*zip(trainable, params), *zip(others, rest)]
         with tf.GradientTape() as tape:
             tape.watch(params)
-            with (scope := ForwardScope(given, state.trainable)):
+            with (scope := ForwardScope(values, trainable)):
                 y_pred = call_for_training(model, x)
                 loss, parts = loss_and_parts(model, x, y, y_pred, sample_weight)
                 scaled = model.optimizer.scale_loss(loss)
         now = [scope.get_current_value(v) for v in state.carried]
         return y_pred, loss, parts, tape.gradient(scaled, params), now
 
-    y_pred, loss, parts, found, now = as_compiled(model, train)(trainable, carried, batch)
+    y_pred, loss, parts, found, now = as_compiled(model, train)(*given, batch)
     names = unique([v.path for v in state.carried])
     return Observed(
         output=predicted(model, batch[0]),

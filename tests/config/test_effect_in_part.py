@@ -44,9 +44,22 @@ def many_small() -> keras.Model:
     )
 
 
+def small_base() -> keras.Model:
+    model = many_small()
+    for layer in model.layers[:-1]:
+        layer.trainable = False
+    return model
+
+
 def one_large() -> keras.Model:
     layers = [keras.layers.Dense(61, use_bias=False, name="odd"), keras.layers.Dense(1)]
     return keras.Sequential([keras.Input((4,)), *layers], name="net")
+
+
+def odd_base() -> keras.Model:
+    model = one_large()
+    model.get_layer("odd").trainable = False
+    return model
 
 
 def normed() -> keras.Model:
@@ -60,16 +73,17 @@ def at(level: int, threshold: int = 0) -> OptimizerConfig:
 
 
 CASES: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
-    "frozen weights at level 3": (
-        frozen,
-        {"axes": {"data": 2}, "level": at(3)},
-        "level=3 has no effect on 'net/base/kernel', 'net/base/bias': they do not train, and "
-        "every replica has all of them, 1.2 KB: levels cut what an optimizer updates. Cut",
+    "most bytes frozen below the threshold": (
+        small_base,
+        {"axes": {"data": 2}, "level": at(3, 100)},
+        "level=3 has no effect on 11 of 12 parameters, 432 B of 560 B: they stay whole; the "
+        "largest, 'net/small_0/kernel': 64 bytes, below 100. Lower threshold_kb",
     ),
-    "LoRA at level 3": (
-        lora,
-        {"axes": {"data": 2}, "level": at(3, 1024)},
-        "level=3 has no effect on 'net/base/kernel': they do not train, and every replica has all",
+    "one large frozen parameter of odd sizes": (
+        odd_base,
+        {"axes": {"data": 3}, "level": at(3)},
+        "level=3 has no effect on the device that has 'net/odd/kernel': of 1.2 KB it has 976 B, "
+        "and no dim of (4, 61) divides by 3 replicas: so one device keeps all of it.",
     ),
     "most bytes below the threshold": (
         many_small,
@@ -81,7 +95,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
         one_large,
         {"axes": {"data": 3}, "level": at(3)},
         "level=3 has no effect on the device that has 'net/odd/kernel': of 1.2 KB it has 976 B, "
-        "and no dim of (4, 61) divides by 3 replicas: so one device keeps and updates all of it.",
+        "and no dim of (4, 61) divides by 3 replicas: so one device keeps all of it.",
     ),
     "compression of vectors": (
         normed,
@@ -105,6 +119,8 @@ def test_it_is_noted_and_warned_of_once(name: str) -> None:
 
 QUIET: dict[str, tuple[Callable[[], keras.Model], dict[str, Any]]] = {
     "frozen weights at level 2": (frozen, {"axes": {"data": 2}, "level": at(2)}),
+    "frozen weights at level 3": (frozen, {"axes": {"data": 2}, "level": at(3)}),
+    "LoRA at level 3": (lora, {"axes": {"data": 2}, "level": at(3, 1024)}),
     "statistics at level 3": (
         normed,
         {"axes": {"data": 2}, "level": at(3)},
@@ -135,9 +151,9 @@ def test_what_saves_is_not_noted(name: str) -> None:
     assert noted(made(build=build, **options)) == []
 
 
-def test_frozen_weights_that_a_layout_cuts_are_kept_in_parts() -> None:
-    """What the note says to do does what it says."""
-    build, options = QUIET["frozen weights that a layout cuts"]
+@pytest.mark.parametrize("name", ["frozen weights at level 3", "frozen weights that a layout cuts"])
+def test_frozen_weights_are_kept_in_parts(name: str) -> None:
+    build, options = QUIET[name]
     model = made(build=build, **options)
     assert warned(model) == []
     kept = kdist.inspect(model).memory

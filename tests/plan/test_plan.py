@@ -10,7 +10,8 @@ import kdist
 from kdist.api.parallelize import attached
 from kdist.display.tables import readable
 from kdist.graphs import executed
-from kdist.plan.plan import Plan, Traffic, inner_parts, make_plan
+from kdist.plan.between_replicas import inner_parts
+from kdist.plan.plan import Plan, Traffic, make_plan
 from kdist.sharding.device import Device
 from kdist.sharding.layout import WeightLayout
 from kdist.sharding.mesh import Topology

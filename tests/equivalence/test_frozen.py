@@ -1,0 +1,98 @@
+"""Level 3 stores weights that do not train cut, too, and gathers them where they are used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kdist
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from .case import CLASSES, Case, Data, labels, weights
+from .harness import compare
+from .matrix import level_config, spread
+from .optimizer_zoo import OPTIMIZERS
+
+LENGTH, WIDTH, WORDS = 4, 8, 12
+
+
+class Tail(layers.Layer):
+    """A layer of its author's own, with a weight that no dim of divides by two."""
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(3, 1), initializer="random_normal", name="scale")
+
+    def call(self, x: Any) -> Any:
+        return x * (1.0 + ops.sum(self.scale))
+
+
+def _tuned() -> keras.Model:
+    """Of a backbone what is small trains, and a new head, as fine-tuning does."""
+    inputs = keras.Input((LENGTH,), dtype="int32", name="ids")
+    x = layers.Embedding(WORDS, WIDTH, name="words")(inputs)
+    for i in range(2):
+        h = layers.MultiHeadAttention(4, 2, name=f"attention_{i}")(x, x)
+        x = layers.LayerNormalization(name=f"norm_{i}")(layers.Add(name=f"sum_{i}")([x, h]))
+        h = layers.Dense(16, activation="tanh", name=f"up_{i}")(x)
+        x = layers.Add(name=f"added_{i}")([x, layers.Dense(WIDTH, name=f"down_{i}")(h)])
+    x = layers.BatchNormalization(name="statistics")(Tail(name="tail")(x))
+    x = layers.GlobalAveragePooling1D(name="means")(x)
+    model = keras.Model(inputs, layers.Dense(CLASSES, name="head")(x), name="tuned")
+    for variable in model.trainable_variables:
+        # Biases and norms train, and the head, and one product in the middle.
+        vector = len(variable.shape) < 2 or "query/bias" in variable.path
+        variable.trainable = vector or variable.path in ("head/kernel", "up_1/kernel")
+    for name in ("words", "tail", "statistics"):
+        model.get_layer(name).trainable = False
+    return model
+
+
+def _data(seed: int, samples: int) -> Data:
+    rng = np.random.default_rng(seed)
+    x = rng.integers(0, WORDS, (samples, LENGTH)).astype("int32")
+    return x, labels(rng, samples), weights(rng, samples)
+
+
+LAYOUTS = {
+    r".*attention_.*/(query|key|value)/kernel": (None, "model", None),
+    r".*attention_.*/attention_output/kernel": ("model", None, None),
+    r".*up_./kernel": (None, "model"),
+    r".*down_./kernel": ("model", None),
+    "words/embeddings": (None, "model"),
+}
+CASE = Case(name="tuned", build=_tuned, data=_data, layout_map=LAYOUTS)
+STAGES = {"pipeline": kdist.PipelineConfig(micro_batches=2)}
+AGAIN = {"recompute": kdist.RecomputeConfig(layers=["attention_.*", "up_.*"])}
+CUT = level_config("level3")
+KEPT = {"optimizer": kdist.OptimizerConfig(level=3, threshold_kb=0, keep_gathered=True)}
+BY_OWNER = {"optimizer": kdist.OptimizerConfig(level=3, threshold_kb=0, partition="parameter")}
+BY_INDEX = kdist.FusionConfig(mode="index", index=(2, 5))
+ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "data4": ({"data": 4}, CUT),
+    "data3 by owner": ({"data": 3}, BY_OWNER),
+    "data4 kept": ({"data": 4}, KEPT),
+    "data4 again": ({"data": 4}, {**CUT, **AGAIN}),
+    "data2 model2": ({"data": 2, "model": 2}, CUT),
+    "data2 model2 again": ({"data": 2, "model": 2}, {**CUT, **AGAIN}),
+    "sequence": ({"data": 2, "model": 2}, {**CUT, "sequence_parallel": True}),
+    "whole batch": ({"data": 2, "model": 2}, {**CUT, "batch_semantics": "global"}),
+    "no overlap": ({"data": 4}, {**CUT, "fusion": kdist.FusionConfig(overlap=False)}),
+    "one bucket an id": (
+        {"data": 4},
+        {**CUT, "fusion": kdist.FusionConfig(mode="index", index=(2, 5))},
+    ),
+    "compressed": ({"data": 4}, {**CUT, "compression": kdist.CompressionConfig()}),
+    "pipe2 data2": ({"pipe": 2, "data": 2}, {**STAGES, **CUT}),
+    "pipe2 data2 model2": ({"pipe": 2, "data": 2, "model": 2}, {**STAGES, **CUT, **AGAIN}),
+}
+QUICK = [("data4",), ("data2 model2",), ("pipe2 data2",)]
+WIDE = [("data3 by owner",), ("data2 model2 again",), ("whole batch",), ("pipe2 data2 model2",)]
+
+
+@pytest.mark.parametrize("row", spread([(row,) for row in ROWS], [*QUICK, *WIDE], quick=3))
+def test_frozen_weights_equal_one_device(row: str, engine: str) -> None:
+    axes, options = ROWS[row]
+    compare(CASE, axes, optimizer=OPTIMIZERS["adam"], engine=engine, config=options, samples=13)
