@@ -33,8 +33,9 @@ def adapter_layouts(
     for layer in layers:
         name = next((n for kind, n in ADAPTED.items() if isinstance(layer, kind)), "")
         weights = {v.name: v for v in layer.weights}
-        found = [weights.get(one) for one in (name, f"lora_{name}_a", f"lora_{name}_b")]
-        if any(one is None for one in found):
+        names = (name, f"lora_{name}_a", f"lora_{name}_b")
+        found = [weights[one] for one in names if one in weights]
+        if len(found) < len(names):
             continue
         weight, first, second = found
         dims, shapes = cut[id(weight)], [tuple(one.shape) for one in found]

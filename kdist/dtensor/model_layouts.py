@@ -230,7 +230,7 @@ class ModelLayouts:
             self.weights[id(variable)] = layout
 
     def _add_adapters(self, patterns: Mapping[str, Any]) -> None:
-        """Has factors of LoRA follow their weight over inner axes, unless the map says otherwise."""
+        """Cuts factors of LoRA like their weight over inner axes, if the map does not name them."""
         inner = {key: self.read(key) for key in self.weights}
         for variable, dims in adapter_layouts(self.model_layers, inner):
             known = self.weights[id(variable)]

@@ -126,9 +126,9 @@ def cut(
 ) -> list[Chunk]:
     """Cuts a program.
 
-    What follows from parameters and constants alone, some of them fetched (casts, reshapes, a kernel
-    with what adapts it added), is part of every chunk that uses it, with what it follows from. So
-    nothing gathered outlives a chunk, nor anything of that size.
+    What follows from parameters and constants alone, some of them fetched (casts, reshapes, a
+    kernel with what adapts it added), is part of every chunk that uses it, with what it follows
+    from. So nothing gathered outlives a chunk, nor anything of that size.
 
     Args:
         graph: The program.
