@@ -70,7 +70,7 @@ class Body:
         self.said = self._keep_said_shapes(made)
         library = graph.as_graph_def().library.function
         self.functions: Mapping[str, Any] = {one.signature.name: one for one in library}
-        self._drop_unused()
+        self.drop_unused()
 
     def note(self, reference: str, shape: Any, dtype: Any) -> None:
         """Keeps the shape and dtype of a tensor, if they are not known."""
@@ -146,7 +146,7 @@ class Body:
         self.note(checked, spec.shape, spec.dtype)
         return checked
 
-    def _drop_unused(self) -> None:
+    def drop_unused(self) -> None:
         """Drops the nodes that neither a result nor an effect needs."""
         needed: set[str] = set()
         effects = [name for name, node in self.nodes.items() if self.has_effects(node)]

@@ -15,6 +15,7 @@ from kdist.dtensor.kept_layouts import keep_layouts
 from kdist.dtensor.lowering import LAID_OUT, Function, LoweredProgram, lower
 from kdist.dtensor.rewrites import rewrite
 from kdist.dtensor.sliced_sequences import gather_for_slices
+from kdist.dtensor.unmerged_products import unmerge_products
 from kdist.dtensor.window_parts import of_parts
 from kdist.dtensor.windows import StandIns
 
@@ -114,7 +115,8 @@ class _Expansion:
     ) -> None:
         self.body = body = Body(concrete)
         self._mesh, self._layouts = mesh, layouts
-        rewritten = rewrite(body) + (gather_for_slices(body, mesh) if along_sequence else 0)
+        rewritten = rewrite(body) + unmerge_products(body, layouts)
+        rewritten += gather_for_slices(body, mesh) if along_sequence else 0
         self.islands = limits.unsupported(body)
         self.stand_ins = StandIns(body)
         if channels:
