@@ -8,7 +8,7 @@ As einsums of the dims themselves nothing but the gradient of the second factor 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kdist.dtensor.body import Body, control_inputs, data_inputs
 from kdist.graphs.chunks import node_of
@@ -33,22 +33,29 @@ def unmerge_products(body: Body, layouts: Sequence[dtensor.Layout]) -> int:
     Returns:
         How many nodes it has rewritten, those of gradients included.
     """
-    cut = {r for r, one in zip(body.inputs, layouts) if _is_cut_behind(one.sharding_specs)}
-    count = sum([_rewrite(body, name) for name in list(body.nodes) if _merges_one(body, name, cut)])
+    pairs = zip(body.inputs, layouts)
+    cut = {r: one for r, one in pairs if _is_cut_behind(one.sharding_specs)}
+    count = 0
+    for name in list(body.nodes):
+        if (argument := _merged_argument(body, name)) in cut:
+            count += _rewrite(body, name, cut[argument])
     if count:
         body.drop_unused()
     return count
 
 
-def _rewrite(body: Body, name: str) -> int:
-    """Rewrites what multiplies a weight whose dims a node merges."""
+def _rewrite(body: Body, name: str, layout: dtensor.Layout) -> int:
+    """Rewrites what multiplies a weight, of some layout, whose dims a node merges."""
     merged, weight = f"{name}:output:0", _unmerged(body, name)
     rows, count = _ROWS[: body.specs[weight].shape.rank - 1], 0
     for product, other, transposed in list(_products(body, merged)):
         if transposed == (False, False):
             count += _split(body, product, weight, other, f"{rows}y,yz->{rows}z")
         elif transposed == (True, False) and _merges_alike(body, node := node_of(other), weight):
-            gradient = _unmerged(body, node)
+            # Cut along another of the rows' dims, DTensor would add it up for each device.
+            dims = [*layout.sharding_specs[:-1], dtensor.UNSHARDED]
+            like = dtensor.Layout(dims, layout.mesh)
+            gradient = body.lay_out(_unmerged(body, node), like, f"{product}/laid_out")
             _einsum(body, product, product, [weight, gradient], f"{rows}y,{rows}z->yz")
             body.redirect({f"{product}:product:0": f"{product}:output:0"}, list(body.nodes))
             count += 1
@@ -95,17 +102,17 @@ def _is_cut_behind(dims: Sequence[str]) -> bool:
     return any(dim != dtensor.UNSHARDED for dim in dims[1:-1])
 
 
-def _merges_one(body: Body, name: str, arguments: Collection[str]) -> bool:
-    """Whether a node merges all dims but the last of one of some arguments of the program."""
+def _merged_argument(body: Body, name: str) -> str | None:
+    """The argument of the program of which a node merges all dims but the last, if it does."""
     if not _merges(body, name):
-        return False
+        return None
     source = _unmerged(body, name)
     while source not in body.inputs:
         node = body.nodes[node_of(source)]
         if node.op not in _COPIES:
-            return False
+            return None
         (source,) = data_inputs(node)
-    return source in arguments
+    return source
 
 
 def _merges_alike(body: Body, name: str, weight: str) -> bool:

@@ -52,6 +52,14 @@ def build_tied() -> keras.Model:
     return keras.Model(tokens, keras.layers.Dense(WIDTH, name="head")(x))
 
 
+def build_frozen() -> keras.Model:
+    """A table and a layer that do not train."""
+    model = build()
+    for name in ("table", "up"):
+        model.get_layer(name).trainable = False
+    return model
+
+
 def adam() -> keras.optimizers.Optimizer:
     """Adam that does not make steps of rounding errors where a gradient is nothing else."""
     return keras.optimizers.Adam(1e-2, epsilon=1e-2, global_clipnorm=2.0)

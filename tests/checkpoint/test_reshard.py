@@ -21,7 +21,7 @@ import pytest
 
 from ..equivalence.harness import precision
 from ..equivalence.matrix import product, spread
-from .kinds import KINDS, VOCABULARY, Kind, adam, build_tied, split, state, train
+from .kinds import KINDS, VOCABULARY, Kind, adam, build_frozen, build_tied, split, state, train
 from .runs import bytes_read
 
 NAMES = tuple(KINDS)
@@ -89,6 +89,19 @@ TIED_DEFAULT = [("pipe2-data2-level1", "data4-level3"), ("data2-model2", "pipe2-
 @pytest.mark.parametrize(("source", "target"), spread(product(TIED, TIED), TIED_DEFAULT))
 def test_a_weight_of_both_ends_goes_on_anywhere(source, target, tmp_path):
     goes_on(*(dataclasses.replace(KINDS[n], build=build_tied) for n in (source, target)), tmp_path)
+
+
+AT_LEVELS = ("plain", "data4-level3", "data2-model2-level3", "pipe2-data2-level1", "data3-level1")
+FROZEN_DEFAULT = [("data4-level3", "data2-model2-level3"), ("plain", "data4-level3")]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), spread(product(AT_LEVELS, AT_LEVELS), FROZEN_DEFAULT, quick=1)
+)
+def test_what_does_not_train_goes_on_anywhere(source, target, tmp_path):
+    goes_on(
+        *(dataclasses.replace(KINDS[n], build=build_frozen) for n in (source, target)), tmp_path
+    )
 
 
 CODED = ("data2-model2", "data3-level1", "data4-level3", "pipe2-data2-level1")

@@ -12,9 +12,12 @@ import pytest
 from keras import layers, ops
 
 from .case import CLASSES, Case, Data, labels, weights
+from .features import Feature
 from .harness import compare
 from .matrix import level_config, product, spread
 from .optimizer_zoo import OPTIMIZERS
+from .own_steps import Taped
+from .whole_losses import BY_NAME as WHOLE
 
 LENGTH, WIDTH, WORDS = 4, 8, 12
 
@@ -64,6 +67,12 @@ def _adapted() -> keras.Model:
     return model
 
 
+def _own_step() -> keras.Model:
+    """The same with a step of the author's own."""
+    model = _tuned()
+    return Taped(model.inputs, model.outputs, name="tuned")
+
+
 def _data(seed: int, samples: int) -> Data:
     rng = np.random.default_rng(seed)
     x = rng.integers(0, WORDS, (samples, LENGTH)).astype("int32")
@@ -79,7 +88,7 @@ LAYOUTS = {
 }
 CASES = {
     build.__name__: Case(name=build.__name__, build=build, data=_data, layout_map=LAYOUTS)
-    for build in (_tuned, _adapted)
+    for build in (_tuned, _adapted, _own_step)
 }
 STAGES = {"pipeline": kdist.PipelineConfig(micro_batches=2)}
 AGAIN = {"recompute": kdist.RecomputeConfig(layers=["attention_.*", "up_.*"])}
@@ -114,11 +123,49 @@ WIDE = [
     ("_adapted", "data2 model2 again"),
     ("_adapted", "sequence"),
     ("_adapted", "pipe2 data2 model2"),
+    ("_own_step", "data4"),
+    ("_own_step", "data2 model2"),
 ]
 
 
-@pytest.mark.parametrize(("name", "row"), spread(product(CASES, ROWS), [*QUICK, *WIDE]))
+# A step of one's own has no stages, and computes nothing again.
+FITS = [row for row in product(CASES, ROWS) if row[0] != "_own_step" or row in WIDE]
+
+
+@pytest.mark.parametrize(("name", "row"), spread(FITS, [*QUICK, *WIDE]))
 def test_frozen_weights_equal_one_device(name: str, row: str, engine: str) -> None:
     axes, options = ROWS[row]
     optimizer = OPTIMIZERS["adam"]
     compare(CASES[name], axes, optimizer=optimizer, engine=engine, config=options, samples=13)
+
+
+def _freeze(model: keras.Model) -> None:
+    for variable in model.trainable_variables[:2]:
+        variable.trainable = False
+
+
+LOSSES = [("dice", "data4"), ("centres", "data2 model2")]
+
+
+@pytest.mark.parametrize(
+    ("loss", "row"), spread(product(("dice", "centres"), ("data4", "data2 model2")), LOSSES, 0)
+)
+def test_a_loss_over_the_whole_batch_too(loss: str, row: str, engine: str) -> None:
+    axes, options = ROWS[row]
+    frozen = Feature(name="frozen", edit=_freeze)
+    optimizer = OPTIMIZERS["adam"]
+    compare(
+        WHOLE[loss], axes, optimizer=optimizer, engine=engine, config=options, features=[frozen]
+    )
+
+
+def test_they_are_gathered_op_by_op(engine: str) -> None:
+    """`run_eagerly`, where no chunks are."""
+    compare(
+        CASES["_tuned"],
+        {"data": 2},
+        optimizer=OPTIMIZERS["sgd_momentum"],
+        engine=engine,
+        config=CUT,
+        compile={"run_eagerly": True},
+    )
