@@ -9,6 +9,7 @@ from typing import Any
 from kdist.dtensor import limits
 from kdist.dtensor.body import TAG, Body, data_inputs, topological
 from kdist.dtensor.collectives import COLLECTIVES
+from kdist.dtensor.crossed_sums import uncross
 from kdist.dtensor.device_number import SHAPES
 from kdist.dtensor.islands import CannotCut, Cut, with_neighbours
 from kdist.dtensor.kept_layouts import keep_layouts
@@ -70,6 +71,8 @@ def expand(
         except (UnicodeDecodeError, tf.errors.OpError, ValueError) as error:
             if last or not limits.is_about_lowering(error) or not work.learns(error, inside, given):
                 raise
+            continue
+        if not last and work.uncrosses(program):
             continue
         failed = work.put_back(program)
         if failed and last:
@@ -147,6 +150,12 @@ class _Expansion:
             self._changed |= bool(kept)
             self.islands.update({name: why for name, why in left.items() if name not in kept})
         return bool(found)
+
+    def uncrosses(self, program: LoweredProgram) -> bool:
+        """Whether einsums would be too large, and are not once it is lowered again."""
+        found = uncross(self.body, program.definition, self._mesh)
+        self._changed |= found
+        return found
 
     def put_back(self, program: LoweredProgram) -> dict[str, str]:
         """Puts operations on windows back into a program; those that cannot be, with reasons."""
