@@ -155,7 +155,8 @@ class PlacedModel:
 
     def _resolved(self) -> ModelLayouts:
         inside = self.whole_batch is not None
-        return ModelLayouts(self.model, self.config, self.topology, inside)
+        again = self.layouts is not None
+        return ModelLayouts(self.model, self.config, self.topology, inside, again)
 
     def _refuse_batches(self) -> None:
         """Refuses a model that replicas and micro-batches would give other batches than it has."""

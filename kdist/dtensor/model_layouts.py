@@ -69,12 +69,22 @@ class ModelLayouts:
         config: ParallelConfig,
         topology: Topology,
         data_inside: bool = False,
+        again: bool = False,
     ) -> None:
+        """Resolves them.
+
+        Args:
+            model: The model.
+            config: What `parallelize` was given.
+            topology: The mesh.
+            data_inside: Whether programs compute over the whole batch.
+            again: Whether the model had layouts before, and has changed.
+        """
         self.topology = topology
         self.compute = topology.with_data_inside() if data_inside else topology
         fit = WeightFit(topology, replicate=config.indivisible == "replicate")
         pairs = [(v.path, tuple(v.shape)) for v in model.weights]
-        layouts, patterns = resolve_layouts(pairs, config.layout_map, topology, fit)
+        layouts, patterns = resolve_layouts(pairs, config.layout_map, topology, fit, again)
         self.weights: dict[int, WeightLayout] = dict(zip(map(id, model.weights), layouts))
         self.layers: list[tuple[keras.layers.Layer, ResolvedShard]] = [
             (layer, resolve_declaration(layer, declared, self.compute, fit))
@@ -99,7 +109,7 @@ class ModelLayouts:
         }
         self.fetched_layers = [*hosted, *split]
         self._refuse_cut_tables()
-        self.outputs = _match_outputs(model, patterns)
+        self.outputs = _match_outputs(model, patterns, again)
         self.sequence = list(self._ends()) if config.sequence_parallel else []
         # None: it is not wanted.
         self._along: bool | None = False if config.sequence_parallel else None
@@ -245,7 +255,7 @@ def _shown(titles: Sequence[str]) -> str:
 
 
 def _match_outputs(
-    model: keras.Model, patterns: dict[str, Dims]
+    model: keras.Model, patterns: dict[str, Dims], again: bool
 ) -> list[tuple[keras.layers.Layer, Dims]]:
     """Layers whose `<path>/output` an activation pattern of the layout map matches."""
     found, used = [], set()
@@ -255,7 +265,7 @@ def _match_outputs(
             used.add(pattern)
             found.append((layer, patterns[pattern]))
     unused = [p for p in patterns if p not in used]
-    if unused:
+    if unused and not again:
         warnings.warn(
             f"These activation patterns of the layout map match no layer's output: {unused}",
             stacklevel=2,

@@ -226,6 +226,7 @@ def resolve_layouts(
     layout_map: Any,
     topology: Topology,
     fit: WeightFit | None = None,
+    again: bool = False,
 ) -> tuple[list[WeightLayout], dict[str, Dims]]:
     """Gives every variable its layout.
 
@@ -234,6 +235,8 @@ def resolve_layouts(
         layout_map: as `read_layout_map` takes it. A variable that nothing matches is replicated.
         topology: the mesh.
         fit: what becomes of a dim that does not divide; an error by default.
+        again: the map has been resolved for this model before. A pattern that applies to nothing
+            is no mistake of the map then: its layer was taken away.
 
     Returns:
         The layout of every variable, in their order; and pattern to layout for the patterns that
@@ -266,7 +269,7 @@ def resolve_layouts(
             continue
         used.add(pattern)
         layouts.append(WeightLayout(fit(for_weights[pattern], shape, f"{path!r}")))
-    unused = [pattern for pattern in for_weights if pattern not in used]
+    unused = [] if again else [pattern for pattern in for_weights if pattern not in used]
     if unused and isinstance(layout_map, keras.distribution.LayoutMap):
         warnings.warn(
             f"These patterns of the LayoutMap apply to no variable of the model: {unused}",

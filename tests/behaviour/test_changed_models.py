@@ -82,6 +82,15 @@ def grown(model: keras.Model) -> None:
     fit(model)
 
 
+def shrunk(model: keras.Model) -> None:
+    """The layer of a pattern of the map is taken away."""
+    fit(model)
+    model.pop()
+    model.pop()
+    model.add(layers.Dense(4, kernel_initializer="ones", name="end"))
+    fit(model)
+
+
 def quantized(model: keras.Model) -> None:
     """Keras forgets the functions it made, so this works without `compile`."""
     fit(model)
@@ -94,11 +103,12 @@ def quantized_and_compiled(model: keras.Model) -> None:
     model.evaluate(X, Y, verbose=0)
 
 
-CHANGES = (lora_first, lora, frozen, thawed, grown, quantized, quantized_and_compiled)
+CHANGES = (lora_first, lora, frozen, thawed, grown, shrunk, quantized, quantized_and_compiled)
 DEFAULT = {
     (lora, "data4", 3),
     (lora_first, "data2_model2", 0),
     (grown, "pipe2_data2", 0),
+    (shrunk, "data2_model2", 3),
     (quantized_and_compiled, "data2_model2", 3),
     (quantized, "pipe2_data2", 0),
 }
