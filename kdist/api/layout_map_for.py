@@ -18,6 +18,7 @@ from kdist.plan.convolutions import convolution_of
 from kdist.plan.products import Product, filters_as_product, product_of, quantized_products
 from kdist.sharding.dims import Dims
 from kdist.sharding.mesh import Topology
+from kdist.storage.variables import stored
 
 import keras
 
@@ -34,8 +35,9 @@ def layout_map_for(
     and the second by rows, with nothing to send between them; so of two convolutions, by channels,
     and what has weights for each channel between them, such as a gate; large tables of embeddings,
     and last layers of many classes, by their entries. All else stays whole: other norms and
-    convolutions, and recurrent cells, which are gathered for use anyway. Numbers do not depend on
-    the choice. The map is a dict to print, to change, and to give to
+    convolutions, and recurrent cells, which are gathered for use anyway. Weights of layers that a
+    parallel model over this mesh has already stay as they are there. Numbers do not depend on the
+    choice. The map is a dict to print, to change, and to give to
     `ParallelConfig(layout_map=...)`. Since blocks of one kind share patterns, that of a small model
     serves a deeper one of the same names.
 
@@ -72,14 +74,18 @@ def layout_map_for(
         )
     topology = Topology.from_mesh(mesh)
     axis, parts = _axis(topology, axis)
-    roles, layouts = _decided(model, axis, parts)
+    kept = _stored(model, topology)
+    roles, layouts = _decided(model, axis, parts, kept)
     _leave_unlike(model, roles, layouts, parts)
+    layouts = {path: dims for path, dims in (layouts | kept).items() if any(dims)}
     _tell(model, roles, layouts, parts)
     ranks = {v.path: len(v.shape) for v in model.weights}
     return _patterns({path: layouts[path] for path in ranks if path in layouts}, ranks)
 
 
-def _decided(model: keras.Model, axis: str, parts: int) -> tuple[Roles, dict[str, Dims]]:
+def _decided(
+    model: keras.Model, axis: str, parts: int, kept: Mapping[str, Dims]
+) -> tuple[Roles, dict[str, Dims]]:
     """What is cut and what is not, and layouts by path."""
     roles = Roles()
     layers = keras_models.flat_layers(model)
@@ -91,7 +97,10 @@ def _decided(model: keras.Model, axis: str, parts: int) -> tuple[Roles, dict[str
     opened = set[int]()
     for parent in layers:
         for group in _groups(parent, inside, parts, between, opened, roles.left):
-            roles.group(group.columns, group.rows, parts)
+            if stays := _in_the_way(group, kept, axis):
+                roles.left |= stays
+            else:
+                roles.group(group.columns, group.rows, parts)
     wide_ends(multiplied, roles, parts)
     roles.left |= {one.path: f"quantized to {mode}" for one, mode in quantized_products(layers)}
     layouts: dict[str, Dims] = {}
@@ -197,6 +206,27 @@ def _leave_unlike(model: keras.Model, roles: Roles, layouts: dict[str, Dims], pa
         if path in layouts and not fits:
             del layouts[path]
             roles.left[path] = f"one of that path has shape {shape}"
+
+
+def _stored(model: keras.Model, topology: Topology) -> dict[str, Dims]:
+    """Layouts of weights that another model has over this mesh, by path."""
+    found: dict[str, Dims] = {}
+    for variable in model.weights:
+        entry = stored(variable)
+        if entry and entry.topology == topology.with_merged(entry.topology.merged):
+            found[variable.path] = entry.placement.layout.dims
+    return found
+
+
+def _in_the_way(group: Group, kept: Mapping[str, Dims], axis: str) -> dict[str, str]:
+    """Why a group is not cut where weights of it are stored in another way, by their paths."""
+    cuts = [(one, one.cut("columns")) for one in group.columns]
+    cuts += [(one, one.cut("rows")) for one in group.rows]
+    return {
+        one.path: f"another model has it as {kept[one.path]}"
+        for one, dim in cuts
+        if kept.get(one.path, dims := _cut(one.shape, dim, axis)) != dims
+    }
 
 
 def _tell(model: keras.Model, roles: Roles, layouts: dict[str, Dims], parts: int) -> None:

@@ -330,8 +330,10 @@ def place_weights(
             if entry.topology == topology:
                 raise ValueError(
                     "A weight is stored in one way, and another model has it by its layouts. Make "
-                    "models that share weights parallel with the same layouts and stages. "
-                    f"Received: {variable.path!r}"
+                    "models that share weights parallel with the same layouts and stages "
+                    "(kdist.layout_map_for keeps the layouts of weights that are stored). "
+                    f"Received: {variable.path!r}, stored as {_described(entry.placement)}, now "
+                    f"{_described(placement)}"
                 )
             raise ValueError(
                 "A weight can live on one mesh only. Build a new model, and load the weights of "
@@ -341,6 +343,13 @@ def place_weights(
         id(variable): stored(variable) or _distributed(variable, placement, topology)
         for variable, placement in placed
     }
+
+
+def _described(placement: Placement) -> str:
+    """What must be the same in two models that share a weight."""
+    where = f" on slices {placement.slices}" if placement.groups else ""
+    kind = " on the host" if placement.on_host else " split by hand" if placement.split else ""
+    return f"{placement.layout.dims}{kind}{where}"
 
 
 def _distributed(variable: keras.Variable, placement: Placement, topology: Topology) -> Stored:
