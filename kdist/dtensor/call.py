@@ -373,8 +373,8 @@ class Lowered:
     def _captured(self, tensor: Any) -> Sharded:
         if is_variable(tensor):
             raise CannotExpand(
-                "a variable that belongs to no layer of the model "
-                f"({getattr(tensor, 'name', tensor)})"
+                "a variable that belongs to no layer of the model (make it a weight, by "
+                "add_weight; what a compiled loss reads, read in an overridden compute_loss)"
             )
         return replicate(tensor, self.mesh)
 
