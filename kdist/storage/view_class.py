@@ -73,10 +73,10 @@ def _handle(self: Any) -> Any:
     tensor = self.value if anchor is None else anchor
     if not isinstance(tensor, tf.Variable):
         raise AttributeError(
-            "A weight that is cut over devices is trained by models that went through "
-            "kdist.parallelize, and its gradient is found in a kdist.function(step, model), or "
-            "by kdist.gradients(model, x, y). Pass the model that contains its layer through "
-            "kdist.parallelize too. "
+            "A tape does not see a weight that is cut over devices. Call kdist.gradients(model, "
+            "x, y) in its place, in a callback too, or write the loop as kdist.function(step, "
+            "model). A plain model with layers of a parallel one goes through kdist.parallelize "
+            "too. "
             f"Received: weight {self.path!r}"
         )
     return tensor.handle

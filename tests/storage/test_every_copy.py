@@ -55,7 +55,7 @@ def test_where_weights_are_cut_the_fix_is_named():
     x, y = data(8)
     features = keras.Model(model.inputs, model.outputs)
     features.compile("sgd", "mse")
-    with pytest.raises(AttributeError, match=r"through kdist\.parallelize too.*weight '"):
+    with pytest.raises(AttributeError, match=r"callback.*kdist\.parallelize too.*weight '"):
         features.fit(x, y, verbose=0)
 
 
