@@ -25,6 +25,7 @@ from kdist.optimizer.local import leaf_optimizers
 from kdist.optimizer.loss_scale import LossScale
 from kdist.optimizer.reduction import Reduction
 from kdist.optimizer.update_jobs import Jobs
+from kdist.optimizer.when_due import held_by, is_due, send_what_changed, waiting
 from kdist.optimizer.wrappers import row_updates, unwrap, whole_updates
 from kdist.sharding.mesh import Topology
 from kdist.sharding.owners import UpdateUnit
@@ -260,26 +261,19 @@ class DistributedUpdate:
         for number, sums in self.sums.items():
             variables = {v for v in sums.sums if v in reduction.connected}
             sums.add(reduction.given, sorted(variables - reduction.accumulated), scale)
-            jobs = self.jobs.updating(variables)
             leaf, local = self.groups[number][0], self.jobs.local[number]
+            held = held_by(local, self.jobs.updating(variables))
 
-            def total(sums: LocalSums = sums, variables: set[int] = variables) -> list[Any]:
-                found = Reduction(self.jobs, sums, variables, variables, factor, compress=compress)
-                found.advance(variables)
+            def total(sums: LocalSums = sums, mine: set[int] = variables, held: Any = held) -> None:
+                found = Reduction(self.jobs, sums, mine, mine, factor, compress=compress)
+                found.advance(mine)
                 found.keep()
+                for n, gradient in found.gradients.items():
+                    held[n].put(gradient)
                 sums.reset(sorted(sums.sums))
-                return [gradient for _, gradient in sorted(found.gradients.items())]
 
-            def zeros(jobs: list[int] = jobs) -> list[Any]:
-                found = []
-                for job in (self.jobs.jobs[n] for n in jobs):
-                    with tf.device(self.jobs.device(job.owner)):
-                        found.append(tf.zeros(job.variable.shape, job.variable.dtype))
-                return found
-
-            step = tf.convert_to_tensor(local[0].iterations().value) + 1
-            due = step % leaf.gradient_accumulation_steps == 0
-            gradients.update(zip(jobs, tf.cond(due, total, zeros)))
+            tf.cond(is_due(leaf, local), total, lambda: None)
+            gradients.update({n: one.take() for n, one in held.items()})
         return gradients
 
     def _are_finite(self, gradients: Mapping[int, Any]) -> list[Any]:
@@ -340,6 +334,7 @@ class DistributedUpdate:
         devices = list({one.device for local in self.jobs.local for one in local})
         masks = {n: self.jobs.live(n, connected) for n in gradients}
         some = {n: mask for n, mask in masks.items() if mask is not None}
+        waits = [waiting(leaf, local) for (leaf, _), local in zip(self.groups, self.jobs.local)]
         for (leaf, _), local in zip(self.groups, self.jobs.local):
             clip_globally(self.jobs, leaf, local, gradients, some)
             moves = any(n in gradients for one in local for n in one.positions)
@@ -355,7 +350,8 @@ class DistributedUpdate:
             self.inner._iterations.assign_add(1)
         overwritten = any(leaf.use_ema for leaf, _ in self.groups)
         numbers = range(len(self.jobs.jobs)) if overwritten else gradients
-        send_values(self.jobs, numbers, self.one_by_one, self._changed_rows(gradients))
+        changed = self._changed_rows(gradients)
+        send_what_changed(self.jobs, numbers, waits, self.one_by_one, changed)
 
     def _changed_rows(self, gradients: dict[int, Any]) -> dict[int, Any]:
         """By job that updates some rows of a table alone, their numbers."""
@@ -380,9 +376,7 @@ class DistributedUpdate:
         self.jobs.take_over()
         live = set(self.jobs.updating(set(connected)))
         for number, sums in self.sums.items():
-            leaf, first = self.groups[number][0], self.jobs.local[number][0]
-            step = tf.convert_to_tensor(first.iterations().value) + 1
-            due = step % leaf.gradient_accumulation_steps == 0
+            due = is_due(self.groups[number][0], self.jobs.local[number])
             tf.cond(due, lambda sums=sums: sums.reset(sorted(sums.sums)), lambda: None)
         for local in self.jobs.local:
             for one in local:

@@ -20,7 +20,7 @@ from kdist.api.parallelize import attached
 from kdist.dtensor.inputs import SliceInputs
 from kdist.graphs import executed
 from kdist.graphs.executed import ExecutedFunction, Node, Transfer
-from kdist.optimizer import broadcast, update
+from kdist.optimizer import broadcast, when_due
 from kdist.optimizer.compressed import CompressedGradients
 from kdist.optimizer.gather import Gatherer
 from kdist.optimizer.reduction import Reduction
@@ -41,7 +41,7 @@ _PARTS: tuple[tuple[Any, str, str], ...] = (
     (DistributedUpdate, "apply", "update"),
     (Reduction, "advance", "update"),
     (Gatherer, "__call__", "gather"),
-    (update, "send_values", "value"),
+    (when_due, "send_values", "value"),
     (broadcast, "_leaving_part", "bucket's join"),
     (broadcast, "_join", "bucket's value"),
     (broadcast, "_send_bucket", "bucket's value"),
