@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kdist.plan.inside_layers import InsideTraffic, inside_traffic
 from kdist.program.batch import part_bounds
+from kdist.runtime.metrics import overrides
 
 import keras
 import tensorflow as tf
@@ -89,10 +90,13 @@ def _micro_batches(parallel: Parallel) -> int:
 def collectives_of(parallel: Parallel, batch_size: int | None) -> list[Collective]:
     """Those of one slice, for a batch of so many rows if that is lowered, else those lowered first.
 
-    Of a model that has not trained, those of a forward and backward pass without a loss.
+    Of a model that has not trained, those of a forward and backward pass without a loss. None of
+    one that has no inputs of its own, such as a pair of networks that its `train_step` calls.
     """
     runner = parallel.mesh_runner()
     if not (runner.recorded() or runner.recorded_by_rows()):  # what is lowered may have none
+        if calls_layers_itself(parallel) and not _input_shapes(parallel.model):
+            return []
         lower_without_loss(parallel, batch_size or len(parallel.topology.devices))
     first = list(runner.recorded())
     if batch_size is None:
@@ -114,7 +118,7 @@ def lower_without_loss(parallel: Parallel, rows: int) -> None:
         ValueError: It has inputs of unknown shape.
     """
     for part in _parts(parallel, rows):
-        parallel.mesh_runner().lower_without_loss(_zeros(parallel.model, part))
+        parallel.mesh_runner().lower_without_loss(_zeros(parallel, part))
 
 
 def _trace(parallel: Parallel, rows: int) -> None:
@@ -130,18 +134,35 @@ def _trace(parallel: Parallel, rows: int) -> None:
     step.by_shape(step.train).for_specs(specs, True)
 
 
-def _zeros(model: keras.Model, rows: int) -> Any:
-    inputs = None
+def calls_layers_itself(parallel: Parallel) -> bool:
+    """Whether steps of the user's own call the layers."""
+    return parallel.user_steps or overrides(parallel.model, "train_step")
+
+
+def _inputs(model: keras.Model) -> Any:
+    """What stands for the model's inputs; None where nothing does."""
     if isinstance(model, keras.Sequential) and model.inputs:
-        inputs = model.inputs[0]
-    elif isinstance(model, keras.Model) and model.built:
-        inputs = getattr(model, "input", None)
+        return model.inputs[0]
+    return getattr(model, "input", None) if isinstance(model, keras.Model) and model.built else None
+
+
+def _input_shapes(model: keras.Model) -> list[tuple[int, ...]]:
+    """Those of a row; none where one is not known."""
+    inputs = _inputs(model)
     shapes = [tuple(t.shape[1:]) for t in keras.tree.flatten(inputs)] if inputs is not None else []
-    if not shapes or any(None in s for s in shapes):
+    return [] if any(None in s for s in shapes) else shapes
+
+
+def _zeros(parallel: Parallel, rows: int) -> Any:
+    model = parallel.model
+    if not _input_shapes(model):
+        how = "Train or evaluate one batch first."
+        if calls_layers_itself(parallel):
+            how = "Its layers are called by a step of its own: what they communicate is not told."
         raise ValueError(
-            "The shapes of the model's inputs are not known. Train or evaluate one batch first. "
-            f"Received: model={model.name!r}"
+            f"The shapes of the model's inputs are not known. {how} Received: model={model.name!r}"
         )
     return keras.tree.map_structure(
-        lambda t: tf.zeros((rows, *t.shape[1:]), keras.backend.standardize_dtype(t.dtype)), inputs
+        lambda t: tf.zeros((rows, *t.shape[1:]), keras.backend.standardize_dtype(t.dtype)),
+        _inputs(model),
     )

@@ -144,6 +144,35 @@ def test_the_plan_says_whose_step_it_lists() -> None:
     assert "the model has its own train_step" in str(kdist.inspect(model))
 
 
+class Inside(keras.Model):
+    """Has no inputs of its own: its step calls the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = keras.Sequential([keras.Input((4,)), layers.Dense(4, name="up")])
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = ops.mean(self.inner(data) ** 2)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def test_a_model_whose_step_calls_its_parts_is_inspected_over_inner_axes() -> None:
+    model = Inside()
+    cuts = {".*up/kernel": (None, "model")}
+    mesh = kdist.mesh(data=2, model=2)
+    kdist.parallelize(model, kdist.ParallelConfig(mesh=mesh, layout_map=cuts))
+    model.compile(keras.optimizers.Adam())
+    model.fit(np.ones((8, 4)), verbose=0)
+    found = kdist.inspect(model)
+    assert found.collectives == () and "the model has its own train_step" in str(found)
+    assert [one.parameters for one in found.memory] == [(4 * 2 + 4) * 8] * 4
+    with pytest.raises(ValueError, match="called by a step of its own.*Received: model='inside'"):
+        model.plan(batch_size=8)
+
+
 def test_a_weight_that_comes_twice_is_refused() -> None:
     """Keras updates it two times, one after the other."""
     model = layer_of_two(TwoParts)
