@@ -12,7 +12,12 @@ from kdist.api.inside_layers import refuse_batch_size
 from kdist.api.placed_model import PlacedModel
 from kdist.api.sharded_optimizer import parallel_optimizer
 from kdist.api.table_optimizers import table_notes
-from kdist.config.effect_in_part import Part, compression_in_part, levels_in_part
+from kdist.config.effect_in_part import (
+    Part,
+    compression_in_part,
+    levels_in_part,
+    no_moves,
+)
 from kdist.config.fusion import comm_fusion
 from kdist.config.parallel import ParallelConfig
 from kdist.config.without_effect import ModelFacts, WithoutEffect, without_effect
@@ -131,11 +136,7 @@ class PlannedModel(PlacedModel):
             spread=len(spread),
             fusion_ids={v.path: n for v, n in zip(variables, comm_fusion.of(variables)) if n},
             tables=tuple(v.path for v in looked_up(self.model)),
-            asked_tables=tuple(
-                placement.path
-                for _, placement in self._placements()
-                if (split := placement.split) is not None and not (split.local_columns or split.dim)
-            ),
+            asked_tables=self._asked_tables(),
             gathered=tuple(spread) if config.level == 3 else (),
             repeated=tuple(one.name for one in blocks),
             keep_communication=tuple(
@@ -160,11 +161,31 @@ class PlannedModel(PlacedModel):
         parts = []
         for variable, decision, wanted in zip(variables, decisions, opted, strict=True):
             one = by_layout[id(variable)]
-            asked = wanted is False or one.fetched or one.data_dim is not None
+            # A table that is split by hand over an inner axis is the same on every replica.
+            repeated = not one.on_host and any(len(part.holders) > 1 for part in one.shards)
+            placed = (one.fetched and not repeated) or one.data_dim is not None
+            asked = wanted is False or placed
             parts.append(Part(one.path, one.nbytes, decision.how, decision.reason, asked))
         replicas = self.topology.data_size
         levels = levels_in_part(config, replicas, parts) if self.model.compiled else ()
         return [*levels, *compression_in_part(self.classes())]
+
+    def _asked_tables(self) -> tuple[str, ...]:
+        """See `ModelFacts`."""
+        split = [(one.path, one.split) for _, one in self._placements() if one.split is not None]
+        return tuple(path for path, how in split if not (how.local_columns or how.dim))
+
+    def _idle(self) -> list[WithoutEffect]:
+        """What programs show to be without effect, as far as they are traced and lowered."""
+        if self.layouts is None:
+            return []
+        found, apart = list(self.layouts.idle), self.model.run_eagerly or self.fallbacks
+        if self.config.enable_alltoall and self.layouts.compute.inner_size > 1 and not apart:
+            inside = self.inside_layers(None)
+            moves = inside is None or any(one.kind == "all-to-all" for one in inside)
+            if not moves and not self._asked_tables():
+                found.append(no_moves())
+        return found
 
     def _asked_to_gather(self, spread: Collection[str]) -> tuple[str, ...]:
         """See `ModelFacts`; `spread` are paths of what level 3 gathers."""
@@ -181,8 +202,8 @@ class PlannedModel(PlacedModel):
             self.warn_once(idle)
 
     def warn_idle(self) -> None:
-        """Warns of inner axes that cut nothing, of each once; programs are traced."""
-        for note in () if self.layouts is None else self.layouts.idle:
+        """Warns of what programs show to be without effect, of each once; they are lowered."""
+        for note in self._idle():
             self.warn_once(str(note))
 
     def warn_once(self, note: str) -> None:
@@ -248,7 +269,7 @@ class PlannedModel(PlacedModel):
         optimizer = self.model.optimizer if self.model.compiled else None
         jobs = None if self.update is None else self.update.jobs
         works, pipeline = self.works(), self.config.pipeline
-        return make_plan(
+        plan = make_plan(
             self.topology,
             weights,
             trainable,
@@ -270,6 +291,17 @@ class PlannedModel(PlacedModel):
             inside=self.inside_layers(batch_size),
             memory=self._memory(batch_size),
         )
+        return dataclasses.replace(plan, frozen_look_ups=self._frozen_look_ups(position))
+
+    def _frozen_look_ups(self, position: Mapping[int, int]) -> tuple[tuple[int, LookUp], ...]:
+        """By position of a table that is fetched and does not train, how rows are looked up."""
+        if self.layouts is None:
+            return ()
+        trained, program = {id(v) for v in self.trained}, getattr(self, "program", None)
+        known = {} if program is None else program.tables.frozen
+        tables = [id(one.embeddings) for one in self.layouts.fetched_layers]
+        found = {position[v]: known.get(v, LookUp()) for v in tables if v not in trained}
+        return tuple(sorted(found.items()))
 
     def _memory(self, batch_size: int | None) -> tuple[DeviceMemory, ...]:
         """What each device has: of a step what was read, if that had as many rows."""
@@ -309,7 +341,7 @@ class PlannedModel(PlacedModel):
             ]
             ahead = [layer.path or layer.name for layer in self.layouts.prefetched]
             notes += [f"table {name!r} is looked up a step ahead in fit" for name in ahead]
-            notes += [*self.layouts.left_whole, *map(str, self.layouts.uncut + self.layouts.idle)]
+            notes += [*self.layouts.left_whole, *map(str, self.layouts.uncut + self._idle())]
             notes += filter(None, [self.layouts.island_note()])
         if self.whole_batch is not None:
             notes.append(self.whole_batch.note(self.config.pipeline))

@@ -54,10 +54,13 @@ def levels_in_part(
     spread = any(one.how != "whole" for one in parts)  # else `without_effect` says it
     if spread and kept > MOST * total and config.state_on == "device":
         largest = max(whole, key=lambda one: one.nbytes)
+        instead = "Lower threshold_kb, or see the plan's table of optimizer parallelism"
+        if largest.reason.endswith("by hand"):
+            instead = "Split it over the data axis, or cut it by a layout_map"
         yield WithoutEffect(
             setting,
             f"they stay whole; the largest, {largest.path!r}: {largest.reason}",
-            "Lower threshold_kb, or see the plan's table of optimizer parallelism",
+            instead,
             f"{len(whole)} of {len(parts)} parameters, {readable(kept)} of {readable(total)}",
         )
     for one in parts:
@@ -71,6 +74,16 @@ def levels_in_part(
                 "one element at a time",
                 f"the device that has {one.path!r}",
             )
+
+
+def no_moves() -> WithoutEffect:
+    """The note on `enable_alltoall` that moves nothing; known when programs are lowered."""
+    return WithoutEffect(
+        "enable_alltoall=True",
+        "no tensor goes from a cut of one dim to a cut of another over one axis, and no table is "
+        "split by hand by rows: the programs of layers have no all-to-all",
+        "Leave it out; kdist.inspect shows which collectives layers have",
+    )
 
 
 def compression_in_part(classes: Classes | None) -> Iterator[WithoutEffect]:

@@ -284,7 +284,8 @@ def _others(case: _Case) -> Iterator[WithoutEffect]:
     """Settings that need an axis of the mesh."""
     mesh = case.topology.describe_axes()
     asked = case.facts.asked_tables
-    if case.config.enable_alltoall and case.topology.inner_size == 1 and not asked:
+    uncut = case.topology.inner_size == 1 and case.config.batch_semantics == "replica"
+    if case.config.enable_alltoall and uncut and not asked:
         yield WithoutEffect(
             "enable_alltoall=True",
             f"only inner axes cut the tensors of layers, and the mesh {mesh} has none above 1; "

@@ -74,6 +74,7 @@ class Plan:
         classes: How each gradient travels; None for all as they are.
         gathers: Those of a step, of `params` that are not stored whole.
         look_ups: By trainable variable whose gradient is rows of a table, how they are looked up.
+        frozen_look_ups: The same by weight, of tables that are fetched and do not train.
         micro_batches: That each replica's part of a batch is cut into.
         row_updates: Trainable variables of which an update from rows changes these rows alone.
         summed_rows: Trainable variables of which gradients of one row may be summed.
@@ -105,6 +106,7 @@ class Plan:
     classes: Classes | None = None
     gathers: tuple[Gather, ...] = ()
     look_ups: tuple[tuple[int, LookUp], ...] = ()
+    frozen_look_ups: tuple[tuple[int, LookUp], ...] = ()
     micro_batches: int = 1
     row_updates: frozenset[int] = frozenset()
     summed_rows: frozenset[int] = frozenset()
@@ -167,6 +169,7 @@ class Plan:
         Weights stored sliced over data are gathered before use instead, and nothing is broadcast.
         For gradients that travel compressed see `kdist.plan.exchange`. Rows of embedding
         tables, of gradients or changed by an update, are not among these: see `tables`.
+        With gradient accumulation it is that of a step that updates.
         """
         return between_replicas(self)
 
@@ -213,21 +216,20 @@ class Plan:
     def host_tables(self) -> list[HostTraffic]:
         """What goes between the host and the devices per step, by tables on the host."""
         placed = [(v, self.weights[self.trainable[v]], look_up) for v, look_up in self.look_ups]
-        return [
+        found = [
             host_traffic(
-                placement,
-                look_up,
-                v in self.summed_rows,
-                self._pieces(v, look_up),
-                v in self.ahead,
+                p, look_up, v in self.summed_rows, self._pieces(v, look_up), v in self.ahead
             )
-            for v, placement, look_up in placed
-            if placement.on_host
+            for v, p, look_up in placed
+            if p.on_host
         ]
+        frozen = [(self.weights[w], one) for w, one in self.frozen_look_ups]
+        return found + [host_traffic(p, one, trains=False) for p, one in frozen if p.on_host]
 
     def split_tables(self) -> list[SplitTraffic]:
         """What look-ups in tables that are split by hand send per step."""
-        placed = [(self.weights[self.trainable[v]], look_up) for v, look_up in self.look_ups]
+        by_weight = [(self.trainable[v], one) for v, one in self.look_ups]
+        placed = [(self.weights[w], one) for w, one in (*by_weight, *self.frozen_look_ups)]
         return [split_traffic(p, look_up) for p, look_up in placed if p.split is not None]
 
     def summary(self, console: Console | None = None) -> None:

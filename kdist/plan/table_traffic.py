@@ -114,9 +114,10 @@ class HostTraffic:
 def host_traffic(
     placement: Placement,
     look_up: LookUp,
-    combined: bool,
+    combined: bool = True,
     pieces: int = 1,
     ahead: bool = False,
+    trains: bool = True,
 ) -> HostTraffic:
     """Counts what goes between the host and the replicas that look rows of a table up.
 
@@ -127,10 +128,11 @@ def host_traffic(
         pieces: In how many pieces the gradient of a replica travels, where there are several.
         ahead: Whether rows are looked up a step ahead; then the numbers of a step's rows travel
             twice, and rows that it has changed, with their places, to those that will use them.
+        trains: Whether gradients travel at all.
     """
     replicas, devices = len(placement.slices), len(placement.table[0])
     row = placement.nbytes // placement.shape[0]
-    gradients = replicas * (pieces if look_up.by_batch and replicas > 1 else 1)
+    gradients = trains * replicas * (pieces if look_up.by_batch and replicas > 1 else 1)
     each = 1 + devices + (not combined) + (1 + 2 * devices) * ahead
     return HostTraffic(
         path=placement.path,
@@ -138,7 +140,7 @@ def host_traffic(
         messages=replicas * each + gradients,
         down=row * devices,
         up=look_up.index_bytes * (1 + ahead),
-        back=row + look_up.index_bytes * (not combined),
+        back=trains * (row + look_up.index_bytes * (not combined)),
         combined=combined,
         replicas=replicas,
         again=(row + PLACE_BYTES) * devices * ahead,

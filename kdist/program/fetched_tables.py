@@ -101,6 +101,7 @@ class FetchedTables:
 
     Attributes:
         look_ups: By position of the table, how its rows are looked up in training, once known.
+        frozen: The same by identity of the variable, of tables that do not train.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class FetchedTables:
         self.tables = list(tables)
         self.layers = list(dict.fromkeys(one.layer for one in tables))
         self.look_ups: dict[int, LookUp] = {}
+        self.frozen: dict[int, LookUp] = {}
         self._forward = forward
         self._variables = list(variables)
         self._functions: dict[Any, Any] = {}
@@ -324,8 +326,11 @@ class FetchedTables:
             # Of one that several stages look up, each micro-batch does, whatever the ids are.
             by_batch = virtual is not None or depends_on(result, inputs, training)
             self._by_batch[training, number] = by_batch
+            known = LookUp(by_batch, index_bytes=result.dtype.size)
             if training and table.trains:
-                look_ups[table.position] = LookUp(by_batch, index_bytes=result.dtype.size)
+                look_ups[table.position] = known
+            elif training:
+                self.frozen[id(table.layer.embeddings)] = known
         for position, look_up in look_ups.items():
             same = self._alike(position, recorded, inputs) if look_up.by_batch else ()
             look_ups[position] = dataclasses.replace(look_up, same=same)

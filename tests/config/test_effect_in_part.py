@@ -11,7 +11,7 @@ from kdist import CompressionConfig, OptimizerConfig
 import keras
 import pytest
 
-from .test_without_effect import made, noted, warned
+from .test_without_effect import dense, made, noted, warned
 
 
 def frozen() -> keras.Model:
@@ -68,6 +68,12 @@ def normed() -> keras.Model:
     )
 
 
+def split_table(axis: str) -> keras.Model:
+    table = kdist.layers.SplitEmbedding((3, 9), 4, axis=axis, name="table")
+    layers = [table, keras.layers.Flatten(), keras.layers.Dense(1, name="head")]
+    return keras.Sequential([keras.Input((4,)), *layers], name="net")
+
+
 def at(level: int, threshold: int = 0) -> OptimizerConfig:
     return OptimizerConfig(level=level, threshold_kb=threshold / 1024)
 
@@ -97,6 +103,12 @@ CASES: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
         "level=3 has no effect on the device that has 'net/odd/kernel': of 1.2 KB it has 976 B, "
         "and no dim of (4, 61) divides by 3 replicas: so one device keeps all of it.",
     ),
+    "a table that is split by hand over an inner axis": (
+        lambda: split_table("model"),
+        {"axes": {"data": 2, "model": 2}, "level": at(1)},
+        "level=1 has no effect on 1 of 3 parameters, 192 B of 260 B: they stay whole; the largest, "
+        "'net/table/embeddings': it is split over 'model' by hand. Split it over the data axis",
+    ),
     "compression of vectors": (
         normed,
         {"axes": {"data": 2}, "compression": CompressionConfig()},
@@ -115,6 +127,50 @@ def test_it_is_noted_and_warned_of_once(name: str) -> None:
     assert len(notes) == 1
     assert warned(model) == notes
     assert warned(model) == []
+
+
+def transposed() -> keras.Model:
+    """Its layers are cut along the rows, then along the columns."""
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(4, use_bias=False, name="rows"),
+            keras.layers.Dense(4, use_bias=False, name="columns"),
+        ],
+        name="net",
+    )
+    kdist.shard(model.layers[0], in_strategy=((2, 1), (1, 1)))
+    kdist.shard(model.layers[1], in_strategy=((1, 1), (1, 2)))
+    return model
+
+
+def moving() -> keras.Model:
+    """Between its layers a tensor goes from a cut of its columns to one of its rows."""
+    first = keras.layers.Dense(4, use_bias=False, name="columns")
+    kdist.shard(first, in_strategy=((1, 1), (1, 2)), out_strategy=((1, 2),))
+    second = keras.layers.Dense(4, use_bias=False, name="rows")
+    kdist.shard(second, in_strategy=((2, 1), (1, 1)))
+    return keras.Sequential([keras.Input((4,)), first, second], name="net")
+
+
+MOVES: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], int]] = {
+    "cut by columns and rows": (dense, {}, 1),
+    "gathers alone": (transposed, {}, 1),
+    "a move": (moving, {}, 0),
+    "a table in parts": (lambda: split_table("model"), {}, 0),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_all_to_alls_that_are_allowed_and_move_nothing_are_told(name: str) -> None:
+    build, options, count = MOVES[name]
+    model = made({"model": 2}, build=build, enable_alltoall=True, **options)
+    assert noted(model) == []  # no program is lowered yet
+    told = warned(model)
+    kinds = {one.kind for one in kdist.inspect(model).collectives}
+    assert len(told) == count == len(noted(model)) and ("all-to-all" in kinds) == (name == "a move")
+    if count:
+        assert told[0].startswith("enable_alltoall=True has no effect: no tensor goes from")
 
 
 QUIET: dict[str, tuple[Callable[[], keras.Model], dict[str, Any]]] = {
@@ -140,6 +196,10 @@ QUIET: dict[str, tuple[Callable[[], keras.Model], dict[str, Any]]] = {
             "level": at(1),
             "setting": lambda m: [kdist.set_parallel_optimizer(one, False) for one in m.layers[:5]],
         },
+    ),
+    "a table that is split by hand over the data axis": (
+        lambda: split_table("data"),
+        {"axes": {"data": 2}, "level": at(1)},
     ),
     "dims that divide": (one_large, {"axes": {"data": 1, "model": 2}}),
 }

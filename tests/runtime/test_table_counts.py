@@ -47,10 +47,13 @@ def _stage(x: Any, stage: int, name: str, units: int) -> Any:
     return layer(x)
 
 
-def _model(kind: str, where: str, optimizer: Any = "sgd", **compiled: Any) -> keras.Model:
+def _model(
+    kind: str, where: str, optimizer: Any = "sgd", trains: bool = True, **compiled: Any
+) -> keras.Model:
     """A chain of stages; each that looks up joins its rows to what came before."""
     keras.utils.set_random_seed(0)
     ids, table = keras.Input((IDS,), dtype="int32"), _table(kind)
+    table.trainable = trains
     count = 4 if where == "two chunks" else 2
     x: Any = None
     for stage in range(count):
@@ -116,6 +119,20 @@ def test_a_table_on_the_host(where: str, optimizer: str) -> None:
     assert (there, back) == planned.sent(rows, look_ups)
 
 
+@WHERE
+def test_a_table_on_the_host_that_does_not_train(where: str) -> None:
+    model = _model("host", where, trains=False)
+    sent = _with_host(model, _step(model))
+    (planned,) = model.plan().host_tables()
+    assert planned.messages == len(sent)
+    rows = (2 if where == "two chunks" else 1) * DIFFERENT
+    host = attached(model).topology.host
+    there = sum(_nbytes(one, rows) for one in sent if one.source == host)
+    back = sum(_nbytes(one, rows) for one in sent if one.target == host)
+    assert (there, back) == planned.sent(rows, LOOK_UPS)
+    assert "table/embeddings on the host: " in str(kdist.inspect(model))
+
+
 @pytest.mark.parametrize("where", ["one stage", "two chunks"])
 def test_rows_that_are_looked_up_a_step_ahead(where: str) -> None:
     """All rows of the next batch are those that this step changes, and so they travel twice."""
@@ -155,6 +172,19 @@ def test_look_ups_in_parts(where: str, kind: str) -> None:
     each = rows // 2 if kind == "split blocks" else rows
     measured, expected = sent.nbytes(each, WIDTH, 0), planned.used.nbytes(rows, times * LOOK_UPS)
     assert measured <= expected if planned.used.at_most else measured == expected
+
+
+@pytest.mark.parametrize("kind", ["split masked", "dealt"])
+def test_look_ups_in_parts_that_do_not_train(kind: str) -> None:
+    plans = []
+    for trains in (True, False):
+        model = _model(kind, "one stage", trains=trains)
+        sent = sent_by_look_ups(_step(model))
+        (planned,) = model.plan().split_tables()
+        plans.append(planned)
+        if not trains:  # numbers go with gradients too
+            assert planned.messages == sent.messages
+    assert plans[0] == plans[1]
 
 
 MADE_BY = {
