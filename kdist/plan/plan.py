@@ -39,7 +39,7 @@ class DevicePlan:
 
     Attributes:
         device: TensorFlow device string.
-        parameter_bytes: Weights stored there.
+        parameter_bytes: Weights stored there, and whole copies that an update of them needs.
         updated_bytes: Of these, the bytes whose optimizer state and update are there.
         updates: Number of update units.
         memory: What is there, and what a step has there; None before the first step.
@@ -153,8 +153,9 @@ class Plan:
         places += [HOST] * self.uses_host
         plans, memory = [], {one.device: one for one in self.memory}
         for at in places:
-            stored = sum(w.stored_bytes(at) for w in self.weights)
             mine = [u for u in self.units if u.owner == at]
+            copies = [self.unit_bytes(u) for u in mine if u.shard is None]  # of what is cut
+            stored = sum(w.stored_bytes(at) for w in self.weights) + sum(copies)
             updated = sum(self.unit_bytes(u) for u in mine)
             device = self.topology.device(at)
             plans.append(DevicePlan(device, stored, updated, len(mine), memory.get(device)))

@@ -177,6 +177,26 @@ def test_traffic_is_what_the_step_sends(axes: Any, cuts: Any, optimizer: str) ->
     assert sent == traffic(model.plan())
 
 
+@pytest.mark.parametrize(
+    ("axes", "optimizer", "state_on"),
+    [({"data": 2, "model": 2}, "Lamb", "device"), ({"data": 2, "model": 2}, "Adam", "host")],
+    ids=["whole updates", "state on the host"],
+)
+def test_whole_copies_that_updates_need_are_weights_of_a_device(
+    axes: dict[str, int], optimizer: str, state_on: Any
+) -> None:
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(**axes),
+        layout_map=CUTS,
+        optimizer=kdist.OptimizerConfig(state_on=state_on),
+    )
+    model = kdist.parallelize(mlp(), config)
+    model.compile(getattr(keras.optimizers, optimizer)(), "mse")
+    planned = {one.device: one.parameter_bytes for one in model.plan().devices()}
+    model.train_on_batch(X, Y)
+    assert {one.device: one.parameters for one in kdist.inspect(model).memory} == planned
+
+
 def test_the_plan_before_training_is_the_plan_after() -> None:
     config = kdist.ParallelConfig(mesh=kdist.mesh(data=2, model=2), layout_map=CUTS)
     model = kdist.parallelize(mlp(), config)
