@@ -77,7 +77,7 @@ RowsAhead = Sequence[tuple[LookedUp, int, Ahead]]
 
 def corrected(ahead: RowsAhead) -> RowsAhead:
     """Rows that were fetched before an update, after it."""
-    return [(table, s, table.entry.corrected(s, one)) for table, s, one in ahead]
+    return [(t, s, t.entry.corrected(s, one) if t.trains else one) for t, s, one in ahead]
 
 
 def tensors_of(ahead: RowsAhead) -> list[list[Any]]:

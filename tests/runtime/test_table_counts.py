@@ -174,6 +174,16 @@ def test_look_ups_in_parts(where: str, kind: str) -> None:
     assert measured <= expected if planned.used.at_most else measured == expected
 
 
+def test_rows_that_do_not_change_are_not_read_again_where_they_are_looked_up_ahead() -> None:
+    model = _model("host ahead", "flat", trains=False, steps_per_execution=3)
+    x, y = _batch(3)
+    functions = executed.watch(lambda: model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0))
+    step = executed.largest(functions)
+    sent = [one for one in _with_host(model, step) if "while/body" in one.tensor]
+    (planned,) = model.plan().host_tables()
+    assert planned.messages == len(sent)
+
+
 @pytest.mark.parametrize("kind", ["split masked", "dealt"])
 def test_look_ups_in_parts_that_do_not_train(kind: str) -> None:
     plans = []
