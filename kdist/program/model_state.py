@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
-from kdist._compat import keras_seeds, keras_trainer, keras_twins
+from kdist._compat import keras_models, keras_seeds, keras_trainer, keras_twins
 from kdist.storage.variables import stored
 
 import keras
+
+CODES = ("int8", "uint8")
+"""Dtypes of what a layer keeps of a quantized weight; four bits are packed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,8 +20,8 @@ class ModelState:
 
     Attributes:
         trainable: Updated by the optimizer from gradients.
-        frozen: Weights that were made to train, do not, and are stored cut over the data axis:
-            gathered like trainable ones.
+        frozen: Weights that do not train, of the kind that does, or quantized, and are stored cut
+            over the data axis: gathered like trainable ones.
         fixed: Other weights: other frozen ones, and statistics that the forward pass may update.
         seeds: States of seed generators; of the one for operations without a seed too, once used.
         metrics: Variables of metrics that layers or the model own.
@@ -70,10 +74,7 @@ class ModelState:
 
 
 def frozen_and_cut(model: keras.Model) -> list[keras.Variable]:
-    """Weights that do not train, though layers made them to, and are stored cut over the data axis.
-
-    No layer writes those in its call, as it may write statistics.
-    """
+    """Those of `frozen_weights` that are stored cut over the data axis."""
     found = []
     for variable in frozen_weights(model):
         entry = stored(variable)
@@ -83,7 +84,14 @@ def frozen_and_cut(model: keras.Model) -> list[keras.Variable]:
 
 
 def frozen_weights(model: keras.Model) -> list[keras.Variable]:
-    """Weights that do not train, though layers made them to; each once."""
+    """Weights that do not train, though layers made them to, and codes of quantized ones."""
     trainable = {id(v) for v in model.trainable_variables}
-    made = {id(v): v for v in keras_twins.made_to_train(model)}
-    return [v for key, v in made.items() if key not in trainable]
+    found = {id(v): v for v in (*keras_twins.made_to_train(model), *_codes(model))}
+    return [v for key, v in found.items() if key not in trainable]
+
+
+def _codes(model: keras.Model) -> Iterator[keras.Variable]:
+    """The integers that kernels and tables were quantized to, which nothing writes."""
+    for layer in keras_models.flat_layers(model):
+        if getattr(layer, "quantization_mode", None) is not None:
+            yield from (v for v in layer.weights if v.dtype in CODES)

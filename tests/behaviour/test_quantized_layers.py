@@ -224,3 +224,27 @@ def test_kernels_that_int4_packs_have_two_dims() -> None:
         one.compile("adam", "mse")
         found.append(one.fit(X, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history)
     np.testing.assert_allclose(found[1]["loss"], found[0]["loss"], rtol=1e-9)
+
+
+MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "data2_model2": ({"data": 2, "model": 2}, {"layout_map": CUTS}),
+    "data4": ({"data": 4}, {}),
+    "pipe2_data2": ({"pipe": 2, "data": 2}, {"pipeline": kdist.PipelineConfig(micro_batches=2)}),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_level_3_stores_codes_cut(mesh: str) -> None:
+    axes, options = MESHES[mesh]
+    level = kdist.OptimizerConfig(level=3, threshold_kb=0)
+    model = chain("int8")
+    config = kdist.ParallelConfig(mesh=kdist.mesh(**axes), optimizer=level, **options)
+    kdist.parallelize(model, config)
+    found = losses(model)
+    np.testing.assert_allclose(found, losses(chain("int8")), rtol=1e-9)
+    weights, slices = {one.path: one for one in model.plan().weights}, model.plan().topology.slices
+    places = [(s, k) for s, one in enumerate(slices) for k in range(len(one.devices))]
+    for name in ("up", "down"):  # every integer is kept once, by whoever
+        kernel = weights[f"{name}/kernel"]
+        assert kernel.gathered
+        assert sum(kernel.stored_bytes(at) for at in places) == kernel.nbytes == 16
