@@ -190,7 +190,7 @@ class PlannedModel(PlacedModel):
     def _asked_to_gather(self, spread: Collection[str]) -> tuple[str, ...]:
         """See `ModelFacts`; `spread` are paths of what level 3 gathers."""
         freed = self.blocks.freed
-        asked = [v for v in self.trained if id(v) in freed]
+        asked = [v for v in (*self.trained, *self.frozen) if id(v) in freed]
         gathered = {p.path for _, p in self._placements() if p.gathered} | set(spread)
         return () if gathered & {v.path for v in asked} else tuple(v.path for v in asked)
 
