@@ -24,6 +24,7 @@ from tensorflow.experimental import dtensor
 
 _TRACED = "_global_shape"
 """An attribute of the nodes that DTensor was given, and did not add."""
+_WRITTEN = "TensorStridedSliceUpdate"
 _SPECS = re.compile(r"^sharding_specs:([^ ]*), mesh:")
 
 
@@ -79,7 +80,9 @@ def _cuts(nodes: Mapping[str, Any], reference: str) -> list[str]:
             noted = node.attr["_layout"].list.s
             found = _SPECS.match(noted[0].decode()) if noted else None
             return found[1].split(",") if found else []
-        reference = data_inputs(node)[0] if data_inputs(node) else ""
+        inputs = data_inputs(node)
+        # On a mesh of several axes it gathers by adding up what is written into zeros, the last.
+        reference = inputs[-1 if node.op == _WRITTEN else 0] if inputs else ""
     return []
 
 

@@ -72,7 +72,9 @@ def expand(
             if last or not limits.is_about_lowering(error) or not work.learns(error, inside, given):
                 raise
             continue
-        if not last and work.uncrosses(program):
+        if work.uncrosses(program):
+            if last:  # it would be too large
+                raise CannotCut("an einsum has operands that are cut crosswise")
             continue
         failed = work.put_back(program)
         if failed and last:

@@ -47,6 +47,19 @@ def test_however_operands_are_cut(equation: str, computed: bool) -> None:
         assert program.islands == ()
 
 
+def test_another_axis_may_be_there() -> None:
+    """DTensor gathers by sums then, over the axis, of what each device writes into zeros."""
+    mesh, _ = inner_mesh(model=2, expert=2)
+    x, y = of("ab,bc->c")
+    function = einsum("ab,bc->c", computed=False)
+    expected = function(tf.constant(x), tf.constant(y))
+    for axis in ("model", "expert"):
+        for first, second in itertools.product(layouts(x.ndim, axis), layouts(y.ndim, axis)):
+            found, _ = run(mesh, function, cut(x, mesh, *first), cut(y, mesh, *second))
+            message = f"{first} {second}"
+            np.testing.assert_allclose(whole(found), expected, rtol=1e-11, err_msg=message)
+
+
 @pytest.mark.parametrize("equation", sorted(CROSSED & {"ab,ab->", "abc,abd->cd"}))
 def test_over_two_axes(equation: str) -> None:
     mesh, _ = inner_mesh(model=2, expert=2)
