@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import weakref
@@ -151,10 +152,22 @@ class Chunks:
         return self._programs[key]
 
     @property
-    def again(self) -> set[str]:
-        """Names of the nodes that run again in the backward pass."""
-        stitchers = [one.stitcher for one in self._programs.values()]
-        return {s.originals[n] for s in stitchers for n in s.live if n in s.originals}
+    def again(self) -> collections.Counter[tuple[str, bool]]:
+        """How often nodes run again, by name, and whether in the backward pass.
+
+        What follows from parameters alone does so in each chunk that uses it.
+        """
+        found = collections.Counter[tuple[str, bool]]()
+        for one in self._programs.values():
+            originals, known = one.stitcher.originals, set[str]()
+            copies = collections.Counter[tuple[str, bool]]()
+            for number, chunk in enumerate(one.chunks):
+                for node in chunk.nodes:
+                    if (name := originals.get(node, node)) in known:
+                        copies[name, number > one.middle or node in originals] += 1
+                    known.add(name)
+            found |= copies
+        return found
 
     def run(
         self,

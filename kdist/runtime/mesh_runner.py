@@ -323,7 +323,7 @@ class MeshRunner:
     def recorded(self) -> Sequence[Collective]:
         """Collectives of the lowered training program, or of what stands for it.
 
-        Those that run again are listed once more, in the backward pass.
+        Those that run again are listed again.
         """
         return self._with_copies(self._trained.recorded or self._probe.recorded)
 
@@ -333,9 +333,14 @@ class MeshRunner:
         return {rows: self._with_copies(one) for rows, one in found.items()}
 
     def _with_copies(self, found: Sequence[Collective]) -> list[Collective]:
-        again = self.chunks.again if self.chunks is not None else set()
-        copies = (one for one in found if one.node in again)
-        return [*found, *(dataclasses.replace(one, phase="backward") for one in copies)]
+        again = self.chunks.again if self.chunks is not None else {}
+        copies = [
+            dataclasses.replace(one, phase="backward" if backward else one.phase)
+            for one in found
+            for backward in (False, True)
+            for _ in range(again.get((one.node, backward), 0))
+        ]
+        return [*found, *copies]
 
     def islands(self) -> Sequence[Island]:
         """What of that program runs on whole operands."""

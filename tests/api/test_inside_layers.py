@@ -140,6 +140,41 @@ def test_collectives_that_run_again_count_again(again: bool | None, backward: in
     assert found == {"forward": 2} | ({"backward": 2 * backward} if backward else {})
 
 
+class Normalized(keras.layers.Layer):
+    """A product by a kernel whose columns have a norm of their own."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], 8), name="kernel")
+        self.scale = self.add_weight(shape=(8,), initializer="ones", name="scale")
+
+    def call(self, x: Any) -> Any:
+        squares = keras.ops.sum(self.kernel**2, axis=0)
+        return x @ (self.kernel * self.scale / keras.ops.sqrt(squares))
+
+
+@pytest.mark.parametrize(("level", "backward"), [(2, 3), (3, 4)])
+def test_what_follows_from_gathered_weights_alone_counts_as_often(
+    level: int, backward: int
+) -> None:
+    """At level 3 the norm of columns is summed again in the backward pass."""
+    keras.utils.set_random_seed(0)
+    layers = [Normalized(name="first"), keras.layers.Dense(8, name="out")]
+    model = keras.Sequential([keras.Input((6, 8)), *layers])
+    config = kdist.ParallelConfig(
+        mesh=kdist.mesh(data=2, model=2),
+        layout_map={".*first/kernel": ("model", None)},
+        optimizer=kdist.OptimizerConfig(level=level, threshold_kb=0),
+    )
+    kdist.parallelize(model, config).compile("adam", "mse")
+    model.train_on_batch(np.ones((8, 6, 8)), np.ones((8, 6, 8)))
+    found = {(t.kind, t.phase): t.collectives for t in model.plan(batch_size=16).inside}
+    slices = 2
+    assert found == {
+        ("all-reduce", "forward"): slices * 1,
+        ("all-reduce", "backward"): slices * backward,
+    }
+
+
 def test_without_inner_axes_there_are_none() -> None:
     model = kdist.parallelize(network(), kdist.ParallelConfig(mesh=kdist.mesh(data=4)))
     model.compile("adam", "mse")
