@@ -231,14 +231,7 @@ class _Labels:
         """A result that follows from parameters alone comes with the last of them."""
         for name in map(node_of, self.graph.results):
             if name in self.copied:
-                self.labels[name] = max((self.first[p] for p in self.uses_of(name)), default=0)
-
-    def uses_of(self, name: str) -> set[str]:
-        """The parameters that a copied node follows from."""
-        found: set[str] = set()
-        for source in self.sources.get(name, ()):
-            found |= {source} if source in self.first else self.uses_of(source)
-        return found
+                self.labels[name] = max((self.first[p] for p in self.uses[name]), default=0)
 
     def _closure(self, given: set[str]) -> set[str]:
         """The nodes that follow from some arguments and small constants alone."""

@@ -107,6 +107,17 @@ def test_what_follows_from_a_gathered_parameter_is_computed_again() -> None:
     assert sum("cast0" in one.nodes for one in stored) == 1
 
 
+def test_a_result_of_many_steps_from_parameters_alone_comes_with_the_last_of_them() -> None:
+    """As of powers of a kernel; each step takes the one before twice."""
+    graph, steps = layers(2), 60
+    inputs = {**graph.inputs, "power0": ["w1", "w1"]}
+    inputs |= {f"power{i}": [f"power{i - 1}:0:0"] * 2 for i in range(1, steps)}
+    results = [*graph.results, f"power{steps - 1}:0:0"]
+    names = {"w0": 0, "w1": 1}
+    chunks = cut(Graph(inputs, results), names, names, {"scale"})
+    assert [n for n, one in enumerate(chunks) if results[-1] in one.gives] == [1]
+
+
 def test_a_whole_forward_pass_is_one_chunk_with_the_start_of_the_backward_pass() -> None:
     names = {"w0": 0, "w1": 1, "w2": 2}
     found = [n for n in nodes(cut(layers(3), names, (), {"scale"}, whole_forward=True)) if n]
