@@ -221,6 +221,7 @@ class LayerCalls:
     def _over_mesh(self, layer: keras.Layer, call: Callable, given: CallArguments) -> Any:
         refuse_within_xla(f"A call of layer {layer.path or layer.name!r}")
         batch = self._split(given)
+        self._tell_thawed(layer)
         wanted = self._wanted(layer)
         parts = [
             Given(rows, given.shared, masks).differentiated(wanted)
@@ -233,6 +234,18 @@ class LayerCalls:
                 for r, one in enumerate(parts)
             ]
         return OverMesh(self, layer, functions, parts, batch, rows, not self._in_step)()
+
+    def _tell_thawed(self, layer: keras.Layer) -> None:
+        """Says which weights train by now, and were frozen when the model's programs were made."""
+        state = self.program.state
+        frozen = {id(v) for v in (*state.frozen, *state.fixed)}
+        if thawed := [v.path for v in layer.trainable_variables if id(v) in frozen]:
+            self._tell(
+                "Weights were frozen before this step, which made them trainable: they get no "
+                "gradients. Set trainable=True before compile, and fit or the first call of the "
+                "step; freeze within the step what is not to train in a part of it. "
+                f"Received: {thawed[:3]}"
+            )
 
     def _tables_of(self, layer: keras.Layer, call: Callable, given: CallArguments) -> CallTables:
         """What fetches rows of tables for a call."""

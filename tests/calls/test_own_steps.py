@@ -145,6 +145,29 @@ def test_what_is_frozen_trains_on_until_compile(axes: dict[str, int]) -> None:
     same(models)
 
 
+class Thaws(Own):
+    """Makes a layer trainable in its step, as a GAN does with its discriminator."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        self.get_layer("up").trainable = True
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(x, y)
+        weights = self.get_layer("down").trainable_variables
+        self.mine.apply(tape.gradient(loss, weights), weights)
+        return {"far": loss}
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=IDS)
+def test_what_a_step_thaws_is_told(axes: dict[str, int]) -> None:
+    _, model = pair(axes, Thaws)
+    model.mine = keras.optimizers.SGD(0.01)
+    model.compile(optimizer=None)
+    model.get_layer("up").trainable = False
+    with pytest.warns(UserWarning, match=r"(?s)made them trainable.*no gradients.*up/kernel"):
+        model.fit(*batch(), batch_size=4, verbose=0, shuffle=False)
+
+
 class Direct(keras.Model):
     """Its step calls layers, not the model."""
 
