@@ -84,7 +84,7 @@ def _observe(
         loss={**found.loss, **{k: v for k, v in logs.items() if k in losses}},
         metric={k: v for k, v in logs.items() if k not in losses},
         gradient=found.gradient,
-        state=by_path(state.carried),
+        state=by_path([*state.carried, *state.frozen]),
         weight=by_path(state.trainable),
         slot=slots_of(model),
     )
